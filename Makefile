@@ -9,31 +9,6 @@ SEEDS ?= 10000
 KILLS ?= 200
 MINUTES ?= 6
 
-# Set before Ray starts; none is needed for correctness, a plain `serve run` works without them.
-#   RAY_preload_python_modules: a replica's process has Serve imported when it starts (wake -0.3 s)
-#   RAY_worker_maximum_startup_concurrency: idle workers are prestarted, so several wakes at once do not queue
-#   RAY_SERVE_USE_GRPC_BY_DEFAULT: proxy, front and replicas stream to each other by gRPC, not as one
-#     object of Ray for each piece: half the processor time of a token outside its engine. The port
-#     for it is open in every replica of Serve either way
-#   RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH: of that, in bytes; Serve's 4 MB is less than a body may have
-#   RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP: fronts and
-#     replicas compute nothing, so they need no thread beside Serve's, and no hop to it with each piece
-#   RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: the proxy answers 503 with Retry-After where the front
-#     died under a request, which is a bare 500 otherwise
-#   RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO: replicas reserve no GPU with Ray; the arbiter chooses for them
-#   HF_HUB_OFFLINE: models are local; an engine never waits for a hub that cannot be reached
-#   RAY_USAGE_STATS_ENABLED: no report to outside
-export RAY_preload_python_modules ?= deployments.worker_start
-export RAY_worker_maximum_startup_concurrency ?= 8
-export RAY_SERVE_USE_GRPC_BY_DEFAULT ?= 1
-export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 268435456
-export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD ?= 0
-export RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP ?= 0
-export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= deployments.front.proxy:middlewares
-export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
-export HF_HUB_OFFLINE ?= 1
-export RAY_USAGE_STATS_ENABLED ?= 0
-
 .PHONY: vendor serve test retest check bench sim chaos graph-chaos soak models install
 .DEFAULT_GOAL := serve
 
@@ -46,7 +21,8 @@ $(VENV)/.installed-$(DEVICE): pyproject.toml constraints-$(DEVICE).txt constrain
 models: install
 	@$(BIN)/python -m models.make_models $(if $(RETRAIN),--retrain)
 
-# Ray's own lines go to a file, which is named at the end; VERBOSE=1 shows them.
+# Ray's own lines go to a file, which is named at the end; VERBOSE=1 shows them. What Ray and Serve
+# read of the environment: deployments/start_variables.py.
 serve: install models
 	@$(BIN)/arbiter serve $(CONFIG)
 
@@ -61,13 +37,15 @@ check: install
 	$(BIN)/deptry . --exclude '\.venv' --ignore DEP002
 	$(BIN)/pytest tests/style
 
-FAST := tests/unit tests/model tests/sim tests/style
+FAST := tests/unit tests/model tests/sim
 
-# On both cores what neither starts Ray nor an engine; the rest mostly waits for processes to start,
-# and a test of it that takes long is named meanwhile.
+# First what starts neither Ray nor an engine. The rest mostly waits for processes to start, so two
+# workers run it side by side, each with a cluster of its own; a test that takes long is named
+# meanwhile. `make check` runs tests/style.
 test: install models
 	@failed=; $(BIN)/pytest -n 2 $(FAST) || failed=1; \
-		$(BIN)/pytest -p tests.support.heartbeat tests $(FAST:%=--ignore=%) || failed=1; \
+		$(BIN)/pytest -n 2 -p tests.support.lanes -p tests.support.heartbeat \
+			tests $(FAST:%=--ignore=%) --ignore=tests/style || failed=1; \
 		test -z "$$failed"
 
 retest: install models

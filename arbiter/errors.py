@@ -21,6 +21,8 @@ ArbiterError
     NotResident           409  a control plane says what is resident, and this model is not
     UnderPressure         503  real memory is short on every device it could go to
     QuotaExceeded         429  more than this tenant or client may have at once
+    RemoteBudgetSpent     429  a tenant's day at a remote has no room for this request
+    EgressRefused         503  what leaves this machine cannot be written down, so nothing leaves
     TenantCoolingDown     429  over what it may hold on average, until that has fallen
     HolderQuarantined     503  this holder did not give memory back
     ArbiterClosing        503  shutdown has begun
@@ -390,6 +392,39 @@ class TenantCoolingDown(RequestError):
     def __str__(self) -> str:
         has, may, for_s = human(self.average_bytes), human(self.bound_bytes), self.retry_after_s
         return f"{self.tenant} held {has} on average, of {may}; it loads no more for {for_s:.0f} s"
+
+
+@error_fields
+class RemoteBudgetSpent(RequestError):
+    status_code, code = 429, "remote_budget_spent"
+
+    remote: str
+    tenant: str
+    has: float
+    wants: float
+    bound: float
+    unit: str  # tokens, money
+    retry_after_s: float = field()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tenant} has spent or reserved {self.has:g} {self.unit} at {self.remote} today"
+            f" and asks for up to {self.wants:g} more; it may have {self.bound:g} a day (UTC)"
+        )
+
+
+@error_fields
+class EgressRefused(RequestError):
+    code, retry_after_s = "egress_not_recorded", 30.0  # a person has to mend the state file
+
+    remote: str
+    cause: str
+
+    def __str__(self) -> str:
+        return (
+            f"nothing was sent to {self.remote}, because its budget cannot be kept: {self.cause};"
+            " make the arbiter's state file writable"
+        )
 
 
 @error_fields

@@ -71,10 +71,10 @@ class Bench:
         """Admission on."""
         folders = {"folder": str(self.folder / "in"), "store": str(self.folder / "store")}
         adapters = {**folders, "max_rank": RANK, "slots": slots, "wait_s": 300.0}
-        return self._started({"adapters": adapters, "engine_args": ENGINE_ARGS})
+        return self.started({"adapters": adapters, "engine_args": ENGINE_ARGS})
 
     @contextlib.contextmanager
-    def _started(self, more: dict[str, Any]) -> Iterator[Child]:
+    def started(self, more: dict[str, Any]) -> Iterator[Child]:
         config = {"model": self.model, "served_name": "base", **more}
         child = self.running.spawn(f"bench-{time.monotonic_ns()}", ENTRY, config).hold()
         try:

@@ -16,19 +16,10 @@ from typing import Any
 
 import yaml
 
+from deployments.start_variables import VARIABLES
 from tests.support.engine_host import zygote
 
 BIN = Path(sys.executable).parent
-
-# As `make serve` starts Ray (Makefile); the rest of what it exports has no part in a figure.
-MAKE_SERVE = {
-    "RAY_preload_python_modules": "deployments.worker_start",
-    "RAY_worker_maximum_startup_concurrency": "8",
-    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-}
 
 _OBJECTS = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "0"}
 _THREADS = {
@@ -114,7 +105,7 @@ def our_graph(config: dict[str, Any], transport: str) -> Iterator[str]:
         file.write_text(yaml.safe_dump(config))
         command = [str(BIN / "serve"), "run", str(file)]
         state = {"ARBITER_STATE": str(Path(folder) / "arbiter.sqlite")}
-        env = MAKE_SERVE | TRANSPORTS[transport] | state
+        env = VARIABLES | TRANSPORTS[transport] | state
         with running(command, env, _log("serve")) as process:
             url = f"http://127.0.0.1:{port}"
             wait_for(f"{url}/health", 180, process)

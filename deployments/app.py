@@ -1,9 +1,14 @@
 """Builders of Serve applications: the front's, which `import_path` in serve_config.yaml names, and
 a capability's, which the front calls for each row of its table; `import_path` may name it too."""
 
+import hashlib
 import importlib
+import json
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from ray import serve
 from ray.serve import Application
@@ -23,9 +28,10 @@ CLASSES = {
     "vad": "deployments.capabilities.vad:VadServer",
 }
 
-# A handle reports its queue this often, so that a waiting request starts a replica in about a
-# second; with Serve's defaults (10 s, 30 s) it takes seven to ten.
-METRICS_INTERVAL_S, LOOK_BACK_PERIOD_S = 0.1, 0.5
+# A handle reports its queue this often while it has requests, and the first request at once
+# (ray_internals.quiet_when_idle); with Serve's defaults (10 s, 30 s) a second replica takes seven
+# to ten. Each 0.1 s was 14 ms a second of the front and as much of the controller.
+METRICS_INTERVAL_S, LOOK_BACK_PERIOD_S = 0.5, 0.6
 
 SCALING = "deployments.scaling:CapabilityPolicy"
 
@@ -34,14 +40,36 @@ SCALING = "deployments.scaling:CapabilityPolicy"
 GRACEFUL_SHUTDOWN_TIMEOUT_S = 600.0
 
 # Each replica is asked each second what it has: with Serve's 10 s a model is long gone by then.
-ROUTER = RequestRouterConfig(
-    request_router_class="deployments.routing.router:ResidentRouter",
-    request_routing_stats_period_s=1.0,
-)
+ROUTING: dict[str, Any] = {
+    "request_router_class": "deployments.routing.router:ResidentRouter",
+    "request_routing_stats_period_s": 1.0,
+}
+ROUTER = RequestRouterConfig(**ROUTING)
 
 # Serve's line for each call, a third of a replica's time for it: it flushes two files. Our own line
 # names model, ticket and wait, and the proxy's status and time.
 LOGGING = {"enable_access_log": False}
+
+# Of each capability's deployment. Devices are the arbiter's to place, so no GPUs or CPUs are
+# reserved with Ray.
+OPTIONS: dict[str, Any] = {
+    "max_ongoing_requests": 256,
+    "max_queued_requests": 512,
+    "ray_actor_options": {"num_cpus": 0, "num_gpus": 0},
+    "graceful_shutdown_timeout_s": GRACEFUL_SHUTDOWN_TIMEOUT_S,
+    "graceful_shutdown_wait_loop_s": 0.1,
+    "logging_config": LOGGING,
+    "health_check_period_s": 2,
+}
+# Zero replicas until asked.
+AUTOSCALING: dict[str, Any] = {
+    "min_replicas": 0,
+    "initial_replicas": 0,
+    "metrics_interval_s": METRICS_INTERVAL_S,
+    "look_back_period_s": LOOK_BACK_PERIOD_S,
+    "upscale_delay_s": 0,
+    "downscale_delay_s": 5,
+}
 
 
 def front(args: FrontArgs) -> Application:
@@ -86,9 +114,25 @@ def of_table(name: str, config: CapabilityConfig) -> Application:
 def scaling_of(name: str, config: CapabilityConfig) -> dict[str, object]:
     """The part of `autoscaling_config` by which a row of the table differs from another: what
     Serve has of it says whether it is deployed as the row now is. Raises ConfigError."""
-    described = {"capability": name, "class_path": class_path(config) or ""}
+    path = class_path(config)
+    described = {"capability": name, "class_path": path or "", "digest": digest_of(_class_of(path))}
     policy = {"policy_function": SCALING, "policy_kwargs": described}
     return {"max_replicas": config.max_replicas, "policy": policy}
+
+
+def digest_of(server: type) -> str:
+    """Sixteen hex digits that change with the source of a class or its bases, and with the options
+    of its deployment. Of the files as they are now, because replicas start from those. Raises
+    ConfigError."""
+    options = json.dumps([OPTIONS, AUTOSCALING, ROUTING], sort_keys=True)
+    digest = hashlib.sha256(options.encode())
+    for base in server.__mro__:
+        file = getattr(sys.modules[base.__module__], "__file__", None)
+        try:
+            digest.update(Path(file).read_bytes() if file else b"")
+        except OSError as error:
+            raise ConfigError(f"the source of {base.__name__} cannot be read: {error}") from error
+    return digest.hexdigest()[:16]
 
 
 def class_path(config: CapabilityConfig) -> str | None:
@@ -138,28 +182,12 @@ def _class_of(path: str | None) -> type:
 def _capability(
     server: type, args: CapabilityArgs, scaling: Mapping[str, object] = MappingProxyType({})
 ) -> Application:
-    """Zero replicas until asked; devices are the arbiter's to place, so no GPUs or CPUs are
-    reserved with Ray. `scaling`: more of `autoscaling_config`."""
+    """`scaling`: more of `autoscaling_config`."""
     deployment = serve.deployment(
         server,
         name=args.capability,
-        max_ongoing_requests=256,
-        max_queued_requests=512,
-        ray_actor_options={"num_cpus": 0, "num_gpus": 0},
-        graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_TIMEOUT_S,
-        graceful_shutdown_wait_loop_s=0.1,
-        logging_config=LOGGING,
-        health_check_period_s=2,
         request_router_config=ROUTER,
-        autoscaling_config={
-            "min_replicas": 0,
-            "initial_replicas": 0,
-            "max_replicas": args.max_replicas,
-            "metrics_interval_s": METRICS_INTERVAL_S,
-            "look_back_period_s": LOOK_BACK_PERIOD_S,
-            "upscale_delay_s": 0,
-            "downscale_delay_s": 5,
-            **scaling,
-        },
+        autoscaling_config={**AUTOSCALING, "max_replicas": args.max_replicas, **scaling},
+        **OPTIONS,
     )
     return deployment.bind(args.capability)

@@ -6,6 +6,7 @@ parse again.
 """
 
 import json
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from arbiter.core.types import Priority
@@ -20,6 +21,12 @@ TENANT_HEADER = "x-arbiter-tenant"
 # the call has a deadline, the seconds that are left of it. What the client wrote is dropped too.
 PRIORITY_HEADER = "x-arbiter-priority"
 DEADLINE_HEADER = "x-arbiter-deadline-s"
+
+# From a replica to its engine: a fresh word, under which the body of an event stream waits at
+# SIDE_STREAM_PATH for the process that hands it to the client
+# (deployments.engines.side_streams). In the head of such a stream from there on: the engine's
+# socket and the word.
+SIDE_STREAM, SIDE_STREAM_PATH = "x-arbiter-side-stream", "/control/side_stream/"
 
 # In the headers of a multipart call, whose body the front leaves as it is: the name that the engine
 # serves (an alias of a profile, or a bare adapter name, may stand in the form).
@@ -54,6 +61,7 @@ class InferenceCall:
     wants_progress: bool = False  # the client reads progress comments while the model loads
     served: str = ""  # the name the engine serves: an adapter, or the model (also where empty)
     stable: Cut | None = None  # the prefix that other requests share with it
+    reader_node: str = ""  # where a side stream would be read; empty: it reads none
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,7 @@ class FullResponse:
 
 
 Part = Progress | ResponseHead | FullResponse | bytes  # Progress only before all others
+Parts = AsyncGenerator[Part, None]
 
 
 class NotServedHere(RequestError):

@@ -105,10 +105,10 @@ class ArbiterPolicy:
 
 
 class CapabilityPolicy:
-    """The same for one deployment, as Serve wants it there. `class_path`: of what is deployed; the
-    front reads it back to see whether that is as the table has it."""
+    """The same for one deployment, as Serve wants it there. `class_path` and `digest`: of
+    what is deployed; the front reads them back to see whether that is as the table has it."""
 
-    def __init__(self, capability: str, class_path: str = "") -> None:
+    def __init__(self, capability: str, class_path: str = "", digest: str = "") -> None:
         self._policy = ArbiterPolicy(capability)
 
     def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:

@@ -24,10 +24,10 @@ from policies import (
     admit_warm_first,
     evict_belady,
     evict_cost_aware,
+    evict_learned,
     evict_priority_lru,
     evict_size_aware_lru,
     evict_time_of_day,
-    evict_two_rates,
     keep_warm,
     place_best_fit,
     pressure,
@@ -38,8 +38,8 @@ EVICT: dict[str, Callable[[Candidate], Price]] = {
     "priority_lru": evict_priority_lru.price,
     "size_aware_lru": evict_size_aware_lru.price,
     "cost_aware": evict_cost_aware.price,
-    "two_rates": evict_two_rates.price,
     "time_of_day": evict_time_of_day.price,
+    "learned": evict_learned.price,
     "belady": evict_belady.price,
 }
 REPLAY_ONLY = frozenset({"belady"})  # they read the future; no configuration may name them

@@ -15,6 +15,13 @@ import sys
 import venv
 from pathlib import Path
 
+PYTHONS = ((3, 11), (3, 12))  # of which Ray, torch and vLLM all have builds; as pyproject.toml says
+if sys.version_info[:2] not in PYTHONS:  # before anything is read that another cannot read
+    sys.exit(
+        f"install: {sys.executable} is Python {sys.version_info[0]}.{sys.version_info[1]}; the"
+        " engines exist for 3.11 and 3.12. Name one: `make install PYTHON=python3.12`"
+    )
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 

@@ -34,13 +34,14 @@ class RequestLog:
         outcome: str,
         request: str,
         client: Client = ANYBODY,
+        ran: Span | None = None,
     ) -> None:
         is_room = len(self._requests) < CLIENTS_MOST or client in self._requests
         self._requests[client if is_room else Client(client.tenant)] += 1
         word = outcome if outcome in OUTCOMES else "refused"
         self._times.setdefault(word, Histogram(SECONDS_BOUNDS)).note(in_seconds(took))
         if len(self._kept) < self._most:
-            self._kept.append(FinishedRequest(ticket, model, took, outcome, request))
+            self._kept.append(FinishedRequest(ticket, model, took, outcome, request, ran))
         else:
             self._dropped += 1
 

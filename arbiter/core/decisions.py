@@ -269,6 +269,8 @@ class EventKind(StrEnum):
     CAPABILITY_RUN = "capability_run"
     RUNS_DROPPED = "runs_dropped"
     PREWARM = "prewarm"  # of a stable prefix: no request of a user
+    REMOTE_EGRESS = "remote_egress"  # a request is about to leave this machine
+    REMOTE_ANSWER = "remote_answer"  # what came of it
 
     def __repr__(self) -> str:
         """Returns the quoted value, because recordings keep a hash of the decisions' text."""

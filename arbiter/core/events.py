@@ -242,6 +242,7 @@ class FinishedRequest:
     took: Span  # from its arrival at the holder, the wait for a load included
     outcome: str  # answered, left (its client went), or the code of the refusal
     request: str = ""  # the id its client knows it by
+    ran: Span | None = None  # of it, since the model served; None: it did not, or only held it
 
 
 @dataclass(frozen=True, slots=True)

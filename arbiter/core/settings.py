@@ -85,7 +85,7 @@ class Watermarks:
 class Settings:
     """Holds what a person may set, and what follows from the specification."""
 
-    evict: str = "time_of_day"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM, PRESSURE
+    evict: str = "learned"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM, PRESSURE
     admit: str = "fair_share"
     place: str = "best_fit"
     keep_warm: str = "since_last_use"

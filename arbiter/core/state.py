@@ -22,10 +22,11 @@ from arbiter.core.records.loading_times import LoadingTimes
 from arbiter.core.records.opening_hours import OpeningHours
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.request_queue import RequestQueue
+from arbiter.core.records.reuse import ReuseLearner
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.records.timers import Timers
 from arbiter.core.records.trades import Trades
-from arbiter.core.records.usage_rates import HourlyUsage, UsageRates
+from arbiter.core.records.usage_rates import AHEAD, HourlyUsage, UsageCounts, UsageRates
 from arbiter.core.settings import Settings
 from arbiter.core.view import Policies
 from arbiter.errors import RequestError, TicketClosed
@@ -130,8 +131,9 @@ class CoreState:
     - configuration: `settings`, `policies`, `registry` (with the floors of the table), `tenants`,
       and `floors`, which people set; `opening_hours`, as the clock on the wall has them;
     - the books: `ledger` (tickets and devices), `queue`, `holders`, `nodes`, `accounts` of clients;
-    - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
-      `last_home`, `trades` of places, `loading_times` and `loading_much`, by device;
+    - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `reuse`,
+      `transition_counts`, `last_home`, `trades` of places, `loading_times` and `loading_much`, by
+      device;
     - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
       `prefetched` models, `evicted_for` a load that has not succeeded, `freed_for` a lease that
       holds, `compactions`, `pressure` by device,
@@ -163,10 +165,7 @@ class CoreState:
         self.ledger = Ledger()
         self.registry = Registry(tuple(sorted(policies.roles)))
         self.opening_hours = OpeningHours()
-        self.estimates = Estimates(settings)
-        self.rates = UsageRates(settings.rate_window)
-        self.lasting_rates = UsageRates(settings.lasting_window)
-        self.hours = HourlyUsage(now)
+        self._begin_learning(settings, now)
         self.evictions = EvictionHistory()
         self.trades = Trades()
         self.loading_times = LoadingTimes()
@@ -200,6 +199,14 @@ class CoreState:
         self.out: list[Decision] = []
         self._begin_work()
 
+    def _begin_learning(self, settings: Settings, now: Instant) -> None:
+        """Begins with nothing known of models and their uses."""
+        self.estimates = Estimates(settings)
+        self.rates = UsageRates(settings.rate_window)
+        self.lasting_rates = UsageRates(settings.lasting_window)
+        self.hours = HourlyUsage(now)
+        self.reuse = ReuseLearner()
+
     def _begin_work(self) -> None:
         """Begins with no work under way."""
         self.loading_much: dict[DeviceId, float] = {}  # share of its time, above the bound
@@ -223,6 +230,7 @@ class CoreState:
             "rates": self.rates.export(),
             "lasting_rates": self.lasting_rates.export(),
             "hours": self.hours.export(),
+            "reuse": self.reuse.export(),
             "followers": [[*n, [[*f, count] for f, count in of.items()]] for n, of in followed],
         }
 
@@ -234,6 +242,8 @@ class CoreState:
         self.rates.restore(exported["rates"])
         self.lasting_rates.restore(exported["lasting_rates"])
         self.hours.restore(exported["hours"])
+        if learned := exported.get("reuse"):  # older versions of this code had none
+            self.reuse.restore(learned)
         for capability, model, followers in exported["followers"]:
             counts = {types.ModelName(c, m): count for c, m, count in followers}
             self.transition_counts[types.ModelName(capability, model)] = counts
@@ -404,8 +414,28 @@ class CoreState:
         self.rates.used(name, times_count, self.now)
         self.lasting_rates.used(name, times_count, self.now)
         self.hours.used(name, times_count, self.now)
+        self.reuse.wanted(name)
+        self.reuse.used(name, times_count)
         if self.settings.preload != "off":
             self.uses_this_event.append((name, entry.node))
+
+    def note_wanted(self, name: types.ModelName) -> None:
+        """Notes a request for a model that must load, and has something learned from it."""
+        self.reuse.wanted(name)
+        self.reuse.ask_others(name, self.usage_counts)
+
+    def note_loaded(self, entry: Ticket) -> None:
+        """Counts the bytes of a load or a wake among those by which turnovers are told."""
+        if lent_bytes := self.ledger.lent_bytes:
+            self.reuse.loaded(entry.home_bytes / lent_bytes)
+
+    def usage_counts(self, name: types.ModelName) -> UsageCounts:
+        """Returns how often a model was used in both windows, and will be in the coming hours."""
+        recent_count = self.rates.recent(name, self.now)
+        lasting_count = self.lasting_rates.recent(name, self.now)
+        any_hours_count = lasting_count * AHEAD / self.lasting_rates.window
+        usual_count = self.hours.ahead(name, self.now, any_hours_count)
+        return UsageCounts(recent_count, lasting_count, any_hours_count, usual_count)
 
     def unqueue(self, entry: Ticket) -> None:
         """Takes a ticket out of the queue: nothing waits for it any more."""

@@ -155,6 +155,7 @@ class ModelSpec:
     floor: Floor = Floor.COLD  # how far it may fall, unless a person has set another (D1)
     hours: str = ""  # outside of which it is not loaded (C13); empty: none
     batch_hours: str = ""  # the same for batch work; empty: those of the settings
+    is_optional: bool = False  # loads into free room or not at all, as a prefetch does (F7)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from arbiter.core.records.reuse import Reuse
 from arbiter.core.types import DeviceKind, Level, Priority
 from arbiter.units import Bytes, DeviceId, HolderId, Instant, Span, TicketId
 
@@ -31,6 +32,7 @@ class Candidate(NamedTuple):
     recent_count: float = 0.0  # uses in the last window, older ones fading (usage_rates.UsageRates)
     lasting_count: float = 0.0  # the same in the long window
     usual_count: float = 0.0  # uses in the coming hours, as on other days (usage_rates.HourlyUsage)
+    reuse: Reuse = Reuse()  # how likely it is wanted soon, and from what (reuse.ReuseLearner)
     next_use: Instant | None = None  # in a replay that knows the future; None: never, or unknown
     evict_cost_s: float = 0.0  # what losing it costs beside the reload, by its role
 
@@ -42,6 +44,7 @@ class Price:
 
     rank: Key = ()
     cost_s: float = 1.0
+    why: object = None  # what the cost comes from; explain shows it with `str`
 
 
 @dataclass(frozen=True, slots=True)

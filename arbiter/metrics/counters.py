@@ -64,6 +64,8 @@ class Counters:
                 self._count("leases_ended", str(data["reason"]))
             case EventKind.MEMORY_PRESSURE:
                 self._count("pressure_changes", str(data["level"]), str(data["source"]))
+            case EventKind.REMOTE_EGRESS | EventKind.REMOTE_ANSWER:
+                self._note_remote(data)
             case _:
                 self._note_model(event, data)
 
@@ -80,6 +82,16 @@ class Counters:
                 self._evicted.add((data["capability"], data["model"]))
             case EventKind.ESTIMATE_ERROR:
                 self._note_estimate(event, data)
+
+    def _note_remote(self, data: dict[str, Any]) -> None:
+        """A request that leaves begins the series, and its end counts."""
+        if outcome := data.get("outcome"):
+            self._count("remote_answers", data["remote"], outcome)
+        whose = data["remote"], data["tenant"]
+        tokens = data.get("prompt_tokens", 0) + data.get("answer_tokens", 0)
+        self._count("remote_tokens", *whose, by=tokens)
+        self._count("remote_sent_bytes", *whose, by=data.get("sent_bytes", 0))
+        self._count("remote_money", *whose, by=data.get("money", 0))
 
     def _note_load(self, event: LogEvent, data: dict[str, Any]) -> None:
         capability = data["capability"]

@@ -147,10 +147,17 @@ TENANTS = (
     _gauge("lease_bytes", "bytes", (), "Charged to leases on all devices."),
     _counter("leases_ended", "", ("reason",), "Leases that ended."),
 )
+REMOTE = ("remote", "tenant")
+REMOTES = (
+    _counter("remote_answers", "", ("remote", "outcome"), "Requests to remotes by their end."),
+    _counter("remote_tokens", "", REMOTE, "Tokens of prompts and answers, as remotes count."),
+    _counter("remote_sent_bytes", "bytes", REMOTE, "Bodies of requests that left."),
+    _counter("remote_money", "", REMOTE, "Spent, in the currency of the operator's prices."),
+)
 
 TABLE: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        *FRONT, *ARBITER, *DEVICES, *MODELS, *QUEUE, *LOADS, *REPLAYS, *POOLS, *TENANTS,
+        *FRONT, *ARBITER, *DEVICES, *MODELS, *QUEUE, *LOADS, *REPLAYS, *POOLS, *TENANTS, *REMOTES,
     )
 }  # fmt: skip

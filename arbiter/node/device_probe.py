@@ -95,7 +95,8 @@ class NodeProbe:
     def read(self, trees: list[Tree], pool_bytes: int = 0) -> Readings:
         """Takes milliseconds per engine: call it from a thread. `pool_bytes`: RAM of slabs, which
         is no engine's and not foreign."""
-        memories = {tree.ticket: procfs.memory(tree.pids, self._rollups.of) for tree in trees}
+        read, aside = self._rollups.of, self._rollups.aside_of
+        memories = {tree.ticket: procfs.memory(tree.pids, read, aside) for tree in trees}
         self._rollups.keep(pid for tree in trees for pid in tree.pids)
         measured = {ticket: self._ram_part(m) for ticket, m in memories.items()}
         ours_bytes = sum(m.device_bytes + m.host_bytes for m in memories.values()) + pool_bytes

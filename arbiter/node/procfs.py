@@ -4,7 +4,7 @@ process says of itself.
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,11 +138,24 @@ def rollup(pid: int) -> dict[str, int]:
     return {key: int(value.split()[0]) * KIB for key, value in pairs}
 
 
-def memory(pids: Iterable[int], read: Callable[[int], dict[str, int]] = rollup) -> Memory:
+def mapped_aside(pid: int) -> int:
+    """A process's part of the slabs and host copies that it has mapped, in bytes."""
+    text, total = _text(pid, "smaps"), 0
+    for name in (HOST_COPY, slab.NAME):
+        for found in re.finditer(rf"/memfd:{name}.*\n(?:.*\n)*?Pss: *(\d+) kB", text):
+            total += int(found[1]) * KIB
+    return total
+
+
+def memory(
+    pids: Iterable[int],
+    read: Callable[[int], dict[str, int]] = rollup,
+    aside: Callable[[int], int] = mapped_aside,
+) -> Memory:
     """Private pages of the processes, plus the shared memory they hold. Pages shared with the
     process they were forked from count for neither, so a fork costs what it writes. Slabs of the
     pool are on no process's account.
-    `read` may know a rollup already."""
+    `read` may know a rollup already, and `aside` what is mapped of slabs and host copies."""
     pids = list(pids)
     private_bytes = shared_bytes = 0
     files: dict[tuple[int, int], tuple[str, int]] = {}
@@ -157,9 +170,9 @@ def memory(pids: Iterable[int], read: Callable[[int], dict[str, int]] = rollup) 
     pool_bytes = sum(size for name, size in files.values() if name.startswith(slab.NAME))
     file_bytes = sum(size for _, size in files.values()) - host_bytes - pool_bytes
     aside_bytes = host_bytes + pool_bytes
-    if aside_bytes and any(_maps_unheld(pid, {inode for _, inode in files}) for pid in pids):
+    if aside_bytes and any(_maps_unheld(pid, files.keys()) for pid in pids):
         # What is held of these files need not be mapped, and would hide what is only mapped.
-        aside_bytes = sum(_mapped_aside(pid) for pid in pids)
+        aside_bytes = sum(aside(pid) for pid in pids)
     # Shared pages are seen mapped (Pss) or held open (blocks), often both: the larger counts.
     held_bytes = max(file_bytes, shared_bytes - aside_bytes)
     return Memory(Bytes(private_bytes + held_bytes), Bytes(host_bytes))
@@ -183,23 +196,21 @@ def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], str, int]]:
             continue  # closed between listing and reading, or it has become another user's
 
 
-def _maps_unheld(pid: int, held: set[int]) -> bool:
-    """Whether a process shares memory of no file that it has open; `held`: inodes of those."""
+def _maps_unheld(pid: int, held: Set[tuple[int, int]]) -> bool:
+    """Whether a process shares memory of no file that it has open; `held`: device and inode of
+    those."""
     for line in _text(pid, "maps").splitlines():
-        _, flags, _, _, inode, *path = line.split(maxsplit=5)
+        _, flags, _, device, inode, *path = line.split(maxsplit=5)
         is_memory = bool(path) and path[0].startswith(_SHARED_MEMORY)
-        if is_memory and flags.endswith("s") and int(inode) not in held:
+        if is_memory and flags.endswith("s") and (_device(device), int(inode)) not in held:
             return True
     return False
 
 
-def _mapped_aside(pid: int) -> int:
-    """A process's part of the slabs and host copies that it has mapped, in bytes."""
-    text, total = _text(pid, "smaps"), 0
-    for name in (HOST_COPY, slab.NAME):
-        for found in re.finditer(rf"/memfd:{name}.*\n(?:.*\n)*?Pss: *(\d+) kB", text):
-            total += int(found[1]) * KIB
-    return total
+def _device(text: str) -> int:
+    """The number that stat(2) has for `major:minor` of /proc/PID/maps."""
+    major, minor = text.split(":")
+    return os.makedev(int(major, 16), int(minor, 16))
 
 
 def _text(pid: int, file: str) -> str:

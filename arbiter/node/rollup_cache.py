@@ -1,24 +1,29 @@
 """Private pages of processes, without asking the kernel each second for what has not changed.
 
 It walks all page tables of a process for `smaps_rollup`: 15 to 25 ms for each of an engine's two
-(benchmarks.md), a core for twenty sleeping engines. But a process gets a page of its own by a
-fault and loses one from its resident set, and both are counted where asking costs 20 us. Only
-whether another process still maps the same page is not, so nothing is believed for long.
+(benchmarks.md), a core for twenty sleeping engines; and again for `smaps`, which has each mapping.
+But a process gets a page of its own by a fault and loses one from its resident set, and both are
+counted where asking costs 20 us. Only whether another process still maps the same page is not, so
+nothing is believed for long.
 """
 
 import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from arbiter.node import procfs
 from arbiter.units import MIB
 
+T = TypeVar("T")
+
 # What a process may have gained or lost unseen: a hundredth of the smallest engine here.
 SLACK_BYTES = 1 * MIB
 # Pages of a fork become a process's own when the process they were forked from dies or writes to
-# its own: a zygote does neither but when it ends.
-BELIEVED_S = 5.0
+# its own: a zygote does neither but when it ends. A reading that found what was known already is
+# believed twice as long as the one before, up to the most.
+BELIEVED_S, BELIEVED_MOST_S = 5.0, 40.0
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -51,10 +56,42 @@ def mark_of(pid: int) -> Mark | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(Generic[T]):
     mark: Mark
     read_s: float
-    rollup: dict[str, int]
+    value: T
+    believed_s: float = BELIEVED_S
+
+
+class _Believed(Generic[T]):
+    """One reading of each process, until its mark has moved or the reading is old."""
+
+    def __init__(
+        self,
+        mark: Callable[[int], Mark | None],
+        read: Callable[[int], T],
+        clock: Callable[[], float],
+    ) -> None:
+        self._mark, self._read, self._clock = mark, read, clock
+        self._known: dict[int, _Known[T]] = {}
+
+    def of(self, pid: int) -> T:
+        mark, now_s = self._mark(pid), self._clock()
+        known = self._known.get(pid)
+        is_near = bool(mark and known and known.mark.is_near(mark))
+        if known and is_near and now_s - known.read_s < known.believed_s:
+            return known.value
+        # The mark was taken before: what changes in between makes the next look a reading.
+        value = self._read(pid)
+        if mark:
+            believed_s = BELIEVED_S
+            if known and is_near and value == known.value:
+                believed_s = min(2 * known.believed_s, BELIEVED_MOST_S)
+            self._known[pid] = _Known(mark, now_s, value, believed_s)
+        return value
+
+    def keep(self, pids: set[int]) -> None:
+        self._known = {pid: known for pid, known in self._known.items() if pid in pids}
 
 
 class Rollups:
@@ -65,23 +102,21 @@ class Rollups:
         mark: Callable[[int], Mark | None] = mark_of,
         rollup: Callable[[int], dict[str, int]] = procfs.rollup,
         clock: Callable[[], float] = time.monotonic,
+        aside: Callable[[int], int] = procfs.mapped_aside,
     ) -> None:
-        self._mark, self._rollup, self._clock = mark, rollup, clock
-        self._known: dict[int, _Known] = {}
+        self._rollups = _Believed(mark, rollup, clock)
+        self._asides = _Believed(mark, aside, clock)
 
     def of(self, pid: int) -> dict[str, int]:
         """As procfs.rollup."""
-        mark, now_s = self._mark(pid), self._clock()
-        known = self._known.get(pid)
-        if mark and known and known.mark.is_near(mark) and now_s - known.read_s < BELIEVED_S:
-            return known.rollup
-        # The mark was taken before: what changes in between makes the next look a reading.
-        rollup = self._rollup(pid)
-        if mark and rollup:
-            self._known[pid] = _Known(mark, now_s, rollup)
-        return rollup
+        return self._rollups.of(pid)
+
+    def aside_of(self, pid: int) -> int:
+        """As procfs.mapped_aside."""
+        return self._asides.of(pid)
 
     def keep(self, pids: Iterable[int]) -> None:
         """Forget all others."""
         kept = set(pids)
-        self._known = {pid: known for pid, known in self._known.items() if pid in kept}
+        self._rollups.keep(kept)
+        self._asides.keep(kept)

@@ -83,6 +83,9 @@ class StartConfig:
     event_file: str | None = None  # JSON lines, if wanted
     replay_module: str | None = None  # replays the last day (arbiter.server.day_replays), if wanted
     replay_s: float = 1_800.0  # between two such replays
+    # Looks at the nodes, one a second, between two writes of accounts and usage. A crash costs that
+    # much of them; some 100 kB are written each time.
+    usage_looks_count: int = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +214,42 @@ class ConfigChanged:
     """The configuration changed."""
 
     table: Plain
+
+
+@dataclass(frozen=True, slots=True)
+class Egress:
+    """A request that is about to leave for a remote (J5). Has no part of the request."""
+
+    id: str  # of this one sending; a repeated message has the same
+    remote: str
+    model: str
+    tenant: str
+    size_bytes: Bytes  # of the body
+    tokens_count: int  # expected at most: prompt and answer
+    money_micros: int  # millionths of the currency of the operator's prices
+    most_tokens_count: int | None  # of this tenant at this remote in a day; None: no bound
+    most_money_micros: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class EgressEnd:
+    """What came of an Egress."""
+
+    egress: Egress
+    outcome: str  # answered, refused, left, or a failure of deployments.remotes.breaker
+    answer_bytes: Bytes
+    prompt_tokens_count: int
+    answer_tokens_count: int
+    money_micros: int
+    took: Span
+
+
+@dataclass(frozen=True, slots=True)
+class DaySpent:
+    """Of a tenant at a remote, today: spent, and reserved by what is under way."""
+
+    tokens_count: int
+    money_micros: int
 
 
 Command = (

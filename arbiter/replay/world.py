@@ -9,9 +9,10 @@ import heapq
 import itertools
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -75,7 +76,8 @@ class SimulatedHolder:
 
 
 class World:
-    """Runs once. `counted_from`: what happens earlier warms the books and is not scored."""
+    """Runs once. `counted_from`: what happens earlier warms the books and is not scored. `usage`:
+    what the core knows of uses already, as parts of what `Arbiter.export_usage` returns."""
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class World:
         settings: Settings,
         policies: Policies,
         counted_from: Instant = Instant(0),
+        usage: Mapping[str, Any] | None = None,
     ) -> None:
         self._demand, self._tally = demand, Tally(counted_from)
         self.now = Instant(0)
@@ -91,6 +94,8 @@ class World:
         )
         patient = replace(settings, timeouts=terms)
         self.core = Arbiter(patient, policies, Epoch(1), frozenset(), Instant(0), self.next_use)
+        if usage:
+            self.core.restore_usage(self.core.export_usage() | dict(usage))
         self._simulated = [
             SimulatedHolder(seat, HolderId(f"{seat.capability}-{n}"))
             for n, seat in enumerate(demand.seats)

@@ -42,6 +42,7 @@ class ArbiterActor:
     """Everything public here is called over the wire, by arbiter.client and by node agents."""
 
     def __init__(self, boot: messages.StartConfig) -> None:
+        from arbiter.server.egress import EgressBook
         from arbiter.server.event_log import EventLog
         from arbiter.server.hours_clock import HoursClock
         from arbiter.server.lease_service import LeaseService
@@ -63,6 +64,7 @@ class ArbiterActor:
         self._sessions: dict[HolderId, str] = {}  # the last one of each holder
         self._session_ends: dict[str, asyncio.Event] = {}  # set when the session is over
         self._leases = LeaseService(self._shell, self._agents, self._store)
+        self._egress = EgressBook(self._store, self._shell.tell)
         self._hours = HoursClock(self._shell.feed)
         self._tell_hours(self._configuration.capabilities.capabilities)
         self._shell.feed(self._configuration.capabilities)
@@ -70,7 +72,12 @@ class ArbiterActor:
         self._restore_registered()
         self._rpc = self._serve_rpc()
         self._watch = NodeWatch(
-            self._shell, self._agents, self._store, self._leases.sweep, self._hours
+            self._shell,
+            self._agents,
+            self._store,
+            self._leases.sweep,
+            self._hours,
+            boot.usage_looks_count,
         )
         self._start(self._watch.run())
         self._start(export_forever(self._shell.samples))
@@ -327,6 +334,21 @@ class ArbiterActor:
     async def clean_leases(self) -> list[TicketId]:
         """Ends leases with missed heartbeats now, before they lapse."""
         return self._leases.clean()
+
+    # -- remotes -------------------------------------------------------------------------------
+
+    async def leave(self, egress: messages.Egress) -> messages.DaySpent:
+        """Reserves a request's price and writes it down before it leaves. Repeated: once. Raises
+        RemoteBudgetSpent, EgressRefused: then nothing may leave."""
+        return self._egress.leave(egress)
+
+    async def left(self, end: messages.EgressEnd) -> messages.DaySpent:
+        """Settles it. Repeated: once."""
+        return self._egress.left(end)
+
+    async def spending(self) -> list[messages.Plain]:
+        """What tenants have spent at remotes today (UTC)."""
+        return self._egress.today()
 
     # -- people --------------------------------------------------------------------------------
 

@@ -49,14 +49,18 @@ class DayReplays:
                 await self.replay()
 
     async def replay(self) -> None:
-        """A replay that fails leaves the last one as it is."""
+        """A replay that fails leaves the last one as it is. However it fails: it is for the metrics
+        alone, and the arbiter's process ends with what its tasks raise."""
         self._replayed_count = self._reader.uses_count
-        asked = pickle.dumps((self._reader, self._settings, self._clock()))
-        try:
-            said = await self._answer(asked)
-            self.last = None if said is None else from_json(ReplayedDay, said)
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            logger.warning("the last day is not replayed for the metrics: %s", error)
+        [found] = await asyncio.gather(self._replayed(), return_exceptions=True)
+        if isinstance(found, BaseException):
+            logger.warning("the last day is not replayed for the metrics: %r", found)
+        else:
+            self.last = found
+
+    async def _replayed(self) -> ReplayedDay | None:
+        said = await self._answer(pickle.dumps((self._reader, self._settings, self._clock())))
+        return None if said is None else from_json(ReplayedDay, said)
 
     async def _answer(self, asked: bytes) -> object:
         """In a thread, because children can be awaited on a loop of the main thread only. Raises

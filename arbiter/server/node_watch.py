@@ -19,9 +19,6 @@ from arbiter.units import HolderId, in_seconds
 
 logger = logging.getLogger("arbiter")
 
-# A crash costs that much of the accounts and of the usage; some 100 kB are written each time.
-USAGE_SAVED_LOOKS = 10
-
 
 class NodeAgents(Protocol):
     """How nodes and their agents are looked at."""
@@ -31,7 +28,8 @@ class NodeAgents(Protocol):
 
 
 class NodeWatch:
-    """Runs until it is cancelled. `sweep`: forgets what ended while no client asked."""
+    """Runs until it is cancelled. `sweep`: forgets what ended while no client asked.
+    `usage_looks_count`: as StartConfig has it."""
 
     def __init__(
         self,
@@ -40,10 +38,11 @@ class NodeWatch:
         store: Store,
         sweep: Callable[[], None],
         hours: HoursClock,
+        usage_looks_count: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shell, self._agents, self._store, self._sweep = shell, agents, store, sweep
-        self._hours = hours
+        self._hours, self._usage_looks_count = hours, usage_looks_count
         self._clock, self._began_s = clock, clock()
         self._learned_saved_count = shell.core.learned_changes_count
         store.note_learned(shell.core.export_learned())
@@ -59,7 +58,7 @@ class NodeWatch:
             except ray.exceptions.RayError as error:
                 logger.warning("cannot see the nodes: %r; next look in %.0f s", error, LOOK_S)
             self.save_learned()
-            if looks_count % USAGE_SAVED_LOOKS == 0:
+            if looks_count % self._usage_looks_count == 0:
                 self.save_usage()
             self._sweep()
             self._hours.tell(self._shell.core.hours)
@@ -94,20 +93,21 @@ class NodeWatch:
         if (accounts := self._accounts()) != self._accounts_saved:
             if self._store.save_accounts(accounts):
                 self._accounts_saved = accounts
-        if (usage := self._usage()) != self._usage_saved:
-            if self._store.save_usage(self._shell.core.export_usage()):
-                self._usage_saved = usage
+        exported = self._shell.core.export_usage()
+        usage = _without_instant(exported)
+        if usage != self._usage_saved and self._store.save_usage(exported):
+            self._usage_saved = usage
 
     def _accounts(self) -> list[list[Any]]:
         return self._shell.core.export_accounts()
-
-    def _usage(self) -> dict[str, Any]:
-        """Without the instant of the export, which differs each time."""
-        usage = self._shell.core.export_usage()
-        return {name: value for name, value in usage.items() if name != "exported_ns"}
 
     def save_learned(self) -> None:
         core = self._shell.core
         count = core.learned_changes_count
         if count != self._learned_saved_count and self._store.save_learned(core.export_learned()):
             self._learned_saved_count = count
+
+
+def _without_instant(usage: dict[str, Any]) -> dict[str, Any]:
+    """The instant of an export differs each time."""
+    return {name: value for name, value in usage.items() if name != "exported_ns"}

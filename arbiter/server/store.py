@@ -26,6 +26,7 @@ logger = logging.getLogger("arbiter")
 
 # Lives of clusters remembered, some kB each; a user has a few at once, and old ones never return.
 SESSIONS_KEPT = 64
+SPENDING_DAYS_KEPT = 62  # two months, for a person who compares them with a bill
 LOCKED_S = 1.0  # another cluster's arbiter writes for 0.016 ms; heartbeats come each second
 
 _SCHEMA = """
@@ -40,6 +41,12 @@ CREATE TABLE IF NOT EXISTS session_members (
     start_ticks INTEGER NOT NULL, PRIMARY KEY (session, holder)) STRICT;
 CREATE TABLE IF NOT EXISTS session_drivers (
     session TEXT, holder TEXT, PRIMARY KEY (session, holder)) STRICT;
+CREATE TABLE IF NOT EXISTS remote_spent (
+    day TEXT, tenant TEXT, remote TEXT, tokens INTEGER NOT NULL, micros INTEGER NOT NULL,
+    PRIMARY KEY (day, tenant, remote)) STRICT;
+CREATE TABLE IF NOT EXISTS remote_reserved (
+    id TEXT PRIMARY KEY, day TEXT NOT NULL, tenant TEXT NOT NULL, remote TEXT NOT NULL,
+    tokens INTEGER NOT NULL, micros INTEGER NOT NULL) STRICT;
 """
 # What unpickling a configuration can raise though its code is the same (pickle's documentation:
 # "other exceptions may also be raised, including (but not necessarily limited to)" these).
@@ -222,6 +229,55 @@ class Store:
     def save_recording(self, path: str | None) -> None:
         self._save_fact("recording", (path or "").encode())
 
+    # -- what was spent at remotes, by all sessions ----------------------------------------------
+
+    def spent(self, day: str, tenant: str, remote: str) -> tuple[int, int]:
+        """Tokens, and millionths of money: spent, and reserved by requests without an end yet."""
+        tokens = micros = 0
+        for table in ("remote_spent", "remote_reserved"):
+            statement = f"SELECT total(tokens), total(micros) FROM {table}"
+            where = "WHERE day = ? AND tenant = ? AND remote = ?"
+            for row in self._read(f"{statement} {where}", day, tenant, remote):
+                tokens, micros = tokens + int(row[0]), micros + int(row[1])
+        return tokens, micros
+
+    def spending(self, day: str) -> list[Plain]:
+        """A row for each tenant and remote of a day, without what is only reserved."""
+        statement = "SELECT tenant, remote, tokens, micros FROM remote_spent WHERE day = ?"
+        names = ("tenant", "remote", "tokens", "money_micros")
+        return [dict(zip(names, row, strict=True)) for row in self._read(statement, day)]
+
+    def reserve(
+        self, key: str, day: str, tenant: str, remote: str, tokens: int, micros: int
+    ) -> bool:
+        """Repeated: once. False: it could not be written."""
+        statement = "INSERT OR IGNORE INTO remote_reserved VALUES (?, ?, ?, ?, ?, ?)"
+        return self._write(statement, key, day, tenant, remote, tokens, micros)
+
+    def is_reserved(self, key: str) -> bool:
+        return bool(self._read("SELECT 1 FROM remote_reserved WHERE id = ?", key))
+
+    def settle(self, key: str, tokens: int, micros: int) -> bool:
+        """Puts what was spent in the place of what was reserved. False: nothing was reserved, it
+        has been settled before, or it could not be written, and stays reserved."""
+        if not self._write("BEGIN IMMEDIATE"):  # without it a crash would forget what was spent
+            return False
+        gone = "DELETE FROM remote_reserved WHERE id = ? RETURNING day, tenant, remote"
+        rows = self._read(gone, key)
+        is_written = all(
+            self._write(
+                "INSERT INTO remote_spent VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET"
+                " tokens = tokens + excluded.tokens, micros = micros + excluded.micros",
+                *row, tokens, micros,
+            )
+            for row in rows
+        )  # fmt: skip
+        if is_written and self._write("COMMIT"):
+            return bool(rows)
+        if self._db.in_transaction:  # a full disk has ended it already
+            self._db.execute("ROLLBACK")
+        return False
+
     def close(self) -> None:
         """Nothing is kept from here on: a holder that takes its leave of an arbiter that has ended
         is no trouble."""
@@ -258,6 +314,9 @@ class Store:
         newest = f"SELECT session FROM sessions ORDER BY begun_ns DESC LIMIT {SESSIONS_KEPT}"
         for table in ("session_members", "session_drivers", "session_facts", "sessions"):
             self._write(f"DELETE FROM {table} WHERE session NOT IN ({newest})")
+        for table in ("remote_spent", "remote_reserved"):
+            days = f"SELECT DISTINCT day FROM {table} ORDER BY day DESC LIMIT {SPENDING_DAYS_KEPT}"
+            self._write(f"DELETE FROM {table} WHERE day NOT IN ({days})")
 
     def _fact(self, name: str) -> bytes | None:
         mine = "session = ? AND name = ?"
@@ -293,6 +352,19 @@ class Store:
             self.trouble = f"{self.path}: {error}"
             logger.error("what is learned and set now will not outlive this: %s", self.trouble)
             self.on_trouble(self.trouble)
+
+
+def learned_rows(path: Path) -> list[Plain]:
+    """What a file has of all sessions, for a reader beside the arbiter; empty where there is no
+    such file, or it cannot be read."""
+    try:
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCKED_S)
+        try:
+            return [json.loads(row[0]) for row in db.execute("SELECT value FROM learned_rows")]
+        finally:
+            db.close()
+    except sqlite3.Error:
+        return []
 
 
 def _key(row: Plain) -> tuple[str, str, str]:

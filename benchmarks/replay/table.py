@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from arbiter.core.records.reuse import ReuseLearner
 from arbiter.core.settings import DEFAULTS, Settings
 from arbiter.replay.score import Closed, Score, as_plain, closed
 from arbiter.replay.world import World
@@ -21,6 +22,9 @@ SETTINGS = replace(
     gpu_margin_bytes=Bytes(0),
     learned_headroom_fraction=0.0,
 )
+# The learned policy with weights that no trace was used for: none but a model is seldom wanted.
+NOTHING = ReuseLearner(born=(0, 0, 0, 0, 0, 0, 0, 0, -2), doubt=(1, 1, 1, 1, 1, 1, 1, 1, 3))
+FROM_NOTHING = {"learned_from_nothing": ("learned", {"reuse": NOTHING.export()})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,9 @@ def run(
     between = [name for name in policies if name not in (WORST, BEST)]
     scores: dict[str, Score] = {}
     for policy in (WORST, BEST, *between):
-        chosen: Settings = replace(SETTINGS, evict=policy)
-        scores[policy] = World(asked, chosen, bundle(chosen), counted).run()
+        evict, usage = FROM_NOTHING.get(policy, (policy, None))
+        chosen: Settings = replace(SETTINGS, evict=evict)
+        scores[policy] = World(asked, chosen, bundle(chosen), counted, usage).run()
     for policy, score in scores.items():
         yield Row(case, policy, score, closed(scores[WORST], scores[BEST], score))
 

@@ -123,6 +123,15 @@ def skew() -> list[float]:
     return weights
 
 
+# -- objects of caches, in place of models -------------------------------------------------------
+
+
+def objects(path: Path) -> list[Arrival]:
+    """Returns the requests that benchmarks.replay.prepare wrote."""
+    with gzip.open(path, "rt") as file:
+        return [(float(at), int(client)) for at, client in csv.reader(file)]
+
+
 # -- where no trace is at hand --------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ more than a folder that a tenant dropped: an engine copies, hashes and checks th
 
 import asyncio
 import shutil
-import socket
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from arbiter.errors import RequestError
 from deployments.adapters.folder_cache import alone, make_room
-from deployments.config.url_allowlist import is_public
+from deployments.checked_sockets import public_socket
 
 if TYPE_CHECKING:
     from deployments.adapters.catalogue import Entry
@@ -117,7 +116,7 @@ async def _client(**how: Any) -> Any:
     and however an address is written, and unpacks nothing."""
     import aiohttp
 
-    connector = aiohttp.TCPConnector(socket_factory=_public_socket)
+    connector = aiohttp.TCPConnector(socket_factory=public_socket)
     timeout = aiohttp.ClientTimeout(total=FETCH_S, sock_connect=CONNECT_S)
     return aiohttp.ClientSession(
         connector=connector,
@@ -125,11 +124,3 @@ async def _client(**how: Any) -> Any:
         headers={"accept-encoding": "identity"},
         auto_decompress=False,
     )
-
-
-def _public_socket(address: Any) -> socket.socket:
-    """`address`: one answer of getaddrinfo. Raises OSError, so that the next one is tried."""
-    family, kind, protocol, _, where = address
-    if not is_public(where[0]):
-        raise OSError(f"{where[0]} is not a public address")
-    return socket.socket(family, kind, protocol)

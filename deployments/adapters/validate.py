@@ -54,7 +54,7 @@ def check(name: str, folder: Path, rules: Rules) -> None:
         raise AdapterInvalid(name, str(error).replace(f"{folder}/", "")) from error
     pairs: dict[str, dict[str, tuple[int, ...]]] = {}
     for tensor, row in tensors.items():
-        module, matrix = _parted(name, tensor)
+        module, matrix = parted(name, tensor)
         if row.dtype not in _TYPES:
             raise AdapterInvalid(name, f"{tensor} is {row.dtype}, not one of {', '.join(_TYPES)}")
         pairs.setdefault(module, {})[matrix] = row.shape
@@ -81,7 +81,7 @@ def _check_config(name: str, config: dict[str, Any], max_rank: int) -> None:
             raise AdapterInvalid(name, f"{feature} is not served")
 
 
-def _parted(name: str, tensor: str) -> tuple[str, str]:
+def parted(name: str, tensor: str) -> tuple[str, str]:
     """Splits `base_model.model.<module>.lora_A.weight` into module and matrix. Raises
     AdapterInvalid."""
     for matrix in ("lora_A", "lora_B"):

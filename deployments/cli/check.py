@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
-from deployments.cli.output import AsJson, CommandError, show, size, table, working
+from deployments.cli.output import AsJson, CommandError, clean, show, size, table, working
 
 if TYPE_CHECKING:
     from ray.serve.config import DeploymentInfo
     from ray.serve.schema import ServeApplicationSchema
 
+    from deployments.config.load_plan import ModelPlan
     from deployments.config.schema import Table
 
 OUR_POLICY = "deployments.scaling:ArbiterPolicy"
@@ -50,7 +52,8 @@ def check(
     from deployments.config.schema import ConfigError, check_file
 
     with working(f"building {file}"):
-        needs: dict[str, int] = {}
+        plans: dict[str, ModelPlan] = {}
+        warnings: list[str] = []
         try:
             found = check_file(file)
         except ConfigError as error:
@@ -58,26 +61,39 @@ def check(
         except BROKEN as error:  # Serve's schema imports request routers
             problems = [f"{file}: {_cause(error)}"]
         else:
-            problems = [*built(file, found), *_planned(found, needs)]
+            problems = [*built(file, found), *_planned(found, plans)]
+            warnings = [] if problems else _warnings(found, plans)
     if problems:
         if as_json:
             show(as_json, {"ok": False, "problems": problems})
         raise CommandError("\n".join((f"{file} must not be deployed:", *problems)))
+    needs = {model: made.need.device_bytes for model, made in plans.items()}
     rows = [(model, size(need)) for model, need in needs.items()]
     heads = ("model", "about, while resident")
     good = f"{file}: good, {len(needs)} models"
-    show(as_json, {"ok": True, "need_bytes": needs}, good, table(heads, rows, numbers=heads[1:]))
+    told = {"ok": True, "need_bytes": needs, "warnings": warnings}
+    yellow = (Text(clean(sentence), "yellow") for sentence in warnings)
+    show(as_json, told, good, table(heads, rows, numbers=heads[1:]), *yellow)
 
 
-def _planned(found: "Table", needs: dict[str, int]) -> Iterator[str]:
-    """Fills in what each model needs; yields what is wrong with its files or engine."""
+def _warnings(found: "Table", plans: "dict[str, ModelPlan]") -> list[str]:
+    """What deploys, and will not do what it says, by what the state file has of earlier loads."""
+    from arbiter.server.store import default_path, learned_rows
+    from deployments.tasks.budgets import broken_budgets
+
+    file = found.arbiter.state_file
+    return [*broken_budgets(found, plans, learned_rows(Path(file) if file else default_path()))]
+
+
+def _planned(found: "Table", plans: "dict[str, ModelPlan]") -> Iterator[str]:
+    """Fills in the plan of each model; yields what is wrong with its files or engine."""
     from deployments.config.load_plan import plan
     from deployments.config.schema import ConfigError
 
     for name, capability in found.capabilities.items():
         for model in capability.models:
             try:
-                needs[model] = plan(model, capability).need.device_bytes
+                plans[model] = plan(model, capability)
             except ConfigError as error:
                 yield f"front.user_config.capabilities.{name}.models.{model}: {error}"
 

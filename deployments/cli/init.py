@@ -90,19 +90,19 @@ def init(
         raise CommandError(f"{file} exists; name another file, or replace it by --force")
     with working("looking at this machine and its models"):
         machine = find_machine(gpu)
-        text, needs, left_out = written(machine, _names(capabilities), model or [], port)
+        made = written(machine, _names(capabilities), model or [], port)
     try:
-        file.write_text(text)
+        file.write_text(made.text)
     except OSError as error:
         raise CommandError(f"{file} cannot be written: {error}") from error
-    rows = [(name, human(Bytes(need))) for name, need in needs.items()]
+    rows = [(name, human(Bytes(need))) for name, need in made.need_bytes.items()]
     heads = ("model", "about, while resident")
-    said = [f"left out: {line}" for line in left_out]
-    if len(needs) < len(_models(text)):
+    said = [f"left out: {line}" for line in made.left_out]
+    if len(made.need_bytes) < len(_models(made.text)):
         said.append("`make models` makes those that are not made yet")
     next_is = f"`arbiter check {file}` names what an edit breaks; `arbiter serve {file}` starts it"
     wrote = f"{file}: for {machine.words}"
-    value = {"file": str(file), "need_bytes": needs, "left_out": left_out}
+    value = {"file": str(file), "need_bytes": made.need_bytes, "left_out": made.left_out}
     show(as_json, value, wrote, table(heads, rows, numbers=heads[1:]), *said, next_is)
 
 
@@ -115,17 +115,33 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def written(
-    machine: Machine, chosen: list[str], models: list[str], port: int = 8000
-) -> tuple[str, dict[str, int], list[str]]:
-    """The text of the file, what each model needs in bytes, and what was left out, with the reason.
-    Raises CommandError."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A configuration for a machine."""
+
+    text: str  # of the file
+    need_bytes: dict[str, int]  # of each model
+    left_out: list[str]  # models, with the reason
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model as `--model` names it."""
+
+    name: str
+    source: str
+    capability: str  # may be empty
+
+
+def written(machine: Machine, chosen: list[str], models: list[str], port: int = 8000) -> Written:
+    """Raises CommandError."""
     from deployments.cli.model_sources import look
 
     entries = config_text.shipped(FILES[bool(machine.gpus)])
     if unknown := [name for name in chosen if name not in entries]:
         raise CommandError(f"--capabilities: no {unknown[0]!r}; there is: {', '.join(entries)}")
-    named = [look(*_split(one, entries)) for one in models]
+    asked = [_named(one, entries) for one in models]
+    named = [look(one.name, one.source, one.capability) for one in asked]
     _refuse_twice(named)
     wanted = chosen or list(entries)
     for source in named:
@@ -143,14 +159,14 @@ def written(
     return _fitted(machine, kept, {source.name for source in named}, port)
 
 
-def _split(text: str, entries: dict[str, Any]) -> tuple[str, str, str]:
-    """Name, source, and capability, which may be empty. Raises CommandError."""
+def _named(text: str, entries: dict[str, Any]) -> Named:
+    """Raises CommandError."""
     found = NAMED.fullmatch(text)
     if found is None:
         raise CommandError(f"--model {text!r}: write NAME=SOURCE, or CAPABILITY:NAME=SOURCE")
     if found[1] and found[1] not in entries:
         raise CommandError(f"--model {text!r}: no capability {found[1]!r} of {', '.join(entries)}")
-    return found[2], found[3], found[1] or ""
+    return Named(found[2], found[3], found[1] or "")
 
 
 def _refuse_twice(named: "list[Source]") -> None:
@@ -161,7 +177,7 @@ def _refuse_twice(named: "list[Source]") -> None:
 
 def _fitted(
     machine: Machine, kept: dict[str, config_text.Entry], asked_for: set[str], port: int
-) -> tuple[str, dict[str, int], list[str]]:
+) -> Written:
     """Without the models of the shipped file that are larger than this machine."""
     needs, left_out = _needs(machine, kept), []
     for entry in kept.values():
@@ -177,7 +193,7 @@ def _fitted(
     text = config_text.whole(
         _about(machine, needs, left_out), port, _arbiter(machine, kept, needs), list(kept.values())
     )
-    return text, needs, left_out
+    return Written(text, needs, left_out)
 
 
 def _room(machine: Machine) -> int:
@@ -225,7 +241,7 @@ def _arbiter(
         most = max(sum(needs.values()) / LENT, GIB)
         cpu_bytes = int(min(most, machine.largest_bytes))
         arenas = f"{{cpu: {cpu_bytes // MIB} MiB, {host}}} # of RAM: models, and sleeping weights"
-    lines = {"evict": "time_of_day", "arenas": arenas}
+    lines = {"evict": "learned", "arenas": arenas}
     if set(PIPELINE) <= kept.keys():
         lines["pipelines"] = f"[[{', '.join(PIPELINE)}]] # a voice turn loads the next stage ahead"
     return lines

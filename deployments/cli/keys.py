@@ -45,7 +45,7 @@ def add(
         typer.Option(
             callback=among("scope", _scopes),
             autocompletion=_scopes,
-            help="infer, view, priority, lease or admin; once for each. Default: infer.",
+            help="infer, view, priority, lease, admin or cloud; once for each. Default: infer.",
         ),
     ] = None,
     file: KeysFile = None,

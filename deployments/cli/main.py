@@ -19,6 +19,7 @@ from deployments.cli import (
     cluster,
     free,
     init,
+    jobs,
     keys,
     lease,
     metrics,
@@ -27,6 +28,7 @@ from deployments.cli import (
     serve,
     show,
     steer,
+    tasks,
 )
 from deployments.cli import top as watch
 from deployments.cli.output import CommandError, discard_stdout, say
@@ -95,6 +97,8 @@ for panel, commands in COMMANDS.items():
     for command in commands:
         app.command(command.__name__, rich_help_panel=panel)(command)
 app.add_typer(metrics.app, name="metrics", rich_help_panel="See")
+app.add_typer(tasks.app, name="task", rich_help_panel="Steer")
+app.add_typer(jobs.app, name="jobs", rich_help_panel="Steer")
 app.add_typer(keys.app, name="key", rich_help_panel="Keys")
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from arbiter.core.settings import Settings
     from arbiter.replay.demand import Demand
     from arbiter.replay.score import Score
+    from arbiter.server.recording import RecordingHeader
 
 BEST = "belady"
 
@@ -79,7 +80,7 @@ def compared(path: Path, policies: list[str], begins: Any = lambda policy: None)
     scores = {}
     for name in dict.fromkeys([settings.evict, *policies, BEST]):
         begins(name)
-        scores[name] = _score(demand, settings, name)
+        scores[name] = _score(demand, settings, name, learned_before(life.heading))
     return {
         "recorded_policy": settings.evict,
         "events": len(life.events),
@@ -88,12 +89,19 @@ def compared(path: Path, policies: list[str], begins: Any = lambda policy: None)
     }
 
 
-def _score(demand: "Demand", settings: "Settings", evict: str) -> "Score":
+def learned_before(heading: "RecordingHeader") -> dict[str, Any]:
+    """Returns what the core had learned of reuse before the recording began. It is told in
+    turnovers, so it holds in a replay, whose clock begins at 0; rates and hours do not."""
+    learned = (heading.usage or {}).get("reuse")
+    return {"reuse": learned} if learned else {}
+
+
+def _score(demand: "Demand", settings: "Settings", evict: str, usage: dict[str, Any]) -> "Score":
     from arbiter.replay.world import World
     from policies import bundle
 
     chosen = replace(settings, evict=evict)
-    return World(demand, chosen, bundle(chosen)).run()
+    return World(demand, chosen, bundle(chosen), usage=usage).run()
 
 
 def _row(score: "Score", best: "Score") -> dict[str, float]:

@@ -14,8 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deployments import progress
+from deployments import progress, start_variables
 from deployments.cli.output import AsJson, CommandError
 
 Ready = dict[str, Any]  # the body of `/ready`
@@ -188,9 +186,9 @@ def _new_log() -> Path:
 
 def _start(file: Path, log: Path) -> Child:
     """In a session of its own, so that Ctrl-C reaches it once, from here."""
-    command = [*PROGRAM, str(file)]
+    command, env = [*PROGRAM, str(file)], start_variables.completed(os.environ)
     with log.open("ab") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
     child = Child(process, log)
     if progress.is_verbose():
         child.show_as_it_comes()
@@ -264,14 +262,13 @@ def ask_ready(url: str) -> Ready | None:
 def _get(url: str) -> bytes | None:
     """The body of an answer of the front, of whatever status; None without one, or where Serve's
     proxy says that there is no route."""
+    import httpx
+
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
-            said: bytes = answer.read()
-            return said
-    except urllib.error.HTTPError as error:
-        return error.read() if error.code == 503 else None
-    except (OSError, ValueError):
+        answer = httpx.get(url, timeout=ANSWER_S, trust_env=False)
+    except (httpx.HTTPError, httpx.InvalidURL):
         return None
+    return answer.content if answer.is_success or answer.status_code == 503 else None
 
 
 def facts(configured: Configured, said: Ready, child: Child, took_s: float) -> dict[str, Any]:

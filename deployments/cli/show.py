@@ -162,14 +162,36 @@ def event_text(event: dict[str, Any]) -> Text:
 
 
 def explain(
-    ticket: Annotated[str, typer.Argument(help="As `arbiter status` and `events` name it.")],
+    ticket: Annotated[
+        str, typer.Argument(help="As `arbiter status` and `events` name it, or task:NAME.")
+    ],
     as_json: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Why a ticket waits, or for whom and at which price it went."""
+    """Why a ticket waits, or for whom and at which price it went; of a task, whom it asks first."""
     with front(url) as f:
         found = f.get(f"/arbiter/explain/{quote(ticket, safe='')}")
-    show(as_json, found, *(cell(sentence) for sentence in found["said"]))
+    rungs = [_rungs(found["rungs"])] if "rungs" in found else []
+    show(as_json, found, *rungs, *(cell(sentence) for sentence in found["said"]))
+
+
+def _rungs(rungs: list[dict[str, Any]]) -> RenderableType:
+    rows = [
+        (
+            row["turn"] or "-",
+            row["position"],
+            row["model"],
+            row["state"],
+            *(_seconds(row[name]) for name in ("wait_s", "load_s", "run_s", "total_s")),
+        )
+        for row in rungs
+    ]
+    heads = ("turn", "rung", "model", "state", "wait", "load", "run", "in all")
+    return table(heads, rows, numbers=(*heads[:2], *heads[4:]))
+
+
+def _seconds(took_s: float | None) -> str:
+    return "unknown" if took_s is None else f"{took_s:.2f} s"
 
 
 def clients(as_json: AsJson = False, url: Url = None) -> None:

@@ -133,12 +133,17 @@ class AsyncClient(AsyncCalls):
         when no front has answered for half a minute."""
         last = (await self.status()).sequence if after is None else after
         heard_s = time.monotonic()
+
+        def hear() -> None:
+            nonlocal heard_s
+            heard_s = time.monotonic()
+
         while True:
             asked = Asked("GET", f"/arbiter/events?after={last}")
             try:
-                async with aclosing(self._connection.events(asked)) as events:
+                async with aclosing(self._connection.events(asked, hear)) as events:
                     async for row in events:
-                        last, heard_s = row["seq"], time.monotonic()
+                        last = row["seq"]
                         yield arbiter_rows.event(row)
             except FrontUnreachable:
                 if time.monotonic() - heard_s > AWAY_S:

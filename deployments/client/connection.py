@@ -89,11 +89,15 @@ class Connection:
             async for piece in response.aiter_bytes():
                 yield piece, kind
 
-    async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any]]:
-        """The events of a stream, without its comments. Raises RequestError, also where a refusal
-        comes as an event."""
+    async def events(
+        self, asked: Asked, heard: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a stream, without its comments; `heard` is called with each sign of the
+        front, also a comment. Raises RequestError, also where a refusal comes as an event."""
         async with self.opened(asked) as response:
+            heard()
             async for line in response.aiter_lines():
+                heard()
                 if line.startswith(DATA) and line != DATA + END:
                     event = json.loads(line.removeprefix(DATA))
                     if refusal := told_in_stream(event):

@@ -20,7 +20,9 @@ class Fields(TypedDict, total=False):
     x_conversation_id: str
     x_prefix_id: str
     x_kv_term: KvTerm
+    x_local_only: bool
     x_priority: Literal["urgent", "high", "normal", "low", "batch"]
+    x_budget_s: float
     x_deadline_s: float
     x_stay_warm: float | bool
     extra_body: Mapping[str, Any]  # fields of the engine that no model here names

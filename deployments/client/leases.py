@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -69,6 +70,19 @@ def over_http(url: str, key: str) -> FrontLeases:
     return FrontLeases(send)
 
 
+def _read(response: Any, within_s: float) -> list[Any]:
+    """All parts of a response by handle, in a thread of its own, because reading it there has no
+    bound. Raises ConnectionError after `within_s`, and what the response raises."""
+    reading = ThreadPoolExecutor(1, "lease-call")
+    try:
+        return reading.submit(list, response).result(within_s)
+    except TimeoutError as error:
+        response.cancel()  # which ends the thread
+        raise ConnectionError(f"the front did not answer within {within_s:.1f} s") from error
+    finally:
+        reading.shutdown(wait=False)
+
+
 def by_handle(handle: Any, key: str) -> FrontLeases:
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
@@ -84,7 +98,7 @@ def by_handle(handle: Any, key: str) -> FrontLeases:
 
     def send(method: str, path: str, body: bytes, within_s: float) -> Said:
         try:
-            head, *rest = start(HandleRequest(method, path, headers, body))
+            head, *rest = _read(start(HandleRequest(method, path, headers, body)), within_s)
         except (RayError, RayServeException) as error:
             raise ConnectionError(str(error)) from error
         return head.status, head.headers, b"".join(rest)

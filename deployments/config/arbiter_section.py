@@ -103,7 +103,7 @@ def in_zone(hours: str, zone: str) -> str:
 
 
 class ArbiterConfig(Strict):
-    evict: str = "time_of_day"
+    evict: str = "learned"
     admit: str = "fair_share"
     roles: dict[str, RoleConfig] = Field({})  # C1
     one_resident_roles: tuple[str, ...] = ()  # A11: of these roles one model a node

@@ -37,12 +37,12 @@ def boot(table: Table) -> StartConfig:
         disk_bytes=None if disk is None else Bytes(disk),
         sweep_s=table.arbiter.pool_sweep_s,
     )
-    files = {"state_file": table.arbiter.state_file, "event_file": table.arbiter.event_file}
     replay_s = table.arbiter.replay_s
     return StartConfig(
         configuration(table),
         agent,
-        **files,
+        state_file=table.arbiter.state_file,
+        event_file=table.arbiter.event_file,
         replay_module=DAY_REPLAY if replay_s else None,
         replay_s=replay_s,
     )

@@ -108,6 +108,7 @@ class EngineKind:
     split: Split = Split.NONE  # over several devices, where one is too small (B5)
     warms: bool = False  # may take POST /prewarm (deployments.prefixes)
     drafts: bool = False  # loads a drafter beside its model
+    merges: bool = False  # loads a model with an adapter added to its weights (F7)
     keeps: Keeps = nothing_kept  # which slabs of the node's pool it writes (E1)
     cache_bytes: Callable[[Arguments], Bytes] = no_cache
     estimate: Estimate = weights_and_cache
@@ -122,6 +123,7 @@ ENGINES: dict[str, EngineKind] = {
         split=Split.EQUAL,  # tensor parallel
         warms=True,
         drafts=True,
+        merges=True,
         keeps=kept_by_vllm,
         cache_bytes=kv_cache,
         estimate=weights_cache_and_slots,

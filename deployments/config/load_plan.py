@@ -24,6 +24,7 @@ from deployments.config.engine_kinds import engine_kind
 from deployments.config.fields import USUAL, parse_size
 from deployments.config.model_files import adapter_slots, weights_bytes
 from deployments.config.schema import (
+    MERGED,
     CapabilityConfig,
     ConfigError,
     DrafterConfig,
@@ -87,6 +88,24 @@ def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
     return replace(made, config=config, grown=replace(grown, stays_grown=stays))
 
 
+def merged(name: str, capability: CapabilityConfig, served: str, adapter: Path) -> ModelPlan:
+    """The plan of a copy of a model with an adapter in its weights (F7). `served`: the name that
+    requests for the adapter have; `adapter`: the folder of its checked copy. Its engine writes no
+    slab, because blocks of it would be those of another model with every adapter. Raises
+    ConfigError."""
+    only: dict[str, Any] = {
+        "adapters": None,
+        "stable_prefixes": [],
+        "can_sleep": False,  # what sleeps is the checkpoint, without the adapter
+    }
+    model = capability.models[name].model_copy(update=only)
+    made = _plan(
+        name + MERGED, model, capability
+    )  # one key for all adapters: their peaks are alike
+    config = made.config | {"served_name": served, "merged": str(adapter)}
+    return replace(made, config=config, need=replace(made.need, host_bytes=Bytes(0)), keeps=())
+
+
 def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelPlan:
     kind = engine_kind(capability.engine)
     path = resolve(model.source)
@@ -104,6 +123,8 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         config["dispatch_lock"] = model.dispatch.lock
     if model.adapters is not None:
         config["adapters"] = adapters(path, model)
+        if model.adapters.merge and not kind.merges:
+            raise ConfigError(f"{name}: engine {capability.engine!r} cannot `merge` an adapter")
     need = model.need.as_need() if model.need else kind.estimate(kind, path, model)
     if model.drafter is not None:
         config["drafter"], drafter_bytes = _drafter(name, model.drafter, capability)
@@ -186,7 +207,8 @@ def adapters(path: str, model: ModelConfig) -> dict[str, Any]:
         "slots": adapter_slots(path, model),
         "wait_s": given.wait_s,
         "urls": list(given.urls),
-    }
+        "rebalance_s": given.rebalance_s,
+    } | ({"merge": given.merge.model_dump()} if given.merge else {})
 
 
 def adapter_store() -> Path:
@@ -279,6 +301,15 @@ class Plans:
             if self._table is table:
                 self._made[model] = made
         return self._made[model]
+
+    async def merged(self, model: str, served: str, adapter: Path) -> ModelPlan:
+        """The plan of a copy with an adapter in its weights. Raises UnknownCapability, LoadFailed,
+        ArbiterUnavailable."""
+        config = self._config()
+        try:
+            return await asyncio.to_thread(merged, model, config, served, adapter)
+        except (ConfigError, OSError, KeyError) as error:
+            raise LoadFailed(model, str(error), False) from error
 
     def _config(self) -> CapabilityConfig:
         if self._table is None:

@@ -4,13 +4,14 @@ A change names the generation it was made of. It is checked as a whole, takes ef
 is kept across restarts until the configuration file itself says something else.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from arbiter.client.admin import call_arbiter
 from arbiter.units import Generation
 from deployments.config import boot
 from deployments.config.arbiter_section import ArbiterConfig
-from deployments.config.schema import ConfigError, parse_table
+from deployments.config.schema import ConfigError, Table, parse_table
 
 Plain = dict[str, Any]
 # Read once.
@@ -28,6 +29,21 @@ AT_START_ONLY = frozenset(
 POLICIES = frozenset({"evict", "admit"})
 
 
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What may be changed while all runs, as one generation."""
+
+    generation: int
+    table: Table
+
+    @property
+    def plain(self) -> Plain:
+        """Tasks and settings, each with every value."""
+        tasks = {name: task.model_dump(mode="json") for name, task in self.table.tasks.items()}
+        settings = self.table.arbiter.model_dump(mode="json")
+        return {"generation": self.generation, "tasks": tasks, "settings": settings}
+
+
 async def read() -> Plain:
     """The generation, and every setting with its value. Raises ArbiterUnavailable."""
     return _said(await call_arbiter("state"))
@@ -36,18 +52,42 @@ async def read() -> Plain:
 async def change(generation: int, wanted: Plain) -> Plain:
     """Of the settings of this generation so many others; None: as by default. Returns what `read`
     does. Raises ConfigError naming each wrong key, SettingsConflict, ArbiterUnavailable."""
+    _check(wanted)
+    state = await call_arbiter("state")
+    generation, table = await _changed(generation, state["table"], wanted, "settings")
+    return _said({"generation": generation, "table": boot.as_plain(table)})
+
+
+async def read_config() -> Config:
+    """The generation, the tasks and the settings. Raises ArbiterUnavailable."""
+    state = await call_arbiter("state")
+    return Config(state["generation"], parse_table(state["table"], "the arbiter's table"))
+
+
+async def change_config(generation: int, settings: Plain, tasks: Plain | None) -> Config:
+    """As `change`, and `tasks` in place of all tasks; None: they stay. Both or neither are done."""
+    _check(settings)
+    plain = (await call_arbiter("state"))["table"]
+    wanted = plain if tasks is None else plain | {"tasks": tasks}
+    return Config(*await _changed(generation, wanted, settings, "config"))
+
+
+def _check(wanted: Plain) -> None:
+    """Raises ConfigError for settings that only the file may have."""
     if fixed := sorted(AT_START_ONLY & wanted.keys()):
         raise ConfigError(f"settings.{fixed[0]}: only read when the arbiter starts")
     for name in sorted(POLICIES & wanted.keys()):
         if ":" in str(wanted[name]):  # an API key must not choose what is imported
             raise ConfigError(f"settings.{name}: only serve_config.yaml may name a module")
-    state = await call_arbiter("state")
-    mine = state["table"].get("arbiter", {}) | wanted
+
+
+async def _changed(generation: int, plain: Plain, settings: Plain, where: str) -> tuple[int, Table]:
+    """The new generation, and its table."""
+    mine = plain.get("arbiter", {}) | settings
     arbiter = {key: value for key, value in mine.items() if value is not None}
-    table = parse_table(state["table"] | {"arbiter": arbiter}, "settings")
+    table = parse_table(plain | {"arbiter": arbiter}, where)
     given = Generation(generation)
-    new = await call_arbiter("change_settings", boot.configuration(table), given)
-    return _said({"generation": new, "table": boot.as_plain(table)})
+    return await call_arbiter("change_settings", boot.configuration(table), given), table
 
 
 def _said(state: Plain) -> Plain:

@@ -7,10 +7,19 @@ are refused by name.
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -18,6 +27,9 @@ from arbiter.protocol.lease_schema import DEFAULT_TENANT
 from arbiter.units import Bytes, seconds
 from deployments.config.arbiter_section import ArbiterConfig, in_zone
 from deployments.config.fields import LONGEST_S, Hours, KvTerm, Size, Strict, parse_size
+from deployments.config.jobs_section import JobsConfig
+from deployments.config.remotes_section import RemotesConfig
+from deployments.config.task_section import PREFIX, TaskConfig, check_ladders, named
 from deployments.config.url_allowlist import is_prefix
 from policies import ROLES
 
@@ -33,6 +45,8 @@ CLASS = r"^([a-z]+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 MAX_PREFIXES = 32  # of one model; each is a request of one token, sent to an idle engine
 
 ESPEAK = "espeak-ng"  # as the source of a model: espeak-ng's own voices, which need no file
+MERGED = "+merged"  # ends the name of a copy of a model with an adapter in its weights (F7)
+
 # What speaks where a capability that speaks names no model (H4)
 _WITHOUT_MODELS = {
     "espeak": {
@@ -70,6 +84,14 @@ class DispatchConfig(Strict):
     scratch: Size  # at most, while it computes: `python -m benchmarks.scratch` measures it
 
 
+class MergeConfig(Strict):
+    """When an adapter is merged into a copy of its base, for which there must be free memory (F7).
+    It stays until it is idle for the model's keep-warm time, or has less than half of the share."""
+
+    share: float = Field(0.9, ge=0.5, le=1)  # of the last requests for the model on one replica
+    requests: int = Field(200, ge=1, le=10_000)
+
+
 class AdaptersConfig(Strict):
     """LoRA adapters of a text model, by name from a folder that may change while it is served
     (deployments/adapters/catalogue.py has its layout)."""
@@ -81,6 +103,8 @@ class AdaptersConfig(Strict):
     wait_s: float = Field(30.0, gt=0, le=600)  # for a slot, when others hold them all
     # Where those in `remote.json` may come from, as `s3://bucket/loras/`: whole folders
     urls: tuple[str, ...] = ()
+    rebalance_s: float = Field(60.0, gt=0, le=3_600)  # between two turns of slots and images
+    merge: MergeConfig | None = None  # absent: none is merged
 
     @field_validator("urls")
     @classmethod
@@ -178,6 +202,12 @@ class ModelConfig(Strict):
             raise ValueError("a model with a `drafter` takes no `adapters`")
         return self
 
+    @model_validator(mode="after")
+    def _merges_as_it_is(self) -> "ModelConfig":
+        if self.grow_to and self.adapters and self.adapters.merge:
+            raise ValueError("a model with `grow_to` takes no `merge`: its copy does not grow")
+        return self
+
     def with_thinking(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of a text request, with `thinking` where they do not say themselves."""
         if self.thinking is None:
@@ -266,17 +296,33 @@ class CapabilityConfig(Strict):
             batch_hours=in_zone(config.batch_hours, zone),
         )
 
+    def _merges(self, model: str) -> bool:
+        adapters = self.models[model].adapters
+        return adapters is not None and adapters.merge is not None
+
     def as_spec(self, name: str, keep_warm_s: float, zone: str = "") -> types.CapabilitySpec:
         """`keep_warm_s`: of its role. `zone`: of hours that name none."""
-        models = tuple(self._model_spec(m, keep_warm_s, zone) for m in sorted(self.models))
+        models = [self._model_spec(m, keep_warm_s, zone) for m in sorted(self.models)]
+        copies = [_of_merged_copy(spec) for spec in models if self._merges(spec.name)]
         return types.CapabilitySpec(
             name,
             self.role,
             self.engine,
-            models,
+            (*models, *copies),
             seconds(self.downscale_to_zero_s),
             is_external=self.managed == "external",
         )
+
+
+def _of_merged_copy(base: types.ModelSpec) -> types.ModelSpec:
+    return replace(
+        base,
+        name=base.name + MERGED,
+        pinned=False,
+        allow_oversize=False,
+        floor=types.Floor.COLD,
+        is_optional=True,
+    )
 
 
 class Profile(Strict):
@@ -287,6 +333,7 @@ class Profile(Strict):
     priority: Literal["urgent", "high", "normal", "low", "batch"] | None = None
     deadline_s: float | None = Field(None, gt=0, le=LONGEST_S)
     stay_warm_s: float = Field(0.0, ge=0, le=3_600)
+    local_only: bool = False  # its requests never go to a remote (J5)
 
 
 class FrontConfig(Strict):
@@ -307,7 +354,15 @@ class Table(Strict):
 
     front: FrontConfig = FrontConfig()
     arbiter: ArbiterConfig = ArbiterConfig()
+    jobs: JobsConfig = JobsConfig()
     capabilities: dict[str, CapabilityConfig]
+    remotes: RemotesConfig = RemotesConfig()  # J5
+    tasks: Annotated[dict[str, TaskConfig], AfterValidator(named)] = Field({})  # J5
+
+    @model_validator(mode="after")
+    def _known_rungs(self) -> "Table":
+        check_ladders(self.tasks, self.homes, self.remotes.homes)
+        return self
 
     @model_validator(mode="after")
     def _known_roles(self) -> "Table":
@@ -335,9 +390,23 @@ class Table(Strict):
         homes: dict[str, str] = {}
         for capability, config in self.capabilities.items():
             for model in config.models:
+                if self.tasks and model == PREFIX.removesuffix(":"):
+                    raise ValueError(f"model {model!r}: {PREFIX}NAME is the name of a task")
                 if other := homes.setdefault(model, capability):
                     if other != capability:
                         raise ValueError(f"model {model!r} is in both {other!r} and {capability!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _remote_names_are_free(self) -> "Table":
+        homes = self.homes
+        for model, remote in self.remotes.homes.items():
+            if not _NAME.fullmatch(model) or ".." in model:
+                raise ValueError(f"model name {model!r}: use letters, digits, and . _ / - inside")
+            if model in homes:
+                raise ValueError(
+                    f"model {model!r} is both in {homes[model]!r} and at the remote {remote!r}"
+                )
         return self
 
     @property
@@ -421,8 +490,11 @@ def _check_applications(applications: list[dict[str, Any]], path: Path) -> Table
     if "user_config" not in blocks[0]:
         raise ConfigError(f"{path}: application `front` needs a deployment with `user_config`")
     table = parse_table(blocks[0]["user_config"], f"{path}: front.user_config")
-    if "front" in table.capabilities:
-        raise ConfigError(f"{path}: capability 'front' has the name of the front's application")
+    for name in ("front", "jobs"):
+        if name in table.capabilities:
+            raise ConfigError(
+                f"{path}: capability {name!r} has the name of the application of our own {name}"
+            )
     for name, app in by_name.items():
         if (
             name != "front"

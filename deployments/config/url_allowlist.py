@@ -6,6 +6,8 @@ import ipaddress
 import re
 from collections.abc import Sequence
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
 # What stands in a URL of ours. No `%`, `?`, `#` or `\` that a server could read in another way than
 # the allow-list does, and no `::`, by which fsspec chains file systems.
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,15}://[A-Za-z0-9._:-]*(/[A-Za-z0-9._~@=+-]+)*/?")
@@ -24,7 +26,24 @@ def _is_plain(url: str) -> bool:
     return bool(_URL.fullmatch(url)) and ".." not in url.split("/") and "." not in url.split("/")
 
 
+# RFC 6052: a gateway makes the last four bytes an address of IPv4
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
 def is_public(address: str) -> bool:
+    """False also for a public address of IPv6 behind which a gateway reaches a private one."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    inner = getattr(found, "ipv4_mapped", None) or found
-    return bool(inner.is_global) and not inner.is_multicast
+    inner = _inside(found) if isinstance(found, ipaddress.IPv6Address) else found
+    return all(one.is_global and not one.is_multicast for one in (inner, _unmapped(found)))
+
+
+def _unmapped(found: Address) -> Address:
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def _inside(found: ipaddress.IPv6Address) -> Address:
+    """The address of IPv4 that it stands for, where it does."""
+    if found in _NAT64:
+        return ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+    teredo = found.teredo
+    return found.ipv4_mapped or found.sixtofour or (teredo[1] if teredo else found)

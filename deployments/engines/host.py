@@ -13,6 +13,8 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
     POST /control/shrink_slabs
                             200 {"shrinks"}: whether it writes slabs of the node's pool, which then
                             have no more than they may; asleep too
+    GET  /control/side_stream/WORD
+                            200 and the pieces of the event stream that was asked for with that word
     POST /control/drop_drafter
                             200 {"dropped"}: whether its drafter's memory is back; false: as before
 """
@@ -43,6 +45,8 @@ from deployments.engines.protocol import (
     Spawn,
     load_failure,
 )
+from deployments.engines.side_streams import PATH as SIDE_STREAM
+from deployments.engines.side_streams import SideStreams
 
 # An engine process without a holder must not stay: the holder connects its lifeline right after the
 # spawn, and a busy replica's event loop stalls for far less than this.
@@ -165,6 +169,7 @@ class EngineHost:
         self.loaded = asyncio.Event()
         self.turn = asyncio.Lock()  # sleep and wake one at a time
         self.held = asyncio.Event()
+        self.side_streams = SideStreams()
         self.routes: dict[str, Callable[[Receive, Send], Awaitable[None]]] = {
             "GET /control/ready": self._ready,
             "GET /control/lifeline": self._lifeline,
@@ -213,6 +218,8 @@ class EngineHost:
         route = self.routes.get(f"{scope['method']} {scope['path']}")
         if route:
             await route(receive, send)
+        elif scope["path"].startswith(SIDE_STREAM):
+            await self.side_streams.read(scope, send)
         elif scope["path"].startswith("/control/"):
             await asgi.refuse(send, 404, f"no control route {scope['path']}", kind="NotFound")
         else:
@@ -222,7 +229,7 @@ class EngineHost:
         if self.engine is None or not self.loaded.is_set() or self.failure or self.asleep:
             state = "asleep" if self.asleep else "not loaded"
             return await asgi.refuse(send, 503, f"the engine is {state}", kind="NotAwake")
-        await self.engine.app(scope, receive, send)
+        await self.side_streams.answer(self.engine.app, scope, receive, send)
 
     async def _ready(self, receive: Receive, send: Send) -> None:
         await self.loaded.wait()

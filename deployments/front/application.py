@@ -12,10 +12,15 @@ from deployments.front.error_forms import ErrorForms
 from deployments.front.http_errors import HANDLERS
 from deployments.front.routes import (
     arbiter,
+    async_jobs,
     audio,
+    batches,
+    config,
     console,
+    files,
     free,
     health,
+    jobs,
     leases,
     metrics,
     ollama,
@@ -23,12 +28,17 @@ from deployments.front.routes import (
     plan,
     prewarm,
     queue,
+    remotes,
     residency,
+    responses,
     settings,
     tenants,
     view,
 )
 from deployments.front.schemas import SCHEMAS
+from deployments.jobs import responses as stored
+
+OWN = (prefixes.PATH, stored.PATH)  # routes of their own
 
 
 class Application(FastAPI):
@@ -40,6 +50,34 @@ class Application(FastAPI):
             for operation in methods.values():
                 operation["responses"].pop("422", None)
         return described
+
+
+ROUTED = (
+    openai,
+    responses,
+    async_jobs,
+    files,
+    batches,
+    jobs,
+    prewarm,
+    audio,
+    ollama,
+    health,
+    console,
+    tenants,
+    # What steers the arbiter.
+    arbiter,
+    view,
+    metrics,
+    plan,
+    free,
+    leases,
+    queue,
+    remotes,
+    residency,
+    settings,
+    config,
+)
 
 
 def build(front: FrontState) -> FastAPI:
@@ -54,10 +92,9 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    steering = (arbiter, view, metrics, plan, free, leases, queue, residency, settings)
-    for module in (openai, prewarm, audio, ollama, health, console, tenants, *steering):
+    for module in ROUTED:
         app.include_router(module.router)
-    _add(app, tuple(path for path in SCHEMAS if path != prefixes.PATH))
+    _add(app, tuple(path for path in SCHEMAS if path not in OWN))
     offer(app)
     return app
 

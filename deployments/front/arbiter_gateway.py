@@ -8,13 +8,13 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from arbiter.client.admin import call_arbiter, start_arbiter
 from deployments.config import boot
-from deployments.config.schema import Table
+from deployments.config.schema import Table, parse_table
 
 EVENT_WAIT_S = 15.0  # below the usual 30-60 s after which proxies cut a silent connection
 
@@ -52,6 +52,18 @@ AWAY = Presence("unknown", None)
 
 
 @dataclass(frozen=True, slots=True)
+class ModelTimes:
+    """What one model took of late. None: nothing was seen."""
+
+    load_s: float | None = None
+    run_s: float | None = None  # of an answered request, in the middle
+    run_long_s: float | None = None  # of the longest of the newest ones
+
+
+NEVER_SEEN = ModelTimes()
+
+
+@dataclass(frozen=True, slots=True)
 class ArbiterState:
     """What the routes read of the arbiter's state; `plain` is all of it, as JSON."""
 
@@ -79,6 +91,15 @@ class ArbiterState:
                 return {name: row[name] for name in ("hours", "is_open", "left_s")}
         return None
 
+    def times(self) -> dict[tuple[str, str], ModelTimes]:
+        """By (capability, model); a model that never loaded is not in it."""
+        return {
+            (row["capability"], row["model"]): ModelTimes(
+                row["load_s"], row.get("run_s"), row.get("run_long_s")
+            )
+            for row in self.plain["load_times"]
+        }
+
     def presences(self, homes: Mapping[str, str]) -> dict[str, Presence]:
         """Of each model of `homes`, which says its capability."""
         took = {(row["capability"], row["model"]): row for row in self.plain["load_times"]}
@@ -103,11 +124,11 @@ class ArbiterState:
                 for row in rows.get(name, ())
             ]
             cold_s = None if load_s is None else load_s + blocked.get(name, 0.0)
-            found[model] = min(there, key=_soonest, default=Presence("cold", cold_s))
+            found[model] = min(there, key=soonest, default=Presence("cold", cold_s))
         return found
 
 
-def _soonest(presence: Presence) -> float:
+def soonest(presence: Presence) -> float:
     return math.inf if presence.estimate_s is None else presence.estimate_s
 
 
@@ -153,10 +174,14 @@ def _row(row: Mapping[str, Any]) -> TicketRow:
     )
 
 
-async def configure(table: Table) -> None:
-    """Starts the arbiter if there is none. Takes all of the table or nothing."""
+async def configure(table: Table) -> Table:
+    """Starts the arbiter if there is none. Takes all of the table or nothing. Returns it with the
+    tasks that the arbiter keeps: those of the file, unless they were changed since the file said
+    something else (J5)."""
     await start_arbiter(boot.boot(table))
     await call_arbiter("configure", boot.configuration(table))
+    kept = await call_arbiter("table")
+    return parse_table(boot.as_plain(table) | {"tasks": kept.get("tasks", {})}, "the tasks kept")
 
 
 async def state(within_s: float = STATE_WAIT_S) -> ArbiterState:
@@ -226,7 +251,7 @@ def event_number(text: str, otherwise: int) -> int:
     return int(text) if EVENT_NUMBER.fullmatch(text) else otherwise
 
 
-async def event_stream(after: int) -> AsyncIterator[bytes]:
+async def event_stream(after: int) -> AsyncGenerator[bytes, None]:
     """SSE, one event a line; a comment when nothing happened, so that the connection lives."""
     while True:
         batch = await call_arbiter("events", after, EVENT_WAIT_S)

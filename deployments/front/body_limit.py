@@ -7,12 +7,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.front.http_errors import on_http_exception, refused
 from deployments.front.request import BadRequest
+from deployments.jobs.file_store import FILE_MOST_BYTES
 
 # One body of a generating route. OpenAI's own limits are of this order: 25 MB for audio, and less
 # for JSON and images.
 MAX_BODY_BYTES = 32 << 20
 MAX_STEERING_BYTES = 16 << 10  # a lease, a floor, some settings: a few words and numbers
-STEERING = "/arbiter/"
+MAX_CONFIG_BYTES = 512 << 10  # 256 tasks of 16 rungs with names of a hundred letters
+STEERING, CONFIG = "/arbiter/", "/api/v1/config"
+# A file and the form around it; the parser holds 1 MB of it at a time.
+FILES, MAX_FILE_FORM_BYTES = "/v1/files", FILE_MOST_BYTES + (64 << 10)
 
 
 ENCODING = "content-encoding"
@@ -57,4 +61,6 @@ class BodyLimit:
 
 
 def bound_of(path: str) -> int:
-    return MAX_STEERING_BYTES if path.startswith(STEERING) else MAX_BODY_BYTES
+    if path.startswith(STEERING):
+        return MAX_STEERING_BYTES
+    return {FILES: MAX_FILE_FORM_BYTES, CONFIG: MAX_CONFIG_BYTES}.get(path, MAX_BODY_BYTES)

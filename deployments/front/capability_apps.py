@@ -1,5 +1,6 @@
 """The Serve applications of capabilities, deployed from the front's table: a capability is one row
-of it, and no application in the file that a person edits (ADR 34).
+of it, and no application in the file that a person edits (ADR 34). The application of jobs is
+deployed with them.
 
 An application that the file has under a capability's name is left to Serve. What is deployed as the
 row says is left as it is, because Serve restarts every replica of what it is given again.
@@ -18,10 +19,10 @@ from ray.serve.schema import APIType, ApplicationStatus
 
 from deployments import app
 from deployments.config.schema import ConfigError, Table
+from deployments.jobs import server as jobs
 
 logger = logging.getLogger("ray.serve")
 
-GONE = (ApplicationStatus.DELETING, ApplicationStatus.DEPLOY_FAILED)
 Details = Mapping[str, Any]  # of one application, as Serve's REST API has them
 Scaling = Mapping[str, object]
 
@@ -67,24 +68,33 @@ class CapabilityApps:
         await asyncio.to_thread(self._follow, table)
 
     def _follow(self, table: Table) -> None:
-        # What leaves with the file's last change is not there any more; what failed is tried again.
-        known = self.serve.applications().items()
-        there = {name: one for name, one in known if one["status"] not in GONE}
-        theirs = {name for name, one in there.items() if one["source"] == APIType.DECLARATIVE}
-        deployed = {name: scaling_of(name, one) for name, one in there.items()}
+        # What leaves with the file counts as gone. What failed is tried again, but not
+        # for the file: in its place would stand an application that the file does not mean.
+        found = self.serve.applications().items()
+        living = {n: one for n, one in found if one["status"] != ApplicationStatus.DELETING}
+        of_file = {name for name, one in living.items() if one["source"] == APIType.DECLARATIVE}
+        deployed = {
+            name: scaling_of(name, one)
+            for name, one in living.items()
+            if one["status"] != ApplicationStatus.DEPLOY_FAILED
+        }
         self.causes = {}
         wanted: dict[str, Application] = {}
         for name, row in table.capabilities.items():
             try:
-                if name not in theirs and not _says(deployed.get(name), app.scaling_of(name, row)):
+                if name not in of_file and not _is_as_wanted(
+                    deployed.get(name), app.scaling_of(name, row)
+                ):
                     wanted[name] = app.of_table(name, row)
             except ConfigError as error:
                 logger.error("capability %s is not deployed: %s", name, error)
                 self.causes[name] = f"its Serve application cannot be built: {error}"
+        if not _equals(deployed.get(jobs.NAME), jobs.scaling_of(table)):
+            wanted[jobs.NAME] = jobs.application(table)
         if wanted:
             self.serve.run(wanted)
-        for name in deployed.keys() - theirs - table.capabilities.keys():
-            if _says(deployed[name], {}):
+        for name in deployed.keys() - of_file - table.capabilities.keys():
+            if _is_of_front(deployed[name]):
                 self.serve.delete(name)
 
 
@@ -95,11 +105,18 @@ def scaling_of(name: str, details: Details) -> Scaling | None:
     return found
 
 
-def _says(found: Scaling | None, wanted: Scaling) -> bool:
-    """Whether the front deployed it, with all that is wanted."""
-    if found is None:
+def _is_of_front(scaling: Scaling | None) -> bool:
+    """Whether the front deployed the application of which this is the scaling."""
+    if scaling is None:
         return False
-    policy: Any = found.get("policy")
-    if policy["policy_function"] != app.SCALING:
-        return False
-    return all(found.get(key) == value for key, value in wanted.items())
+    policy: Any = scaling.get("policy")
+    return bool(policy["policy_function"] == app.SCALING)
+
+
+def _is_as_wanted(scaling: Scaling | None, wanted: Scaling) -> bool:
+    """Whether the front deployed it as its row now is: the same class, code and options."""
+    return _is_of_front(scaling) and _equals(scaling, wanted)
+
+
+def _equals(scaling: Scaling | None, wanted: Scaling) -> bool:
+    return scaling is not None and all(scaling.get(key) == value for key, value in wanted.items())

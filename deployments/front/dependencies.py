@@ -10,11 +10,14 @@ from fastapi.security import HTTPBearer
 from deployments.config.schema import Table
 from deployments.front.auth import Authenticator
 from deployments.front.capability_apps import CapabilityApps
+from deployments.front.forecasts import Forecasts
 from deployments.front.keys import Caller, Keyring, Scope, keys_path
 from deployments.front.metrics_page import MetricsPage
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
+from deployments.front.tasks import Tasks
 from deployments.front.viewing import Viewing
+from deployments.jobs.client import JobsClient
 
 
 @dataclass(slots=True)
@@ -28,6 +31,12 @@ class FrontState:
     apps: CapabilityApps = field(default_factory=CapabilityApps)
     metrics: MetricsPage = field(default_factory=MetricsPage)
     viewing: Viewing = field(default_factory=Viewing)
+    forecasts: Forecasts = field(default_factory=Forecasts)
+    jobs: JobsClient = field(default_factory=JobsClient)
+    tasks: Tasks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tasks = Tasks(self.service, self.forecasts)
 
     @property
     def table(self) -> Table:

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ANTHROPIC, OLLAMA = "/v1/messages", "/api/"
+OURS = "/api/v1/"  # no route of Ollama begins so
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -41,7 +42,7 @@ def form_of(path: str) -> Form | None:
     """None: OpenAI's, in which all errors come."""
     if path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/"):
         return anthropic
-    return ollama if path.startswith(OLLAMA) else None
+    return ollama if path.startswith(OLLAMA) and not path.startswith(OURS) else None
 
 
 class ErrorForms:

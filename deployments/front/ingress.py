@@ -13,6 +13,7 @@ from deployments.config.schema import parse_table
 from deployments.front import application, arbiter_gateway, by_handle
 from deployments.front.auth import Authenticator
 from deployments.front.dependencies import FrontState
+from deployments.front.front_socket import FrontSocket
 from deployments.front.keys import Keyring, ensure_first, keys_path
 from deployments.messages import ResponseHead
 
@@ -34,6 +35,7 @@ class Front:
     def __init__(self) -> None:
         self._front = FrontState(started_unix_s=int(time.time()))
         self._application = application.build(self._front)
+        self._socket = FrontSocket(self._application)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor (its name for it)."""
@@ -53,9 +55,14 @@ class Front:
         table = parse_table(user_config, "front.user_config")
         path = keys_path(table.front.keys_file, table.arbiter.state_file)
         await asyncio.to_thread(ensure_first, path)
-        await arbiter_gateway.configure(table)
+        in_force = await arbiter_gateway.configure(table)
         await self._front.apps.follow(table)
         sites = frozenset(table.front.hosts), frozenset(table.front.origins)
         self._front.auth = Authenticator(Keyring(path), *sites)
-        self._front.service.configure(table)
+        self._front.service.configure(in_force)
         application.offer(self._application)
+        await self._socket.open()
+
+    async def __del__(self) -> None:
+        """Called by Serve, once those requests that it carries itself are answered."""
+        await self._socket.close()

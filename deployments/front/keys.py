@@ -44,9 +44,12 @@ class Scope(StrEnum):
     PRIORITY = "priority"  # a request priority above normal
     LEASE = "lease"  # device memory for processes outside Serve
     ADMIN = "admin"  # load, unload, pin, drain, settings
+    CLOUD = "cloud"  # requests may leave for remotes; in no key that was not given it by name
 
 
 OPEN_SCOPES = frozenset({Scope.INFER, Scope.VIEW})  # need no key until the first key is added
+
+FIRST_SCOPES = frozenset(Scope) - {Scope.CLOUD}  # of the key that the first start writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +187,14 @@ def remove(path: Path, key_id: str) -> None:
 
 
 def ensure_first(path: Path) -> None:
-    """Writes a key with every scope at the first start, into a file that only the owner can read.
+    """Writes a key with every scope but `cloud` at the first start, into a file that only the owner
+    can read.
     Where the folder is not writable there is no key, and routes that need a key stay off."""
     try:
         with _changing(path) as keys:
             if keys:
                 return
-            token = _put(keys, "first start", DEFAULT_TENANT, frozenset(Scope), first=True)
+            token = _put(keys, "first start", DEFAULT_TENANT, FIRST_SCOPES, first=True)
             _write(first_key_path(path), token.encode() + b"\n")
     except KeysBroken as error:
         logger.error("admin and lease routes stay off, no first key was written: %s", error)

@@ -3,7 +3,7 @@ that the routes of OpenAI and Ollama show, each in its own words.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 from arbiter.errors import ArbiterUnavailable
 from deployments.config.load_plan import resolve
 from deployments.config.model_files import context_tokens
+from deployments.config.remotes_section import RemoteModel
 from deployments.config.schema import CapabilityConfig, ConfigError, ModelConfig, Table
 from deployments.front import arbiter_gateway
-from deployments.front.arbiter_gateway import AWAY, Presence
+from deployments.front.arbiter_gateway import AWAY, Presence, soonest
 
 # Waited for the arbiter's state: its restart takes longer, and a list of models does without.
 STATE_S = 1.0
@@ -56,6 +57,14 @@ class Facts:
         }
 
 
+def together(rungs: Sequence[Facts]) -> Facts:
+    """Of several models of which any may answer: at least one."""
+    words = tuple(dict.fromkeys(word for one in rungs for word in one.capabilities))
+    contexts = [one.context_length for one in rungs if one.context_length is not None]
+    best = min((one.presence for one in rungs), key=soonest)
+    return Facts(words, max(contexts, default=None), best)
+
+
 async def facts(table: Table, models: Iterable[str]) -> dict[str, Facts]:
     """Of each of these models of the table. Reads headers of files, and asks the arbiter, without
     which models are in an unknown state."""
@@ -76,6 +85,13 @@ def _facts(
         config = capability.models[model]
         found[model] = Facts(capabilities(capability, config), context(config), there[model])
     return found
+
+
+def remote_facts(model: RemoteModel) -> Facts:
+    """What the operator's table says of a model on another machine."""
+    words = tuple(BY_PATH.get(path, path.rsplit("/", 1)[1]) for path in model.paths)
+    words += ("vision",) if "image" in model.inputs else ()
+    return Facts(words, model.context_tokens, Presence("remote", model.first_token_s))
 
 
 def capabilities(capability: CapabilityConfig, config: ModelConfig) -> tuple[str, ...]:

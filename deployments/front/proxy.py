@@ -1,18 +1,31 @@
 """Middlewares of Serve's HTTP proxy, which Serve loads from the variable
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` (the Makefile sets it; it is read when Ray starts).
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` (`arbiter serve` sets it; it is read when Ray starts).
 
 Without them two requests get Serve's bare 500: a request in flight when the front's process dies,
 and a request whose `x-request-id` is not ASCII. A response that has begun is cut in either case.
+
+Event streams come from their engine's socket where that is on this node (side_stream); without
+them, through replica and front.
 """
+
+import asyncio
+import uuid
+from contextlib import aclosing
+from pathlib import Path
 
 from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from arbiter.errors import RequestError
+from arbiter.errors import EngineLost, RequestError
+from arbiter.units import TicketId
 from deployments import messages
+from deployments.front import front_client, front_socket, side_stream
+from deployments.front.front_client import NoFront
 
-REQUEST_ID = b"x-request-id"
+INFERENCE, TIMEOUT = "/v1/", b"x-request-timeout-seconds"
+REQUEST_ID, READER = b"x-request-id", side_stream.READER.encode()
+SIDE_STREAM = messages.SIDE_STREAM.encode()
 
 
 class FrontLost(RequestError):
@@ -48,6 +61,98 @@ class ProxyErrors:
             await Response(body, head.status, head.headers)(scope, receive, send)
 
 
+class FrontBySocket:
+    """An ASGI middleware around Serve's proxy: requests for inference go to the front's socket
+    where there is one. It gives them an id, as Serve does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (path := _socket_for(scope)) is None:
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+        named = given or str(uuid.uuid4()).encode()
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"].append((REQUEST_ID, named))
+            await send(message)
+
+        headers = scope["headers"] if given else [*scope["headers"], (REQUEST_ID, named)]
+        try:
+            await front_client.carry(path, {**scope, "headers": headers}, receive, with_id)
+        except NoFront:
+            await self._app(scope, receive, send)
+
+
+def _socket_for(scope: Scope) -> Path | None:
+    """None: it goes by Serve, which alone keeps to a timeout that the client asks of it."""
+    is_inference = scope["type"] == "http" and scope["method"] == "POST"
+    if not is_inference or not scope["path"].startswith(INFERENCE):
+        return None
+    if any(name == TIMEOUT for name, _ in scope["headers"]):
+        return None
+    return front_socket.place()
+
+
+class SideStreams:
+    """An ASGI middleware around Serve's proxy: reads the stream that the front's head names, and
+    puts what the front says after its head behind it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        kept = [pair for pair in scope["headers"] if pair[0] != READER]
+        marked = {**scope, "headers": [*kept, (READER, side_stream.word().encode())]}
+        carried = _Carried(send)
+        try:
+            await self._app(marked, receive, carried)
+        finally:
+            await carried.close()
+
+
+class _Carried:
+    """The `send` of one response."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._pump: asyncio.Task[None] | None = None
+        self._is_explained = False  # the front has said why the stream ended early
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kept = [pair for pair in message["headers"] if pair[0] != SIDE_STREAM]
+            places = [value for name, value in message["headers"] if name == SIDE_STREAM]
+            await self._send({**message, "headers": kept})
+            if places:
+                self._pump = asyncio.ensure_future(self._carry(places[0].decode()))
+            return
+        if self._pump is not None:
+            await asyncio.wait({self._pump})
+            self._is_explained = self._is_explained or bool(message.get("body"))
+            if self._pump.exception() and not self._is_explained:
+                lost = messages.stream_error(EngineLost("the model", TicketId("")))
+                message = {**message, "body": lost}
+        await self._send(message)
+
+    async def _carry(self, place: str) -> None:
+        """Raises SideStreamLost."""
+        async with aclosing(side_stream.read(place)) as pieces:
+            async for piece in pieces:
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def close(self) -> None:
+        if self._pump is not None and not self._pump.done():
+            self._pump.cancel()
+            await asyncio.wait({self._pump})
+
+
 def middlewares() -> list[Middleware]:
     """Called by Serve in each proxy, outermost last."""
-    return [Middleware(ProxyErrors)]
+    return [Middleware(FrontBySocket), Middleware(SideStreams), Middleware(ProxyErrors)]

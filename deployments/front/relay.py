@@ -10,16 +10,17 @@ without its last chunk, which HTTP clients report as an incomplete response.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi.responses import Response, StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from arbiter.errors import CapabilityFailed, RequestError
 from deployments import messages
+from deployments.front import side_stream
 from deployments.front.service import Parts
 
 Beginnings = messages.ResponseHead | messages.FullResponse
@@ -38,7 +39,7 @@ async def relay(parts: Parts, *, wants_progress: bool, progress_s: float = PROGR
         beginning = FirstPart(parts, progress_s)
         first = await beginning.first()
         if first is None:
-            return ClosingStream(beginning.told(), media_type=SSE)
+            return ClosingStream(beginning.told(), media_type=SSE, holds=beginning)
     else:
         part = await anext(parts)
         assert isinstance(part, messages.ResponseHead | messages.FullResponse), "no progress here"
@@ -46,18 +47,40 @@ async def relay(parts: Parts, *, wants_progress: bool, progress_s: float = PROGR
     if isinstance(first, messages.FullResponse):
         await parts.aclose()
         return whole(first)
-    return ClosingStream(_body(first, parts), first.status, first.headers)
+    return ClosingStream(_body(first, parts), first.status, first.headers, holds=parts)
+
+
+class Closable(Protocol):
+    async def aclose(self) -> None: ...
 
 
 class ClosingStream(StreamingResponse):
     """Closes its parts when the client leaves while one is being sent. Starlette leaves them to the
-    garbage collector then, and the engine would work on until that comes."""
+    garbage collector then, and the engine would work on until that comes.
+
+    `holds`: what the parts would close at their end. It is closed here as well, because a generator
+    whose first part was not asked for yet closes nothing."""
 
     body_iterator: AsyncGenerator[Any, None]
 
-    async def stream_response(self, send: Send) -> None:
-        async with aclosing(self.body_iterator):
-            await super().stream_response(send)
+    def __init__(
+        self,
+        parts: AsyncGenerator[Any, None],
+        status_code: int = 200,
+        headers: Mapping[str, str] | None = None,
+        media_type: str | None = None,
+        *,
+        holds: Closable | None = None,
+    ) -> None:
+        super().__init__(parts, status_code, headers, media_type)
+        self._holds = holds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with AsyncExitStack() as ends:
+            if self._holds is not None:
+                ends.push_async_callback(self._holds.aclose)
+            ends.push_async_callback(self.body_iterator.aclose)
+            await super().__call__(scope, receive, send)
 
 
 class FirstPart:
@@ -99,14 +122,18 @@ class FirstPart:
                 said = first.headers.get("content-type", "no content type")
                 yield messages.stream_error(CapabilityFailed("the model", f"it streams {said}"))
             else:
-                async for part in _body(first, self._parts):
+                async for part in _body(first, _with_side_stream(first, self._parts)):
                     yield part
         except RequestError as error:
             yield messages.stream_error(error)
         finally:
-            self._next.cancel()
-            await asyncio.wait({self._next})
-            await self._parts.aclose()
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends the wait and closes the response."""
+        self._next.cancel()
+        await asyncio.wait({self._next})
+        await self._parts.aclose()
 
     def _comment(self) -> bytes:
         now_s, progress = time.monotonic(), self._progress
@@ -120,6 +147,24 @@ def whole(said: messages.FullResponse) -> Response:
     """A response of one piece."""
     headers = {k: v for k, v in said.head.headers.items() if k != "content-length"}
     return Response(said.body, said.head.status, headers)
+
+
+async def _with_side_stream(head: messages.ResponseHead, parts: Parts) -> Parts:
+    """The body of a head that can no longer tell the proxy where it is. What ended a stream that
+    was lost is raised by its parts. Raises RequestError."""
+    async with aclosing(parts):
+        is_lost = False
+        if place := head.headers.get(messages.SIDE_STREAM):
+            try:
+                async with aclosing(side_stream.read(place)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            except side_stream.SideStreamLost:
+                is_lost = True
+        async for part in parts:
+            yield part
+        if is_lost:
+            raise CapabilityFailed("the model", "its stream could not be read")
 
 
 async def _body(head: messages.ResponseHead, parts: Parts) -> AsyncGenerator[bytes, None]:

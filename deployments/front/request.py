@@ -6,9 +6,9 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError
@@ -31,6 +31,7 @@ FORM = "multipart/form-data"
 
 _EXTENSIONS = sorted(name for name in Body.model_fields if name.startswith("x_"))
 _NO_PROFILE = Profile()
+M = TypeVar("M", bound=BaseModel)
 
 
 class BadRequest(RequestError):
@@ -73,6 +74,11 @@ class ParsedRequest:
         return Priority[word.upper()] if word else None
 
     @property
+    def is_local_only(self) -> bool:
+        """True if client or profile says so; neither can take the other's back."""
+        return bool(self.checked.x_local_only) or self.profile.local_only
+
+    @property
     def is_stream(self) -> bool:
         """True if the client asked for an event stream."""
         return self.checked.wants_events
@@ -84,7 +90,7 @@ async def parse(
     """`headers` has lower-case names or ignores case. Raises BadRequest naming the field."""
     schema = SCHEMAS.get(path, OF_THE_TABLE)
     is_form = _is_form(headers, schema.kind)
-    fields: dict[str, Any] = await _form(raw, headers) if is_form else _object(raw)
+    fields: dict[str, Any] = await _form(raw, headers) if is_form else json_object(raw)
     if not is_form and _has_new_parts(path, fields):
         raw = json.dumps(fields).encode()
     run = _stable_run(fields) if schema.kind is Kind.TEXT else None
@@ -97,6 +103,8 @@ async def parse(
         for name in _EXTENSIONS
         if (value := headers.get(name.replace("_", "-"))) is not None
     }
+    if said.get("x_local_only", "false").lower() != "false":
+        fields = fields | {"x_local_only": said["x_local_only"]}  # a body cannot take it back
     checked = check_body(schema.body, said | fields)
     kept = {name: headers[name] for name in FORWARDED if name in headers}
     profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
@@ -163,6 +171,12 @@ def _engine_fields(
     return fields
 
 
+def headers_for_later(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those that `parse` reads: of a call that is made again when its client may be gone."""
+    names = (*FORWARDED, "x-request-id", *(name.replace("_", "-") for name in _EXTENSIONS))
+    return {name: headers[name] for name in names if name in headers}
+
+
 def _is_form(headers: Mapping[str, str], kind: Kind) -> bool:
     """A JSON route reads JSON whatever the type says: `curl -d` sends that of a form. Raises
     BadRequest where only a form will do."""
@@ -179,7 +193,8 @@ async def _form(raw: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
         raise BadRequest(str(error), None) from error
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Raises BadRequest."""
     try:
         fields = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -204,7 +219,7 @@ def _stable_run(fields: dict[str, Any]) -> StableRun | None:
         raise BadRequest(str(error), error.place) from error
 
 
-def check_body(body: type[Body], fields: dict[str, Any]) -> Body:
+def check_body(body: type[M], fields: dict[str, Any]) -> M:
     """The fields as their model has them. Raises BadRequest naming the first that is wrong."""
     try:
         return body.model_validate(fields)

@@ -89,6 +89,12 @@ class Body(BaseModel):
     x_deadline_s: float | None = Field(
         None, gt=0, le=DAY_S, description="refuse when the work has not begun by then"
     )
+    x_budget_s: float | None = Field(
+        None, gt=0, le=DAY_S, description="of a task: seconds until the answer is complete"
+    )
+    x_local_only: bool | None = Field(
+        None, description="true: no remote is asked, whatever the key allows (J5)"
+    )
     x_stay_warm: Annotated[float, Field(ge=0, le=STAY_WARM_MOST_S)] | None = Field(
         None, description="seconds in which the model does not count as idle; true: 600"
     )
@@ -180,8 +186,24 @@ class Completion(Samples):
     echo: bool | None = None
 
 
-class Responses(Generates):
-    """POST /v1/responses; nothing is stored, so `previous_response_id` has nothing to refer to."""
+class StoredFields(BaseModel):
+    """Fields of a response that the front answers to, not the engine."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    store: bool | None = Field(None, description="keep it; absent: as the table says, usually true")
+    background: bool | None = Field(None, description="answer at once and work on")
+    previous_response_id: str | None = Field(
+        None, max_length=MAX_NAME, description="a stored response that this one continues"
+    )
+    conversation: None = Field(None, description="not served; use `previous_response_id`")
+    stream: bool | None = None
+
+
+class Responses(StoredFields, Generates):
+    """POST /v1/responses"""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     input: str | list[dict[str, Any]] = Field(min_length=1)
     instructions: str | None = None

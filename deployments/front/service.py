@@ -13,7 +13,7 @@ it is one message. All that breaks is raised as a RequestError.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -29,19 +29,26 @@ from ray.serve.exceptions import (
 )
 
 from arbiter.errors import CapabilityFailed, EngineLost, QueueFull, RequestError
+from arbiter.protocol import ray_internals
 from arbiter.units import TicketId
 from deployments import messages, prefixes
 from deployments.config.arbiter_section import TenantConfig
 from deployments.config.fields import KvTerm
 from deployments.config.schema import ModelConfig, Profile, Table
+from deployments.config.task_section import TaskConfig
+from deployments.front.keys import Caller, Scope
 from deployments.front.kv_use import KeyTerms, asked_term, keeps_kv, term_of
 from deployments.front.model_names import ModelNames, Target
 from deployments.front.request import ParsedRequest, call_of
+from deployments.remotes.offers import RemoteCall
+from deployments.remotes.remotes import Remotes
 from deployments.replica.background import BackgroundTasks
+from deployments.tasks.climb import TaskCall, climb
 
 logger = logging.getLogger("ray.serve")
 
-Parts = AsyncGenerator[messages.Part, None]
+Parts = messages.Parts
+AnyCall = messages.InferenceCall | TaskCall
 Send = Callable[[messages.InferenceCall], Any]
 
 # A call whose replica or engine died before the client saw anything is sent again, at most three
@@ -55,9 +62,12 @@ RETRY_AFTER_S = 1.0
 class InferenceService:
     """One per front. The count of calls in flight and the handles outlive a change of the table."""
 
-    def __init__(self, send_of: Callable[[str], Send] | None = None) -> None:
+    def __init__(
+        self, send_of: Callable[[str], Send] | None = None, remotes: Remotes | None = None
+    ) -> None:
         """`send_of`: capability to a function that starts a call and returns its parts."""
         self._send_of = send_of or handle_of
+        self.remotes = remotes or Remotes()
         self._sends: dict[str, Send] = {}
         self._background = BackgroundTasks()
         self._in_flight, self._terms = 0, KeyTerms()
@@ -66,6 +76,11 @@ class InferenceService:
     def configure(self, table: Table) -> None:
         """From the next call on."""
         self._table, self.names = table, ModelNames(table)
+        self.remotes.configure(table.remotes)
+
+    def take_tasks(self, tasks: Mapping[str, TaskConfig]) -> None:
+        """In place of all there are, from the next call on; adapters and names stay as read."""
+        self._table = self._table.model_copy(update={"tasks": dict(tasks)})
 
     @property
     def table(self) -> Table:
@@ -98,17 +113,29 @@ class InferenceService:
         finally:
             self._in_flight -= 1
 
-    def call(self, asked: ParsedRequest, tenant: str) -> messages.InferenceCall:
-        """Raises UnknownModel, AdapterAmbiguous, AdapterInvalid; NotServedHere where the table
-        lists other paths for the model's capability."""
-        target = self.names.find(asked.model, tenant)
+    def call(
+        self,
+        asked: ParsedRequest,
+        tenant: str,
+        scopes: frozenset[Scope] = frozenset(),
+        *,
+        model: str = "",
+    ) -> messages.InferenceCall:
+        """`scopes`: of the caller's key. `model`: in place of the one asked for, of which it is a
+        rung. Raises UnknownModel, AdapterAmbiguous, AdapterInvalid; NotServedHere where the table
+        lists other paths for the model's capability; for a remote model what Remotes.call
+        raises."""
+        name = model or asked.model
+        if self.remotes.has(name):
+            return self.remotes.call(asked, name, Caller(tenant, scopes))
+        target = self.names.find(name, tenant)
         capability = self._table.capabilities[target.capability]
         path = prefixes.served_path(asked.path)
         if capability.paths and path not in (*capability.paths, messages.ACQUIRE):
             raise messages.NotServedHere(target.model, path, capability.paths)
-        model = capability.models[target.model]
-        term = self._term(asked, target, model, tenant) if keeps_kv(capability, model) else None
-        return call_of(asked, target, model, tenant, term=term)
+        config = capability.models[target.model]
+        term = self._term(asked, target, config, tenant) if keeps_kv(capability, config) else None
+        return call_of(asked, target, config, tenant, term=term)
 
     def _term(
         self, asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
@@ -118,10 +145,15 @@ class InferenceService:
         limits = self._table.arbiter.tenants.get(tenant, TenantConfig())
         return term_of(said, model.kv_term, limits.longest_kv_term)
 
-    def run(self, call: messages.InferenceCall) -> Parts:
+    def run(self, call: AnyCall) -> Parts:
         """The response: Progress where the call wants it, then a FullResponse, or a ResponseHead
         and bytes. Raises CapabilityFailed where the model's capability has no application, and the
         generator any RequestError."""
+        if isinstance(call, TaskCall):
+            return climb(call, self.run)
+        if isinstance(call, RemoteCall):
+            logger.info("request %s: %s leaves for %s", call.request_id, call.path, call.remote)
+            return self.remotes.run(call)
         capability = self._table.homes.get(call.model, "")
         logger.info("request %s: %s %s -> %s", call.request_id, call.path, call.served, capability)
         if capability not in self._sends:
@@ -131,9 +163,7 @@ class InferenceService:
                 raise CapabilityFailed(call.model, "it has no application") from error
         return answer(call, self._sends[capability])
 
-    async def begin(
-        self, call: messages.InferenceCall, within_s: float
-    ) -> messages.FullResponse | None:
+    async def begin(self, call: AnyCall, within_s: float) -> messages.FullResponse | None:
         """The answer to a call that a replica answers at once; None where it takes longer, because
         Serve starts the replica first: the call goes on, in flight. Raises RequestError."""
         answered: asyncio.Future[messages.FullResponse] = asyncio.get_running_loop().create_future()
@@ -141,9 +171,7 @@ class InferenceService:
         await asyncio.wait({answered}, timeout=within_s)
         return answered.result() if answered.done() else None
 
-    async def _carry(
-        self, call: messages.InferenceCall, answered: asyncio.Future[messages.FullResponse]
-    ) -> None:
+    async def _carry(self, call: AnyCall, answered: asyncio.Future[messages.FullResponse]) -> None:
         try:
             with self.counted():
                 async with aclosing(self.run(call)) as parts:
@@ -158,8 +186,9 @@ class InferenceService:
 
 def handle_of(capability: str) -> Send:
     """The capability's deployment. Raises RayServeException where there is no such application."""
-    handle = serve.get_deployment_handle(capability, app_name=capability)
-    send: Send = handle.options(stream=True).handle.remote
+    handle = serve.get_deployment_handle(capability, app_name=capability).options(stream=True)
+    ray_internals.quiet_when_idle(handle)
+    send: Send = handle.handle.remote
     return send
 
 

@@ -27,8 +27,10 @@ class Followed:
         return self.events[-1].seq if self.events else 0
 
     def begin_anew(self) -> None:
-        """Another stream begins, which first sends all but the events that are here."""
+        """Another stream begins, which first sends all but the events that are here, and whether an
+        arbiter answers."""
         self._sections, self._models = {}, {}
+        self.away_unix_s = None
 
     def take(self, message: Mapping[str, Any]) -> View | None:
         """Returns the view as of this message; None: it has not come yet. Raises ValueError for

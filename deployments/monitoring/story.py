@@ -110,4 +110,11 @@ SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "quarantine": lambda e: f"{e['model']} keeps memory that it should give back",
     "memory_pressure": lambda e: f"pressure on {e['device']} is {e['level']} ({e['source']})",
     "capability_run": lambda e: f"{e.get('model', '')} has answered a request",
+    "remote_egress": lambda e: (
+        f"a request of {e['tenant']} leaves for {e['model']} at {e['remote']}"
+    ),
+    "remote_answer": lambda e: (
+        f"{e['remote']}: {e['outcome']}, {e['prompt_tokens'] + e['answer_tokens']} tokens,"
+        f" {e['money']:g} of {e['tenant']}'s budget"
+    ),
 }

@@ -19,6 +19,7 @@ async def events(use: Use, body: bytes) -> AsyncGenerator[ResponseHead | bytes, 
     """An event that says the ticket, then comments, then an event with the reason of the end. Ends
     when the term is over, or the engine is. A barrier does not end it, and drops (A9)."""
     term_s = float(json.loads(body).get("term_s", ACQUIRE_S))
+    use.only_holds()
     end_s = said_s = time.monotonic()
     end_s += term_s
     yield HEAD

@@ -15,6 +15,7 @@ from deployments.adapters.validate import Rules
 from deployments.config import safetensors_header
 from deployments.config.model_files import adapted_folder
 from deployments.replica.capability import Capability
+from deployments.replica.merging import Merging
 from deployments.replica.use import Use
 
 
@@ -26,6 +27,14 @@ class AdaptedCapability(Capability):
         self._fetchers: dict[
             str, tuple[str, AdapterFetcher]
         ] = {}  # by model, with the ticket of its engine
+        self._merging: dict[str, Merging] = {}  # by model; of those that may merge an adapter
+
+    def served_by(self, call: messages.InferenceCall) -> str:
+        """The copy into which the call's adapter was merged, while there is one."""
+        merging = self._merging.get(call.model)
+        if merging is None or call.path == messages.ACQUIRE:
+            return call.model
+        return merging.served_by(call.served or call.model, call.tenant)
 
     async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
         """Fetches the call's adapter to this node, where it lies behind a URL."""
@@ -36,7 +45,19 @@ class AdaptedCapability(Capability):
         known = self._fetchers.get(call.model)
         if known is None or known[0] != use.ticket:  # a new engine may have another configuration
             known = self._fetchers[call.model] = use.ticket, AdapterFetcher(config)
+            self._follow(call.model, config)
         await known[1].bring(call.served, call.tenant)
+
+    def _follow(self, model: str, config: dict[str, Any]) -> None:
+        """A merged copy outlives the model's engine, which may be idle beside it, but not the
+        settings under which it was made."""
+        known = self._merging.get(model)
+        if known is not None and known.config == config:
+            return
+        if known is not None:
+            self._merging.pop(model).end()
+        if "merge" in config["adapters"]:
+            self._merging[model] = Merging(self._residency, model, config)
 
 
 class AdapterFetcher:

@@ -4,6 +4,7 @@ response on. A subclass may say which paths it serves and what a call needs besi
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
@@ -14,6 +15,7 @@ from ray import serve
 
 from arbiter.core.types import Client
 from arbiter.errors import DeadlineUnmet, RequestError, TicketClosed
+from arbiter.protocol.ray_internals import own_node
 from arbiter.units import TicketId
 from deployments import messages, prefixes
 from deployments.replica import acquired, resize
@@ -51,9 +53,10 @@ class Capability:
 
     # Served HTTP paths; empty: those that the table lists for it, which the front checks
     paths: ClassVar[frozenset[str]] = frozenset()
+    _node = ""
 
     def __init__(self, capability: str) -> None:
-        self._capability = capability
+        self._capability, self._node = capability, str(own_node())
         replica = serve.get_replica_context().replica_id.unique_id
         self._pace = StreamBatching()
         self.slotted = AdapterSlots()
@@ -129,16 +132,17 @@ class Capability:
         self, call: messages.InferenceCall, began_s: float
     ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
         """Makes the model resident and passes its engine's answer on. Raises RequestError."""
+        model = self.served_by(call)
         use = self._residency.use(
-            call.model,
+            model,
             deadline_s=_left_s(call, began_s),
             priority=call.priority,
             request=call.request_id,
             client=Client(call.tenant, call.client_id),
         )
         async with AsyncExitStack() as stack:
-            if call.wants_progress and not is_at_hand(self._residency.models, call.model):
-                steps = with_progress(use, self._residency.models, call.model)
+            if call.wants_progress and not is_at_hand(self._residency.models, model):
+                steps = with_progress(use, self._residency.models, model)
                 async for step in await stack.enter_async_context(aclosing(steps)):
                     yield step
             else:
@@ -153,7 +157,7 @@ class Capability:
             logger.info(
                 "request %s: %s under %s, waited %.2f s",
                 call.request_id,
-                call.model,
+                model,
                 use.ticket,
                 waited_s,
             )
@@ -166,7 +170,15 @@ class Capability:
     ) -> AsyncGenerator[messages.ResponseHead | bytes, None]:
         if call.path == messages.ACQUIRE:
             return acquired.events(use, call.body)
-        return self._pace.follow(use.stream("POST", call.path, _told(call, began_s), call.body))
+        told = _told(call, began_s)
+        if call.reader_node and call.reader_node == self._node:
+            told[messages.SIDE_STREAM] = secrets.token_hex(16)
+        return self._pace.follow(use.stream("POST", call.path, told, call.body))
+
+    def served_by(self, call: messages.InferenceCall) -> str:
+        """The held model that answers the call; another than the call's only where that is
+        resident."""
+        return call.model
 
     async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
         """Brings what a call needs on this node besides its model. Raises RequestError."""

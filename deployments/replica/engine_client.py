@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from arbiter.errors import ENGINE_DIED, EngineLost
 from arbiter.units import Span, TicketId, seconds
-from deployments.messages import ResponseHead
+from deployments.messages import SIDE_STREAM, ResponseHead
 
 if TYPE_CHECKING:  # a tenth of a second, spent while the first engine starts
     import aiohttp
@@ -44,7 +44,7 @@ class EngineLink:
         import aiohttp
 
         self._broken = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
-        self._model, self._ticket = model, ticket
+        self._model, self._ticket, self._path = model, ticket, path
         # No bound on connections: the engine's own queue is where requests wait.
         connector = aiohttp.UnixConnector(path=path, limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
@@ -105,11 +105,14 @@ class EngineLink:
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
-        """The engine's answer: its head, then its bytes as they come. Closing this generator
-        closes the connection, which cancels the work in the engine."""
+        """The engine's answer: its head, then its bytes as they come; none where the head says at
+        which socket they are. Closing this generator closes the connection, which cancels the work
+        in the engine."""
         with self._typed():
             async with self._session.request(method, path, headers=headers, data=body) as answer:
                 kept = {k.lower(): v for k, v in answer.headers.items() if k.lower() not in _HOP}
+                if SIDE_STREAM in kept:
+                    kept[SIDE_STREAM] = f"{self._path} {kept[SIDE_STREAM]}"
                 is_chunked = answer.content_length is None
                 yield ResponseHead(answer.status, kept, is_chunked)
                 async for chunk in answer.content.iter_any():

@@ -36,6 +36,7 @@ class Use:
         "_priority",
         "_request",
         "_residency",
+        "_serves_ns",
         "_ticket",
     )
 
@@ -51,6 +52,7 @@ class Use:
         self._residency, self._model, self._deadline_s = residency, model, deadline_s
         self._priority, self._request, self._client = priority, request, client
         self._began_ns = 0
+        self._serves_ns: int | None = None  # since when the model serves; None: it does not
         self._held: HeldModel | None = None
         self._ticket = TicketId("")
 
@@ -68,6 +70,7 @@ class Use:
                 self._tell(None, error)
                 raise
         self._held = held
+        self._serves_ns = time.monotonic_ns()
         return self
 
     async def __aexit__(
@@ -89,9 +92,10 @@ class Use:
 
     def _tell(self, ticket: TicketId | None, error: BaseException | None) -> None:
         """Notes the finished request for the event log; the next heartbeat carries it."""
-        took = Span(time.monotonic_ns() - self._began_ns)
-        runs = self._residency.client().runs
-        runs.note(ticket, self._model, took, outcome_of(error), self._request, self._client)
+        now_ns, runs = time.monotonic_ns(), self._residency.client().runs
+        ran = None if self._serves_ns is None else Span(now_ns - self._serves_ns)
+        took, outcome = Span(now_ns - self._began_ns), outcome_of(error)
+        runs.note(ticket, self._model, took, outcome, self._request, self._client, ran)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -128,6 +132,10 @@ class Use:
         until_ns = time.monotonic_ns() + round(for_s * 1e9)
         uses = self._held.uses
         uses.warm_until_ns = max(uses.warm_until_ns, until_ns)
+
+    def only_holds(self) -> None:
+        """Notes that this use runs nothing itself, so its length says nothing of a request's."""
+        self._serves_ns = None
 
     def begins_with(self, cut: Cut, chat: bytes, tenant: str) -> None:
         """Notes that a request with this body begins with a stable prefix."""

@@ -47,6 +47,7 @@ def test_memory_shows_who_holds_what_and_each_change_with_its_reason(
     expect(parts).to_contain_text("next")
     expect(parts).not_to_contain_text("talk")
     over = device.locator(".u-over")
+    expect(over).to_be_visible()  # the chart is drawn anew with each new model
     box = over.bounding_box()
     assert box is not None
     over.hover(position={"x": box["width"] - 1, "y": 20})

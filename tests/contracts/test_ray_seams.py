@@ -13,6 +13,12 @@ from typing import Any
 import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.serve._private.router import (
+    AsyncioRouter,
+    CurrentLoopRouter,
+    RouterMetricsManager,
+    SingletonThreadRouter,
+)
 from ray.serve.config import AutoscalingContext
 
 from arbiter.errors import NeverFits
@@ -186,6 +192,21 @@ def test_serve_says_who_deployed_an_application_and_how_it_is_scaled() -> None:
     assert "deployment_config" in DeploymentDetails.model_fields
     given = {"max_replicas": 2, "policy": {"policy_function": SCALING, "policy_kwargs": {"a": 1}}}
     assert given.items() <= AutoscalingConfig(**given).model_dump().items()
+
+
+@pytest.mark.spec("N1")
+def test_a_handle_of_serve_reports_by_the_function_that_is_made_quiet() -> None:
+    """Looked up when the task that reports is begun, which is after the handle was made."""
+    begun = inspect.getsource(RouterMetricsManager.update_deployment_config)
+    assert "self.push_autoscaling_metrics_to_controller," in begun
+    for name in ("push_autoscaling_metrics_to_controller", "_add_autoscaling_metrics_point"):
+        assert list(inspect.signature(getattr(RouterMetricsManager, name)).parameters) == ["self"]
+    made = inspect.getsource(RouterMetricsManager.__init__)
+    for field in ("num_queued_requests", "num_requests_sent_to_replicas"):
+        assert f"self.{field}" in made
+    for router in (CurrentLoopRouter, SingletonThreadRouter):
+        assert "self._asyncio_router =" in inspect.getsource(router.__init__)
+    assert "self._metrics_manager =" in inspect.getsource(AsyncioRouter.__init__)
 
 
 @pytest.mark.spec("G3")

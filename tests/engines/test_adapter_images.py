@@ -16,8 +16,16 @@ import pytest
 from arbiter.pool import Removal, SlabView
 from arbiter.pool.layout import SHARED, tenant_digest
 from arbiter.units import MIB, Bytes, Content
+from deployments.engines.vllm.adapter_tiers import HOT_USES
 from deployments.messages import TENANT_HEADER
-from tests.support.engine_host import Child, ZygoteUnderTest, killed, served
+from tests.support.engine_host import (
+    Child,
+    Connection,
+    ZygoteUnderTest,
+    killed,
+    served,
+    until,
+)
 from tests.support.slabs import lent_slab, path_of
 
 VLLM = "deployments.engines.vllm.engine:build"
@@ -178,7 +186,35 @@ def test_slots_of_another_rank_and_a_damaged_slab_are_as_an_empty_one(
         assert tiers(child)["requests"] == {"hot": 0, "warm": 0, "cold": 1}
     with contextlib.closing(mmap.mmap(slab, os.fstat(slab).st_size)) as memory:
         memory[4096 : 4096 + 12 * 128] = b"\xa5" * (12 * 128)
-    with served(engines, "damaged", VLLM, config(tiny, folder, slab)) as child:
+    turns = config(tiny, folder, slab)
+    turns["adapters"]["rebalance_s"] = 0.2
+    with served(engines, "damaged", VLLM, turns) as child:
         assert tokens(child, name) == right[name]
         assert tiers(child)["requests"] == {"hot": 0, "warm": 0, "cold": 1}
         assert facts(child)["ready"] == 1
+        takes_its_slot_back(child, name, right[name])
+
+
+def takes_its_slot_back(child: Child, name: str, right: list[int]) -> None:
+    """An adapter with ten uses in a minute, in the turn after others had to have all slots."""
+    for _ in range(HOT_USES):
+        assert tokens(child, name) == right
+    streams = [opened(child, other) for other in NAMES[1:3]]
+    said = tiers(child)
+    assert (said["top"][0]["adapter"], said["top"][0]["tier"]) == (f"tiny:{name}", "warm")
+    hot = said["requests"]["hot"]
+    for stream in streams:
+        stream.close()
+    until(lambda: tiers(child)["top"][0]["tier"] == "hot", 20)
+    assert tiers(child)["requests"]["hot"] == hot, "without a request"
+    assert tokens(child, name) == right
+    assert tiers(child)["requests"]["hot"] == hot + 1
+
+
+def opened(child: Child, name: str) -> Connection:
+    """A stream that has begun and goes on."""
+    conn = Connection(child.path)
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 900, "stream": True, "ignore_eos": True}
+    conn.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    assert conn.getresponse().read(20).startswith(b"data: ")
+    return conn

@@ -179,21 +179,28 @@ def test_new_adapter_waits_a_bounded_time_for_a_slot_and_is_then_refused(
         assert ask(child, "a2", count=1)[0] == 200
 
 
-@pytest.mark.spec("F8")
-def test_new_adapter_that_waits_gets_the_slot_that_falls_free(
+@pytest.mark.spec("F4", "F8")
+def test_new_adapter_that_waits_gets_the_slot_that_falls_free_and_meanwhile_others_fill_the_batch(
     engines: ZygoteUnderTest, tiny: Path, folder: Path
 ) -> None:
+    """With more adapters than slots: what fits the slots is chosen, though it came later. After a
+    second one of the two that have slots gives way, and what is for the base fills the batch."""
     with (
-        served(engines, "patient", VLLM, config(tiny, folder, slots=2, wait_s=30.0)) as child,
-        ThreadPoolExecutor(1) as pool,
+        served(engines, "patient", VLLM, config(tiny, folder, slots=2, wait_s=60.0)) as child,
+        ThreadPoolExecutor(40) as pool,
     ):
         first, second = [opened(child, name) for name in ("a0", "a1")]
         waiting = pool.submit(ask, child, "a2", 1)
         until(lambda: child.call("GET", "/adapters")[1]["waiting"], 5)
-        first.close()
-        status, got = waiting.result(30)
+        later = [pool.submit(ask, child, name, 60) for name in ["tiny"] * 30 + ["a0", "a1"] * 2]
+        until(lambda: child.call("GET", "/adapters")[1]["trace"]["most_requests"] == 32, 20)
+        assert child.call("GET", "/adapters")[1]["trace"]["most_adapters"] == 2
+        assert not waiting.done(), "no slot has fallen free"
+        for conn in (first, second):
+            conn.close()
+        status, got = waiting.result(60)
         assert status == 200, got
-        second.close()
+        assert {asked.result()[0] for asked in later} == {200}
 
 
 @pytest.mark.spec("F2")
@@ -221,6 +228,9 @@ def test_a_pinned_adapter_keeps_its_slot_until_its_entry_says_otherwise(
             conn.close()
 
 
+FLOOD_TOKENS = 24  # so that requests come faster than they are answered, on a busy machine too
+
+
 @dataclass
 class Flood:
     """One tenant's requests, far more than a batch has room for."""
@@ -233,13 +243,16 @@ class Flood:
         return [self.pool.submit(self._ask, n) for n in range(count)]
 
     def _ask(self, number: int) -> None:
-        assert asked_by(self.child, "flood", NAMES[1 + number % 7])[0] == 200
+        status, _ = asked_by(self.child, "flood", NAMES[1 + number % 7], tokens=FLOOD_TOKENS)
+        assert status == 200
         self.done.append(number)
 
 
-def asked_by(child: Child, tenant: str, model: str, **more: str) -> tuple[int, Any]:
+def asked_by(
+    child: Child, tenant: str, model: str, *, tokens: int = 8, **more: str
+) -> tuple[int, Any]:
     """As a replica asks: what it says of the caller is in headers."""
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
     headers = {messages.TENANT_HEADER: tenant, **more}
     return child.call("POST", "/v1/completions", {**body, "ignore_eos": True}, headers)
 

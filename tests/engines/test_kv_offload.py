@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -45,6 +46,7 @@ from tests.support.engine_host import (
 from tests.support.slabs import lent_slab, path_of
 
 VLLM = "deployments.engines.vllm.engine:build"
+CHANGED = "tests.support.changed_vllm:build"
 BLOCK = 128  # tokens, of the CPU build
 LONG = 1_300  # tokens: ten blocks and a part of one
 STORED = LONG // BLOCK
@@ -409,29 +411,59 @@ def test_adapters_see_their_own_blocks_only_also_in_the_next_engine(
 
 OTHER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "weights": {},
+    "version": {},
     "context": {"max_model_len": 1536},
     "block": {"block_size": BLOCK // 2},
     "precision": {"dtype": "bfloat16"},
+    "hash": {"prefix_caching_hash_algo": "sha256_cbor"},
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What an engine that was killed has answered, and the slab that it left, also as a file."""
+
+    answer: Any
+    slab: int
+    file: Path
+
+
+@pytest.fixture(scope="module")
+def known(
+    engines: ZygoteUnderTest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Known]:
+    file = tmp_path_factory.mktemp("known") / "a.slab"
+    with lent_slab(128 * MIB) as fd:
+        with killed(engines, "known", VLLM, config(tiny, fd)) as child:
+            cold = ask(child, prompt(5))
+            await_rows(child, STORED)
+        save(fd, file)
+        yield Known(cold[0], fd, file)
+
+
+def copied(source: int, target: int) -> None:
+    """The bytes of a slab, so that the next engine that spoils it spoils a copy."""
+    os.ftruncate(target, os.fstat(source).st_size)
+    place = 0
+    while place < os.fstat(source).st_size:
+        place += os.sendfile(target, source, place, 1 << 30)
+
+
 @pytest.mark.spec("E2", "G2")
-@pytest.mark.parametrize("change", OTHER_ARGUMENTS)
+@pytest.mark.parametrize("change", [*OTHER_ARGUMENTS, "nothing"])
 def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
-    engines: ZygoteUnderTest, tiny: Path, slab: int, tmp_path: Path, change: str
+    engines: ZygoteUnderTest, tiny: Path, slab: int, known: Known, change: str
 ) -> None:
-    other = config(tiny, slab, **OTHER_ARGUMENTS[change])
+    """And with nothing changed, all of it: from the copy of the slab."""
+    copied(known.slab, slab)
+    other = with_file(config(tiny, slab, **OTHER_ARGUMENTS.get(change, {})), known.file)
     if change == "weights":
         other["slabs"]["kv"]["model_digest"] = "of other weights"
-    with killed(engines, f"{change}-1", VLLM, config(tiny, slab)) as child:
-        cold = ask(child, prompt(5))
-        await_rows(child, STORED)
-    file = tmp_path / "a.slab"
-    save(slab, file)
-    with served(engines, f"{change}-2", VLLM, with_file(other, file)) as child:
-        answer, known = ask(child, prompt(5))
-        assert known == 0
-        assert answer == cold[0] or change == "precision"
+    entry = CHANGED if change == "version" else VLLM
+    with served(engines, f"other-{change}", entry, other) as child:
+        answer, cached = ask(child, prompt(5))
+        assert cached == (STORED * BLOCK if change == "nothing" else 0)
+        assert answer == known.answer or change == "precision"
 
 
 def spoil_header(memory: mmap.mmap) -> None:
@@ -492,7 +524,7 @@ def test_answers_stay_equal_however_often_an_engine_is_killed_in_mid_traffic(
         assert facts(child)["loaded"] > 0
 
 
-@pytest.mark.spec("E4", "E5")
+@pytest.mark.spec("E3", "E4", "E5")
 def test_full_slab_evicts_and_every_answer_stays_right(
     engines: ZygoteUnderTest, tiny: Path, slab: int
 ) -> None:
@@ -504,10 +536,27 @@ def test_full_slab_evicts_and_every_answer_stays_right(
         cold = {n: ask(child, prompt(n)) for n in numbers}
         until(lambda: facts(child)["evicted"] >= len(numbers) * STORED - 64, 10)
         assert facts(child)["allocated_bytes"] <= 33 * MIB
-    with served(engines, "crowded-2", VLLM, config(tiny, slab)) as child:
+    with (
+        served(engines, "crowded-2", VLLM, config(tiny, slab)) as child,
+        ThreadPoolExecutor(len(numbers)) as pool,
+        contextlib.closing(SlabView(slab)) as view,
+    ):
         again = {n: ask(child, prompt(n)) for n in reversed(numbers)}
-        assert {n: a for n, (a, _) in again.items()} == {n: a for n, (a, _) in cold.items()}
+        right = {n: a for n, (a, _) in cold.items()}
+        assert {n: a for n, (a, _) in again.items()} == right
         assert again[27][1] == STORED * BLOCK, "the last conversation was whole"
+        loaded = facts(child)["loaded"]
+        assert child.call("POST", "/control/sleep")[0] == 200  # the device forgets them
+        assert child.call("POST", "/control/wake")[0] == 200
+        at_once = [(n, pool.submit(ask, child, prompt(n))) for n in numbers]
+        until(lambda: facts(child)["loaded"] > loaded, 10)
+        while not all(asked.done() for _, asked in at_once):
+            for limit in (0, 33 * MIB):
+                view.limit_bytes = Bytes(limit)
+                assert child.call("POST", "/slab")[0] == 200
+        assert {n: asked.result()[0] for n, asked in at_once} == right
+        view.limit_bytes = Bytes(0)
+        until(lambda: child.call("POST", "/slab")[1]["kv"]["ready"] == 0, 10)  # no pin is left
 
 
 def drafted(tiny: Path, slab: int) -> dict[str, Any]:

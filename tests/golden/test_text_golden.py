@@ -109,6 +109,27 @@ def test_an_adapter_equals_peft(ours: Child, tiny: Path, catalogue: Path, adapte
         assert tokens(ours, adapter, prompt) == greedy(wrapped, prompt)
 
 
+def merged(engines: ZygoteUnderTest, model: Path, adapter: Path, dtype: str) -> Child:
+    """A copy of the base with the adapter in its weights, served under the adapter's name."""
+    args = {"dtype": dtype, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
+    config = {"model": str(model), "served_name": f"base:{adapter.name}", "merged": str(adapter)}
+    child = engines.spawn(f"merged-{dtype}", VLLM, config | {"engine_args": args}).hold()
+    status, body = child.ready()
+    assert status == 200, body
+    return child
+
+
+@pytest.mark.spec("F7", "F10")
+def test_an_adapter_merged_into_a_copy_equals_itself_in_a_slot(
+    engines: ZygoteUnderTest, ours: Child, tiny: Path, catalogue: Path
+) -> None:
+    child = merged(engines, tiny, catalogue / "r64", "float32")
+    for prompt in PROMPTS:
+        in_slot = tokens(ours, "r64", prompt)
+        assert tokens(child, "base:r64", prompt) == in_slot != tokens(ours, "base", prompt)
+    child.let_go()
+
+
 @pytest.mark.spec("F1", "F10")
 def test_a_mixed_batch_equals_each_alone(ours: Child) -> None:
     names = ("base", *ADAPTERS, "base", *reversed(ADAPTERS))
@@ -123,19 +144,20 @@ def test_a_mixed_batch_equals_each_alone(ours: Child) -> None:
 # The kernel is held to 1.6e-2 in bf16, and a token passes it several times a layer. On the CPU
 # build the two did not differ at all over 480 steps.
 BF16_BOUND = 0.1
+Steps = list[dict[str, float]]
 
 
-def ranked(child: Child, name: str, prompt: list[int]) -> list[dict[str, float]]:
+def ranked(child: Child, name: str, prompt: list[int]) -> Steps:
     """Of each step the two likeliest tokens with their logprobs, the likeliest first."""
     body = {"model": name, "prompt": prompt, "max_tokens": COUNT, "temperature": 0, "logprobs": 2}
     body |= {"ignore_eos": True, "return_tokens_as_token_ids": True}
     status, got = child.call("POST", "/v1/completions", body)
     assert status == 200, got
-    steps: list[dict[str, float]] = got["choices"][0]["logprobs"]["top_logprobs"]
+    steps: Steps = got["choices"][0]["logprobs"]["top_logprobs"]
     return [dict(sorted(step.items(), key=lambda row: -row[1])[:2]) for step in steps]
 
 
-@pytest.mark.spec("F10")
+@pytest.mark.spec("F7", "F10")
 def test_mixed_batch_in_bf16_equals_each_alone_to_the_first_near_tie(
     engines: ZygoteUnderTest, tiny: Path, catalogue: Path
 ) -> None:
@@ -144,8 +166,18 @@ def test_mixed_batch_in_bf16_equals_each_alone_to_the_first_near_tie(
     alone = [ranked(child, *ask) for ask in asks]
     with ThreadPoolExecutor(len(asks)) as pool:
         mixed = list(pool.map(lambda ask: ranked(child, *ask), asks))
+    assert near(alone, mixed) >= len(asks) * 2
+    copy = merged(engines, tiny, catalogue / "r64", "bfloat16")
+    slots = [steps for (name, _), steps in zip(asks, alone, strict=True) if name == "r64"]
+    assert near(slots, [ranked(copy, "base:r64", prompt) for prompt in PROMPTS]) >= len(PROMPTS) * 2
+    for engine in (child, copy):
+        engine.let_go()
+
+
+def near(ones: list[Steps], others: list[Steps]) -> int:
+    """How many steps were compared, each up to its request's first near-tie."""
     compared = 0
-    for lone, beside in zip(alone, mixed, strict=True):
+    for lone, beside in zip(ones, others, strict=True):
         for one, other in zip(lone, beside, strict=True):
             (token, best), (_, second) = one.items()
             assert abs(best - other.get(token, -100.0)) <= BF16_BOUND
@@ -153,5 +185,4 @@ def test_mixed_batch_in_bf16_equals_each_alone_to_the_first_near_tie(
             if best - second <= BF16_BOUND:
                 break  # from here on either is right, and what follows differs
             assert next(iter(other)) == token
-    assert compared >= len(asks) * 2
-    child.let_go()
+    return compared

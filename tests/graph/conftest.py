@@ -25,6 +25,8 @@ import pytest
 import yaml
 from openai import OpenAI
 
+from deployments.front import keys
+from deployments.start_variables import VARIABLES
 from models import make_models
 
 T = TypeVar("T")
@@ -32,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 KEEP_WARM_S, DOWNSCALE_S = 6, 4
 GROWN_TOKENS = 1_024
+MERGED_AFTER = 16  # requests for one adapter and nothing else
 IN_FLIGHT = 17  # of the front; no other test has more than 16
 THINKS = " think" * 4
 INSTRUCTIONS = "Say who holds the memory of which device, and since when. " * 40
@@ -161,13 +164,6 @@ class Graph:
         subprocess.run(command, check=True, env=env, timeout=60, capture_output=True)
 
 
-def make_serve_sets() -> dict[str, str]:
-    """The variables of `make serve`, so that what is tested is what users run."""
-    lines = (ROOT / "Makefile").read_text().splitlines()
-    exports = [line.removeprefix("export ") for line in lines if line.startswith("export ")]
-    return dict(line.split(" ?= ", 1) for line in exports)
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
@@ -202,7 +198,8 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     # Of random weights, so that no answer is by chance another's; with adapters of its own.
     less = {**left["engine_args"], "kv_cache_memory_bytes": "128 MiB"}
     plain = {"source": "made:tiny-chat", "can_sleep": False, "engine_args": less}
-    models["tiny-chat"] = {**plain, "adapters": {"slots": 8}}
+    merge = {"share": 1.0, "requests": MERGED_AFTER}  # no other test asks so often for one adapter
+    models["tiny-chat"] = {**plain, "adapters": {"slots": 8, "merge": merge}}
     models["plain-chat"] = {**plain, "chat_template": TEMPLATE, "thinking": True}
     models["plain-chat"]["stable_prefixes"] = [{"system": INSTRUCTIONS}]
     # A context of 256 tokens, which a longer request has it exchange for one of 1,024.
@@ -219,6 +216,20 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     drafted = {**growing, "drafter": {"model": "drafting-chat"}, "need": {"weights": "700 MiB"}}
     models["drafted-chat"] = {**drafted, "engine_args": {**short, "max_model_len": 1_024}}
     return config
+
+
+def itself_as_remote(port: int, key_file: Path) -> dict[str, Any]:
+    """This system under another name, over loopback: `far-chat` there is `plain-chat` here, and so
+    is `unseen-chat`, which one test alone asks. Without a key in the file no request leaves."""
+    model = {"name": "plain-chat", "answer_tokens": 300, "prompt_price": 1.0, "answer_price": 2.0}
+    row = {"url": f"http://127.0.0.1:{port}/v1", "private_addresses": True}
+    row |= {"key_file": str(key_file), "budget": {"tokens": 1_000_000}}
+    swift = {**model, "first_token_s": 0.001, "tokens_per_s": 1_000_000.0}  # as told, until seen
+    row |= {
+        "models": {"far-chat": model, "unseen-chat": swift},
+        "tenants": {"poor": {"tokens": 20}},
+    }
+    return {"hosts": ["127.0.0.1"], "rows": {"elsewhere": row}}
 
 
 def as_users(variables: dict[str, str]) -> dict[str, str]:
@@ -249,6 +260,7 @@ def started(
     models["tiny-chat"]["adapters"] |= {"folder": str(folder / "adapters"), "urls": [elsewhere]}
     drawn = {"folder": str(folder / "drawn"), "slots": 2, "urls": [elsewhere]}
     table["capabilities"]["image"]["models"]["tiny-draw"]["adapters"] = drawn
+    table["remotes"] = itself_as_remote(config["http_options"]["port"], folder / "remote.key")
     change(config)
     with served(folder, config) as running:
         yield running
@@ -260,7 +272,8 @@ def served(folder: Path, config: dict[str, Any], **variables: str) -> Iterator[G
     file = folder / "serve_config.yaml"
     file.write_text(yaml.safe_dump(config))
     log = (folder / "serve.log").open("wb")
-    env = as_users(make_serve_sets() | {"RAY_ADDRESS": "local"} | variables)
+    # The variables of `arbiter serve`, so that what is tested is what users run.
+    env = as_users(VARIABLES | {"RAY_ADDRESS": "local"} | variables)
     process = subprocess.Popen(
         [BIN / "serve", "run", file],
         cwd=ROOT,
@@ -282,6 +295,18 @@ def served(folder: Path, config: dict[str, Any], **variables: str) -> Iterator[G
 @pytest.fixture
 def client(graph: Graph) -> OpenAI:
     return OpenAI(base_url=f"{graph.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+@pytest.fixture
+def keys_file(graph: Graph) -> Iterator[Path]:
+    """The running front's; as it was before when the test is over."""
+    path = keys.keys_path(None, graph.table["arbiter"]["state_file"])
+    before = path.read_bytes()
+    yield path
+    restored = path.with_suffix(".restored")
+    with os.fdopen(os.open(restored, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as stream:
+        stream.write(before)
+    restored.rename(path)
 
 
 def _answers(graph: Graph) -> bool:

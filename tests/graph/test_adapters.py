@@ -88,6 +88,40 @@ def tiers(graph: Graph) -> dict[str, int]:
     return row["adapters"] | {f"found {tier}": n for tier, n in row["requests"].items()}
 
 
+@pytest.mark.spec("D5", "F7")
+def test_adapter_that_takes_all_requests_is_merged_into_a_copy_and_leaves_it_when_replaced(
+    graph: Graph, client: OpenAI, adapters: Path
+) -> None:
+    dropped(adapters, "hot")
+    name, copy = f"{CHAT}:hot", f"{CHAT}+merged"
+    in_slot = said(client, name)
+
+    def answered_by_the_copy() -> bool:
+        assert said(client, name)[0] == name
+        return copy in answering(graph)
+
+    until(answered_by_the_copy, WITHIN_S, "a copy answers")
+    assert said(client, name) == in_slot != said(client, CHAT)
+    assert copy not in {model.id for model in client.models.list()}, "it has no name of its own"
+    weights = adapters / "hot" / "adapter_model.safetensors"
+    other = make(default_folder(), TINY).with_name(f"{TINY.name}-adapters") / "a2"
+    shutil.copytree(other, adapters / "hot", dirs_exist_ok=True)
+    assert weights.read_bytes() == (other / weights.name).read_bytes()
+    changed = said(client, name)
+    assert changed != in_slot
+    until(lambda: copy not in resident(graph), WITHIN_S, "the copy has left")
+    assert said(client, name) == changed
+
+
+def answering(graph: Graph) -> set[str]:
+    """The models of which the log says that they have answered a request."""
+    return {e["model"] for e in graph.events() if e["kind"] == "capability_run"}
+
+
+def resident(graph: Graph) -> set[str]:
+    return {t["model"] for t in graph.state()["tickets"] if t["state"] == "resident"}
+
+
 @pytest.mark.spec("F2", "L2")
 def test_adapter_behind_an_allowed_url_is_called_by_name_and_no_other_url_is_opened(
     client: OpenAI, adapters: Path

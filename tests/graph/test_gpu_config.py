@@ -95,7 +95,7 @@ def test_the_configuration_for_gpus_deploys_and_serves(gpus: Graph) -> None:
     )  # fmt: skip
     applications = yaml.safe_load(done.stdout)["applications"]
     states = {name: app["status"] for name, app in applications.items()}
-    assert states == {name: "RUNNING" for name in ("front", *gpus.table["capabilities"])}
+    assert states == {name: "RUNNING" for name in ("front", "jobs", *gpus.table["capabilities"])}
 
 
 @pytest.mark.spec("H0")
@@ -156,9 +156,9 @@ def test_the_command_records_and_what_if_reads_it(gpus: Graph, tmp_path: Path) -
         assert gpus.post("/v1/chat/completions", HELLO | {"model": model})[0] == 200
     done = arbiter(gpus, "record", *where)
     assert (done.returncode, done.stdout) == (0, "nothing is recorded any more\n")
-    found = said(gpus, "whatif", str(log), "--policy", "two_rates")
+    found = said(gpus, "whatif", str(log), "--policy", "time_of_day")
     assert found["decided_as_recorded"] == found["events"] > 0
-    assert "two_rates" in arbiter(gpus, "whatif", str(log), "--policy", "two_rates").stdout
+    assert "time_of_day" in arbiter(gpus, "whatif", str(log), "--policy", "time_of_day").stdout
 
 
 @pytest.mark.spec("A20")

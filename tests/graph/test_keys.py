@@ -2,11 +2,9 @@
 
 import contextlib
 import json
-import os
 import stat
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,18 +16,6 @@ from tests.graph.conftest import Graph, until
 from tests.support.graph_processes import log_of
 
 CHAT = "tiny-chat"
-
-
-@pytest.fixture
-def keys_file(graph: Graph) -> Iterator[Path]:
-    """The running front's; as it was before when the test is over."""
-    path = keys.keys_path(None, graph.table["arbiter"]["state_file"])
-    before = path.read_bytes()
-    yield path
-    restored = path.with_suffix(".restored")
-    with os.fdopen(os.open(restored, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as stream:
-        stream.write(before)
-    restored.rename(path)
 
 
 def status_of(graph: Graph, path: str, **headers: str) -> int:

@@ -5,7 +5,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -118,8 +120,13 @@ def cpu(graph: Graph) -> dict[str, Any]:
 
 
 def charged(graph: Graph, model: str) -> int:
-    """Bytes of a resident model on the device that computes."""
-    [ticket] = [t for t in graph.state()["tickets"] if t["model"] == model]
+    """Bytes of a resident model on the device that computes. After a change of the settings a warm
+    model answers before its holder has rejoined."""
+    [ticket] = until(
+        lambda: [t for t in graph.state()["tickets"] if t["model"] == model],
+        20,
+        f"the holder of {model} has rejoined",
+    )
     return int(sum(b for d, b in ticket["charged_bytes"].items() if d.endswith("cpu:0")))
 
 
@@ -128,7 +135,20 @@ def test_interleaved_jobs_of_two_models_that_do_not_fit_together_are_collated(
     graph: Graph,
 ) -> None:
     """A lease leaves room for the larger of both alone."""
+    with collated(graph):
+        interleave(graph)
+
+
+@contextmanager
+def collated(graph: Graph) -> Iterator[None]:
     read_command(graph, "settings", "collate_s=30")
+    try:
+        yield
+    finally:
+        read_command(graph, "settings", "collate_s=0")
+
+
+def interleave(graph: Graph) -> None:
     jobs_of(graph, CHAT, 1)
     largest = charged(graph, CHAT)
     jobs_of(graph, EMBEDDING, 1)
@@ -147,7 +167,6 @@ def test_interleaved_jobs_of_two_models_that_do_not_fit_together_are_collated(
         assert cpu(graph)["loading_fraction"] > 0
     finally:
         run_command(graph, "drain", held["lease"]["ticket"])
-        read_command(graph, "settings", "collate_s=0")
 
 
 def jobs_of(graph: Graph, model: str, count: int) -> list[float]:

@@ -21,10 +21,12 @@ def test_a_request_is_found_in_the_logs_with_its_ticket(graph: Graph, client: Op
         extra_headers={"x-request-id": request},
     )
     assert answer.headers["x-request-id"] == request
-    [ticket] = [
-        t["ticket"] for t in graph.state()["tickets"]
-        if t["model"] == CHAT and t["state"] == "resident"
-    ]  # fmt: skip
+
+    def resident() -> list[str]:
+        told = graph.state()["tickets"]
+        return [t["ticket"] for t in told if (t["model"], t["state"]) == (CHAT, "resident")]
+
+    [ticket] = until(resident, 20, "its holder is in the arbiter's present epoch")
 
     def lines(replica: str) -> list[str]:
         file = log_of(graph, replica)

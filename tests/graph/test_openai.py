@@ -7,7 +7,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.graph.conftest import Graph, until
-from tests.support.graph_commands import unload_all
+from tests.support.graph_commands import send, unload_all
 
 CHAT, SMALL, EMBED = "tiny-chat", "small-chat", "all-minilm-l6-v2"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
@@ -112,6 +112,33 @@ def test_chat_and_embeddings_trade_the_budget(graph: Graph, client: OpenAI) -> N
     kinds = [event["kind"] for event in graph.events()]
     assert kinds.count("model_wake") >= 3
     assert "eviction" in kinds
+
+
+@pytest.mark.spec("E6")
+def test_removed_tenant_leaves_the_slabs_of_engines_that_serve_and_sleep(
+    graph: Graph, client: OpenAI
+) -> None:
+    """The tenant of all requests without a key."""
+
+    def rows() -> int:
+        own = [s["slab"] for s in graph.state()["slabs"] if s["slab"]["owner"] == f"chat/{SMALL}"]
+        return sum(slab["rows_count"] for slab in own if slab["content"] == "kv")
+
+    def removed(state: str) -> None:
+        [ticket] = graph.tickets("chat")
+        assert graph.tickets("chat") == {ticket: state} and rows()
+        send(graph, "DELETE", "/arbiter/tenants/default/kept")
+        until(lambda: not rows(), 60, "its rows have left")
+        assert graph.tickets("chat") == {ticket: state}
+
+    for state in ("resident", "asleep"):
+        said = f"Of a model that is {state}: who holds its memory, and who gives it back? " * 20
+        long = [{"role": "user", "content": said}]
+        client.chat.completions.create(model=SMALL, messages=long, max_tokens=4)
+        until(rows, 60, "its blocks are kept")
+        if state == "asleep":
+            embed(client)
+        removed(state)
 
 
 def embed(client: OpenAI) -> list[float]:

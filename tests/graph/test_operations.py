@@ -31,6 +31,16 @@ POST /v1/prewarm
 POST /v1/acquire
 POST /v1/completions
 POST /v1/responses
+GET /v1/responses/{response_id}
+DELETE /v1/responses/{response_id}
+POST /v1/responses/{response_id}/cancel
+GET /v1/responses/{response_id}/input_items
+GET /v1/jobs
+GET /v1/jobs/{job_id}
+DELETE /v1/jobs/{job_id}
+GET /v1/jobs/{job_id}/result
+GET /v1/jobs/{job_id}/events
+POST /v1/jobs/{job_id}/cancel
 POST /v1/embeddings
 POST /v1/rerank
 POST /v2/rerank
@@ -64,6 +74,15 @@ GET /api/ps
 HEAD /
 GET /
 GET /console/{name}
+POST /v1/files
+GET /v1/files
+GET /v1/files/{file_id}
+DELETE /v1/files/{file_id}
+GET /v1/files/{file_id}/content
+POST /v1/batches
+GET /v1/batches
+GET /v1/batches/{batch_id}
+POST /v1/batches/{batch_id}/cancel
 GET /v1/models
 GET /v1/models/{model}
 GET /health
@@ -73,6 +92,8 @@ GET /arbiter/state
 GET /arbiter/explain/{ticket}
 POST /arbiter/plan
 POST /arbiter/free
+GET /api/v1/config
+PUT /api/v1/config
 GET /arbiter/settings
 PUT /arbiter/settings
 GET /arbiter/view
@@ -88,6 +109,7 @@ POST /arbiter/leases/{lease}/drain
 POST /arbiter/leases/cleanup
 POST /arbiter/queue/{ticket}/cancel
 POST /arbiter/queue/{ticket}/raise
+GET /arbiter/remotes
 GET /arbiter/residency
 PUT /arbiter/residency/{model}
 POST /arbiter/compact
@@ -96,6 +118,9 @@ POST /arbiter/models/load/{model}
 POST /arbiter/models/shrink/{model}
 POST /arbiter/models/unload/{model}
 POST /arbiter/pressure
+GET /arbiter/jobs
+GET /arbiter/jobs/{job_id}
+DELETE /arbiter/jobs/{job_id}
 """
 
 

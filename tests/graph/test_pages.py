@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.graph.conftest import Graph
-from tests.support.graph_commands import environment
+from tests.graph.conftest import Graph, until
+from tests.support.graph_commands import environment, unload_all
 from tests.support.pages import NOT_RUN, PAGES, as_checkout, run, to_paste
 
 AS_ONE = "python.md"  # its blocks are one program, which tests/graph/test_python.py runs
@@ -23,6 +23,9 @@ def test_page_can_be_followed_by_pasting(graph: Graph, tmp_path: Path, page: Pat
     as_checkout(tmp_path)
     # Keys that a page makes are not this graph's, whose own tests look at its file.
     here = environment(graph) | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    # As at a fresh start: here small-chat stays for five minutes with the priority of its last
+    # request, and so long no work of priority batch makes it leave.
+    until(lambda: unload_all(graph), 30, "no model of another test is loaded")
     for block in to_paste(page):
         if block.name not in NOT_RUN:
             text = block.text.replace(FRONT, graph.url.removeprefix("http://"))

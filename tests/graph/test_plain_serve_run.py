@@ -22,12 +22,24 @@ ARBITER = [sys.executable, "-m", "deployments.cli"]
 HELLO = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "small-chat", "messages": HELLO, "max_tokens": 2, "temperature": 0}
 EMBED = {"model": "all-minilm-l6-v2", "input": "hi"}
+# What Ray and Serve take where nothing is set: none of what `arbiter serve` sets is needed, and it
+# leaves alone what a person has set.
+RAYS_OWN = {
+    "RAY_preload_python_modules": "",
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "0",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(4 << 20),
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    "HF_HUB_OFFLINE": "0",
+}
 
 
 @contextlib.contextmanager
 def plain_start() -> Iterator[Graph]:
     """With a home and a place for temporary files of its own, by which Ray finds no other cluster,
-    and no other variable than those and the PATH."""
+    and no other variable than those, the PATH and Ray's own values of what is set else."""
     with tempfile.TemporaryDirectory(prefix="plain-", ignore_cleanup_errors=True) as folder:
         home = Path(folder)
         made = home / ".cache" / "serve-arbiter"
@@ -35,7 +47,7 @@ def plain_start() -> Iterator[Graph]:
         shipped.unpack_all(default_folder())  # as `make models` does
         (made / "models").symlink_to(default_folder())
         port, file = free_port(), home / "serve_config.yaml"
-        env = {"HOME": folder, "TMPDIR": folder, "PATH": os.environ["PATH"]}
+        env = {"HOME": folder, "TMPDIR": folder, "PATH": os.environ["PATH"], **RAYS_OWN}
         words = ["init", str(file), "--cpu", "--port", str(port)]
         subprocess.run([*ARBITER, *words], cwd=ROOT, env=env, timeout=60, check=True)
         with (home / "said.log").open("wb") as said:

@@ -466,6 +466,6 @@ async def test_explain_answers_and_a_recording_replays_to_the_same_decisions(
         assert "it was asked to leave" in then["said"][-1]
         with pytest.raises(UnknownTicket):
             await call_arbiter("explain", TicketId("nobody"))
-    found = compared(log, ["two_rates"])
+    found = compared(log, ["time_of_day"])
     assert found["decided_as_recorded"] == found["events"] > 10
-    assert found["policies"]["two_rates"]["loads_count"] >= 1
+    assert found["policies"]["time_of_day"]["loads_count"] >= 1

@@ -104,7 +104,7 @@ async def test_model_removed_while_in_use_serves_on_and_then_leaves_with_its_rat
 
 
 def usage_names(state_file: Path, model: str) -> bool:
-    """Whether rates or transitions of a model are saved; they are every 10 s."""
+    """Whether rates or transitions of a model are saved; they are with each look at the nodes."""
     with sqlite3.connect(f"file:{state_file}?mode=ro", uri=True) as db:
         rows = db.execute("SELECT value FROM session_facts WHERE name = 'usage'").fetchall()
     return any(json.dumps(model) in row[0].decode() for row in rows)

@@ -70,6 +70,16 @@ class CoreQueries:
         state.policies = replace(state.policies, **wrapped)
         state.queue = RequestQueue(state.policies.admit)
 
+    @property
+    def turnovers(self) -> float:
+        """The clock of what was learned of reuse."""
+        return self.state.reuse.clock
+
+    def turn_over(self, turnovers: float) -> None:
+        """As if loads elsewhere had ended, a nanosecond later."""
+        self.state.reuse.loaded(turnovers)
+        self.state.now = Instant(self.state.now + 1)
+
     def growing(self) -> set[TicketId]:
         return {*self.state.growing}
 

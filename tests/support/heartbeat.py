@@ -12,12 +12,12 @@ SILENCE_S = 10.0
 
 
 class Heartbeat:
-    """Names the running test each time it has run for so long again."""
+    """Names the running tests each time none began for so long."""
 
     def __init__(self, config: pytest.Config, silence_s: float = SILENCE_S) -> None:
         self._writer = config.get_terminal_writer()
         self._silence_s = silence_s
-        self._running, self._began_s = "collecting", time.monotonic()
+        self._began_s = {"collecting": time.monotonic()}  # of each that runs; xdist runs several
         self._next = threading.Event()
         self._is_over = False
         threading.Thread(target=self._tell, daemon=True).start()
@@ -27,13 +27,18 @@ class Heartbeat:
             if self._next.wait(self._silence_s):
                 self._next.clear()
                 continue
-            took_s = time.monotonic() - self._began_s
+            now_s = time.monotonic()
             self._writer.line()
-            self._writer.line(f"  ... {took_s:4.0f} s  {self._running}")
+            for nodeid, began_s in list(self._began_s.items()):
+                self._writer.line(f"  ... {now_s - began_s:4.0f} s  {nodeid}")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._running, self._began_s = nodeid, time.monotonic()
+        self._began_s.pop("collecting", None)
+        self._began_s[nodeid] = time.monotonic()
         self._next.set()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._began_s.pop(nodeid, None)
 
     def pytest_unconfigure(self) -> None:
         self._is_over = True
@@ -42,4 +47,5 @@ class Heartbeat:
 
 @pytest.hookimpl(trylast=True)  # the terminal is configured by another plugin
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Heartbeat(config))
+    if not hasattr(config, "workerinput"):  # a worker of xdist has no terminal
+        config.pluginmanager.register(Heartbeat(config))

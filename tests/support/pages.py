@@ -43,7 +43,9 @@ NOT_RUN: dict[str, str] = {
     "README.md: make install DEVICE=gpu VENV=.venv-gpu": "needs a GPU and a model hub",
     "docs/deploy.md: sudo useradd --system --create-home arbiter": "needs root and systemd",
     "docs/deploy.md: docker build -f deploy/Dockerfile --target cpu -t serve-arbiter:cpu .":
-        "needs Docker, and the second of the name Kubernetes",
+        "needs Docker",
+    "docs/deploy.md: IMAGE=registry.example.org/serve-arbiter:0.1.0-cpu":
+        "needs Docker, a registry and Kubernetes",
     "docs/deploy.md: docker compose -f deploy/compose.yaml up --build --wait": "needs Docker",
     "docs/deploy.md: set -a; . deploy/environment; set +a":
         "needs two machines; two raylets of one are run by test_node_spawns_under_no_grant_of"
@@ -53,6 +55,9 @@ NOT_RUN: dict[str, str] = {
         " test_backup_taken_while_it_is_written_brings_back_what_was_learned_and_the_keys",
     "docs/deploy.md: git pull":
         f"{STARTS} test_upgrade_to_other_code_leaves_nothing_of_the_old_but_its_holders",
+    "docs/remotes.md: FAR=$(.venv/bin/arbiter key add ann --scope infer --scope cloud)":
+        "needs a row in the table and adds keys; run by"
+        " test_a_remote_model_answers_as_a_local_one_and_each_egress_is_written_down",
 }  # fmt: skip
 
 

@@ -150,8 +150,14 @@ async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, ScriptedClient
             await runner.cleanup()
 
 
-def revoke(residency: Any, reason: Reason, to: Tier = Tier.GONE, barrier_s: float = 5) -> None:
-    ticket = residency.models["a"].ticket
+def revoke(
+    residency: Any,
+    reason: Reason,
+    to: Tier = Tier.GONE,
+    barrier_s: float = 5,
+    model: str = "a",
+) -> None:
+    ticket = residency.models[model].ticket
     residency._obey(messages.RevokeCommand(ticket, reason, to, seconds(barrier_s)))
 
 

@@ -1,8 +1,9 @@
 """A program in the place of `serve run`: says what Ray says, answers as a front does, and ends as
 it was told: `python scripted_serve_run.py HOW FILE`.
 
-`HOW` is `ready` (until SIGINT, then status 5), `breaks` (status 7 before there is a front) or
-`zygote` (no engine can start; until SIGINT). It sends its parent SIGTERM before the box.
+`HOW` is `ready` (until SIGINT, then status 5), `breaks` (status 7 before there is a front),
+`environment` (likewise, having said its own) or `zygote` (no engine can start; until SIGINT). It
+sends its parent SIGTERM before the box.
 """
 
 import http.server
@@ -51,6 +52,9 @@ def main() -> None:
         "Started a local Ray instance. View the dashboard at \x1b[1m\x1b[32mhttp://127.0.0.1:8265 "
     )
     sys.stdout.flush()
+    if sys.argv[1] == "environment":
+        print(json.dumps(dict(os.environ)))
+        sys.exit(7)
     if sys.argv[1] == "breaks":
         print("the last words")
         sys.exit(7)

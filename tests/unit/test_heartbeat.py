@@ -20,16 +20,34 @@ class Writer:
             self.has_two.set()
 
 
+class Config:
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+
+    def get_terminal_writer(self) -> Writer:
+        return self._writer
+
+
 @pytest.mark.spec("M1")
 def test_running_test_is_named_again_and_again() -> None:
     writer = Writer()
-
-    class Config:
-        def get_terminal_writer(self) -> Writer:
-            return writer
-
-    made = Heartbeat(Config(), silence_s=0.01)  # type: ignore[arg-type]
+    made = Heartbeat(Config(writer), silence_s=0.01)  # type: ignore[arg-type]
     made.pytest_runtest_logstart("tests/test_long.py::test_slow")
     assert writer.has_two.wait(10)
     made.pytest_unconfigure()
     assert writer.lines[-1].endswith("tests/test_long.py::test_slow")
+
+
+def test_each_test_that_runs_is_named_and_no_other() -> None:
+    writer = Writer()
+    made = Heartbeat(Config(writer), silence_s=0.01)  # type: ignore[arg-type]
+    for name in ("test_first", "test_over", "test_slow"):
+        made.pytest_runtest_logstart(name)
+    made.pytest_runtest_logfinish("test_over")
+    writer.lines.clear()
+    writer.has_two.clear()
+    assert writer.has_two.wait(10)
+    made.pytest_unconfigure()
+    named = [line.split()[-1] for line in writer.lines]
+    last = len(named) - 1 - named[::-1].index("test_slow")
+    assert named[last - 1] == "test_first"

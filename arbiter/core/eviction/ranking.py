@@ -9,11 +9,11 @@ turn, because prices drift.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import chain
+from math import ceil
 
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.records.timers import Timers
-from arbiter.core.records.usage_rates import AHEAD
 from arbiter.core.records.victim_set import COST_LEAST, PricedVictim
 from arbiter.core.state import CoreState
 from arbiter.core.types import Priority
@@ -26,6 +26,9 @@ SWEPT_EVERY = SECOND
 # No price is older. Rates fade by a hundredth meanwhile; what the coming hours usually bring
 # (usage_rates.HourlyUsage) jumps at the full hour, and an order may be as old as this then.
 PRICED_FOR = Span(60 * SECOND)
+# Nor is a price older than this by the clock of turnovers (reuse.ReuseLearner), where loads are
+# what prices drift by: a fifth of what is asked there.
+PRICED_FOR_TURNOVERS = 0.02
 
 
 class Ranking:
@@ -39,6 +42,7 @@ class Ranking:
         self._fading = Timers()
         self._looked: Instant | None = None
         self._swept = Instant(0)
+        self._swept_turnovers = 0.0
 
     def refresh(self, state: CoreState, book: DeviceAccount) -> None:
         """Brings the order up to date: prices what has changed or faded, and the next few in
@@ -54,10 +58,14 @@ class Ranking:
     def _in_turn(self, state: CoreState) -> list[TicketId]:
         count = len(self._options)
         unswept = since(self._swept, state.now)
-        if unswept < SWEPT_EVERY and not state.foresight:  # the future changes with every use
+        turned = state.reuse.clock - self._swept_turnovers
+        is_current = unswept < SWEPT_EVERY and not turned
+        if is_current and not state.foresight:  # the future changes with every use
             return []
         self._swept = state.now
-        due_count = max(SWEPT_COUNT, count * unswept // PRICED_FOR)
+        self._swept_turnovers = state.reuse.clock
+        by_turnovers = ceil(count * turned / PRICED_FOR_TURNOVERS)
+        due_count = max(SWEPT_COUNT, count * unswept // PRICED_FOR, by_turnovers)
         if due_count >= count or state.foresight:
             self._turn = []
             return list(self._options)
@@ -125,8 +133,7 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
     urgent = effective_priority(state, entry)
     freed_bytes = entry.charge(book.device)
     name = entry.model_name
-    lasting = state.lasting_rates
-    lasting_count = lasting.recent(name, state.now)
+    counts = state.usage_counts(name)
     role = state.policies.roles.get(entry.role)
     price = state.policies.evict(
         Candidate(
@@ -140,15 +147,16 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
             urgent,
             now=state.now,
             budget_bytes=book.budget_bytes,
-            recent_count=state.rates.recent(name, state.now),
-            lasting_count=lasting_count,
-            usual_count=state.hours.ahead(name, state.now, lasting_count * AHEAD / lasting.window),
+            recent_count=counts.recent_count,
+            lasting_count=counts.lasting_count,
+            usual_count=counts.usual_count,
+            reuse=state.reuse.reuse(name, counts),
             next_use=state.foresight(name, state.now) if state.foresight else None,
             evict_cost_s=role.evict_cost_s if role else 0.0,
         )
     )
     rank = (entry.ticket in state.queue, entry.inflight > 0, -urgent, *price.rank)
-    return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST, price.cost_s))
+    return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST, price.cost_s), price.why)
 
 
 def reload_span(state: CoreState, entry: Ticket) -> Span:

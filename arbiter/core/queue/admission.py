@@ -56,7 +56,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
     if event.deadline is not None and load > event.deadline:
         state.answer_error_finally(event.ticket, wait_estimate.too_late(entry, 0.0, load))
         return
-    entry.note_prefetch(prefetch.is_awaited(state, entry.model_name))
+    entry.note_prefetch(prefetch.takes_free_room(state, entry.model_name))
     state.ledger.open(entry)
     state.note_active(entry.capability)
     _enqueue(state, entry, event)
@@ -65,7 +65,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
 
 
 def _repeat_request(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
-    entry.note_prefetch(False)
+    entry.note_prefetch(entry.is_prefetch and entry.model_name in state.registry.optional)
     if entry.state in (State.LOADING, State.RESIDENT):
         state.decide(grant_of(entry))
     elif entry.state in (State.ASLEEP, State.DRAINING):
@@ -270,6 +270,8 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
     hours.hold(state, entry, waiting)
     foresee_need(state, entry)
     state.fresh.append(entry.ticket)
+    if not (entry.is_prefetch or entry.lease):
+        state.note_wanted(entry.model_name)
     age(state, entry)
     if deadline is not None:
         state.set_timer(entry, deadline)

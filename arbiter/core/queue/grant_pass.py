@@ -125,8 +125,10 @@ def _collations_end(state: CoreState, pass_: GrantPass) -> Iterator[Instant]:
         if entry.state is State.RESIDENT
     ]
     yield from (pause_ends(state, entry) for entry in residents if not entry.inflight)
+    models = {entry.model_name for entry in residents}
     for waiting in state.queue.first(pass_.node.node, SCANNED_COUNT):
-        if asker := state.ledger.find(waiting.request.ticket):
-            came = state.trades.came_for(asker.model_name, state.now)
-            traded = (entry for entry in residents if came and entry.model_name in came)
+        came = state.trades.came_among(waiting.model, models, state.now)
+        asker = state.ledger.find(waiting.request.ticket) if came else None
+        if asker is not None:
+            traded = (entry for entry in residents if entry.model_name in came)
             yield from (collation_bound(state, entry, asker) for entry in traded)

@@ -119,6 +119,7 @@ def count_bypasses(state: CoreState, pass_: GrantPass, sequence: int, home: Size
     bytes. The queue may be long, so what most of them need not be asked is asked last."""
     most = max(on_demand_of(state.ledger.books[d]) for d in home)
     silent: dict[HolderId, bool] = {}  # each holder is asked for once
+    bypassed = []
     for other in state.queue.at(pass_.node.node):
         request = other.request
         holder = other.holder
@@ -128,8 +129,9 @@ def count_bypasses(state: CoreState, pass_: GrantPass, sequence: int, home: Size
             continue
         is_plain = not (request.is_asleep or other.is_of_gang)
         if other.need_bytes <= most if is_plain else _could_use(state, request.ticket, home, most):
-            state.queue.count_bypass(other, state.settings.bypass_count)
-            pass_.order_changed = pass_.order_changed or other.is_aged
+            bypassed.append(other)
+    if state.queue.count_bypasses(bypassed, state.settings.bypass_count):
+        pass_.order_changed = True
 
 
 def _could_use(state: CoreState, ticket: TicketId, home: Sizes, most: Bytes) -> bool:

@@ -64,7 +64,8 @@ def load_span(state: CoreState, entry: Ticket) -> Span:
 
 
 def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span | None:
-    """Returns until a ticket serves; None where nothing can be said: no node, nothing read yet."""
+    """Returns until a ticket serves; None where nothing can be said: no node, nothing read yet, or
+    a lease that may not be interrupted holds the bytes, and seldom for the whole of its term."""
     node = state.nodes.get(entry.node)
     if node is None or not state.is_settled:
         return None
@@ -81,7 +82,10 @@ def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span
     loads = [load_span(state, e) for e in ahead if e is not None]
     turn = Span(sum(loads) // len(loads) if loads else 0)
     stays = max(turn, state.settings.min_residency)
-    room_at = min(_room_at(state, book, entry, waiting) for book in books)
+    rooms = [_room_at(state, book, entry, waiting) for book in books]
+    room_at = min((at for at in rooms if at is not None), default=None)
+    if room_at is None:
+        return None
     turnover = state.estimates.turnover(entry.capability)
     wait = since(state.now, room_at) + turns * (turn + stays + turnover)
     if turns:  # what is before it serves first, in the same place
@@ -105,8 +109,11 @@ def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry) -> tuple[int, l
     return len(free), free[:SAMPLED_COUNT]
 
 
-def _room_at(state: CoreState, book: DeviceAccount, entry: Ticket, waiting: QueueEntry) -> Instant:
-    """Returns when enough of what is there may have left: the soonest lawful first."""
+def _room_at(
+    state: CoreState, book: DeviceAccount, entry: Ticket, waiting: QueueEntry
+) -> Instant | None:
+    """Returns when enough of what is there may have left, the soonest lawful first; None where that
+    takes the end of a lease."""
     missing = waiting.need_bytes - max(0, book.free_bytes)
     if missing <= 0:
         return state.now
@@ -117,12 +124,17 @@ def _room_at(state: CoreState, book: DeviceAccount, entry: Ticket, waiting: Queu
         return after(leaves_at, turnover)
     cheapest = islice(ranked_victims(state, book), LOOKED_AT_COUNT)
     others = [e for e, _ in cheapest if e is not entry and not e.pinned]
-    leaving = [(_lawful_at(state, e, waiting), e.charge(book.device)) for e in others]
+    leased = [e for e in others if e.lease and not e.lease.terms.preemptible and not e.leaving]
+    leaving = [
+        (_lawful_at(state, e, waiting), e.charge(book.device)) for e in others if e not in leased
+    ]
     for other_at, freed in sorted(leaving):
         if missing <= 0:
             break
         leaves_at = other_at
         missing = missing - freed
+    if missing > 0 and leased:
+        return None
     return after(leaves_at, turnover)
 
 

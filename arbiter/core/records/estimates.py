@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from arbiter.core.records.run_times import RunSpans, RunTimes
 from arbiter.core.settings import Settings
 from arbiter.core.types import ModelName, Need
 from arbiter.units import SECOND, Bytes, Span
@@ -153,6 +154,7 @@ class Estimates:
         self._settled: dict[ModelKey, Bytes] = {}  # the peak up to its first use, of its last load
         self._loads = Recent()
         self._wakes = Recent()
+        self._runs: RunTimes[ModelKey] = RunTimes()
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
         self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
         self._slowest: dict[ModelName, Span] = {}  # of a model under any settings
@@ -238,6 +240,12 @@ class Estimates:
             found[key.name] = max(load, self._loads.of(key)), max(wake, self._wakes.of(key))
         return found
 
+    def run_times(self, name: ModelName) -> RunSpans | None:
+        """Returns how long requests of a model run, under the settings with which they take
+        longest; None before the first."""
+        found = [self._runs.read(key) for key in self._runs if key.name == name]
+        return max((spans for spans in found if spans), default=None)
+
     def turnover(self, capability: str) -> Span:
         """Returns the time from asking a model of this capability to leave until its bytes are seen
         back; 0 when that was never seen."""
@@ -301,6 +309,11 @@ class Estimates:
         self._wakes.note(key, took)
         self.changes_count += 1
 
+    def ran(self, key: ModelKey, took: Span) -> None:
+        """Learns how long an answered request ran since its model served."""
+        if self._runs.note(key, took):
+            self.changes_count += 1
+
     def _smoothed(self, old: Span, took: Span) -> Span:
         return Span(old + int((took - old) * self._settings.load_ewma_fraction))
 
@@ -317,13 +330,14 @@ class Estimates:
             table.pop(key, None)
         for recent in (self._loads, self._wakes):
             recent.forget(key)
+        self._runs.forget(key)
         self._sleepless.discard(key)
         self.changes_count += 1
 
     def forget_model(self, name: ModelName) -> None:
         """Forgets what was learned of a model under any settings."""
         tables = (self._peak, self._corrected, self._loads, self._wakes, self._sleepless)
-        known = {k for table in tables for k in table}
+        known = {k for table in (*tables, self._runs) for k in table}
         for key in [k for k in known if k.name == name]:
             self.forget(key)
         self._slowest.pop(name, None)
@@ -337,7 +351,8 @@ class Estimates:
         return [*self._model_rows(), *self._capability_rows()]
 
     def _model_rows(self) -> list[dict[str, Any]]:
-        keys = sorted({*self._peak, *self._corrected, *self._loads, *self._wakes}, key=repr)
+        seen = {*self._peak, *self._corrected, *self._loads, *self._wakes, *self._runs}
+        keys = sorted(seen, key=repr)
         return [
             {
                 "version": ROW_VERSION,
@@ -349,6 +364,7 @@ class Estimates:
                 "settled_bytes": self._settled.get(k, 0),
                 "loads_ns": list(self._loads.spans(k)),
                 "wakes_ns": list(self._wakes.spans(k)),
+                "runs_ns": list(self._runs.spans(k)),
             }
             for k in keys
         ]
@@ -401,6 +417,8 @@ class Estimates:
             self._note_slowest(key)
         for took_ns in row["wakes_ns"]:
             self._wakes.note(key, Span(took_ns))
+        for took_ns in row.get("runs_ns", ()):  # rows of the same version had none before J5
+            self._runs.note(key, Span(took_ns))
 
     def _restore_capability(self, row: dict[str, Any]) -> None:
         name = row["capability"]

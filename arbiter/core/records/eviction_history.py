@@ -22,6 +22,7 @@ class ScoredVictim:
     rank: Key  # what no cost outweighs, lowest first; see ranking.price_victim and the policy
     cost_s: float
     is_chosen: bool
+    why: str = ""  # what its cost comes from, in words; empty where the policy does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,15 @@ class EvictionRecord:
     def weighed(self) -> tuple[ScoredVictim, ...]:
         """Returns the options with their prices; the chosen are shown however many there were."""
         rows = [
-            ScoredVictim(o.ticket, model, o.freed_bytes, o.rank, o.cost_s, o.ticket in self.chosen)
+            ScoredVictim(
+                o.ticket,
+                model,
+                o.freed_bytes,
+                o.rank,
+                o.cost_s,
+                o.ticket in self.chosen,
+                in_words(o.why),
+            )
             for o, model in zip(self.options, self.models, strict=True)
         ]
         return tuple(row for n, row in enumerate(rows) if n < WEIGHED_COUNT or row.is_chosen)
@@ -53,6 +62,11 @@ class EvictionRecord:
     def concerns(self, ticket: TicketId) -> bool:
         """Says whether a ticket asked, left or was spared in this choice."""
         return ticket == self.waiting or any(o.ticket == ticket for o in self.options)
+
+
+def in_words(why: object) -> str:
+    """Returns what a policy says of a price, for people."""
+    return "" if why is None else str(why)
 
 
 class EvictionHistory:

@@ -78,6 +78,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.books: dict[DeviceId, DeviceAccount] = {}
+        self.lent_bytes = Bytes(0)  # budgets of all devices that compute
         self.open_count: Counter[str] = Counter()  # tickets not closed, by capability
         self.holdings = Holdings()
         self._entries: dict[TicketId, Ticket] = {}
@@ -268,6 +269,7 @@ class Ledger:
     def put_device(self, book: DeviceAccount) -> None:
         """Adds a device with what is already held on it, or changes its budget."""
         if old := self.books.get(book.device):
+            self._lend(old, -1)
             grown = book.budget_bytes - old.budget_bytes
             old.kind = book.kind
             old.total_bytes = book.total_bytes
@@ -278,14 +280,20 @@ class Ledger:
             for entry in self._entries.values():
                 if book.device in entry.devices:
                     self._post(book, entry, 1)
+        self._lend(self.books[book.device], 1)
         self._note(self.books[book.device])
 
     def drop_device(self, device: DeviceId) -> None:
         """Removes a device on which nothing is charged any more."""
         book = self.books.pop(device)
         assert not book.entries
+        self._lend(book, -1)
         self._touched.discard(device)
         self._short.get(book.node, set()).discard(device)
+
+    def _lend(self, book: DeviceAccount, sign: int) -> None:
+        if book.kind is not DeviceKind.HOST:
+            self.lent_bytes = Bytes(self.lent_bytes + sign * book.budget_bytes)
 
     def set_foreign(self, device: DeviceId, foreign: Bytes) -> None:
         """Sets how many bytes of a device's budget belong to no ticket."""

@@ -40,6 +40,7 @@ class Registry:
         self.configured_floors: dict[ModelName, Floor] = {}  # as configured; those above cold
         self.hours: dict[ModelName, str] = {}  # of models that have some (C13)
         self.batch_hours: dict[ModelName, str] = {}
+        self.optional: set[ModelName] = set()  # requests are served without them too
         self._models: dict[str, dict[str, ModelSpec]] = {}
         self.is_set = False  # False: the configuration has not come yet, so nothing is removed
 
@@ -79,6 +80,7 @@ class Registry:
         self.configured_floors = {}
         self.hours = {}
         self.batch_hours = {}
+        self.optional = set()
         for spec in (*self._table.values(), *self.registered.values()):
             self._put(spec)
 
@@ -95,6 +97,7 @@ class Registry:
         self.hours |= {name: model.hours for name, model in names.items() if model.hours}
         batch = {name: model.batch_hours for name, model in names.items() if model.batch_hours}
         self.batch_hours |= batch
+        self.optional |= {name for name, model in names.items() if model.is_optional}
 
     def _check_role(self, spec: CapabilitySpec) -> None:
         if spec.role not in self._roles:

@@ -230,11 +230,17 @@ class RequestQueue:
                 if waiting.node == node and not waiting.request.is_asleep:
                     self._change(waiting, replace(waiting.request, is_warm=is_warm))
 
-    def count_bypass(self, waiting: QueueEntry, most_count: int) -> None:
-        """Counts that a later ticket was granted first; at `most_count` the ticket is aged."""
-        waiting.bypassed_count += 1
-        if waiting.bypassed_count >= most_count:
+    def count_bypasses(self, bypassed: list[QueueEntry], most_count: int) -> bool:
+        """Counts for each of these that a later ticket was granted first; at `most_count` a ticket
+        is aged. Says whether one was."""
+        aged = []
+        for waiting in bypassed:
+            waiting.bypassed_count += 1
+            if waiting.bypassed_count >= most_count:
+                aged.append(waiting)
+        for waiting in aged:
             self.age(waiting)
+        return bool(aged)
 
     def age(self, waiting: QueueEntry) -> None:
         """Puts a ticket before all that are not aged: no later ticket bypasses it any more."""

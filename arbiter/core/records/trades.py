@@ -1,6 +1,7 @@
 """Remembers which model left for which, so that models that trade places are known (C13)."""
 
 from collections import OrderedDict
+from collections.abc import Set as AbstractSet
 
 from arbiter.core.types import ModelName
 from arbiter.units import SECOND, HolderId, Instant, Span, TicketId, since
@@ -57,6 +58,16 @@ class Trades:
     def came_for(self, left: ModelName, now: Instant) -> list[ModelName]:
         """Returns the models for which a model left lately."""
         return [came for came in self._came.get(left, ()) if self.has_left_for(left, came, now)]
+
+    def came_among(
+        self, left: ModelName, models: AbstractSet[ModelName], now: Instant
+    ) -> set[ModelName]:
+        """Returns those of some models for which a model left lately. Asked of many tickets in the
+        queue, nearly always in vain."""
+        known = self._came.get(left)
+        if known is None or not (found := known.keys() & models):
+            return set()
+        return {came for came in found if self.has_left_for(left, came, now)}
 
     # -- requests that give up and ask again ---------------------------------------------------
 

@@ -7,7 +7,7 @@ the rate stayed (an exponentially weighted Poisson rate times the window).
 
 from dataclasses import dataclass, field
 from math import exp
-from typing import Any
+from typing import Any, NamedTuple
 
 from arbiter.core.types import ModelName
 from arbiter.units import SECOND, Instant, Span
@@ -56,6 +56,15 @@ AHEAD_COUNT = 4  # the hour that runs and three more: what is evicted now is mis
 FADE = exp(-1 / (7 * HOURS_COUNT))  # an hour; the same day a week ago counts a third of yesterday
 LEAN_DAYS = 0.5  # one day seen outweighs two to one what is known otherwise
 AHEAD = Span(AHEAD_COUNT * HOUR)
+
+
+class UsageCounts(NamedTuple):
+    """Says how often a model is used."""
+
+    recent_count: float = 0.0  # in the short window
+    lasting_count: float = 0.0  # in the long window
+    any_hours_count: float = 0.0  # of those, in as many hours as lie ahead
+    usual_count: float = 0.0  # in the hours ahead, as on other days
 
 
 @dataclass(slots=True)

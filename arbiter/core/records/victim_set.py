@@ -27,6 +27,7 @@ class PricedVictim:
     freed_bytes: Bytes
     rank: Key
     cost_s: float  # adds up within one rank
+    why: object = None  # as the policy has it; `str` of it is for people
     # Cheapest first; per byte within a rank, because bytes are what is bought.
     place: Key = field(init=False)
 

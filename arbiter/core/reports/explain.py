@@ -12,7 +12,7 @@ from arbiter.core.eviction.eviction import returning_bytes
 from arbiter.core.eviction.ranking import price_victim
 from arbiter.core.eviction.waste import compaction_obstacle, wasted_bytes
 from arbiter.core.queue import hours, placement
-from arbiter.core.records.eviction_history import EvictionRecord, ScoredVictim
+from arbiter.core.records.eviction_history import EvictionRecord, ScoredVictim, in_words
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
@@ -36,6 +36,7 @@ class ChargedTicket:
     rank: tuple[str, ...]
     cost_s: float
     obstacle: str | None  # why it may not make room for this ticket; None: it may
+    why: str = ""  # what its cost comes from, in words; empty where the policy does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,7 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
             tuple(map(str, o.rank)),
             o.cost_s,
             obstacle_text(state, e, entry, urgent),
+            in_words(o.why),
         )
         for o, e in priced
     )
@@ -292,7 +294,8 @@ def _compaction_said(past: Past, lacked: str, went: str, spared: str) -> str:
 
 
 def _priced(w: ScoredVictim) -> str:
-    return f"{w.model} ({human(w.freed_bytes)}, rank {_rank(w)}, cost {w.cost_s:.3g} s)"
+    why = f", {w.why}" if w.why else ""
+    return f"{w.model} ({human(w.freed_bytes)}, rank {_rank(w)}, cost {w.cost_s:.3g} s{why})"
 
 
 def _rank(w: ScoredVictim) -> str:

@@ -132,12 +132,14 @@ class FloorView:
 
 @dataclass(frozen=True, slots=True)
 class LoadTimeView:
-    """Shows how long loads and wakes of one model took of late."""
+    """Shows how long loads, wakes and requests of one model took of late."""
 
     capability: str
     model: str
     load: Span
     wake: Span | None  # None: never woken
+    run: Span | None = None  # of an answered request, in the middle; None: none was seen
+    run_long: Span | None = None  # of the longest of the newest ones, about the 99th percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,7 @@ def view_of(state: CoreState, now: Instant) -> StateView:
         tenants=tuple(_tenant(state, name, now) for name in sorted(state.tenants)),
         clients=tuple(_clients(state, now)),
         load_times=tuple(
-            LoadTimeView(*name, load, wake or None)
+            LoadTimeView(*name, load, wake or None, *(state.estimates.run_times(name) or ()))
             for name, (load, wake) in sorted(state.estimates.times().items())
         ),
         slabs=tuple(

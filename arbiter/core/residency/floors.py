@@ -248,6 +248,7 @@ def _forget_uses(state: CoreState, name: ModelName) -> None:
     state.rates.forget(name)
     state.lasting_rates.forget(name)
     state.hours.forget(name)
+    state.reuse.forget(name)
     state.prefetched.pop(name, None)
     state.transition_counts.pop(name, None)
     for followers in state.transition_counts.values():

@@ -20,6 +20,8 @@ from arbiter.core.tickets.reclaim import charged, kill_and_notify, notify_holder
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
 from arbiter.units import Bytes, HolderId, Instant, Span, TicketId, after, host_device, since
 
+ANSWERED = "answered"  # the outcome of a request whose client took the whole answer
+
 HOLDING = (State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP)
 STATE_OF = {
     types.Phase.LOADING: State.LOADING,
@@ -91,6 +93,9 @@ def _tell_runs(state: CoreState, holder: Holder, event: ev.Renewed) -> None:
     for run in event.runs:
         what = {**about, "model": run.model, "outcome": run.outcome, "request_id": run.request}
         state.decide(LogEvent(EventKind.CAPABILITY_RUN, {**what}, run.ticket, took=run.took))
+        entry = state.ledger.find(run.ticket) if run.ticket and run.ran is not None else None
+        if entry is not None and run.ran is not None and run.outcome == ANSWERED:
+            state.estimates.ran(state.key_of(entry), run.ran)
     if event.runs_dropped_count:
         state.decide(
             LogEvent(EventKind.RUNS_DROPPED, {**about, "dropped": event.runs_dropped_count})

@@ -68,10 +68,11 @@ def forget(state: CoreState, name: ModelName) -> None:
     state.prefetched.pop(name, None)
 
 
-def is_awaited(state: CoreState, name: ModelName) -> bool:
-    """Says whether a load of the model that is asked for now is its prefetch."""
+def takes_free_room(state: CoreState, name: ModelName) -> bool:
+    """Says whether a load of the model that is asked for now is its prefetch, or as one because
+    requests are served without the model too, as by the base of a merged copy (F7)."""
     until = state.prefetched.get(name)
-    return until is not None and state.now < until
+    return name in state.registry.optional or (until is not None and state.now < until)
 
 
 # -- predicting -----------------------------------------------------------------------------------
@@ -103,8 +104,9 @@ def _declared(state: CoreState, name: ModelName) -> Prefetch | None:
 
 def _most_used(state: CoreState, capability: str) -> ModelName | None:
     spec = state.registry.specs.get(capability)
-    models = [ModelName(spec.name, m.name) for m in spec.models] if spec else []
-    return max(models, key=lambda m: (state.rates.recent(m, state.now), m), default=None)
+    models = {ModelName(spec.name, m.name) for m in spec.models} if spec else set()
+    needed = models - state.registry.optional
+    return max(needed, key=lambda m: (state.rates.recent(m, state.now), m), default=None)
 
 
 def _is_resident(state: CoreState, name: ModelName) -> bool:
@@ -137,6 +139,7 @@ def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
         is_quiet
         and is_nominal(state, name)
         and wanted not in state.failures
+        and wanted not in state.registry.optional  # its holder knows when it is of use
         and refusal(state, wanted) is None
         and any(
             h.capability == wanted.capability and h.node == name for h in state.holders.values()

@@ -18,6 +18,7 @@ def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = T
     state.move(entry, State.RESIDENT, granted=dict(entry.home))
     entry.end_load(took, state.now)
     _first_use(state, entry)
+    state.note_loaded(entry)
     if entry.wakes_count == 0:
         state.estimates.loaded(state.key_of(entry), took, entry.need.weights_bytes)
         if state.settings.compact_every_loads_count:

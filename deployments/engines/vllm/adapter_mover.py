@@ -19,7 +19,6 @@ from deployments.engines.vllm.adapter_tiers import Uses, View, kept, moves
 from deployments.engines.vllm.admission import BASE
 from deployments.engines.vllm.batch_gate import BatchGate
 
-REBALANCE_S = 60.0  # SPEC F3
 COUNTS_S = REPORT_S = 1.0
 # Adapters of waiting requests whose images are to be made: more than that many are not made before
 # they are needed. Each takes 3 ms and more of the engine's time.
@@ -132,11 +131,11 @@ class AdapterMover:
         self._reported = self.found.copy()
         await self._call("count_adapters", *counts)
 
-    # -- once a minute ---------------------------------------------------------------------------
+    # -- in turns --------------------------------------------------------------------------------
 
-    async def run(self) -> None:
+    async def run(self, every_s: float) -> None:
         while True:
-            await asyncio.sleep(REBALANCE_S)
+            await asyncio.sleep(every_s)
             await self.rebalance()
 
     async def rebalance(self) -> None:

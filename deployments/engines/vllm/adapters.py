@@ -36,6 +36,8 @@ from deployments.engines.vllm.adapter_mover import AdapterMover
 from deployments.engines.vllm.admission import BASE, Waiting
 from deployments.engines.vllm.batch_gate import BatchGate
 
+REBALANCE_S = 60.0  # SPEC F3, where the configuration says nothing
+
 
 @dataclass(slots=True)
 class Asked:
@@ -113,6 +115,7 @@ class AdapterService:
         self._loads: dict[str, asyncio.Task[str]] = {}  # of adapters that run
         self._names: dict[str, str] = {}  # digest to name, as it was asked for last
         self.mover = AdapterMover(self.gate)
+        self._rebalance_s = float(given.get("rebalance_s", REBALANCE_S))
         self._pins: dict[str, Entry] = {}  # by digest
 
     # -- the catalogue -------------------------------------------------------------------------
@@ -216,7 +219,7 @@ class AdapterService:
     def adopt(self, llm: AsyncLLM, state: Any) -> None:
         """Lets vLLM's routes resolve a model's name through the request that has it."""
         self.llm = self.mover.llm = llm
-        self.turns = asyncio.ensure_future(self.mover.run())
+        self.turns = asyncio.ensure_future(self.mover.run(self._rebalance_s))
         models = state.openai_serving_models
         models.lora_requests = _AskedAdapters()
         plain_name = models.model_name

@@ -36,6 +36,7 @@ from deployments.engines.vllm import (
     adapter_images,
     callers,
     kv_offload,
+    merged_weights,
     picture_slab,
     pooling,
 )
@@ -110,6 +111,7 @@ def compute_threads(config: Config) -> int | None:
 def arguments(config: Config) -> Namespace:
     """The namespace that `vllm serve` would have. Raises LoadFailed that names a bad argument."""
     given = {**_defaults(config), **config.get("engine_args", {})}
+    given |= merged_weights.arguments(config)
     _refuse_pickles(config, given)
     if "kv_cache_memory_bytes" not in given:
         raise LoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)

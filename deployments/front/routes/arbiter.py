@@ -6,10 +6,11 @@ from fastapi import APIRouter, Depends, Header
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from deployments.front import arbiter_gateway
-from deployments.front.dependencies import require
+from deployments.front.dependencies import State, Viewer, require
 from deployments.front.keys import Scope
 from deployments.front.relay import ClosingStream
 from deployments.front.schemas import refusals
+from deployments.front.tasks import task_of
 
 router = APIRouter(prefix="/arbiter", dependencies=[Depends(require(Scope.VIEW))])
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {
@@ -24,8 +25,11 @@ async def state() -> JSONResponse:
 
 
 @router.get("/explain/{ticket}", responses=refusals(401, 403, 404, 503))
-async def explain(ticket: str) -> JSONResponse:
-    """Why this ticket waits, or why it was evicted, with the numbers."""
+async def explain(ticket: str, front: State, caller: Viewer) -> JSONResponse:
+    """Why this ticket waits, or why it was evicted, with the numbers. Of `task:NAME`: in which
+    order its models would be asked now, and why."""
+    if (task := task_of(ticket)) is not None:
+        return JSONResponse(await front.tasks.explain(task, caller))
     return JSONResponse(await arbiter_gateway.explain(ticket))
 
 

@@ -7,7 +7,7 @@ takes a model from others, so it ends no model, and models come from the configu
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,8 @@ from deployments.front.routes.json_route import JsonRoute
 from deployments.front.routes.openai import call_for
 from deployments.front.schemas import refusals
 from deployments.front.service import Parts
+from deployments.front.tasks import task_of
+from deployments.remotes.offers import SERVED_BY
 
 router = APIRouter(
     prefix="/api", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 410, 429, 503, 507)
@@ -93,7 +95,9 @@ async def embed(body: bodies.Embed, request: Request, caller: Inferrer, front: S
         assert isinstance(said, messages.FullResponse), "vectors come whole"
     if said.head.status != 200:
         return whole(said)
-    found = embedded(body.model, json.loads(said.body), said.head.headers, began_ns)
+    found = embedded(
+        _named(body.model, said.head), json.loads(said.body), said.head.headers, began_ns
+    )
     return JSONResponse(found)
 
 
@@ -122,12 +126,11 @@ async def _spoken(
         await parts.aclose()
         if first.head.status != 200:
             return whole(first)
-        answer = Answer(body.model, spoken, first.head.headers, began_ns)
+        answer = Answer(_named(body.model, first.head), spoken, first.head.headers, began_ns)
         return JSONResponse(answer.whole(json.loads(first.body)))
     assert isinstance(first, messages.ResponseHead), "no progress here"
-    answer = Answer(body.model, spoken, first.headers, began_ns)
-    lines = _closing(answer.streamed(_bytes(parts)), parts)
-    return ClosingStream(lines, media_type=LINES)
+    answer = Answer(_named(body.model, first), spoken, first.headers, began_ns)
+    return ClosingStream(answer.streamed(_bytes(parts)), media_type=LINES, holds=parts)
 
 
 async def _loaded(
@@ -159,7 +162,7 @@ async def _run(
     fields["model"] = _name(front, fields["model"], caller)
     with service.admitted():
         raw = json.dumps(fields).encode()
-        call = await call_for(request, caller, front, path, raw)
+        call, _ = await call_for(request, caller, front, path, raw)
         parts = service.run(replace(call, wants_progress=False))
         async with aclosing(parts):
             yield await anext(parts)
@@ -171,20 +174,21 @@ def _name(front: FrontState, name: str, caller: Caller) -> str:
     """Ollama's clients add `:latest` to a name without a tag."""
     plain = name.removesuffix(":latest")
     try:
+        if (task := task_of(plain)) is not None:
+            front.tasks.find(task)
+            return plain
         front.service.names.find(plain, caller.tenant)
     except UnknownModel:
         return name
     return plain
 
 
+def _named(name: str, head: messages.ResponseHead) -> str:
+    """The model that an answer names: as asked, and of a task the rung."""
+    return head.headers.get(SERVED_BY, name)
+
+
 async def _bytes(parts: Parts) -> AsyncIterator[bytes]:
     async for part in parts:
         assert isinstance(part, bytes), "one head, then bytes"
         yield part
-
-
-async def _closing(lines: AsyncGenerator[bytes, None], parts: Parts) -> AsyncGenerator[bytes, None]:
-    """A client that leaves closes the call behind its lines."""
-    async with aclosing(parts), aclosing(lines):
-        async for line in lines:
-            yield line

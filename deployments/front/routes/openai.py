@@ -1,53 +1,75 @@
 """OpenAI's routes: models, and one route for each row of SCHEMAS and each path of the table."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
 from arbiter.core.types import Priority
-from deployments.front import model_cards
+from arbiter.protocol.ray_internals import own_node
+from deployments.config.task_section import PREFIX
+from deployments.front import model_cards, side_stream
+from deployments.front.accepted import submit
+from deployments.front.async_calls import prefers_async
 from deployments.front.dependencies import FrontState, Inferrer, State
+from deployments.front.error_forms import form_of
 from deployments.front.keys import Caller, Scope
 from deployments.front.relay import relay
 from deployments.front.request import parse
 from deployments.front.schemas import OF_THE_TABLE, SCHEMAS, described, refusals
-from deployments.messages import InferenceCall
+from deployments.front.service import AnyCall, Parts
+from deployments.front.tasks import base_of, task_of
+from deployments.messages import ACQUIRE, InferenceCall
 
 router = APIRouter(prefix="/v1")
 
 
 async def infer(request: Request, caller: Inferrer, front: State) -> Response:
-    """Carries the request to the capability of its model and the response back. Raises
-    RequestError."""
-    service = front.service
-    with service.admitted():
+    """Carries the request to the capability of its model and the response back, or makes a job of
+    it. Raises RequestError."""
+    with front.service.admitted():
         raw = await request.body()
-        call = await call_for(request, caller, front, request.url.path, raw)
-        response = await relay(
-            service.run(call),
-            wants_progress=call.wants_progress,
-            progress_s=service.table.front.progress_s,
-        )
+        call, priority = await call_for(request, caller, front, request.url.path, raw)
+        if prefers_async(request.headers.getlist("prefer")) and request.url.path != ACQUIRE:
+            return await submit(front, call, request.headers, raw, priority)
+        if isinstance(call, InferenceCall) and call.wants_progress and can_read_aside(request):
+            call = replace(call, reader_node=str(own_node()))
+        return await relayed(front, call, front.service.run(call))
+
+
+async def relayed(front: FrontState, call: AnyCall, parts: Parts) -> Response:
+    """The response of these parts. Raises RequestError."""
+    progress_s = front.table.front.progress_s
+    response = await relay(parts, wants_progress=call.wants_progress, progress_s=progress_s)
     if isinstance(response, StreamingResponse):
-        response.body_iterator = _counted(front, response.body_iterator)
+        response.body_iterator = counted(front, response.body_iterator)
     return response
+
+
+def can_read_aside(request: Request) -> bool:
+    """Whether the stream may go past the front: the proxy reads it, and it needs no other form."""
+    is_near = side_stream.is_reader(request.headers.get(side_stream.READER))
+    return is_near and form_of(request.url.path) is None
 
 
 async def call_for(
     request: Request, caller: Caller, front: FrontState, path: str, raw: bytes
-) -> InferenceCall:
-    """The call that a body for `path` means, by a caller that may make it. Raises RequestError."""
+) -> tuple[AnyCall, Priority | None]:
+    """The call that a body for `path` means, by a caller that may make it, and the priority it
+    asks for. Raises RequestError."""
     service = front.service
     asked = await parse(path, raw, request.headers, service.profiles)
     if asked.priority is not None and asked.priority < Priority.NORMAL:
         front.auth.require(request, Scope.PRIORITY)
-    return service.call(asked, caller.tenant)
+    if (task := task_of(asked.model)) is not None:
+        return await front.tasks.call(task, asked, caller), asked.priority
+    return service.call(asked, caller.tenant, caller.scopes), asked.priority
 
 
-async def _counted(front: FrontState, body: Any) -> AsyncGenerator[Any, None]:
+async def counted(front: FrontState, body: Any) -> AsyncGenerator[Any, None]:
     """A stream is in flight until its end."""
     with front.service.counted():
         async with aclosing(body):
@@ -78,18 +100,43 @@ async def models(caller: Inferrer, front: State) -> dict[str, Any]:
         _card(front, name, names.home(name), known[names.base(name)])
         for name in names.visible(caller.tenant)
     ]
-    return {"object": "list", "data": cards}
+    remotes = [_remote_card(front, name) for name in front.service.remotes.names(caller)]
+    tasks = [_task_card(front, name, known) for name in sorted(front.table.tasks)]
+    return {"object": "list", "data": cards + remotes + tasks}
 
 
 @router.get("/models/{model:path}", responses=refusals(401, 403, 404))
 async def model(model: str, caller: Inferrer, front: State) -> dict[str, Any]:
     """Raises UnknownModel, AdapterAmbiguous, AdapterInvalid."""
+    if (task := task_of(model)) is not None:
+        front.tasks.find(task)
+        return _task_card(front, task, await model_cards.facts(front.table, front.table.homes))
+    if model in front.service.remotes.names(caller):
+        return _remote_card(front, model)
     target = front.service.names.find(model, caller.tenant)
     known = await model_cards.facts(front.table, [target.model])
     return _card(front, target.served, target.capability, known[target.model])
+
+
+def _remote_card(front: FrontState, name: str) -> dict[str, Any]:
+    """Of a model on another machine, of which nothing is resident here."""
+    remote, model = front.service.remotes.model(name)
+    known = model_cards.remote_facts(model)
+    created = front.started_unix_s
+    return {"id": name, "object": "model", "created": created, "owned_by": remote} | known.plain
 
 
 def _card(front: FrontState, name: str, owner: str, known: model_cards.Facts) -> dict[str, Any]:
     """OpenAI's fields, and ours, which its clients keep."""
     created = front.started_unix_s
     return {"id": name, "object": "model", "created": created, "owned_by": owner} | known.plain
+
+
+def _task_card(
+    front: FrontState, task: str, known: Mapping[str, model_cards.Facts]
+) -> dict[str, Any]:
+    """What the models of its ladder can do together, and where the readiest of them is."""
+    rungs = [known[n] for name in front.table.tasks[task].ladder if (n := base_of(name)) in known]
+    fields = model_cards.together(rungs).plain if rungs else {}
+    created = front.started_unix_s
+    return {"id": PREFIX + task, "object": "model", "created": created, "owned_by": "task"} | fields

@@ -10,12 +10,13 @@ from pydantic import Field, model_validator
 from arbiter.client.admin import call_arbiter
 from arbiter.core.reports.plan import PlanQuestion
 from arbiter.core.tickets.leases import LEASE
-from arbiter.core.types import Client, LeaseConditions, Need, Priority
+from arbiter.core.types import LeaseConditions, Need, Priority
 from arbiter.errors import UnknownModel
 from arbiter.units import GIB, Bytes, NodeId, seconds
 from deployments.config import load_plan
 from deployments.config.fields import Strict
 from deployments.config.schema import ConfigError, Table
+from deployments.front import plan_questions
 from deployments.front.arbiter_gateway import STATE_WAIT_S
 from deployments.front.dependencies import State, Viewer
 from deployments.front.request import BadRequest
@@ -72,20 +73,4 @@ async def question(table: Table, body: PlanBody, tenant: str) -> PlanQuestion:
     except (ConfigError, OSError) as error:
         said = f"what {body.model} needs cannot be told ({error}); say it by `gb`"
         raise BadRequest(said, "model") from error
-    return _of_model(home, made, priority, tenant, node)
-
-
-def _of_model(
-    home: str, made: load_plan.ModelPlan, priority: Priority, tenant: str, node: NodeId | None
-) -> PlanQuestion:
-    return PlanQuestion(
-        home,
-        made.model,
-        made.need,
-        made.need_is_explicit,
-        made.settings_key,
-        priority,
-        Client(tenant),
-        made.split,
-        node,
-    )
+    return plan_questions.of_model(home, made, priority, tenant, node)

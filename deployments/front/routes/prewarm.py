@@ -27,7 +27,7 @@ async def prewarm(request: Request, caller: Inferrer, front: State) -> Response:
     service = front.service
     with service.admitted():
         raw = await request.body()
-        call = await call_for(request, caller, front, prefixes.PATH, raw)
+        call, _ = await call_for(request, caller, front, prefixes.PATH, raw)
         said = await service.begin(call, PATIENCE_S)
     if said is None:
         return JSONResponse(prefixes.accepted(call.request_id, call.served, "starting"), 202)

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -47,7 +47,7 @@ async def stream(
     return ClosingStream(_sse(front, number), media_type="text/event-stream")
 
 
-async def _sse(front: FrontState, after: int) -> AsyncIterator[bytes]:
+async def _sse(front: FrontState, after: int) -> AsyncGenerator[bytes, None]:
     async with aclosing(front.viewing.follow(facts_of(front), after)) as messages:  # type: ignore[type-var]
         async for message in messages:
             if not message:

@@ -39,6 +39,8 @@ ERRORS = [
     errors.UnderPressure(NodeId("n"), Bytes(5)),
     errors.QuotaExceeded("t", 5, 6, 7, "bytes"),
     errors.SettingsConflict(Generation(3), Generation(4)),
+    errors.RemoteBudgetSpent("cloud", "t", 5, 6, 7, "tokens", 60.0),
+    errors.EgressRefused("cloud", "the disk is full"),
     errors.TenantCoolingDown("t", Bytes(5), Bytes(4), 60.0),
     errors.ArbiterClosing(),
     errors.ArbiterUnavailable(3.0),

@@ -1,21 +1,55 @@
 """Traces: thinning keeps shares, skew is the service's, a missing trace says what to do."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from arbiter.core.settings import DEFAULTS
 from arbiter.units import Instant
-from benchmarks.replay import mixes, traces
-from benchmarks.replay.table import Case, mean_closed, run
+from benchmarks.replay import mixes, prepare, traces
+from benchmarks.replay.table import Case, Row, mean_closed, run
+
+# The gap closed in misses, bytes and waiting on drawn clients: the mean of 16 seeds less its 95 %
+# interval (docs/benchmarks.md).
+DRAWN_LEAST = {"missed_fraction": 0.17, "moved_fraction": 0.32, "waited_fraction": 0.25}
 
 
 @pytest.mark.spec("N4")
 def test_default_policy_beats_lru_on_clients_with_a_daily_swing() -> None:
-    """The public traces say by how much (docs/benchmarks.md); drawn ones must agree in kind."""
-    arrivals = traces.synthetic(2000, seed=5)
+    """The public traces say by how much; drawn ones must agree with what was measured on them."""
     case = Case("synthetic", mixes.SERVER, 0.3)
-    means = mean_closed(list(run(case, arrivals, arrivals[-1][0] / 2, [DEFAULTS.evict], seed=5)))
-    assert means[DEFAULTS.evict]["waited_fraction"] > 0.2
+    rows = [row for seed in (1, 2) for row in drawn(case, seed)]
+    means = mean_closed(rows)
     assert means["belady"]["waited_fraction"] == 1.0
+    short = {
+        name: found
+        for name, least in DRAWN_LEAST.items()
+        if (found := means[DEFAULTS.evict][name]) < least
+    }
+    assert not short
+
+
+def drawn(case: Case, seed: int) -> list[Row]:
+    arrivals = traces.synthetic(1500, seed=seed)
+    return list(run(case, arrivals, arrivals[-1][0] / 2, [DEFAULTS.evict], seed=seed))
+
+
+@pytest.mark.spec("N4")
+@pytest.mark.skipif("ARBITER_TRACES" not in os.environ, reason="ARBITER_TRACES names no folder")
+def test_default_policy_closes_half_of_the_gap_on_clients_of_a_public_trace() -> None:
+    """ServeGen's m-small at a quarter of what its clients need, as in docs/benchmarks.md, less a
+    tenth, which other sizes of the models make of it."""
+    path = traces.folder(None) / "servegen_m-small_rates.csv.gz"
+    arrivals = traces.servegen(path, 5_000, seed=1)
+    rows = [
+        row
+        for mix in (mixes.SERVER, mixes.VARIANTS)
+        for row in run(
+            Case("servegen-small", mix, 0.25), arrivals, arrivals[-1][0] / 2, [DEFAULTS.evict], 1
+        )
+    ]
+    assert mean_closed(rows)[DEFAULTS.evict]["waited_fraction"] > 0.5
 
 
 def test_thinning_keeps_each_clients_share_and_a_seed_gives_the_same_arrivals() -> None:
@@ -45,3 +79,15 @@ def test_a_budget_holds_the_largest_model_however_small_its_share() -> None:
     largest = max(seat.need.device_bytes for seat in asked.seats)
     assert asked.nodes[0].devices[0].total_bytes >= largest
     assert asked.uses.end == Instant(5_000_000_000)
+
+
+def test_prepared_messages_keep_their_times_and_the_senders_that_send_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = "src dst time\n" + "".join(f"{n % 2} 9 {100 + n}\n" for n in range(6)) + "7 9 200\n"
+    monkeypatch.setattr(prepare, "OBJECTS_COUNT", 2)
+    clone = prepare.Clone(str(tmp_path))
+    monkeypatch.setattr(clone, "read", lambda path: sent.encode())
+    prepare.write_messages(clone, "CollegeMsg.txt", "college", tmp_path, most_count=5)
+    found = traces.objects(tmp_path / "objects_college.csv.gz")
+    assert found == [(float(n), n % 2) for n in range(5)]

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from deployments.config.schema import parse_table
 from deployments.front.auth import host_name
 from deployments.front.keys import keys_path
 from deployments.monitoring import files as monitoring
-from tests.graph.conftest import make_serve_sets
+from deployments.start_variables import VARIABLES
 from tests.support.tools import tool
 from tools import rayservice
 
@@ -108,15 +109,14 @@ def test_image_starts_what_exists_as_no_root_and_looks_at_the_port_of_the_file(t
 
 
 @pytest.mark.spec("M3")
-def test_image_and_unit_have_the_variables_of_make_serve() -> None:
-    wanted = make_serve_sets()
-    assert wanted.items() <= environment("cpu").items()
+def test_image_and_unit_have_the_variables_of_arbiter_serve() -> None:
+    assert VARIABLES.items() <= environment("cpu").items()
     hub = {"HF_HUB_OFFLINE": "0"}  # its configuration names models of a hub
-    assert (wanted | hub).items() <= environment("gpu").items()
+    assert (VARIABLES | hub).items() <= environment("gpu").items()
     [file] = unit("Service", "EnvironmentFile")
     assert file == "/opt/serve-arbiter/deploy/environment"
     lines = (DEPLOY / "environment").read_text().splitlines()
-    assert dict(line.split("=", 1) for line in lines if line[0] != "#") == wanted
+    assert dict(line.split("=", 1) for line in lines if line[0] != "#") == VARIABLES
 
 
 @pytest.mark.spec("M3")
@@ -142,6 +142,20 @@ def test_install_script_takes_the_words_of_the_image(tmp_path: Path) -> None:
         options = [word for word in command if word.startswith("--")]
         assert options == ["--venv", "--device", "--without-dev"]
         assert all(option in helped for option in options)
+
+
+@pytest.mark.spec("M1")
+@pytest.mark.parametrize("version", ["3.9", "3.10", "3.13"])
+def test_install_script_refuses_a_python_without_engines(version: str) -> None:
+    pretended = f"import sys; sys.version_info = ({version.replace('.', ', ')}, 0, 'final', 0)"
+    program = f"{pretended}; import runpy; runpy.run_path('tools/install.py', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert f"is Python {version}; the engines exist for 3.11 and 3.12" in done.stderr
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert asked == ">=3.11,<3.13"
 
 
 # -- start.py ------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_policy_of_another_package_is_named_by_its_path() -> None:
     ("path", "said"),
     [
         ("my_package.none:price", "No module named"),
-        ("policies.evict_two_rates:none", "no attribute"),
+        ("policies.evict_time_of_day:none", "no attribute"),
         ("policies:ROLES", "is no function"),
         ("none", "or `module:function`"),
         ("belady", "no eviction policy"),

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbiter.core.eviction.ranking import effective_priority
+from arbiter.core.records.reuse import Reuse
 from arbiter.core.records.victim_set import PricedVictim
 from arbiter.core.settings import DEFAULTS
 from arbiter.core.types import Priority
@@ -31,6 +32,7 @@ CANDIDATES = st.lists(
         recent_count=st.floats(0, 1e6),
         lasting_count=st.floats(0, 1e6),
         usual_count=st.floats(0, 1e6),
+        reuse=st.floats(0, 1).map(Reuse),
         next_use=st.none() | st.integers(10**12, 10**13).map(Instant),
         evict_cost_s=st.floats(0, 1e6),
     ),
@@ -143,16 +145,14 @@ def test_belady_evicts_models_never_used_again_then_the_one_used_last() -> None:
     assert [c.ticket for c in order] == ["a", "l", "s"]
 
 
-@pytest.mark.spec("C3")
-def test_two_rates_spares_what_is_used_now_and_usually() -> None:
-    """Of equals in size and load: once today, popular yesterday, and both."""
-    price = EVICT["two_rates"]
-    new = ONE._replace(recent_count=4.0, lasting_count=4.0)
-    old = ONE._replace(recent_count=0.0, lasting_count=50.0)
-    both = ONE._replace(recent_count=4.0, lasting_count=50.0)
-    assert price(old).cost_s < price(new).cost_s < price(both).cost_s
-    slow = both._replace(reload=seconds(40))
-    assert price(slow).cost_s == pytest.approx(4 * price(both).cost_s)  # 10 s where unknown
+@pytest.mark.spec("C3", "N4")
+def test_learned_prices_a_reload_by_the_chance_that_it_is_wanted_soon() -> None:
+    price = EVICT["learned"]
+    one = ONE._replace(reload=seconds(40), reuse=Reuse(0.25))
+    assert price(one).cost_s == pytest.approx(10)
+    assert price(one._replace(evict_cost_s=3.0)).cost_s == pytest.approx(13)
+    assert price(one._replace(reload=Span(0))).cost_s == pytest.approx(2.5)  # 10 s where unknown
+    assert str(price(one).why).startswith("wanted soon with 0.25: ")
 
 
 @pytest.mark.spec("C3")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from arbiter.core import events as ev
+from arbiter.core.decisions import EventKind, LogEvent
 from arbiter.core.histogram import HistogramCounts, Sum
 from arbiter.metrics.counters import KNOWN, Counters, Labels
 from arbiter.metrics.samples import Samples, Value, from_plain, to_plain
@@ -18,7 +19,12 @@ CPU_LABELS = ("n", CPU)
 
 @pytest.fixture(scope="module")
 def samples() -> Samples:
-    return scrape(busy_core(), Counters(), calls_count=7)
+    counters = Counters()
+    whose = {"remote": "cloud", "tenant": "ann"}
+    counters.note(LogEvent(EventKind.REMOTE_EGRESS, whose))
+    end = {"outcome": "answered", "prompt_tokens": 7, "answer_tokens": 4, "sent_bytes": 50}
+    counters.note(LogEvent(EventKind.REMOTE_ANSWER, whose | end | {"money": 0.25}))
+    return scrape(busy_core(), counters, calls_count=7)
 
 
 @pytest.mark.spec("K2")
@@ -70,6 +76,10 @@ def test_counters_tell_what_happened(samples: Samples) -> None:
     assert samples["arbiter_events_total"][("eviction",)] == 3
     assert samples["arbiter_events_total"][("quarantine",)] == 0
     assert samples["arbiter_calls_total"] == {(): 7}
+    assert samples["arbiter_remote_answers_total"] == {("cloud", "answered"): 1}
+    assert samples["arbiter_remote_tokens_total"] == {("cloud", "ann"): 11}
+    assert samples["arbiter_remote_sent_bytes_total"] == {("cloud", "ann"): 50}
+    assert samples["arbiter_remote_money_total"] == {("cloud", "ann"): 0.25}
 
 
 @pytest.mark.spec("K2")

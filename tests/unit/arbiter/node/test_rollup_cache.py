@@ -16,11 +16,16 @@ class Kernel:
 
     def __init__(self) -> None:
         self.now_s, self.mark, self.walks = 0.0, Mark(7, 1_000, 50 * MIB), 0
-        self.rollups = Rollups(lambda _: self.mark, self._walk, lambda: self.now_s)
+        self.looks = 0
+        self.rollups = Rollups(lambda _: self.mark, self._walk, lambda: self.now_s, self._look)
 
     def _walk(self, pid: int) -> dict[str, int]:
         self.walks += 1
         return {"Private_Dirty": self.walks}
+
+    def _look(self, pid: int) -> int:
+        self.looks += 1
+        return self.looks * MIB
 
 
 SLACK_PAGES = SLACK_BYTES // os.sysconf("SC_PAGE_SIZE")
@@ -44,6 +49,32 @@ def test_a_process_is_walked_again_when_more_than_the_slack_has_moved(
     kernel.rollups.of(1)
     kernel.mark = mark
     assert kernel.rollups.of(1) == {"Private_Dirty": walks}
+
+
+@pytest.mark.spec("N1")
+def test_mappings_are_read_again_only_when_pages_have_moved() -> None:
+    kernel = Kernel()
+    assert [kernel.rollups.aside_of(1) for _ in range(3)] == [MIB] * 3
+    kernel.mark = Mark(7, 1_001 + SLACK_PAGES, 50 * MIB)
+    assert kernel.rollups.aside_of(1) == 2 * MIB
+    kernel.now_s = BELIEVED_S
+    assert kernel.rollups.aside_of(1) == 3 * MIB
+
+
+@pytest.mark.spec("N1")
+def test_a_process_at_rest_is_walked_ever_more_rarely() -> None:
+    read_at_s = []
+    now_s = 0.0
+
+    def walk(pid: int) -> dict[str, int]:
+        read_at_s.append(now_s)
+        return {"Private_Dirty": MIB}
+
+    rollups = Rollups(lambda _: Mark(7, 1_000, 50 * MIB), walk, lambda: now_s)
+    for second in range(120):
+        now_s = float(second)
+        rollups.of(1)
+    assert read_at_s == [0, 5, 15, 35, 75, 115]
 
 
 def test_cached_rollup_expires_and_is_dropped_with_its_process() -> None:

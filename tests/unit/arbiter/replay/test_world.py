@@ -105,10 +105,10 @@ def test_p99_wait_counts_requests_that_did_not_wait() -> None:
 @pytest.mark.spec("C3", "N4")
 @pytest.mark.parametrize("evict", EVICT)
 def test_every_policy_serves_every_request_of_a_synthetic_trace(evict: str) -> None:
-    asked = mixes.demand(traces.synthetic(800, seed=3), mixes.SERVER, 0.3, seed=3)
+    asked = mixes.demand(traces.synthetic(600, seed=3), mixes.SERVER, 0.3, seed=3)
     found = score(asked, evict)
     assert found.refused_count == 0
-    assert found.requests_count == len(asked.uses) > 500
+    assert found.requests_count == len(asked.uses) > 400
     assert found.loads_count >= len(asked.seats)
     assert found == score(asked, evict)  # the same question, the same answer
 

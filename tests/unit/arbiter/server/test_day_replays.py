@@ -44,6 +44,25 @@ async def test_a_replay_that_fails_leaves_the_last_one(caplog: pytest.LogCapture
 
 
 @pytest.mark.spec("K2")
+async def test_replay_that_fails_in_a_way_not_foreseen_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    day, failures = replays(), [KeyError("uses")]
+
+    async def answer(_: bytes) -> object:
+        if failures:
+            raise failures.pop()
+        return None
+
+    monkeypatch.setattr(day, "_answer", answer)
+    await day.replay()
+    assert "the last day is not replayed for the metrics: KeyError('uses')" in caplog.text
+    caplog.clear()
+    await day.replay()
+    assert not caplog.text
+
+
+@pytest.mark.spec("K2")
 async def test_nothing_is_replayed_while_no_model_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for the uses that there are, and again after the next."""
     day, asked, twice = replays(), 0, asyncio.Event()

@@ -44,7 +44,7 @@ class Watched:
         shell = Shell(self.core, Epoch(1), NoAgents(), EventLog(Epoch(1)), clock=self.now)
         hours = HoursClock(shell.feed)
         self.watch = NodeWatch(
-            shell, NoAgents(), self.store, lambda: None, hours, lambda: self.now_s
+            shell, NoAgents(), self.store, lambda: None, hours, 10, lambda: self.now_s
         )
 
     def now(self) -> Instant:

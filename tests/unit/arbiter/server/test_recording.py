@@ -12,6 +12,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import Decision
+from arbiter.core.records.reuse import ReuseLearner
 from arbiter.protocol.messages import protocol_hash
 from arbiter.replay.recorded import NothingLoaded
 from arbiter.replay.score import Score
@@ -28,7 +29,7 @@ from arbiter.units import Epoch, Instant
 from benchmarks.replay import mixes, traces
 from benchmarks.replay.table import SETTINGS
 from deployments.cli.main import main
-from deployments.cli.replay import compared
+from deployments.cli.replay import compared, learned_before
 from policies import bundle
 
 
@@ -47,10 +48,10 @@ class RecordedArbiter:
         return decisions
 
 
-def record(path: Path, requests: int = 400) -> Score:
-    """A day of a drawn trace under `priority_lru`."""
+def record(path: Path, requests: int = 400, evict: str = "priority_lru") -> Score:
+    """A day of a drawn trace."""
     asked = mixes.demand(traces.synthetic(requests, seed=7), mixes.SERVER, 0.3, seed=7)
-    chosen = replace(SETTINGS, evict="priority_lru")
+    chosen = replace(SETTINGS, evict=evict)
     world = World(asked, chosen, bundle(chosen))
     world.core = RecordedArbiter(world.core, path)  # type: ignore[assignment]
     return world.run()
@@ -68,8 +69,28 @@ def test_replay_with_the_same_policy_gives_the_recorded_decisions(log: tuple[Pat
     steps = list(replay(epoch, bundle(epoch.heading.settings)))
     assert len(steps) > 1000
     assert all(step.is_same for step in steps)
-    other = list(replay(epoch, bundle(replace(epoch.heading.settings, evict="two_rates"))))
+    other = list(replay(epoch, bundle(replace(epoch.heading.settings, evict="time_of_day"))))
     assert not other[-1].is_same
+
+
+@pytest.mark.spec("K3", "N4")
+def test_recording_under_learned_prices_decides_the_same_again_and_begins_with_what_was_learned(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log.jsonl"
+    record(path, requests=100, evict="learned")
+    [epoch] = read(path)
+    assert all(step.is_same for step in replay(epoch, bundle(epoch.heading.settings)))
+    before = compared(path, [])["policies"]["learned"]
+    # What was used last is worth least, and nothing is learned.
+    contrary = ReuseLearner(born=(0, 0, 0, 9, 0, 0, 0, 0, 0), doubt=(0,) * 9)
+    usage = epoch.heading.core(bundle(SETTINGS)).export_usage() | {"reuse": contrary.export()}
+    (heading, *lines) = path.read_text().splitlines()
+    knowing = json.loads(heading)
+    knowing["heading"]["usage"] = usage
+    path.write_text("\n".join([json.dumps(knowing), *lines, ""]))
+    assert learned_before(read(path)[0].heading) == {"reuse": usage["reuse"]}
+    assert compared(path, [])["policies"]["learned"]["waited_s"] != before["waited_s"]
 
 
 @pytest.mark.spec("K3")
@@ -93,14 +114,14 @@ def test_replay_in_another_process_gives_the_recorded_decisions(log: tuple[Path,
 @pytest.mark.spec("K3")
 def test_whatif_compares_loads_bytes_and_waits_with_foresight(log: tuple[Path, Score]) -> None:
     path, lived = log
-    found = compared(path, ["two_rates"])
+    found = compared(path, ["time_of_day"])
     assert found["decided_as_recorded"] == found["events"]
     rows = found["policies"]
-    assert list(rows) == ["priority_lru", "two_rates", "belady"]
+    assert list(rows) == ["priority_lru", "time_of_day", "belady"]
     # The demand read from the log is that which was lived, nearly: use is told by heartbeats.
     assert rows["priority_lru"]["loads_count"] == pytest.approx(lived.loads_count, rel=0.1)
-    assert rows["belady"]["waited_s"] < rows["two_rates"]["waited_s"]
-    assert rows["two_rates"]["waited_s"] != rows["priority_lru"]["waited_s"]
+    assert rows["belady"]["waited_s"] < rows["time_of_day"]["waited_s"]
+    assert rows["time_of_day"]["waited_s"] != rows["priority_lru"]["waited_s"]
     assert rows["belady"]["regret_waited_s"] == 0 < rows["priority_lru"]["regret_waited_s"]
 
 

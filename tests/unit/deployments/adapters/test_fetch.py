@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from deployments.adapters import fetch
+from deployments import checked_sockets
 from deployments.adapters.catalogue import Catalogue, Entry
 from deployments.adapters.fetch import Fetcher, FetchFailed
 from deployments.adapters.safe_files import AdapterInvalid
@@ -188,7 +188,7 @@ async def test_a_private_address_is_not_connected_to_however_it_is_written(
 async def test_a_public_site_is_read_and_not_followed_elsewhere(
     tmp_path: Path, site: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "is_public", lambda address: True)
+    monkeypatch.setattr(checked_sockets, "is_public", lambda address: True)
     root = f"http://127.0.0.1:{site.server_port}"
     fetcher, shelf = (
         Fetcher(tmp_path / "fetched", RULES.bounds),
@@ -209,7 +209,7 @@ async def test_a_public_site_is_read_and_not_followed_elsewhere(
 async def test_packed_files_of_a_site_are_not_unpacked_and_are_no_adapter(
     tmp_path: Path, site: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "is_public", lambda address: True)
+    monkeypatch.setattr(checked_sockets, "is_public", lambda address: True)
     root = f"http://127.0.0.1:{site.server_port}/packed/"
     entry = found(tmp_path, root, (root,))
     await Fetcher(tmp_path / "fetched", RULES.bounds).bring(entry)

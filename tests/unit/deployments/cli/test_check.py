@@ -15,7 +15,11 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from arbiter.units import GIB
+from arbiter.core.records.estimates import Estimates, ModelKey
+from arbiter.core.settings import DEFAULTS
+from arbiter.server.store import Store
+from arbiter.units import GIB, Bytes, seconds
+from deployments.config.load_plan import plan
 from deployments.config.schema import check_file
 from tests.unit.deployments.cli.conftest import Run
 
@@ -255,3 +259,34 @@ def test_checking_starts_no_cluster_and_no_thread() -> None:
     )
     words = ["check", str(ROOT / SHIPPED[1])]
     subprocess.run([sys.executable, "-c", code, *words], timeout=120, check=True)
+
+
+@pytest.mark.spec("J5")
+def test_budget_that_a_cold_request_exceeds_is_told_with_its_seconds(
+    run: Run, tmp_path: Path
+) -> None:
+    config = shipped("serve_config.yaml")
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    table["arbiter"]["state_file"] = str(tmp_path / "state" / "arbiter.sqlite")
+    ladder = ["small-chat", "minilm-reranker"]
+    table["tasks"] = {
+        "quick": {"ladder": ladder, "budget_s": 4},
+        "slow": {"ladder": ["small-chat"], "budget_s": 6},
+        "free": {"ladder": ladder},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    chat = check_file(file).capabilities["chat"]
+    key = ModelKey("chat", "small-chat", plan("small-chat", chat).settings_key)
+    known = Estimates(DEFAULTS)
+    known.loaded(key, seconds(3), Bytes(1 << 20))
+    for took_s in (0.5, 2.0, 0.5):
+        known.ran(key, seconds(took_s))
+    store = Store(tmp_path / "state" / "arbiter.sqlite", "session")
+    store.save_learned(known.export())
+    store.close()
+    first, second = json.loads(run("check", str(file), "--json").stdout)["warnings"]
+    assert first.startswith("tasks.quick: small-chat: the budget of 4.0 s is less")
+    assert "a load of 3.0 s" in first and "up to 2.0 s" in first
+    assert "minilm-reranker: no load was seen yet" in second
+    assert "the budget of 4.0 s" in run("check", str(file)).stdout

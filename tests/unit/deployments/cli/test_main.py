@@ -20,14 +20,19 @@ PANELS = {
         "status", "top", "events", "explain", "plan", "residency", "pool", "adapters", "clients",
         "metrics",
     ],
-    "Steer": ["load", "unload", "grow", "shrink", "compact", "floor", "settings", "forget"],
+    "Steer": [
+        "load", "unload", "grow", "shrink", "compact", "floor", "settings", "forget", "task",
+        "jobs",
+    ],
     "Leases": ["lease", "free", "leases", "drain", "cleanup"],
     "Cluster": ["init", "check", "serve", "upgrade", "down"],
     "Keys": ["key"],
     "Record and replay": ["record", "whatif"],
 }  # fmt: skip
-EVERY = [name for names in PANELS.values() for name in names if name not in ("key", "metrics")]
-EVERY += ["metrics install", "key add", "key list", "key remove"]
+GROUPS = {"key": ("add", "list", "remove"), "task": ("add", "list", "remove")}
+GROUPS |= {"metrics": ("install",), "jobs": ("list", "show", "cancel", "tail")}
+EVERY = [name for names in PANELS.values() for name in names if name not in GROUPS]
+EVERY += [f"{group} {name}" for group, names in GROUPS.items() for name in names]
 ARBITER = [sys.executable, "-m", "deployments.cli"]
 
 

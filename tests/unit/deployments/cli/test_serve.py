@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from deployments.cli import serve
+from deployments.start_variables import VARIABLES
 from tests.support import scripted_serve_run
 from tests.unit.deployments.cli.conftest import Run
 
@@ -46,16 +47,20 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def behaves(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def behaves(how: str, monkeypatch: pytest.MonkeyPatch, is_checked: bool = False) -> None:
+    """Puts the scripted program in place. `is_checked`: the configuration is, by a process that
+    takes a second and says the same each time."""
     program = [sys.executable, str(Path(scripted_serve_run.__file__)), how]
     monkeypatch.setattr(serve, "PROGRAM", program)
+    if not is_checked:
+        monkeypatch.setattr(serve, "_check", lambda *_: None)
 
 
 @pytest.mark.spec("M1")
 def test_box_comes_when_imports_are_done_and_a_signal_ends_all_with_the_childs_status(
     run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    behaves("ready", monkeypatch)
+    behaves("ready", monkeypatch, is_checked=True)
     done = run("serve", str(file))
     assert done.exit_code == 5
     steps = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("  ok")]
@@ -102,6 +107,19 @@ def test_failure_shows_the_last_lines_and_names_the_log(
     assert words == "the last words"
     assert log.startswith("`serve run` ended with 7; its log: ")
     assert "the last words" in Path(log.rpartition(" ")[2]).read_text()
+
+
+def test_child_has_the_variables_unless_the_person_set_one(
+    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behaves("environment", monkeypatch)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    own = {"RAY_worker_maximum_startup_concurrency": "3"}
+    done = run("serve", str(file), **own)
+    log = Path(done.stderr.splitlines()[-1].rpartition(" ")[2])
+    said = json.loads(log.read_text().splitlines()[-1])
+    assert {name: said.get(name) for name in VARIABLES} == VARIABLES | own
 
 
 @pytest.mark.spec("M1")

@@ -37,7 +37,7 @@ def state() -> dict[str, Any]:
     driver.lease(1, "job", 40, tenant="acme")
     driver.ask(2, "b", 50, deadline_s=600)
     view: dict[str, Any] = plain(driver.arbiter.snapshot(s(5)))
-    return {"version": "0.1.0", "policy": "time_of_day", "table": TABLE, **view}
+    return {"version": "0.1.0", "policy": "learned", "table": TABLE, **view}
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def rows(text: str) -> dict[str, list[str]]:
 def test_status_shows_devices_tickets_and_queue(told: ScriptedFront, run: Run) -> None:
     done = run("status")
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.startswith("arbiter 0.1.0, epoch 1, policy time_of_day\n")
+    assert done.stdout.startswith("arbiter 0.1.0, epoch 1, policy learned\n")
     found = rows(done.stdout)
     assert found["n/cpu:0"][:3] == ["80.0 GiB", "10.0 GiB", "70.0 GiB"]
     assert found["a"] == ["text", "a", "resident", "5.0 s", "2", "cpu:0 30.0 GiB"]
-    assert found["1"] == ["b", "b", "3.0 s", "0.0 s", "10 min"]
+    assert found["1"] == ["b", "b", "3.0 s", "-", "10 min"]
     assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
 
 

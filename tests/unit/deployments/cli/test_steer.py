@@ -42,14 +42,14 @@ def test_a_floor_is_one_of_three(front: ScriptedFront, run: Run) -> None:
     assert wrong.exit_code == 2 and "'loft'" in wrong.stderr
 
 
-SETTINGS = {"generation": 3, "settings": {"evict": "two_rates", "arenas": {"cpu": None}}}
+SETTINGS = {"generation": 3, "settings": {"evict": "time_of_day", "arenas": {"cpu": None}}}
 
 
 @pytest.mark.spec("C12")
 def test_settings_are_shown_as_they_are_written(front: ScriptedFront, run: Run) -> None:
     front.says("GET", "/arbiter/settings", SETTINGS)
     lines = run("settings").stdout.splitlines()
-    assert lines == ["generation: 3", "evict: two_rates", 'arenas: {"cpu": null}']
+    assert lines == ["generation: 3", "evict: time_of_day", 'arenas: {"cpu": null}']
     value = {"generation": 3, **SETTINGS["settings"]}  # type: ignore[dict-item]
     assert json.loads(run("settings", "--json").stdout) == value
 

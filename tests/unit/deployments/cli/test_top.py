@@ -204,6 +204,7 @@ def test_messages_add_up_to_the_view(view: View) -> None:
     assert followed.away_unix_s == NOW
     followed.begin_anew()
     assert followed.take({"events": []}) is None
+    assert followed.away_unix_s is None
     assert followed.last_event == EVENT["seq"]
 
 

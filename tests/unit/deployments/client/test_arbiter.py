@@ -1,7 +1,9 @@
 """What a client hears of the arbiter, and its leases, over both ways."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 from arbiter.errors import ArbiterUnavailable, QuotaExceeded, UnknownModel
 from arbiter.leases import Lease
 from deployments.client import AsyncClient, Client, asynchronous
+from deployments.client import leases as client_leases
 from deployments.client.arbiter_rows import Device, Event, Ticket, Waiting
+from deployments.client.told_errors import FrontUnreachable
 from deployments.front import arbiter_gateway
 from deployments.front.routes import leases, plan
 from tests.support.answering_front import MODEL, AnsweringFront, both
@@ -112,6 +116,86 @@ async def test_subscriber_goes_on_where_it_was_when_the_stream_breaks(
                 break
         assert [event.sequence for event in heard] == [8, 9]
         assert heard[0] == Event(8, "model_load", {"seq": 8, "kind": "model_load", "model": MODEL})
+
+
+class HandClock:
+    """Stands in place of the module `time`."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.now_s, self._step_s = 1_000.0, step_s
+
+    def monotonic(self) -> float:
+        self.now_s += self._step_s
+        return self.now_s
+
+
+@pytest.mark.spec("J7")
+async def test_subscriber_goes_on_when_a_stream_breaks_that_was_quiet_for_long(
+    clients: dict[str, AsyncClient], arbiter: Arbiter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = HandClock()
+    monkeypatch.setattr(asynchronous, "AGAIN_S", 0.01)
+    monkeypatch.setattr(asynchronous, "time", clock)
+    steps: list[str] = []
+
+    async def log(after: int, wait_s: float) -> Any:
+        if (step := steps.pop(0)) == "quiet":
+            clock.now_s += 3 * asynchronous.AWAY_S
+            return []
+        return ArbiterUnavailable(0.0) if step == "break" else [{"seq": 8, "kind": "model_load"}]
+
+    arbiter.answers["events"] = log
+    for client in clients.values():
+        steps[:] = ["quiet", "break", "event", "break"]
+        async for event in client.subscribe(7):
+            assert event.sequence == 8
+            break
+
+
+async def test_subscriber_hears_of_a_front_that_is_away_for_half_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = HandClock(step_s=asynchronous.AWAY_S / 4)
+    monkeypatch.setattr(asynchronous, "AGAIN_S", 0.0)
+    monkeypatch.setattr(asynchronous, "time", clock)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        closed = taken.getsockname()[1]
+    async with AsyncClient(f"http://127.0.0.1:{closed}") as client:
+        with pytest.raises(FrontUnreachable):
+            await anext(client.subscribe(7))
+    assert clock.now_s > 1_000 + asynchronous.AWAY_S
+
+
+class SilentFront:
+    """Stands for a handle whose deployment never answers, and for the response of it."""
+
+    def __init__(self) -> None:
+        self.respond, self.was_cancelled = self, threading.Event()
+
+    def options(self, *, stream: bool) -> "SilentFront":
+        return self
+
+    def remote(self, asked: Any) -> "SilentFront":
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self.was_cancelled.wait(20)
+        return iter([])
+
+    def cancel(self) -> None:
+        self.was_cancelled.set()
+
+
+@pytest.mark.spec("A15")
+def test_lease_call_by_handle_ends_where_no_front_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    front = SilentFront()
+    monkeypatch.setattr(client_leases, "HTTP_S", 0.01)
+    way = client_leases.by_handle(front, "key")
+    with pytest.raises(ConnectionError, match=r"did not answer within 0\.0 s"):
+        way.put("lease-1", {"bytes": 1})
+    assert front.was_cancelled.is_set()
 
 
 @pytest.mark.spec("J7", "A15")

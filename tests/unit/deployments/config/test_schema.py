@@ -157,7 +157,7 @@ def test_capability_with_the_name_of_the_fronts_application_is_refused(tmp_path:
     front_table(config)["capabilities"]["front"] = {
         "role": "text", "engine": "vllm", "models": {"m": {"source": "x"}}
     }  # fmt: skip
-    assert "'front' has the name of the front's application" in refused(config, tmp_path)
+    assert "'front' has the name of the application of our own front" in refused(config, tmp_path)
 
 
 @pytest.mark.parametrize("said", ["a.b:C", "rerank"])

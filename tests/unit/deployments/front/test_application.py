@@ -15,7 +15,7 @@ from arbiter.units import TicketId
 from deployments.config.schema import parse_table
 from deployments.front import application, arbiter_gateway, keys, metrics_page
 from deployments.front.auth import Authenticator
-from deployments.front.body_limit import MAX_BODY_BYTES, MAX_STEERING_BYTES
+from deployments.front.body_limit import MAX_BODY_BYTES, MAX_CONFIG_BYTES, MAX_STEERING_BYTES
 from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring, Scope
 from deployments.front.routes import free, leases, plan, queue, residency, tenants
@@ -229,7 +229,11 @@ async def test_packed_body_is_415_naming_the_header_and_is_not_unpacked(
 @pytest.mark.spec("L3")
 @pytest.mark.parametrize(
     ("path", "bound"),
-    [("/arbiter/leases/a", MAX_STEERING_BYTES), ("/v1/embeddings", MAX_BODY_BYTES)],
+    [
+        ("/arbiter/leases/a", MAX_STEERING_BYTES),
+        ("/api/v1/config", MAX_CONFIG_BYTES),
+        ("/v1/embeddings", MAX_BODY_BYTES),
+    ],
 )
 @pytest.mark.parametrize("is_declared", [True, False])
 async def test_body_beyond_its_bound_is_413_having_been_read_no_further(
@@ -249,7 +253,7 @@ async def test_body_beyond_its_bound_is_413_having_been_read_no_further(
             yield piece
 
     declared = {"content-length": str(bound + 1)} if is_declared else {}
-    method = "PUT" if path.startswith("/arbiter") else "POST"
+    method = "POST" if path.startswith("/v1") else "PUT"
     answer = await client.request(method, path, content=body(), headers=owner | declared)
     assert (answer.status_code, error(answer)["code"]) == (413, "too_large")
     assert (sent_bytes == 0) == is_declared
@@ -327,7 +331,7 @@ async def test_description_names_each_body_and_no_status_that_is_never_sent(
     assert unkeyed == {"/", "/console/{name}", "/health", "/ready", "/api/version"}
     takes_form = {path for path, _, one in operations if "multipart/form-data" in json.dumps(one)}
     forms = {path for path, schema in SCHEMAS.items() if schema.kind is Kind.FORM}
-    assert takes_form == {SPEAK} | forms
+    assert takes_form == {SPEAK, "/v1/files"} | forms
 
 
 @pytest.mark.spec("J8")

@@ -11,6 +11,7 @@ from ray.serve._private.config import DeploymentConfig
 from deployments import app
 from deployments.config.schema import Table, parse_table
 from deployments.front.capability_apps import CapabilityApps, Details
+from deployments.jobs import server as jobs
 
 
 class FakeServe:
@@ -50,7 +51,11 @@ def table(**rows: dict[str, Any]) -> Table:
 
 @pytest.fixture
 def fake() -> FakeServe:
-    return FakeServe()
+    """With the application of jobs deployed, as after any table before."""
+    made = FakeServe()
+    made.run({jobs.NAME: jobs.application(table())})
+    made.ran.clear()
+    return made
 
 
 @pytest.fixture
@@ -79,9 +84,46 @@ async def test_new_or_changed_row_is_deployed_alone_and_one_that_is_gone_is_dele
     await apps.follow(table(chat={}, other={}))
     await apps.follow(table(chat={"keep_warm_s": 5}, new={}))  # which is the arbiter's to know
     assert fake.ran == ["chat", "other", "new"]
-    assert fake.there.keys() == {"chat", "new"}
+    assert fake.there.keys() == {"chat", "new", "jobs"}
     await apps.follow(table(chat={"max_replicas": 2}, new={}))
     assert fake.ran[3:] == ["chat"]
+
+
+OWN = """from deployments.capabilities.text import TextServer
+
+
+class Own(TextServer):
+    answer = {answer}
+"""
+
+
+@pytest.mark.spec("M2")
+async def test_changed_code_of_a_class_deploys_its_row_again(
+    apps: CapabilityApps, fake: FakeServe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own_text.py"
+    file.write_text(OWN.format(answer=1))
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = table(chat={}, own={"class": "own_text:Own"})
+    await apps.follow(rows)
+    await apps.follow(rows)
+    file.write_text(OWN.format(answer=2))
+    await apps.follow(rows)
+    assert fake.ran == ["chat", "own", "own"]
+    file.unlink()
+    await apps.follow(rows)
+    assert fake.ran[3:] == [] and "cannot be read" in apps.causes["own"]
+
+
+@pytest.mark.spec("M2")
+async def test_changed_options_of_deployments_deploy_every_row_again(
+    apps: CapabilityApps, fake: FakeServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = table(chat={}, other={})
+    await apps.follow(rows)
+    monkeypatch.setitem(app.OPTIONS, "max_queued_requests", 5)
+    await apps.follow(rows)
+    assert fake.ran == ["chat", "other"] * 2
 
 
 async def test_application_of_the_file_and_what_others_run_stay_as_they_are(
@@ -92,18 +134,27 @@ async def test_application_of_the_file_and_what_others_run_stay_as_they_are(
         "of the file": application("declarative", "of the file"),
         "of a notebook": application("imperative", "of a notebook"),
     }
-    fake.there |= theirs
+    before = fake.there | theirs
+    fake.there = dict(before)
     await apps.follow(table(chat={}))
-    assert fake.ran == [] and fake.there == theirs
+    assert fake.ran == [] and fake.there == before
 
 
-@pytest.mark.parametrize("status", ["DELETING", "DEPLOY_FAILED"])
-async def test_row_whose_application_leaves_with_the_file_or_failed_is_deployed(
-    apps: CapabilityApps, fake: FakeServe, status: str
+@pytest.mark.parametrize(
+    ("source", "status", "ran"),
+    [
+        ("declarative", "DELETING", ["chat"]),
+        ("imperative", "DEPLOY_FAILED", ["chat"]),
+        ("declarative", "DEPLOY_FAILED", []),
+    ],
+    ids=["leaves with the file", "failed", "of the file and failed"],
+)
+async def test_row_is_deployed_again_unless_the_file_has_its_application(
+    apps: CapabilityApps, fake: FakeServe, source: str, status: str, ran: list[str]
 ) -> None:
-    fake.there["chat"] = application("declarative", "chat") | {"status": status}
+    fake.there["chat"] = application(source, "chat") | {"status": status}
     await apps.follow(table(chat={}))
-    assert fake.ran == ["chat"]
+    assert fake.ran == ran
 
 
 @pytest.mark.spec("J9")
@@ -137,3 +188,12 @@ def test_class_is_the_roles_unless_the_row_has_paths_or_names_one() -> None:
     assert {name: app.class_path(row) for name, row in rows.items()} == {
         "chat": app.CLASSES["text"], "echo": None, "rank": app.CLASSES["rerank"], "own": "a.b:C",
     }  # fmt: skip
+
+
+@pytest.mark.spec("J4")
+async def test_jobs_are_deployed_once_for_each_state_file() -> None:
+    fake = FakeServe()
+    for state_file in (None, None, "/state/arbiter.sqlite", "/state/arbiter.sqlite"):
+        plain = {"arbiter": {"state_file": state_file}, "capabilities": {}}
+        await CapabilityApps(fake).follow(parse_table(plain))
+    assert fake.ran == ["jobs", "jobs"]

@@ -1,12 +1,25 @@
 """What stands around Serve's proxy."""
 
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from httpx import ASGITransport, AsyncClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from arbiter.errors import EngineLost
+from arbiter.protocol import ray_internals
+from arbiter.units import TicketId
+from deployments import messages
+from deployments.front import side_stream
 from deployments.front.proxy import middlewares
+from deployments.replica.engine_client import EngineLink
+from tests.support.streaming_engine import StreamingEngine, serving
 
 
 def around(app: ASGIApp) -> AsyncClient:
@@ -52,3 +65,118 @@ async def test_request_id_that_is_not_ascii_does_not_reach_serve(
     async with around(answers) as client:
         await client.get("/", headers=[(b"x-request-id", given)])
     assert seen == ([given] if is_kept else [])
+
+
+class Front:
+    """Says at once, as Serve's proxy passes it on, where the stream is; then how it ended, once
+    `told` is set."""
+
+    def __init__(self, place: str, last: bytes = b"") -> None:
+        self.place, self.last, self.told = place, last, asyncio.Event()
+        self.readers: list[bytes] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.readers += [v for k, v in scope["headers"] if k == side_stream.READER.encode()]
+        headers = [(b"content-type", b"text/event-stream")]
+        headers.append((messages.SIDE_STREAM.encode(), self.place.encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.told.wait()
+        await send({"type": "http.response.body", "body": self.last, "more_body": bool(self.last)})
+        if self.last:
+            await send({"type": "http.response.body", "body": b""})
+
+
+@asynccontextmanager
+async def held_by_replica(engine: StreamingEngine, front: Front) -> AsyncIterator[None]:
+    """A replica asks the engine, and says to the front where the stream is and when it ended."""
+    async with serving(engine) as path:
+        link = EngineLink("m", TicketId("t"), path)
+        parts = link.stream("POST", "/v1/x", {messages.SIDE_STREAM: "w"}, b"{}")
+        head = await anext(parts)
+        assert isinstance(head, messages.ResponseHead)
+        front.place = head.headers[messages.SIDE_STREAM]
+
+        async def hold() -> None:
+            with contextlib.suppress(EngineLost):
+                await anext(parts, None)
+            front.told.set()
+
+        holding = asyncio.ensure_future(hold())
+        yield
+        holding.cancel()
+        await asyncio.wait({holding})
+        link.cut()
+        await link.closed()
+
+
+@pytest.mark.spec("N1")
+async def test_stream_is_read_where_the_front_says_and_ends_as_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(side_stream, "word", lambda: "ours")
+    front, engine = Front(""), StreamingEngine(b"data: 1\n\n", b"data: 2\n\n").let_all()
+    async with held_by_replica(engine, front), around(front) as client:
+        answer = await client.post("/v1/x", headers={side_stream.READER: "theirs"})
+    assert answer.content == b"data: 1\n\ndata: 2\n\n"
+    assert messages.SIDE_STREAM not in answer.headers
+    assert front.readers == [b"ours"]
+
+
+@pytest.mark.spec("A19", "N1")
+async def test_last_event_of_the_front_follows_a_stream_that_was_lost() -> None:
+    lost = messages.stream_error(EngineLost("m", TicketId("t")))
+    front = Front("", last=lost)
+    async with held_by_replica(StreamingEngine(b"data: 1\n\n", breaks=True).let_all(), front):
+        async with around(front) as client:
+            answer = await client.post("/v1/x")
+    assert answer.content in (b"data: 1\n\n" + lost, lost)  # it may break before it is read
+
+
+@pytest.mark.spec("A19", "N1")
+async def test_stream_that_cannot_be_read_is_no_empty_success() -> None:
+    front = Front("/nowhere/engine.sock w")
+    front.told.set()
+    async with around(front) as client:
+        answer = await client.post("/v1/x")
+    assert json.loads(answer.content.removeprefix(b"data: "))["error"]["code"] == "engine_lost"
+
+
+@pytest.mark.spec("J8", "N1")
+async def test_reader_goes_with_its_client() -> None:
+    """Serve returns from its application when the client has left."""
+
+    async def leaves(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(messages.SIDE_STREAM.encode(), front.place.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    front, engine = Front(""), StreamingEngine(b"data: 1\n\n")
+    async with held_by_replica(engine, front):
+        said: list[Any] = []
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        async def receive() -> Any:
+            return {"type": "http.disconnect"}
+
+        app: ASGIApp = leaves
+        for middleware in middlewares():
+            app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+        scope = {"type": "http", "method": "POST", "path": "/v1/x", "headers": []}
+        await app(scope, receive, send)
+    assert [message["type"] for message in said] == ["http.response.start"]
+
+
+@pytest.mark.spec("L1", "N1")
+def test_word_of_a_node_is_one_and_for_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_internals, "session_folder", lambda: tmp_path)
+    word = side_stream.word()
+    [file] = tmp_path.iterdir()
+    assert (file.read_text(), file.stat().st_mode & 0o777) == (word, 0o600)
+    side_stream._word_in.cache_clear()  # as another process
+    assert side_stream.word() == word and side_stream.is_reader(word)
+    assert not side_stream.is_reader(None) and not side_stream.is_reader("x" * len(word))
+    monkeypatch.setattr(ray_internals, "session_folder", lambda: None)
+    assert not side_stream.is_reader("") and not side_stream.is_reader(word)

@@ -12,6 +12,7 @@ from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
+from starlette.types import Message
 
 from arbiter.errors import CapabilityFailed, EngineLost, RequestError
 from arbiter.units import TicketId
@@ -20,6 +21,8 @@ from deployments.front.http_errors import refused
 from deployments.front.relay import PROGRESS_S
 from deployments.front.relay import relay as relayed
 from deployments.front.service import TRIES, answer
+from deployments.replica.engine_client import EngineLink
+from tests.support.streaming_engine import StreamingEngine, serving
 
 CALL = messages.InferenceCall("/v1/chat/completions", b"{}", {}, "req-1", "tiny")
 JSON = messages.FullResponse(
@@ -179,6 +182,31 @@ async def test_stream_carries_progress_comments_while_its_model_loads() -> None:
     assert all(block.startswith((b": ", b"data: ")) for block in rest.strip().split(b"\n\n"))
 
 
+@pytest.mark.spec("J3", "N1")
+@pytest.mark.parametrize("ends_well", [True, False])
+async def test_front_reads_the_side_stream_of_a_head_that_comes_after_a_comment(
+    ends_well: bool,
+) -> None:
+    engine = StreamingEngine(b"data: 1\n\n").let_all()
+    async with serving(engine) as path:
+        link = EngineLink("m", TicketId("t"), path)
+        parts = link.stream("POST", "/v1/x", {messages.SIDE_STREAM: "w"}, b"{}")
+        head = await anext(parts)
+        assert isinstance(head, messages.ResponseHead)
+        if not ends_well:
+            head = replace(head, headers=head.headers | {messages.SIDE_STREAM: f"{path} other"})
+        answer = Slow(LOADING, head)
+        response = await relay(WANTS, Capability(answer), beat_s=0.01)
+        for gate in answer.gates:
+            gate.set()
+        *comments, event = (await body_of(response)).strip().split(b"\n\n")
+        assert comments and comments[0].startswith(b": ")
+        assert (event == b"data: 1") if ends_well else b"capability_failed" in event
+        await parts.aclose()
+        link.cut()
+        await link.closed()
+
+
 @pytest.mark.spec("J3")
 @pytest.mark.parametrize(
     "last",
@@ -228,6 +256,28 @@ async def test_a_client_that_leaves_while_the_model_loads_cancels_the_work() -> 
         await early
     while not answer.cancelled:
         await asyncio.sleep(0)
+
+
+class Left(Exception):
+    """Of a socket whose client has gone."""
+
+
+@pytest.mark.spec("J8")
+@pytest.mark.parametrize("waits", [False, True], ids=["began", "its model loads"])
+async def test_client_that_leaves_before_the_first_part_cancels_the_work(waits: bool) -> None:
+    answer = Slow(LOADING, SSE) if waits else Answer(SSE, b"data: 1\n\n")
+    response = await relay(WANTS if waits else CALL, Capability(answer), beat_s=0.01)
+
+    async def send(message: Message) -> None:
+        raise Left(message["type"])
+
+    async def receive() -> Message:
+        raise AssertionError("this version of ASGI tells by `send` that the client has left")
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+    with pytest.raises(Left, match="start"):
+        await response(scope, receive, send)
+    assert answer.cancelled
 
 
 async def test_a_replica_that_dies_while_its_model_loads_is_asked_again() -> None:

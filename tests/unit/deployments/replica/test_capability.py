@@ -102,6 +102,19 @@ async def test_engine_is_told_the_priority_and_what_is_left_of_the_deadline() ->
     assert engine.told == {messages.PRIORITY_HEADER: "10"}
 
 
+@pytest.mark.spec("N1")
+async def test_engine_is_asked_for_a_side_stream_where_its_reader_is_on_this_node() -> None:
+    engine = AttentiveEngine(SSE)
+    capability = ExampleCapability(engine)
+    capability._node = "here"
+    words = []
+    for node in ("here", "here", "there", ""):
+        assert [part async for part in capability.handle(replace(CALL, reader_node=node))]
+        words.append(engine.told.get(messages.SIDE_STREAM))
+    assert words[0] and words[1] and words[0] != words[1]
+    assert words[2:] == [None, None]
+
+
 async def test_a_path_of_another_capability_is_named() -> None:
     other = messages.InferenceCall("/v1/other", b"{}", {}, "req-1", "m")
     [said] = [part async for part in ExampleCapability(DyingEngine(JSON)).handle(other)]

@@ -51,7 +51,7 @@ def test_a_role_of_the_configuration_ranks_and_its_act_is_told() -> None:
 
 
 @pytest.mark.spec("C1", "C3")
-@pytest.mark.parametrize("evict", ["cost_aware", "two_rates", "time_of_day"])
+@pytest.mark.parametrize("evict", ["cost_aware", "time_of_day", "learned"])
 @pytest.mark.parametrize(("cost_s", "victims"), [(0, {"e1", "e2"}), (1_000, {"a"})])
 def test_what_evicting_a_role_costs_counts_in_the_choice_of_victims(
     cost_s: float, victims: set[str], evict: str

@@ -13,7 +13,7 @@ from arbiter.core.eviction.ranking import (
 )
 from arbiter.core.records.ledger import UNREAD_COUNT
 from arbiter.core.types import Priority
-from arbiter.units import HolderId, TicketId, seconds
+from arbiter.units import HolderId, NodeId, TicketId, seconds
 from policies import EVICT
 from tests.support.core_driver import PLAIN, CoreDriver, capability, granted, revoked
 
@@ -168,7 +168,7 @@ def test_victims_of_a_long_ranking_are_those_of_a_short_one() -> None:
 
 
 def test_heartbeat_without_news_reprices_no_candidate() -> None:
-    driver = filled_driver("two_rates")
+    driver = filled_driver("time_of_day")
     book = driver.account()
     driver.beat(200)
     list(ranked_victims(driver.state, book))
@@ -179,7 +179,7 @@ def test_heartbeat_without_news_reprices_no_candidate() -> None:
 
 
 def test_unread_ranking_is_dropped() -> None:
-    driver = filled_driver("two_rates")
+    driver = filled_driver("time_of_day")
     book = driver.account()
     list(ranked_victims(driver.state, book))
     for n in range(len(book.entries) + UNREAD_COUNT + 1):
@@ -214,3 +214,24 @@ def test_no_price_is_older_than_a_minute() -> None:
         driver.woke(t)
         priced = list(ranked_victims(driver.state, book))
     assert [kept for _, kept in priced] == [price_victim(driver.state, book, e) for e, _ in priced]
+
+
+@pytest.mark.spec("N4")
+def test_one_clock_counts_bytes_loaded_by_all_that_devices_that_compute_lend() -> None:
+    driver = CoreDriver(device=80, host=500)
+    driver.see_node(0, 120, 500, node="n2")
+    driver.resident(0, "a", 40)
+    assert driver.turnovers == pytest.approx(40 / 200)
+    driver.at(1, ev.NodeLost(NodeId("n2")))
+    driver.resident(2, "b", 40)
+    assert driver.turnovers == pytest.approx(40 / 200 + 40 / 80)
+
+
+@pytest.mark.spec("N4")
+def test_learned_prices_are_brought_up_to_date_by_turnovers_within_one_second() -> None:
+    driver = filled_driver("learned")
+    book = driver.account()
+    list(ranked_victims(driver.state, book))
+    driver.turn_over(0.5)
+    for entry, priced in ranked_victims(driver.state, book):
+        assert priced == price_victim(driver.state, book, entry)

@@ -141,3 +141,22 @@ def test_tickets_ahead_in_the_queue_lengthen_the_estimated_wait() -> None:
         driver.ask(1, f"b{n}", 40)
     waits = [t.took for t in driver.told if t.kind == "ticket_waits"]
     assert waits == sorted(waits) and waits[-1] > waits[0]
+
+
+@pytest.mark.spec("A21", "J5")
+def test_no_time_is_told_to_a_ticket_that_needs_the_end_of_a_lease() -> None:
+    driver = CoreDriver(device=80)
+    driver.lease(0, "job", 35)
+    driver.resident(1, "a", 20)
+    driver.ask(5, "b", 60)  # 25 are free, and 20 may leave
+    assert [row.predicted for row in driver.snapshot().queue] == [None]
+    other = CoreDriver(device=80)
+    other.lease(0, "job", 35)
+    other.resident(1, "a", 20)
+    other.ask(1.1, "b", 40)
+    assert [row.predicted is None for row in other.snapshot().queue] == [False]
+    brief = CoreDriver(device=80)
+    brief.lease(0, "job", 35, preemptible=True)
+    brief.resident(1, "a", 20)
+    brief.ask(5, "b", 60)
+    assert not any(row.predicted is None for row in brief.snapshot().queue)

@@ -138,7 +138,7 @@ def test_learned_values_survive_as_plain_rows() -> None:
     assert again.export()[0] == {
         "version": 1, "capability": "text", "model": "a", "settings_key": "settings",
         "peak_bytes": 1000, "corrected_bytes": 0, "settled_bytes": 0,
-        "loads_ns": [seconds(3)], "wakes_ns": [seconds(1)],
+        "loads_ns": [seconds(3)], "wakes_ns": [seconds(1)], "runs_ns": [],
     }  # fmt: skip
     assert again.size(KEY, Need(Bytes(10)), False).device_bytes == 1050
     again.did_not_sleep(KEY)

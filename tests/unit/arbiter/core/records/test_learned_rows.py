@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from arbiter.core import events as ev
 from arbiter.core.decisions import Grant
 from arbiter.core.records.estimates import Estimates, ModelKey
+from arbiter.core.records.run_times import KEPT_COUNT, SAVED_EACH_COUNT
+from arbiter.core.records.usage_rates import UsageCounts
 from arbiter.core.settings import DEFAULTS
 from arbiter.core.state import CoreState
 from arbiter.core.types import ModelName, Need
@@ -30,6 +32,8 @@ CALLS = st.one_of(
     st.tuples(st.just("forget_model"), st.sampled_from([ModelName("text", m) for m in "ab"])),
 )
 
+RUNS = st.tuples(st.just("ran"), st.sampled_from(KEYS), SPANS)  # not each one is written at once
+
 
 def through_json(exported: Any) -> Any:
     return json.loads(json.dumps(exported))
@@ -45,11 +49,12 @@ def answers(known: Estimates) -> list[object]:
         *(known.slowest_load(k.name) for k in KEYS),
         *(known.proven(k.name) for k in KEYS),
         *(known.turnover(c) for c in ("text", "voice")),
+        *(known.run_times(k.name) for k in KEYS),
     ]
 
 
 @pytest.mark.spec("A17")
-@given(st.lists(CALLS, max_size=30), CALLS)
+@given(st.lists(CALLS | RUNS, max_size=30), CALLS)
 def test_restored_estimates_answer_as_the_exported_ones(
     calls: list[tuple[Any, ...]], later: tuple[Any, ...]
 ) -> None:
@@ -78,6 +83,20 @@ def test_each_change_of_the_rows_is_counted(calls: list[tuple[Any, ...]]) -> Non
     assert known.changes_count == count
 
 
+@pytest.mark.spec("J5")
+def test_runs_give_their_median_and_the_longest_of_the_newest() -> None:
+    known, key = Estimates(DEFAULTS), KEYS[0]
+    known.loaded(key, Span(5))
+    assert known.run_times(key.name) is None
+    before = known.changes_count
+    for took in (10**12, *range(1, KEPT_COUNT + 1)):
+        known.ran(key, Span(took))
+    assert known.run_times(key.name) == (KEPT_COUNT // 2 + 1, KEPT_COUNT), "the first is forgotten"
+    assert known.changes_count - before == 1 + KEPT_COUNT // SAVED_EACH_COUNT, "few writes"
+    known.forget_model(key.name)
+    assert known.run_times(key.name) is None
+
+
 def test_rows_without_a_version_give_their_medians() -> None:
     first = {"capability": "text", "model": "a", "settings_key": "", "peak_bytes": 7}
     known = Estimates(DEFAULTS)
@@ -101,6 +120,9 @@ USES = st.lists(
 )
 
 
+NO_COUNTS = UsageCounts()
+
+
 def state_at(now: int) -> CoreState:
     return CoreState(DEFAULTS, bundle(DEFAULTS), Epoch(1), frozenset(), Instant(now))
 
@@ -115,6 +137,8 @@ def test_restored_usage_answers_as_the_exported_one(
         known.now = Instant(10**15 + later_ns)
         for rates in (known.rates, known.lasting_rates, known.hours):
             rates.used(name, times_count, known.now)
+        known.reuse.used(name, times_count)
+        known.reuse.loaded(0.1)
         known.transition_counts.setdefault(name, {})[NAMES[0]] = times_count
     restored = state_at(known.now + away_ns)
     restored.restore_usage(through_json(known.export_usage()))
@@ -122,6 +146,7 @@ def test_restored_usage_answers_as_the_exported_one(
     assert restored.transition_counts == known.transition_counts
     for name in NAMES:
         assert restored.rates.recent(name, now) == known.rates.recent(name, now)
+        assert restored.reuse.reuse(name, NO_COUNTS) == known.reuse.reuse(name, NO_COUNTS)
         assert restored.lasting_rates.recent(name, now) == known.lasting_rates.recent(name, now)
         assert restored.hours.ahead(name, now, 3.0) == known.hours.ahead(name, now, 3.0)
 
@@ -132,6 +157,17 @@ def test_usage_from_a_clock_ahead_of_this_one_is_left_out() -> None:
     restored.restore_usage(through_json(known.export_usage()))
     assert restored.rates.recent(NAMES[0], restored.now) == 0
     restored.restore_usage({"version": 99})
+
+
+@pytest.mark.spec("A17", "N4")
+def test_usage_exported_before_reuse_was_learned_is_restored_without_it() -> None:
+    known, restored = state_at(10**15), state_at(10**15)
+    known.rates.used(NAMES[0], 5, known.now)
+    exported = through_json(known.export_usage())
+    del exported["reuse"]
+    restored.restore_usage(exported)
+    assert restored.rates.recent(NAMES[0], restored.now) == 5
+    assert restored.reuse.clock == 0
 
 
 @pytest.mark.spec("A17")

@@ -131,6 +131,23 @@ def test_explain_of_a_victim_gives_asker_price_and_spared_candidates() -> None:
     assert "5.0 s ago 30.0 GiB were missing" in why(driver, 125, "a").said[-1]
 
 
+@pytest.mark.spec("K3", "N4")
+def test_explain_of_a_learned_price_says_in_words_what_it_comes_from() -> None:
+    driver = CoreDriver(device=80, settings=replace(PLAIN, evict="learned"))
+    driver.resident(0, "a", 40)
+    driver.resident(0, "b", 40)
+    for _ in range(5):
+        driver.note_uses("b", 1)
+    assert revoked(driver.ask(120, "c", 30)) == [("a", "swap", "gone")]
+    [past] = why(driver, 125, "a").past
+    went, spared = past.weighed
+    assert "last used 1 turnovers ago; 0.37 uses a turnover of late" in went.why
+    assert "last used 0 turnovers ago" in spared.why and "5.9 uses in the last hours" in spared.why
+    assert went.why in why(driver, 125, "c").said[-1]
+    [shortage] = why(driver, 125, "c").shortages
+    assert all("wanted soon with" in row.why for row in shortage.charged_tickets)
+
+
 def test_explain_of_a_closed_ticket_uses_history_and_of_an_unknown_one_fails() -> None:
     driver = CoreDriver(device=80)
     driver.resident(0, "a", 80)

@@ -3,7 +3,7 @@
 import pytest
 
 from arbiter.core import events as ev
-from arbiter.units import Bytes, TicketId, seconds
+from arbiter.units import Bytes, HolderId, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
     CoreDriver,
@@ -61,3 +61,18 @@ def test_snapshot_tells_how_long_loads_and_wakes_took() -> None:
     driver.at(3, ev.Loaded(TicketId("a"), seconds(3)))
     [seen] = driver.snapshot().load_times
     assert (seen.capability, seen.model, seen.load, seen.wake) == ("text", "a", seconds(3), None)
+
+
+@pytest.mark.spec("J5")
+def test_snapshot_tells_how_long_answered_requests_ran() -> None:
+    driver = CoreDriver(device=80)
+    driver.ask(0, "a", 30)
+    driver.at(3, ev.Loaded(TicketId("a"), seconds(3)))
+    ended = [("answered", 1), ("answered", 4), ("answered", 2), ("left", 9), ("answered", None)]
+    runs = tuple(
+        ev.FinishedRequest(TicketId("a"), "a", seconds(20), word, "r", ran and seconds(ran))
+        for word, ran in ended
+    )
+    driver.at(4, ev.Renewed(HolderId("h"), (driver.held("a", t=4),), runs))
+    [seen] = driver.snapshot().load_times
+    assert (seen.run, seen.run_long) == (seconds(2), seconds(4))

@@ -302,3 +302,32 @@ def test_habit_that_leads_to_a_removed_capability_prefetches_nothing() -> None:
         come_and_go(d, t + 2, f"v{number + 2}", 5, **VOICE)
     d.at(190, ev.CapabilitiesSet(d.table))
     assert use(d, 200, "e1y") == []
+
+
+def optional(d: CoreDriver, t: float, name: str) -> None:
+    """In the table its model is one without which requests are served too."""
+    text, *others = d.table
+    models = tuple(replace(m, is_optional=m.name == name) for m in text.models)
+    d.at(t, ev.CapabilitiesSet((replace(text, models=models), *others)))
+
+
+@pytest.mark.spec("F7")
+def test_optional_model_gets_free_room_at_any_request_and_never_waits_for_more() -> None:
+    d = CoreDriver()
+    optional(d, 5, "c")
+    assert granted(d.ask(10, "c1", 30, model="c")) == ["c1"]
+    assert d.ask(10, "c1", 30, model="c") != [] and d.find("c1").is_prefetch  # asked for twice
+    assert [r[:2] for r in revoked(d.ask(11, "b", 60))] == [("c1", "withdrawn")]
+    d.gone(12, "c1")
+    d.at(13, ev.Loaded(TicketId("b"), seconds(1)))
+    again = d.ask(14, "c2", 30, model="c")
+    assert isinstance(refusal(again), TicketClosed) and revoked(again) == []
+    assert d.state_of("b") == "resident"
+
+
+@pytest.mark.spec("F7")
+def test_optional_model_is_not_prefetched() -> None:
+    d = driver()
+    come_and_go(d, 3, "a3", 30)
+    optional(d, 8, "a")
+    assert use(d, 10) == []

@@ -1,0 +1,296 @@
+"""Learns how likely each model is wanted again soon: nine weights over eight logarithms, by
+Bayesian logistic regression on the device's own loads (docs/adr/0040).
+
+The clock counts turnovers: bytes loaded so far by all bytes that can be lent. It has no unit, so
+one set of windows serves an hour and a year, and between loads nothing fades. Each load asks of two
+models in turn how soon they are wanted; the next use, or 0.4 turnovers of silence, is the answer.
+Of each model a dozen numbers are kept, and at most FOLLOWERS_COUNT counts of what came after it; a
+use or a load takes the same time however many models there are.
+
+`WINDOWS` to `BORN` were fitted on 21 public traces of eight families, always with one family left
+out; half and double of them change the gap closed there by 0.01 (docs/benchmarks.md).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import exp, isfinite, log
+from operator import mul
+from typing import Any, NamedTuple
+
+from arbiter.core.records.usage_rates import UsageCounts
+from arbiter.core.types import ModelName
+
+Turnovers = float  # instants and spans of the clock
+Features = tuple[float, float, float, float, float, float, float, float, float]
+
+WINDOWS = (1.0, 10.0, 100.0)  # over which uses, visits and visits are counted
+SAME_VISIT = 0.3  # uses closer together count as one visit, by 1 - exp(-gap / SAME_VISIT)
+SOON = 0.1  # what is asked of a model: exp(-turnovers to its next use / SOON)
+ANSWERED_AFTER = 4 * SOON  # silence that long says no: exp(-4) is 0.02
+LOOKS_COUNT = 2  # models asked with each load; four were no better
+TRIES_COUNT = 16  # models looked at for these; the others are asked already
+RECENT_COUNT, LEADERS_COUNT = 8, 4  # distinct models used last; those that a follower follows
+FOLLOWERS_COUNT = 16  # of one model, the most frequent
+DRIFT = 1e-5  # added to the variances with each load, so that weights can follow a change
+# Weights at first, and how far each may be off: standard deviations from trace to trace.
+BORN = (0.20, 0.17, 0.41, -0.16, 0.06, 0.08, 0.0, 0.0, -2.26)
+DOUBT = (0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 1.0)
+PLACES = range(len(BORN))
+# Added before logarithms: one use in 300 turnovers, a fifth of SOON, a use in 50 hours.
+RATE_LEAST, AGE_LEAST, FOLLOWS_LEAST, COUNT_LEAST = 0.003, 0.02, 0.02, 0.02
+KNOWN_LEAST = 0.1  # a model used once counts as known for as long as SOON
+LEADER_DOUBT = 4  # visits of a leader before its followers count in full
+ODDS_MOST = 30.0  # exp of more is beyond what a chance can show
+
+
+class Reuse(NamedTuple):
+    """Says how likely a model is wanted within about a tenth of a turnover, and from what."""
+
+    chance: float = 0.0
+    features: Features = (0.0,) * 9
+
+    def __str__(self) -> str:
+        late, ten, hundred, age, follows, busier, recent, usual, _ = map(exp, self.features)
+        return (
+            f"wanted soon with {self.chance:.2g}: last used {_above(age, AGE_LEAST)} turnovers ago;"
+            f" {_above(late, RATE_LEAST)} uses a turnover of late, {_above(ten, RATE_LEAST)} visits"
+            f" over ten, {_above(hundred, RATE_LEAST)} over a hundred;"
+            f" {_above(follows, FOLLOWS_LEAST)} by what was used before it;"
+            f" {_above(recent, COUNT_LEAST)} uses in the last hours, {_above(usual, COUNT_LEAST)}"
+            f" usual in the coming ones, {busier:.2g} times those of others"
+        )
+
+
+@dataclass(slots=True)
+class ModelUses:
+    """Keeps what the uses of one model have told."""
+
+    first: Turnovers
+    last: Turnovers
+    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)  # by window, as of `last`
+    visits_count: int = 0
+    followers: dict[ModelName, int] = field(default_factory=dict)  # used after it, before it again
+    asked_at: Turnovers | None = None  # of the question that is open
+    asked: Features = (0.0,) * 9
+    answered_at: Turnovers | None = None  # by a request for it
+
+
+class ReuseLearner:
+    """Keeps the clock, the models and the weights."""
+
+    def __init__(self, born: Features = BORN, doubt: Features = DOUBT) -> None:
+        self.clock: Turnovers = 0.0
+        self._doubt = doubt
+        self._models: dict[ModelName, ModelUses] = {}
+        self._order: list[ModelName] = []  # as they were first used: whose turn it is to be asked
+        self._turn = 0
+        self._recent: list[ModelName] = []  # distinct, the newest first
+        self._leaders: list[tuple[dict[ModelName, int], int]] = []  # followers, visits and doubt
+        self._weights = list(born)
+        self._covariance = [[d * d * (a == b) for b in PLACES] for a, d in enumerate(doubt)]
+
+    # -- what happens --------------------------------------------------------------------------
+
+    def wanted(self, name: ModelName) -> None:
+        """Notes that a model is asked for: what often follows it is likelier now. The question
+        about it is answered, but learned from only once it is used, because an asker waits now."""
+        if uses := self._models.get(name):
+            if uses.asked_at is not None and uses.answered_at is None:
+                uses.answered_at = self.clock
+            self._note_recent(name, uses)
+
+    def ask_others(self, name: ModelName, counts: Callable[[ModelName], UsageCounts]) -> None:
+        """Asks of two other models in turn how soon they are wanted, because a model must load. An
+        open question is left open until silence has answered it."""
+        if not self._order:
+            return
+        for a in PLACES:
+            if self._covariance[a][a] < self._doubt[a] ** 2:
+                self._covariance[a][a] += DRIFT
+        asked_count = 0
+        for _ in range(min(TRIES_COUNT, len(self._order))):
+            self._turn = (self._turn + 1) % len(self._order)
+            other = self._order[self._turn]
+            uses = self._models[other]
+            if other == name or not self._may_ask(uses):
+                continue
+            uses.asked_at, uses.asked = self.clock, self._features(other, uses, counts(other))
+            asked_count += 1
+            if asked_count == LOOKS_COUNT:
+                break
+
+    def used(self, name: ModelName, times_count: int) -> None:
+        """Counts uses of a model at the present turnover."""
+        uses = self._models.get(name)
+        once = 1.0
+        if uses is None:
+            uses = self._models[name] = ModelUses(self.clock, self.clock)
+            self._order.append(name)
+            self._note_recent(name, uses)
+        else:
+            once = 1 - exp((uses.last - self.clock) / SAME_VISIT)
+            if uses.asked_at is not None:
+                self._learn(uses)
+        gap = self.clock - uses.last
+        short, middle, long = uses.sums
+        uses.sums = (
+            short * exp(-gap / WINDOWS[0]) + times_count,
+            middle * exp(-gap / WINDOWS[1]) + once,
+            long * exp(-gap / WINDOWS[2]) + once,
+        )
+        uses.last = self.clock
+
+    def loaded(self, turnovers: Turnovers) -> None:
+        """Moves the clock on: bytes of a load by all bytes that can be lent."""
+        self.clock += turnovers
+
+    def forget(self, name: ModelName) -> None:
+        """Forgets a model; what was learned from it stays in the weights."""
+        if self._models.pop(name, None) is None:
+            return
+        self._order.remove(name)
+        self._turn %= max(1, len(self._order))
+        for uses in self._models.values():
+            uses.followers.pop(name, None)
+        self._recent = [recent for recent in self._recent if recent != name]
+        self._note_leaders()
+
+    # -- what follows --------------------------------------------------------------------------
+
+    def reuse(self, name: ModelName, counts: UsageCounts) -> Reuse:
+        """Returns how likely a model is wanted soon."""
+        uses = self._models.get(name) or ModelUses(0.0, 0.0)
+        features = self._features(name, uses, counts)
+        return Reuse(self._chance(features), features)
+
+    def _chance(self, features: Features) -> float:
+        a, b, c, d, e, f, g, h, i = self._weights
+        r, s, t, u, v, w, x, y, z = features
+        odds = a * r + b * s + c * t + d * u + e * v + f * w + g * x + h * y + i * z
+        return 1 / (1 + exp(-min(ODDS_MOST, max(-ODDS_MOST, odds))))
+
+    def _features(self, name: ModelName, uses: ModelUses, counts: UsageCounts) -> Features:
+        age = self.clock - uses.last
+        known = self.clock - uses.first + KNOWN_LEAST
+        short, middle, long = uses.sums
+        w1, w10, w100 = WINDOWS
+        follows = FOLLOWS_LEAST
+        for followers, visits in self._leaders:
+            if count := followers.get(name):
+                follows += count / visits
+        usual = log(counts.usual_count + COUNT_LEAST)
+        return (
+            log(short * exp(-age / w1) / w1 + RATE_LEAST),
+            log(middle * exp(-age / w10) / w10 / (1 - exp(-known / w10)) + RATE_LEAST),
+            log(long * exp(-age / w100) / w100 / (1 - exp(-known / w100)) + RATE_LEAST),
+            log(age + AGE_LEAST),
+            log(follows),
+            usual - log(counts.any_hours_count + COUNT_LEAST),
+            log(counts.recent_count + COUNT_LEAST),
+            usual,
+            1.0,
+        )
+
+    # -- learning ------------------------------------------------------------------------------
+
+    def _may_ask(self, uses: ModelUses) -> bool:
+        """Says whether no question about a model is open; silence that has lasted answers it."""
+        if uses.asked_at is None:
+            return True
+        if uses.answered_at is None and self.clock - uses.asked_at < ANSWERED_AFTER:
+            return False
+        self._learn(uses)
+        return True
+
+    def _learn(self, uses: ModelUses) -> None:
+        """Closes the question about a model with one step of Bayesian logistic regression (the
+        Laplace approximation of Spiegelhalter and Lauritzen 1990)."""
+        assert uses.asked_at is not None
+        answered_at = self.clock if uses.answered_at is None else uses.answered_at
+        answer = exp((uses.asked_at - answered_at) / SOON)
+        uses.asked_at = uses.answered_at = None
+        features = uses.asked
+        chance = self._chance(features)
+        steep = max(1e-4, chance * (1 - chance))
+        spread = [sum(map(mul, row, features)) for row in self._covariance]
+        scale = 1 + steep * sum(map(mul, spread, features))
+        for a, wide in enumerate(spread):
+            self._weights[a] += wide / scale * (answer - chance)
+            pull = steep / scale * wide
+            row = self._covariance[a]
+            self._covariance[a] = [
+                value - pull * other for value, other in zip(row, spread, strict=True)
+            ]
+
+    def _note_recent(self, name: ModelName, uses: ModelUses) -> None:
+        """Counts a model as follower of what was used since its own last use."""
+        recent = self._recent
+        if recent and recent[0] == name:
+            return
+        at = recent.index(name) if name in recent else len(recent)
+        for before in recent[:at]:
+            _count_follower(self._models[before].followers, name)
+        uses.visits_count += 1
+        self._recent = [name, *(other for other in recent if other != name)][:RECENT_COUNT]
+        self._note_leaders()
+
+    def _note_leaders(self) -> None:
+        leaders = (self._models[name] for name in self._recent[:LEADERS_COUNT])
+        self._leaders = [(uses.followers, uses.visits_count + LEADER_DOUBT) for uses in leaders]
+
+    # -- across restarts -----------------------------------------------------------------------
+
+    def export(self) -> dict[str, Any]:
+        """Returns all of it as plain values; `restore` reads them back."""
+        return {
+            "clock": self.clock,
+            "turn": self._turn,
+            "weights": list(self._weights),
+            "covariance": [list(row) for row in self._covariance],
+            "recent": [list(name) for name in self._recent],
+            "models": [_row(name, self._models[name]) for name in self._order],
+        }
+
+    def restore(self, exported: dict[str, Any]) -> None:
+        """Takes back the values of `export`. Those of other code, or that are damaged, are left
+        out, and it learns anew: a price of them could not be told."""
+        weights, covariance = exported["weights"], exported["covariance"]
+        models = dict(map(_model_of, exported["models"]))
+        recent = [ModelName(*name) for name in exported["recent"]]
+        count = len(self._weights)
+        has_form = [len(row) for row in (weights, *covariance)] == [count] * (count + 1)
+        numbers = (exported["clock"], *weights, *(value for row in covariance for value in row))
+        if not has_form or not all(map(isfinite, numbers)) or not models.keys() >= {*recent}:
+            return
+        self.clock, self._turn = exported["clock"], exported["turn"]
+        self._weights = list(weights)
+        self._covariance = [list(row) for row in covariance]
+        self._models, self._order, self._recent = models, list(models), recent
+        self._note_leaders()
+
+
+def _above(value: float, least: float) -> str:
+    return f"{max(0.0, value - least):.2g}"
+
+
+def _count_follower(followers: dict[ModelName, int], name: ModelName) -> None:
+    """Counts a follower; of more than FOLLOWERS_COUNT the rarest goes, the oldest of equals."""
+    if name not in followers and len(followers) >= FOLLOWERS_COUNT:
+        del followers[min(followers, key=followers.__getitem__)]
+    followers[name] = followers.get(name, 0) + 1
+
+
+def _row(name: ModelName, uses: ModelUses) -> list[Any]:
+    followers = [[*follower, count] for follower, count in uses.followers.items()]
+    question = [uses.asked_at, list(uses.asked), uses.answered_at]
+    return [*name, uses.first, uses.last, list(uses.sums), uses.visits_count, followers, question]
+
+
+def _model_of(row: list[Any]) -> tuple[ModelName, ModelUses]:
+    capability, model, first, last, sums, visits_count, followers, question = row
+    asked_at, asked, answered_at = question
+    counts = {ModelName(c, m): count for c, m, count in followers}
+    uses = ModelUses(
+        first, last, tuple(sums), visits_count, counts, asked_at, tuple(asked), answered_at
+    )
+    return ModelName(capability, model), uses

@@ -1,0 +1,76 @@
+"""EgressBook: what leaves for remotes is written down and paid for before it leaves (J5).
+
+A request reserves the most that it may cost; its end puts what it did cost in that place. One whose
+end was never told stays reserved, so a crash errs to the dear side, and until midnight UTC. Budgets
+are per tenant and remote, and those of all sessions of one state file together.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from arbiter.core.decisions import EventKind, LogEvent
+from arbiter.errors import EgressRefused
+from arbiter.protocol.egress_budget import MILLION, day_of, refusal
+from arbiter.protocol.messages import DaySpent, Egress, EgressEnd, Plain
+from arbiter.server.store import Store
+from arbiter.units import Bytes
+
+
+class EgressBook:
+    def __init__(
+        self,
+        store: Store,
+        tell: Callable[[LogEvent], None],
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._tell, self._unix_s = store, tell, unix_s
+
+    def leave(self, egress: Egress) -> DaySpent:
+        """Raises RemoteBudgetSpent, EgressRefused."""
+        now, tenant, remote = self._now(), egress.tenant, egress.remote
+        day = day_of(now)
+        spent = DaySpent(*self._store.spent(day, tenant, remote))
+        if self._store.is_reserved(egress.id):
+            return spent
+        if error := refusal(egress, spent, now):
+            raise error
+        wants = egress.tokens_count, egress.money_micros
+        if not self._store.reserve(egress.id, day, tenant, remote, *wants) or self._store.trouble:
+            raise EgressRefused(remote, self._store.trouble or "the state file is closed")
+        self._tell(LogEvent(EventKind.REMOTE_EGRESS, _about(egress), size_bytes=egress.size_bytes))
+        return DaySpent(*self._store.spent(day, tenant, remote))
+
+    def left(self, end: EgressEnd) -> DaySpent:
+        egress = end.egress
+        tokens = end.prompt_tokens_count + end.answer_tokens_count
+        if self._store.settle(egress.id, tokens, end.money_micros):
+            said: Plain = {
+                "outcome": end.outcome,
+                "prompt_tokens": end.prompt_tokens_count,
+                "answer_tokens": end.answer_tokens_count,
+                "sent_bytes": egress.size_bytes,
+                "money": end.money_micros / MILLION,
+            }
+            about = _about(egress) | said
+            answer = Bytes(end.answer_bytes)
+            self._tell(LogEvent(EventKind.REMOTE_ANSWER, about, size_bytes=answer, took=end.took))
+        return DaySpent(*self._store.spent(day_of(self._now()), egress.tenant, egress.remote))
+
+    def today(self) -> list[Plain]:
+        return self._store.spending(day_of(self._now()))
+
+    def _now(self) -> datetime:
+        return datetime.fromtimestamp(self._unix_s(), UTC)
+
+
+def _about(egress: Egress) -> dict[str, str | int | float | bool | None]:
+    """Without a prompt: there is none in the message."""
+    return {
+        "egress": egress.id,
+        "remote": egress.remote,
+        "model": egress.model,
+        "tenant": egress.tenant,
+        "tokens_at_most": egress.tokens_count,
+        "money_at_most": egress.money_micros / MILLION,
+    }

@@ -1,0 +1,133 @@
+"""First tokens of chat with and without a batch beside it, and the swaps of a mixed batch (J4).
+
+    python -m benchmarks.batch_beside_chat --pairs 6 --asks 20
+
+Pairs of equal stretches, in alternating order: chat alone, and chat while a batch of the same model
+runs. The figure is the p95 of the seconds to the first token, as a ratio. Then a batch whose lines
+name two models in turn that do not fit together: its loads, against one for each change of model in
+the order as given.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import aiohttp
+from openai import OpenAI
+
+from benchmarks import load
+from benchmarks.batch_kills import ENDED
+from tests.graph.conftest import Graph, started, until
+
+CHAT = "small-chat"
+BATCH_TOKENS, CHAT_TOKENS = 64, 8
+PAUSE_S = 0.2  # between two questions: a person is slower
+WITHIN_S = 300.0
+
+
+def upload(client: OpenAI, bodies: list[dict[str, Any]]) -> str:
+    """Begins a batch and returns its id."""
+    url = "/v1/chat/completions"
+    rows = [
+        {"custom_id": f"r{n}", "method": "POST", "url": url, "body": body}
+        for n, body in enumerate(bodies)
+    ]
+    raw = "\n".join(json.dumps(row) for row in rows).encode()
+    file = client.files.create(file=("in.jsonl", raw), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    ).id
+
+
+def body(model: str, number: int, tokens: int) -> dict[str, Any]:
+    message = {"role": "user", "content": f"Line {number}"}
+    return {"model": model, "messages": [message], "max_tokens": tokens, "ignore_eos": True}
+
+
+def stretch(url: str, asks: int) -> list[float]:
+    """Seconds to the first token of each question, one after another."""
+
+    async def ask_all() -> list[float]:
+        found = []
+        async with aiohttp.ClientSession() as http:
+            for number in range(asks):
+                answer = await load.ask(http, url, CHAT, f"Question {number}", CHAT_TOKENS)
+                found.append(answer.ttft_s)
+                await asyncio.sleep(PAUSE_S)
+        return found
+
+    return asyncio.run(ask_all())
+
+
+def p95(values: list[float]) -> float:
+    return quantiles(values, n=20)[-1]
+
+
+def beside(graph: Graph, client: OpenAI, asks: int) -> list[float]:
+    """A stretch while a batch of more lines than it can finish runs."""
+    batch = upload(client, [body(CHAT, n, BATCH_TOKENS) for n in range(4_000)])
+
+    def runs() -> bool:
+        counts = client.batches.retrieve(batch).request_counts
+        return counts is not None and counts.completed > 4
+
+    until(runs, WITHIN_S, "the batch runs")
+    found = stretch(graph.url, asks)
+    assert client.batches.retrieve(batch).status == "in_progress", "the batch was too short"
+    client.batches.cancel(batch)
+    until(lambda: client.batches.retrieve(batch).status in ENDED, WITHIN_S, "it is cancelled")
+    return found
+
+
+def swaps(graph: Graph, client: OpenAI, lines: int) -> dict[str, int]:
+    """Loads of a batch whose lines name two models in turn."""
+    last = graph.state()["sequence"]
+    models = (CHAT, "wide-chat")
+    batch = upload(client, [body(models[n % 2], n, 4) for n in range(lines)])
+    until(lambda: client.batches.retrieve(batch).status in ENDED, WITHIN_S, "the batch has ended")
+    found = [e for e in graph.events() if e["seq"] > last and e["kind"] == "model_load"]
+    return {"lines": lines, "loads": len(found), "as_given": lines}
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--asks", type=int, default=20)
+    parser.add_argument("--in-flight", type=int, default=8)
+    said = parser.parse_args()
+
+    def change(config: dict[str, Any]) -> None:
+        table = config["applications"][0]["deployments"][0]["user_config"]
+        table["jobs"] = {"in_flight": said.in_flight}
+
+    with tempfile.TemporaryDirectory() as folder, started(Path(folder), change) as graph:
+        client = OpenAI(base_url=f"{graph.url}/v1", api_key="none", timeout=60, max_retries=4)
+        stretch(graph.url, 5)
+        alone: list[float] = []
+        batched: list[float] = []
+        began_s = time.monotonic()
+        for pair in range(said.pairs):
+            for is_batched in (False, True) if pair % 2 else (True, False):
+                if is_batched:
+                    batched += beside(graph, client, said.asks)
+                else:
+                    alone += stretch(graph.url, said.asks)
+        figures = {
+            "alone_p95_s": p95(alone),
+            "beside_p95_s": p95(batched),
+            "ratio": p95(batched) / p95(alone),
+            "n": len(alone),
+            "took_s": time.monotonic() - began_s,
+            "swaps": swaps(graph, client, 40),
+        }
+        print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

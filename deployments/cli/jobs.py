@@ -1,0 +1,85 @@
+"""`arbiter jobs list|show|cancel|tail`: batches and single jobs of all tenants, without what they
+say."""
+
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from deployments.cli.http import Url, front
+from deployments.cli.output import AsJson, cell, clean, show, show_line, span, table
+
+app = typer.Typer(no_args_is_help=True, help="Batches and jobs: list, show, cancel, follow.")
+
+JobId = Annotated[str, typer.Argument(metavar="ID", help="As `arbiter jobs list` has it.")]
+TAIL_S = 1.0  # between two looks
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+@app.command("list")
+def list_(
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="The newest so many.")] = 50,
+    as_json: AsJson = False,
+    url: Url = None,
+) -> None:
+    """The newest first."""
+    with front(url) as f:
+        found = f.get(f"/arbiter/jobs?limit={limit}")
+    heads = ("id", "state", "done", "failed", "of", "tenant", "path", "models", "since")
+    now = time.time()
+    rows = [
+        (
+            *(row["id"], row["state"], row["done"], row["failed"], row["total"], row["tenant"]),
+            *(row["path"], ", ".join(row["models"]), span(now - row["created_s"])),
+        )
+        for row in found["jobs"]
+    ]
+    show(as_json, found, table(heads, rows, numbers=("done", "failed", "of")))
+
+
+@app.command("show")
+def show_(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
+    """One of them, with what was wrong with it."""
+    with front(url) as f:
+        found = f.get(f"/arbiter/jobs/{job_id}")
+    show(as_json, found, *_lines(found))
+
+
+@app.command()
+def cancel(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
+    """End what runs of it. Results that it has stay."""
+    with front(url) as f:
+        found = f.send("DELETE", f"/arbiter/jobs/{job_id}")
+    show(as_json, found, *_lines(found))
+
+
+@app.command()
+def tail(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
+    """Follow its counts until it has ended; the exit status is 1 where it did not complete."""
+    before = None
+    with front(url) as f:
+        while True:
+            found = f.get(f"/arbiter/jobs/{job_id}")
+            if (now := _summary(found)) != before:
+                show_line(as_json, found, Text(clean(now)))
+                before = now
+            if found["state"] in ENDED:
+                raise typer.Exit(int(found["state"] != "completed"))
+            time.sleep(TAIL_S)
+
+
+def _lines(row: dict[str, Any]) -> Iterator[RenderableType]:
+    yield cell(_summary(row))
+    models = ", ".join(row["models"]) or "not known yet"
+    yield cell(f"{row['kind']} of tenant {row['tenant']} for {row['path']}, models: {models}")
+    for error in row["errors"]:
+        where = f"line {error['line']}: " if error.get("line") else ""
+        yield cell(f"{where}{error['code']}")
+
+
+def _summary(row: dict[str, Any]) -> str:
+    counts = f"{row['done']} done and {row['failed']} failed of {row['total']}"
+    return f"{row['id']} is {row['state']}, {counts}"

@@ -1,0 +1,164 @@
+"""The body of an event stream on a connection of its own, to the process that has the client.
+
+A replica that puts `messages.SIDE_STREAM` with a fresh word into a request's headers gets the head
+of a successful event stream with the same header, and then nothing until the end. The pieces go to
+whichever process of this user asks first for
+
+    GET /control/side_stream/WORD
+
+The replica's connection stays what it is without this: it counts the request, and closing it ends
+the work. Every other answer comes there whole.
+
+A piece waits for others until 5 ms after the last that went out; the first two never wait, and the
+end waits for nothing.
+"""
+
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any
+
+from deployments import messages
+from deployments.engines import asgi
+from deployments.engines.protocol import Asgi, Receive, Scope, Send
+
+PATH = messages.SIDE_STREAM_PATH
+HEADER = messages.SIDE_STREAM.encode()
+
+JOIN_S = 0.005  # of a piece's delay at most
+FIRST_PIECES = 2  # vLLM's first piece names the role, and the second is the first token
+
+# Of bytes that were made and not taken; then the engine's application waits, as on a socket.
+MOST_HELD_BYTES = 1 << 18
+
+# Between the head and the reader's question lie three processes on one node, which takes 2 ms.
+TAKEN_WITHIN_S = 10.0
+
+
+class SideStreamBroken(Exception):
+    """Nothing read it, or its end never came. The server closes the connection unfinished."""
+
+
+class SideStream:
+    """The pieces of one answer, from the application that makes them to its reader."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._held_bytes = self._sent = 0
+        self._due_s = 0.0
+        self._stir, self._room, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_whole = False
+        self.taken, self.carried = asyncio.Event(), asyncio.Event()
+
+    async def put(self, piece: bytes) -> None:
+        """Waits while much is held."""
+        while self._held_bytes > MOST_HELD_BYTES and not self._over.is_set():
+            self._room.clear()
+            await self._room.wait()
+        self._held.append(piece)
+        self._held_bytes += len(piece)
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._due_s:
+            self._stir.set()
+        elif self._timer is None:
+            self._timer = loop.call_at(self._due_s, self._stir.set)
+
+    def end(self, *, is_whole: bool) -> None:
+        self.is_whole = is_whole
+        self._over.set()
+        self._stir.set()
+        self._room.set()
+
+    async def carry(self, send: Send) -> None:
+        """Sends what there is until the end. Raises SideStreamBroken."""
+        self.taken.set()
+        loop = asyncio.get_running_loop()
+        try:
+            while not (self._over.is_set() and not self._held):
+                await self._stir.wait()
+                self._stir.clear()
+                if self._timer is not None:
+                    self._timer.cancel()
+                    self._timer = None
+                held, self._held, self._held_bytes = b"".join(self._held), [], 0
+                self._room.set()
+                if held:
+                    await send({"type": "http.response.body", "body": held, "more_body": True})
+                    self._sent += 1
+                    self._due_s = loop.time() + JOIN_S if self._sent >= FIRST_PIECES else 0.0
+            if not self.is_whole:
+                raise SideStreamBroken
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self.carried.set()
+
+
+class SideStreams:
+    """Of one engine process."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, SideStream] = {}
+
+    async def answer(self, app: Asgi, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the engine's application. The connection that asked ends after the side stream, so
+        that the request counts as in flight until all of it was taken. Raises what the application
+        raises, SideStreamBroken."""
+        word = next((v.decode() for k, v in scope["headers"] if k == HEADER), "")
+        if not word:
+            return await app(scope, receive, send)
+        detour = _Detour(word, self._waiting, send)
+        try:
+            await app(scope, receive, detour)
+            detour.stream.end(is_whole=detour.is_complete)
+            if detour.is_complete:
+                await self._taken(detour.stream)
+                await send({"type": "http.response.body", "body": b""})
+        finally:
+            detour.stream.end(is_whole=detour.is_complete)
+            self._waiting.pop(word, None)
+
+    async def read(self, scope: Scope, send: Send) -> None:
+        """The answer to the reader's question; a word counts once. Raises SideStreamBroken."""
+        stream = self._waiting.pop(scope["path"].removeprefix(PATH), None)
+        if stream is None:
+            return await asgi.refuse(send, 404, "no such side stream", kind="NotFound")
+        headers = [(b"content-type", b"application/octet-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await stream.carry(send)
+
+    async def _taken(self, stream: SideStream) -> None:
+        """Raises SideStreamBroken where no reader comes."""
+        try:
+            async with asyncio.timeout(TAKEN_WITHIN_S):
+                await stream.taken.wait()
+        except TimeoutError:
+            raise SideStreamBroken from None
+        await stream.carried.wait()
+
+
+class _Detour:
+    """The `send` of an application whose event stream goes elsewhere."""
+
+    def __init__(self, word: str, waiting: dict[str, SideStream], send: Send) -> None:
+        self._word, self._waiting, self._send = word, waiting, send
+        self.stream = SideStream()
+        self.is_open = self.is_complete = False
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            await self._begin(message)
+        elif not self.is_open:
+            await self._send(message)
+        else:
+            if piece := message.get("body", b""):
+                await self.stream.put(piece)
+            self.is_complete = not message.get("more_body", False)
+
+    async def _begin(self, message: MutableMapping[str, Any]) -> None:
+        kind = dict(message["headers"]).get(b"content-type", b"")
+        if message["status"] == 200 and kind.startswith(b"text/event-stream"):
+            self.is_open = True
+            self._waiting[self._word] = self.stream
+            told = [*message["headers"], (HEADER, self._word.encode())]
+            message = {**message, "headers": told}
+        await self._send(message)

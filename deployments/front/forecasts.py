@@ -1,0 +1,150 @@
+"""Forecasts: how long each model would take here, as the front saw it last.
+
+    seen = await forecasts.read(table, ("small-chat", "tiny-chat"))
+
+The arbiter's state and its dry run of what is cold are read in the background while tasks are asked
+for, so that a request which finds its model resident waits for no call to the arbiter. What is used
+is at most `STALE_S` old. The first request after a rest waits for one reading, for `WAIT_S` at
+most; without one nothing is predicted, and the ladder's own order counts.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from arbiter.client.admin import call_arbiter
+from arbiter.core.reports.plan import PlanQuestion
+from arbiter.core.types import Priority
+from arbiter.errors import ArbiterUnavailable, UnknownCapability, UnknownModel
+from arbiter.units import DEFAULT_TENANT
+from deployments.config import load_plan
+from deployments.config.schema import CapabilityConfig, ConfigError, Table
+from deployments.front import arbiter_gateway, model_cards, plan_questions
+from deployments.front.arbiter_gateway import NEVER_SEEN, ArbiterState, ModelTimes, Presence
+from deployments.tasks import predict
+from deployments.tasks.predict import NOTHING, Prediction
+
+# A state is read and each cold rung planned in some milliseconds (22 ms for each with 500 models
+# resident, benchmarks/dry_run.py): a hundredth of the arbiter's time while tasks are in use.
+FRESH_S = 0.5  # then the next request has it read again, and does not wait
+STALE_S = 2.0  # a model may have left by then: the next request waits
+WAIT_S = 1.0  # a restart of the arbiter takes 1-2 s; a request does without
+FORGOTTEN_S = 60.0  # after its last use a model is no longer planned
+
+ReadState = Callable[[], Awaitable[ArbiterState]]
+Plan = Callable[[PlanQuestion], Awaitable[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of one model."""
+
+    predicted: Prediction
+    context: int | None = None  # tokens that it reads; None: not known
+    never: str | None = None  # why no request can have it loaded
+    run_long_s: float | None = None  # of its longest newest requests
+
+
+UNSEEN = Forecast(NOTHING)
+
+
+async def read_state() -> ArbiterState:
+    """Raises ArbiterUnavailable."""
+    return await arbiter_gateway.state(WAIT_S)
+
+
+async def ask_plan(question: PlanQuestion) -> Mapping[str, Any]:
+    """Raises RequestError."""
+    made: Mapping[str, Any] = await call_arbiter("plan", question, within_s=WAIT_S)
+    return made
+
+
+class Forecasts:
+    """One per front, on its event loop."""
+
+    def __init__(
+        self,
+        state: ReadState = read_state,
+        plan: Plan = ask_plan,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state, self._plan, self._clock = state, plan, clock
+        self._table: Table | None = None
+        self._asked_s: dict[str, float] = {}  # model to its last use
+        self._found: dict[str, Forecast] = {}
+        self._files: dict[str, _Files] = {}  # of the table's models, read once
+        self._read_s = float("-inf")
+        self._reading: asyncio.Task[None] | None = None
+
+    async def read(self, table: Table, models: Iterable[str]) -> Mapping[str, Forecast]:
+        """Of each of these models of the table."""
+        if table is not self._table:
+            self._table, self._found, self._files, self._reading = table, {}, {}, None
+        now_s = self._clock()
+        wanted = tuple(models)
+        self._asked_s |= dict.fromkeys(wanted, now_s)
+        age_s = now_s - self._read_s
+        is_known = all(model in self._found for model in wanted)
+        if age_s > FRESH_S or not is_known:
+            reading = self._begin(table)
+            if age_s > STALE_S or not is_known:
+                await asyncio.wait({reading}, timeout=WAIT_S)
+        return {model: self._found.get(model, UNSEEN) for model in wanted}
+
+    def _begin(self, table: Table) -> "asyncio.Task[None]":
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.ensure_future(self._read(table))
+        return self._reading
+
+    async def _read(self, table: Table) -> None:
+        now_s = self._clock()
+        self._asked_s = {m: s for m, s in self._asked_s.items() if now_s - s < FORGOTTEN_S}
+        homes = {model: table.homes[model] for model in self._asked_s if model in table.homes}
+        found = dict.fromkeys(homes, UNSEEN)
+        try:
+            state = await self._state()
+            present, times = state.presences(homes), state.times()
+            for model, home in homes.items():
+                took = times.get((home, model), NEVER_SEEN)
+                found[model] = await self._of(table, model, present[model], took)
+        except ArbiterUnavailable:
+            pass  # the ladder's own order counts for what is not predicted
+        if table is self._table:
+            self._found, self._read_s = found, self._clock()
+
+    async def _of(self, table: Table, model: str, seen: Presence, took: ModelTimes) -> Forecast:
+        """Raises ArbiterUnavailable."""
+        home = table.homes[model]
+        if model not in self._files:
+            self._files[model] = await asyncio.to_thread(_files, model, table.capabilities[home])
+        files = self._files[model]
+        here = predict.of_presence(seen.state, seen.estimate_s, took.run_s)
+        usual = Forecast(here, files.context, None, took.run_long_s)
+        is_coming = seen.state in ("resident", "loading", "queued")
+        if (is_coming and seen.estimate_s is not None) or files.plan is None:
+            return usual
+        question = plan_questions.of_model(home, files.plan, Priority.NORMAL, DEFAULT_TENANT)
+        try:
+            plan = await self._plan(question)
+        except (UnknownCapability, UnknownModel):  # the arbiter does not have this table yet
+            return replace(usual, predicted=NOTHING)
+        predicted = predict.of_plan(seen.state, plan, took.load_s, took.run_s)
+        return replace(usual, predicted=predicted, never=predict.never(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What the files of a model say."""
+
+    context: int | None
+    plan: load_plan.ModelPlan | None  # None: they are on another node
+
+
+def _files(model: str, capability: CapabilityConfig) -> _Files:
+    context = model_cards.context(capability.models[model])
+    try:
+        return _Files(context, load_plan.plan(model, capability))
+    except (ConfigError, OSError):
+        return _Files(context, None)

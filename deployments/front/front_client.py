@@ -1,0 +1,189 @@
+"""The proxy's side of the front's socket: one ASGI request over a connection of its own."""
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import cast
+
+import httptools
+from starlette.types import Message, Receive, Scope, Send
+
+from arbiter.protocol.peer_credentials import peer_uid
+
+# Of a connection, which ends here.
+_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect"})
+MOST_HELD_BYTES = 1 << 18
+
+
+class NoFront(Exception):
+    """Nothing listens there. No byte of the request was taken."""
+
+
+async def carry(path: Path, scope: Scope, receive: Receive, send: Send) -> None:
+    """Carries request and response. Returns with nothing sent where the front died first, and
+    raises FrontGone where it died later. Raises NoFront."""
+    line = await _connected(path)
+    try:
+        first = await receive()
+        leaving = await line.ask(scope, first, receive)
+        carrying = asyncio.ensure_future(line.answer(send))
+        await asyncio.wait({leaving, carrying}, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if carrying.done():
+            carrying.result()
+        else:
+            carrying.cancel()
+            await asyncio.wait({carrying})
+    finally:
+        line.close()
+
+
+async def _connected(path: Path) -> "_Connection":
+    """To a front of this user: others may write to the session's folder, so a stranger could put a
+    socket of its own there, and would get keys and prompts. Raises NoFront."""
+    loop = asyncio.get_running_loop()
+    conn = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    conn.setblocking(False)
+    try:
+        await loop.sock_connect(conn, str(path))
+        if peer_uid(conn) != os.getuid():
+            raise NoFront(f"{path} is another user's")
+        _, made = await loop.create_unix_connection(_Connection, sock=conn)
+        return made
+    except OSError as error:
+        conn.close()
+        raise NoFront(str(path)) from error
+    except BaseException:
+        conn.close()
+        raise
+
+
+class FrontGone(Exception):
+    """It died in the middle of a response."""
+
+
+class _Connection(asyncio.Protocol):
+    """One request and its response, taken apart by httptools; what that calls has its names."""
+
+    def __init__(self) -> None:
+        self._stir = asyncio.Event()
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._transport: asyncio.Transport | None = None
+        self.is_lost = self._is_complete = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._start: Message | None = None
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    async def ask(self, scope: Scope, first: Message, receive: Receive) -> "asyncio.Task[None]":
+        """Writes the request. The task goes on with its body, and ends when the client leaves."""
+        assert self._transport is not None
+        target = scope["raw_path"] + (
+            b"?" + scope["query_string"] if scope["query_string"] else b""
+        )
+        body, has_more = first.get("body", b""), first.get("more_body", False)
+        head = [b"%s %s HTTP/1.1\r\nconnection: close\r\n" % (scope["method"].encode(), target)]
+        is_sized = False
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                # Where the body is at its end its own length counts: the proxy's server hands over
+                # none of a request that asks to change the protocol, whatever its header says.
+                is_sized = True
+                length = value if has_more else b"%d" % len(body)
+                head.append(b"%s: %s\r\n" % (name, length))
+            elif name not in _HOP:
+                head.append(b"%s: %s\r\n" % (name, value))
+        is_chunked = not is_sized and (has_more or bool(body))
+        if is_chunked:
+            head.append(b"transfer-encoding: chunked\r\n")
+        self._transport.write(b"".join([*head, b"\r\n", _framed(body, is_chunked, has_more)]))
+        return asyncio.ensure_future(self._rest(receive, is_chunked, has_more))
+
+    async def _rest(self, receive: Receive, is_chunked: bool, has_more: bool) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            if has_more and self._transport is not None:
+                has_more = message.get("more_body", False)
+                await self._flows.wait()
+                self._transport.write(_framed(message.get("body", b""), is_chunked, has_more))
+
+    async def answer(self, send: Send) -> None:
+        """Sends head and body on. Raises FrontGone."""
+        while self._start is None and not self.is_lost:
+            await self._wait()
+        if self._start is None:
+            return
+        await send(self._start)
+        while not (self._is_complete and not self._held):
+            if self._held:
+                held, self._held = b"".join(self._held), []
+                if self._held_bytes > MOST_HELD_BYTES and self._transport and not self.is_lost:
+                    self._transport.resume_reading()
+                self._held_bytes = 0
+                await send({"type": "http.response.body", "body": held, "more_body": True})
+            elif self.is_lost:
+                raise FrontGone
+            else:
+                await self._wait()
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _wait(self) -> None:
+        self._stir.clear()
+        await self._stir.wait()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses of it
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.is_lost = True
+        if self._held_bytes > MOST_HELD_BYTES and self._transport:
+            self._transport.pause_reading()
+        self._stir.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
+        self._flows.set()
+        self._stir.set()
+
+    def pause_writing(self) -> None:
+        self._flows.clear()
+
+    def resume_writing(self) -> None:
+        self._flows.set()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name not in _HOP:
+            self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200:  # else: it goes on with the body, or hints at what comes
+            self._start = {
+                "type": "http.response.start", "status": status, "headers": self._headers,
+            }  # fmt: skip
+
+    def on_body(self, piece: bytes) -> None:
+        self._held.append(piece)
+        self._held_bytes += len(piece)
+
+    def on_message_complete(self) -> None:
+        self._is_complete = self._start is not None
+
+
+def _framed(piece: bytes, is_chunked: bool, has_more: bool) -> bytes:
+    if not is_chunked:
+        return piece
+    chunk = b"%x\r\n%s\r\n" % (len(piece), piece) if piece else b""
+    return chunk if has_more else chunk + b"0\r\n\r\n"

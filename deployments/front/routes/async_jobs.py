@@ -1,0 +1,74 @@
+"""Jobs of `Prefer: respond-async` (RFC 7240) and of background responses, by their tenant. No route
+here loads a model or waits for one."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import Response
+
+from deployments.front import async_calls
+from deployments.front.dependencies import Inferrer, State
+from deployments.front.relay import SSE, ClosingStream
+from deployments.front.routes.openai import counted
+from deployments.front.schemas import refusals
+from deployments.jobs.errors import Conflict
+from deployments.jobs.store import Job
+
+router = APIRouter(prefix="/v1/jobs", responses=refusals(400, 401, 403, 404, 503))
+
+
+@router.get("")
+async def jobs(
+    caller: Inferrer,
+    front: State,
+    after: str = "",
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> dict[str, Any]:
+    """The newest first, with stored responses."""
+    found: list[Job] = await front.jobs.call("page", caller.tenant, None, after, limit + 1)
+    rows = [await async_calls.shown(job, front.table) for job in found[:limit]]
+    return {"object": "list", "data": rows, "has_more": len(found) > limit}
+
+
+@router.get("/{job_id}")
+async def job(job_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
+    """How far it is. Raises NotFound."""
+    found: Job = await front.jobs.call("get", caller.tenant, job_id)
+    return await async_calls.shown(found, front.table)
+
+
+@router.get("/{job_id}/result", response_class=Response, responses=refusals(409))
+async def result(job_id: str, caller: Inferrer, front: State) -> Response:
+    """The answer of its call: status, content type and body as they would have been. Raises
+    NotFound; Conflict while there is none."""
+    found: Job = await front.jobs.call("get", caller.tenant, job_id)
+    if found.status is None:
+        raise Conflict("job", job_id, found.state, "read: it has no answer")
+    pieces = async_calls.result(front.jobs, caller.tenant, job_id)
+    return ClosingStream(counted(front, pieces), found.status, media_type=found.content_type)
+
+
+@router.get("/{job_id}/events", response_class=Response)
+async def events(
+    job_id: str, caller: Inferrer, front: State, after: Annotated[int, Query(ge=0)] = 0
+) -> Response:
+    """The events of a call with `stream`, those above a number, until its end: tokens, or pictures
+    as they form. Raises NotFound."""
+    await front.jobs.call("get", caller.tenant, job_id)
+    made = async_calls.events(front.jobs, caller.tenant, job_id, after)
+    return ClosingStream(counted(front, made), media_type=SSE)
+
+
+@router.post("/{job_id}/cancel")
+async def cancel(job_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Ends its call, between two steps of the engine. Raises NotFound."""
+    ended = await async_calls.cancelled(front.jobs, caller.tenant, job_id)
+    return await async_calls.shown(ended, front.table)
+
+
+@router.delete("/{job_id}")
+async def delete(job_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Cancels it where it is unfinished, and forgets it. Raises NotFound."""
+    await async_calls.cancelled(front.jobs, caller.tenant, job_id)
+    await front.jobs.call("delete", caller.tenant, job_id)
+    return {"id": job_id, "object": "job", "deleted": True}

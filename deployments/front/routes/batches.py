@@ -1,0 +1,99 @@
+"""OpenAI's batches: many requests of one file, run when interactive work leaves room."""
+
+import uuid
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+
+from deployments.front.dependencies import Inferrer, State
+from deployments.front.request import BadRequest
+from deployments.front.routes.files import EXPIRES_LEAST_S, EXPIRES_MOST_S, page
+from deployments.front.routes.json_route import JsonRoute
+from deployments.front.schemas import refusals
+from deployments.jobs.batch_store import Batch, NewBatch
+from deployments.jobs.file_store import BATCH_KEPT_S
+from deployments.jobs.validation import ENDPOINTS, window_s
+
+router = APIRouter(
+    prefix="/v1/batches", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 503)
+)
+
+
+class ExpiresAfter(BaseModel):
+    """When the output and error files go, after they were made."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=EXPIRES_LEAST_S, le=EXPIRES_MOST_S)]
+
+
+class BatchBody(BaseModel):
+    """The body of `POST /v1/batches`."""
+
+    input_file_id: Annotated[str, Field(min_length=1, max_length=128)]
+    endpoint: str
+    completion_window: str  # OpenAI takes `24h`; here any number of s, m, h, d up to 14 days
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Field(max_length=64)],
+                Annotated[str, Field(max_length=512)],
+            ],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+@router.post("", responses=refusals(429, 507))
+async def create(body: BatchBody, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Begins to validate the input file. Raises Refused, TooMuch."""
+    within_s = window_s(body.completion_window)
+    if within_s is None:
+        said = "`completion_window`: such as `24h`; at most `14d`"
+        raise BadRequest(said, "completion_window")
+    if body.endpoint not in ENDPOINTS:
+        raise BadRequest(f"`endpoint`: one of {', '.join(ENDPOINTS)}", "endpoint")
+    expiry = body.output_expires_after
+    output, errors = (f"file-{uuid.uuid4().hex}" for _ in range(2))
+    new = NewBatch(
+        f"batch_{uuid.uuid4().hex}",
+        caller.tenant,
+        body.endpoint,
+        body.input_file_id,
+        body.completion_window,
+        float(within_s),
+        output,
+        errors,
+        metadata=body.metadata,
+        output_kept_s=float(expiry.seconds) if expiry else BATCH_KEPT_S,
+    )
+    made: Batch = await front.jobs.call("create_batch", new)
+    return made.plain
+
+
+@router.get("")
+async def batches(
+    caller: Inferrer,
+    front: State,
+    after: str = "",
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> dict[str, Any]:
+    """The tenant's batches, the newest first."""
+    found: list[Batch] = await front.jobs.call("batches", caller.tenant, after, limit + 1)
+    return page([batch.plain for batch in found], limit)
+
+
+@router.get("/{batch_id}")
+async def batch(batch_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Raises NotFound."""
+    found: Batch = await front.jobs.call("batch", caller.tenant, batch_id)
+    return found.plain
+
+
+@router.post("/{batch_id}/cancel")
+async def cancel(batch_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Ends what runs of it; the results so far stay. Raises NotFound."""
+    found: Batch = await front.jobs.call("cancel_batch", caller.tenant, batch_id)
+    return found.plain

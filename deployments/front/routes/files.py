@@ -1,0 +1,147 @@
+"""OpenAI's files: uploaded for batches, read back as their results; each tenant has its own."""
+
+import tempfile
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.datastructures import FormData, UploadFile
+
+from deployments.front.dependencies import FrontState, Inferrer, State
+from deployments.front.request import FORM, BadRequest
+from deployments.front.schemas import refusals
+from deployments.jobs.bodies import PIECE_BYTES
+from deployments.jobs.database import storage_error
+from deployments.jobs.file_store import PURPOSES, File, NewFile
+
+router = APIRouter(prefix="/v1/files", responses=refusals(400, 401, 403, 404, 503))
+
+EXPIRES_LEAST_S, EXPIRES_MOST_S = 3_600, 30 * 86_400  # OpenAI's bounds
+FIELDS_MOST = 8  # purpose and two of expires_after; clients may send what we do not read
+NAME_MOST = 255  # characters: what file systems take
+FILE_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            FORM: {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"enum": list(PURPOSES)},
+                        "expires_after[anchor]": {"enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer"},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+@router.post("", openapi_extra=FILE_FORM, responses=refusals(409, 413, 429, 507))
+async def upload(request: Request, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Keeps a file, of 512 MiB at most and of 200 MiB for a batch. Raises StorageFull, TooMuch."""
+    if not request.headers.get("content-type", "").lower().startswith(FORM):
+        raise BadRequest(f"this route takes {FORM}", None)
+    try:
+        async with request.form(max_files=1, max_fields=FIELDS_MOST) as form:
+            return (await _keep(form, caller.tenant, front)).plain
+    except OSError as error:  # the parser writes what is large to a file of its own
+        raise storage_error(Path(tempfile.gettempdir()), error) from error
+
+
+async def _keep(form: FormData, tenant: str, front: FrontState) -> File:
+    file, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(file, UploadFile):
+        raise BadRequest("`file`: a file is required", "file")
+    if purpose not in PURPOSES:
+        raise BadRequest(f"`purpose`: one of {', '.join(PURPOSES)}", "purpose")
+    name = "".join(c for c in file.filename or "" if c.isprintable())[-NAME_MOST:] or "file"
+    size, after_s = file.size or 0, _expires_after_s(form)
+    new = NewFile(f"file-{uuid.uuid4().hex}", tenant, name, str(purpose), size, after_s)
+    await front.jobs.call("begin_file", new)
+    offset = 0
+    while piece := await file.read(PIECE_BYTES):
+        await front.jobs.call("append_file", new.id, offset, piece)
+        offset += len(piece)
+    kept: File = await front.jobs.call("finish_file", new.id)
+    return kept
+
+
+def _expires_after_s(form: FormData) -> float | None:
+    anchor, said = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and said is None:
+        return None
+    if anchor != "created_at":
+        raise BadRequest("`expires_after[anchor]`: `created_at`", "expires_after[anchor]")
+    field = "expires_after[seconds]"
+    if not (isinstance(said, str) and said.isascii() and said.isdecimal() and len(said) < 10):
+        raise BadRequest(f"`{field}`: a number of seconds", field)
+    if not EXPIRES_LEAST_S <= int(said) <= EXPIRES_MOST_S:
+        raise BadRequest(f"`{field}`: {EXPIRES_LEAST_S} to {EXPIRES_MOST_S}", field)
+    return float(said)
+
+
+@router.get("")
+async def files(
+    caller: Inferrer,
+    front: State,
+    purpose: str | None = None,
+    after: str = "",
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    """The tenant's files."""
+    asked = caller.tenant, purpose, after, limit + 1, order
+    found: list[File] = await front.jobs.call("files", *asked)
+    return page([file.plain for file in found], limit)
+
+
+def page(rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """OpenAI's list, of one row more than the limit where there is more."""
+    data = rows[:limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(rows) > limit,
+    }
+
+
+@router.get("/{file_id}")
+async def file(file_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Raises NotFound."""
+    found: File = await front.jobs.call("file", caller.tenant, file_id)
+    return found.plain
+
+
+@router.delete("/{file_id}", responses=refusals(409))
+async def delete(file_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Raises NotFound; Conflict while a batch reads it."""
+    await front.jobs.call("delete_file", caller.tenant, file_id)
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+@router.get("/{file_id}/content", response_class=Response)
+async def content(file_id: str, caller: Inferrer, front: State) -> Response:
+    """Its bytes, in pieces. Raises NotFound."""
+    found: File = await front.jobs.call("file", caller.tenant, file_id)
+    headers = {"content-length": str(found.bytes)}
+    pieces = _pieces(front, found)
+    return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
+
+
+async def _pieces(front: FrontState, found: File) -> AsyncIterator[bytes]:
+    offset = 0
+    while offset < found.bytes:
+        piece = await front.jobs.call("file_content", found.tenant, found.id, offset)
+        if not piece:
+            return  # shorter than its row says: the response breaks off
+        offset += len(piece)
+        yield piece

@@ -1,0 +1,24 @@
+"""GET /arbiter/remotes: how the remotes are, and what tenants have spent at them today (J5)."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from arbiter.client.admin import call_arbiter
+from deployments.front.arbiter_gateway import STATE_WAIT_S
+from deployments.front.dependencies import State, Viewer
+from deployments.front.schemas import refusals
+
+router = APIRouter(prefix="/arbiter", responses=refusals(401, 403, 503))
+
+
+@router.get("/remotes")
+async def remotes(_: Viewer, front: State) -> dict[str, Any]:
+    """Raises ArbiterUnavailable."""
+    spent = await call_arbiter("spending", within_s=STATE_WAIT_S)
+    asked = front.service.remotes
+    return {
+        "nothing_leaves": asked.nothing_leaves,
+        "remotes": asked.rows(),
+        "spent_today": spent,
+    }

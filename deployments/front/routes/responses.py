@@ -1,0 +1,101 @@
+"""OpenAI's responses: live, stored, continued, and in the background."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from deployments.front import async_calls
+from deployments.front.accepted import accepted
+from deployments.front.dependencies import Inferrer, State
+from deployments.front.relay import SSE, ClosingStream
+from deployments.front.request import BadRequest
+from deployments.front.routes.openai import call_for, counted, relayed
+from deployments.front.schemas import SCHEMAS, described, refusals
+from deployments.front.stored_responses import StoredResponses
+from deployments.jobs import responses
+
+router = APIRouter()
+ONE = responses.PATH + "/{response_id}"
+_KEPT = refusals(400, 401, 403, 404, 503)
+_DESCRIBED: dict[str, Any] = described(SCHEMAS[responses.PATH])
+
+
+@router.post(responses.PATH, **_DESCRIBED)
+async def create(request: Request, caller: Inferrer, front: State) -> Response:
+    """Answers now, or in the background where the body or `Prefer: respond-async` says so; kept
+    unless `store` is false. Raises RequestError."""
+    service, kept = front.service, StoredResponses(front.jobs, caller.tenant)
+    is_async = async_calls.prefers_async(request.headers.getlist("prefer"))
+    with service.admitted():
+        raw = await request.body()
+        asked = await kept.prepare(raw, front.table.jobs.stores_responses, is_async=is_async)
+        call, priority = await call_for(request, caller, front, responses.PATH, asked.body)
+        if not asked.is_background:
+            return await relayed(front, call, kept.live(asked, call, service.run(call)))
+        job = await kept.begin(asked, call, request.headers, priority)
+    if is_async:
+        return await accepted(job, front.table)
+    if asked.said.stream:
+        return ClosingStream(counted(front, kept.stream(job, None)), media_type=SSE)
+    return JSONResponse(await kept.shown(job))
+
+
+@router.get(ONE, responses=_KEPT)
+async def retrieve(
+    response_id: str,
+    caller: Inferrer,
+    front: State,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0)] = None,
+) -> Response:
+    """A stored response as it is now, or its events above a number. Raises NotFound."""
+    kept = StoredResponses(front.jobs, caller.tenant)
+    job = await kept.job(response_id)
+    if not stream:
+        return JSONResponse(await kept.shown(job))
+    if not (job.meta["background"] and job.meta["stream"]):
+        text = "only a response that was made with `background` and `stream` has a stream"
+        raise BadRequest(text, "stream")
+    return ClosingStream(counted(front, kept.stream(job, starting_after)), media_type=SSE)
+
+
+@router.delete(ONE, responses=_KEPT | refusals(409))
+async def delete(response_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Forgets it. Raises NotFound; Conflict where it is unfinished."""
+    await StoredResponses(front.jobs, caller.tenant).delete(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post(ONE + "/cancel", responses=_KEPT)
+async def cancel(response_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Ends the work of a background response. Raises NotFound."""
+    return await StoredResponses(front.jobs, caller.tenant).cancel(response_id)
+
+
+@router.get(ONE + "/input_items", responses=_KEPT)
+async def input_items(
+    response_id: str,
+    caller: Inferrer,
+    front: State,
+    after: str = "",
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    """What was put in, with the turns that it continues. Raises NotFound."""
+    kept = StoredResponses(front.jobs, caller.tenant)
+    job = await kept.job(response_id)
+    items = responses.input_items(job.id, await kept.request(job.id))
+    items = items if order == "asc" else items[::-1]
+    ids = [item["id"] for item in items]
+    if after and after not in ids:
+        raise BadRequest(f"`after`: no item {after!r}", "after")
+    start = ids.index(after) + 1 if after else 0
+    page = items[start : start + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + limit < len(items),
+    }

@@ -1,0 +1,130 @@
+"""The body of an event stream, read from its engine's socket by the process that has the client.
+
+Serve's proxy marks each request with a word of this node, and a front that knows the word asks for
+the stream where the proxy can reach it. So the pieces of a stream go from the engine's process to
+the proxy's, while replica and front hold the call: they count it, cancel it, and say how it ended.
+"""
+
+import asyncio
+import functools
+import hmac
+import os
+import secrets
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import cast
+
+import httptools
+
+from arbiter.protocol import ray_internals
+from deployments.messages import SIDE_STREAM_PATH
+
+# Of a request on its way from proxy to front: the word. What a client sends by it is dropped.
+READER = "x-arbiter-reader"
+
+# Of bytes that have come and not been asked for; then the engine's socket fills, which stops it.
+MOST_HELD_BYTES = 1 << 18
+
+
+class SideStreamLost(Exception):
+    """It ended before its end, or was not to be had. The replica knows why."""
+
+
+def word() -> str:
+    """The same for all processes of this user in this node's part of this cluster; empty outside of
+    one."""
+    folder = ray_internals.session_folder()
+    return _word_in(folder) if folder is not None else ""
+
+
+@functools.cache
+def _word_in(folder: Path) -> str:
+    path = folder / "serve-arbiter-reader"
+    made = secrets.token_hex(16)
+    draft = path.with_suffix(f".{made}")
+    with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(made)
+    try:
+        os.link(draft, path)  # whole from its first moment, and the first one stays
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(draft)
+    with path.open() as kept:  # others may write to the folder, so the open file is asked
+        return kept.read() if os.fstat(kept.fileno()).st_uid == os.getuid() else ""
+
+
+def is_reader(said: str | None) -> bool:
+    """Whether the process that sent this word reads side streams on this node."""
+    ours = word() if said else ""
+    return bool(ours) and hmac.compare_digest(said or "", ours)
+
+
+async def read(place: str) -> AsyncGenerator[bytes, None]:
+    """The bytes that wait at a socket, `PATH WORD`. Raises SideStreamLost."""
+    path, _, which = place.rpartition(" ")
+    loop = asyncio.get_running_loop()
+    try:
+        transport, incoming = await loop.create_unix_connection(_Incoming, path)
+    except OSError as error:
+        raise SideStreamLost(place) from error
+    transport.write(f"GET {SIDE_STREAM_PATH}{which} HTTP/1.1\r\nhost: engine\r\n\r\n".encode())
+    try:
+        while (piece := await incoming.take()) is not None:
+            yield piece
+    finally:
+        transport.close()
+
+
+class _Incoming(asyncio.Protocol):
+    """One response, taken apart by httptools; what it calls has its names."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._stir = asyncio.Event()
+        self._is_complete = self._is_lost = False
+        self._transport: asyncio.ReadTransport | None = None
+
+    async def take(self) -> bytes | None:
+        """All bytes there are; waits for some. None: the end. Raises SideStreamLost."""
+        while not self._held:
+            if self._is_complete:
+                return None
+            if self._is_lost:
+                raise SideStreamLost
+            self._stir.clear()
+            await self._stir.wait()
+        held, self._held = b"".join(self._held), []
+        if self._held_bytes > MOST_HELD_BYTES and self._transport and not self._is_lost:
+            self._transport.resume_reading()
+        self._held_bytes = 0
+        return held
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.ReadTransport, transport)  # uvloop's are no subclasses of it
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._is_lost = True
+        if self._held_bytes > MOST_HELD_BYTES and self._transport:
+            self._transport.pause_reading()
+        self._stir.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_lost = True
+        self._stir.set()
+
+    def on_headers_complete(self) -> None:
+        self._is_lost = self._parser.get_status_code() != 200
+
+    def on_body(self, piece: bytes) -> None:
+        if not self._is_lost:
+            self._held.append(piece)
+            self._held_bytes += len(piece)
+
+    def on_message_complete(self) -> None:
+        self._is_complete = not self._is_lost

@@ -1,0 +1,168 @@
+"""Tasks in the front: from a request that names `task:NAME` to its ladder, best rung first.
+
+Names, tenants and adapters count for each rung as for a request that names the rung itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from arbiter.errors import RequestError, UnknownModel
+from deployments import messages, prefixes
+from deployments.config.schema import Profile
+from deployments.config.task_section import PREFIX, TaskConfig
+from deployments.front.forecasts import UNSEEN, Forecasts
+from deployments.front.keys import Caller
+from deployments.front.request import ParsedRequest
+from deployments.front.schemas import OF_THE_TABLE, SCHEMAS, Body, Generates
+from deployments.front.service import InferenceService
+from deployments.remotes.offers import Offer
+from deployments.tasks.climb import TaskCall
+from deployments.tasks.fit import Needs, needs_of, served_paths, unfit
+from deployments.tasks.ladder import Candidate, Ladder, Rung, order
+from deployments.tasks.predict import REMOTE, Prediction
+
+SHORT = {"role": "user", "content": "?"}  # what an explanation is about
+
+
+class NoRung(RequestError):
+    """No model of a task can have the request: 400, or 503 where one may have it later."""
+
+    code, param = "task_has_no_model", "model"
+
+    def __init__(
+        self, task: str, reasons: tuple[str, ...], retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(task, reasons, retry_after_s)
+        self.task, self.reasons, self.retry_after_s = task, reasons, retry_after_s
+        self.status_code = 400 if retry_after_s is None else 503
+
+    def __str__(self) -> str:
+        return f"no model of {PREFIX}{self.task} can have this request: {'; '.join(self.reasons)}"
+
+
+def task_of(model: str) -> str | None:
+    """The task that a model's name means; None: it means none."""
+    return model.removeprefix(PREFIX) if model.startswith(PREFIX) else None
+
+
+def base_of(name: str) -> str:
+    """The model of a rung: itself, or its adapter's base."""
+    return name.partition(":")[0]
+
+
+class Tasks:
+    """One per front."""
+
+    def __init__(self, service: InferenceService, forecasts: Forecasts) -> None:
+        self._service, self._forecasts = service, forecasts
+
+    def find(self, name: str) -> TaskConfig:
+        """Raises UnknownModel with near misses."""
+        tasks = self._service.table.tasks
+        if name not in tasks:
+            raise UnknownModel(PREFIX + name, "", tuple(PREFIX + task for task in sorted(tasks)))
+        return tasks[name]
+
+    async def call(self, task: str, asked: ParsedRequest, caller: Caller) -> TaskCall:
+        """Raises UnknownModel, and NoRung where no model of it can have the request."""
+        config = self.find(task)
+        ladder = await self.ladder(config, asked, caller)
+        if not ladder.rungs:
+            reasons = tuple(f"{rung.name}: {rung.why}" for rung in ladder.left_out)
+            waits = [w for r in ladder.left_out if (w := r.candidate.retry_after_s) is not None]
+            raise NoRung(task, reasons, min(waits, default=None))
+
+        def call_of(name: str) -> messages.InferenceCall:
+            call = self._service.call(asked, caller.tenant, caller.scopes, model=name)
+            return replace(call, stay_warm_s=max(call.stay_warm_s, config.keep_warm_s))
+
+        return TaskCall(task, asked.request_id, ladder, call_of, asked.is_stream)
+
+    async def ladder(self, config: TaskConfig, asked: ParsedRequest, caller: Caller) -> Ladder:
+        """The rungs for one request, by what was seen last of each model."""
+        if asked.path == prefixes.PATH:  # what is prewarmed is what answers best
+            config = config.model_copy(update={"pin_primary": True})
+        remotes = self._service.remotes
+        here = {name: base_of(name) for name in config.ladder if not remotes.has(name)}
+        known = await self._forecasts.read(self._service.table, sorted(set(here.values())))
+        generates = isinstance(asked.checked, Generates)
+        needs = needs_of(asked.path, asked.fields, generates=generates)
+        found = []
+        for position, name in enumerate(config.ladder):
+            if name not in here:
+                found.append(_remote(position, remotes.offer(asked, name, caller)))
+                continue
+            forecast = known.get(here[name], UNSEEN)
+            refused = forecast.never or self._unfit(needs, name, caller.tenant, forecast.context)
+            found.append(Candidate(position, name, False, forecast.predicted, refused))
+        budget_s = asked.checked.x_budget_s or config.budget_s
+        return order(config, found, budget_s)
+
+    async def explain(self, task: str, caller: Caller) -> dict[str, Any]:
+        """The ladder as it is now for a short request to the primary's first path. Raises
+        UnknownModel."""
+        config = self.find(task)
+        path = self._usual_path(config.ladder[0])
+        kind = SCHEMAS.get(path, OF_THE_TABLE).kind
+        checked, fields = Body(model=PREFIX + task), {"messages": [SHORT]}
+        asked = ParsedRequest(path, "explain", {}, b"", fields, checked, Profile(), kind)
+        return plain(task, config, await self.ladder(config, asked, caller))
+
+    def _usual_path(self, primary: str) -> str:
+        table = self._service.table
+        home = table.homes.get(base_of(primary))
+        paths = served_paths(table.capabilities[home]) if home else frozenset[str]()
+        return prefixes.CHAT if not paths or prefixes.CHAT in paths else min(paths)
+
+    def _unfit(self, needs: Needs, name: str, tenant: str, context: int | None) -> str | None:
+        try:
+            target = self._service.names.find(name, tenant)
+        except RequestError as error:  # an adapter that is not there, or another tenant's
+            return str(error)
+        capability = self._service.table.capabilities[target.capability]
+        return unfit(needs, target.model, capability, context)
+
+
+def _remote(position: int, offer: Offer) -> Candidate:
+    took_s = offer.seconds if offer.is_allowed else None
+    there = Prediction(REMOTE, 0.0, 0.0, took_s)
+    again_s = None if offer.refusal is None else offer.refusal.retry_after_s
+    return Candidate(position, offer.model, True, there, offer.reason or None, again_s)
+
+
+def plain(task: str, config: TaskConfig, ladder: Ladder) -> dict[str, Any]:
+    """A ladder as JSON, with a sentence for each rung."""
+    rows = [*_rows(ladder.rungs, first=1), *_rows(ladder.left_out, first=None)]
+    settings = config.model_dump(mode="json", exclude={"ladder"})
+    return {"task": task, **settings, "rungs": rows, "said": [_sentence(row) for row in rows]}
+
+
+def _rows(rungs: tuple[Rung, ...], first: int | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "model": rung.name,
+            "position": rung.candidate.position + 1,
+            "turn": None if first is None else first + number,
+            "is_remote": rung.candidate.is_remote,
+            **_seconds(rung.candidate.predicted),
+            "score_s": round(rung.score_s, 3),
+            "why": rung.why,
+        }
+        for number, rung in enumerate(rungs)
+    ]
+
+
+def _seconds(said: Prediction) -> dict[str, Any]:
+    return {
+        "state": said.state,
+        "wait_s": said.wait_s,
+        "load_s": said.load_s,
+        "run_s": said.run_s,
+        "total_s": said.total_s,
+    }
+
+
+def _sentence(row: Mapping[str, Any]) -> str:
+    turn = f"{row['turn']}. {row['model']}" if row["turn"] else f"Left out: {row['model']}"
+    return f"{turn} (rung {row['position']}): {row['why']}."

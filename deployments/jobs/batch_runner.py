@@ -1,0 +1,315 @@
+"""BatchRunner: validates batches, runs their lines, and ends them.
+
+Results that come while the disk writes are kept together in the next write. Where the disk takes
+none, no further line begins, and what has come waits in memory until there is room.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from arbiter.errors import RequestError
+from deployments.config.jobs_section import JobsConfig
+from deployments.front.service import InferenceService
+from deployments.jobs import validation
+from deployments.jobs.batch_store import Batch, BatchState, BatchStore, Finished, Line
+from deployments.jobs.bodies import Bodies
+from deployments.jobs.calls import Again, Answer, attempt
+from deployments.jobs.errors import StorageFailed, StorageFull, Superseded
+from deployments.jobs.line_queue import LineQueue
+from deployments.jobs.runner import STORAGE_AGAIN_S, SWEEP_S, Blocking, rounds
+from deployments.replica.background import log_failure
+
+logger = logging.getLogger("ray.serve")
+
+CHUNK = 500  # lines in one transaction, of validation and of expiry
+YIELD_EVERY = 20  # lines checked between two looks at other work: some ms
+
+
+class BatchRunner:
+    """`service` gives the front's service as the table is now."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        bodies: Bodies,
+        blocking: Blocking,
+        service: Callable[[], Awaitable[InferenceService]],
+        config: Callable[[], JobsConfig],
+    ) -> None:
+        self._store, self._bodies, self._blocking = store, bodies, blocking
+        self._service, self._config = service, config
+        self._queue = LineQueue(store.lines, time.monotonic)
+        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._steps: dict[str, asyncio.Task[None]] = {}  # a batch's validation or end
+        self._finished: list[Finished] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._running)
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """For as long as this process has the jobs. Raises Superseded."""
+        await rounds(self._round, self._wake, "batches")
+
+    async def close(self) -> None:
+        """Ends every call; their lines are the next process's."""
+        running = [*self._running.values(), *self._steps.values()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    # -- batches -------------------------------------------------------------------------------
+
+    async def _round(self) -> float | None:
+        """Returns after how many seconds there may be more to do without a wake; None: never."""
+        await self._blocking(self._store.expire)
+        batches = await self._blocking(self._store.unfinished)
+        for batch in batches:
+            if batch.id not in self._steps:
+                await self._advance(batch)
+        await self._fill()
+        if not batches:
+            return None
+        due_s = self._queue.due_s
+        return SWEEP_S if due_s is None else min(SWEEP_S, max(0.0, due_s - time.monotonic()))
+
+    async def _advance(self, batch: Batch) -> None:
+        match batch.state:
+            case BatchState.VALIDATING:
+                self._step(batch, self._validate(batch))
+            case BatchState.IN_PROGRESS:
+                await self._go_on(batch)
+            case BatchState.CANCELLING | BatchState.FINALIZING:
+                await self._blocking(self._queue.remove, batch.id)
+                self._step(batch, self._end(batch))
+
+    async def _go_on(self, batch: Batch) -> None:
+        """Finalizes it when each line has its result. Lines are left where a bug ended their calls
+        without one: they are run again."""
+        is_new = batch.id not in self._queue.batches
+        if not is_new and await self._is_open(batch):
+            return
+        if await self._blocking(self._store.some_lines, batch.id, 1):
+            await self._blocking(self._queue.add, batch)
+            if not is_new:
+                logger.error("batch %s has lines that got no result; they run again", batch.id)
+                return  # at the next look, not at once
+            self.wake()
+            return
+        await self._blocking(self._queue.remove, batch.id)
+        await self._blocking(self._store.finalize, batch.id)
+        self.wake()
+
+    async def _is_open(self, batch: Batch) -> bool:
+        """Lines of it are to be run, or run, or are being kept."""
+        if any(finished.batch == batch.id for finished in self._finished):
+            return True
+        return await self._blocking(self._queue.is_open, batch.id)
+
+    def _step(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._carry_step(batch, work))
+        self._steps[batch.id] = task
+        task.add_done_callback(log_failure)
+
+    async def _carry_step(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except (StorageFull, StorageFailed) as error:
+            logger.error("batch %s waits: %s", batch.id, error)
+            await asyncio.sleep(STORAGE_AGAIN_S)
+        except Again as again:
+            logger.info("batch %s waits: %s", batch.id, again.why)
+            await asyncio.sleep(again.after_s)
+        except Superseded as error:
+            logger.warning("%s", error)
+        finally:
+            del self._steps[batch.id]
+            self.wake()
+
+    async def _validate(self, batch: Batch) -> None:
+        """Raises Again, StorageFull, StorageFailed, Superseded."""
+        validator = validation.Validator(batch, await self._table())
+        await self._blocking(self._store.clear_lines, batch.id)
+        lines: list[Line] = []
+
+        async def read(offset: int, most: int) -> bytes:
+            return await self._blocking(self._bodies.read, batch.input_file, offset, most)
+
+        async for offset, raw in validation.pieces_of_lines(read):
+            if line := await validator.check(offset, raw):
+                lines.append(line)
+            if len(lines) >= CHUNK:
+                await self._blocking(self._store.add_lines, batch.id, lines)
+                lines = []
+            if validator.is_over:
+                break
+            if validator.total % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+        await self._blocking(self._store.add_lines, batch.id, lines)
+        if errors := validator.all_errors:
+            await self._blocking(self._store.fail, batch.id, errors)
+        else:
+            models = list(validator.models)
+            await self._blocking(self._store.start, batch.id, validator.total, models)
+        logger.info("batch %s: %d lines, %d wrong", batch.id, validator.total, len(errors))
+
+    async def _end(self, batch: Batch) -> None:
+        """Ends its calls, keeps what has come, tells of each line that was not run where the batch
+        has expired, and closes its files."""
+        mine = [task for (batch_id, _), task in self._running.items() if batch_id == batch.id]
+        for task in mine:
+            task.cancel()
+        await asyncio.gather(*mine, return_exceptions=True)
+        await self._flush()
+        while batch.outcome == "expired":
+            lines = await self._blocking(self._store.some_lines, batch.id, CHUNK)
+            if not lines:
+                break
+            await self._blocking(self._store.keep, [await self._expired(batch, x) for x in lines])
+        await self._blocking(self._end_now, batch)
+        logger.info("batch %s: %s", batch.id, batch.outcome)
+
+    def _end_now(self, batch: Batch) -> None:
+        self._store.end(self._store.get(batch.tenant, batch.id))
+
+    async def _expired(self, batch: Batch, line: Line) -> Finished:
+        custom_id, _ = await self._request(batch, line)
+        said = "This request could not be executed before the completion window expired."
+        error = {"code": "batch_expired", "message": said}
+        return _finished(batch, line, custom_id, None, error)
+
+    # -- lines ---------------------------------------------------------------------------------
+
+    async def _fill(self) -> None:
+        """Begins lines while there is room."""
+        config = self._config()
+        while len(self._running) < config.in_flight and not self._is_stuck:
+            taken = await self._blocking(self._queue.take, config.turn_s)
+            if taken is None:
+                return
+            batch, line = taken
+            task = asyncio.create_task(self._carry(batch, line))
+            self._running[batch.id, line.number] = task
+            task.add_done_callback(log_failure)
+
+    @property
+    def _is_stuck(self) -> bool:
+        """The disk takes no results: more of them would fill the memory."""
+        return len(self._finished) > 4 * self._config().in_flight
+
+    async def _carry(self, batch: Batch, line: Line) -> None:
+        """One attempt of one line."""
+        try:
+            custom_id, body = await self._request(batch, line)
+            service = await self._table()
+            headers = validation.JSON_HEADERS
+            answer = await attempt(service, batch.endpoint, body, headers, batch.tenant, _no_events)
+            self._finished.append(_result(batch, line, custom_id, answer))
+            self._begin_flush()
+        except Again as again:
+            logger.info("%s line %d is tried again: %s", batch.id, line.number, again.why)
+            await self._put_back(batch, line, again.after_s)
+        except (StorageFull, StorageFailed) as error:
+            logger.error("%s line %d waits: %s", batch.id, line.number, error)
+            await self._put_back(batch, line, STORAGE_AGAIN_S)
+        finally:
+            await self._blocking(self._queue.end, batch)
+            del self._running[batch.id, line.number]
+            self.wake()
+
+    async def _put_back(self, batch: Batch, line: Line, after_s: float) -> None:
+        await self._blocking(self._queue.put_back, batch, line, time.monotonic() + after_s)
+
+    async def _request(self, batch: Batch, line: Line) -> tuple[str, bytes]:
+        """The line's custom id and its body."""
+        raw = await self._blocking(self._bodies.read, batch.input_file, line.offset, line.length)
+        fields = json.loads(raw)
+        return fields["custom_id"], json.dumps(fields["body"]).encode()
+
+    async def _table(self) -> InferenceService:
+        """Raises Again while the arbiter is away."""
+        try:
+            return await self._service()
+        except RequestError as error:
+            raise Again(error.retry_after_s, str(error)) from error
+
+    def _begin_flush(self) -> None:
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush_all())
+            self._flushing.add_done_callback(log_failure)
+
+    async def _flush_all(self) -> None:
+        while self._finished:
+            try:
+                await self._flush()
+            except (StorageFull, StorageFailed) as error:
+                logger.error("results wait: %s", error)
+                await asyncio.sleep(STORAGE_AGAIN_S)
+            except Superseded as error:
+                logger.warning("%s", error)
+                return
+        self.wake()
+
+    async def _flush(self) -> None:
+        """Keeps what has come so far. Twice at once is harmless: a line is kept once."""
+        taken = list(self._finished)
+        if taken:
+            await self._blocking(self._store.keep, taken)
+            self._finished = [one for one in self._finished if one not in taken]
+
+
+async def _no_events(events: list[str]) -> None:
+    """A line of a batch is no stream."""
+
+
+def _result(batch: Batch, line: Line, custom_id: str, answer: Answer) -> Finished:
+    """As OpenAI writes it: an answer, whatever its status, is a `response`."""
+    try:
+        body = json.loads(answer.body)
+    except ValueError:
+        body = answer.body.decode(errors="replace")
+    response = {"status_code": answer.status, "request_id": answer.request_id, "body": body}
+    return _finished(batch, line, custom_id, response, None)
+
+
+def _finished(
+    batch: Batch,
+    line: Line,
+    custom_id: str,
+    response: dict[str, Any] | None,
+    error: dict[str, Any] | None,
+) -> Finished:
+    row = {
+        "id": f"batch_req_{batch.id.removeprefix('batch_')}_{line.number}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
+    is_error = response is None or response["status_code"] >= 400
+    usage = {} if response is None or is_error else usage_of(response["body"])
+    return Finished(batch.id, line, json.dumps(row).encode() + b"\n", is_error, usage)
+
+
+def usage_of(body: Any) -> dict[str, int]:
+    """Tokens of an answer in any of OpenAI's forms; empty where it tells none."""
+    usage = body.get("usage") if isinstance(body, dict) else None
+    if not isinstance(usage, dict):
+        return {}
+    inside = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    outside = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+    return {
+        "input": usage.get("prompt_tokens") or usage.get("input_tokens") or 0,
+        "output": usage.get("completion_tokens") or usage.get("output_tokens") or 0,
+        "cached": inside.get("cached_tokens") or 0,
+        "reasoning": outside.get("reasoning_tokens") or 0,
+    }

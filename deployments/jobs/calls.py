@@ -1,0 +1,162 @@
+"""One attempt of one call, made as any other of its tenant but with priority batch: what becomes a
+job's answer, and what is tried again.
+
+Transient is what another try may cure: an engine that died, a full queue, a load that failed, an
+hour at which the model is not loaded (429 and 503). All else is an answer, refusals included.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from arbiter.core.types import Priority
+from arbiter.errors import EngineLost, RequestError, error_fields
+from deployments import messages
+from deployments.front.request import parse
+from deployments.front.service import InferenceService, Parts
+from deployments.jobs.sse import Events, data_of
+
+TRANSIENT = (429, 503)
+# Between two tries: at least the first, so that a refusal does not spin; at most the second, so
+# that work goes on soon after a fault is over.
+AGAIN_LEAST_S, AGAIN_MOST_S = 1.0, 30.0
+ANSWER_MOST_BYTES = 256 << 20  # ten pictures of 4096 pixels as base64, or hours of speech
+
+
+@error_fields
+class AnswerTooLarge(RequestError):
+    """An answer that is not kept."""
+
+    size_bytes: int
+    most_bytes: int
+    status_code, code = 507, "answer_too_large"
+
+    def __str__(self) -> str:
+        return f"the answer has over {self.size_bytes} bytes; at most {self.most_bytes} are kept"
+
+
+OnEvents = Callable[[list[str]], Awaitable[object]]
+OnProgress = Callable[[messages.Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of a stream of events: the status alone, because its events were told one by one."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+    request_id: str = ""
+
+
+class Again(Exception):
+    """The attempt came to nothing; the call is to be made again after `after_s` seconds."""
+
+    def __init__(self, after_s: float | None, why: str) -> None:
+        super().__init__(after_s, why)
+        self.after_s = min(max(after_s or 0.0, AGAIN_LEAST_S), AGAIN_MOST_S)
+        self.why = why
+
+
+class Cut(Again):
+    """A stream of events ended with an error, or without its last event. An engine may end every
+    stream of a request so: the tries are counted."""
+
+    def __init__(self, why: str, code: str = "no_response") -> None:
+        super().__init__(None, why)
+        self.code = code
+
+    @property
+    def answer(self) -> Answer:
+        """What becomes of the job when there are no more tries."""
+        body = messages.error_body(self.why, kind="server_error", code=self.code)
+        return Answer(502, body)
+
+
+async def attempt(
+    service: InferenceService,
+    path: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    tenant: str,
+    on_events: OnEvents,
+    on_progress: OnProgress | None = None,
+    priority: Priority = Priority.BATCH,
+) -> Answer:
+    """Raises Again. Cancelling it cancels the work down to the engine."""
+    try:
+        asked = await parse(path, body, headers, service.profiles)
+        wants_progress = on_progress is not None
+        call = service.call(asked, tenant)
+        call = replace(call, priority=priority, wants_progress=wants_progress)
+        async with aclosing(service.run(call)) as parts:
+            answer = await _taken(_after_progress(parts, on_progress), on_events)
+        return replace(answer, request_id=asked.request_id)
+    except RequestError as error:
+        if messages.is_transient(error) or error.status_code in TRANSIENT:
+            raise Again(error.retry_after_s, str(error)) from error
+        return refused(error)
+
+
+def refused(error: RequestError) -> Answer:
+    head, body = messages.refusal(error)
+    return Answer(head.status, body)
+
+
+async def _after_progress(parts: Parts, on_progress: OnProgress | None) -> Parts:
+    async for part in parts:
+        if not isinstance(part, messages.Progress):
+            yield part
+        elif on_progress is not None:
+            on_progress(part)
+
+
+async def _taken(parts: Parts, on_events: OnEvents) -> Answer:
+    head: messages.ResponseHead | None = None
+    events, pieces, size = Events(), [], 0
+    async for part in parts:
+        match part:
+            case messages.FullResponse():
+                return _whole(part.head, part.body)
+            case messages.ResponseHead():
+                head = part
+            case bytes() if head is not None and head.is_event_stream:
+                await _tell(events.feed(part), on_events)
+            case bytes():
+                pieces.append(part)
+                size += len(part)
+                if size > ANSWER_MOST_BYTES:
+                    return refused(AnswerTooLarge(size, ANSWER_MOST_BYTES))
+    assert head is not None, "a response has a head"
+    return _whole(head, b"".join(pieces))
+
+
+async def _tell(events: list[str], on_events: OnEvents) -> None:
+    """Tells the events before an error, which is none of the answer's. Raises Again, Cut."""
+    for number, event in enumerate(events):
+        if (error := _error_in(event)) is not None:
+            if number:
+                await on_events(events[:number])
+            raise error
+    if events:
+        await on_events(events)
+
+
+def _error_in(event: str) -> Again | None:
+    """What the error is that ends a stream of events, if the event is one."""
+    if '"error"' not in event:
+        return None
+    data = data_of(event)
+    said = data if data.get("type") == "error" else data.get("error")
+    if not said or "response" in data or "choices" in data:
+        return None
+    fields = said if isinstance(said, dict) else {"message": said}
+    why, code = str(fields.get("message", said))[:500], str(fields.get("code") or "no_response")
+    return Again(None, why) if code == EngineLost.code else Cut(why, code)
+
+
+def _whole(head: messages.ResponseHead, body: bytes) -> Answer:
+    if head.status in TRANSIENT:
+        said = head.headers.get("retry-after", "")
+        raise Again(float(said) if said.isdecimal() else None, body[:500].decode(errors="replace"))
+    return Answer(head.status, body, head.headers.get("content-type", "application/json"))

@@ -1,0 +1,153 @@
+"""Database: the tables of jobs in the state file, written by one process at a time.
+
+The process that opens it takes the next epoch, and each transaction begins with a look at the
+epoch: a process that was replaced, and does not know it yet, writes nothing more (Superseded).
+Transactions are of some rows, because the arbiter writes the same file (SQLite, WAL).
+"""
+
+import errno
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from arbiter.server.store import default_path
+from deployments.jobs.errors import StorageFailed, StorageFull, Superseded
+
+LOCKED_S = 10.0  # the arbiter's own statements take 0.016 ms
+
+# What SQLite says of a disk that takes no more: FULL, and of a failed write (a quota, EFBIG).
+_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs_owner (
+    one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL) STRICT;
+INSERT OR IGNORE INTO jobs_owner VALUES (1, 0);
+CREATE TABLE IF NOT EXISTS jobs (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, path TEXT NOT NULL,
+    model TEXT NOT NULL, headers TEXT NOT NULL, meta TEXT NOT NULL, state TEXT NOT NULL,
+    created_s REAL NOT NULL, deadline_s REAL NOT NULL, keep_s REAL NOT NULL,
+    begun_s REAL, ended_s REAL, epoch INTEGER NOT NULL DEFAULT 0,
+    attempts INTEGER NOT NULL DEFAULT 0, body_bytes INTEGER NOT NULL DEFAULT 0,
+    event_count INTEGER NOT NULL DEFAULT 0, event_bytes INTEGER NOT NULL DEFAULT 0,
+    result_bytes INTEGER NOT NULL DEFAULT 0,
+    status INTEGER, content_type TEXT, error TEXT) STRICT;
+CREATE INDEX IF NOT EXISTS jobs_by_tenant ON jobs (tenant, kind, created_s);
+CREATE INDEX IF NOT EXISTS jobs_open ON jobs (created_s)
+    WHERE state IN ('queued', 'in_progress', 'cancelling');
+CREATE TABLE IF NOT EXISTS job_files (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
+    state TEXT NOT NULL, bytes INTEGER NOT NULL, created_s REAL NOT NULL,
+    expires_s REAL) STRICT;
+CREATE INDEX IF NOT EXISTS job_files_by_tenant ON job_files (tenant, created_s);
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, endpoint TEXT NOT NULL, input_file TEXT NOT NULL,
+    window TEXT NOT NULL, metadata TEXT NOT NULL, output_expiry REAL NOT NULL,
+    state TEXT NOT NULL, errors TEXT NOT NULL DEFAULT '[]',
+    total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0,
+    failed INTEGER NOT NULL DEFAULT 0, usage TEXT NOT NULL DEFAULT '{}',
+    models TEXT NOT NULL DEFAULT '[]', outcome TEXT NOT NULL DEFAULT '',
+    output_file TEXT NOT NULL, error_file TEXT NOT NULL,
+    output_bytes INTEGER NOT NULL DEFAULT 0, error_bytes INTEGER NOT NULL DEFAULT 0,
+    created_s REAL NOT NULL, deadline_s REAL NOT NULL,
+    times TEXT NOT NULL DEFAULT '{}') STRICT;
+CREATE INDEX IF NOT EXISTS batches_by_tenant ON batches (tenant, created_s);
+CREATE INDEX IF NOT EXISTS batches_open ON batches (created_s)
+    WHERE state IN ('validating', 'in_progress', 'finalizing', 'cancelling');
+CREATE TABLE IF NOT EXISTS batch_lines (
+    batch TEXT NOT NULL, model TEXT NOT NULL, served TEXT NOT NULL, number INTEGER NOT NULL,
+    offset INTEGER NOT NULL, length INTEGER NOT NULL,
+    PRIMARY KEY (batch, model, served, number)) STRICT, WITHOUT ROWID;
+"""
+UNFINISHED = """
+SELECT EXISTS (SELECT 1 FROM jobs WHERE state IN ('queued', 'in_progress', 'cancelling'))
+    OR EXISTS (SELECT 1 FROM batches
+        WHERE state IN ('validating', 'in_progress', 'finalizing', 'cancelling'))
+"""
+
+
+def state_path(configured: str | None) -> Path:
+    """The state file of the table, or the arbiter's own default."""
+    return Path(configured) if configured else default_path()
+
+
+class Database:
+    """One process's access. Every method blocks; one thread at a time. Raises StorageFull,
+    StorageFailed; every write raises Superseded once another process has opened it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._translated():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            self._db = sqlite3.connect(
+                path, isolation_level=None, timeout=LOCKED_S, check_same_thread=False
+            )
+            self._db.row_factory = sqlite3.Row
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(SCHEMA)
+            more = "UPDATE jobs_owner SET epoch = epoch + 1 RETURNING epoch"
+            self.epoch: int = self._db.execute(more).fetchall()[0][0]
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction: all of it, or nothing where it raises."""
+        with self._translated():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._check_epoch()
+                yield self._db
+                self._db.execute("COMMIT")
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+
+    def rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+        with self._translated():
+            return self._db.execute(statement, values).fetchall()
+
+    def row(self, statement: str, *values: Any) -> sqlite3.Row | None:
+        found = self.rows(statement, *values)
+        return found[0] if found else None
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.rows(UNFINISHED)[0][0])
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _check_epoch(self) -> None:
+        if self._db.execute("SELECT epoch FROM jobs_owner").fetchone()[0] != self.epoch:
+            raise Superseded(self.epoch)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise storage_error(self.path, error) from error
+
+
+def storage_error(path: Path, error: Exception) -> StorageFull | StorageFailed:
+    """The error as the client gets it."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if getattr(error, "errno", None) in full or getattr(error, "sqlite_errorcode", 0) in _FULL:
+        return StorageFull(str(path), str(error))
+    return StorageFailed(str(path), str(error))
+
+
+def has_unfinished(path: Path) -> bool:
+    """Whether a state file has work left, without opening it for writing: False where there is
+    none, or none with these tables."""
+    try:
+        db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=0.05)
+        try:
+            return bool(db.execute(UNFINISHED).fetchone()[0])
+        finally:
+            db.close()
+    except sqlite3.Error:
+        return False

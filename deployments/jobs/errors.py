@@ -1,0 +1,88 @@
+"""What this package refuses, as RequestErrors: each has a status and a code."""
+
+from arbiter.errors import RequestError, error_fields
+
+
+@error_fields
+class StorageFull(RequestError):
+    """The disk has no room for what was to be kept; nothing of it is kept."""
+
+    path: str
+    why: str
+    status_code, code = 507, "storage_full"
+
+    def __str__(self) -> str:
+        return f"nothing was kept, {self.path} cannot grow: {self.why}; free space there"
+
+
+@error_fields
+class StorageFailed(RequestError):
+    """The state file or the folder of bodies cannot be used just now."""
+
+    path: str
+    why: str
+    status_code, code, retry_after_s = 503, "storage_failed", 5.0
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.why}"
+
+
+@error_fields
+class Superseded(RequestError):
+    """A later process has taken the jobs over; this one must not write."""
+
+    epoch: int
+    status_code, code, retry_after_s = 503, "jobs_restarting", 1.0
+
+    def __str__(self) -> str:
+        return f"another process runs the jobs now (this one was number {self.epoch}); send again"
+
+
+@error_fields
+class NotFound(RequestError):
+    """The tenant has no such object."""
+
+    kind: str
+    id: str
+    status_code, code = 404, "not_found"
+
+    def __str__(self) -> str:
+        return f"no {self.kind} {self.id!r}"
+
+
+@error_fields
+class Refused(RequestError):
+    """A request that its field makes wrong."""
+
+    message: str
+    param: str | None = None
+    status_code, code = 400, "invalid_request"
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@error_fields
+class Conflict(RequestError):
+    """The object's state does not allow it."""
+
+    kind: str
+    id: str
+    state: str
+    wanted: str
+    status_code, code = 409, "conflict"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.id} is {self.state} and cannot be {self.wanted}"
+
+
+@error_fields
+class TooMuch(RequestError):
+    """More than one tenant may keep or have waiting."""
+
+    what: str
+    most: int
+    status_code, code, retry_after_s = 429, "quota_exceeded", 60.0
+
+    def __str__(self) -> str:
+        return f"this key's tenant has {self.what}, and {self.most} at most; delete or wait for one"

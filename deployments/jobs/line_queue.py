@@ -1,0 +1,120 @@
+"""LineQueue: which line of all batches is next. Pure but for `more`, which reads lines.
+
+Lines are collated: a model keeps its turn while it has lines, over all batches, for `turn_s` at
+most while another waits, and its adapters one after another. Within a turn the tenant with the
+fewest lines in flight is next, then the batch that was made first.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from deployments.jobs.batch_store import Batch, Line
+
+AHEAD = 200  # lines of a group in memory: seconds of work, 30 kB
+
+More = Callable[[str, str, str, int, int], list[Line]]  # as BatchStore.lines
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The lines of one batch for one model or adapter."""
+
+    batch: Batch
+    model: str
+    served: str
+    ready: deque[Line] = field(default_factory=deque)
+    last: int = 0  # the highest number that was read
+
+    def fill(self, more: More) -> bool:
+        """True if it has a line now. Blocks."""
+        if not self.ready:
+            found = more(self.batch.id, self.model, self.served, self.last, AHEAD)
+            self.ready.extend(found)
+            self.last = found[-1].number if found else self.last
+        return bool(self.ready)
+
+
+class LineQueue:
+    """`take` and `is_open` block while they read; all but the properties in one thread."""
+
+    def __init__(self, more: More, clock: Callable[[], float]) -> None:
+        self._more, self._clock = more, clock
+        self._groups: dict[str, list[Group]] = {}  # by batch
+        self._not_before: dict[tuple[str, str], float] = {}  # by tenant and model
+        self._in_flight: Counter[str] = Counter()  # by batch
+        self._tenants: Counter[str] = Counter()
+        self._model = self._served = ""
+        self._turn_began_s = 0.0
+
+    @property
+    def batches(self) -> set[str]:
+        return set(self._groups)
+
+    def add(self, batch: Batch) -> None:
+        self._groups[batch.id] = [Group(batch, model, served) for model, served in batch.models]
+
+    def remove(self, batch_id: str) -> None:
+        self._groups.pop(batch_id, None)
+
+    def take(self, turn_s: float) -> tuple[Batch, Line] | None:
+        """The next line, which is in flight from now on. None: there is none just now."""
+        now_s = self._clock()
+        open_groups = [
+            group
+            for groups in self._groups.values()
+            for group in groups
+            if self._not_before.get(_key(group.batch, group.model), now_s) <= now_s
+            and group.fill(self._more)
+        ]
+        if not open_groups:
+            return None
+        self._turn({group.model: None for group in open_groups}, now_s, turn_s)
+        mine = [group for group in open_groups if group.model == self._model]
+        group = min(mine, key=self._rank)
+        self._served = group.served
+        self._in_flight[group.batch.id] += 1
+        self._tenants[group.batch.tenant] += 1
+        return group.batch, group.ready.popleft()
+
+    def _turn(self, models: dict[str, None], now_s: float, turn_s: float) -> None:
+        is_over = now_s - self._turn_began_s >= turn_s and len(models) > 1
+        if self._model in models and not is_over:
+            return
+        order = list(models)  # of their batches, and in a batch of their first lines
+        here = order.index(self._model) if self._model in models else -1
+        self._model = order[(here + 1) % len(order)]
+        self._turn_began_s = now_s
+
+    def _rank(self, group: Group) -> tuple[object, ...]:
+        in_flight = self._tenants[group.batch.tenant]
+        return in_flight, group.served != self._served, group.batch.created_s, group.batch.id
+
+    def end(self, batch: Batch) -> None:
+        """A line of it is in flight no more."""
+        self._in_flight[batch.id] -= 1
+        self._tenants[batch.tenant] -= 1
+
+    def put_back(self, batch: Batch, line: Line, not_before_s: float) -> None:
+        """It is to be tried again; its model gets no line of its tenant before then: a quota that
+        is used up is the tenant's alone, and for a model that fails each tenant finds it out."""
+        self._not_before[_key(batch, line.model)] = not_before_s
+        for group in self._groups.get(batch.id, ()):
+            if (group.model, group.served) == (line.model, line.served):
+                group.ready.appendleft(line)
+
+    def is_open(self, batch_id: str) -> bool:
+        """Lines of it are in flight or to come, a blocked model's included. Blocks."""
+        return self._in_flight[batch_id] > 0 or any(
+            group.fill(self._more) for group in self._groups[batch_id]
+        )
+
+    @property
+    def due_s(self) -> float | None:
+        """When the first blocked lines may be tried again."""
+        now_s = self._clock()
+        return min((s for s in self._not_before.values() if s > now_s), default=None)
+
+
+def _key(batch: Batch, model: str) -> tuple[str, str]:
+    return batch.tenant, model

@@ -1,0 +1,266 @@
+"""Runner: makes the calls of queued jobs, as many at a time as the table says, the oldest first.
+
+A transient refusal puts a job back into the queue for some seconds; nothing but its deadline ends
+the tries. What blocks (the state file, the folder) runs in one thread, one thing after another.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, Protocol, TypeVar
+
+from arbiter.core.types import Priority
+from arbiter.errors import RequestError
+from deployments import messages
+from deployments.front.service import InferenceService
+from deployments.jobs import responses
+from deployments.jobs.calls import Again, Answer, Cut, attempt, refused
+from deployments.jobs.errors import Conflict, StorageFailed, StorageFull, Superseded
+from deployments.jobs.store import Job, JobStore
+from deployments.replica.background import log_failure
+
+logger = logging.getLogger("ray.serve")
+T = TypeVar("T")
+
+SWEEP_S = 5.0  # between two looks for deadlines, while there is work
+STORAGE_AGAIN_S = 5.0  # between two tries of what the disk did not take
+CUT_TRIES = 5  # of a stream that ends with an error or without its end, by one process
+
+
+async def rounds(
+    one: Callable[[], Awaitable[float | None]], wake: asyncio.Event, what: str
+) -> None:
+    """One round after the other: at each wake, and after as many seconds as the last one says
+    (None: never). A disk that takes nothing is waited for. Raises Superseded."""
+    while True:
+        wake.clear()
+        wait_s: float | None = STORAGE_AGAIN_S
+        try:
+            wait_s = await one()
+        except (StorageFull, StorageFailed) as error:
+            logger.error("%s wait: %s", what, error)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await wake.wait()
+
+
+class Blocking:
+    """One thread for all that blocks, so that one thing at a time touches the store."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "jobs")
+
+    async def __call__(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+
+class Kind(Protocol):
+    """What one kind of job does otherwise than a plain call; see KINDS."""
+
+    def request(self, job: Job, body: bytes) -> bytes:
+        """The body that is sent."""
+        ...
+
+    def answer(self, job: Job, answer: Answer, events: list[str]) -> Answer:
+        """What is kept as the result of a stream, of whose events all are given. Raises Cut."""
+        ...
+
+
+# By the `kind` of a job; a kind that is not named here is a plain call.
+KINDS: dict[str, Kind] = {responses.KIND: responses.ResponseKind(), "async": responses.StreamKind()}
+
+
+class Runner:
+    """`service` gives the front's service as the table is now."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        blocking: Blocking,
+        service: Callable[[], Awaitable[InferenceService]],
+        most_in_flight: Callable[[], int],
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change` is called when events or a state are new."""
+        self._on_change = on_change
+        self._store, self._blocking, self._service = store, blocking, service
+        self._most_in_flight = most_in_flight
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self.progress: dict[str, dict[str, Any]] = {}  # of jobs whose model is not there yet
+        self._not_before: dict[str, float] = {}  # of jobs that wait for another try
+        self._cuts: Counter[str] = Counter()  # streams of a job that had no end
+        self._wake = asyncio.Event()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._running)
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Ends every call; their jobs are queued again."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def cancel(self, job_id: str) -> None:
+        """Ends the call of a job that is cancelling, down to the engine."""
+        if task := self._running.get(job_id):
+            task.cancel()
+
+    async def run(self) -> None:
+        """For as long as this process has the jobs. Raises Superseded."""
+        await self._blocking(self._store.recover)
+        await rounds(self._round, self._wake, "jobs")
+
+    async def _round(self) -> float | None:
+        """Begins what there is room for. Returns after how many seconds there may be more to do
+        without a wake; None: never."""
+        for job_id in await self._blocking(self._store.expire):
+            self.cancel(job_id)
+        await self._blocking(self._store.reclaim, frozenset(self._running))
+        now = time.monotonic()
+        queued = await self._blocking(self._store.queued)
+        self._not_before = {one: s for one, s in self._not_before.items() if s > now}
+        for job in queued:
+            if len(self._running) >= self._most_in_flight():
+                break
+            if job.id not in self._not_before and job.id not in self._running:
+                await self._begin(job.id)
+        if not queued and not self._running:
+            return None
+        return min([SWEEP_S, *(s - now for s in self._not_before.values())])
+
+    async def _begin(self, job_id: str) -> None:
+        job = await self._blocking(self._store.begin, job_id)
+        if job is not None:
+            self._on_change()
+            task = asyncio.create_task(self._carry(job))
+            self._running[job_id] = task
+            task.add_done_callback(log_failure)
+            # No `finally` of the task, because a task cancelled before its first step has none.
+            task.add_done_callback(lambda _: self._ended(job_id))
+
+    def _ended(self, job_id: str) -> None:
+        del self._running[job_id]
+        self.progress.pop(job_id, None)
+        self._on_change()
+        self.wake()
+
+    async def _carry(self, job: Job) -> None:
+        """One attempt, and what becomes of it in the store."""
+        try:
+            answer = await self._attempt(job)
+            if not await self._blocking(
+                self._store.complete, job.id, answer.status, answer.body, answer.content_type
+            ):
+                await self._blocking(self._store.requeue, job.id)  # it was cancelled meanwhile
+        except asyncio.CancelledError:
+            # Of a cancelled job, or of this process's end, which leaves it to the next.
+            await asyncio.shield(self._blocking(self._store.requeue, job.id))
+        except Again as again:
+            logger.info("job %s is tried again in %.0f s: %s", job.id, again.after_s, again.why)
+            self._not_before[job.id] = time.monotonic() + again.after_s
+            await self._blocking(self._store.requeue, job.id)
+        except (StorageFull, StorageFailed) as error:
+            self._not_before[job.id] = time.monotonic() + STORAGE_AGAIN_S
+            await self._keep_refusal(job, error)
+        except Superseded as error:
+            logger.warning("%s", error)
+
+    async def _attempt(self, job: Job) -> Answer:
+        """Raises Again, StorageFull, StorageFailed, Superseded."""
+        try:
+            answer = await self._answer(job)
+        except Cut as cut:
+            self._cuts[job.id] += 1
+            if self._cuts[job.id] < CUT_TRIES:
+                raise
+            answer = cut.answer
+        self._cuts.pop(job.id, None)
+        return answer
+
+    async def _answer(self, job: Job) -> Answer:
+        """Raises Again, Cut, StorageFull, StorageFailed, Superseded."""
+        try:
+            service = await self._service()
+        except RequestError as error:  # the arbiter is away
+            raise Again(error.retry_after_s, str(error)) from error
+        kind = KINDS.get(job.kind)
+        body = await self._blocking(self._store.request, job.id)
+        sent = kind.request(job, body) if kind else body
+        told = EventWriter(self._store, self._blocking, job.id, self._on_change)
+        try:
+            answer = await attempt(
+                *(service, job.path, sent, job.headers, job.tenant, told.add),
+                on_progress=lambda progress: self._tell_progress(job.id, progress),
+                priority=Priority[job.meta.get("priority", Priority.BATCH.name)],
+            )
+            await told.written()
+        except (StorageFull, StorageFailed, Superseded):
+            raise
+        except RequestError as error:  # its events were too many, or it was cancelled
+            if isinstance(error, Conflict):
+                raise Again(None, str(error)) from error
+            return refused(error)
+        finally:
+            await told.ended()
+        return kind.answer(job, answer, told.all) if kind else answer
+
+    def _tell_progress(self, job_id: str, progress: messages.Progress) -> None:
+        self.progress[job_id] = asdict(progress)
+
+    async def _keep_refusal(self, job: Job, error: RequestError) -> None:
+        """The answer found no room; the refusal is small, and may find some."""
+        answer = refused(error)
+        try:
+            await self._blocking(self._store.complete, job.id, answer.status, answer.body)
+        except (StorageFull, StorageFailed):
+            logger.error("job %s has no room for its answer: %s", job.id, error)
+            await self._blocking(self._store.requeue, job.id)
+
+
+class EventWriter:
+    """Appends a job's events; those that come while one write runs go together in the next."""
+
+    def __init__(
+        self, store: JobStore, blocking: Blocking, job_id: str, on_change: Callable[[], None]
+    ) -> None:
+        self._store, self._blocking, self._job_id = store, blocking, job_id
+        self._on_change = on_change
+        self.all: list[str] = []
+        self._kept = 0
+        self._writing: asyncio.Task[None] | None = None
+
+    async def add(self, events: list[str]) -> None:
+        """Raises what the write before it raised."""
+        self.all += events
+        if self._writing is None or self._writing.done():
+            if self._writing is not None:
+                self._writing.result()
+            self._writing = asyncio.create_task(self._write())
+
+    async def written(self) -> None:
+        """Raises StorageFull, StorageFailed, Superseded, Conflict, Refused."""
+        if self._writing is not None:
+            await self._writing
+        await self._write()
+
+    async def ended(self) -> None:
+        """Nothing of it runs any more, whatever became of the last write."""
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _write(self) -> None:
+        while new := self.all[self._kept :]:
+            await self._blocking(self._store.append_events, self._job_id, new)
+            self._kept += len(new)
+            self._on_change()

@@ -1,0 +1,270 @@
+"""JobsService: what the one `jobs` replica answers, and the runner beside it. Knows no Ray.
+
+    client = JobsClient()                                  # in a front (deployments.jobs.client)
+    job = await client.call("create", NewJob(id, tenant, kind, path, model), body)
+    job = await client.call("get", tenant, job.id)         # with its position while it is queued
+    page = await client.call("events", tenant, job.id, after, wait_s)     # a long poll
+    piece = await client.call("result", tenant, job.id, offset)           # b"" at the end
+    job = await client.call("cancel", tenant, job.id)
+    jobs = await client.call("page", tenant, kind, after_id, limit)
+    await client.call("keep", NewJob(...), request, result)   # was answered already
+    await client.call("delete", tenant, job.id)
+
+Files and batches have methods of their own, by the names of OpenAI's operations.
+
+Every method may be called twice with the same arguments. Each raises RequestErrors
+(deployments.jobs.errors). None but `create` has a model loaded.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deployments.config.jobs_section import JobsConfig
+from deployments.front.service import InferenceService
+from deployments.jobs import rows_of
+from deployments.jobs.batch_runner import BatchRunner
+from deployments.jobs.batch_store import Batch, BatchStore, NewBatch
+from deployments.jobs.bodies import Bodies
+from deployments.jobs.database import Database
+from deployments.jobs.errors import NotFound, Refused, StorageFailed, StorageFull
+from deployments.jobs.file_store import BATCH, File, FileStore, NewFile
+from deployments.jobs.kept import KeptAnswers
+from deployments.jobs.runner import Blocking, Runner
+from deployments.jobs.store import EventPage, Job, JobStore, NewJob
+from deployments.jobs.sweep import sweep
+
+logger = logging.getLogger("ray.serve")
+
+EVENTS_WAIT_MOST_S = 20.0  # of one long poll, below the 30 s after which calls are given up
+FORGET_EVERY_S = 3_600.0  # between two looks for what has been kept for long enough
+BATCH_PREFIX = "batch_"  # of a batch's id
+ServiceOf = Callable[[], Awaitable[InferenceService]]
+
+
+def folder_of(state_file: Path) -> Path:
+    """Where bodies are, beside the state file."""
+    return state_file.with_name("jobs")
+
+
+class JobsService:
+    """One per process; the newest process has the jobs (Database)."""
+
+    def __init__(
+        self, state_file: Path, service: ServiceOf, config: JobsConfig | None = None
+    ) -> None:
+        """`service` gives the front's service with the table as it is now."""
+        self.config = config or JobsConfig()
+        self._db = Database(state_file)
+        self._bodies = bodies = Bodies(folder_of(state_file))
+        self._blocking = Blocking()
+        self._store = JobStore(self._db, bodies)
+        self._kept = KeptAnswers(self._db, bodies, self._store)
+        self._changed = asyncio.Event()
+        self._runner = Runner(
+            self._store, self._blocking, service, lambda: self.config.in_flight, self._tell_change
+        )
+        self._files = FileStore(self._db, bodies)
+        self._batches = BatchStore(self._db, bodies)
+        self._batch_runner = BatchRunner(
+            self._batches, bodies, self._blocking, service, lambda: self.config
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins to work on what is queued."""
+        self._tasks = [
+            asyncio.create_task(work())
+            for work in (self._runner.run, self._batch_runner.run, self._forget)
+        ]
+
+    async def check_health(self) -> None:
+        """Serve asks, and replaces a replica in which this raises: what ended its work, which is
+        Superseded or a bug."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def close(self) -> None:
+        """What is in progress is queued again, for the next process."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._runner.close()
+        await self._batch_runner.close()
+
+    async def create(self, new: NewJob, body: bytes) -> Job:
+        """Queues it; the second time it returns the first. Raises TooMuch, StorageFull."""
+        most = self.config.tenant_jobs
+        job = await self._blocking(self._store.create, new, body, most)
+        self._runner.wake()
+        await self._trim(new.tenant)
+        return job
+
+    async def keep(self, new: NewJob, request: bytes, result: bytes) -> None:
+        """Keeps an answer that was given already. Raises StorageFull."""
+        await self._blocking(self._kept.keep, new, request, result)
+        await self._trim(new.tenant)
+
+    async def _trim(self, tenant: str) -> None:
+        most = self.config.tenant_results, self.config.tenant_result_bytes
+        await self._blocking(self._kept.trim, tenant, *most)
+
+    async def get(self, tenant: str, job_id: str) -> Job:
+        """Raises NotFound."""
+        job = await self._blocking(self._store.get, tenant, job_id)
+        return replace(job, progress=self._runner.progress.get(job_id))
+
+    async def page(
+        self, tenant: str | None, kind: str | None = None, after: str = "", limit: int = 20
+    ) -> list[Job]:
+        """The newest first; `tenant` None: of all. `after`: the id of the last one seen."""
+        return await self._blocking(self._store.page, tenant, kind, after, limit)
+
+    async def cancel(self, tenant: str, job_id: str) -> Job:
+        """Ends its call down to the engine; a finished job stays as it is. Raises NotFound."""
+        job = await self._blocking(self._store.cancel, tenant, job_id)
+        self._runner.cancel(job_id)
+        self._tell_change()
+        return job
+
+    async def delete(self, tenant: str, job_id: str) -> None:
+        """Raises NotFound; Conflict where it is unfinished."""
+        await self._blocking(self._store.delete, tenant, job_id)
+
+    async def annotate(self, tenant: str, job_id: str, meta: dict[str, Any]) -> Job:
+        """Merges into its `meta`. Raises NotFound."""
+        await self.get(tenant, job_id)
+        await self._blocking(self._store.annotate, job_id, meta)
+        return await self.get(tenant, job_id)
+
+    async def request(self, tenant: str, job_id: str) -> bytes:
+        """The body of its call. Raises NotFound."""
+        await self.get(tenant, job_id)
+        return await self._blocking(self._store.request, job_id)
+
+    async def result(self, tenant: str, job_id: str, offset: int = 0) -> bytes:
+        """A piece of its answer; empty at the end. Raises NotFound; Conflict without an answer."""
+        return await self._blocking(self._store.result, tenant, job_id, offset)
+
+    async def events(
+        self, tenant: str, job_id: str, after: int = 0, wait_s: float = 0.0
+    ) -> EventPage:
+        """Events with a number above `after`. Without any it waits for one, or for the job's end,
+        for `wait_s` at most. Raises NotFound."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(wait_s, EVENTS_WAIT_MOST_S)):
+                while True:
+                    changed = self._changed
+                    page = await self._blocking(self._store.events, tenant, job_id, after)
+                    if page.events or page.job.state.is_finished:
+                        return page
+                    await changed.wait()
+        return await self._blocking(self._store.events, tenant, job_id, after)
+
+    # -- files ---------------------------------------------------------------------------------
+
+    async def begin_file(self, new: NewFile) -> None:
+        """Makes room for an upload. Raises Refused, TooMuch."""
+        most = self.config.tenant_bytes, self.config.tenant_files
+        await self._blocking(self._files.begin, new, *most)
+
+    async def append_file(self, file_id: str, offset: int, piece: bytes) -> None:
+        """The next piece, of at most PIECE_BYTES. Raises NotFound, Conflict, StorageFull."""
+        await self._blocking(self._files.append, file_id, offset, piece)
+
+    async def finish_file(self, file_id: str) -> File:
+        """The upload is complete. Raises NotFound."""
+        return await self._blocking(self._files.finish, file_id)
+
+    async def file(self, tenant: str, file_id: str) -> File:
+        """Raises NotFound."""
+        return await self._blocking(self._files.get, tenant, file_id)
+
+    async def files(
+        self, tenant: str, purpose: str | None, after: str, limit: int, order: str
+    ) -> list[File]:
+        """`order` is `asc` or `desc`, by the time of their making."""
+        return await self._blocking(self._files.page, tenant, purpose, after, limit, order)
+
+    async def file_content(self, tenant: str, file_id: str, offset: int) -> bytes:
+        """A piece; empty at the end. Raises NotFound."""
+        return await self._blocking(self._files.content, tenant, file_id, offset)
+
+    async def delete_file(self, tenant: str, file_id: str) -> None:
+        """Raises NotFound; Conflict while a batch reads it. Done twice it is done once."""
+        await self._blocking(self._files.delete, tenant, file_id)
+
+    # -- batches -------------------------------------------------------------------------------
+
+    async def create_batch(self, new: NewBatch) -> Batch:
+        """Begins to validate it. Raises Refused for a wrong input file, TooMuch."""
+        try:
+            file = await self.file(new.tenant, new.input_file)
+        except NotFound as error:
+            raise Refused(str(error), "input_file_id") from error
+        if file.purpose != BATCH:
+            said = f"file {file.id} is for {file.purpose!r}; a batch reads files of purpose 'batch'"
+            raise Refused(said, "input_file_id")
+        most = self.config.tenant_batches
+        batch = await self._blocking(self._batches.create, new, most)
+        self._batch_runner.wake()
+        return batch
+
+    async def batch(self, tenant: str, batch_id: str) -> Batch:
+        """Raises NotFound."""
+        return await self._blocking(self._batches.get, tenant, batch_id)
+
+    async def batches(self, tenant: str | None, after: str, limit: int) -> list[Batch]:
+        """The newest first; `tenant` None: of all."""
+        return await self._blocking(self._batches.page, tenant, after, limit)
+
+    async def cancel_batch(self, tenant: str, batch_id: str) -> Batch:
+        """Ends its calls; the results so far stay. A finished one stays as it is. Raises
+        NotFound."""
+        batch = await self._blocking(self._batches.cancel, tenant, batch_id)
+        self._batch_runner.wake()
+        return batch
+
+    # -- what an operator sees -----------------------------------------------------------------
+
+    async def overview(self, limit: int) -> dict[str, Any]:
+        """The newest batches and jobs of all tenants, and how many calls they have in flight."""
+        batches = await self.batches(None, "", limit)
+        jobs = await self.page(None, None, "", limit)
+        rows = [*map(rows_of.batch, batches), *map(rows_of.job, jobs)]
+        rows.sort(key=lambda row: -row["created_s"])
+        calls = {"batch_calls": self._batch_runner.in_flight, "job_calls": self._runner.in_flight}
+        return {"jobs": rows[:limit], **calls}
+
+    async def row(self, any_id: str) -> dict[str, Any]:
+        """A batch or job of any tenant. Raises NotFound."""
+        if (tenant := await self._blocking(self._batches.tenant_of, any_id)) is not None:
+            return rows_of.batch(await self.batch(tenant, any_id))
+        return rows_of.job(await self._blocking(self._store.of_any, any_id))
+
+    async def cancel_any(self, any_id: str) -> dict[str, Any]:
+        """Of any tenant. Raises NotFound."""
+        tenant = (await self.row(any_id))["tenant"]
+        if any_id.startswith(BATCH_PREFIX):
+            return rows_of.batch(await self.cancel_batch(tenant, any_id))
+        return rows_of.job(await self.cancel(tenant, any_id))
+
+    def _tell_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _forget(self) -> None:
+        """Raises Superseded."""
+        while True:
+            try:
+                for store in (self._store, self._files, self._batches):
+                    await self._blocking(store.forget_old)
+                await self._blocking(sweep, self._db, self._bodies)
+            except (StorageFull, StorageFailed) as error:
+                logger.error("nothing old is forgotten: %s", error)
+            await asyncio.sleep(FORGET_EVERY_S)

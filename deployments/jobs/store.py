@@ -1,0 +1,387 @@
+"""JobStore: calls that outlive their client, each a row of the state file and up to three bodies.
+
+A *job* is one call (path, body, tenant) that the runner makes with priority batch. Its states:
+
+    queued -> in_progress -> completed | failed     the call was answered, or refused for good
+       |  \\         |  \\--> queued                  the process died or the refusal was transient
+       |   \\        '-----> cancelling -> cancelled
+       '----> cancelled     any unfinished -> expired   at its deadline
+
+While it is in progress *events* may be appended, which others read by number while it runs and
+afterwards; a new attempt begins with none, and `attempts` tells a reader. Its answer is a body of
+its own. Rows and bodies are kept for `keep_s` after the end.
+
+A job in progress is leased to the process that began it, by its epoch: the next process puts what
+it finds in progress back into the queue, and no write of the former is taken any more.
+"""
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from deployments.jobs.bodies import PART, Bodies
+from deployments.jobs.database import Database
+from deployments.jobs.errors import Conflict, NotFound, Refused, TooMuch
+
+EVENTS_MOST_BYTES = 64 << 20  # of one job: 100,000 tokens' events, or ten pictures as they form
+PLACES_MOST = 1_000  # readers whose place in the events is known
+PAGE_BYTES, PAGE_COUNT = 1 << 20, 1_000  # of the events in one message
+REQUEST, RESULT, EVENTS = "-request", "-result", "-events"  # behind a job's id: its bodies
+
+
+class JobState(StrEnum):
+    """Unfinished: the first three."""
+
+    QUEUED = "queued"
+    IN_PROGRESS = "in_progress"
+    CANCELLING = "cancelling"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def is_finished(self) -> bool:
+        return self not in (JobState.QUEUED, JobState.IN_PROGRESS, JobState.CANCELLING)
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """What a client asks for. `id` is made by the asker, so that asking twice makes one job."""
+
+    id: str
+    tenant: str
+    kind: str  # who made it: `response`, `async`
+    path: str
+    model: str  # the one to make resident, for the order and for the display
+    headers: dict[str, str] = field(default_factory=dict)  # as parse reads them
+    meta: dict[str, Any] = field(default_factory=dict)  # of its kind; JSON, a few kB
+    window_s: float = 86_400.0  # within which it must end
+    keep_s: float = 30 * 86_400.0  # after its end
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A row. Instants are seconds of the wall clock (Unix), because they outlive machines."""
+
+    id: str
+    tenant: str
+    kind: str
+    path: str
+    model: str
+    headers: dict[str, str]
+    meta: dict[str, Any]
+    state: JobState
+    created_s: float
+    deadline_s: float
+    keep_s: float
+    begun_s: float | None
+    ended_s: float | None
+    attempts: int
+    event_count: int  # of this attempt; events are numbered from 1
+    status: int | None  # HTTP's, of the answer; its body is the result
+    content_type: str | None
+    error: dict[str, Any] | None  # OpenAI's error object; None: none
+    position: int = 0  # jobs that are queued before it, of all tenants
+    progress: dict[str, Any] | None = None  # while its model loads; kept by no file
+
+
+@dataclass(frozen=True, slots=True)
+class EventPage:
+    """Events of a job from a number on; `job` is as it is now."""
+
+    job: Job
+    events: tuple[tuple[int, str], ...]  # number and text
+
+
+class JobStore:
+    """Every method blocks; one thread at a time."""
+
+    def __init__(
+        self, db: Database, bodies: Bodies, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._db, self._bodies, self._clock = db, bodies, clock
+        self._places: dict[tuple[str, int, int], tuple[int, int]] = {}  # of readers of events
+
+    # -- what clients ask ----------------------------------------------------------------------
+
+    def create(self, new: NewJob, body: bytes, most_unfinished: int = 1_000) -> Job:
+        """Queues it; the second time it returns the first. Raises TooMuch, StorageFull."""
+        if (found := self._find(new.id)) is not None:
+            return self._own(found, new.tenant, new.id)
+        self._bodies.write(new.id + REQUEST, body)
+        try:
+            self._insert(new, len(body), most_unfinished)
+        except TooMuch:
+            self._bodies.remove(new.id + REQUEST)
+            raise
+        return self.get(new.tenant, new.id)
+
+    def _insert(self, new: NewJob, body_bytes: int, most_unfinished: int) -> None:
+        now_s = self._clock()
+        with self._db.writing() as db:
+            unfinished = "tenant = ? AND state IN ('queued', 'in_progress', 'cancelling')"
+            count = db.execute(f"SELECT count(*) FROM jobs WHERE {unfinished}", (new.tenant,))
+            if (waiting := count.fetchone()[0]) >= most_unfinished:
+                raise TooMuch(f"{waiting} unfinished jobs", most_unfinished)
+            db.execute(
+                "INSERT INTO jobs (id, tenant, kind, path, model, headers, meta, state, created_s,"
+                " deadline_s, keep_s, body_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(new.id, new.tenant, new.kind, new.path, new.model),
+                    *(json.dumps(new.headers), json.dumps(new.meta), JobState.QUEUED),
+                    *(now_s, now_s + new.window_s, new.keep_s, body_bytes),
+                ),
+            )
+
+    def get(self, tenant: str, job_id: str) -> Job:
+        """Raises NotFound, also for another tenant's."""
+        return self._own(self._find(job_id), tenant, job_id)
+
+    def of_any(self, job_id: str) -> Job:
+        """Of any tenant. Raises NotFound."""
+        row = self._find(job_id)
+        if row is None:
+            raise NotFound("job", job_id)
+        return _job(row)
+
+    def page(
+        self, tenant: str | None, kind: str | None = None, after: str = "", limit: int = 20
+    ) -> list[Job]:
+        """The newest first; `tenant` None: of all. `after`: the id of the last one seen."""
+        wheres, values = ["1"], []
+        for name, value in (("tenant", tenant), ("kind", kind)):
+            if value is not None:
+                wheres.append(f"{name} = ?")
+                values.append(value)
+        if after:
+            wheres.append("(created_s, id) < (SELECT created_s, id FROM jobs WHERE id = ?)")
+            values.append(after)
+        said = f"WHERE {' AND '.join(wheres)} ORDER BY created_s DESC, id DESC LIMIT {int(limit)}"
+        return [_job(row) for row in self._db.rows(f"SELECT * FROM jobs {said}", *values)]
+
+    def cancel(self, tenant: str, job_id: str) -> Job:
+        """A queued job is cancelled at once, one in progress is cancelling until the runner has
+        ended it; a finished one stays as it is. Raises NotFound."""
+        self.get(tenant, job_id)
+        with self._db.writing() as db:
+            db.execute(
+                "UPDATE jobs SET state = 'cancelled', ended_s = ?"
+                " WHERE id = ? AND state = 'queued'",
+                (self._clock(), job_id),
+            )
+            db.execute(
+                "UPDATE jobs SET state = 'cancelling' WHERE id = ? AND state = 'in_progress'",
+                (job_id,),
+            )
+        return self.get(tenant, job_id)
+
+    def delete(self, tenant: str, job_id: str) -> None:
+        """Forgets a finished job and its bodies. Raises NotFound, Conflict."""
+        job = self.get(tenant, job_id)
+        if not job.state.is_finished:
+            raise Conflict("job", job_id, job.state, "deleted; cancel it first")
+        self._forget([job_id])
+
+    def request(self, job_id: str) -> bytes:
+        """The body of its call."""
+        return b"".join(self._pieces(job_id + REQUEST))
+
+    def result(self, tenant: str, job_id: str, offset: int = 0) -> bytes:
+        """A piece of its answer from an offset; empty at the end. Raises NotFound; Conflict where
+        it has no answer."""
+        job = self.get(tenant, job_id)
+        if job.status is None:
+            raise Conflict("job", job_id, job.state, "read: it has no answer")
+        return self._bodies.read(job_id + RESULT, offset)
+
+    def events(self, tenant: str, job_id: str, after: int = 0) -> EventPage:
+        """Those with a number above `after`, as many as one message takes. Raises NotFound."""
+        job = self.get(tenant, job_id)
+        found: list[tuple[int, str]] = []
+        size = 0
+        if job.event_count > max(after, 0):
+            known, offset = self._reader_at(job, after)
+            for number, line in enumerate(self._bodies.lines(job_id + EVENTS, offset), known + 1):
+                if number > job.event_count or len(found) >= PAGE_COUNT or size >= PAGE_BYTES:
+                    break
+                offset += len(line)
+                if number > after:
+                    found.append((number, json.loads(line)))
+                    size += len(line)
+            last = found[-1][0] if found else after
+            self._places[job.id, job.attempts, last] = last, offset
+        return EventPage(job, tuple(found))
+
+    def _reader_at(self, job: Job, after: int) -> tuple[int, int]:
+        """A number up to `after`, and where the event behind it begins: readers come back to where
+        they were, and what lies before is not read again."""
+        while len(self._places) > PLACES_MOST:
+            del self._places[next(iter(self._places))]
+        return self._places.pop((job.id, job.attempts, after), (0, 0))
+
+    def annotate(self, job_id: str, meta: dict[str, Any]) -> None:
+        """Adds to what its kind keeps."""
+        with self._db.writing() as db:
+            db.execute(
+                "UPDATE jobs SET meta = json_patch(meta, ?) WHERE id = ?",
+                (json.dumps(meta), job_id),
+            )
+
+    # -- what the runner does ------------------------------------------------------------------
+
+    def recover(self) -> int:
+        """Takes over what a former process had in progress. Returns how many are queued again."""
+        with self._db.writing() as db:
+            values = (self._db.epoch,)
+            again = db.execute(
+                "UPDATE jobs SET state = 'queued' WHERE state = 'in_progress' AND epoch < ?", values
+            ).rowcount
+            db.execute(
+                "UPDATE jobs SET state = 'cancelled', ended_s = ?"
+                " WHERE state = 'cancelling' AND epoch < ?",
+                (self._clock(), *values),
+            )
+        return again
+
+    def queued(self, limit: int = 1_000) -> Sequence[Job]:
+        """The oldest first."""
+        mine = "SELECT * FROM jobs WHERE state = 'queued' ORDER BY created_s, id LIMIT ?"
+        return [_job(row) for row in self._db.rows(mine, limit)]
+
+    def begin(self, job_id: str) -> Job | None:
+        """Leases it to this process, with no events yet; None where it is not queued any more."""
+        with self._db.writing() as db:
+            begun = db.execute(
+                "UPDATE jobs SET state = 'in_progress', begun_s = coalesce(begun_s, ?), epoch = ?,"
+                " attempts = attempts + 1, event_count = 0, event_bytes = 0"
+                " WHERE id = ? AND state = 'queued'",
+                (self._clock(), self._db.epoch, job_id),
+            ).rowcount
+        row = self._find(job_id) if begun else None
+        return None if row is None else _job(row)
+
+    def append_events(self, job_id: str, events: Sequence[str]) -> int:
+        """Returns the number of the last. Raises Conflict where it is not in progress (any more),
+        Refused beyond EVENTS_MOST_BYTES, StorageFull."""
+        text = "".join(json.dumps(event) + "\n" for event in events).encode()
+        with self._db.writing() as db:
+            row = db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+            if row is None or row["state"] != JobState.IN_PROGRESS:
+                raise Conflict("job", job_id, row["state"] if row else "gone", "added to")
+            if row["event_bytes"] + len(text) > EVENTS_MOST_BYTES:
+                raise Refused(f"the events of {job_id} are more than {EVENTS_MOST_BYTES} bytes")
+            length = self._bodies.append(job_id + EVENTS, row["event_bytes"], text)
+            count: int = row["event_count"] + len(events)
+            db.execute(
+                "UPDATE jobs SET event_count = ?, event_bytes = ? WHERE id = ?",
+                (count, length, job_id),
+            )
+        return count
+
+    def complete(
+        self, job_id: str, status: int, body: bytes, content_type: str = "application/json"
+    ) -> bool:
+        """Keeps its answer; failed from status 400 on. False: it is not in progress any more, and
+        nothing was kept. The body has its name only where the row takes it: a process that was
+        replaced, and does not know it, spoils no other's answer."""
+        draft = f"{job_id}{RESULT}-{self._db.epoch}"
+        self._bodies.draft(draft, body)
+        state = JobState.FAILED if status >= 400 else JobState.COMPLETED
+        error = _error_of(body) if status >= 400 else None
+        with self._db.writing() as db:
+            ended = db.execute(
+                "UPDATE jobs SET state = ?, status = ?, content_type = ?, error = ?, ended_s = ?,"
+                " result_bytes = ?"
+                " WHERE id = ? AND state = 'in_progress' AND epoch = ?",
+                (
+                    *(state, status, content_type, json.dumps(error), self._clock()),
+                    *(len(body), job_id, self._db.epoch),
+                ),
+            ).rowcount
+            if ended:
+                self._bodies.adopt(draft, job_id + RESULT)
+        if not ended:
+            self._bodies.remove(draft + PART)
+        return bool(ended)
+
+    def requeue(self, job_id: str) -> None:
+        """It is to be tried again; a cancelling one is cancelled instead."""
+        with self._db.writing() as db:
+            db.execute(
+                "UPDATE jobs SET state = iif(state = 'cancelling', 'cancelled', 'queued'),"
+                " ended_s = iif(state = 'cancelling', ?, NULL)"
+                " WHERE id = ? AND state IN ('in_progress', 'cancelling')",
+                (self._clock(), job_id),
+            )
+
+    def reclaim(self, running: Collection[str]) -> None:
+        """Puts back what this process has in progress and does not run: its end found no room on
+        the disk, or its call was cancelled before its first step."""
+        said = "SELECT id FROM jobs WHERE state IN ('in_progress', 'cancelling') AND epoch = ?"
+        for row in self._db.rows(said, self._db.epoch):
+            if row["id"] not in running:
+                self.requeue(row["id"])
+
+    def expire(self) -> list[str]:
+        """Ends what is past its deadline. Returns the ids of what was in progress: the runner ends
+        those calls."""
+        late = "state IN ('queued', 'in_progress', 'cancelling') AND deadline_s <= ?"
+        now_s = self._clock()
+        with self._db.writing() as db:
+            found = db.execute(f"SELECT id, state FROM jobs WHERE {late}", (now_s,)).fetchall()
+            db.execute(f"UPDATE jobs SET state = 'expired', ended_s = ? WHERE {late}", (now_s,) * 2)
+        return [row["id"] for row in found if row["state"] != JobState.QUEUED]
+
+    def forget_old(self) -> int:
+        """Forgets what has been finished for its `keep_s`, some at a time."""
+        old = "ended_s IS NOT NULL AND ended_s + keep_s <= ? LIMIT 1000"
+        ids = [row[0] for row in self._db.rows(f"SELECT id FROM jobs WHERE {old}", self._clock())]
+        self._forget(ids)
+        return len(ids)
+
+    # -- the rows ------------------------------------------------------------------------------
+
+    def _forget(self, ids: Sequence[str]) -> None:
+        if not ids:
+            return
+        with self._db.writing() as db:  # the row first: a body without one is swept
+            db.executemany("DELETE FROM jobs WHERE id = ?", [(one,) for one in ids])
+        for one in ids:
+            self._bodies.remove(one + REQUEST, one + RESULT, one + EVENTS, one + RESULT + PART)
+
+    def _find(self, job_id: str) -> sqlite3.Row | None:
+        before = (
+            "(SELECT count(*) FROM jobs AS other WHERE other.state = 'queued' AND"
+            " jobs.state = 'queued' AND other.created_s < jobs.created_s)"
+        )
+        return self._db.row(f"SELECT *, {before} AS position FROM jobs WHERE id = ?", job_id)
+
+    def _own(self, row: sqlite3.Row | None, tenant: str, job_id: str) -> Job:
+        if row is None or row["tenant"] != tenant:
+            raise NotFound("job", job_id)
+        return _job(row)
+
+    def _pieces(self, name: str) -> Iterator[bytes]:
+        offset = 0
+        while piece := self._bodies.read(name, offset):
+            offset += len(piece)
+            yield piece
+
+
+def _job(row: sqlite3.Row) -> Job:
+    known = {name: value for name, value in dict(row).items() if name in Job.__slots__}
+    read = {name: json.loads(row[name] or "null") for name in ("headers", "meta", "error")}
+    return Job(**{**known, **read, "state": JobState(row["state"])})
+
+
+def _error_of(body: bytes) -> Any:
+    """OpenAI's error object of an answer's body."""
+    try:
+        return json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return {"message": body[:1_000].decode(errors="replace"), "type": "server_error"}

@@ -1,0 +1,162 @@
+"""Validation of a batch's input file, line by line: every line is right, or none is run.
+
+Reads the file in pieces, holds one line, and tells for each wrong line its number and field.
+"""
+
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from arbiter.errors import RequestError
+from deployments.front.request import parse
+from deployments.front.service import InferenceService
+from deployments.jobs.batch_store import Batch, Line, LineError
+from deployments.jobs.bodies import PIECE_BYTES
+
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/images/generations",
+)
+LINES_MOST = 50_000  # OpenAI's bound
+LINE_MOST_BYTES = 32 << 20  # the front's bound of one body
+ERRORS_MOST = 100  # told of one file; a file that is no JSON has an error in each line
+MESSAGE_MOST, FIELD_MOST = 500, 100  # characters of an error; it lies in a row of the state file
+JSON_HEADERS = {"content-type": "application/json"}
+WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
+WINDOW_MOST_S = 14 * 86_400
+_UNIT_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+Read = Callable[[int, int], Awaitable[bytes]]  # of the file: offset, most bytes
+
+
+class LineBody(BaseModel):
+    """One line of an input file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    custom_id: Annotated[str, Field(min_length=1, max_length=512)]
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
+class WrongLine(Exception):
+    """Carries its LineError."""
+
+    def __init__(self, error: LineError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def window_s(text: str) -> int | None:
+    """Seconds of `24h`, or of another number of s, m, h or d up to 14 days; None: it is none."""
+    found = WINDOW.fullmatch(text)
+    seconds = int(found[1]) * _UNIT_S[found[2]] if found else 0
+    return seconds if 0 < seconds <= WINDOW_MOST_S else None
+
+
+async def pieces_of_lines(read: Read) -> AsyncIterator[tuple[int, bytes]]:
+    """Offset and bytes of each line, with its end. A line beyond LINE_MOST_BYTES comes cut."""
+    offset, rest = 0, b""
+    at = 0
+    while piece := await read(at, PIECE_BYTES):
+        at += len(piece)
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield offset, line + b"\n"
+            offset += len(line) + 1
+        if len(rest) > LINE_MOST_BYTES:
+            yield offset, rest
+            return
+    if rest:
+        yield offset, rest
+
+
+class Validator:
+    """Of one batch: give it each line in order."""
+
+    def __init__(self, batch: Batch, service: InferenceService) -> None:
+        self._batch, self._service = batch, service
+        self._seen: dict[str, int] = {}  # custom id to line
+        self.errors: list[LineError] = []
+        self.total = 0
+        self.models: dict[tuple[str, str], None] = {}  # in the order of their first lines
+        self._number = 0
+
+    @property
+    def is_over(self) -> bool:
+        """There is no use in looking further."""
+        return len(self.errors) >= ERRORS_MOST or self.total > LINES_MOST
+
+    @property
+    def all_errors(self) -> list[LineError]:
+        """Of the lines, or that there is none."""
+        if self.total == 0:
+            return [LineError("empty_file", "the input file has no request")]
+        return self.errors
+
+    async def check(self, offset: int, raw: bytes) -> Line | None:
+        """None: the line is blank, or wrong, which `errors` tells."""
+        self._number += 1
+        if not raw.strip():
+            return None
+        self.total += 1
+        try:
+            if self.total > LINES_MOST:
+                raise self._wrong("too_many_tasks", f"more than {LINES_MOST} requests", None)
+            model, served = await self._target(raw)
+        except WrongLine as wrong:
+            self.errors.append(wrong.error)
+            return None
+        self.models[model, served] = None
+        return Line(self._number, offset, len(raw), model, served)
+
+    async def _target(self, raw: bytes) -> tuple[str, str]:
+        """Model and served name. Raises WrongLine."""
+        line = self._parsed(raw)
+        if (first := self._seen.setdefault(line.custom_id, self._number)) != self._number:
+            said = f"custom_id {line.custom_id!r} is that of line {first} as well"
+            raise self._wrong("duplicate_custom_id", said, "custom_id")
+        if line.url != self._batch.endpoint:
+            said = f"url {line.url!r} is not the batch's endpoint, {self._batch.endpoint}"
+            raise self._wrong("mismatched_url", said, "url")
+        if line.body.get("stream"):
+            raise self._wrong("invalid_request", "a line of a batch is no stream", "body.stream")
+        body = json.dumps(line.body).encode()
+        try:
+            service = self._service
+            asked = await parse(line.url, body, JSON_HEADERS, service.profiles)
+            call = service.call(asked, self._batch.tenant)
+        except RequestError as error:
+            param = f"body.{error.param}" if error.param else "body"
+            raise self._wrong(error.code, str(error), param) from error
+        return call.model, call.served
+
+    def _parsed(self, raw: bytes) -> LineBody:
+        if len(raw) > LINE_MOST_BYTES:
+            raise self._wrong("line_too_large", f"more than {LINE_MOST_BYTES} bytes", None)
+        try:
+            return LineBody.model_validate_json(raw)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            if problem["type"] == "json_invalid":
+                raise self._wrong("invalid_json_line", problem["msg"], None) from error
+            field = str(problem["loc"][0]) if problem["loc"] else None
+            said = f"`{field}`: {problem['msg']}" if field else problem["msg"]
+            raise self._wrong("invalid_request", said, field) from error
+
+    def _wrong(self, code: str, message: str, param: str | None) -> WrongLine:
+        """The message may repeat what the line says, which may be long, and lies in a row."""
+        short = None if param is None else _clipped(param, FIELD_MOST)
+        said = _clipped(message, MESSAGE_MOST)
+        return WrongLine(LineError(_clipped(code, FIELD_MOST), said, self._number, short))
+
+
+def _clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,0 +1,309 @@
+"""Remotes: which remote models a caller may use for a request, at what price, and the use.
+
+    remotes = Remotes(); remotes.configure(table.remotes)
+    offer = remotes.offer(asked, "cloud-chat", caller)     # opens no connection
+    if offer.is_allowed: ...                               # else offer.reason, without a prompt
+    call = remotes.call(asked, "cloud-chat", caller)       # raises offer.refusal
+    async with aclosing(remotes.run(call)) as parts: ...   # as of a capability
+
+`run` raises a RequestError before its first part or after it; before it another model may take
+over. Each run is reserved in the tenant's budget and written to the event log by the arbiter before
+anything leaves; without the arbiter nothing does.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from arbiter.errors import ArbiterUnavailable, RequestError, UnknownModel
+from arbiter.protocol.egress_budget import MILLION
+from arbiter.protocol.messages import Egress, EgressEnd
+from arbiter.units import Bytes, seconds
+from deployments import messages
+from deployments.config.remotes_section import RemoteConfig, RemoteModel, RemotesConfig
+from deployments.front.keys import Caller, Scope
+from deployments.front.request import ParsedRequest
+from deployments.remotes.body import KNOWN, Rebuilt, rebuild
+from deployments.remotes.breaker import Breaker, Failure
+from deployments.remotes.exchange import Exchange, Failed, Refused
+from deployments.remotes.offers import Offer, RemoteCall, RemoteFailed, RemoteRefused
+from deployments.remotes.privacy import Secrets
+from deployments.remotes.spending import ArbiterBook, Book, Spending
+from deployments.replica.background import BackgroundTasks
+
+logger = logging.getLogger("ray.serve")
+Parts = AsyncGenerator[messages.Part, None]
+
+# Weight of the newest answer in what is expected of the next, as TCP's round-trip times have it.
+NEWEST_WEIGHT = 1 / 8
+# A remote has no more requests under way than it may: its turn comes with the next answer.
+FULL_RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class _State:
+    """Of one remote: it outlives a change of the table."""
+
+    breaker: Breaker
+    in_flight: int = 0
+    seconds_of: dict[str, float] = field(default_factory=dict)  # by model: of an answer
+
+
+class Remotes:
+    """One per front."""
+
+    def __init__(
+        self,
+        book: Book | None = None,
+        resolver: Callable[[], aiohttp.abc.AbstractResolver] | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`book`: absent: the arbiter. `resolver`: makes one for a request; absent: the
+        system's."""
+        self._spending = Spending(book or ArbiterBook())
+        self._resolver, self._now_s = resolver, now_s
+        self._states: dict[str, _State] = {}
+        self.background = BackgroundTasks()
+        self.configure(RemotesConfig())
+
+    def configure(self, config: RemotesConfig) -> None:
+        """From the next offer, call and run on."""
+        self._config, self._homes = config, config.homes
+        self._secrets = Secrets(config.secrets) if config.rows else None
+
+    def has(self, model: str) -> bool:
+        return model in self._homes
+
+    def names(self, caller: Caller) -> list[str]:
+        """Of the models that this caller may use."""
+        is_open = not self._config.nothing_leaves and Scope.CLOUD in caller.scopes
+        return sorted(self._homes) if is_open else []
+
+    def model(self, name: str) -> tuple[str, RemoteModel]:
+        """Its remote and its row. Raises UnknownModel."""
+        remote = self._homes.get(name)
+        if remote is None:
+            raise UnknownModel(name, "", tuple(sorted(self._homes)))
+        return remote, self._config.rows[remote].models[name]
+
+    @property
+    def nothing_leaves(self) -> bool:
+        return self._config.nothing_leaves
+
+    def rows(self) -> list[dict[str, Any]]:
+        """How each remote is, in plain values."""
+        found = []
+        for name, row in sorted(self._config.rows.items()):
+            state = self._state(name)
+            cause = str(state.breaker.cause) if state.breaker.left_s else None
+            found.append({
+                "remote": name,
+                "models": sorted(row.models),
+                "in_flight": state.in_flight,
+                "cools_down_s": state.breaker.left_s,
+                "cause": cause,
+            })  # fmt: skip
+        return found
+
+    # -- may it leave? -------------------------------------------------------------------------
+
+    def offer(self, asked: ParsedRequest, name: str, caller: Caller) -> Offer:
+        """Raises UnknownModel."""
+        remote, model = self.model(name)
+        try:
+            new = self._judged(asked, name, caller)
+            call = self._made(asked, name, caller, new)
+            self._check_now(call)
+            if error := self._spending.refusal(self._egress(call)):
+                raise error
+        except RequestError as error:
+            return Offer(name, remote, error)
+        tokens, money = _dearest(call, model)
+        return Offer(name, remote, None, tokens, money / MILLION, self._seconds(call, model))
+
+    def call(self, asked: ParsedRequest, name: str, caller: Caller) -> RemoteCall:
+        """The call that may leave. Raises UnknownModel, and the refusal of its offer but for the
+        budget's, which `run` has from the arbiter itself."""
+        call = self._made(asked, name, caller, self._judged(asked, name, caller))
+        self._check_now(call)
+        return call
+
+    def _judged(self, asked: ParsedRequest, name: str, caller: Caller) -> Rebuilt:
+        """What would leave. Raises RequestError."""
+        remote, model = self.model(name)
+        self._check_switch()
+        if Scope.CLOUD not in caller.scopes:
+            said = f"{name} is on another machine; the key needs the scope `cloud`"
+            raise RemoteRefused(403, "scope_missing", said)
+        if asked.is_local_only:
+            raise RemoteRefused(403, "local_only", f"{name} is remote, and `x_local_only` is set")
+        if asked.path not in model.paths or asked.path not in KNOWN or asked.fields is None:
+            raise messages.NotServedHere(name, asked.path, model.paths)
+        new = rebuild(asked.path, {**asked.profile.defaults, **asked.fields}, model)
+        if too_many := sorted(new.inputs - set(model.inputs)):
+            said = f"{too_many[0]} does not leave for {name}; its `inputs` have {model.inputs}"
+            raise RemoteRefused(400, "modality_stays", said)
+        most_bytes = self._config.rows[remote].bounds.request_bytes
+        if len(new.raw) > most_bytes:
+            said = f"the request has {len(new.raw)} bytes; {remote} is sent {most_bytes} at most"
+            raise RemoteRefused(413, "too_large_for_remote", said)
+        assert self._secrets is not None, "there is a row"
+        if found := self._secrets.found(new.texts):
+            raise RemoteRefused(403, "secret_stays", f"the request has {found}, so it stays here")
+        return new
+
+    def _made(self, asked: ParsedRequest, name: str, caller: Caller, new: Rebuilt) -> RemoteCall:
+        return RemoteCall(
+            asked.path,
+            new.raw,
+            {},
+            asked.request_id,
+            name,
+            asked.checked.x_deadline_s or asked.profile.deadline_s,
+            tenant=caller.tenant,
+            served=name,
+            remote=self._homes[name],
+            prompt_tokens=new.prompt_tokens,
+            answer_tokens=new.answer_tokens,
+            is_stream=new.fields.get("stream", False),
+            tells_usage=new.tells_usage,
+        )
+
+    def _check_switch(self) -> None:
+        if self._config.nothing_leaves:
+            said = "nothing leaves this machine (`remotes.nothing_leaves`)"
+            raise RemoteRefused(403, "nothing_leaves", said)
+
+    def _check_now(self, call: RemoteCall) -> None:
+        """What may have changed since the call was made. Raises RequestError."""
+        self._check_switch()
+        if self._homes.get(call.model) != call.remote:
+            raise UnknownModel(call.model, "", tuple(sorted(self._homes)))
+        row, state = self._config.rows[call.remote], self._state(call.remote)
+        if left_s := state.breaker.left_s:
+            said = f"{call.remote} failed ({state.breaker.cause}); next try in {left_s:.0f} s"
+            raise RemoteRefused(503, "remote_cooling_down", said, left_s)
+        if state.in_flight >= row.bounds.in_flight:
+            said = f"{call.remote} has {state.in_flight} requests under way, as many as it may"
+            raise RemoteRefused(429, "remote_full", said, FULL_RETRY_S)
+
+    # -- the use -------------------------------------------------------------------------------
+
+    async def run(self, call: RemoteCall) -> Parts:
+        """Raises RequestError. Closing it closes the connection."""
+        self._check_now(call)
+        if call.deadline_s is not None and call.deadline_s <= 0:  # to aiohttp it were no bound
+            said = f"the request's deadline was over before it left for {call.remote}"
+            raise RemoteRefused(504, "deadline_unmet", said)
+        state = self._state(call.remote)
+        state.in_flight += 1
+        tries = state.breaker.begin()
+        try:
+            egress = self._egress(call)
+            await self._spending.leave(egress)
+            async with aclosing(self._settled(call, egress, state)) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            state.in_flight -= 1
+            if tries:
+                state.breaker.abandoned()
+
+    async def _settled(self, call: RemoteCall, egress: Egress, state: _State) -> Parts:
+        """The exchange, and its end told to breaker and arbiter, whatever it was."""
+        began_s, outcome = self._now_s(), "left"  # by its client, as of local runs
+        row = self._row_for(call)
+        exchange = Exchange(row, call, self._resolver() if self._resolver else None)
+        try:
+            async with aclosing(exchange.parts()) as parts:
+                async for part in parts:
+                    yield part
+            outcome = "answered"
+            state.breaker.answered()
+            self._note_seconds(call.model, self._now_s() - began_s, state)
+        except Failed as error:
+            outcome = error.failure.value
+            if error.failure is Failure.TIMEOUT and self._is_hasty(call, began_s):
+                said = f"{call.remote} had not answered at the request's deadline"
+                raise RemoteRefused(504, "deadline_unmet", said) from error
+            state.breaker.failed(error.failure, error.retry_after_s)
+            left_s = state.breaker.left_s
+            raise RemoteFailed(call.remote, outcome, error.why, left_s or 1.0) from error
+        except Refused as error:
+            outcome = "refused"
+            state.breaker.answered()
+            said = f"{call.remote} refused the request with the status {error.status}"
+            raise RemoteRefused(400, "remote_refused", said) from error
+        finally:
+            took_s = self._now_s() - began_s
+            self.background.begin(self._tell(_end(egress, exchange, row, outcome, took_s)))
+
+    async def _tell(self, end: EgressEnd) -> None:
+        try:
+            await self._spending.left(end)
+        except ArbiterUnavailable as error:
+            logger.error("%s stays reserved at %s: %s", end.egress.id, end.egress.remote, error)
+
+    def _is_hasty(self, call: RemoteCall, began_s: float) -> bool:
+        """The client's deadline, not a bound of the table, has ended it: that says nothing of the
+        remote, which other tenants ask too."""
+        return call.deadline_s is not None and self._now_s() - began_s >= call.deadline_s
+
+    def _row_for(self, call: RemoteCall) -> RemoteConfig:
+        """With the deadline of the call as a bound."""
+        row = self._config.rows[call.remote]
+        if call.deadline_s is None or call.deadline_s >= row.bounds.total_s:
+            return row
+        bounds = row.bounds.model_copy(update={"total_s": call.deadline_s})
+        return row.model_copy(update={"bounds": bounds})
+
+    def _egress(self, call: RemoteCall) -> Egress:
+        row = self._config.rows[call.remote]
+        budget = row.budget_of(call.tenant)
+        tokens, micros = _dearest(call, row.models[call.model])
+        return Egress(
+            f"egress-{secrets.token_hex(8)}",
+            call.remote,
+            call.model,
+            call.tenant,
+            Bytes(len(call.body)),
+            tokens,
+            micros,
+            budget.tokens,
+            budget.micros,
+        )
+
+    def _state(self, remote: str) -> _State:
+        if remote not in self._states:
+            self._states[remote] = _State(Breaker(self._now_s))
+        return self._states[remote]
+
+    def _seconds(self, call: RemoteCall, model: RemoteModel) -> float:
+        """Of an answer of the usual length, or the longest where none was seen."""
+        seen = self._state(call.remote).seconds_of.get(call.model)
+        return seen or model.first_token_s + call.answer_tokens / model.tokens_per_s
+
+    def _note_seconds(self, model: str, took_s: float, state: _State) -> None:
+        before_s = state.seconds_of.get(model, took_s)
+        state.seconds_of[model] = before_s + NEWEST_WEIGHT * (took_s - before_s)
+
+
+def _dearest(call: RemoteCall, model: RemoteModel) -> tuple[int, int]:
+    """Tokens and millionths of money that it may cost at most."""
+    tokens = call.prompt_tokens + call.answer_tokens
+    return tokens, model.micros(call.prompt_tokens, call.answer_tokens)
+
+
+def _end(
+    egress: Egress, exchange: Exchange, row: RemoteConfig, outcome: str, took_s: float
+) -> EgressEnd:
+    prompt, answer = exchange.prompt_tokens, exchange.answer_tokens
+    micros = row.models[egress.model].micros(prompt, answer)
+    size, took = Bytes(exchange.answer_bytes), seconds(took_s)
+    return EgressEnd(egress, outcome, size, prompt, answer, micros, took)

@@ -1,0 +1,72 @@
+"""Where budgets are kept: by the arbiter, which writes down each egress before it happens.
+
+The front remembers what the arbiter said last, so that an offer needs no call; what counts is the
+reservation that `leave` makes.
+"""
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Protocol
+
+from arbiter.client.admin import call_arbiter
+from arbiter.errors import RemoteBudgetSpent
+from arbiter.protocol.egress_budget import day_of, refusal
+from arbiter.protocol.messages import DaySpent, Egress, EgressEnd
+
+# An arbiter that restarts is back within two seconds; a request waits no longer for its egress.
+LEAVE_S = 5.0
+
+
+class Book(Protocol):
+    """The arbiter's side (arbiter.server.egress)."""
+
+    async def leave(self, egress: Egress) -> DaySpent: ...
+
+    async def left(self, end: EgressEnd) -> DaySpent: ...
+
+
+class ArbiterBook:
+    """Raises ArbiterUnavailable: then nothing leaves."""
+
+    async def leave(self, egress: Egress) -> DaySpent:
+        said: DaySpent = await call_arbiter("leave", egress, within_s=LEAVE_S)
+        return said
+
+    async def left(self, end: EgressEnd) -> DaySpent:
+        said: DaySpent = await call_arbiter("left", end)
+        return said
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Spending:
+    """A Book, and what it said last of each tenant and remote."""
+
+    def __init__(self, book: Book, now: Callable[[], datetime] = utc_now) -> None:
+        self._book, self._now = book, now
+        self._day = ""
+        self._known: dict[tuple[str, str], DaySpent] = {}  # of that day
+
+    async def leave(self, egress: Egress) -> None:
+        """Raises RemoteBudgetSpent, EgressRefused, ArbiterUnavailable."""
+        await self._note(egress, self._book.leave(egress))
+
+    async def left(self, end: EgressEnd) -> None:
+        """Raises ArbiterUnavailable: what was reserved stays so."""
+        await self._note(end.egress, self._book.left(end))
+
+    def refusal(self, egress: Egress) -> RemoteBudgetSpent | None:
+        """As far as is known here."""
+        known = self._of_today().get((egress.tenant, egress.remote), DaySpent(0, 0))
+        return refusal(egress, known, self._now())
+
+    async def _note(self, egress: Egress, asked: Awaitable[DaySpent]) -> None:
+        said = await asked
+        self._of_today()[egress.tenant, egress.remote] = said
+
+    def _of_today(self) -> dict[tuple[str, str], DaySpent]:
+        if (today := day_of(self._now())) != self._day:
+            self._day, self._known = today, {}
+        return self._known

@@ -1,0 +1,1 @@
+"""Tasks: a name with a ladder of models that can do it (J5)."""

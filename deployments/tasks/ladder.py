@@ -1,0 +1,148 @@
+"""In which order the rungs of a task are asked, with a reason for each place. Pure.
+
+    score = position x step_s + seconds until it works on the request      the least goes first
+
+A rung whose answer would exceed the budget goes behind those that keep it. A remote goes behind all
+models here, unless the soonest of them exceeds the budget. The primary goes first where it is
+pinned, and where it is a remote: the operator put it there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from deployments.config.task_section import TaskConfig
+from deployments.tasks.predict import RESIDENT, Prediction
+
+# In place of seconds that nothing tells: above most loads (docs/benchmarks.md has 0.5 to 26 s), so
+# that a model which serves goes first, and below the wait of a client.
+UNKNOWN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One rung as it is now."""
+
+    position: int  # in the ladder, from 0
+    name: str
+    is_remote: bool
+    predicted: Prediction
+    refused: str | None = None  # why it cannot have this request; None: it can
+    retry_after_s: float | None = None  # of a refusal that passes
+
+    def score_s(self, step_s: float) -> float:
+        begins_s = self.predicted.begins_s
+        return self.position * step_s + (UNKNOWN_S if begins_s is None else begins_s)
+
+    def exceeds(self, budget_s: float | None) -> bool:
+        """Whether its answer is known to take longer."""
+        total_s = self.predicted.total_s
+        return budget_s is not None and total_s is not None and total_s > budget_s
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One candidate in its place, and why it has it; of those left out, why they are."""
+
+    candidate: Candidate
+    score_s: float
+    why: str
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """Every candidate, once: those that are asked, in this order, and those left out."""
+
+    rungs: tuple[Rung, ...]
+    left_out: tuple[Rung, ...]
+
+
+def order(task: TaskConfig, candidates: Sequence[Candidate], budget_s: float | None) -> Ladder:
+    """`candidates`: those of the task, in its order. `budget_s`: of this request."""
+    left_out = {c.name: why for c in candidates if (why := _left_out(task, c)) is not None}
+    usable = [c for c in candidates if c.name not in left_out]
+    rungs = tuple(
+        Rung(c, c.score_s(task.step_s), why) for c, why in _ordered(task, usable, budget_s)
+    )
+    gone = tuple(
+        Rung(c, c.score_s(task.step_s), left_out[c.name]) for c in candidates if c.name in left_out
+    )
+    return Ladder(rungs, gone)
+
+
+def _left_out(task: TaskConfig, candidate: Candidate) -> str | None:
+    if candidate.is_remote and candidate.position > 0 and not task.allow_cloud_fallback:
+        return "`allow_cloud_fallback` is false: no remote but the primary"
+    return candidate.refused
+
+
+def _ordered(
+    task: TaskConfig, usable: list[Candidate], budget_s: float | None
+) -> Iterator[tuple[Candidate, str]]:
+    rest = list(usable)
+    if rest and rest[0].position == 0 and (task.pin_primary or rest[0].is_remote):
+        primary = rest.pop(0)
+        pinned = "pinned: no warm rung goes before it"
+        yield primary, f"the primary, {pinned if task.pin_primary else 'a remote put first'}"
+    here = [c for c in rest if not c.is_remote]
+    here.sort(key=lambda c: (c.exceeds(budget_s), c.score_s(task.step_s), c.position))
+    remotes = [c for c in rest if c.is_remote]
+    ahead = _sooner(remotes, here, budget_s)
+    for candidate in ahead:
+        yield candidate, _why_ahead(here, budget_s)
+    for candidate in here:
+        yield candidate, _why_here(candidate, task, budget_s)
+    for candidate in remotes:
+        if candidate not in ahead:
+            yield candidate, _why_behind(here, budget_s)
+
+
+def _sooner(
+    remotes: list[Candidate], here: list[Candidate], budget_s: float | None
+) -> list[Candidate]:
+    """The remotes that go before the models here: those that answer sooner, where each model here
+    exceeds the budget."""
+    if not here or not all(c.exceeds(budget_s) for c in here):
+        return []
+    soonest_s = _soonest_s(here)
+    return [c for c in remotes if (said := c.predicted.total_s) is None or said < soonest_s]
+
+
+def _soonest_s(here: list[Candidate]) -> float:
+    return min(c.predicted.total_s or 0.0 for c in here)
+
+
+def _why_ahead(here: list[Candidate], budget_s: float | None) -> str:
+    return (
+        f"before the models here: the soonest of them takes {_soonest_s(here):.1f} s, "
+        f"of a budget of {budget_s:.1f} s"
+    )
+
+
+def _why_behind(here: list[Candidate], budget_s: float | None) -> str:
+    if not here:
+        return "no model here can have the request"
+    if budget_s is None:
+        return "behind the models here: no budget says how long they may take"
+    if all(c.exceeds(budget_s) for c in here):
+        return f"behind the models here: it would take longer than their {_soonest_s(here):.1f} s"
+    return f"behind the models here: they are not known to exceed the budget of {budget_s:.1f} s"
+
+
+def _why_here(candidate: Candidate, task: TaskConfig, budget_s: float | None) -> str:
+    said = candidate.predicted
+    if said.state == RESIDENT:
+        until = "resident, it serves at once"
+    elif said.begins_s is None:
+        until = f"{said.state}, until it serves nothing is known, taken as {UNKNOWN_S:.0f} s"
+    else:
+        until = f"{said.state}, it serves in {said.begins_s:.1f} s"
+    score = f"score {candidate.score_s(task.step_s):.1f} s with {candidate.position} places down"
+    if candidate.exceeds(budget_s):
+        score += (
+            f"; its answer takes {said.total_s:.1f} s, more than the budget of {budget_s:.1f} s"
+        )
+    return f"{until}; {score}"

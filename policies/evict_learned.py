@@ -1,0 +1,19 @@
+"""The role worth least, then the fewest seconds that losing it is expected to cost: to bring it
+back, times how likely it is wanted soon, by weights that the device has learned from its own loads
+(arbiter/core/records/reuse.py).
+
+What differs from workload to workload is how much the time since the last use, the rate of late and
+the rate of ever count, so no fixed formula suits all; and hours say less than turnovers, because a
+device that loads little forgets little (docs/adr/0040, docs/benchmarks.md).
+"""
+
+from arbiter.core.view import Candidate, Price
+from arbiter.units import in_seconds
+
+UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to estimate from: a mid-size model from disk
+
+
+def price(c: Candidate) -> Price:
+    reload_s = in_seconds(c.reload) or UNKNOWN_LOAD_S
+    cost_s = reload_s * c.reuse.chance + c.evict_cost_s
+    return Price(rank=(c.role_rank,), cost_s=cost_s, why=c.reuse)

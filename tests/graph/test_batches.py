@@ -1,0 +1,139 @@
+"""Files and batches of the official client on the running graph, while its processes die."""
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from openai.types import Batch
+
+from tests.graph.conftest import Graph, command_of, until
+from tests.support.graph_processes import victims
+
+CHAT = "/v1/chat/completions"
+MODELS = ["tiny-chat", "plain-chat"]
+LINES, TOKENS = 40, 32
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+def lines(url: str, bodies: list[dict[str, Any]]) -> bytes:
+    rows = [
+        {"custom_id": f"r{n}", "method": "POST", "url": url, "body": body}
+        for n, body in enumerate(bodies)
+    ]
+    return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+def begin(client: OpenAI, url: Any, bodies: list[dict[str, Any]], window: Any = "24h") -> Batch:
+    file = client.files.create(file=("in.jsonl", lines(url, bodies)), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=url, completion_window=window)
+
+
+def ended(client: OpenAI, batch: Batch, within_s: float = 120) -> Batch:
+    def look() -> Batch | None:
+        found = client.batches.retrieve(batch.id)
+        return found if found.status in ENDED else None
+
+    return until(look, within_s, f"{batch.id} has ended")
+
+
+def results(client: OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(row) for row in client.files.content(file_id).text.splitlines()]
+
+
+def kill(graph: Graph, process: str) -> None:
+    if process == "engine":
+        pids = victims(graph, "engine")
+    else:
+        pids = [pid for pid in graph.workers() if f"ServeReplica:{process}:" in command_of(pid)]
+    assert pids, f"no {process} runs"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.spec("J4", "C13")
+def test_each_line_has_one_result_whatever_is_killed_meanwhile(
+    graph: Graph, client: OpenAI
+) -> None:
+    bodies = [
+        {
+            "model": MODELS[n % 2],
+            "messages": [{"role": "user", "content": f"Line {n}"}],
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+        }
+        for n in range(LINES)
+    ]
+    batch = begin(client, CHAT, bodies)
+    for process, at_least in (("jobs", 5), ("engine", 15)):
+
+        def far_enough(least: int = at_least) -> bool:
+            counts = client.batches.retrieve(batch.id).request_counts
+            return counts is not None and counts.completed >= least
+
+        until(far_enough, 90, f"{at_least} lines are done")
+        kill(graph, process)
+    done = ended(client, batch)
+    assert done.status == "completed" and done.request_counts is not None
+    assert (done.request_counts.completed, done.request_counts.failed) == (LINES, 0)
+    found = results(client, done.output_file_id)
+    assert sorted(row["custom_id"] for row in found) == sorted(f"r{n}" for n in range(LINES))
+    assert {row["response"]["body"]["usage"]["completion_tokens"] for row in found} == {TOKENS}
+    assert done.usage is not None and done.usage.output_tokens == TOKENS * LINES
+
+
+@pytest.mark.spec("J4")
+def test_every_endpoint_runs_as_a_batch(client: OpenAI) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/embeddings": {"model": "all-minilm-l6-v2", "input": "x"},
+        "/v1/responses": {"model": "tiny-chat", "input": "Who?", "max_output_tokens": 4},
+        "/v1/completions": {"model": "tiny-chat", "prompt": "Who", "max_tokens": 4},
+        "/v1/images/generations": {"model": "tiny-draw", "prompt": "a red circle on blue"},
+    }
+    begun = [begin(client, url, [body] * 2) for url, body in bodies.items()]
+    for batch in begun:
+        done = ended(client, batch)
+        found = results(client, done.output_file_id)
+        assert [row["response"]["status_code"] for row in found] == [200] * 2
+        assert batch.endpoint != "/v1/images/generations" or all(
+            row["response"]["body"]["data"][0]["b64_json"] for row in found
+        )
+
+
+@pytest.mark.spec("J4", "L3")
+def test_wrong_line_fails_its_batch_alone_and_is_named(client: OpenAI) -> None:
+    good = begin(client, "/v1/embeddings", [{"model": "all-minilm-l6-v2", "input": "x"}])
+    wrong = begin(
+        client,
+        "/v1/embeddings",
+        [{"model": "all-minilm-l6-v2", "input": "x"}, {"model": "no-such", "input": "x"}],
+    )
+    failed = ended(client, wrong)
+    assert failed.status == "failed" and failed.errors is not None and failed.errors.data
+    [error] = failed.errors.data
+    assert (error.line, error.code, error.param) == (2, "model_not_found", "body.model")
+    assert ended(client, good).status == "completed"
+
+
+@pytest.mark.spec("J4", "J8")
+def test_batch_is_cancelled_with_its_results_and_its_engine_goes_on(client: OpenAI) -> None:
+    body = {
+        "model": "tiny-chat",
+        "messages": [{"role": "user", "content": "Go on"}],
+        "max_tokens": 400,
+        "ignore_eos": True,
+    }
+    batch = begin(client, CHAT, [body] * 200)
+    until(lambda: client.batches.retrieve(batch.id).status == "in_progress", 60, "it runs")
+    client.batches.cancel(batch.id)
+    began_s = time.monotonic()
+    done = ended(client, batch, 30)
+    assert done.status == "cancelled" and time.monotonic() - began_s < 30
+    counts = done.request_counts
+    assert counts is not None and counts.completed < 200 and counts.failed == 0
+    if counts.completed:
+        assert len(results(client, done.output_file_id)) == counts.completed

@@ -1,0 +1,168 @@
+"""Responses and `Prefer: respond-async` on the running graph, with the official client: stored,
+continued, in the background while processes die, and of two tenants."""
+
+import os
+import signal
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.responses import Response
+
+from deployments.front import keys
+from deployments.front.keys import Scope
+from deployments.jobs import sse
+from tests.graph.conftest import Graph, command_of, until
+from tests.support.graph_commands import unload_all
+from tests.support.graph_processes import victims
+
+pytestmark = pytest.mark.spec("J4")
+MODEL, TOKENS = "tiny-chat", 600
+LONG: dict[str, Any] = {
+    "model": MODEL,
+    "max_output_tokens": TOKENS,
+    "temperature": 0,
+    "extra_body": {"ignore_eos": True},
+}
+DRAWN = {"model": "tiny-draw", "prompt": "a port", "size": "64x64"}
+UNFINISHED = ("queued", "in_progress")
+
+
+def ended(client: OpenAI, response_id: str, within_s: float = 90) -> Response:
+    def look() -> Response | None:
+        found = client.responses.retrieve(response_id)
+        return None if found.status in UNFINISHED else found
+
+    return until(look, within_s, f"{response_id} has ended")
+
+
+def kill_replica(graph: Graph, name: str) -> None:
+    found = [pid for pid in graph.workers() if f"ServeReplica:{name}:" in command_of(pid)]
+    assert found, f"no replica of {name} runs"
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.spec("J1")
+def test_stored_response_is_continued_with_its_whole_conversation(client: OpenAI) -> None:
+    first = client.responses.create(
+        model=MODEL, input="Name a port.", max_output_tokens=4, temperature=0
+    )
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    second = client.responses.create(
+        model=MODEL, input="Another.", previous_response_id=first.id, max_output_tokens=4
+    )
+    assert first.usage is not None and second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+    items = client.responses.input_items.list(second.id, order="asc").data
+    texts = [item.content[0].text for item in items]  # type: ignore[union-attr]
+    assert texts == ["Name a port.", first.output_text, "Another."]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    assert client.responses.retrieve(second.id).previous_response_id == first.id
+
+
+def test_background_stream_goes_on_whatever_is_killed_and_is_resumed(
+    graph: Graph, client: OpenAI
+) -> None:
+    patient = client.with_options(max_retries=8)  # the front is among the killed
+    whole = client.responses.create(input="Who?", store=False, **LONG)
+    stream = client.responses.create(input="Who?", background=True, stream=True, **LONG)
+    begun = next(iter(stream))
+    assert begun.type == "response.created"
+    stream.response.close()  # its reader leaves
+    for kill in (
+        lambda: kill_replica(graph, "jobs"),
+        lambda: [os.kill(pid, signal.SIGKILL) for pid in victims(graph, "engine")],
+        lambda: kill_replica(graph, "front"),
+    ):
+        kill()
+        patient.responses.retrieve(begun.response.id)  # it can be asked again
+    done = ended(patient, begun.response.id)
+    assert done.output_text == whole.output_text
+    rest = patient.responses.retrieve(begun.response.id, stream=True, starting_after=10)
+    events = list(rest)
+    assert [event.sequence_number for event in events] == list(range(11, 11 + len(events)))
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    assert events[-1].response.output_text == whole.output_text
+
+
+def test_cancelled_response_leaves_the_engine(graph: Graph, client: OpenAI) -> None:
+    begun = client.responses.create(
+        **LONG | {"max_output_tokens": 4_000}, input="Who?", background=True
+    )
+
+    def is_in_progress() -> bool:
+        return client.responses.retrieve(begun.id).status == "in_progress"
+
+    until(is_in_progress, 60, "it is in progress")
+    assert client.responses.cancel(begun.id).status == "cancelled"
+    assert client.responses.retrieve(begun.id).status == "cancelled"
+
+
+def test_polls_load_nothing_and_wake_nothing(graph: Graph, client: OpenAI) -> None:
+    kept = client.responses.create(model=MODEL, input="Who?", max_output_tokens=2)
+    until(lambda: unload_all(graph), 30, "no model is loaded")
+    before = graph.state()["tickets"]
+    for _ in range(3):
+        client.responses.retrieve(kept.id)
+        client.responses.input_items.list(kept.id)
+        graph.get(f"/v1/jobs/{kept.id}")
+        graph.get("/v1/jobs")
+    assert graph.state()["tickets"] == before
+    assert graph.state()["queue"] == []
+
+
+@pytest.mark.spec("L1")
+def test_no_tenant_reaches_the_responses_and_jobs_of_another(
+    graph: Graph, client: OpenAI, keys_file: Path
+) -> None:
+    scopes = frozenset({Scope.INFER})
+    mine, other = (
+        client.with_options(api_key=keys.add(keys_file, name, name, scopes))
+        for name in ("acme", "rival")
+    )
+    kept = mine.responses.create(model=MODEL, input="Who?", max_output_tokens=2)
+    for ask in (
+        other.responses.retrieve,
+        other.responses.cancel,
+        other.responses.delete,
+        other.responses.input_items.list,
+    ):
+        with pytest.raises(openai.NotFoundError):
+            ask(kept.id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        other.responses.create(model=MODEL, input="x", previous_response_id=kept.id)
+    assert refused.value.code == "previous_response_not_found"
+    with pytest.raises(openai.NotFoundError):
+        other.get(f"/jobs/{kept.id}", cast_to=object)
+    assert mine.responses.retrieve(kept.id).output_text == kept.output_text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("images/generations", {**DRAWN, "stream": True, "partial_images": 2}, "event-stream"),
+        ("audio/speech", {"model": "joe", "input": "Hello", "voice": "joe"}, "audio"),
+    ],
+)
+def test_any_generating_route_answers_later(
+    graph: Graph, path: str, body: dict[str, Any], kind: str
+) -> None:
+    status, job = graph.post(f"/v1/{path}", body, headers={"prefer": "respond-async"})
+    assert (status, job["object"]) == (202, "job")
+    where = f"/v1/jobs/{job['id']}"
+    until(lambda: graph.get(where)["ended_at"], 90, "the job has ended")
+    assert graph.get(where)["status"] == "completed"
+    with urllib.request.urlopen(f"{graph.url}{where}/result", timeout=30) as answer:
+        assert kind in answer.headers["content-type"]
+        said = answer.read()
+    if kind == "audio":
+        assert said.startswith(b"ID3")  # mp3, as where no format is asked for
+    else:
+        events = [sse.data_of(event)["type"] for event in said.decode().split("\n\n")[:-1]]
+        assert events == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]

@@ -1,0 +1,167 @@
+"""Tasks on the running system, with the engines of the shipped configuration."""
+
+import json
+import os
+import re
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from arbiter import leases
+from deployments.front import keys
+from deployments.front.keys import Scope
+from tests.graph.conftest import Graph, command_of, until
+from tests.support.graph_commands import environment, level, run_command, send
+from tests.support.graph_tasks import CONFIG, HELLO, answered, put, tasks
+
+SMALL, WIDE = "small-chat", "wide-chat"
+TINY, PLAIN = "tiny-chat", "plain-chat"
+FAR, UNSEEN, THERE = "far-chat", "unseen-chat", "elsewhere/plain-chat"
+PROCESSES = {"arbiter": "ray::ArbiterActor", "front": "ray::ServeReplica:front:front"}
+
+
+def make_cold(graph: Graph, model: str) -> None:
+    until(
+        lambda: (
+            send(graph, "POST", f"/arbiter/models/unload/{model}") and level(graph, model) == "cold"
+        ),
+        30,
+        f"{model} is gone",
+    )
+
+
+@contextmanager
+def leased(graph: Graph, gb: float) -> Iterator[None]:
+    """A job beside Serve holds memory that no model may take back."""
+    way = leases.HttpTransport(graph.url, environment(graph)["ARBITER_KEY"])
+    held = leases.ask(gb, name="drawing", way=way)
+    held.acquire(30)
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def told_of_its_place(client: OpenAI, task: str) -> str:
+    """What a streaming client is told once it is queued; it hangs up then."""
+    with client.chat.completions.with_streaming_response.create(
+        model=f"task:{task}", messages=HELLO, max_tokens=3, stream=True
+    ) as answer:
+        return next(line for line in answer.iter_lines() if "phase=queued" in line)
+
+
+def rungs(graph: Graph, task: str) -> dict[str, dict[str, Any]]:
+    """By model, in the order in which they would be asked now."""
+    found = graph.get(f"/arbiter/explain/task:{task}")["rungs"]
+    return {row["model"]: row for row in found if row["turn"]}
+
+
+@contextmanager
+def in_use(graph: Graph, model: str) -> Iterator[None]:
+    """A client holds the model, as a long drawing would."""
+    body = json.dumps({"model": model, "term_s": 60}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{graph.url}/v1/acquire", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        while b'"held"' not in answer.readline():
+            pass
+        yield
+
+
+@pytest.mark.spec("J5")
+def test_stand_in_answers_while_the_memory_is_held_and_a_pinned_primary_says_its_wait(
+    graph: Graph, client: OpenAI
+) -> None:
+    ladder, large = [WIDE, TINY], [SMALL, TINY]
+    pinned = {"ladder": ladder, "pin_primary": True}
+    largest = {"ladder": large, "pin_primary": True}
+    with tasks(graph, sum={"ladder": ladder}, best=pinned, large={"ladder": large}, most=largest):
+        listed = {card.id: card.owned_by for card in client.models.list().data}
+        assert listed["task:sum"] == listed["task:best"] == "task"
+        assert answered(graph, "best") == (WIDE, WIDE)  # cold, and its load is seen
+        make_cold(graph, WIDE)
+        with leased(graph, 0.65):  # beside which tiny-chat fits, and wide-chat does not
+            until(lambda: list(rungs(graph, "sum")) == [TINY, WIDE], 10, "the stand-in is first")
+            assert answered(graph, "sum") == (TINY, TINY)
+            best = rungs(graph, "best")
+            assert list(best) == [WIDE, TINY] and "pinned" in best[WIDE]["why"]
+            assert best[WIDE]["wait_s"] is None, "a lease ends when it ends"
+        assert answered(graph, "best") == (WIDE, WIDE)
+        with in_use(graph, WIDE):  # beside which small-chat does not fit
+            assert answered(graph, "large") == (TINY, TINY)
+            assert rungs(graph, "most")[SMALL]["wait_s"] > 0
+            told = told_of_its_place(client, "most")
+            assert re.search(r"estimate_s=\d", told), told
+            text = run_command(graph, "explain", "task:most")
+            assert f"1. {SMALL} (rung 1): the primary, pinned" in text and TINY in text
+
+
+@pytest.mark.spec("J5")
+@pytest.mark.parametrize("kind", sorted(PROCESSES))
+def test_configuration_outlives_a_kill_and_a_stale_change_is_refused(
+    graph: Graph, kind: str
+) -> None:
+    with tasks(graph, sum={"ladder": [PLAIN], "budget_s": 9}):
+        before = graph.get(CONFIG)
+        stale = before["generation"] - 1
+        status, error = put(graph, {"tasks": {}}, stale)
+        assert (status, error["code"]) == (409, "settings_conflict")
+        assert str(stale) in error["message"] and str(before["generation"]) in error["message"]
+        old = running(graph, kind)
+        for pid in old:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: set(running(graph, kind)) - set(old), 60, f"another {kind} runs")
+        until(lambda: is_answering(graph), 60, "the front answers")
+        assert answered(graph, "sum") == (PLAIN, PLAIN)
+        assert graph.get(CONFIG) == before
+
+
+def running(graph: Graph, kind: str) -> list[int]:
+    return [pid for pid in graph.workers() if PROCESSES[kind] in command_of(pid)]
+
+
+def is_answering(graph: Graph) -> bool:
+    try:
+        return bool(graph.get(CONFIG)["tasks"])
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+@pytest.fixture
+def cloud_key(graph: Graph, keys_file: Path) -> Iterator[str]:
+    """With the scope `cloud`; the remote, which is this system, has a key of its own tenant."""
+    theirs = keys.add(keys_file, "remote", "remote", frozenset({Scope.INFER}))
+    file = graph.folder / "remote.key"
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as stream:
+        stream.write(theirs)
+    yield keys.add(keys_file, "ann", "ann", frozenset({Scope.INFER, Scope.CLOUD}))
+    file.unlink()
+
+
+@pytest.mark.spec("J5")
+def test_ladder_asks_the_remote_where_the_model_here_exceeds_the_budget(
+    graph: Graph, cloud_key: str, keys_file: Path
+) -> None:
+    local_key = keys.add(keys_file, "bob", "bob", frozenset({Scope.INFER}))
+    # Which is told to be swift; once it is seen to take longer than the model here it goes behind.
+    hasty = {"ladder": [TINY, UNSEEN], "budget_s": 0.001}
+    stays = hasty | {"allow_cloud_fallback": False}
+    explicit = {"ladder": [FAR, TINY], "allow_cloud_fallback": False}
+    with tasks(graph, hasty=hasty, stays=stays, explicit=explicit):
+        assert answered(graph, "hasty", key=local_key) == (TINY, TINY), "it has no scope `cloud`"
+        until(
+            lambda: answered(graph, "hasty", key=cloud_key)[1] == THERE,
+            20,
+            "a heartbeat has told its run, which takes longer than a millisecond",
+        )
+        assert answered(graph, "hasty", key=cloud_key, x_local_only=True) == (TINY, TINY)
+        assert answered(graph, "hasty", key=cloud_key, x_budget_s=600)[1] == TINY
+        assert answered(graph, "stays", key=cloud_key) == (TINY, TINY)
+        assert answered(graph, "explicit", key=cloud_key)[1] == THERE

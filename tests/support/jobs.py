@@ -1,0 +1,117 @@
+"""Capabilities that answer what a test says, for jobs and batches without Ray."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from arbiter.errors import RequestError
+from deployments import messages
+from deployments.config.schema import Table, parse_table
+from deployments.front.service import InferenceService
+from deployments.jobs.batch_store import Batch
+from deployments.jobs.service import JobsService
+from tests.support.waits import eventually
+
+T = TypeVar("T")
+CHAT = "/v1/chat/completions"
+WAIT_S = 20.0  # for what takes milliseconds, on a machine that others share
+
+
+def table(**models: str) -> Table:
+    """A capability `chat` with the models that are given, each from nowhere."""
+    made = {name: {"source": "x"} for name in models or ("one", "two", "three")}
+    return parse_table(
+        {"capabilities": {"chat": {"role": "text", "engine": "vllm", "models": made}}}
+    )
+
+
+class Capability:
+    """Answers each call with what `say` makes of it; counts calls, and those at once."""
+
+    def __init__(self) -> None:
+        self.calls: list[messages.InferenceCall] = []
+        self.by_text: Counter[str] = Counter()
+        self.at_once = self.most_at_once = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.refusals: list[RequestError] = []  # raised by the next calls, in order
+        self.stream: list[bytes] | None = None
+        self.cancelled_count = 0
+
+    def service(self, plain: Table | None = None) -> InferenceService:
+        made = InferenceService(lambda name: self.send)
+        made.configure(plain or table())
+        return made
+
+    def send(self, call: messages.InferenceCall) -> "_Response":
+        self.calls.append(call)
+        self.by_text[text_of(call)] += 1
+        return _Response(self, call)
+
+    @property
+    def order(self) -> list[str]:
+        return [call.model for call in self.calls]
+
+
+class _Response:
+    def __init__(self, capability: Capability, call: messages.InferenceCall) -> None:
+        self._capability, self._call = capability, call
+
+    async def __aiter__(self) -> AsyncGenerator[messages.Part, None]:
+        mine = self._capability
+        mine.at_once += 1
+        mine.most_at_once = max(mine.most_at_once, mine.at_once)
+        try:
+            if mine.refusals:
+                raise mine.refusals.pop(0)
+            if mine.stream is not None:
+                yield messages.ResponseHead(200, {"content-type": "text/event-stream"}, True)
+                for piece in mine.stream:
+                    yield piece
+                await mine.gate.wait()
+                return
+            await mine.gate.wait()
+            usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+            body = {"said": text_of(self._call), "model": self._call.model, "usage": usage}
+            head = messages.ResponseHead(200, {"content-type": "application/json"})
+            yield messages.FullResponse(head, json.dumps(body).encode())
+        finally:
+            mine.at_once -= 1
+
+    def cancel(self) -> None:
+        self._capability.cancelled_count += 1
+
+
+def text_of(call: messages.InferenceCall) -> str:
+    return str(json.loads(call.body)["messages"][0]["content"])
+
+
+def chat(text: str, model: str = "one") -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": text}]}
+
+
+def jobs_service(folder: Path, capability: Capability, plain: Table | None = None) -> JobsService:
+    """A process of jobs on the state file of a folder; it takes them from the one before."""
+    inference = capability.service(plain)
+
+    async def service() -> InferenceService:
+        return inference
+
+    made = JobsService(folder / "arbiter.sqlite", service)
+    made.start()
+    return made
+
+
+async def ended(service: JobsService, batch_id: str = "batch_a") -> Batch:
+    """The batch of tenant `t` in its last state."""
+
+    async def look() -> Batch | None:
+        batch = await service.batch("t", batch_id)
+        return batch if batch.state in ("completed", "failed", "expired", "cancelled") else None
+
+    found: Batch | None = await eventually(look)
+    assert found is not None
+    return found

@@ -1,0 +1,52 @@
+"""A pytest plugin of `make test`: which tests run one after the other on the same worker of xdist.
+
+pytest -p tests.support.lanes -n 2
+
+Most of these tests wait for processes, so two clusters of Ray run side by side on two cores. The
+folder of the graph is one piece of work, because all of it shares one running system; of the other
+folders each file is one.
+"""
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+WHOLE_FOLDERS = ("tests/graph",)
+# The longest piece begins first; the files of one fixture of the session stay close together.
+ORDER = (
+    "tests/graph", "tests/integration", "tests/faults", "tests/contracts", "tests/notebooks",
+    "tests/engines", "tests/golden", "tests/training", "tests/browser",
+)  # fmt: skip
+
+
+def folder_of(nodeid: str) -> str:
+    return "/".join(nodeid.split("/")[:2])
+
+
+def piece_of(nodeid: str) -> str:
+    """Names the folder or the file whose tests stay on one worker."""
+    folder = folder_of(nodeid)
+    return folder if folder in WHOLE_FOLDERS else nodeid.split("::", 1)[0]
+
+
+def turn_of(nodeid: str) -> int:
+    """The place of a test's folder in ORDER; folders that it does not name come last."""
+    folder = folder_of(nodeid)
+    return ORDER.index(folder) if folder in ORDER else len(ORDER)
+
+
+class Lanes(LoadScopeScheduling):  # type: ignore[misc]
+    """Hands a worker that is free the next piece."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return piece_of(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
+    config.option.loadscopereorder = False  # a folder's number of tests says nothing of its time
+    return Lanes(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: turn_of(item.nodeid))

@@ -1,0 +1,134 @@
+"""The body of an event stream on a connection of its own, over a real socket."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from arbiter.errors import EngineLost
+from arbiter.units import TicketId
+from deployments import messages
+from deployments.engines import side_streams
+from deployments.engines.side_streams import SideStream
+from deployments.front import side_stream
+from deployments.replica.engine_client import EngineLink
+from tests.support.streaming_engine import StreamingEngine, serving
+
+pytestmark = pytest.mark.spec("N1")
+WORD = {messages.SIDE_STREAM: "w"}
+Parts = AsyncGenerator[messages.ResponseHead | bytes, None]
+
+
+@asynccontextmanager
+async def asked(engine: StreamingEngine) -> AsyncIterator[Parts]:
+    """The answer as the replica has it."""
+    async with serving(engine) as path:
+        link = EngineLink("m", TicketId("t"), path)
+        async with aclosing(link.stream("POST", "/v1/x", WORD, b"{}")) as parts:
+            yield parts
+        link.cut()
+        await link.closed()
+
+
+async def place_of(parts: Parts) -> str:
+    head = await anext(parts)
+    assert isinstance(head, messages.ResponseHead)
+    return head.headers[messages.SIDE_STREAM]
+
+
+async def test_pieces_come_to_the_reader_and_the_end_to_both() -> None:
+    engine = StreamingEngine(b"data: 1\n\n", b"data: 2\n\n", b"data: 3\n\n").let_all()
+    async with asked(engine) as parts:
+        place = await place_of(parts)
+        assert b"".join([p async for p in side_stream.read(place)]).count(b"data:") == 3
+        assert [part async for part in parts] == []
+
+
+async def test_answer_that_is_no_event_stream_comes_to_the_one_who_asked() -> None:
+    async with asked(StreamingEngine(b'{"error": 1}', status=400).let_all()) as parts:
+        head, *rest = [part async for part in parts]
+        assert isinstance(head, messages.ResponseHead)
+        assert (head.status, rest) == (400, [b'{"error": 1}'])
+        assert messages.SIDE_STREAM not in head.headers
+
+
+async def test_closing_the_asking_connection_ends_the_work_and_the_side_stream() -> None:
+    engine = StreamingEngine(b"data: 1\n\n", b"data: 2\n\n")
+    async with asked(engine) as parts:
+        pieces = side_stream.read(await place_of(parts))
+        engine.gates[0].set()
+        assert await anext(pieces) == b"data: 1\n\n"
+        await parts.aclose()
+        with pytest.raises(side_stream.SideStreamLost):
+            await anext(pieces)
+        await asyncio.wait_for(engine.left.wait(), 10)
+
+
+async def test_application_that_breaks_is_a_lost_engine_to_both() -> None:
+    engine = StreamingEngine(b"data: 1\n\n", breaks=True).let_all()
+    async with asked(engine) as parts:
+        place = await place_of(parts)
+        with pytest.raises(side_stream.SideStreamLost):
+            async for _ in side_stream.read(place):
+                pass
+        with pytest.raises(EngineLost):
+            await anext(parts)
+
+
+async def test_stream_that_nothing_reads_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_streams, "TAKEN_WITHIN_S", 0.0)
+    async with asked(StreamingEngine(b"data: 1\n\n").let_all()) as parts:
+        await place_of(parts)
+        with pytest.raises(EngineLost):
+            await anext(parts)
+
+
+async def test_word_counts_once_and_another_finds_nothing() -> None:
+    async with asked(StreamingEngine(b"data: 1\n\n").let_all()) as parts:
+        place = await place_of(parts)
+        with pytest.raises(side_stream.SideStreamLost):
+            await anext(side_stream.read(place + "x"))
+        assert [piece async for piece in side_stream.read(place)] == [b"data: 1\n\n"]
+        with pytest.raises(side_stream.SideStreamLost):
+            await anext(side_stream.read(place))
+
+
+async def test_request_is_in_flight_until_its_last_piece_was_taken() -> None:
+    piece = b"x" * (1 << 20)  # more than a socket holds
+    async with asked(StreamingEngine(*[piece] * 4).let_all()) as parts:
+        pieces = side_stream.read(await place_of(parts))
+        first = await anext(pieces)
+        end = asyncio.ensure_future(anext(parts, None))
+        await asyncio.sleep(0)
+        assert not end.done()
+        rest = sum([len(p) async for p in pieces])
+        assert len(first) + rest == 4 * len(piece)
+        assert await end is None
+
+
+class Sent:
+    """The `send` of the reader's connection."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, message: Any) -> None:
+        self.bodies.append(message["body"])
+
+
+async def test_pieces_after_the_first_two_are_joined_and_the_end_waits_for_nothing() -> None:
+    stream, sent = SideStream(), Sent()
+    carrying = asyncio.ensure_future(stream.carry(sent))
+    for piece in (b"1", b"2"):
+        await stream.put(piece)
+        while sent.bodies[-1:] != [piece]:
+            await asyncio.sleep(0)
+    for piece in (b"3", b"4", b"5"):
+        await stream.put(piece)
+        await asyncio.sleep(0)
+    assert sent.bodies == [b"1", b"2"]  # the three wait for their time
+    stream.end(is_whole=True)
+    await carrying
+    assert sent.bodies == [b"1", b"2", b"345", b""]

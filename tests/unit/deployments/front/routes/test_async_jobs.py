@@ -1,0 +1,166 @@
+"""`Prefer: respond-async` on generating routes, over the front's application in process."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.front import async_calls
+from deployments.front.arbiter_gateway import Presence
+from deployments.front.model_cards import Facts
+from tests.support.jobs import CHAT, chat
+from tests.support.responding import SOUND, Front
+from tests.support.waits import eventually
+
+pytestmark = pytest.mark.spec("J4")
+ASYNC = {"prefer": "respond-async"}
+SPEECH = {"model": "one", "input": "Hello", "voice": "joe"}
+
+
+@pytest.fixture(autouse=True)
+def facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def known(table: object, models: list[str]) -> dict[str, Facts]:
+        return {name: Facts((), None, Presence("cold", 4.5)) for name in models}
+
+    monkeypatch.setattr(async_calls.model_cards, "facts", known)
+
+
+@pytest.fixture
+async def front(tmp_path: Path) -> AsyncIterator[Front]:
+    made = Front(tmp_path)
+    yield made
+    made.responder.gate.set()
+    await made.service.close()
+
+
+@pytest.fixture
+async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
+    async with front.http() as client:
+        yield client
+
+
+async def job_of(http: httpx.AsyncClient, location: str) -> dict[str, Any]:
+    found: dict[str, Any] = (await http.get(location)).raise_for_status().json()
+    return found
+
+
+async def ended(
+    front: Front, http: httpx.AsyncClient, location: str, tenant: str = "default"
+) -> dict[str, Any]:
+    await front.ended(location.removeprefix("/v1/jobs/"), tenant)
+    return await job_of(http, location)
+
+
+@pytest.mark.parametrize("prefer", ["respond-async", "wait=5, Respond-Async; x=y"])
+async def test_call_is_answered_with_a_job_that_says_how_far_it_is(
+    front: Front, http: httpx.AsyncClient, prefer: str
+) -> None:
+    front.responder.gate.clear()
+    answer = await http.post(CHAT, json=chat("hello"), headers={"prefer": prefer})
+    assert answer.status_code == 202
+    assert answer.headers["preference-applied"] == "respond-async"
+    location = answer.headers["location"]
+    assert location == f"/v1/jobs/{answer.json()['id']}"
+    await eventually(lambda: front.responder.at_once)
+    job = await job_of(http, location)
+    assert (job["status"], job["estimate_s"]) == ("in_progress", 4.5)
+    assert job["progress"]["waiting"] == {"phase": "loading", "position": 0, "estimate_s": 2.5}
+    early = await http.get(f"{location}/result")
+    assert (early.status_code, early.json()["error"]["code"]) == (409, "conflict")
+    front.responder.gate.set()
+    assert (await ended(front, http, location))["status"] == "completed"
+    result = await http.get(f"{location}/result")
+    assert (result.status_code, result.json()["messages"]) == (200, chat("hello")["messages"])
+    assert len(front.responder.calls) == 1  # no poll is a call
+
+
+async def test_place_in_the_queue_is_told(front: Front, http: httpx.AsyncClient) -> None:
+    front.service.config = front.service.config.model_copy(update={"in_flight": 1})
+    front.responder.gate.clear()
+    made = [(await http.post(CHAT, json=chat("x"), headers=ASYNC)).json() for _ in range(3)]
+    await eventually(lambda: front.responder.at_once)
+    found = [await job_of(http, f"/v1/jobs/{one['id']}") for one in made]
+    assert [one["queue_position"] for one in found] == [None, 0, 1]
+    listed = (await http.get("/v1/jobs", params={"limit": 2})).json()
+    assert [one["id"] for one in listed["data"]] == [made[2]["id"], made[1]["id"]]
+    assert listed["has_more"]
+
+
+async def test_binary_answer_comes_with_its_content_type(
+    front: Front, http: httpx.AsyncClient
+) -> None:
+    location = (await http.post("/v1/audio/speech", json=SPEECH, headers=ASYNC)).headers["location"]
+    await ended(front, http, location)
+    result = await http.get(f"{location}/result")
+    assert (result.headers["content-type"], result.content) == ("audio/wav", b"".join(SOUND))
+
+
+async def test_events_are_read_by_number_and_the_result_is_the_stream(
+    front: Front,
+    http: httpx.AsyncClient,
+) -> None:
+    body = {"model": "one", "prompt": "x", "stream": True}
+    answer = await http.post("/v1/completions", json=body, headers=ASYNC)
+    location = answer.headers["location"]
+    await ended(front, http, location)
+    told = (await http.get(f"{location}/events", params={"after": 4})).text
+    assert [line for line in told.splitlines() if line.startswith("id:")] == ["id: 5", "id: 6"]
+    result = await http.get(f"{location}/result")
+    assert result.headers["content-type"].startswith("text/event-stream")
+    assert result.text.count("data: ") == 6
+
+
+async def test_cancelled_and_deleted_jobs_end_their_call(
+    front: Front, http: httpx.AsyncClient
+) -> None:
+    front.responder.gate.clear()
+    cancelled, deleted = [
+        (await http.post(CHAT, json=chat("x"), headers=ASYNC)).headers["location"] for _ in range(2)
+    ]
+    await eventually(lambda: front.responder.at_once == 2)
+    assert (await http.post(f"{cancelled}/cancel")).json()["status"] == "cancelled"
+    assert (await http.delete(deleted)).json()["deleted"]
+    assert front.responder.cancelled_count == 2
+    assert (await job_of(http, cancelled))["status"] == "cancelled"
+    assert (await http.get(deleted)).status_code == 404
+
+
+@pytest.mark.spec("L3")
+async def test_wrong_body_is_refused_before_a_job_is_made(
+    front: Front, http: httpx.AsyncClient
+) -> None:
+    wrong = await http.post(CHAT, json={"model": "one", "messages": 3}, headers=ASYNC)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
+    unknown = await http.post(CHAT, json=chat("x", "none"), headers=ASYNC)
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
+    assert front.asked == []
+
+
+@pytest.mark.spec("L1")
+async def test_no_tenant_reaches_the_jobs_of_another(front: Front) -> None:
+    front.responder.gate.clear()
+    async with front.http(front.key("acme")) as mine, front.http(front.key("rival")) as other:
+        location = (await mine.post(CHAT, json=chat("x"), headers=ASYNC)).headers["location"]
+        asked = [
+            await other.get(location),
+            await other.get(f"{location}/result"),
+            await other.get(f"{location}/events"),
+            await other.post(f"{location}/cancel"),
+            await other.delete(location),
+        ]
+        assert {answer.status_code for answer in asked} == {404}
+        assert (await other.get("/v1/jobs")).json()["data"] == []
+        front.responder.gate.set()
+        assert (await ended(front, mine, location, "acme"))["status"] == "completed"
+
+
+async def test_response_that_is_preferred_async_is_a_job_and_a_response(
+    front: Front, http: httpx.AsyncClient
+) -> None:
+    answer = await http.post("/v1/responses", json={"model": "one", "input": "Who?"}, headers=ASYNC)
+    assert answer.status_code == 202
+    await ended(front, http, answer.headers["location"])
+    client = front.client()
+    assert (await client.responses.retrieve(answer.json()["id"])).status == "completed"

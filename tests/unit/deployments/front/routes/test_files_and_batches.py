@@ -1,0 +1,230 @@
+"""OpenAI's files and batches with its official client, over the front's application in process."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from deployments.front import application, keys
+from deployments.front.auth import Authenticator
+from deployments.front.dependencies import FrontState
+from deployments.front.keys import Keyring, Scope
+from deployments.jobs import bodies
+from deployments.jobs.client import JobsClient
+from deployments.jobs.errors import StorageFull
+from deployments.jobs.service import JobsService
+from tests.support.jobs import CHAT, Capability, chat, jobs_service, table
+
+
+class Front:
+    """The front's application over a service of jobs in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.capability = Capability()
+        self.service: JobsService = jobs_service(folder, self.capability)
+        self.full: str | None = None  # a method that finds the disk full
+        self.keys = folder / "keys.json"
+        state = FrontState(0, auth=Authenticator(Keyring(self.keys)))
+        state.service.configure(table())
+        state.jobs = JobsClient(self._send)
+        self._app = application.build(state)
+
+    async def _send(self, method: str, *args: Any) -> Any:
+        if method == self.full:
+            raise StorageFull("/state", "no space left on device")
+        return await getattr(self.service, method)(*args)
+
+    def http(self, key: str = "none") -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {key}"} if key != "none" else {}
+        transport = httpx.ASGITransport(self._app)
+        return httpx.AsyncClient(
+            transport=transport, base_url="http://localhost/v1", headers=headers
+        )
+
+    def client(self, key: str = "none") -> AsyncOpenAI:
+        http = self.http()
+        return AsyncOpenAI(base_url="http://localhost/v1", api_key=key, http_client=http)
+
+
+@pytest.fixture
+async def front(tmp_path: Path) -> AsyncIterator[Front]:
+    made = Front(tmp_path)
+    yield made
+    await made.service.close()
+
+
+def lines(*names: str) -> bytes:
+    rows = [
+        {"custom_id": name, "method": "POST", "url": CHAT, "body": chat(name)} for name in names
+    ]
+    return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+async def finished(client: AsyncOpenAI, batch_id: str) -> Any:
+    while True:
+        batch = await client.batches.retrieve(batch_id)
+        if batch.status in ("completed", "failed", "cancelled", "expired"):
+            return batch
+
+
+@pytest.mark.spec("J4")
+async def test_official_client_uploads_runs_and_reads_a_batch(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.front.routes.files.PIECE_BYTES", 1_000)
+    monkeypatch.setattr(bodies.Bodies.read, "__defaults__", (0, 700))  # more than one of each
+    client = front.client()
+    names = [f"r{n}" for n in range(20)]
+    raw = lines(*names)
+    file = await client.files.create(
+        file=("in.jsonl", raw),
+        purpose="batch",
+        expires_after={"anchor": "created_at", "seconds": 3_600},
+    )
+    assert (file.bytes, file.purpose, file.filename) == (len(raw), "batch", "in.jsonl")
+    assert file.expires_at == file.created_at + 3_600 and file.status == "processed"
+    assert (await client.files.content(file.id)).content == raw
+    batch = await client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        metadata={"name": "nightly"},
+    )
+    assert batch.expires_at == batch.created_at + 86_400 and batch.metadata == {"name": "nightly"}
+    done = await finished(client, batch.id)
+    assert done.status == "completed" and done.request_counts.completed == 20
+    assert done.in_progress_at <= done.finalizing_at <= done.completed_at
+    output = (await client.files.content(done.output_file_id)).text.splitlines()
+    assert sorted(json.loads(one)["custom_id"] for one in output) == sorted(names)
+    listed = [one.id async for one in client.files.list(limit=1)]
+    assert set(listed) == {file.id, done.output_file_id}
+    assert [one.id async for one in client.files.list(purpose="batch")] == [file.id]
+    assert [one.id async for one in client.batches.list(limit=1)] == [batch.id]
+    assert (await client.files.delete(file.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.files.retrieve(file.id)
+
+
+@pytest.mark.spec("J4", "L3")
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"purpose": "batch"}, "file"),
+        ({"purpose": "dancing", "file": b"x"}, "purpose"),
+        ({"file": b"x"}, "purpose"),
+        (
+            {"purpose": "batch", "file": b"x", "expires_after[seconds]": "9999"},
+            "expires_after[anchor]",
+        ),
+        (
+            {
+                "purpose": "batch",
+                "file": b"x",
+                "expires_after[anchor]": "created_at",
+                "expires_after[seconds]": "1",
+            },
+            "expires_after[seconds]",
+        ),
+    ],
+)
+async def test_wrong_field_of_an_upload_is_named(
+    front: Front, form: dict[str, Any], param: str
+) -> None:
+    files = [(name, value) for name, value in form.items() if isinstance(value, bytes)]
+    data = {name: value for name, value in form.items() if isinstance(value, str)}
+    parts: Any = files or [("other", b"")]
+    answer = await front.http().post("/files", data=data, files=parts)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.spec("J4", "L3")
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"endpoint": "/v1/files"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "15d"}, "completion_window"),
+        ({"input_file_id": "file-none"}, "input_file_id"),
+        ({"input_file_id": 3}, "input_file_id"),
+        ({"metadata": {"x": 3}}, "metadata.x"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after"),
+    ],
+)
+async def test_wrong_field_of_a_batch_is_named(
+    front: Front, change: dict[str, Any], param: str
+) -> None:
+    body = {"input_file_id": "x", "endpoint": CHAT, "completion_window": "24h"} | change
+    answer = await front.http().post("/batches", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(param)
+
+
+@pytest.mark.spec("J4", "L1")
+async def test_keys_tell_tenants_apart(front: Front) -> None:
+    one = keys.add(front.keys, "a", "acme", frozenset({Scope.INFER}))
+    two = keys.add(front.keys, "b", "other", frozenset({Scope.INFER}))
+    with pytest.raises(openai.AuthenticationError):
+        await front.client().files.list()
+    file = await front.client(one).files.create(file=("a", lines("a")), purpose="batch")
+    assert [f.id async for f in front.client(one).files.list()] == [file.id]
+    assert [f.id async for f in front.client(two).files.list()] == []
+    with pytest.raises(openai.NotFoundError):
+        await front.client(two).files.content(file.id)
+    with pytest.raises(openai.BadRequestError, match="no file"):
+        await front.client(two).batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+    answer = await front.http(two).get("http://localhost/arbiter/jobs")
+    assert answer.status_code == 403
+    answer = await front.http(two).delete("http://localhost/arbiter/jobs/batch_x")
+    assert answer.status_code == 403
+
+
+@pytest.mark.spec("J4")
+async def test_full_disk_is_a_typed_failure_and_the_next_upload_works(front: Front) -> None:
+    for method in ("begin_file", "append_file", "finish_file"):
+        front.full = method
+        with pytest.raises(openai.APIStatusError) as caught:
+            client = front.client().with_options(max_retries=0)
+            await client.files.create(file=("a", lines("a")), purpose="batch")
+        assert (caught.value.status_code, caught.value.code) == (507, "storage_full")
+    front.full = None
+    assert await front.client().files.create(file=("a", lines("a")), purpose="batch")
+
+
+@pytest.mark.spec("J4")
+async def test_operator_sees_and_cancels_any_job_without_its_words(front: Front) -> None:
+    front.capability.gate.clear()
+    client = front.client()
+    file = await client.files.create(file=("a", lines("secret-word")), purpose="batch")
+    batch = await client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    answer = await front.http().get("http://localhost/arbiter/jobs")
+    [row] = answer.json()["jobs"]
+    assert (row["id"], row["kind"], row["tenant"]) == (batch.id, "batch", "default")
+    assert "secret-word" not in answer.text
+    bad = await client.files.create(
+        file=("b", b'{"custom_id": "other-secret", "method": "GET", "url": "/other-secret"}'),
+        purpose="batch",
+    )
+    wrong = await client.batches.create(
+        input_file_id=bad.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    async with asyncio.timeout(10):
+        while (await client.batches.retrieve(wrong.id)).status != "failed":
+            continue
+    answer = await front.http().get(f"http://localhost/arbiter/jobs/{wrong.id}")
+    assert [error["line"] for error in answer.json()["errors"]] == [1]
+    assert "secret" not in answer.text
+    admin = keys.add(front.keys, "a", "acme", frozenset({Scope.ADMIN, Scope.VIEW}))
+    answer = await front.http(admin).delete(f"http://localhost/arbiter/jobs/{batch.id}")
+    assert answer.json()["state"] == "cancelling"
+    answer = await front.http(admin).get("http://localhost/arbiter/jobs/job-none")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")

@@ -1,0 +1,217 @@
+"""Requests over the front's own socket: as through Serve, with nothing of it in between."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from arbiter.protocol import ray_internals
+from deployments.front import front_client, front_socket
+from deployments.front.front_socket import FrontSocket
+from deployments.front.proxy import middlewares
+
+pytestmark = pytest.mark.spec("N1")
+
+
+class Application:
+    """Answers with what it was asked, piece by piece once a test lets it, and notes its end."""
+
+    def __init__(self) -> None:
+        self.go, self.begun, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.cancelled = False
+        self.asked: list[tuple[str, bytes, dict[bytes, bytes]]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message.get("more_body"):
+                break
+        self.asked.append((scope["path"], body, dict(scope["headers"])))
+        self.begun.set()
+        try:
+            await self.go.wait()
+            headers = [(b"content-type", b"text/plain")]
+            await send({"type": "http.response.start", "status": 201, "headers": headers})
+            for piece in (b"a", b"b" * 300_000):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        finally:
+            self.ended.set()
+
+
+async def by_serve(scope: Scope, receive: Receive, send: Send) -> None:
+    """Serve's proxy."""
+    await send({"type": "http.response.start", "status": 299, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+class Client:
+    """One ASGI call of the proxy's middlewares, as its server makes it."""
+
+    def __init__(self, path: str = "/v1/x", *bodies: bytes, **headers: str) -> None:
+        sent = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
+        self.scope = {
+            "type": "http", "method": "POST", "path": path, "raw_path": path.encode(),
+            "query_string": b"", "headers": [(b"host", b"h"), *sent],
+        }  # fmt: skip
+        self.bodies = list(bodies or (b"{}",))
+        self.left = asyncio.Event()
+        self.said: list[Message] = []
+
+    async def receive(self) -> Any:
+        if self.bodies:
+            body = self.bodies.pop(0)
+            return {"type": "http.request", "body": body, "more_body": bool(self.bodies)}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.said.append(message)
+
+    async def call(self, app: Any) -> "Client":
+        await app(self.scope, self.receive, self.send)
+        return self
+
+    @property
+    def status(self) -> int:
+        return int(self.said[0]["status"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(m["body"] for m in self.said[1:])
+
+
+@pytest.fixture
+def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(ray_internals, "session_folder", lambda: tmp_path)
+    app: Any = by_serve
+    for middleware in middlewares():
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    return app
+
+
+@asynccontextmanager
+async def opened(application: Application) -> AsyncIterator[FrontSocket]:
+    front = FrontSocket(application)
+    await front.open()
+    yield front
+    await front.close()
+
+
+async def test_request_goes_by_the_socket_and_its_answer_comes_whole(proxy: Any) -> None:
+    application = Application()
+    application.go.set()
+    async with opened(application):
+        for number in range(2):
+            client = await Client("/v1/x", b"one", b"two", x_request_id=f"r{number}").call(proxy)
+            assert (client.status, client.body) == (201, b"a" + b"b" * 300_000)
+            assert (b"x-request-id", b"r%d" % number) in client.said[0]["headers"]
+            assert not client.said[-1].get("more_body")
+    assert [body for _, body, _ in application.asked] == [b"onetwo", b"onetwo"]
+
+
+async def test_request_without_an_id_gets_one(proxy: Any) -> None:
+    application = Application()
+    application.go.set()
+    async with opened(application):
+        client = await Client().call(proxy)
+    told = dict(client.said[0]["headers"])[b"x-request-id"]
+    assert application.asked[0][2][b"x-request-id"] == told and len(told) == 36
+
+
+@pytest.mark.parametrize("path", ["/arbiter/state", "/v1/x"])
+async def test_all_else_goes_by_serve(proxy: Any, path: str) -> None:
+    async with opened(Application()):
+        assert (await Client("/arbiter/state").call(proxy)).status == 299
+        assert (await Client("/v1/x", x_request_timeout_seconds="3").call(proxy)).status == 299
+    assert (await Client(path).call(proxy)).status == 299  # the front is gone
+
+
+@pytest.mark.spec("J8")
+async def test_client_that_leaves_cancels_the_work(proxy: Any) -> None:
+    application, client = Application(), Client()
+    async with opened(application):
+        calling = asyncio.ensure_future(client.call(proxy))
+        await asyncio.wait_for(application.begun.wait(), 10)
+        client.left.set()
+        await asyncio.wait_for(application.ended.wait(), 10)
+        await calling
+    assert application.cancelled
+
+
+@pytest.mark.spec("J9")
+async def test_front_that_ends_answers_what_it_has_and_takes_no_more(proxy: Any) -> None:
+    application, client = Application(), Client()
+    front = FrontSocket(application)
+    await front.open()
+    calling = asyncio.ensure_future(client.call(proxy))
+    await asyncio.wait_for(application.begun.wait(), 10)
+    closing = asyncio.ensure_future(front.close())
+    await asyncio.sleep(0)
+    assert (await Client().call(proxy)).status == 299
+    assert not closing.done()
+    application.go.set()
+    await closing
+    assert (await calling).status == 201
+
+
+@pytest.mark.spec("J8")
+async def test_death_before_the_response_is_503_with_when_to_come_back(proxy: Any) -> None:
+    async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_unix_server(dies, front_socket.place())
+    client = await Client().call(proxy)
+    server.close()
+    assert client.status == 503 and b"front_lost" in client.body
+
+
+@pytest.mark.spec("L1")
+async def test_socket_is_for_this_user_alone_and_the_last_front_has_it(proxy: Any) -> None:
+    first, second = Application(), Application()
+    first.go.set()
+    second.go.set()
+    earlier = FrontSocket(first)
+    await earlier.open()
+    assert (await Client().call(proxy)).status == 201
+    async with opened(second):
+        path = front_socket.place()
+        assert path is not None and path.stat().st_mode & 0o777 == 0o600
+        await earlier.close()
+        assert (await Client().call(proxy)).status == 201
+    assert (len(first.asked), len(second.asked)) == (1, 1)
+
+
+@pytest.mark.spec("L1")
+async def test_socket_of_another_user_gets_no_byte_of_a_request(
+    proxy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says whose process listens; here it says that of a stranger."""
+    application = Application()
+    application.go.set()
+    async with opened(application):
+        monkeypatch.setattr(front_client, "peer_uid", lambda conn: 65_534)
+        assert (await Client().call(proxy)).status == 299
+    assert not application.asked
+
+
+@pytest.mark.spec("J8")
+async def test_request_to_change_the_protocol_is_answered_over_its_empty_body(proxy: Any) -> None:
+    """Java's client asks for HTTP/2 so; the proxy's server hands over no byte of its body."""
+    application = Application()
+    application.go.set()
+    client = Client("/v1/x", b"", content_length="2", connection="Upgrade", upgrade="h2c")
+    async with opened(application):
+        await asyncio.wait_for(client.call(proxy), 10)
+    assert client.status == 201
+    [(_, body, headers)] = application.asked
+    assert body == b"" and headers[b"content-length"] == b"0"

@@ -1,0 +1,182 @@
+"""Ladders with a remote: a server on loopback is the other machine, engines here are scripted."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from httpx import ASGITransport, AsyncClient
+
+from arbiter.errors import EngineLost
+from arbiter.units import TicketId
+from deployments.config.schema import ConfigError, Table, parse_table
+from deployments.front import application, keys
+from deployments.front.auth import Authenticator
+from deployments.front.dependencies import FrontState
+from deployments.front.keys import Keyring, Scope
+from deployments.front.serve_status import Applications
+from deployments.front.service import InferenceService
+from deployments.messages import ResponseHead
+from deployments.remotes.breaker import RULES, Failure
+from deployments.remotes.remotes import Remotes
+from tests.support.remote_server import WORDS, CountingBook, GoodRemote, good_remote
+from tests.support.speaker import Response
+from tests.support.task_front import CHAT, COLD, HELLO, Engines, ScriptedArbiter
+from tests.unit.deployments.remotes.conftest import KEY, section
+
+THERE, FAR = "cloud/their-chat", "far-chat"
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
+
+
+def table(url: str, **task: Any) -> Table:
+    models = {name: {"source": "/x", "need": {"weights": "1 MiB"}} for name in ("warm", "cold")}
+    chat = {"role": "text", "engine": "vllm", "models": models}
+    usual = {"ladder": ["cold", FAR], "budget_s": 5}
+    return parse_table(
+        {
+            "capabilities": {"chat": chat},
+            "remotes": section(url).model_dump(mode="json"),
+            "tasks": {"sum": usual | task},
+        }
+    )
+
+
+@pytest.fixture
+async def remote(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GoodRemote]:
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    async with good_remote() as running:
+        yield running
+
+
+@pytest.fixture
+def engines() -> Engines:
+    return Engines()
+
+
+@pytest.fixture
+def front(remote: GoodRemote, engines: Engines, tmp_path: Path) -> FrontState:
+    service = InferenceService(engines.send_of, Remotes(CountingBook()))
+    service.configure(table(remote.url))
+    auth = Authenticator(Keyring(tmp_path / "keys.json"))
+    known = ScriptedArbiter(plans={"cold": COLD}).forecasts()
+    return FrontState(7, auth, service, Applications(dict), forecasts=known)
+
+
+def key(tmp_path: Path, *scopes: Scope) -> str:
+    return keys.add(tmp_path / "keys.json", "a test", "default", frozenset(scopes))
+
+
+@pytest.fixture
+async def client(front: FrontState, tmp_path: Path) -> AsyncIterator[AsyncClient]:
+    """With a key that may send requests away."""
+    headers = {"authorization": f"Bearer {key(tmp_path, Scope.INFER, Scope.VIEW, Scope.CLOUD)}"}
+    transport = ASGITransport(application.build(front))
+    async with AsyncClient(
+        transport=transport, base_url="http://localhost", headers=headers
+    ) as made:
+        yield made
+    await front.service.remotes.background.done()
+
+
+async def by(client: AsyncClient, **said: Any) -> str | None:
+    """Who has answered."""
+    answer = await client.post(CHAT, json={"model": "task:sum", **HELLO, **said})
+    assert answer.status_code == 200, answer.text
+    return answer.headers.get("x-arbiter-served-by")
+
+
+@pytest.mark.spec("J5")
+async def test_remote_answers_where_the_models_here_exceed_the_budget(
+    client: AsyncClient, front: FrontState, remote: GoodRemote
+) -> None:
+    assert await by(client) == THERE, "a load of 8 s, of a budget of 5 s"
+    assert await by(client, x_budget_s=20) == "cold"
+    front.service.configure(table(remote.url, ladder=["cold", FAR, "warm"]))
+    assert await by(client) == "warm", "one here keeps the budget"
+    front.service.configure(table(remote.url, budget_s=None))
+    assert await by(client) == "cold", "no budget, no haste"
+    assert len(remote.seen) == 1
+
+
+@pytest.mark.spec("J5")
+async def test_no_key_without_cloud_and_no_local_only_request_leaves(
+    client: AsyncClient, remote: GoodRemote, tmp_path: Path
+) -> None:
+    assert await by(client, x_local_only=True) == "cold"
+    poor = {"authorization": f"Bearer {key(tmp_path, Scope.INFER, Scope.VIEW)}"}
+    answer = await client.post(CHAT, json={"model": "task:sum", **HELLO}, headers=poor)
+    assert answer.headers["x-arbiter-served-by"] == "cold"
+    said = (await client.get("/arbiter/explain/task:sum", headers=poor)).json()
+    assert [(row["model"], row["turn"]) for row in said["rungs"]] == [("cold", 1), (FAR, None)]
+    assert "scope `cloud`" in said["said"][1]
+    secret = [{"role": "user", "content": "AKIAIOSFODNN7EXAMPLE is the key"}]
+    assert await by(client, messages=secret) == "cold"
+    assert remote.seen == []
+
+
+@pytest.mark.spec("J5")
+async def test_without_cloud_fallback_a_remote_is_asked_as_primary_only(
+    client: AsyncClient, front: FrontState, remote: GoodRemote
+) -> None:
+    front.service.configure(table(remote.url, allow_cloud_fallback=False))
+    assert await by(client) == "cold"
+    front.service.configure(table(remote.url, ladder=[FAR, "warm"], allow_cloud_fallback=False))
+    assert await by(client) == THERE
+    assert len(remote.seen) == 1
+
+
+@pytest.mark.spec("J5")
+async def test_model_here_answers_where_the_remote_fails_and_the_other_way_round(
+    client: AsyncClient, front: FrontState, remote: GoodRemote, engines: Engines
+) -> None:
+    remote.status = 503
+    assert await by(client) == "cold"
+    assert len(remote.seen) == len(engines.calls) == 1
+    remote.status, engines.lost = 200, {"warm"}
+    front.service.configure(table(remote.url, ladder=["warm", FAR]))
+    assert await by(client) == THERE
+    assert remote.seen[-1].body["messages"] == HELLO["messages"]
+
+
+@pytest.mark.spec("J5")
+async def test_stream_that_breaks_after_its_first_token_is_not_begun_anew_elsewhere(
+    client: AsyncClient, front: FrontState, remote: GoodRemote, engines: Engines
+) -> None:
+    head = ResponseHead(200, {"content-type": "text/event-stream"})
+
+    class Breaking(Response):
+        async def __aiter__(self) -> Any:
+            yield head
+            yield b'data: {"choices": [{"delta": {"content": "He"}}]}\n\n'
+            raise EngineLost("warm", TicketId("t"))
+
+    engines.send = lambda call: Breaking()  # type: ignore[method-assign]
+    front.service.configure(table(remote.url, ladder=["warm", FAR]))
+    answer = await client.post(CHAT, json={"model": "task:sum", **HELLO, "stream": True})
+    assert answer.headers["x-arbiter-served-by"] == "warm"
+    assert '"He"' in answer.text and "engine_lost" in answer.text
+    assert WORDS[0] not in answer.text and remote.seen == []
+
+
+@pytest.mark.spec("J5")
+async def test_refusals_of_all_rungs_say_each_reason_and_when_to_come_again(
+    client: AsyncClient, front: FrontState, remote: GoodRemote
+) -> None:
+    front.service.configure(table(remote.url, ladder=[FAR]))
+    refused = await client.post(CHAT, json={"model": "task:sum", **HELLO, "x_local_only": True})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "task_has_no_model")
+    assert "x_local_only" in error["message"]
+    remote.status = 503
+    for _ in range(RULES[Failure.SERVER].in_a_row):
+        failed = await client.post(CHAT, json={"model": "task:sum", **HELLO})
+        assert (failed.status_code, failed.json()["error"]["code"]) == (502, "remote_failed")
+    cooling = await client.post(CHAT, json={"model": "task:sum", **HELLO})
+    assert (cooling.status_code, cooling.json()["error"]["code"]) == (503, "task_has_no_model")
+    assert int(cooling.headers["retry-after"]) >= 1
+
+
+@pytest.mark.spec("J5")
+def test_ladder_may_name_remotes_of_the_table_and_no_others() -> None:
+    with pytest.raises(ConfigError, match="no model 'other-far'; there is: cold, far-chat, warm"):
+        table("http://127.0.0.1:1/v1", ladder=["cold", "other-far"])

@@ -1,0 +1,284 @@
+"""Batches in process: the front's service, a real state file and folder, scripted engines."""
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbiter.core.types import Priority
+from arbiter.errors import EngineLost, NeverFits
+from arbiter.units import Bytes, TicketId
+from deployments.jobs import batch_store, calls
+from deployments.jobs.batch_store import Batch, NewBatch
+from deployments.jobs.errors import Conflict, NotFound, Refused, TooMuch
+from deployments.jobs.file_store import NewFile
+from deployments.jobs.service import JobsService
+from tests.support.jobs import CHAT, Capability, chat, ended, jobs_service
+from tests.support.waits import eventually
+
+
+@pytest.fixture
+def capability() -> Capability:
+    return Capability()
+
+
+@pytest.fixture
+async def service(
+    tmp_path: Path, capability: Capability, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[JobsService]:
+    monkeypatch.setattr(calls, "AGAIN_LEAST_S", 0.01)
+    made = jobs_service(tmp_path, capability)
+    yield made
+    await made.close()
+
+
+def line(custom_id: str, model: str = "one", **fields: Any) -> dict[str, Any]:
+    body = chat(custom_id, model) | fields
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
+
+
+async def upload(
+    service: JobsService, lines: list[Any], file_id: str = "file-in", purpose: str = "batch"
+) -> None:
+    text = [one if isinstance(one, str) else json.dumps(one) for one in lines]
+    raw = "\n".join(text).encode()
+    await service.begin_file(NewFile(file_id, "t", "in.jsonl", purpose, len(raw)))
+    half = len(raw) // 2
+    await service.append_file(file_id, 0, raw[:half])
+    await service.append_file(file_id, half, raw[half:])
+    await service.append_file(file_id, half, raw[half:])  # the answer to the first was lost
+    assert (await service.finish_file(file_id)).bytes == len(raw)
+
+
+async def begin(
+    service: JobsService, lines: list[Any], batch_id: str = "batch_a", window_s: float = 3_600.0
+) -> Batch:
+    input_file = f"file-{batch_id}"
+    await upload(service, lines, input_file)
+    names = f"file-{batch_id}-out", f"file-{batch_id}-err"
+    new = NewBatch(batch_id, "t", CHAT, input_file, "1h", window_s, *names)
+    return await service.create_batch(new)
+
+
+async def results(service: JobsService, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    raw = b""
+    while piece := await service.file_content("t", file_id, len(raw)):
+        raw += piece
+    return [json.loads(one) for one in raw.splitlines()]
+
+
+@pytest.mark.spec("J4")
+async def test_batch_completes_with_one_result_for_each_line(
+    service: JobsService, capability: Capability
+) -> None:
+    names = [f"r{number}" for number in range(50)]
+    batch = await begin(service, [line(name) for name in names])
+    assert batch.state == "validating"
+    batch = await ended(service)
+    plain = batch.plain
+    assert plain["status"] == "completed"
+    assert plain["request_counts"] == {"total": 50, "completed": 50, "failed": 0}
+    assert plain["usage"]["input_tokens"] == 150 and plain["usage"]["total_tokens"] == 250
+    assert plain["error_file_id"] is None and plain["model"] == "one"
+    found = await results(service, plain["output_file_id"])
+    assert sorted(row["custom_id"] for row in found) == sorted(names)
+    assert all(row["response"]["body"]["said"] == row["custom_id"] for row in found)
+    assert len({row["id"] for row in found}) == 50
+    assert {call.priority for call in capability.calls} == {Priority.BATCH}
+    assert capability.most_at_once <= service.config.in_flight
+
+
+@pytest.mark.spec("J4", "C13")
+async def test_lines_are_collated_by_model(service: JobsService, capability: Capability) -> None:
+    models = ["one", "two", "three"]
+    await begin(service, [line(f"r{n}", models[n % 3]) for n in range(60)])
+    batch = await ended(service)
+    assert batch.plain["model"] is None
+    switches = sum(a != b for a, b in zip(capability.order, capability.order[1:], strict=False))
+    assert switches == 2
+    assert Counter(capability.order) == dict.fromkeys(models, 20)
+
+
+@pytest.mark.spec("J4", "L3")
+@pytest.mark.parametrize(
+    ("wrong", "code", "param"),
+    [
+        ("{no json", "invalid_json_line", None),
+        (line("a"), "duplicate_custom_id", "custom_id"),
+        (line("b", "nothing"), "model_not_found", "body.model"),
+        (line("b", messages="x"), "invalid_request", "body.messages"),
+        (line("b", stream=True), "invalid_request", "body.stream"),
+        (line("b") | {"url": "/v1/embeddings"}, "mismatched_url", "url"),
+        (line("b") | {"method": "GET"}, "invalid_request", "method"),
+        ({"custom_id": "b"}, "invalid_request", "method"),
+        (line("") | {"extra": 1}, "invalid_request", "custom_id"),
+        ([1], "invalid_request", None),
+    ],
+)
+async def test_one_wrong_line_fails_the_batch_and_is_named(
+    service: JobsService, capability: Capability, wrong: Any, code: str, param: str | None
+) -> None:
+    await begin(service, [line("a"), "", wrong, line("z")])
+    plain = (await ended(service)).plain
+    assert plain["status"] == "failed"
+    [error] = plain["errors"]["data"]
+    assert (error["line"], error["code"], error["param"]) == (3, code, param)
+    assert not capability.calls
+    assert plain["request_counts"]["total"] == 0 and plain["output_file_id"] is None
+
+
+@pytest.mark.spec("J4", "L2")
+async def test_errors_repeat_a_part_of_what_is_long(service: JobsService) -> None:
+    long = "x" * 100_000
+    await begin(service, [line("a") | {"url": long}, line("b", long), line(long), line(long)])
+    errors = (await ended(service)).plain["errors"]["data"]
+    assert [error["line"] for error in errors] == [1, 2, 3, 4]
+    assert len(json.dumps(errors)) < 3_000
+
+
+@pytest.mark.spec("J4")
+async def test_oldest_finished_batches_of_a_tenant_are_forgotten(
+    service: JobsService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_store, "FINISHED_MOST", 2)
+    for name in "abcd":
+        await begin(service, [line("r")], f"batch_{name}")
+        await ended(service, f"batch_{name}")
+    found = await service.batches("t", "", 10)
+    assert [batch.id for batch in found] == ["batch_d", "batch_c", "batch_b"]
+
+
+@pytest.mark.spec("J4", "L3")
+async def test_empty_file_and_a_file_of_another_purpose_are_refused(service: JobsService) -> None:
+    await begin(service, ["", " "])
+    [error] = (await ended(service)).plain["errors"]["data"]
+    assert error["code"] == "empty_file"
+    await upload(service, ["x"], "file-other", "user_data")
+    for name in ("file-other", "file-nothing"):
+        with pytest.raises(Refused) as caught:
+            new = NewBatch("batch_b", "t", CHAT, name, "1h", 60.0, "file-o", "file-e")
+            await service.create_batch(new)
+        assert caught.value.param == "input_file_id"
+
+
+@pytest.mark.spec("J4")
+async def test_permanent_refusals_go_to_the_error_file_and_transient_ones_are_tried_again(
+    service: JobsService, capability: Capability
+) -> None:
+    capability.refusals = [
+        EngineLost("one", TicketId("t")),
+        NeverFits(TicketId("t"), Bytes(9), Bytes(1)),
+        *[EngineLost("one", TicketId("t"))] * 5,
+    ]
+    await begin(service, [line(f"r{n}") for n in range(10)])
+    plain = (await ended(service)).plain
+    assert plain["request_counts"] == {"total": 10, "completed": 9, "failed": 1}
+    [error] = await results(service, plain["error_file_id"])
+    assert error["response"]["status_code"] == 507
+    assert error["response"]["body"]["error"]["code"] == "never_fits"
+    done = await results(service, plain["output_file_id"])
+    assert len({row["custom_id"] for row in [*done, error]}) == 10
+
+
+@pytest.mark.spec("J4")
+async def test_cancelled_batch_keeps_the_results_it_has(
+    service: JobsService, capability: Capability
+) -> None:
+    await begin(service, [line(f"r{n}") for n in range(4)] + [line("x", "two")])
+    await ended(service)
+    capability.calls.clear()
+    service.config = service.config.model_copy(update={"in_flight": 1})
+    await begin(service, [line(f"r{n}") for n in range(500)], "batch_b")
+    await eventually(lambda: len(capability.calls) > 3)
+    capability.gate.clear()
+    await eventually(lambda: capability.at_once == 1)
+    assert (await service.cancel_batch("t", "batch_b")).state == "cancelling"
+    plain = (await ended(service, "batch_b")).plain
+    assert plain["status"] == "cancelled" and plain["cancelling_at"] and plain["cancelled_at"]
+    found = await results(service, plain["output_file_id"])
+    assert len(found) == plain["request_counts"]["completed"] >= 2
+    assert capability.cancelled_count == 1
+    assert (await service.cancel_batch("t", "batch_b")).state == "cancelled"
+
+
+@pytest.mark.spec("J4")
+async def test_expired_batch_has_its_results_and_tells_the_lines_that_were_not_run(
+    service: JobsService, capability: Capability
+) -> None:
+    service.config = service.config.model_copy(update={"in_flight": 1})
+    await begin(service, [line("a")], "batch_a", window_s=0.5)
+    assert (await ended(service)).state == "completed"
+    capability.gate.clear()
+    await begin(service, [line(f"r{n}") for n in range(3)], "batch_b", window_s=0.3)
+    plain = (await ended(service, "batch_b")).plain
+    assert plain["status"] == "expired" and plain["expired_at"]
+    errors = await results(service, plain["error_file_id"])
+    assert [row["custom_id"] for row in errors] == ["r0", "r1", "r2"]
+    assert {row["error"]["code"] for row in errors} == {"batch_expired"}
+    assert plain["request_counts"] == {"total": 3, "completed": 0, "failed": 3}
+
+
+@pytest.mark.spec("J4")
+async def test_next_processes_go_on_and_each_line_has_one_result(
+    tmp_path: Path, service: JobsService, capability: Capability
+) -> None:
+    names = [f"r{n}" for n in range(60)]
+    models = ["one", "two", "three"]
+    await begin(service, [line(name, models[n % 3]) for n, name in enumerate(names)])
+    capabilities = [capability]
+    former = service
+    heirs = []
+    for _ in range(3):
+        calls_made = capabilities[-1].calls
+        await eventually(lambda: len(calls_made) > 5)  # noqa: B023
+        capabilities[-1].gate.clear()
+        capabilities.append(Capability())
+        heirs.append(jobs_service(tmp_path, capabilities[-1]))  # nothing of the former was closed
+        former = heirs[-1]
+        capabilities[-2].gate.set()  # its answers come too late
+    plain = (await ended(former)).plain
+    assert plain["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
+    found = [row["custom_id"] for row in await results(former, plain["output_file_id"])]
+    assert sorted(found) == sorted(names)
+    for heir in heirs:
+        await heir.close()
+
+
+@pytest.mark.spec("J4", "L1")
+async def test_tenant_sees_its_own_files_and_batches_only(service: JobsService) -> None:
+    await begin(service, [line("a")])
+    await ended(service)
+    for ask in (service.batch, service.cancel_batch):
+        with pytest.raises(NotFound):
+            await ask("other", "batch_a")
+    for ask_file in (service.file, service.delete_file):
+        with pytest.raises(NotFound):
+            await ask_file("other", "file-batch_a")
+    with pytest.raises(NotFound):
+        await service.file_content("other", "file-batch_a-out", 0)
+    assert await service.files("other", None, "", 10, "desc") == []
+    assert await service.batches("other", "", 10) == []
+    assert len(await service.files("t", None, "", 10, "desc")) == 2
+
+
+@pytest.mark.spec("J4")
+async def test_file_that_a_batch_reads_stays_and_bounds_of_a_tenant_hold(
+    service: JobsService, capability: Capability
+) -> None:
+    capability.gate.clear()
+    await begin(service, [line("a")])
+    with pytest.raises(Conflict):
+        await service.delete_file("t", "file-batch_a")
+    capability.gate.set()
+    await ended(service)
+    await service.delete_file("t", "file-batch_a")
+    service.config = service.config.model_copy(update={"tenant_bytes": 1_000})
+    with pytest.raises(TooMuch) as caught:
+        await service.begin_file(NewFile("file-big", "t", "x", "batch", 1_000))
+    assert caught.value.status_code == 429
+    with pytest.raises(Refused, match="at most 209715200"):
+        await service.begin_file(NewFile("file-big", "t", "x", "batch", 201 << 20))

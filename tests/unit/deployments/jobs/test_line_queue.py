@@ -1,0 +1,122 @@
+"""LineQueue: which line is next."""
+
+import pytest
+
+from deployments.jobs.batch_store import Batch, BatchState, Line
+from deployments.jobs.line_queue import LineQueue
+
+TURN_S = 300.0
+
+
+class Desk:
+    """A queue over lines in memory, with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.lines: dict[str, list[Line]] = {}
+        self.queue = LineQueue(self._more, lambda: self.now_s)
+
+    def _more(self, batch: str, model: str, served: str, after: int, limit: int) -> list[Line]:
+        mine = [
+            line
+            for line in self.lines[batch]
+            if (line.model, line.served) == (model, served) and line.number > after
+        ]
+        return mine[:limit]
+
+    def add(self, batch_id: str, served: str, tenant: str = "t") -> Batch:
+        """`served` has a word for each line: a model, or `model:adapter`."""
+        words = served.split()
+        self.lines[batch_id] = [
+            Line(n, 0, 1, word.partition(":")[0], word) for n, word in enumerate(words, 1)
+        ]
+        models = dict.fromkeys((word.partition(":")[0], word) for word in words)
+        made = Batch(
+            *(batch_id, tenant, "/v1/x", "file-in", "24h", None, 0.0, BatchState.IN_PROGRESS, ()),
+            *(len(words), 0, 0, {}, tuple(models), "", "file-o", "file-e", 0, 0),
+            *(float(len(self.lines)), 1e9, {}),
+        )
+        self.queue.add(made)
+        return made
+
+    def take(self) -> tuple[Batch, Line] | None:
+        return self.queue.take(TURN_S)
+
+    def order(self) -> list[str]:
+        """All that can be taken now, each ended before the next."""
+        found = []
+        while taken := self.take():
+            batch, line = taken
+            found.append(line.served)
+            self.queue.end(batch)
+        return found
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.mark.spec("J4", "C13")
+def test_lines_of_a_model_go_together_over_batches_and_its_adapters_one_after_another(
+    desk: Desk,
+) -> None:
+    desk.add("a", "one:x two one one:x one")
+    desk.add("b", "two one:x")
+    assert desk.order() == ["one:x", "one:x", "one:x", "one", "one", "two", "two"]
+
+
+@pytest.mark.spec("J4", "C13")
+def test_turn_ends_after_its_time_while_another_model_waits(desk: Desk) -> None:
+    desk.add("a", "one one one two two")
+    taken = []
+    for now_s in (0, TURN_S - 1, TURN_S, 2 * TURN_S, 2 * TURN_S):
+        desk.now_s = now_s
+        found = desk.take()
+        assert found is not None
+        taken.append(found[1].served)
+    assert taken == ["one", "one", "two", "one", "two"]
+
+
+@pytest.mark.spec("J4", "C10")
+def test_tenant_with_fewer_lines_in_flight_is_next(desk: Desk) -> None:
+    desk.add("a", "one " * 6, "large")
+    desk.add("b", "one " * 2, "small")
+    found = [desk.take() for _ in range(6)]
+    tenants = [batch.tenant for batch, _ in filter(None, found)]
+    assert tenants == ["large", "small", "large", "small", "large", "large"]
+
+
+@pytest.mark.spec("J4")
+def test_model_that_refused_waits_while_others_run(desk: Desk) -> None:
+    desk.add("a", "one one two")
+    taken = desk.take()
+    assert taken is not None
+    desk.queue.put_back(*taken, 10.0)
+    desk.queue.end(taken[0])
+    assert desk.order() == ["two"]
+    assert desk.queue.due_s == 10.0 and desk.queue.is_open("a")
+    desk.now_s = 10.0
+    assert desk.order() == ["one", "one"]
+    assert not desk.queue.is_open("a")
+
+
+@pytest.mark.spec("J4", "C10")
+def test_lines_of_another_tenant_go_on_where_one_was_refused(desk: Desk) -> None:
+    desk.add("a", "one one", tenant="spent")
+    taken = desk.take()
+    assert taken is not None
+    desk.queue.put_back(*taken, 10.0)
+    desk.queue.end(taken[0])
+    desk.add("b", "one one one", tenant="other")
+    assert len(desk.order()) == 3
+    assert desk.queue.is_open("a") and not desk.queue.is_open("b")
+
+
+@pytest.mark.spec("J4")
+def test_lines_are_read_as_they_are_needed(desk: Desk) -> None:
+    desk.add("a", "one " * 1_000)
+    assert len(desk.order()) == 1_000
+    assert [line.number for line in desk.lines["a"]] == list(range(1, 1_001))
+    desk.queue.remove("a")
+    assert desk.take() is None

@@ -1,0 +1,255 @@
+"""Remotes against a good server: what leaves, what comes back, and who may."""
+
+import asyncio
+import json
+from base64 import b64encode
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from arbiter.errors import ArbiterUnavailable, RequestError, UnknownModel
+from deployments import messages
+from deployments.front.keys import Caller, Scope
+from deployments.front.request import ParsedRequest, parse
+from deployments.remotes.offers import SERVED_BY, RemoteFailed, RemoteRefused
+from deployments.remotes.remotes import Remotes
+from tests.support.pictures import png
+from tests.support.remote_server import SPENT, USAGE, WORDS, CountingBook, GoodRemote
+from tests.unit.deployments.remotes.conftest import CHAT, CLOUD, HELLO, KEY, asked, section
+
+
+async def answer(
+    remotes: Remotes, request: ParsedRequest, caller: Caller = CLOUD
+) -> list[messages.Part]:
+    call = remotes.call(request, "far-chat", caller)
+    try:
+        async with aclosing(remotes.run(call)) as parts:
+            return [part async for part in parts]
+    finally:
+        await remotes.background.done()
+
+
+def data(parts: list[messages.Part]) -> list[Any]:
+    """The events of a stream, as far as they are JSON."""
+    raw = b"".join(part for part in parts if isinstance(part, bytes))
+    lines = [line.removeprefix(b"data: ") for line in raw.split(b"\n") if line]
+    assert all(line.startswith(b"data: ") for line in raw.split(b"\n") if line)
+    return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+
+@pytest.mark.spec("J5")
+async def test_an_answer_comes_back_with_the_name_of_who_made_it(
+    remotes: Remotes, book: CountingBook
+) -> None:
+    (whole,) = await answer(remotes, await asked())
+    assert isinstance(whole, messages.FullResponse)
+    assert whole.head.headers == {"content-type": "application/json", SERVED_BY: "cloud/their-chat"}
+    assert json.loads(whole.body)["choices"][0]["message"]["content"] == "".join(WORDS)
+    (end,) = book.ends
+    assert (end.outcome, end.prompt_tokens_count, end.answer_tokens_count) == ("answered", 7, 4)
+    assert end.money_micros == 7 * 2 + 4 * 10
+
+
+@pytest.mark.spec("J5")
+async def test_only_known_fields_and_fresh_headers_leave(
+    remotes: Remotes, remote: GoodRemote
+) -> None:
+    ours = {"authorization": "Bearer arb-ours", "cookie": "a=b", "x-request-id": "mine"}
+    message = HELLO[0] | {"stable": True, "odd": 1}
+    more = {"user": "me", "metadata": {"a": 1}, "top_k": 3, "x_client_id": "terse", "seed": 4}
+    await answer(remotes, await asked(ours, messages=[message], **more))
+    (seen,) = remote.seen
+    assert seen.body == {
+        "model": "their-chat", "messages": HELLO, "seed": 4, "max_tokens": 100,
+    }  # fmt: skip
+    assert dict(seen.headers) == {
+        "host": f"127.0.0.1:{remote.port}",
+        "content-type": "application/json",
+        "content-length": str(len(json.dumps(seen.body))),
+        "connection": "close",
+        "accept": "application/json",
+        "accept-encoding": "identity",
+        "user-agent": "serve-arbiter",
+        "authorization": f"Bearer {KEY}",
+    }
+
+
+@pytest.mark.spec("J5")
+async def test_a_stream_has_nothing_but_its_data(remotes: Remotes, book: CountingBook) -> None:
+    parts = await answer(remotes, await asked(stream=True))
+    assert isinstance(parts[0], messages.ResponseHead) and parts[0].is_event_stream
+    assert parts[0].headers[SERVED_BY] == "cloud/their-chat"
+    assert [e["choices"][0]["delta"]["content"] for e in data(parts)] == list(WORDS)
+    assert parts[-1] == b"data: [DONE]\n\n"
+    assert book.ends[0].answer_tokens_count == 4  # of the usage, which only we asked for
+
+
+async def test_a_client_that_asks_for_the_usage_gets_it(remotes: Remotes) -> None:
+    wants = {"stream_options": {"include_usage": True}}
+    parts = await answer(remotes, await asked(stream=True, **wants))
+    assert data(parts)[-1] == {"choices": [], "usage": USAGE}
+
+
+@pytest.mark.spec("J5")
+async def test_a_client_that_leaves_ends_the_remotes_work(
+    remotes: Remotes, remote: GoodRemote, book: CountingBook
+) -> None:
+    remote.waits_after = 2
+    remote.goes_on.clear()
+    parts = remotes.run(remotes.call(await asked(stream=True), "far-chat", CLOUD))
+    assert isinstance(await anext(parts), messages.ResponseHead)
+    await parts.aclose()
+    async with asyncio.timeout(10):
+        await remote.left.wait()
+        await remotes.background.done()
+    assert book.ends[0].outcome == "left"
+    assert book.ends[0].prompt_tokens_count > 0, "what was sent is paid for"
+
+
+@pytest.mark.spec("J5")
+async def test_a_key_without_the_scope_reaches_no_remote(
+    remotes: Remotes, remote: GoodRemote
+) -> None:
+    local = Caller("default", frozenset(Scope) - {Scope.CLOUD})
+    offer = remotes.offer(await asked(), "far-chat", local)
+    assert not offer.is_allowed and "the key needs the scope `cloud`" in offer.reason
+    with pytest.raises(RemoteRefused, match="scope"):
+        remotes.call(await asked(), "far-chat", local)
+    assert remotes.names(local) == [] and remotes.names(CLOUD) == ["far-chat"]
+    assert remote.seen == []
+
+
+@pytest.mark.spec("J5")
+@pytest.mark.parametrize("how", [{"headers": {"x-local-only": "true"}}, {"x_local_only": True}])
+async def test_local_only_wins_over_the_scope(remotes: Remotes, how: Any) -> None:
+    offer = remotes.offer(await asked(**how), "far-chat", CLOUD)
+    assert offer.refusal is not None and offer.refusal.code == "local_only"
+
+
+@pytest.mark.spec("J5")
+async def test_a_clients_false_does_not_take_back_its_header_nor_its_profile(
+    remotes: Remotes,
+) -> None:
+    from deployments.config.schema import Profile
+
+    profiles = {"careful": Profile(local_only=True)}
+    body = {"model": "far-chat", "messages": HELLO, "x_local_only": False}
+    said = body | {"x_client_id": "careful"}
+    request = await parse(CHAT, json.dumps(said).encode(), {}, profiles)
+    assert remotes.offer(request, "far-chat", CLOUD).refusal is not None
+    request = await parse(CHAT, json.dumps(body).encode(), {"x-local-only": "true"}, {})
+    assert remotes.offer(request, "far-chat", CLOUD).refusal is not None
+
+
+@pytest.mark.spec("J5")
+async def test_one_switch_keeps_everything_here(remotes: Remotes, remote: GoodRemote) -> None:
+    call = remotes.call(await asked(), "far-chat", CLOUD)
+    off = section(remote.url).model_copy(update={"nothing_leaves": True})
+    remotes.configure(off)
+    assert remotes.names(CLOUD) == []
+    assert remotes.offer(await asked(), "far-chat", CLOUD).refusal.code == "nothing_leaves"  # type: ignore[union-attr]
+    with pytest.raises(RemoteRefused, match="nothing leaves"):
+        await anext(remotes.run(call))  # also a call that was allowed before
+    assert remote.seen == []
+
+
+@pytest.mark.spec("J5")
+async def test_a_request_with_a_secret_stays(remotes: Remotes, remote: GoodRemote) -> None:
+    secret = "sk-" + "a1B2" * 8
+    with_it = [{"role": "user", "content": f"my key is {secret}"}]
+    offer = remotes.offer(await asked(messages=with_it), "far-chat", CLOUD)
+    assert offer.refusal is not None and offer.refusal.code == "secret_stays"
+    assert secret not in offer.reason
+
+
+@pytest.mark.spec("J5")
+async def test_what_a_remote_is_not_to_see_stays(remotes: Remotes) -> None:
+    url = f"data:image/png;base64,{b64encode(png(Image.new('RGB', (8, 8)))).decode()}"
+    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    offer = remotes.offer(await asked(messages=seen), "far-chat", CLOUD)
+    assert offer.refusal is not None and offer.refusal.code == "modality_stays"
+
+
+@pytest.mark.spec("J5")
+async def test_nothing_leaves_that_is_not_written_down_first(
+    remotes: Remotes, remote: GoodRemote, book: CountingBook
+) -> None:
+    for error in (SPENT, ArbiterUnavailable(5.0)):
+        book.error = error
+        with pytest.raises(type(error)):
+            await answer(remotes, await asked())
+    assert remote.seen == [] and book.ends == []
+
+
+@pytest.mark.spec("J5")
+async def test_a_budget_is_per_tenant_and_an_offer_knows_it(
+    remotes: Remotes, remote: GoodRemote
+) -> None:
+    row = section(remote.url, budget={"money": 0.00106}, tenants={"rich": {"money": 1}})
+    remotes.configure(row)
+    offer = remotes.offer(await asked(), "far-chat", CLOUD)
+    assert offer.is_allowed and 0.001 < offer.money < 0.00106 and offer.seconds == 3.0
+    await answer(remotes, await asked())
+    said = remotes.offer(await asked(), "far-chat", CLOUD).reason
+    assert "default has spent" in said and "money at cloud" in said
+    rich = Caller("rich", CLOUD.scopes)
+    assert remotes.offer(await asked(), "far-chat", rich).is_allowed
+
+
+@pytest.mark.spec("J5")
+async def test_what_a_remote_says_of_an_error_is_not_passed_on(
+    remotes: Remotes, remote: GoodRemote, book: CountingBook
+) -> None:
+    remote.status = 400
+    with pytest.raises(RemoteRefused) as refused:
+        await answer(remotes, await asked())
+    assert KEY not in str(refused.value) and "hello" not in str(refused.value)
+    assert (book.ends[0].outcome, book.ends[0].money_micros) == ("refused", 0) and remotes.offer(
+        await asked(), "far-chat", CLOUD
+    ).is_allowed
+    remote.status = 401
+    with pytest.raises(RemoteFailed) as failed:
+        await answer(remotes, await asked())
+    assert KEY not in str(failed.value) and "(401)" in str(failed.value)
+    (row,) = remotes.rows()
+    assert (row["remote"], row["cause"], row["in_flight"]) == ("cloud", "key", 0)
+    cooling = remotes.offer(await asked(), "far-chat", CLOUD).refusal
+    assert cooling is not None and (cooling.code, cooling.retry_after_s) == (
+        "remote_cooling_down",
+        pytest.approx(300, abs=5),
+    )
+
+
+async def test_other_paths_and_names_are_refused(remotes: Remotes) -> None:
+    request = await asked(path="/v1/completions", prompt="a")
+    with pytest.raises(messages.NotServedHere):
+        remotes.call(request, "far-chat", CLOUD)
+    with pytest.raises(UnknownModel):
+        remotes.offer(await asked(), "near-chat", CLOUD)
+    assert issubclass(RemoteRefused, RequestError)
+
+
+@pytest.mark.spec("J5")
+async def test_a_clients_short_deadline_says_nothing_of_the_remote(
+    remotes: Remotes, remote: GoodRemote
+) -> None:
+    remote.waits_after = 0
+    remote.goes_on.clear()
+    for _ in range(4):
+        with pytest.raises(RemoteRefused) as late:
+            await answer(remotes, await asked(stream=True, x_deadline_s=0.05))
+        assert (late.value.status_code, late.value.code) == (504, "deadline_unmet")
+    assert remotes.offer(await asked(), "far-chat", CLOUD).is_allowed
+
+
+@pytest.mark.spec("J5")
+async def test_a_request_whose_deadline_is_over_does_not_leave(
+    remotes: Remotes, remote: GoodRemote
+) -> None:
+    call = replace(remotes.call(await asked(), "far-chat", CLOUD), deadline_s=-0.1)
+    with pytest.raises(RemoteRefused, match="over before it left"):
+        await anext(remotes.run(call))
+    assert remote.seen == []

@@ -1,0 +1,182 @@
+"""The order of a task's rungs, for any facts: what is pinned, stripped, and sent out."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from deployments.config.task_section import TaskConfig
+from deployments.tasks.ladder import Candidate, Ladder, order
+from deployments.tasks.predict import NOTHING, Prediction
+
+SECONDS = st.none() | st.sampled_from([0.0, 0.5, 1.0, 4.0, 30.0, 1_000.0])
+PREDICTIONS = st.builds(Prediction, st.just("cold"), SECONDS, SECONDS, SECONDS)
+REFUSALS = st.none() | st.just("it has no eyes")
+WARM, COLD = Prediction("resident", 0.0, 0.0, 0.5), Prediction("cold", 0.0, 8.0, 0.5)
+
+
+@st.composite
+def ladders(draw: st.DrawFn) -> list[Candidate]:
+    kinds = draw(st.lists(st.tuples(st.booleans(), PREDICTIONS, REFUSALS), min_size=1, max_size=6))
+    return [
+        Candidate(position, f"m{position}", is_remote, predicted, refused)
+        for position, (is_remote, predicted, refused) in enumerate(kinds)
+    ]
+
+
+TASKS = st.builds(
+    TaskConfig,
+    ladder=st.just(("m0",)),
+    pin_primary=st.booleans(),
+    allow_cloud_fallback=st.booleans(),
+    step_s=st.sampled_from([0.0, 1.0, 5.0]),
+)
+BUDGETS = st.none() | st.sampled_from([0.5, 2.0, 20.0])
+
+
+def task(**said: Any) -> TaskConfig:
+    return TaskConfig(ladder=("m0",), **said)
+
+
+def here(position: int, predicted: Prediction, refused: str | None = None) -> Candidate:
+    return Candidate(position, f"m{position}", False, predicted, refused)
+
+
+def remote(position: int, total_s: float | None = None) -> Candidate:
+    predicted = Prediction("remote", 0.0, 0.0, total_s) if total_s is not None else NOTHING
+    return Candidate(position, f"m{position}", True, predicted)
+
+
+def names(made: Ladder) -> list[str]:
+    return [rung.name for rung in made.rungs]
+
+
+@pytest.mark.spec("J5")
+@given(TASKS, ladders(), BUDGETS)
+def test_each_rung_has_one_place_and_a_reason(
+    config: TaskConfig, candidates: list[Candidate], budget_s: float | None
+) -> None:
+    made = order(config, candidates, budget_s)
+    found = [*made.rungs, *made.left_out]
+    assert sorted(rung.name for rung in found) == sorted(c.name for c in candidates)
+    assert all(rung.why for rung in found)
+    assert not any(rung.candidate.refused for rung in made.rungs)
+
+
+@pytest.mark.spec("J5")
+@given(TASKS, ladders(), BUDGETS)
+def test_pinned_or_remote_primary_is_first_where_it_can_have_the_request(
+    config: TaskConfig, candidates: list[Candidate], budget_s: float | None
+) -> None:
+    primary = candidates[0]
+    made = order(config, candidates, budget_s)
+    if primary.refused:
+        assert primary.name not in names(made)
+    elif config.pin_primary or primary.is_remote:
+        assert made.rungs[0].candidate == primary
+
+
+@pytest.mark.spec("J5")
+@given(TASKS, ladders(), BUDGETS)
+def test_without_cloud_fallback_no_remote_is_left_but_the_primary_and_no_list_is_emptied_by_it(
+    config: TaskConfig, candidates: list[Candidate], budget_s: float | None
+) -> None:
+    local = order(with_fields(config, allow_cloud_fallback=False), candidates, budget_s)
+    every = order(with_fields(config, allow_cloud_fallback=True), candidates, budget_s)
+    assert not any(rung.candidate.is_remote and rung.candidate.position for rung in local.rungs)
+    kept = [
+        rung for rung in every.rungs if not (rung.candidate.is_remote and rung.candidate.position)
+    ]
+    assert names(local) == [rung.name for rung in kept], "what is left keeps its order"
+    fit = [replace(c, refused=None) for c in candidates]
+    assert order(with_fields(config, allow_cloud_fallback=False), fit, budget_s).rungs
+
+
+def with_fields(config: TaskConfig, **said: Any) -> TaskConfig:
+    return config.model_copy(update=said)
+
+
+@pytest.mark.spec("J5")
+@given(TASKS, ladders(), BUDGETS)
+def test_remote_goes_before_a_model_here_only_where_each_of_them_exceeds_the_budget(
+    config: TaskConfig, candidates: list[Candidate], budget_s: float | None
+) -> None:
+    rungs = order(config, candidates, budget_s).rungs
+    for before, after in pairwise(rungs):
+        if (
+            before.candidate.position
+            and before.candidate.is_remote
+            and not after.candidate.is_remote
+        ):
+            ours = [r.candidate for r in rungs if not r.candidate.is_remote]
+            unpinned = [c for c in ours if c.position or not config.pin_primary]
+            assert budget_s is not None
+            assert all((c.predicted.total_s or 0) > budget_s for c in unpinned)
+
+
+@pytest.mark.spec("J5")
+@given(TASKS, ladders(), BUDGETS, st.data())
+def test_model_that_serves_sooner_never_loses_a_place(
+    config: TaskConfig, candidates: list[Candidate], budget_s: float | None, data: st.DataObject
+) -> None:
+    one = data.draw(st.sampled_from(candidates))
+    if one.is_remote or one.predicted.begins_s is None:
+        return
+    sooner = replace(one, predicted=replace(one.predicted, wait_s=0.0, load_s=0.0))
+    before = order(config, candidates, budget_s)
+    after = order(config, [sooner if c is one else c for c in candidates], budget_s)
+    if one.name in names(before):
+        assert names(after).index(one.name) <= names(before).index(one.name)
+
+
+@pytest.mark.spec("J5")
+@given(st.integers(1, 6), PREDICTIONS, BUDGETS)
+@example(3, NOTHING, 2.0)
+def test_equal_models_keep_the_order_of_the_ladder(
+    count: int, predicted: Prediction, budget_s: float | None
+) -> None:
+    candidates = [here(position, predicted) for position in range(count)]
+    for step_s in (0.0, 1.0):
+        made = order(task(step_s=step_s), candidates, budget_s)
+        assert names(made) == [c.name for c in candidates]
+
+
+@pytest.mark.spec("J5")
+def test_warm_rung_goes_before_a_cold_primary_unless_that_is_pinned() -> None:
+    ladder = [here(0, COLD), here(1, WARM)]
+    assert names(order(task(), ladder, None)) == ["m1", "m0"]
+    pinned = order(task(pin_primary=True), ladder, None)
+    assert names(pinned) == ["m0", "m1"]
+    assert "pinned" in pinned.rungs[0].why
+    assert names(order(task(step_s=10), ladder, None)) == ["m0", "m1"], "8 s are within a place"
+
+
+@pytest.mark.spec("J5")
+def test_cold_primary_goes_before_a_rung_of_which_nothing_is_known() -> None:
+    assert names(order(task(), [here(0, COLD), here(1, NOTHING)], None)) == ["m0", "m1"]
+    assert names(order(task(), [here(0, NOTHING), here(1, COLD)], None)) == ["m1", "m0"]
+
+
+@pytest.mark.spec("J5")
+def test_rung_that_keeps_the_budget_goes_before_a_better_one_that_does_not() -> None:
+    slow, quick = Prediction("resident", 0.0, 0.0, 20.0), Prediction("cold", 0.0, 2.0, 1.0)
+    made = order(task(), [here(0, slow), here(1, quick)], 5.0)
+    assert names(made) == ["m1", "m0"]
+    assert "20.0 s, more than the budget of 5.0 s" in made.rungs[1].why
+    assert names(order(task(), [here(0, slow), here(1, quick)], None)) == ["m0", "m1"]
+
+
+@pytest.mark.spec("J5")
+def test_remote_is_preferred_where_the_models_here_exceed_the_budget_and_it_is_sooner() -> None:
+    ladder = [here(0, COLD), remote(1, 2.0)]
+    assert names(order(task(), ladder, 5.0)) == ["m1", "m0"]
+    for budget_s, why in ((None, "no budget"), (10.0, "not known to exceed")):
+        made = order(task(), ladder, budget_s)
+        assert names(made) == ["m0", "m1"] and why in made.rungs[1].why
+    longer = order(task(), [here(0, COLD), remote(1, 60.0)], 5.0)
+    assert names(longer) == ["m0", "m1"] and "longer than their 8.5 s" in longer.rungs[1].why
+    assert names(order(task(), [here(0, COLD), remote(1)], 5.0)) == ["m1", "m0"]
+    assert names(order(task(), [here(0, COLD, "too short"), remote(1)], None)) == ["m1"]
