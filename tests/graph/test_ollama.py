@@ -79,10 +79,10 @@ def test_embeddings_are_those_of_openais_route(llama: Client, graph: Graph) -> N
 def test_models_are_listed_shown_and_seen_loaded_with_their_bytes(
     llama: Client, graph: Graph
 ) -> None:
-    llama.generate(CHAT, "", keep_alive="20s")  # only loads
     names = {row.model: row for row in llama.list().models}
     assert names.keys() == {card["id"] for card in graph.get("/v1/models")["data"]}
     assert (names[CHAT].size or 0) > 1_000_000
+    llama.generate(CHAT, "", keep_alive="20s")  # only loads
     [row] = [row for row in llama.ps().models if row.model == CHAT]
     [ticket] = [t for t in graph.state()["tickets"] if t["model"] == CHAT]
     held = sum((ticket["measured_bytes"] or ticket["charged_bytes"]).values())

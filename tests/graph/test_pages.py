@@ -23,8 +23,7 @@ def test_page_can_be_followed_by_pasting(graph: Graph, tmp_path: Path, page: Pat
     as_checkout(tmp_path)
     # Keys that a page makes are not this graph's, whose own tests look at its file.
     here = environment(graph) | {"XDG_STATE_HOME": str(tmp_path / "state")}
-    # As at a fresh start: here small-chat stays for five minutes with the priority of its last
-    # request, and so long no work of priority batch makes it leave.
+    # As at a fresh start: no block waits for what another test used last.
     until(lambda: unload_all(graph), 30, "no model of another test is loaded")
     for block in to_paste(page):
         if block.name not in NOT_RUN:
