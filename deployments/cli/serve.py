@@ -187,6 +187,8 @@ def _new_log() -> Path:
 def _start(file: Path, log: Path) -> Child:
     """In a session of its own, so that Ctrl-C reaches it once, from here."""
     command, env = [*PROGRAM, str(file)], start_variables.completed(os.environ)
+    # A shell's `&` leaves SIGINT ignored, and a child of an ignoring process ignores it as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("ab") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
     child = Child(process, log)

@@ -97,6 +97,15 @@ def test_programs_are_told_the_same_as_json(
 
 
 @pytest.mark.spec("M1")
+def test_it_can_be_ended_where_a_shell_began_it_in_the_background(
+    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behaves("ready", monkeypatch)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert run("serve", str(file)).exit_code == 5
+
+
+@pytest.mark.spec("M1")
 def test_failure_shows_the_last_lines_and_names_the_log(
     run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
