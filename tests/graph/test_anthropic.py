@@ -11,6 +11,9 @@ from tests.graph.conftest import Graph
 from tests.support.drawings import FACTS, drawing, uri
 
 CHAT, EMBED, SEES = "tiny-chat", "all-minilm-l6-v2", "tiny-describe"
+TRAINED = (
+    "small-chat"  # random weights may write spaces, which every grammar allows, to the last token
+)
 HELLO: Any = [{"role": "user", "content": "Who holds the memory?"}]
 GREEDY = {"temperature": 0}  # which this client's methods do not name
 LEND: Any = {
@@ -75,7 +78,7 @@ async def test_async_client_streams(graph: Graph) -> None:
 @pytest.mark.spec("J1")
 def test_tool_that_is_named_is_used_with_lawful_input(claude: Anthropic) -> None:
     said = claude.messages.create(
-        model=CHAT,
+        model=TRAINED,
         max_tokens=96,
         extra_body=GREEDY,
         messages=HELLO,
