@@ -28,7 +28,7 @@ from ray.serve.exceptions import (
     RayServeException,
 )
 
-from arbiter.errors import CapabilityFailed, EngineLost, QueueFull, RequestError
+from arbiter.errors import CapabilityFailed, DeadlineUnmet, EngineLost, QueueFull, RequestError
 from arbiter.protocol import ray_internals
 from arbiter.units import TicketId
 from deployments import messages, prefixes
@@ -209,8 +209,10 @@ async def answer(call: messages.InferenceCall, send: Send) -> Parts:
                 raise
         if call.deadline_s is not None:
             now_s = time.monotonic()
-            call = replace(call, deadline_s=call.deadline_s - (now_s - began_s))
-            began_s = now_s
+            left_s = call.deadline_s - (now_s - began_s)
+            if left_s <= 0:
+                raise DeadlineUnmet(TicketId(call.model), call.deadline_s, RETRY_AFTER_S)
+            call, began_s = replace(call, deadline_s=left_s), now_s
 
 
 async def _translated(response: Any, call: messages.InferenceCall) -> Parts:

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 from starlette.types import Message
 
-from arbiter.errors import CapabilityFailed, EngineLost, RequestError
+from arbiter.errors import CapabilityFailed, DeadlineUnmet, EngineLost, RequestError
 from arbiter.units import TicketId
 from deployments import messages
 from deployments.front.http_errors import refused
@@ -334,3 +334,16 @@ async def test_second_try_has_the_rest_of_the_deadline() -> None:
     await relayed(answer(replace(CALL, deadline_s=30.0), send), wants_progress=False)
     first_s, second_s = seen
     assert first_s == 30.0 and second_s is not None and 20 < second_s < 30
+
+
+@pytest.mark.spec("A21")
+async def test_no_try_is_made_without_a_rest_of_the_deadline() -> None:
+    sent = list[messages.InferenceCall]()
+
+    def send(call: messages.InferenceCall) -> Answer:
+        sent.append(call)
+        return Answer(ActorDiedError())
+
+    with pytest.raises(DeadlineUnmet):
+        await relayed(answer(replace(CALL, deadline_s=1e-9), send), wants_progress=False)
+    assert len(sent) == 1
