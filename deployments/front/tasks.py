@@ -11,7 +11,7 @@ from arbiter.errors import RequestError, UnknownModel
 from deployments import messages, prefixes
 from deployments.config.schema import Profile
 from deployments.config.task_section import PREFIX, TaskConfig
-from deployments.front.forecasts import UNSEEN, Forecasts
+from deployments.front.forecasts import UNSEEN, Forecast, Forecasts
 from deployments.front.keys import Caller
 from deployments.front.request import ParsedRequest
 from deployments.front.schemas import OF_THE_TABLE, SCHEMAS, Body, Generates
@@ -19,7 +19,7 @@ from deployments.front.service import InferenceService
 from deployments.remotes.offers import Offer
 from deployments.tasks.climb import TaskCall
 from deployments.tasks.fit import Needs, needs_of, served_paths, unfit
-from deployments.tasks.ladder import Candidate, Ladder, Rung, order
+from deployments.tasks.ladder import Candidate, Ladder, Rung, leaves_for, order
 from deployments.tasks.predict import REMOTE, Prediction
 
 SHORT = {"role": "user", "content": "?"}  # what an explanation is about
@@ -73,11 +73,20 @@ class Tasks:
             waits = [w for r in ladder.left_out if (w := r.candidate.retry_after_s) is not None]
             raise NoRung(task, reasons, min(waits, default=None))
 
+        budget_s = asked.checked.x_budget_s or config.budget_s
+
+        async def onward(waiting: str, spent_s: float) -> Rung | None:
+            assert budget_s is not None
+            left_s = budget_s - spent_s
+            now = await self._as_it_is(config, ladder, max(0.0, left_s))
+            return leaves_for(config, waiting, now, left_s)
+
         def call_of(name: str) -> messages.InferenceCall:
             call = self._service.call(asked, caller.tenant, caller.scopes, model=name)
             return replace(call, stay_warm_s=max(call.stay_warm_s, config.keep_warm_s))
 
-        return TaskCall(task, asked.request_id, ladder, call_of, asked.is_stream)
+        watch = None if budget_s is None else onward
+        return TaskCall(task, asked.request_id, ladder, call_of, asked.is_stream, watch)
 
     async def ladder(self, config: TaskConfig, asked: ParsedRequest, caller: Caller) -> Ladder:
         """The rungs for one request, by what was seen last of each model."""
@@ -98,6 +107,16 @@ class Tasks:
             found.append(Candidate(position, name, False, forecast.predicted, refused))
         budget_s = asked.checked.x_budget_s or config.budget_s
         return order(config, found, budget_s)
+
+    async def _as_it_is(self, config: TaskConfig, before: Ladder, budget_s: float) -> Ladder:
+        """The rungs of a request that was judged before, by what is seen now of the models here.
+        What a remote may be sent is not asked again until it is sent."""
+        every = sorted(
+            (rung.candidate for rung in (*before.rungs, *before.left_out)), key=lambda c: c.position
+        )
+        here = sorted({base_of(c.name) for c in every if not c.is_remote})
+        known = await self._forecasts.read(self._service.table, here)
+        return order(config, [_seen_now(one, known) for one in every], budget_s)
 
     async def explain(self, task: str, caller: Caller) -> dict[str, Any]:
         """The ladder as it is now for a short request to the primary's first path. Raises
@@ -122,6 +141,14 @@ class Tasks:
             return str(error)
         capability = self._service.table.capabilities[target.capability]
         return unfit(needs, target.model, capability, context)
+
+
+def _seen_now(candidate: Candidate, known: Mapping[str, Forecast]) -> Candidate:
+    if candidate.is_remote:
+        return candidate
+    forecast = known.get(base_of(candidate.name), UNSEEN)
+    refused = candidate.refused or forecast.never
+    return replace(candidate, predicted=forecast.predicted, refused=refused)
 
 
 def _remote(position: int, offer: Offer) -> Candidate:

@@ -1,20 +1,24 @@
 """Down a ladder: the answer of the first rung that gives one.
 
 A rung that fails with something that passes, before the client has seen any of its answer, makes
-way for the next. After that nothing does: two halves of two answers are no answer.
+way for the next; so does a rung that would wait past the budget while another is sooner. After the
+first part of an answer nothing does: two halves of two answers are no answer.
 """
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from arbiter.errors import RequestError
+from arbiter.errors import DeadlineUnmet, RequestError
+from arbiter.units import TicketId
 from deployments import messages
+from deployments.config.task_section import PREFIX
 from deployments.messages import Parts
 from deployments.remotes.offers import SERVED_BY
-from deployments.tasks.ladder import Ladder
+from deployments.tasks.ladder import Ladder, Rung
 
 logger = logging.getLogger("ray.serve")
 
@@ -22,6 +26,12 @@ logger = logging.getLogger("ray.serve")
 # does not fit, or misses the deadline. A refusal of the request itself would be the same below, but
 # for one of a remote, whose rules are not ours.
 PASSES = frozenset({429, 500, 502, 503, 504, 507})
+LOOK_S = 0.5  # between two looks at a rung that waits: forecasts are read no more often
+RETRY_AFTER_S = 1.0  # of a deadline that is over: another request has one of its own
+
+# From the name of the rung that waits and the seconds since the request came to the rung that the
+# request goes on to; None: it waits on.
+Onward = Callable[[str, float], Awaitable[Rung | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,7 @@ class TaskCall:
     ladder: Ladder
     call_of: Callable[[str], messages.InferenceCall]  # by a rung's name; raises RequestError
     wants_progress: bool
+    onward: Onward | None = None  # None: it has no budget, so no rung is left for its wait
 
     @property
     def served(self) -> str:
@@ -42,35 +53,81 @@ class TaskCall:
 
 async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) -> Parts:
     """The response of one rung, its name in a header. Of several that fail the last one's error is
-    the response. Raises RequestError."""
+    the response. A rung that was left for its wait is asked again where all others fail. Raises
+    RequestError; DeadlineUnmet where the rungs before left nothing of the deadline."""
     began_s = time.monotonic()
-    for rung in call.ladder.rungs:
-        is_last = rung is call.ladder.rungs[-1]
+    ahead, left = list(call.ladder.rungs), set[str]()
+    while ahead:
+        rung = ahead.pop(0)
         has_begun = False
         try:
-            one = _later(call.call_of(rung.name), time.monotonic() - began_s)
-            one = replace(one, wants_progress=call.wants_progress)
+            one = _later(call, call.call_of(rung.name), time.monotonic() - began_s)
             logger.info("request %s: task %s -> %s", call.request_id, call.task, rung.name)
-            async with aclosing(run(one)) as parts:
+            parts = run(one)
+            if ahead and rung.name not in left and not rung.candidate.is_remote:
+                parts = _watched(parts, call.onward, rung, {r.name for r in ahead}, began_s)
+            async with aclosing(parts):
                 async for part in parts:
-                    if not (has_begun or is_last) and _is_passing(part):
+                    if ahead and not has_begun and _is_passing(part):
                         break
                     has_begun = has_begun or not isinstance(part, messages.Progress)
                     yield _signed(part, one.served or one.model)
                 else:
                     return
+        except _Leaves as leaves:
+            left.add(rung.name)
+            others = [other for other in ahead if other.name != leaves.to.name]
+            ahead = [leaves.to, *others, rung]
+            logger.info("request %s: %s waits too long", call.request_id, rung.name)
         except RequestError as error:
             passes = error.status_code in PASSES or rung.candidate.is_remote
-            if has_begun or is_last or not passes:
+            if has_begun or not ahead or not passes:
                 raise
             logger.warning("request %s: %s: %s", call.request_id, rung.name, error)
 
 
-def _later(call: messages.InferenceCall, waited_s: float) -> messages.InferenceCall:
-    """With what the rungs before it left of the deadline."""
-    if call.deadline_s is None:
-        return call
-    return replace(call, deadline_s=call.deadline_s - waited_s)
+class _Leaves(Exception):
+    """The request goes on to another rung."""
+
+    def __init__(self, to: Rung) -> None:
+        super().__init__(to)
+        self.to = to
+
+
+async def _watched(
+    parts: Parts, onward: Onward | None, rung: Rung, ahead: set[str], began_s: float
+) -> Parts:
+    """The parts of a rung. Raises _Leaves while none but progress has come, where another rung of
+    those `ahead` is sooner; closing its parts withdraws what it waits for. Raises RequestError."""
+    async with aclosing(parts):
+        has_begun = onward is None
+        while onward is not None and not has_begun:
+            following = asyncio.ensure_future(anext(parts, None))
+            try:
+                while not (await asyncio.wait({following}, timeout=LOOK_S))[0]:
+                    to = await onward(rung.name, time.monotonic() - began_s)
+                    if to is not None and to.name in ahead and not following.done():
+                        raise _Leaves(to)
+            finally:
+                if not following.done():
+                    following.cancel()
+                    await asyncio.wait({following})
+            if (part := following.result()) is None:
+                return
+            has_begun = not isinstance(part, messages.Progress)
+            yield part
+        async for part in parts:
+            yield part
+
+
+def _later(call: TaskCall, one: messages.InferenceCall, waited_s: float) -> messages.InferenceCall:
+    """With what the rungs before it left of the deadline. Raises DeadlineUnmet."""
+    one = replace(one, wants_progress=call.wants_progress)
+    if one.deadline_s is None:
+        return one
+    if one.deadline_s <= waited_s:
+        raise DeadlineUnmet(TicketId(PREFIX + call.task), waited_s, RETRY_AFTER_S)
+    return replace(one, deadline_s=one.deadline_s - waited_s)
 
 
 def _is_passing(part: messages.Part) -> bool:

@@ -73,6 +73,33 @@ def order(task: TaskConfig, candidates: Sequence[Candidate], budget_s: float | N
     return Ladder(rungs, gone)
 
 
+def leaves_for(task: TaskConfig, waiting: str, ladder: Ladder, left_s: float) -> Rung | None:
+    """The rung that a request goes on to from `waiting`, which has not begun to answer it. None: it
+    waits on.
+
+    `ladder`: as the rungs are now, ordered for `left_s`, the rest of the budget. A rung is left
+    only where its model does not serve yet and the budget is over, or known to be before the
+    answer is complete, and never where it is the pinned primary. While some of the budget is left,
+    only what the order puts before it is asked in its place, and afterwards any; always a rung that
+    is known to be sooner."""
+    found = next((rung for rung in ladder.rungs if rung.name == waiting), None)
+    if found is None or found.candidate.predicted.state == RESIDENT:
+        return None
+    if task.pin_primary and found.candidate.position == 0:
+        return None
+    if left_s > 0 and not found.candidate.exceeds(left_s):
+        return None
+    place = ladder.rungs.index(found)
+    others = ladder.rungs[:place] + (ladder.rungs[place + 1 :] if left_s <= 0 else ())
+    return next((rung for rung in others if _is_sooner(rung.candidate, found.candidate)), None)
+
+
+def _is_sooner(one: Candidate, other: Candidate) -> bool:
+    """Known to be; of the other it may be unknown."""
+    one_s, other_s = one.predicted.total_s, other.predicted.total_s
+    return one_s is not None and (other_s is None or one_s < other_s)
+
+
 def _left_out(task: TaskConfig, candidate: Candidate) -> str | None:
     if candidate.is_remote and candidate.position > 0 and not task.allow_cloud_fallback:
         return "`allow_cloud_fallback` is false: no remote but the primary"

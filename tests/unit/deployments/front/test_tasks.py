@@ -1,7 +1,8 @@
 """Tasks over ASGI: names, tenants, what is left out, the answering rung's name, the configuration.
 Engines answer as scripted."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
+from deployments.messages import InferenceCall, Part
+from deployments.tasks import climb
+from tests.support.speaker import Response
 from tests.support.task_front import CHAT, COLD, HELLO, Engines, ScriptedArbiter
 
 CONFIG = "/api/v1/config"
@@ -96,6 +100,60 @@ async def test_rung_that_lost_its_engine_makes_way_for_the_next(
     engines.lost = {"warm", "cold"}
     status, error, _ = await asked(client)
     assert (status, error["error"]["code"]) == (503, "engine_lost")
+
+
+class Waiting(Response):
+    """Of a model that is queued, and stays so."""
+
+    def __init__(self, begun: asyncio.Event) -> None:
+        super().__init__()
+        self.begun, self.was_left = begun, asyncio.Event()
+
+    async def __aiter__(self) -> AsyncGenerator[Part, None]:
+        self.begun.set()
+        await self.was_left.wait()
+        yield b""
+
+    def cancel(self) -> None:
+        self.was_cancelled = True
+        self.was_left.set()
+
+
+@pytest.mark.spec("J5", "A8")
+@pytest.mark.parametrize("is_pinned", [False, True])
+async def test_rung_whose_wait_grows_past_the_budget_is_cancelled_for_one_that_is_sooner(
+    client: AsyncClient,
+    front: FrontState,
+    engines: Engines,
+    arbiter: ScriptedArbiter,
+    monkeypatch: pytest.MonkeyPatch,
+    is_pinned: bool,
+) -> None:
+    monkeypatch.setattr(climb, "LOOK_S", 0.001)
+    waiting = Waiting(asyncio.Event())
+
+    def send(call: InferenceCall) -> Response:
+        return waiting if call.model == "cold" else engines.send(call)
+
+    monkeypatch.setattr(front.service, "_send_of", lambda capability: send)
+    task = {"ladder": ["cold", "warm"], "budget_s": 5, "pin_primary": is_pinned}
+    front.service.configure(table(sum=task))
+    arbiter.resident, arbiter.plans = (), {"cold": COLD | {"load_s": 0.1}, "warm": COLD}
+    asking = asyncio.ensure_future(asked(client))
+    async with asyncio.timeout(10):
+        await waiting.begun.wait()
+        reads_count = arbiter.states_count
+        arbiter.resident, arbiter.plans = ("warm",), {"cold": COLD | {"wait_s": 90.0}}
+        arbiter.now_s += 10
+        if is_pinned:
+            while arbiter.states_count == reads_count:
+                await asyncio.sleep(0)
+            assert not waiting.was_cancelled
+            asking.cancel()
+            await asyncio.wait({asking})
+            return
+        assert await asking == (200, {"model": "warm"}, "warm")
+    assert waiting.was_cancelled
 
 
 @pytest.mark.spec("J5")

@@ -1,17 +1,27 @@
 """Down a ladder: what passes to the next rung, what does not, and nothing after the first part."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbiter.errors import CapabilityFailed, EngineLost, QueueFull, RequestError, UnknownModel
+from arbiter.errors import (
+    CapabilityFailed,
+    DeadlineUnmet,
+    EngineLost,
+    QueueFull,
+    RequestError,
+    UnknownModel,
+)
 from arbiter.units import TicketId
 from deployments import messages
 from deployments.messages import FullResponse, InferenceCall, Part, Parts, Progress, ResponseHead
 from deployments.remotes.offers import SERVED_BY
+from deployments.tasks import climb as climb_module
 from deployments.tasks.climb import PASSES, TaskCall, climb
 from deployments.tasks.ladder import Candidate, Ladder, Rung
 from deployments.tasks.predict import NOTHING
@@ -121,6 +131,111 @@ async def test_answer_that_is_signed_keeps_its_name_and_deadlines_shrink() -> No
     assert isinstance(said, FullResponse) and said.head == theirs
     first, second = (call.deadline_s for call in models.asked)
     assert first is not None and second is not None and second < first <= 50.0
+
+
+@pytest.mark.spec("J5")
+async def test_deadline_that_the_rungs_before_used_up_is_an_error_and_no_negative_one() -> None:
+    models = Models([[LOST], [WHOLE]])
+    [error] = await models.heard(deadline_s=1e-9)
+    assert isinstance(error, DeadlineUnmet) and "task:sum" in str(error)
+    assert [call.deadline_s for call in models.asked if call.deadline_s is not None] == []
+
+
+class Waits:
+    """Rung 0 waits until it is let go, the others answer; what it is asked meanwhile is noted."""
+
+    def __init__(self, *onward: str | None) -> None:
+        self.onward_to, self.spent_s = list(onward), list[float]()
+        self.go, self.is_closed = asyncio.Event(), False
+        self.asked: list[str] = []
+
+    def call(self) -> TaskCall:
+        rungs = [Rung(Candidate(n, str(n), False, NOTHING), 0.0, "?") for n in range(3)]
+
+        async def onward(waiting: str, spent_s: float) -> Rung | None:
+            self.spent_s.append(spent_s)
+            assert waiting == "0", "the others answer at once"
+            if not self.onward_to:
+                self.go.set()
+            to = self.onward_to.pop(0) if self.onward_to else None
+            return next((rung for rung in rungs if rung.name == to), None)
+
+        def call_of(name: str) -> InferenceCall:
+            return InferenceCall("/p", b"", {}, "r", name)
+
+        return TaskCall("sum", "r", Ladder(tuple(rungs), ()), call_of, False, onward)
+
+    async def run(self, call: InferenceCall) -> Parts:
+        self.asked.append(call.model)
+        if call.model != "0":
+            yield WHOLE if call.model == "2" else refusal(LOST)
+            return
+        try:
+            yield Progress("queued", 1, 60.0)
+            await self.go.wait()
+            yield HEAD
+            yield b"data: one"
+        finally:
+            self.is_closed = True
+
+    async def heard(self) -> list[Part]:
+        async with asyncio.timeout(10), aclosing(climb(self.call(), self.run)) as parts:
+            return [part async for part in parts if not isinstance(part, Progress)]
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(climb_module, "LOOK_S", 0.001)
+
+
+@pytest.mark.spec("J5")
+@pytest.mark.usefixtures("looks_often")
+async def test_rung_that_waits_is_left_for_the_one_that_is_sooner_and_its_call_is_closed() -> None:
+    waits = Waits(None, None, "2")
+    [answer] = await waits.heard()
+    assert isinstance(answer, FullResponse) and signed(answer.head, 2)
+    assert waits.asked == ["0", "2"] and waits.is_closed
+    assert len(waits.spent_s) == 3 and waits.spent_s == sorted(waits.spent_s)
+
+
+@pytest.mark.spec("J5")
+@pytest.mark.usefixtures("looks_often")
+async def test_rung_whose_answer_begins_is_not_left_and_not_looked_at_again() -> None:
+    waits = Waits(None)
+    head, first = await waits.heard()
+    assert isinstance(head, ResponseHead) and signed(head, 0) and first == b"data: one"
+    assert waits.asked == ["0"]
+
+
+@pytest.mark.spec("J5")
+@pytest.mark.usefixtures("looks_often")
+async def test_rung_that_was_left_is_asked_again_where_all_others_fail() -> None:
+    waits = Waits("1")
+
+    async def run(call: InferenceCall) -> AsyncIterator[Part]:
+        if waits.asked.count("0") == 1 and call.model == "0":
+            waits.go.set()
+        async with aclosing(waits.run(call)) as parts:
+            async for part in parts:
+                yield refusal(LOST) if call.model == "2" else part
+
+    head, _ = [part async for part in climb(waits.call(), run) if not isinstance(part, Progress)]
+    assert isinstance(head, ResponseHead) and signed(head, 0)
+    assert waits.asked == ["0", "1", "2", "0"]
+
+
+@pytest.mark.spec("J8")
+@pytest.mark.usefixtures("looks_often")
+async def test_client_that_leaves_a_rung_that_waits_closes_its_call() -> None:
+    waits = Waits(*[None] * 1_000)
+    parts = climb(waits.call(), waits.run)
+    assert isinstance(await anext(parts), Progress)
+    waiting = asyncio.ensure_future(anext(parts))
+    while not waits.spent_s:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waits.is_closed and waits.asked == ["0"]
 
 
 PARTS = st.sampled_from([HEAD, WHOLE, b"x", LOST, refusal(LOST), Progress("queued", 1, None)])

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deployments.config.task_section import TaskConfig
-from deployments.tasks.ladder import Candidate, Ladder, order
+from deployments.tasks.ladder import Candidate, Ladder, leaves_for, order
 from deployments.tasks.predict import NOTHING, Prediction
 
 SECONDS = st.none() | st.sampled_from([0.0, 0.5, 1.0, 4.0, 30.0, 1_000.0])
@@ -180,3 +180,49 @@ def test_remote_is_preferred_where_the_models_here_exceed_the_budget_and_it_is_s
     assert names(longer) == ["m0", "m1"] and "longer than their 8.5 s" in longer.rungs[1].why
     assert names(order(task(), [here(0, COLD), remote(1)], 5.0)) == ["m1", "m0"]
     assert names(order(task(), [here(0, COLD, "too short"), remote(1)], None)) == ["m1"]
+
+
+QUEUED, LATE = Prediction("queued", 6.0, 1.0, 0.5), Prediction("queued", None, None, 0.5)
+
+
+def onward(waiting: Prediction, *others: Candidate, left_s: float, **said: Any) -> str | None:
+    """To which rung a request goes on from the first, with so much of its budget left."""
+    config = task(**said)
+    ladder = order(config, [here(0, waiting), *others], max(0.0, left_s))
+    found = leaves_for(config, "m0", ladder, left_s)
+    return found and found.name
+
+
+@pytest.mark.spec("J5")
+@pytest.mark.parametrize(
+    ("waiting", "left_s", "to"),
+    [
+        pytest.param(QUEUED, 5.0, "m1", id="its answer comes after the budget"),
+        pytest.param(QUEUED, 8.0, None, id="its answer comes within it"),
+        pytest.param(QUEUED, -1.0, "m1", id="the budget is over"),
+        pytest.param(LATE, 5.0, None, id="its answer is not known to come after it"),
+        pytest.param(LATE, -1.0, "m1", id="the budget is over, and when it answers is not known"),
+        pytest.param(WARM, -1.0, None, id="its model serves"),
+    ],
+)
+def test_rung_is_left_only_where_it_waits_past_the_budget(
+    waiting: Prediction, left_s: float, to: str | None
+) -> None:
+    assert onward(waiting, here(1, WARM), left_s=left_s) == to
+
+
+@pytest.mark.spec("J5")
+def test_rung_is_left_only_for_one_that_is_known_to_be_sooner_and_can_have_the_request() -> None:
+    assert onward(QUEUED, here(1, COLD), here(2, NOTHING), left_s=-1.0) is None
+    assert onward(QUEUED, here(1, WARM, "it has no eyes"), left_s=-1.0) is None
+    assert onward(QUEUED, here(1, COLD), here(2, WARM), left_s=-1.0) == "m2"
+
+
+@pytest.mark.spec("J5")
+def test_pinned_primary_is_not_left_and_a_remote_only_as_the_order_has_it() -> None:
+    assert onward(QUEUED, here(1, WARM), left_s=-1.0, pin_primary=True) is None
+    assert onward(QUEUED, remote(1, 2.0), left_s=5.0) == "m1"
+    assert onward(QUEUED, remote(1, 20.0), left_s=5.0) is None
+    assert onward(QUEUED, remote(1, 2.0), left_s=5.0, allow_cloud_fallback=False) is None
+    assert onward(QUEUED, remote(1, 2.0), here(2, NOTHING), left_s=5.0) is None, "it may keep it"
+    assert onward(LATE, remote(1, 2.0), left_s=-1.0) == "m1"
