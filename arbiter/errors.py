@@ -23,6 +23,7 @@ ArbiterError
     QuotaExceeded         429  more than this tenant or client may have at once
     RemoteBudgetSpent     429  a tenant's day at a remote has no room for this request
     EgressRefused         503  what leaves this machine cannot be written down, so nothing leaves
+    EgressUnsettled       503  what it cost is not written down; it stays reserved, to be told again
     TenantCoolingDown     429  over what it may hold on average, until that has fallen
     HolderQuarantined     503  this holder did not give memory back
     ArbiterClosing        503  shutdown has begun
@@ -424,6 +425,20 @@ class EgressRefused(RequestError):
         return (
             f"nothing was sent to {self.remote}, because its budget cannot be kept: {self.cause};"
             " make the arbiter's state file writable"
+        )
+
+
+@error_fields
+class EgressUnsettled(RequestError):
+    code, retry_after_s = "egress_not_settled", 30.0  # a person has to mend the state file
+
+    remote: str
+    cause: str
+
+    def __str__(self) -> str:
+        return (
+            f"what a request to {self.remote} cost is not written down, so its highest price stays"
+            f" reserved: {self.cause}; make the arbiter's state file writable"
         )
 
 

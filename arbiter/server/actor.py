@@ -343,7 +343,7 @@ class ArbiterActor:
         return self._egress.leave(egress)
 
     async def left(self, end: messages.EgressEnd) -> messages.DaySpent:
-        """Settles it. Repeated: once."""
+        """Settles it. Repeated: once. Raises EgressUnsettled."""
         return self._egress.left(end)
 
     async def spending(self) -> list[messages.Plain]:

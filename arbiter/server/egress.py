@@ -1,7 +1,8 @@
 """EgressBook: what leaves for remotes is written down and paid for before it leaves (J5).
 
-A request reserves the most that it may cost; its end puts what it did cost in that place. One whose
-end was never told stays reserved, so a crash errs to the dear side, and until midnight UTC. Budgets
+A request reserves the most that it may cost; its end puts what it did cost in that place, once. The
+front tells an end until it is written down. One whose end was never told, because the front died,
+stays reserved: a crash errs to the dear side, until midnight UTC. Budgets
 are per tenant and remote, and those of all sessions of one state file together.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from arbiter.core.decisions import EventKind, LogEvent
-from arbiter.errors import EgressRefused
+from arbiter.errors import EgressRefused, EgressUnsettled
 from arbiter.protocol.egress_budget import MILLION, day_of, refusal
 from arbiter.protocol.messages import DaySpent, Egress, EgressEnd, Plain
 from arbiter.server.store import Store
@@ -42,9 +43,12 @@ class EgressBook:
         return DaySpent(*self._store.spent(day, tenant, remote))
 
     def left(self, end: EgressEnd) -> DaySpent:
+        """Raises EgressUnsettled: then it is to be told again."""
         egress = end.egress
         tokens = end.prompt_tokens_count + end.answer_tokens_count
-        if self._store.settle(egress.id, tokens, end.money_micros):
+        if self._store.is_reserved(egress.id):
+            if not self._store.settle(egress.id, tokens, end.money_micros):
+                raise self._unsettled(egress)
             said: Plain = {
                 "outcome": end.outcome,
                 "prompt_tokens": end.prompt_tokens_count,
@@ -55,10 +59,15 @@ class EgressBook:
             about = _about(egress) | said
             answer = Bytes(end.answer_bytes)
             self._tell(LogEvent(EventKind.REMOTE_ANSWER, about, size_bytes=answer, took=end.took))
+        elif self._store.trouble:  # it could not be read, either
+            raise self._unsettled(egress)
         return DaySpent(*self._store.spent(day_of(self._now()), egress.tenant, egress.remote))
 
     def today(self) -> list[Plain]:
         return self._store.spending(day_of(self._now()))
+
+    def _unsettled(self, egress: Egress) -> EgressUnsettled:
+        return EgressUnsettled(egress.remote, self._store.trouble or "the state file is closed")
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._unix_s(), UTC)

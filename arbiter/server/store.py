@@ -258,8 +258,8 @@ class Store:
         return bool(self._read("SELECT 1 FROM remote_reserved WHERE id = ?", key))
 
     def settle(self, key: str, tokens: int, micros: int) -> bool:
-        """Puts what was spent in the place of what was reserved. False: nothing was reserved, it
-        has been settled before, or it could not be written, and stays reserved."""
+        """Puts what was spent in the place of what `is_reserved`. False: it could not be written,
+        and stays reserved."""
         if not self._write("BEGIN IMMEDIATE"):  # without it a crash would forget what was spent
             return False
         gone = "DELETE FROM remote_reserved WHERE id = ? RETURNING day, tenant, remote"
@@ -273,7 +273,7 @@ class Store:
             for row in rows
         )  # fmt: skip
         if is_written and self._write("COMMIT"):
-            return bool(rows)
+            return True
         if self._db.in_transaction:  # a full disk has ended it already
             self._db.execute("ROLLBACK")
         return False

@@ -66,3 +66,4 @@ class Front:
     async def __del__(self) -> None:
         """Called by Serve, once those requests that it carries itself are answered."""
         await self._socket.close()
+        await self._front.service.remotes.close()

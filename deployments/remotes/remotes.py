@@ -11,6 +11,7 @@ over. Each run is reserved in the tenant's budget and written to the event log b
 anything leaves; without the arbiter nothing does.
 """
 
+import asyncio
 import logging
 import secrets
 import time
@@ -44,6 +45,10 @@ Parts = AsyncGenerator[messages.Part, None]
 NEWEST_WEIGHT = 1 / 8
 # A remote has no more requests under way than it may: its turn comes with the next answer.
 FULL_RETRY_S = 1.0
+# Ends to tell at once, while no arbiter answers: each is some hundred bytes. Of requests that left
+# there are no more than may be under way; of those that did not, further ones stay reserved.
+MOST_UNTOLD = 1_000
+CLOSE_S = 10.0  # an arbiter that restarts is back by then
 
 
 @dataclass(slots=True)
@@ -206,7 +211,7 @@ class Remotes:
         tries = state.breaker.begin()
         try:
             egress = self._egress(call)
-            await self._spending.leave(egress)
+            await self._leave(egress)
             async with aclosing(self._settled(call, egress, state)) as parts:
                 async for part in parts:
                     yield part
@@ -214,6 +219,17 @@ class Remotes:
             state.in_flight -= 1
             if tries:
                 state.breaker.abandoned()
+
+    async def _leave(self, egress: Egress) -> None:
+        """Raises RequestError. Where it is not known whether the arbiter has reserved it, its end
+        is told, after which it has not."""
+        try:
+            await self._spending.leave(egress)
+        except (ArbiterUnavailable, asyncio.CancelledError):
+            if len(self.background.running) < MOST_UNTOLD:
+                nothing = EgressEnd(egress, "unsent", Bytes(0), 0, 0, 0, seconds(0))
+                self.background.begin(self._spending.left(nothing))
+            raise
 
     async def _settled(self, call: RemoteCall, egress: Egress, state: _State) -> Parts:
         """The exchange, and its end told to breaker and arbiter, whatever it was."""
@@ -242,13 +258,13 @@ class Remotes:
             raise RemoteRefused(400, "remote_refused", said) from error
         finally:
             took_s = self._now_s() - began_s
-            self.background.begin(self._tell(_end(egress, exchange, row, outcome, took_s)))
+            end = _end(egress, exchange, row, outcome, took_s)
+            self.background.begin(self._spending.left(end))
 
-    async def _tell(self, end: EgressEnd) -> None:
-        try:
-            await self._spending.left(end)
-        except ArbiterUnavailable as error:
-            logger.error("%s stays reserved at %s: %s", end.egress.id, end.egress.remote, error)
+    async def close(self) -> None:
+        """Returns when every end is told, after `CLOSE_S` at most: others stay reserved."""
+        if telling := set(self.background.running):
+            await asyncio.wait(telling, timeout=CLOSE_S)
 
     def _is_hasty(self, call: RemoteCall, began_s: float) -> bool:
         """The client's deadline, not a bound of the table, has ended it: that says nothing of the

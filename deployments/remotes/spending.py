@@ -1,20 +1,29 @@
 """Where budgets are kept: by the arbiter, which writes down each egress before it happens.
 
 The front remembers what the arbiter said last, so that an offer needs no call; what counts is the
-reservation that `leave` makes.
+reservation that `leave` makes. The end of an egress is told until the arbiter has written it down,
+which it does once for each id.
 """
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Protocol
 
 from arbiter.client.admin import call_arbiter
-from arbiter.errors import RemoteBudgetSpent
+from arbiter.errors import ArbiterUnavailable, EgressUnsettled, RemoteBudgetSpent
 from arbiter.protocol.egress_budget import day_of, refusal
 from arbiter.protocol.messages import DaySpent, Egress, EgressEnd
 
 # An arbiter that restarts is back within two seconds; a request waits no longer for its egress.
 LEAVE_S = 5.0
+# Between two messages about one end: the first after an arbiter's restart, the others as a person
+# mends a disk. A message of another request that gets through ends the pause.
+AGAIN_S, AGAIN_MOST_S = 2.0, 60.0
+
+logger = logging.getLogger("ray.serve")
 
 
 class Book(Protocol):
@@ -48,14 +57,24 @@ class Spending:
         self._book, self._now = book, now
         self._day = ""
         self._known: dict[tuple[str, str], DaySpent] = {}  # of that day
+        self._heard = asyncio.Event()  # set at the arbiter's next answer
 
     async def leave(self, egress: Egress) -> None:
         """Raises RemoteBudgetSpent, EgressRefused, ArbiterUnavailable."""
         await self._note(egress, self._book.leave(egress))
 
     async def left(self, end: EgressEnd) -> None:
-        """Raises ArbiterUnavailable: what was reserved stays so."""
-        await self._note(end.egress, self._book.left(end))
+        """Returns once it is written down, however often it has to be told."""
+        pause_s = AGAIN_S
+        while True:
+            try:
+                await self._note(end.egress, self._book.left(end))
+                return
+            except (ArbiterUnavailable, EgressUnsettled) as error:
+                logger.error("the end of %s is told again: %s", end.egress.id, error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._heard.wait(), pause_s)
+            pause_s = min(2 * pause_s, AGAIN_MOST_S)
 
     def refusal(self, egress: Egress) -> RemoteBudgetSpent | None:
         """As far as is known here."""
@@ -64,6 +83,8 @@ class Spending:
 
     async def _note(self, egress: Egress, asked: Awaitable[DaySpent]) -> None:
         said = await asked
+        self._heard.set()
+        self._heard = asyncio.Event()
         self._of_today()[egress.tenant, egress.remote] = said
 
     def _of_today(self) -> dict[tuple[str, str], DaySpent]:

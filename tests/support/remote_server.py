@@ -148,6 +148,7 @@ class CountingBook:
     left_for: list[Egress] = field(default_factory=list)
     ends: list[EgressEnd] = field(default_factory=list)
     error: Exception | None = None
+    unsettled: list[Exception] = field(default_factory=list)  # of the next ends, one each
 
     async def leave(self, egress: Egress) -> DaySpent:
         if self.error is not None:
@@ -156,6 +157,8 @@ class CountingBook:
         return DaySpent(egress.tokens_count, egress.money_micros)
 
     async def left(self, end: EgressEnd) -> DaySpent:
+        if self.unsettled:
+            raise self.unsettled.pop(0)
         self.ends.append(end)
         tokens = sum(e.prompt_tokens_count + e.answer_tokens_count for e in self.ends)
         return DaySpent(tokens, sum(e.money_micros for e in self.ends))

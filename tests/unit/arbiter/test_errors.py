@@ -41,6 +41,7 @@ ERRORS = [
     errors.SettingsConflict(Generation(3), Generation(4)),
     errors.RemoteBudgetSpent("cloud", "t", 5, 6, 7, "tokens", 60.0),
     errors.EgressRefused("cloud", "the disk is full"),
+    errors.EgressUnsettled("cloud", "the disk is full"),
     errors.TenantCoolingDown("t", Bytes(5), Bytes(4), 60.0),
     errors.ArbiterClosing(),
     errors.ArbiterUnavailable(3.0),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from arbiter.core.decisions import EventKind, LogEvent
-from arbiter.errors import EgressRefused, RemoteBudgetSpent
+from arbiter.errors import EgressRefused, EgressUnsettled, RemoteBudgetSpent
 from arbiter.protocol.messages import DaySpent, Egress, EgressEnd
 from arbiter.server.egress import EgressBook
 from arbiter.server.store import Store
@@ -64,11 +64,36 @@ def test_what_could_not_be_settled_stays_reserved(path: Path) -> None:
             "CREATE TRIGGER full BEFORE INSERT ON remote_spent"
             " BEGIN SELECT RAISE(ABORT, 'full'); END"
         )
-    assert now.book.left(end(FIRST)) == DaySpent(60, 600)
+    with pytest.raises(EgressUnsettled, match=r"its highest price stays reserved: .*full"):
+        now.book.left(end(FIRST))
+    assert now.store.spent("2026-05-29", "ann", "cloud") == (60, 600)
     with sqlite3.connect(path) as other:
         other.execute("DROP TRIGGER full")
-    assert now.book.left(end(FIRST)) == DaySpent(30, 300)
+    for _ in range(2):
+        assert now.book.left(end(FIRST)) == DaySpent(30, 300)
+    kinds = [line.kind for line in now.told]
+    assert kinds == [EventKind.REMOTE_EGRESS, EventKind.REMOTE_ANSWER]
     now.store.close()
+
+
+@pytest.mark.spec("J5")
+def test_an_end_that_cannot_be_looked_up_is_to_be_told_again(path: Path) -> None:
+    now = Arbiter(path)
+    now.book.leave(FIRST)
+    with sqlite3.connect(path) as other:
+        other.execute("ALTER TABLE remote_reserved RENAME TO away")
+    with pytest.raises(EgressUnsettled):
+        now.book.left(end(FIRST))
+    with sqlite3.connect(path) as other:
+        other.execute("ALTER TABLE away RENAME TO remote_reserved")
+    assert now.book.left(end(FIRST)) == DaySpent(30, 300)
+
+
+@pytest.mark.spec("J5")
+def test_an_end_without_a_reservation_costs_nothing_and_is_no_line(path: Path) -> None:
+    now = Arbiter(path)
+    assert now.book.left(end(FIRST)) == DaySpent(0, 0)
+    assert now.told == []
 
 
 @pytest.mark.spec("J5")

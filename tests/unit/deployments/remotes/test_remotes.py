@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from arbiter.errors import ArbiterUnavailable, RequestError, UnknownModel
+from arbiter.errors import ArbiterUnavailable, EgressUnsettled, RequestError, UnknownModel
+from arbiter.protocol.messages import DaySpent, Egress
 from deployments import messages
 from deployments.front.keys import Caller, Scope
 from deployments.front.request import ParsedRequest, parse
+from deployments.remotes import remotes as remotes_module
+from deployments.remotes import spending
 from deployments.remotes.offers import SERVED_BY, RemoteFailed, RemoteRefused
 from deployments.remotes.remotes import Remotes
 from tests.support.pictures import png
@@ -181,7 +184,57 @@ async def test_nothing_leaves_that_is_not_written_down_first(
         book.error = error
         with pytest.raises(type(error)):
             await answer(remotes, await asked())
-    assert remote.seen == [] and book.ends == []
+    assert remote.seen == [] and [end.outcome for end in book.ends] == ["unsent"]
+
+
+@pytest.mark.spec("J5")
+async def test_an_end_is_told_until_it_is_written_down(
+    remotes: Remotes, book: CountingBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spending, "AGAIN_S", 0.001)
+    book.unsettled = [ArbiterUnavailable(5.0), EgressUnsettled("cloud", "the disk is full")]
+    await answer(remotes, await asked())
+    (end,) = book.ends
+    assert (end.outcome, end.prompt_tokens_count, end.answer_tokens_count) == ("answered", 7, 4)
+
+
+@pytest.mark.spec("J5")
+async def test_an_end_is_told_again_once_another_message_got_through(
+    remotes: Remotes, book: CountingBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spending, "AGAIN_S", 60.0)
+    monkeypatch.setattr(remotes_module, "CLOSE_S", 0.01)
+    book.unsettled = [ArbiterUnavailable(5.0)]
+    async with aclosing(remotes.run(remotes.call(await asked(), "far-chat", CLOUD))) as parts:
+        assert [part async for part in parts]
+    await remotes.close()  # which does not wait for a minute
+    assert book.ends == []
+    await asyncio.wait_for(answer(remotes, await asked()), 10)
+    assert len(book.ends) == 2 and len({end.egress.id for end in book.ends}) == 2
+
+
+@pytest.mark.spec("J5")
+async def test_a_client_that_leaves_before_anything_left_has_nothing_reserved(
+    remotes: Remotes, remote: GoodRemote, book: CountingBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked = asyncio.Event()
+
+    async def leave(egress: Egress) -> DaySpent:
+        book.left_for.append(egress)
+        is_asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(book, "leave", leave)
+    running = asyncio.ensure_future(answer(remotes, await asked()))
+    await asyncio.wait_for(is_asked.wait(), 10)
+    running.cancel()
+    await asyncio.wait({running})
+    await asyncio.wait_for(remotes.background.done(), 10)
+    (end,) = book.ends
+    assert end.egress == book.left_for[0]
+    assert (end.outcome, end.prompt_tokens_count, end.money_micros) == ("unsent", 0, 0)
+    assert remote.seen == [] and remotes.rows()[0]["in_flight"] == 0
 
 
 @pytest.mark.spec("J5")
