@@ -20,12 +20,15 @@ class NoFront(Exception):
     """Nothing listens there. No byte of the request was taken."""
 
 
-async def carry(path: Path, scope: Scope, receive: Receive, send: Send) -> None:
+async def carry(path: Path, scope: Scope, first: Message, receive: Receive, send: Send) -> None:
     """Carries request and response. Returns with nothing sent where the front died first, and
-    raises FrontGone where it died later. Raises NoFront."""
+    raises FrontGone where it died later. Raises NoFront, and has then read nothing of the client's
+    but `first`.
+
+    It connects once the client has sent something, so that a front that ends has the head of each
+    request on its way, and need not wait for connections without one."""
     line = await _connected(path)
     try:
-        first = await receive()
         leaving = await line.ask(scope, first, receive)
         carrying = asyncio.ensure_future(line.answer(send))
         await asyncio.wait({leaving, carrying}, return_when=asyncio.FIRST_COMPLETED)

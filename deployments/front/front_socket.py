@@ -8,6 +8,7 @@ HTTP. The proxy goes to Serve where there is no socket.
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from arbiter.protocol import ray_internals
 
 NAME = "serve-arbiter-front.sock"
+HEAD_S = 5.0  # from a connection to its request: the proxy connects when it has one to send
 
 
 def place() -> Path | None:
@@ -33,6 +35,9 @@ class FrontSocket:
         self._state: Any = None
         self._path: Path | None = None
         self._inode = 0
+        self._listening: socket.socket | None = None  # a duplicate, which outlives the server
+        self._connected: Callable[[], asyncio.Protocol] | None = None
+        self._left = asyncio.Event()  # set when a connection has ended
 
     async def open(self) -> None:
         """Takes the place of an earlier front's socket; a second call changes nothing."""
@@ -43,9 +48,16 @@ class FrontSocket:
 
         from deployments.engines.peer_auth import SameUserOnly
 
+        class Connection(SameUserOnly):
+            def connection_lost(self, error: Exception | None) -> None:
+                super().connection_lost(error)
+                left.set()
+
+        left = self._left
+
         config = uvicorn.Config(
             cast(Any, EndsWithClient(self._app)),
-            http=SameUserOnly,
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -56,24 +68,48 @@ class FrontSocket:
         self._state, self._path = ServerState(), path
 
         def connected() -> asyncio.Protocol:
-            return SameUserOnly(config=config, server_state=self._state, app_state={})
+            return Connection(config=config, server_state=self._state, app_state={})
 
         loop = asyncio.get_running_loop()
         bound = _bound(path)
-        self._inode = path.stat().st_ino
+        self._inode, self._listening = path.stat().st_ino, bound.dup()
+        self._connected = connected
         self._server = await loop.create_unix_server(connected, sock=bound)
 
     async def close(self) -> None:
-        """Takes no more requests; returns when those that it has are answered."""
+        """Takes no more connections; returns when every request of those that it has is answered,
+        also of those that the kernel has taken and no one has read."""
         if self._server is None or self._path is None:
             return
-        self._server.close()
         if self._path.exists() and self._path.stat().st_ino == self._inode:  # no later front's
             self._path.unlink()
+        self._server.close()
+        await self._accept_waiting()
         for connection in list(self._state.connections):
-            connection.shutdown()  # those that are idle now, the others when they have answered
+            if connection.cycle is not None:  # else: its request is on its way
+                connection.shutdown()  # if it is idle, else when it has answered
+        last = asyncio.get_running_loop().call_later(HEAD_S, self._shut_down)
+        while self._state.connections:
+            self._left.clear()
+            await self._left.wait()
+        last.cancel()
         if tasks := set(self._state.tasks):
             await asyncio.wait(tasks)
+
+    async def _accept_waiting(self) -> None:
+        """Accepts the connections that were made before the socket's name was gone."""
+        assert self._listening is not None and self._connected is not None
+        with self._listening as listening:
+            while True:
+                try:
+                    conn, _ = listening.accept()
+                except BlockingIOError:
+                    return
+                await asyncio.get_running_loop().connect_accepted_socket(self._connected, conn)
+
+    def _shut_down(self) -> None:
+        for connection in list(self._state.connections):
+            connection.shutdown()
 
 
 class EndsWithClient:

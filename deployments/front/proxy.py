@@ -82,9 +82,21 @@ class FrontBySocket:
 
         headers = scope["headers"] if given else [*scope["headers"], (REQUEST_ID, named)]
         try:
-            await front_client.carry(path, {**scope, "headers": headers}, receive, with_id)
+            first = await receive()
+            marked = {**scope, "headers": headers}
+            await front_client.carry(path, marked, first, receive, with_id)
         except NoFront:
-            await self._app(scope, receive, send)
+            await self._app(scope, _from_the_first(first, receive), send)
+
+
+def _from_the_first(first: Message, receive: Receive) -> Receive:
+    """All that the client says, though its first message has been read."""
+    said = [first]
+
+    async def heard() -> Message:
+        return said.pop() if said else await receive()
+
+    return heard
 
 
 def _socket_for(scope: Scope) -> Path | None:

@@ -1,6 +1,7 @@
 """Requests over the front's own socket: as through Serve, with nothing of it in between."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -48,9 +49,14 @@ class Application:
 
 
 async def by_serve(scope: Scope, receive: Receive, send: Send) -> None:
-    """Serve's proxy."""
+    """Serve's proxy. Answers with the body."""
+    body = b""
+    while (message := await receive())["type"] == "http.request":
+        body += message["body"]
+        if not message.get("more_body"):
+            break
     await send({"type": "http.response.start", "status": 299, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
+    await send({"type": "http.response.body", "body": body})
 
 
 class Client:
@@ -132,7 +138,8 @@ async def test_all_else_goes_by_serve(proxy: Any, path: str) -> None:
     async with opened(Application()):
         assert (await Client("/arbiter/state").call(proxy)).status == 299
         assert (await Client("/v1/x", x_request_timeout_seconds="3").call(proxy)).status == 299
-    assert (await Client(path).call(proxy)).status == 299  # the front is gone
+    client = await Client(path, b"one", b"two", b"three").call(proxy)
+    assert (client.status, client.body) == (299, b"onetwothree")  # the front is gone
 
 
 @pytest.mark.spec("J8")
@@ -161,6 +168,61 @@ async def test_front_that_ends_answers_what_it_has_and_takes_no_more(proxy: Any)
     application.go.set()
     await closing
     assert (await calling).status == 201
+
+
+def raw(*, says: bytes = b"") -> socket.socket:
+    """A connection of this user's, made by the kernel before the front's event loop runs again."""
+    conn = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    conn.connect(str(front_socket.place()))
+    conn.send(says)
+    conn.setblocking(False)
+    return conn
+
+
+async def all_of(conn: socket.socket) -> bytes:
+    said = b""
+    async with asyncio.timeout(10):
+        while piece := await asyncio.get_running_loop().sock_recv(conn, 1 << 20):
+            said += piece
+    conn.close()
+    return said
+
+
+REQUEST = b"POST /v1/x HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}"
+
+
+@pytest.mark.spec("J9")
+@pytest.mark.usefixtures("proxy")
+async def test_front_that_ends_answers_what_it_has_not_accepted_or_read_yet() -> None:
+    application = Application()
+    application.go.set()
+    front = FrontSocket(application)
+    await front.open()
+    accepted = raw()
+    while not front._state.connections:
+        await asyncio.sleep(0)
+    waiting = [raw(says=REQUEST) for _ in range(3)]
+    closing = asyncio.ensure_future(front.close())
+    for conn in waiting:
+        assert (await all_of(conn)).startswith(b"HTTP/1.1 201")
+    assert not closing.done(), "a request may be on its way"
+    accepted.send(REQUEST)
+    assert (await all_of(accepted)).startswith(b"HTTP/1.1 201")
+    await asyncio.wait_for(closing, 10)
+    assert len(application.asked) == 4
+
+
+@pytest.mark.spec("J9")
+@pytest.mark.usefixtures("proxy")
+async def test_front_that_ends_does_not_wait_for_a_connection_without_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(front_socket, "HEAD_S", 0.01)
+    front = FrontSocket(Application())
+    await front.open()
+    silent = raw()
+    await asyncio.wait_for(front.close(), 10)
+    assert await all_of(silent) == b""
 
 
 @pytest.mark.spec("J8")
