@@ -1,6 +1,7 @@
 """The few semi-internal things asked of Ray, in one place; tests/contracts holds each of them."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,3 +145,19 @@ def quiet_when_idle(handle: Any) -> None:
             report()
 
     metrics.push_autoscaling_metrics_to_controller = report_changes
+
+
+@contextmanager
+def counted_by_proxy(app: Any) -> Iterator[None]:
+    """Counts a request that goes past Serve's proxy as one that it carries, because the proxy of a
+    node that is drained ends once it has none. `app`: what a middleware of the proxy was given."""
+    while app is not None and not hasattr(app, "_ongoing_requests_start"):
+        app = getattr(app, "_app", None)
+    if app is None:
+        yield
+        return
+    app._ongoing_requests_start()
+    try:
+        yield
+    finally:
+        app._ongoing_requests_end()

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arbiter.errors import EngineLost, RequestError
+from arbiter.protocol import ray_internals
 from arbiter.units import TicketId
 from deployments import messages
 from deployments.front import front_client, front_socket, side_stream
@@ -84,7 +85,8 @@ class FrontBySocket:
         try:
             first = await receive()
             marked = {**scope, "headers": headers}
-            await front_client.carry(path, marked, first, receive, with_id)
+            with ray_internals.counted_by_proxy(self._app):
+                await front_client.carry(path, marked, first, receive, with_id)
         except NoFront:
             await self._app(scope, _from_the_first(first, receive), send)
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.serve._private.http_util import RequestIdMiddleware
+from ray.serve._private.proxy import HTTPProxy
 from ray.serve._private.router import (
     AsyncioRouter,
     CurrentLoopRouter,
@@ -207,6 +209,16 @@ def test_a_handle_of_serve_reports_by_the_function_that_is_made_quiet() -> None:
     for router in (CurrentLoopRouter, SingletonThreadRouter):
         assert "self._asyncio_router =" in inspect.getsource(router.__init__)
     assert "self._metrics_manager =" in inspect.getsource(AsyncioRouter.__init__)
+
+
+def test_a_draining_proxy_of_serve_waits_for_requests_that_are_counted_for_it() -> None:
+    proxy = object.__new__(HTTPProxy)
+    proxy._ongoing_requests, proxy._draining_start_time = 0, 0.0  # since long ago
+    proxy._should_emit_request_ingress_metrics = lambda: False
+    assert proxy.is_drained()
+    with ray_internals.counted_by_proxy(RequestIdMiddleware(proxy)):  # as Serve wraps it
+        assert not proxy.is_drained()
+    assert proxy.is_drained()
 
 
 @pytest.mark.spec("G3")

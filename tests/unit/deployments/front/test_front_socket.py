@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from arbiter.protocol import ray_internals
 from deployments.front import front_client, front_socket
 from deployments.front.front_socket import FrontSocket
-from deployments.front.proxy import middlewares
+from deployments.front.proxy import FrontBySocket, middlewares
 
 pytestmark = pytest.mark.spec("N1")
 
@@ -140,6 +140,33 @@ async def test_all_else_goes_by_serve(proxy: Any, path: str) -> None:
         assert (await Client("/v1/x", x_request_timeout_seconds="3").call(proxy)).status == 299
     client = await Client(path, b"one", b"two", b"three").call(proxy)
     assert (client.status, client.body) == (299, b"onetwothree")  # the front is gone
+
+
+class CountingProxy:
+    """Serve's proxy, as far as it counts what it carries."""
+
+    ongoing_count = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("it goes by the socket")
+
+    def _ongoing_requests_start(self) -> None:
+        self.ongoing_count += 1
+
+    def _ongoing_requests_end(self) -> None:
+        self.ongoing_count -= 1
+
+
+@pytest.mark.usefixtures("proxy")
+async def test_proxy_that_drains_sees_the_requests_that_go_by_the_socket() -> None:
+    application, serves = Application(), CountingProxy()
+    async with opened(application):
+        calling = asyncio.ensure_future(Client().call(FrontBySocket(serves)))
+        await asyncio.wait_for(application.begun.wait(), 10)
+        assert serves.ongoing_count == 1
+        application.go.set()
+        assert (await calling).status == 201
+    assert serves.ongoing_count == 0
 
 
 @pytest.mark.spec("J8")
