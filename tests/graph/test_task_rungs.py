@@ -2,14 +2,16 @@
 
 import os
 import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 from openai import APIError, OpenAI
 
 from tests.graph.conftest import Graph, until
-from tests.graph.test_tasks import PLAIN, TINY, WIDE, leased
+from tests.graph.test_tasks import PLAIN, TINY, WIDE, leased, make_cold
 from tests.support.graph_commands import level
 from tests.support.graph_tasks import HELLO, answered, tasks
 
@@ -21,27 +23,21 @@ def tickets(graph: Graph, model: str) -> list[dict[str, Any]]:
     return [t for t in graph.state()["tickets"] if t["model"] == model]
 
 
-def engines(graph: Graph, model: str) -> list[int]:
-    """Pids of its engines, by the logs that they write."""
-    logs = {f"engine-{ticket['ticket']}.log" for ticket in tickets(graph, model)}
-    return [pid for pid in graph.engines() if log_name(pid) in logs]
+@contextmanager
+def loaded_beside(graph: Graph, model: str) -> Iterator[Callable[[], set[int]]]:
+    """The task `sum` has loaded its primary, `model`, beside `other`'s. Gives the pids of engines
+    that were not there before."""
+    make_cold(graph, model)
+    assert answered(graph, "other") == (PLAIN, PLAIN)
+    others = set(graph.engines())
+    assert answered(graph, "sum") == (model, model)
+    yield lambda: set(graph.engines()) - others
 
 
-def log_name(pid: int) -> str:
-    try:
-        return os.path.basename(os.readlink(f"/proc/{pid}/fd/1"))
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def kill_engines(graph: Graph, model: str) -> list[int]:
-    """Pids of those that lived."""
-    found = engines(graph, model)
+def kill(found: set[int]) -> set[int]:
     for pid in found:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     return found
 
 
@@ -52,29 +48,32 @@ def test_model_that_answered_a_task_stays_warm_for_as_long_as_the_task_says(grap
             assert answered(graph, "stays") == (TINY, TINY)
             assert answered(graph, "usual") == (PLAIN, PLAIN)
         until(lambda: level(graph, PLAIN) == "cold", 20, "its keep-warm is over")
-        assert level(graph, TINY) == "resident"
+        assert level(graph, TINY) == "device"
         until(lambda: level(graph, TINY) == "cold", 20, "the task's is over, too")
 
 
 @pytest.mark.spec("J5")
 def test_rung_whose_engine_dies_and_whose_load_fails_makes_way_for_the_next(graph: Graph) -> None:
     pinned = {"ladder": [TINY, PLAIN], "pin_primary": True}
-    with tasks(graph, sum=pinned, other={"ladder": [PLAIN]}), ThreadPoolExecutor(1) as pool:
-        assert answered(graph, "other") == (PLAIN, PLAIN)
-        assert answered(graph, "sum") == (TINY, TINY)
-        [before] = until(lambda: engines(graph, TINY), 10, "its engine writes a log")
-        os.kill(before, signal.SIGSTOP)  # so that it has the request, and no token of the answer
+    with (
+        tasks(graph, sum=pinned, other={"ladder": [PLAIN]}),
+        ThreadPoolExecutor(1) as pool,
+        loaded_beside(graph, TINY) as engines,
+    ):
+        before = engines()
+        for pid in before:  # so that it has the request, and no token of the answer
+            os.kill(pid, signal.SIGSTOP)
         asking = pool.submit(answered, graph, "sum")
         until(lambda: [t for t in tickets(graph, TINY) if t["inflight"]], 10, "it has the request")
         killed = set[int]()
 
         def is_answered() -> bool:
-            killed.update(kill_engines(graph, TINY))
+            killed.update(kill(engines()))
             return asking.done()
 
         until(is_answered, 60, "it is answered, however often its engine and those after it die")
         assert asking.result() == (PLAIN, PLAIN)
-        assert before in killed and len(killed) > 1, "the next one died while it loaded"
+        assert killed > before, "the next one died while it loaded"
         until(lambda: not graph.state()["cooldowns"], 20, "its model may be loaded again")
         assert answered(graph, "sum") == (TINY, TINY)
 
@@ -83,7 +82,11 @@ def test_rung_whose_engine_dies_and_whose_load_fails_makes_way_for_the_next(grap
 def test_nothing_follows_a_rung_whose_engine_dies_after_its_first_token(
     graph: Graph, client: OpenAI
 ) -> None:
-    with tasks(graph, sum={"ladder": [TINY, PLAIN], "pin_primary": True}):
+    pinned = {"ladder": [TINY, PLAIN], "pin_primary": True}
+    with (
+        tasks(graph, sum=pinned, other={"ladder": [PLAIN]}),
+        loaded_beside(graph, TINY) as engines,
+    ):
         models = set[str]()
         stream = client.chat.completions.create(
             model="task:sum",
@@ -95,7 +98,7 @@ def test_nothing_follows_a_rung_whose_engine_dies_after_its_first_token(
         with pytest.raises(APIError) as broken:
             for chunk in stream:
                 if not models:
-                    assert kill_engines(graph, TINY)
+                    assert kill(engines())
                 models.add(chunk.model)
         assert broken.value.code == "engine_lost"
         assert models == {TINY}, "no part of another model's answer"
