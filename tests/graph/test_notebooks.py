@@ -1,11 +1,15 @@
 """Notebooks against the running system, as a reader runs them against theirs."""
 
+import os
 import re
+from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from deployments.front import keys
+from deployments.front.keys import Scope
 from tests.graph.conftest import ROOT, Graph, command_of
 from tests.support.graph_commands import environment
 
@@ -17,6 +21,27 @@ CELL_S = 120  # the longest waits for two loads
 def test_notebook_runs_against_the_running_system(
     graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    execute(graph, monkeypatch, name)
+
+
+@pytest.mark.spec("J5", "K6")
+def test_notebook_of_a_ladder_runs_with_the_system_as_its_own_remote(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch, keys_file: Path
+) -> None:
+    theirs = keys.add(keys_file, "remote", "remote", frozenset({Scope.INFER}))
+    file = graph.folder / "remote.key"
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as stream:
+        stream.write(theirs)
+    cloud = keys.add(keys_file, "ann", "ann", frozenset({Scope.INFER, Scope.CLOUD}))
+    monkeypatch.setenv("ARBITER_CLOUD_KEY", cloud)
+    try:
+        execute(graph, monkeypatch, "task_ladder")
+    finally:
+        file.unlink()
+
+
+def execute(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From top to bottom, each cell within CELL_S."""
     [address] = {
         found[1]
         for pid in graph.workers()
