@@ -4,10 +4,12 @@ and how a job is shown. Knows no HTTP server.
 
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 
 from arbiter.core.types import Priority
 from arbiter.errors import ArbiterUnavailable
 from deployments.config.schema import Table
+from deployments.config.task_section import PREFIX
 from deployments.front import model_cards
 from deployments.front.request import BadRequest, headers_for_later
 from deployments.front.service import AnyCall
@@ -42,12 +44,16 @@ def new_job(call: InferenceCall, headers: Mapping[str, str], priority: Priority 
     )
 
 
-def of_one_model(call: AnyCall) -> InferenceCall:
-    """The call, where a job may make it. Raises BadRequest for a task, because a ladder is chosen
-    for now; and for a model on another machine, because what a job spends there would be counted in
-    no budget of a front, and its key may have lost the scope by then."""
+def for_later(call: AnyCall) -> InferenceCall:
+    """The call, where a job may make it; of a task its path and tenant, with the task as the model,
+    because its rungs are ordered anew when it is made. Raises BadRequest for what only another
+    machine could answer, because the key may have lost its scope by then."""
     if isinstance(call, TaskCall):
-        raise BadRequest(f"a job names a model, not the task {call.task}", "model")
+        here = [rung for rung in call.ladder.rungs if not rung.candidate.is_remote]
+        if not here:
+            said = f"no model of this machine can have this request of {PREFIX}{call.task}"
+            raise BadRequest(f"{said}; ask it live", "model")
+        return replace(call.call_of(here[0].name), model=PREFIX + call.task)
     if isinstance(call, RemoteCall):
         raise BadRequest(f"{call.remote} is no model of this machine; ask it live", "model")
     return call

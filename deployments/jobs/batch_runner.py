@@ -13,6 +13,7 @@ from typing import Any
 
 from arbiter.errors import RequestError
 from deployments.config.jobs_section import JobsConfig
+from deployments.front.forecasts import Forecasts
 from deployments.front.service import InferenceService
 from deployments.jobs import validation
 from deployments.jobs.batch_store import Batch, BatchState, BatchStore, Finished, Line
@@ -48,6 +49,7 @@ class BatchRunner:
         self._finished: list[Finished] = []
         self._flushing: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self._forecasts = Forecasts()
 
     @property
     def in_flight(self) -> int:
@@ -213,7 +215,10 @@ class BatchRunner:
             custom_id, body = await self._request(batch, line)
             service = await self._table()
             headers = validation.JSON_HEADERS
-            answer = await attempt(service, batch.endpoint, body, headers, batch.tenant, _no_events)
+            answer = await attempt(
+                *(service, batch.endpoint, body, headers, batch.tenant, _no_events),
+                forecasts=self._forecasts,
+            )
             self._finished.append(_result(batch, line, custom_id, answer))
             self._begin_flush()
         except Again as again:

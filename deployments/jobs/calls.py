@@ -1,5 +1,6 @@
 """One attempt of one call, made as any other of its tenant but with priority batch: what becomes a
-job's answer, and what is tried again.
+job's answer, and what is tried again. A task's rungs are ordered for each attempt; none of them is
+a remote, because no key is there that may send a request away.
 
 Transient is what another try may cure: an engine that died, a full queue, a load that failed, an
 hour at which the model is not loaded (429 and 503). All else is an answer, refusals included.
@@ -12,11 +13,17 @@ from dataclasses import dataclass, replace
 from arbiter.core.types import Priority
 from arbiter.errors import EngineLost, RequestError, error_fields
 from deployments import messages
-from deployments.front.request import parse
-from deployments.front.service import InferenceService, Parts
+from deployments.config.task_section import PREFIX
+from deployments.front.forecasts import Forecasts
+from deployments.front.keys import Caller, Scope
+from deployments.front.request import ParsedRequest, parse
+from deployments.front.service import AnyCall, InferenceService, Parts
+from deployments.front.tasks import Tasks, task_of
 from deployments.jobs.sse import Events, data_of
+from deployments.tasks.climb import TaskCall
 
 TRANSIENT = (429, 503)
+NO_SCOPES = frozenset[Scope]()
 # Between two tries: at least the first, so that a refusal does not spin; at most the second, so
 # that work goes on soon after a fault is over.
 AGAIN_LEAST_S, AGAIN_MOST_S = 1.0, 30.0
@@ -82,13 +89,20 @@ async def attempt(
     on_events: OnEvents,
     on_progress: OnProgress | None = None,
     priority: Priority = Priority.BATCH,
+    forecasts: Forecasts | None = None,
 ) -> Answer:
-    """Raises Again. Cancelling it cancels the work down to the engine."""
+    """Raises Again. Cancelling it cancels the work down to the engine. `forecasts`: by which rungs
+    are ordered; absent: new ones."""
     try:
         asked = await parse(path, body, headers, service.profiles)
         wants_progress = on_progress is not None
-        call = service.call(asked, tenant)
-        call = replace(call, priority=priority, wants_progress=wants_progress)
+        call: AnyCall
+        if (task := task_of(asked.model)) is not None:
+            tasks = Tasks(service, forecasts or Forecasts())
+            call = _in_time(await tasks.call(task, asked, Caller(tenant, NO_SCOPES)), priority)
+        else:
+            call = replace(service.call(asked, tenant), priority=priority)
+        call = replace(call, wants_progress=wants_progress)
         async with aclosing(service.run(call)) as parts:
             answer = await _taken(_after_progress(parts, on_progress), on_events)
         return replace(answer, request_id=asked.request_id)
@@ -96,6 +110,33 @@ async def attempt(
         if messages.is_transient(error) or error.status_code in TRANSIENT:
             raise Again(error.retry_after_s, str(error)) from error
         return refused(error)
+
+
+def target(service: InferenceService, asked: ParsedRequest, tenant: str) -> tuple[str, str]:
+    """Model and served name, by which lines are collated: of a task its own name, twice. Raises
+    RequestError; for a task the first rung's, where no rung can have the request."""
+    task = task_of(asked.model)
+    if task is None:
+        call = service.call(asked, tenant)
+        return call.model, call.served
+    first: RequestError | None = None
+    for rung in Tasks(service, Forecasts()).find(task).ladder:
+        try:
+            service.call(asked, tenant, model=rung)
+            return PREFIX + task, PREFIX + task
+        except RequestError as error:
+            first = first or error
+    assert first is not None, "a ladder has a rung"
+    raise first
+
+
+def _in_time(call: TaskCall, priority: Priority) -> TaskCall:
+    """Waits for its rung however long that takes, since no person does."""
+
+    def call_of(rung: str) -> messages.InferenceCall:
+        return replace(call.call_of(rung), priority=priority)
+
+    return replace(call, call_of=call_of, onward=None)
 
 
 def refused(error: RequestError) -> Answer:

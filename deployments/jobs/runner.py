@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from deployments import messages
+from deployments.front.forecasts import Forecasts
 from deployments.front.service import InferenceService
 from deployments.jobs import responses
 from deployments.jobs.calls import Again, Answer, Cut, attempt, refused
@@ -95,6 +96,7 @@ class Runner:
         self._not_before: dict[str, float] = {}  # of jobs that wait for another try
         self._cuts: Counter[str] = Counter()  # streams of a job that had no end
         self._wake = asyncio.Event()
+        self._forecasts = Forecasts()
 
     @property
     def in_flight(self) -> int:
@@ -203,6 +205,7 @@ class Runner:
                 *(service, job.path, sent, job.headers, job.tenant, told.add),
                 on_progress=lambda progress: self._tell_progress(job.id, progress),
                 priority=Priority[job.meta.get("priority", Priority.BATCH.name)],
+                forecasts=self._forecasts,
             )
             await told.written()
         except (StorageFull, StorageFailed, Superseded):

@@ -15,6 +15,7 @@ from deployments.front.request import parse
 from deployments.front.service import InferenceService
 from deployments.jobs.batch_store import Batch, Line, LineError
 from deployments.jobs.bodies import PIECE_BYTES
+from deployments.jobs.calls import target
 
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -132,11 +133,10 @@ class Validator:
         try:
             service = self._service
             asked = await parse(line.url, body, JSON_HEADERS, service.profiles)
-            call = service.call(asked, self._batch.tenant)
+            return target(service, asked, self._batch.tenant)
         except RequestError as error:
             param = f"body.{error.param}" if error.param else "body"
             raise self._wrong(error.code, str(error), param) from error
-        return call.model, call.served
 
     def _parsed(self, raw: bytes) -> LineBody:
         if len(raw) > LINE_MOST_BYTES:

@@ -2,7 +2,9 @@
 Engines answer as scripted."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ from arbiter.errors import SettingsConflict
 from arbiter.units import Generation
 from deployments.config import boot, runtime_settings
 from deployments.config.schema import Table, parse_table
-from deployments.front import application, arbiter_gateway, keys
+from deployments.front import application, arbiter_gateway, async_calls, keys
 from deployments.front.arbiter_gateway import ArbiterState
 from deployments.front.auth import Authenticator
 from deployments.front.dependencies import FrontState
-from deployments.front.keys import Keyring
+from deployments.front.keys import Caller, Keyring
+from deployments.front.request import BadRequest, parse
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
 from deployments.messages import InferenceCall, Part
@@ -307,3 +310,15 @@ async def test_change_needs_the_scope_admin(client: AsyncClient, keeper: Keeper)
     assert (await client.put(CONFIG, json={"generation": 3, "tasks": {}})).status_code == 401
     tag = {"if-match": "W/x"}
     assert (await client.get(CONFIG, headers=tag)).status_code == 200, "as long as no key is added"
+
+
+@pytest.mark.spec("J4", "J5")
+async def test_call_of_a_task_that_is_made_later_names_the_task(front: FrontState) -> None:
+    asking = await parse(CHAT, json.dumps({"model": "task:sum", **HELLO}).encode(), {}, {})
+    call = await front.tasks.call("sum", asking, Caller("ann", frozenset()))
+    later = async_calls.for_later(call)
+    assert (later.model, later.tenant, later.path) == ("task:sum", "ann", CHAT)
+    away = replace(call.ladder.rungs[0].candidate, is_remote=True)
+    rungs = (replace(call.ladder.rungs[0], candidate=away),)
+    with pytest.raises(BadRequest, match="no model of this machine"):
+        async_calls.for_later(replace(call, ladder=replace(call.ladder, rungs=rungs)))
