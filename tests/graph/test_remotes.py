@@ -1,5 +1,6 @@
 """Remote models on the running system: the remote is this same system under another name."""
 
+import copy
 import json
 import os
 import urllib.request
@@ -113,6 +114,30 @@ def test_without_scope_with_local_only_with_a_secret_or_a_budget_nothing_leaves(
         assert (refused.value.status_code, refused.value.code) == refusal
         assert SECRET_WORD not in str(refused.value)
     assert egress(graph) == before
+
+
+@pytest.mark.spec("J5")
+def test_one_switch_keeps_everything_here_from_its_deployment_on(graph: Graph, far: OpenAI) -> None:
+    def asked() -> str:
+        try:
+            far.chat.completions.create(model="far-chat", messages=HELLO, max_tokens=2)
+        except APIStatusError as refused:
+            return str(refused.code)
+        return "answered"
+
+    config = copy.deepcopy(graph.config)
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    table["remotes"]["nothing_leaves"] = True
+    assert asked() == "answered"
+    try:
+        graph.deploy(config)
+        until(lambda: asked() == "nothing_leaves", 60, "nothing leaves")
+        before = egress(graph)
+        assert "far-chat" not in {model.id for model in far.models.list().data}
+        assert asked() == "nothing_leaves" and egress(graph) == before
+    finally:
+        graph.deploy(graph.config)
+        until(lambda: asked() == "answered", 60, "the remote is asked again")
 
 
 @pytest.mark.spec("J5")
