@@ -149,8 +149,8 @@ def quiet_when_idle(handle: Any) -> None:
 
 @contextmanager
 def counted_by_proxy(app: Any) -> Iterator[None]:
-    """Counts a request that goes past Serve's proxy as one that it carries, because the proxy of a
-    node that is drained ends once it has none. `app`: what a middleware of the proxy was given."""
+    """Counts a request that goes past Serve's proxy like those that it carries, because the proxy
+    of a node that is drained ends once it has none. `app`: as a middleware of the proxy gets it."""
     while app is not None and not hasattr(app, "_ongoing_requests_start"):
         app = getattr(app, "_app", None)
     if app is None:

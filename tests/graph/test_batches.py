@@ -12,6 +12,7 @@ from openai.types import Batch
 
 from tests.graph.conftest import Graph, command_of, until
 from tests.support.graph_processes import victims
+from tests.support.graph_tasks import HELLO, tasks
 
 CHAT = "/v1/chat/completions"
 MODELS = ["tiny-chat", "plain-chat"]
@@ -102,6 +103,25 @@ def test_every_endpoint_runs_as_a_batch(client: OpenAI) -> None:
         assert batch.endpoint != "/v1/images/generations" or all(
             row["response"]["body"]["data"][0]["b64_json"] for row in found
         )
+
+
+@pytest.mark.spec("J4", "J5")
+def test_line_and_job_of_a_task_are_answered_by_a_rung_of_this_machine(
+    graph: Graph, client: OpenAI
+) -> None:
+    body = {"model": "task:later", "messages": HELLO, "max_tokens": 4}
+    with tasks(graph, later={"ladder": ["far-chat", *MODELS]}):
+        batch = begin(client, CHAT, [body] * 4)
+        headers = {"prefer": "respond-async"}
+        status, job = graph.post(CHAT, body, headers=headers)
+        assert (status, job["model"]) == (202, "task:later")
+        done = ended(client, batch)
+        assert done.status == "completed"
+        found = results(client, done.output_file_id)
+        models = {row["response"]["body"]["model"] for row in found}
+        path = f"/v1/jobs/{job['id']}"
+        until(lambda: graph.get(path)["status"] == "completed", 60, "the job is done")
+        assert models | {graph.get(f"{path}/result")["model"]} <= set(MODELS)
 
 
 @pytest.mark.spec("J4", "L3")

@@ -1,5 +1,7 @@
 """What the front itself decides, seen in real answers: templates, profiles, its bound."""
 
+import copy
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,7 +10,7 @@ from openai import NotFoundError, OpenAI, RateLimitError
 from tokenizers import Tokenizer
 
 from models.make_models import default_folder
-from tests.graph.conftest import IN_FLIGHT, THINKS
+from tests.graph.conftest import IN_FLIGHT, THINKS, Graph, command_of, until
 
 CHAT, PLAIN = "tiny-chat", "plain-chat"
 TEXT = "Who holds the memory?"
@@ -73,3 +75,37 @@ def test_a_full_front_says_when_to_come_back_and_loses_nothing(client: OpenAI) -
     served = [answer for answer in answers if not isinstance(answer, RateLimitError)]
     assert served == [LONG] * (len(answers) - len(refusals))
     assert client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=1).choices
+
+
+@pytest.mark.spec("J8", "J9")
+def test_front_that_is_replaced_loses_no_request(graph: Graph, client: OpenAI) -> None:
+    """Of those that it has accepted, and of those that it has not read."""
+
+    def pids() -> set[int]:
+        return {p for p in graph.workers() if "ray::ServeReplica:front:front" in command_of(p)}
+
+    config = copy.deepcopy(graph.config)
+    config["applications"][0]["deployments"][0]["ray_actor_options"] = {"num_cpus": 0.001}
+    answered, is_over = list[int](), threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            answer = client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+            answered.append(len(answer.choices))
+
+    def replaced(wanted: dict[str, Any]) -> None:
+        old = pids()
+        graph.deploy(wanted)
+        until(lambda: not pids() & old and pids(), 60, "another front runs, and the old one ended")
+        count = len(answered)
+        until(lambda: len(answered) > count + 8, 30, "it answers")
+
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        try:
+            for wanted in (config, graph.config):
+                replaced(wanted)
+        finally:
+            is_over.set()
+    assert all(one.exception() is None for one in asking), [one.exception() for one in asking]

@@ -11,9 +11,17 @@ import pytest
 from openai import APIError, OpenAI
 
 from tests.graph.conftest import Graph, until
-from tests.graph.test_tasks import PLAIN, TINY, WIDE, leased, make_cold
 from tests.support.graph_commands import level
-from tests.support.graph_tasks import HELLO, answered, tasks
+from tests.support.graph_tasks import (
+    HELLO,
+    PLAIN,
+    TINY,
+    WIDE,
+    answered,
+    leased,
+    make_cold,
+    tasks,
+)
 
 # Above what a turn of the tests' keep-warm takes to be seen, and well below a test's patience.
 STAYS_S = 5

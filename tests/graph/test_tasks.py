@@ -14,39 +14,26 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from arbiter import leases
 from deployments.front import keys
 from deployments.front.keys import Scope
 from tests.graph.conftest import Graph, command_of, until
-from tests.support.graph_commands import environment, level, run_command, send
-from tests.support.graph_tasks import CONFIG, HELLO, answered, put, tasks
+from tests.support.graph_commands import run_command
+from tests.support.graph_tasks import (
+    CONFIG,
+    HELLO,
+    PLAIN,
+    TINY,
+    WIDE,
+    answered,
+    leased,
+    make_cold,
+    put,
+    tasks,
+)
 
-SMALL, WIDE = "small-chat", "wide-chat"
-TINY, PLAIN = "tiny-chat", "plain-chat"
+SMALL = "small-chat"
 FAR, UNSEEN, THERE = "far-chat", "unseen-chat", "elsewhere/plain-chat"
 PROCESSES = {"arbiter": "ray::ArbiterActor", "front": "ray::ServeReplica:front:front"}
-
-
-def make_cold(graph: Graph, model: str) -> None:
-    until(
-        lambda: (
-            send(graph, "POST", f"/arbiter/models/unload/{model}") and level(graph, model) == "cold"
-        ),
-        30,
-        f"{model} is gone",
-    )
-
-
-@contextmanager
-def leased(graph: Graph, gb: float) -> Iterator[None]:
-    """A job beside Serve holds memory that no model may take back."""
-    way = leases.HttpTransport(graph.url, environment(graph)["ARBITER_KEY"])
-    held = leases.ask(gb, name="drawing", way=way)
-    held.acquire(30)
-    try:
-        yield
-    finally:
-        held.release()
 
 
 def told_of_its_place(client: OpenAI, task: str) -> str:

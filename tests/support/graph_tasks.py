@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.graph.conftest import Graph
-from tests.support.graph_commands import environment, send
+from arbiter import leases
+from tests.graph.conftest import Graph, until
+from tests.support.graph_commands import environment, level, send
 
 CONFIG = "/api/v1/config"
+TINY, PLAIN, WIDE = "tiny-chat", "plain-chat", "wide-chat"
 HELLO: Any = [{"role": "user", "content": "Who holds the memory?"}]
 
 
@@ -52,3 +54,25 @@ def answered(graph: Graph, task: str, **said: Any) -> tuple[str, str]:
     request = urllib.request.Request(f"{graph.url}/v1/chat/completions", data, headers)
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)["model"], answer.headers["x-arbiter-served-by"]
+
+
+def make_cold(graph: Graph, model: str) -> None:
+    until(
+        lambda: (
+            send(graph, "POST", f"/arbiter/models/unload/{model}") and level(graph, model) == "cold"
+        ),
+        30,
+        f"{model} is gone",
+    )
+
+
+@contextmanager
+def leased(graph: Graph, gb: float) -> Iterator[None]:
+    """A job beside Serve holds memory that no model may take back."""
+    way = leases.HttpTransport(graph.url, environment(graph)["ARBITER_KEY"])
+    held = leases.ask(gb, name="drawing", way=way)
+    held.acquire(30)
+    try:
+        yield
+    finally:
+        held.release()

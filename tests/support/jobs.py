@@ -11,7 +11,8 @@ from arbiter.errors import RequestError
 from deployments import messages
 from deployments.config.schema import Table, parse_table
 from deployments.front.service import InferenceService
-from deployments.jobs.batch_store import Batch
+from deployments.jobs.batch_store import Batch, NewBatch
+from deployments.jobs.file_store import NewFile
 from deployments.jobs.service import JobsService
 from tests.support.waits import eventually
 
@@ -115,3 +116,39 @@ async def ended(service: JobsService, batch_id: str = "batch_a") -> Batch:
     found: Batch | None = await eventually(look)
     assert found is not None
     return found
+
+
+def line(custom_id: str, model: str = "one", **fields: Any) -> dict[str, Any]:
+    body = chat(custom_id, model) | fields
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
+
+
+async def upload(
+    service: JobsService, lines: list[Any], file_id: str = "file-in", purpose: str = "batch"
+) -> None:
+    text = [one if isinstance(one, str) else json.dumps(one) for one in lines]
+    raw = "\n".join(text).encode()
+    await service.begin_file(NewFile(file_id, "t", "in.jsonl", purpose, len(raw)))
+    half = len(raw) // 2
+    await service.append_file(file_id, 0, raw[:half])
+    await service.append_file(file_id, half, raw[half:])
+    await service.append_file(file_id, half, raw[half:])  # the answer to the first was lost
+    assert (await service.finish_file(file_id)).bytes == len(raw)
+
+
+async def begin(
+    service: JobsService, lines: list[Any], batch_id: str = "batch_a", window_s: float = 3_600.0
+) -> Batch:
+    input_file = f"file-{batch_id}"
+    await upload(service, lines, input_file)
+    names = f"file-{batch_id}-out", f"file-{batch_id}-err"
+    new = NewBatch(batch_id, "t", CHAT, input_file, "1h", window_s, *names)
+    return await service.create_batch(new)
+
+
+async def results(service: JobsService, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    raw = b""
+    while piece := await service.file_content("t", file_id, len(raw)):
+        raw += piece
+    return [json.loads(one) for one in raw.splitlines()]

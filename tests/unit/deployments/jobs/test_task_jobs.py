@@ -14,10 +14,9 @@ from deployments.config.schema import Table, parse_table
 from deployments.jobs import batch_runner, calls, runner
 from deployments.jobs.service import JobsService
 from deployments.jobs.store import JobState, NewJob
-from tests.support.jobs import CHAT, Capability, chat, ended, jobs_service
+from tests.support.jobs import CHAT, Capability, begin, chat, ended, jobs_service, line, results
 from tests.support.task_front import COLD, ScriptedArbiter
 from tests.support.waits import eventually
-from tests.unit.deployments.jobs.test_batches import begin, line, results
 from tests.unit.deployments.remotes.conftest import section
 
 pytestmark = pytest.mark.spec("J4", "J5")
