@@ -1,5 +1,6 @@
 """Batches and jobs that name a task: a rung of this machine is chosen when each is run."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from deployments.config.schema import Table, parse_table
 from deployments.jobs import batch_runner, calls, runner
 from deployments.jobs.service import JobsService
 from deployments.jobs.store import JobState, NewJob
+from deployments.tasks import climb
 from tests.support.jobs import CHAT, Capability, begin, chat, ended, jobs_service, line, results
 from tests.support.task_front import COLD, ScriptedArbiter
 from tests.support.waits import eventually
@@ -46,10 +48,17 @@ def capability() -> Capability:
 
 
 @pytest.fixture
+def arbiter() -> ScriptedArbiter:
+    return ScriptedArbiter(resident=("two",), plans={"one": COLD})
+
+
+@pytest.fixture
 async def service(
-    tmp_path: Path, capability: Capability, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capability: Capability,
+    arbiter: ScriptedArbiter,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[JobsService]:
-    arbiter = ScriptedArbiter(resident=("two",), plans={"one": COLD})
     monkeypatch.setattr(calls, "AGAIN_LEAST_S", 0.01)
     monkeypatch.setattr(batch_runner, "Forecasts", arbiter.forecasts)
     monkeypatch.setattr(runner, "Forecasts", arbiter.forecasts)
@@ -78,6 +87,30 @@ async def test_line_of_a_task_is_run_once_though_its_first_rung_fails(
     await begin(service, [line("r", "task:sum")])
     assert (await ended(service)).plain["request_counts"]["completed"] == 1
     assert capability.order == ["two", "two", "two", "one"]
+
+
+async def test_line_waits_for_its_rung_past_the_budget(
+    service: JobsService,
+    capability: Capability,
+    arbiter: ScriptedArbiter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(climb, "LOOK_S", 0)
+    arbiter.resident, arbiter.plans = (), {"one": COLD, "two": COLD}
+    capability.gate.clear()
+    await begin(service, [line("r", "task:sum")])
+
+    async def is_waiting() -> bool:
+        return capability.at_once == 1
+
+    assert await eventually(is_waiting)
+    arbiter.resident = ("two",)
+    arbiter.now_s += 10
+    for _ in range(500):  # passes of the event loop, in which a live request would have gone on
+        await asyncio.sleep(0)
+    capability.gate.set()
+    assert (await ended(service)).plain["request_counts"]["completed"] == 1
+    assert capability.order == ["one"]
 
 
 @pytest.mark.parametrize(("task", "code"), [("summ", "model_not_found"), ("away", "scope_missing")])
