@@ -184,8 +184,8 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     for capability in table["capabilities"].values():
         capability["keep_warm_s"] = KEEP_WARM_S
         capability["downscale_to_zero_s"] = DOWNSCALE_S
-    # Sleepers leave when their keep-warm is over as well; this one is watched asleep. For as long it
-    # has the priority of its last request, and work of priority batch waits.
+    # Sleepers leave when their keep-warm is over as well; this one is watched asleep. For as long
+    # it has the priority of its last request, and work of priority batch waits.
     models = table["capabilities"]["chat"]["models"]
     models["small-chat"]["keep_warm_s"] = 40
     # What the tests of trading rest on is said: estimates learn what each machine's engines take.
