@@ -168,6 +168,37 @@ def test_answers_are_equal_cold_warm_and_hot_and_in_the_next_engine_without_the_
         assert all_tokens(child) == alone, "without room in the slab"
 
 
+@pytest.mark.spec("E6")
+def test_slot_of_a_removed_tenants_adapter_is_empty_at_once_or_after_its_last_request(
+    engines: ZygoteUnderTest, tiny: Path, folder: Path, right: dict[str, list[int]]
+) -> None:
+    """Also without a slab, which would tell the core of the removal."""
+    give_own_adapter(folder, "acme")
+
+    def removed() -> None:
+        said = child.call("POST", "/control/forget_tenant", {"tenant": "acme"})
+        assert said == (200, {"forgets": True})
+
+    def found() -> dict[str, int]:
+        counts: dict[str, int] = tiers(child)["requests"]
+        return counts
+
+    with served(engines, "removed", VLLM, config(tiny, folder, None)) as child:
+        mine = tokens(child, "own", "acme")
+        assert tokens(child, NAMES[0]) == right[NAMES[0]]
+        assert tokens(child, "own", "acme") == mine and found() == {"hot": 1, "warm": 0, "cold": 2}
+        removed()
+        assert tiers(child)["adapters"]["hot"] == 1, "that of another one stays"
+        assert tokens(child, "own", "acme") == mine and found()["cold"] == 3
+        stream = opened(child, "own", "acme")
+        removed()
+        assert tokens(child, "own", "acme") == mine and found()["cold"] == 3, "it is in use"
+        stream.close()
+        until(lambda: not child.call("GET", "/adapters")[1]["running"], 20)
+        assert tokens(child, "own", "acme") == mine and found()["cold"] == 4
+        assert tokens(child, NAMES[0]) == right[NAMES[0]] and found()["cold"] == 4
+
+
 @pytest.mark.spec("E2", "E5", "F3")
 def test_slots_of_another_rank_and_a_damaged_slab_are_as_an_empty_one(
     engines: ZygoteUnderTest,
@@ -211,10 +242,11 @@ def takes_its_slot_back(child: Child, name: str, right: list[int]) -> None:
     assert tiers(child)["requests"]["hot"] == hot + 1
 
 
-def opened(child: Child, name: str) -> Connection:
+def opened(child: Child, name: str, tenant: str = "") -> Connection:
     """A stream that has begun and goes on."""
     conn = Connection(child.path)
     body = {"model": name, "prompt": PROMPT, "max_tokens": 900, "stream": True, "ignore_eos": True}
-    conn.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    headers = {"content-type": "application/json", TENANT_HEADER: tenant}
+    conn.request("POST", "/v1/completions", json.dumps(body), headers)
     assert conn.getresponse().read(20).startswith(b"data: ")
     return conn
