@@ -16,6 +16,7 @@ import pytest
 from arbiter.pool import Removal, SlabView
 from arbiter.pool.layout import SHARED, tenant_digest
 from arbiter.units import MIB, Bytes, Content
+from benchmarks import adapter_zipf
 from deployments.engines.vllm.adapter_tiers import HOT_USES
 from deployments.messages import TENANT_HEADER
 from tests.support.engine_host import (
@@ -166,6 +167,26 @@ def test_answers_are_equal_cold_warm_and_hot_and_in_the_next_engine_without_the_
         shutil.rmtree(folder / "store")
         (folder / "store").mkdir()
         assert all_tokens(child) == alone, "without room in the slab"
+
+
+@pytest.mark.spec("E7", "F3")
+async def test_nine_tenths_of_a_zipf_load_on_an_engine_need_no_file(
+    engines: ZygoteUnderTest, tiny: Path, tmp_path: Path, slab: int
+) -> None:
+    """Once the load has gone on for a while: each adapter is cold at its first request only."""
+    names = adapter_zipf.make_adapters(tmp_path / "in", tiny, 250)
+    wanted = adapter_zipf.zipf(names, 2_000, seed=1)
+    with killed(engines, "zipf", VLLM, adapter_zipf.config(tiny, tmp_path, slab)) as child:
+        first = await adapter_zipf.serve(child, wanted[:1_500], seed=1, tokens=1)
+        later = await adapter_zipf.serve(child, wanted[1_500:], seed=1, tokens=1)
+        assert first.requests["cold"] + later.requests["cold"] == len(set(wanted))
+        assert sum(later.requests.values()) == 500 and later.hit_rate > 0.9, later
+        said = len(wanted) - len(set(wanted))
+        assert later.requests["hot"] and later.requests["warm"] > later.requests["cold"]
+        with contextlib.closing(SlabView(slab)) as view:
+            until(lambda: view.counts.misses_count == len(set(wanted)), 10)
+            until(lambda: view.counts.hot_hits_count + view.counts.hits_count == said, 10)
+            assert view.counts.stored_count == len(set(wanted)) and not view.counts.evicted_count
 
 
 @pytest.mark.spec("E6")
