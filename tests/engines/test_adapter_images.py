@@ -169,6 +169,31 @@ def test_answers_are_equal_cold_warm_and_hot_and_in_the_next_engine_without_the_
         assert all_tokens(child) == alone, "without room in the slab"
 
 
+@pytest.mark.spec("F3")
+def test_adapter_of_8_bits_is_the_same_in_every_tier_and_no_more_stay_warm_than_may(
+    engines: ZygoteUnderTest, tiny: Path, folder: Path, slab: int, right: dict[str, list[int]]
+) -> None:
+    shutil.copytree(folder / "in" / NAMES[0], folder / "in" / "rounded")
+    (folder / "in" / "rounded" / "serve.json").write_text('{"int8": true}')
+    given = config(tiny, folder, slab)
+    given["slabs"][Content.ADAPTER.value]["rows"] = 3
+    with served(engines, "rounded", VLLM, given) as child:
+        cold = tokens(child, "rounded")
+        for name in NAMES[:SLOTS]:
+            assert tokens(child, name) == right[name]
+        assert len(list((folder / "store").glob("*/adapter_model.safetensors"))) == 3, (
+            "its own copy"
+        )
+        spoil_copies(folder)
+        assert tokens(child, "rounded") == tokens(child, "rounded") == cold
+        assert tiers(child)["requests"] == {"hot": 1, "warm": 1, "cold": 3}
+        for name in NAMES[SLOTS:]:
+            assert tokens(child, name) == right[name]
+        assert (facts(child)["ready"], facts(child)["evicted"]) == (3, len(NAMES) + 1 - 3)
+        found = tiers(child)
+        assert sum(found["adapters"][tier] for tier in ("hot", "warm")) == 3
+
+
 @pytest.mark.spec("E7", "F3")
 async def test_nine_tenths_of_a_zipf_load_on_an_engine_need_no_file(
     engines: ZygoteUnderTest, tiny: Path, tmp_path: Path, slab: int
