@@ -1,7 +1,6 @@
 """What waits between the arbiter and its holders is bounded, and nothing is lost where a bound is
 reached (J8)."""
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from arbiter.client.session import OUTBOX_MOST_COUNT
 from arbiter.protocol.messages import ModelSize, Resize
 from arbiter.server.shell import COMMANDS_BESIDE_QUEUE_COUNT
 from tests.support.live_arbiter import live_arbiter
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("J8")]
 QUEUE = 10
@@ -31,9 +31,10 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 async def has_another_session(holder: Any, before: str) -> None:
-    async with asyncio.timeout(30):
-        while await holder.session.remote() == before:
-            await asyncio.sleep(0.05)
+    async def is_another() -> bool:
+        return bool(await holder.session.remote() != before)
+
+    await eventually(is_another, 30)
 
 
 async def test_holder_that_reads_no_commands_is_kept_so_many_and_rejoins_with_what_it_has() -> None:
