@@ -17,7 +17,7 @@ from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.node import children, cleanup, procfs, spare_workers, zygote_client
+from arbiter.node import children, cleanup, procfs, spare_workers, tenant_folders, zygote_client
 from arbiter.node.device_probe import NodeProbe
 from arbiter.node.engine_processes import LOOK_AGAIN_S, EngineProcesses
 from arbiter.node.leased_processes import LeasedProcess, LeasedProcesses
@@ -127,11 +127,15 @@ class NodeAgent:
         self._wakeup.set()
 
     async def drop_tenant(self, tenant: str, ago: Span = Span(0)) -> None:
-        """Erase what requests of a tenant left in the pool until it was removed, so long ago. The
-        clocks of two machines may differ, so the arbiter says no time."""
+        """Erase what requests of a tenant left in the pool until it was removed, so long ago, and
+        what engines copied of it. The clocks of two machines may differ, so the arbiter says no
+        time."""
         removal = Removal(tenant_digest(tenant), time.time() - in_seconds(ago))
         self._pool.drop_tenant(removal)
         self._wakeup.set()
+        folders = self._settings.tenant_folders
+        count = await asyncio.to_thread(tenant_folders.remove, folders, tenant, removal.until_s)
+        logger.info("removed %d copies of adapters of the tenant %s", count, tenant)
 
     async def living(self, pids: list[int]) -> dict[int, int]:
         """Start time of each of these processes that lives."""

@@ -65,6 +65,7 @@ class Rows:
         self._ready: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._reserved: dict[bytes, int] = {}
         self._tenants = TenantRows(caps or {})
+        self._caps_changed = False
         self._claims: dict[bytes, _Claim] = {}  # of reserved rows
         self._settling: list[int] = []  # rows that are free once no write of theirs can come
         self._pins: dict[bytes, int] = {}
@@ -223,9 +224,7 @@ class Rows:
     def _keep_to_cap(self, tenant: bytes, count: int, keep: set[bytes]) -> tuple[list[bytes], int]:
         """Evicts the least recently used rows of a tenant until so many more are within its cap.
         Returns their keys, and how many more are."""
-        slab = self.slab
-        most = min(self._most, slab.permitted_bytes // slab.geometry.row_bytes)
-        cap = self._tenants.cap(tenant, most)
+        cap = self._cap(tenant)
         over = self._tenants.held(tenant) + min(count, cap) - cap
         idle = (k for k in self._ready if k not in self._pins and k not in keep)
         own = (key for key in idle if self._marks[key].tenant == tenant)
@@ -233,6 +232,25 @@ class Rows:
         for key in victims:
             self._evict(key)
         return victims, max(0, min(count, cap - self._tenants.held(tenant)))
+
+    def _cap(self, tenant: bytes) -> int:
+        slab = self.slab
+        most = min(self._most, slab.permitted_bytes // slab.geometry.row_bytes)
+        return self._tenants.cap(tenant, most)
+
+    def set_caps(self, caps: Mapping[bytes, float]) -> None:
+        """Replaces `caps`. With the next `shrink_to_limit` a tenant loses what it has beyond."""
+        self._tenants.set_fractions(caps)
+        self._caps_changed = True
+
+    def _shrink_to_caps(self) -> list[bytes]:
+        """Returns the keys that left. Pinned and reserved rows stay for a later call."""
+        gone: list[bytes] = []
+        for tenant in self._tenants.capped:
+            gone += self._keep_to_cap(tenant, 0, set())[0]
+        held = ((t, self._tenants.held(t)) for t in self._tenants.capped)
+        self._caps_changed = any(count > self._cap(tenant) for tenant, count in held)
+        return gone
 
     def _make_room(self, count: int, keep: set[bytes]) -> list[bytes]:
         evicted = self._sweep_now_and_then()
@@ -333,8 +351,9 @@ class Rows:
         self._counts[Count.READY] = len(self._ready)
 
     def shrink_to_limit(self) -> list[bytes]:
-        """Erases what the owner has ordered to. Then gives back what its limit no longer permits:
-        expired rows go first, then the least recently used; those that stay move out of the tail.
+        """Erases what the owner has ordered to, and drops what a changed cap no longer permits.
+        Then gives back what its limit no longer permits: expired rows go first, then the least
+        recently used; those that stay move out of the tail.
         Pinned and reserved rows stay where they are, so that a later call may have to finish.
         Returns the keys that left."""
         slab, erasure = self.slab, self.slab.file.erasure
@@ -344,6 +363,8 @@ class Rows:
             gone = self.erase_tenant(removal)
             if not self._has_any(removal):
                 erasure.finish()
+        if self._caps_changed:
+            gone += self._shrink_to_caps()
         if slab.permitted_bytes >= slab.allocated_bytes:
             return gone
         gone += self.expire()

@@ -25,6 +25,13 @@ class TenantRows:
         self._fractions = dict(fractions)
         self._held: Counter[bytes] = Counter()
 
+    def set_fractions(self, fractions: Mapping[bytes, float]) -> None:
+        self._fractions = dict(fractions)
+
+    @property
+    def capped(self) -> list[bytes]:
+        return list(self._fractions)
+
     def add(self, tenant: bytes, more: int) -> None:
         """Notes that a tenant has so many rows more, or less."""
         self._held[tenant] += more

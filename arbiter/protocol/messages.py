@@ -55,6 +55,8 @@ class AgentSettings:
     )
     disk_bytes: Bytes | None = None  # of these files; None: see arbiter.node.slab_files; 0: none
     sweep_s: float = 300.0  # between two looks for slabs and files that have expired (G4)
+    # Each has in `@TENANT` what engines copied of a tenant, which leaves with the tenant (E6).
+    tenant_folders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,8 @@ class PurgeCommand:
 
 @dataclass(frozen=True, slots=True)
 class ForgetTenantCommand:
-    """The holder is to forget what it remembers of a tenant's requests."""
+    """The holder is to forget what it remembers of a tenant's requests, and to have its engines
+    unload the tenant's own adapters."""
 
     tenant: str
 

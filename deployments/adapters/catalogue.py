@@ -45,6 +45,7 @@ from deployments.config.url_allowlist import is_allowed
 
 CONFIG, WEIGHTS, EXTRAS = "adapter_config.json", "adapter_model.safetensors", "serve.json"
 MANIFEST = "remote.json"
+FETCHED = ".fetched"  # in a store: what came from URLs (deployments.adapters.fetch)
 MAX_MANIFEST_BYTES = 32 << 20  # of MAX_NAMES rows, 300 bytes each
 PRIORITIES = ("urgent", "high", "normal", "low", "batch")  # C2
 # One component of a path: without separator and leading dot a name cannot leave its folder. `:` and
@@ -195,7 +196,7 @@ class Catalogue:
             reason = f"its URL in {MANIFEST} begins with no prefix that `adapters.urls` lists"
             raise AdapterInvalid(name, reason)
         extras = _extras(name, MANIFEST, row)
-        path = self._fetched / place(url)
+        path = home_of(self._fetched, found.owner) / place(url)
         return Entry(name, base, path, 0, 0, (), found.owner, *extras, url)
 
     def _entry(self, name: str, base: str, found: _Place) -> Entry:
@@ -230,9 +231,14 @@ class Catalogue:
         return frozenset(found) - self._reserved
 
 
+def home_of(folder: Path, tenant: str) -> Path:
+    """Where in a folder the things of one tenant lie, or with an empty one those of all."""
+    return folder / f"@{tenant}" if tenant else folder
+
+
 def _homes(folder: Path, tenant: str) -> list[tuple[Path, str]]:
     """The folders that may hold an adapter for this tenant, each with the tenant it belongs to."""
-    own = [(folder / f"@{tenant}", tenant)] if _NAME.fullmatch(tenant) else []
+    own = [(home_of(folder, tenant), tenant)] if _NAME.fullmatch(tenant) else []
     return [*own, (folder, "")]
 
 

@@ -73,6 +73,7 @@ class Fetcher:
             with alone(self._folder):
                 make_room(self._folder, size_bytes, MAX_FETCHED_BYTES)
                 if not entry.path.is_dir():
+                    entry.path.parent.mkdir(mode=0o700, exist_ok=True)
                     scratch.rename(entry.path)
         except (OSError, ValueError, ImportError, aiohttp.ClientError, TimeoutError) as error:
             raise FetchFailed(entry.full_name, f"{type(error).__name__}: {error}") from error

@@ -1,5 +1,5 @@
 """A bound on a folder of folders that several processes of a node fill: they change it in turn, and
-remove the longest unused folders first.
+remove the longest unused folders first. Folders of a tenant lie in one named `@TENANT`.
 """
 
 import fcntl
@@ -25,7 +25,8 @@ def alone(folder: Path) -> Iterator[None]:
 def make_room(folder: Path, size_bytes: int, max_bytes: int) -> None:
     """Removes the folders with the oldest times until `size_bytes` more fit. Only inside
     `alone`."""
-    rows = [(p.stat().st_mtime_ns, p) for p in folder.iterdir() if p.name[0] != "."]
+    found = [p for p in (*folder.iterdir(), *folder.glob("@*/*")) if p.name[0] not in ".@"]
+    rows = [(path.stat().st_mtime_ns, path) for path in found]
     sizes = {path: sum(f.stat().st_size for f in path.iterdir()) for _, path in rows}
     excess = sum(sizes.values()) + size_bytes - max_bytes
     for _, path in sorted(rows):

@@ -4,6 +4,9 @@ A tenant may change or remove an adapter in the catalogue at any moment, and vLL
 knows adapters by path. So an engine serves `<store>/<digest>/`, which is copied with bounds, hashed
 during the copy, and checked after it: the engine loads what was checked.
 
+The copies of a tenant's own adapters lie in `<store>/@<tenant>/`, which leaves with the tenant
+(arbiter.node.tenant_folders): files of equal content are copied once for each of their owners.
+
 `<store>/.known/` says which entry, in which state, became which copy: the next engine finds the
 copy, or the images made of it (deployments.engines.vllm.adapter_images), and reads no weights.
 """
@@ -21,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deployments.adapters.catalogue import WEIGHTS, Catalogue, Entry
+from deployments.adapters.catalogue import FETCHED, WEIGHTS, Catalogue, Entry, home_of
 from deployments.adapters.folder_cache import alone, make_room
 from deployments.adapters.int8 import round_weights
 from deployments.adapters.safe_files import AdapterInvalid, open_plain
@@ -33,7 +36,6 @@ _CHUNK_BYTES = 1 << 20
 MAX_STORE_BYTES = 160 << 30
 _KNOWN = ".known"
 _MOST_KNOWN = 100_000  # entries; a forgotten one is copied and checked again
-FETCHED = ".fetched"  # folder in a store for what came from URLs (deployments.adapters.fetch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class Store:
         if entry.int8:
             hashed = _rounded(scratch, rules)
         digest = hashed.hexdigest()[:32]
-        target = self._folder / digest
+        home = home_of(self._folder, entry.tenant)
+        target = home / digest
         size_bytes = (scratch / WEIGHTS).stat().st_size
         with alone(self._folder):
             if target.is_dir():
@@ -87,13 +90,14 @@ class Store:
                 # An engine that has one of them loaded keeps its pages, and publishes it again
                 # before it loads it again.
                 make_room(self._folder, size_bytes, self._max_bytes)
+                home.mkdir(mode=0o700, exist_ok=True)
                 scratch.rename(target)
         return Published(digest, target, size_bytes)
 
     def _known(self, entry: Entry, rules: Rules) -> Published | None:
         with contextlib.suppress(OSError, ValueError):  # of no such note, or half of one
             note = json.loads(self._note_of(entry, rules).read_text())
-            path = self._folder / str(note["digest"])
+            path = home_of(self._folder, entry.tenant) / str(note["digest"])
             os.utime(path)  # used now; raises where the copy is gone
             return Published(path.name, path, int(note["size_bytes"]))
         return None

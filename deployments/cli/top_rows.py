@@ -11,7 +11,7 @@ from deployments.cli.output import STYLES, cell, clean, size, span, table
 from deployments.monitoring.attention import CRITICAL
 from deployments.monitoring.parts import COMING_BACK, FOREIGN, FREE, GRANTED, Part
 from deployments.monitoring.story import BAD, CAME, PLAIN, WENT, EventRow
-from deployments.monitoring.view import DeviceRow, LeaseRow, ModelRow, QueueRow, View
+from deployments.monitoring.view import DeviceRow, LeaseRow, ModelRow, QueueRow, SlabRow, View
 
 BAR_WIDTH = 48  # beside a device's name on a terminal of 80
 MEASURED = "measured"  # the part of what is granted that is held by now
@@ -23,7 +23,7 @@ TONES = {CAME: "green", WENT: "magenta", BAD: "red", PLAIN: ""}
 HOLDERS_SHOWN = 6  # beneath a bar, the largest
 EVENTS_ONCE = 10  # of one frame
 
-TABS = ("models", "queue", "leases", "events")
+TABS = ("models", "queue", "leases", "pool", "events")
 Value = str | int | Text | None
 
 
@@ -230,6 +230,27 @@ def leases(rows: Iterable[LeaseRow], now_unix_s: float) -> Rows:
     return Rows(head, found, head[4:], "no memory is leased")
 
 
+def pool(rows: Iterable[SlabRow]) -> Rows:
+    head = ("slab", "content", "owner", "written by", "namespace")
+    numbers = ("takes", "of", "rows", "hits", "misses")
+    found: list[tuple[Value, ...]] = [
+        (
+            row.slab,
+            row.content,
+            row.owner,
+            row.ticket or "idle",
+            row.namespace or None,
+            size(row.allocated_bytes),
+            size(row.limit_bytes),
+            row.rows_count,
+            row.hits_count,
+            row.misses_count,
+        )
+        for row in rows
+    ]
+    return Rows((*head, *numbers), found, numbers, "no engine keeps anything beyond its life")
+
+
 def events(rows: Iterable[EventRow]) -> Rows:
     """Newest first."""
     found: list[tuple[Value, ...]] = [
@@ -252,6 +273,8 @@ def chosen(view: View, told: Sequence[EventRow], choice: Choice, now_unix_s: flo
             return queue(view.queue, now_unix_s)
         case "leases":
             return leases(view.leases, now_unix_s)
+        case "pool":
+            return pool(view.slabs)
     return events(told)
 
 
@@ -280,6 +303,8 @@ def frame(view: View, told: Sequence[EventRow]) -> list[RenderableType]:
     parts += ["", queue(view.queue, now).drawn()]
     if view.leases:
         parts += ["", leases(view.leases, now).drawn()]
+    if view.slabs:
+        parts += ["", pool(view.slabs).drawn()]
     return [*parts, "", events(list(told)[-EVENTS_ONCE:]).drawn()]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from arbiter.protocol.messages import AgentSettings, Configuration, StartConfig
 from arbiter.units import Bytes
+from deployments.adapters.catalogue import FETCHED
 from deployments.config.engine_kinds import engine_kind
 from deployments.config.outside_policies import outside
 from deployments.config.schema import Table, parse_table
@@ -36,6 +37,7 @@ def boot(table: Table) -> StartConfig:
         slabs_folder=str(_slabs_folder(table)),
         disk_bytes=None if disk is None else Bytes(disk),
         sweep_s=table.arbiter.pool_sweep_s,
+        tenant_folders=(str(copies := Environment().adapters), str(copies / FETCHED)),
     )
     replay_s = table.arbiter.replay_s
     return StartConfig(

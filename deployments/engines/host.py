@@ -11,6 +11,8 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
                             recorded at load, and the model was loaded from disk again
     POST /control/purge     200 {"purges"}: whether the engine has caches, which are then empty
     POST /control/shrink_slabs
+    POST /control/cap_slabs
+    POST /control/forget_tenant
                             200 {"shrinks"}: whether it writes slabs of the node's pool, which then
                             have no more than they may; asleep too
     GET  /control/side_stream/WORD
@@ -33,9 +35,11 @@ from typing import Any, NoReturn, cast
 
 from deployments.engines import asgi, linux
 from deployments.engines.protocol import (
+    CapsSlabs,
     Config,
     DropsDrafter,
     Engine,
+    ForgetsTenants,
     LoadFailed,
     Purges,
     Receive,
@@ -178,6 +182,8 @@ class EngineHost:
             "POST /control/wake": self._wake,
             "POST /control/purge": self._purge,
             "POST /control/shrink_slabs": self._shrink_slabs,
+            "POST /control/cap_slabs": self._cap_slabs,
+            "POST /control/forget_tenant": self._forget_tenant,
             "POST /control/drop_drafter": self._drop_drafter,
         }
 
@@ -285,6 +291,24 @@ class EngineHost:
             return await asgi.respond(send, 200, {"shrinks": False})
         async with self.turn:
             await self._attempt(send, engine.shrink_slabs(), {"shrinks": True})
+
+    async def _cap_slabs(self, receive: Receive, send: Send) -> None:
+        """The body: `{"caps": {TENANT: PART}}`."""
+        engine, body = self.engine, await asgi.read_body(receive)
+        if self.failure or not self.loaded.is_set() or not isinstance(engine, CapsSlabs):
+            return await asgi.respond(send, 200, {"caps": False})
+        async with self.turn:
+            caps = asgi.json_object(body or b"")["caps"]
+            await self._attempt(send, engine.cap_slabs(caps), {"caps": True})
+
+    async def _forget_tenant(self, receive: Receive, send: Send) -> None:
+        """The body: `{"tenant": NAME}`."""
+        engine, body = self.engine, await asgi.read_body(receive)
+        if self.failure or not self.loaded.is_set() or not isinstance(engine, ForgetsTenants):
+            return await asgi.respond(send, 200, {"forgets": False})
+        async with self.turn:
+            tenant = asgi.json_object(body or b"")["tenant"]
+            await self._attempt(send, engine.forget_tenant(tenant), {"forgets": True})
 
     async def _attempt(self, send: Send, act: Awaitable[None], done: dict[str, Any]) -> None:
         """Answers `done` after the act. A failure is told, and ends nothing."""

@@ -91,6 +91,23 @@ class ShrinksSlabs(Protocol):
 
 
 @runtime_checkable
+class CapsSlabs(Protocol):
+    """An engine whose slabs keep tenants to caps."""
+
+    async def cap_slabs(self, caps: dict[str, float]) -> None:
+        """Keep each tenant to its part of the rows from now on; one without an entry may have all.
+        Called awake and asleep."""
+
+
+@runtime_checkable
+class ForgetsTenants(Protocol):
+    """An engine that keeps something of one tenant between its requests: its own adapters."""
+
+    async def forget_tenant(self, tenant: str) -> None:
+        """Unload it, what is in use with the end of the last request. Called awake and asleep."""
+
+
+@runtime_checkable
 class DropsDrafter(Protocol):
     """An engine whose drafter may leave while it serves."""
 

@@ -1,6 +1,8 @@
-"""Writes the files of Prometheus and Grafana into a folder (K2)."""
+"""Writes the files of Prometheus and Grafana into a folder (K2), and the dashboard to where the
+Grafana of a Ray cluster finds it (K5)."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from deployments.monitoring.panels import dashboard
 
 DASHBOARD, RULES, CONFIGURATION = "arbiter-dashboard.json", "arbiter-rules.yml", "prometheus.yml"
 KEY = "arbiter-view.key"
+RAY_DASHBOARD, RAY_PREFIX = "serve_arbiter_grafana_dashboard.json", "ray_"
 
 
 def configuration(target: str, scheme: str) -> dict[str, Any]:
@@ -44,3 +47,25 @@ def write(folder: Path, target: str, scheme: str, *, has_key: bool) -> list[Path
     for name, text in texts.items():
         (folder / name).write_text(text)
     return [folder / name for name in texts]
+
+
+def ray_folder() -> Path:
+    """Returns the folder from which Grafana, with the configuration that Ray writes for it, takes
+    its dashboards: of the session that began last on this machine, which is to be the head node,
+    unless Ray's own variables say otherwise."""
+    from ray._common.utils import get_default_ray_temp_dir
+
+    if chosen := os.environ.get("RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"):
+        return Path(chosen)
+    session = Path(get_default_ray_temp_dir(), "session_latest", "metrics")
+    root = os.environ.get("RAY_METRICS_OUTPUT_ROOT") or session
+    return Path(root, "grafana", "dashboards")
+
+
+def write_for_ray() -> Path:
+    """Returns the path written. Its panels read what Ray's own exporter shows. Raises OSError, also
+    where Ray has made no such folder."""
+    path = ray_folder() / RAY_DASHBOARD
+    made = dashboard(uid="serve-arbiter-ray", prefix=RAY_PREFIX)
+    path.write_text(json.dumps(made, indent=2) + "\n")
+    return path

@@ -1,5 +1,6 @@
 """The dashboard's twelve panels, and the Grafana dashboard that they make (K2)."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,13 +147,15 @@ PANELS = (
         is_stacked=False,
     ),
 )
+_OURS = re.compile(r"\barbiter_")
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
-def dashboard() -> dict[str, Any]:
-    """Returns the dashboard as Grafana imports it."""
+def dashboard(*, uid: str = "serve-arbiter", prefix: str = "") -> dict[str, Any]:
+    """Returns the dashboard as Grafana imports it. `prefix`: of our metrics' names where they are
+    scraped; at the front they have none."""
     return {
-        "uid": "serve-arbiter",
+        "uid": uid,
         "title": "Arbiter: device memory",
         "tags": ["serve-arbiter"],
         "schemaVersion": 39,
@@ -161,11 +164,11 @@ def dashboard() -> dict[str, Any]:
         "templating": {
             "list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}]
         },
-        "panels": [_panel(number, panel) for number, panel in enumerate(PANELS)],
+        "panels": [_panel(number, panel, prefix) for number, panel in enumerate(PANELS)],
     }
 
 
-def _panel(number: int, panel: Panel) -> dict[str, Any]:
+def _panel(number: int, panel: Panel, prefix: str) -> dict[str, Any]:
     row, column = divmod(number, COLUMNS)
     custom = {"stacking": {"mode": "normal"}, "fillOpacity": 40} if panel.is_stacked else {}
     return {
@@ -182,7 +185,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + position),
                 "datasource": DATASOURCE,
-                "expr": query.promql,
+                "expr": _OURS.sub(prefix + "arbiter_", query.promql),
                 "legendFormat": query.legend,
             }
             for position, query in enumerate(panel.queries)

@@ -151,6 +151,7 @@ class SlabRow:
     rows_count: int
     hits_count: int
     misses_count: int
+    namespace: str  # of what gives its rows their meaning; empty: no engine has written it
 
 
 @dataclass(frozen=True, slots=True)

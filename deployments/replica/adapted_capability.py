@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from deployments import messages
-from deployments.adapters.catalogue import Catalogue
+from deployments.adapters.catalogue import FETCHED, Catalogue
 from deployments.adapters.fetch import Fetcher
-from deployments.adapters.store import FETCHED, catalogue_of
+from deployments.adapters.store import catalogue_of
 from deployments.adapters.validate import Rules
 from deployments.config import safetensors_header
 from deployments.config.model_files import adapted_folder
@@ -28,6 +28,11 @@ class AdaptedCapability(Capability):
             str, tuple[str, AdapterFetcher]
         ] = {}  # by model, with the ticket of its engine
         self._merging: dict[str, Merging] = {}  # by model; of those that may merge an adapter
+        self._residency.on_tenant_removed = self._forget_tenant
+
+    def _forget_tenant(self, tenant: str) -> None:
+        for merging in self._merging.values():
+            merging.forget_tenant(tenant)
 
     def served_by(self, call: messages.InferenceCall) -> str:
         """The copy into which the call's adapter was merged, while there is one."""

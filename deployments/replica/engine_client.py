@@ -93,6 +93,14 @@ class EngineLink:
         """Has its slabs give back and erase what their owner says. Raises LoadRefused."""
         await self._control("/control/shrink_slabs")
 
+    async def cap_slabs(self, caps: dict[str, float]) -> None:
+        """Tells which part of its slabs' rows each tenant may have. Raises LoadRefused."""
+        await self._control("/control/cap_slabs", {"caps": caps})
+
+    async def forget_tenant(self, tenant: str) -> None:
+        """Has it unload the tenant's own adapters. Raises LoadRefused."""
+        await self._control("/control/forget_tenant", {"tenant": tenant})
+
     async def drop_drafter(self) -> bool:
         """False: its drafter only leaves with a restart. Raises LoadRefused."""
         return bool((await self._control("/control/drop_drafter"))["dropped"])
@@ -131,9 +139,9 @@ class EngineLink:
         if self._closing:
             await self._closing
 
-    async def _control(self, path: str) -> dict[str, Any]:
+    async def _control(self, path: str, body: Any = None) -> dict[str, Any]:
         with self._typed():
-            async with self._session.post(path) as answer:
+            async with self._session.post(path, json=body) as answer:
                 said: dict[str, Any] = await answer.json()
         if answer.status != 200:
             raise LoadRefused(said["error"]["message"], said["error"].get("out_of_memory", False))

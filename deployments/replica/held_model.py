@@ -198,6 +198,7 @@ class HeldModel:
     work: asyncio.Task[None] | None = None  # the load, wake or unload under way
     watch: asyncio.Task[None] | None = None  # of its files and its engine
     gang: Gang | None = None  # until the grant: the tickets requested together
+    slab_caps: tuple[tuple[str, float], ...] = ()  # of tenants, as its engine was told them
     files: LoadedFiles = field(default_factory=LoadedFiles)
     uses: Uses = field(default_factory=Uses)
     demand: Demand = field(default_factory=Demand)

@@ -101,7 +101,7 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
 def _slabs(residency: ResidencyApi, held: HeldModel) -> tuple[SlabRequest, ...]:
     """Asks for the slabs that the last engine of these settings has left, or empty ones."""
     owner, key = ModelName(residency.capability, held.model).path, held.plan.settings_key
-    caps = residency.plans.slab_caps
+    held.slab_caps = caps = residency.plans.slab_caps
     return tuple(SlabRequest(content, owner, key, caps) for content in held.plan.keeps)
 
 
@@ -145,6 +145,7 @@ def serve(residency: ResidencyApi, held: HeldModel, took_s: float, verified: boo
     held.uses.last_end_ns, held.demand.is_wanted = time.monotonic_ns(), False
     residency.client().tell(ev.Loaded(held.ticket, seconds(took_s), verified))
     held.admit()
+    residency.tell_caps(held)
     if held.watch is None:
         held.watch = watchdog.start_watchdog(
             held,

@@ -91,6 +91,11 @@ class Merging:
         self._shelf = CheckedAdapters(store, Rules(shapes, given["max_rank"]))
         self._copy: MergedCopy | None = None
 
+    def forget_tenant(self, tenant: str) -> None:
+        """A copy of its own adapter leaves."""
+        if self._copy is not None and self._copy.name[0] == tenant:
+            self.end()
+
     def served_by(self, served: str, tenant: str) -> str:
         """Notes a request, and returns the held model whose engine is to answer it."""
         entry = self._found(served, tenant)

@@ -18,7 +18,7 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from arbiter.client.holder import HolderClient
@@ -52,6 +52,7 @@ class Residency:
         self.plans = Plans(capability)
         self.background = BackgroundTasks()
         self._client: HolderClient | None = None
+        self.on_tenant_removed: Callable[[str], None] = lambda tenant: None
         self._pinned: frozenset[str] = frozenset()
         self._closed = False
 
@@ -225,9 +226,7 @@ class Residency:
 
     def _on_caches(self, command: messages.CacheCommand) -> None:
         if isinstance(command, messages.ForgetTenantCommand):
-            for warmer in [held.warmer for held in self.models.values() if held.warmer]:
-                warmer.forget_tenant(command.tenant)
-            return
+            return self._forget_tenant(command.tenant)
         held = self.tickets.get(command.ticket)
         if held is None:
             return
@@ -236,9 +235,28 @@ class Residency:
         elif held.warmer is not None:
             held.warmer.on_speech()
 
+    def _forget_tenant(self, tenant: str) -> None:
+        for warmer in [held.warmer for held in self.models.values() if held.warmer]:
+            warmer.forget_tenant(tenant)
+        self.on_tenant_removed(tenant)
+        for held in self.tickets.values():
+            if held.link is not None:
+                self.background.begin(_told(held, held.link.forget_tenant(tenant)))
+
+    def tell_caps(self, held: HeldModel) -> None:
+        """See ResidencyApi."""
+        caps = self.plans.slab_caps
+        lives = held.state in (HolderState.RESIDENT, HolderState.DRAINING, HolderState.ASLEEP)
+        if held.slab_caps != caps and lives and held.link is not None:
+            held.slab_caps = caps
+            self.background.begin(_told(held, held.link.cap_slabs(dict(caps))))
+
     def _take_table(self, raw: messages.Plain) -> None:
-        """Tickets held stay; what is loaded next follows the new table."""
+        """Tickets held stay; what is loaded next follows the new table. Caps of tenants hold for
+        slabs that are in use, too."""
         self._pinned = frozenset(pinned := self.plans.take(raw))
+        for held in self.tickets.values():
+            self.tell_caps(held)
         for model in pinned:
             self.background.begin(self._bring_back(model))
 
@@ -271,7 +289,12 @@ async def _purge(held: HeldModel, *, only_slabs: bool) -> None:
     is_served = held.state is HolderState.RESIDENT or (is_asleep and only_slabs)
     if held.link is None or not is_served:
         return
+    await _told(held, held.link.shrink_slabs() if only_slabs else held.link.purge())
+
+
+async def _told(held: HeldModel, call: Coroutine[Any, Any, None]) -> None:
+    """An engine that fails at it goes on as it is."""
     try:
-        await (held.link.shrink_slabs() if only_slabs else held.link.purge())
+        await call
     except (EngineLost, LoadRefused) as error:
-        logger.warning("%s: its caches were not emptied: %s", held.ticket, error)
+        logger.warning("%s: its caches stay as they are: %s", held.ticket, error)

@@ -31,5 +31,8 @@ class ResidencyApi(Protocol):
     def begin(self, held: HeldModel, work: Coroutine[Any, Any, None]) -> None:
         """Makes it the model's work: there is one at a time, on a task of its own."""
 
+    def tell_caps(self, held: HeldModel) -> None:
+        """Has the engine follow caps of tenants that have changed since it was told them."""
+
     def pin_again(self, model: str, after_s: float | None) -> None:
         """Brings a pinned model back, once that may help; None: never."""

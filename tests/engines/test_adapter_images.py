@@ -16,6 +16,7 @@ import pytest
 from arbiter.pool import Removal, SlabView
 from arbiter.pool.layout import SHARED, tenant_digest
 from arbiter.units import MIB, Bytes, Content
+from benchmarks import adapter_zipf
 from deployments.engines.vllm.adapter_tiers import HOT_USES
 from deployments.messages import TENANT_HEADER
 from tests.support.engine_host import (
@@ -168,6 +169,81 @@ def test_answers_are_equal_cold_warm_and_hot_and_in_the_next_engine_without_the_
         assert all_tokens(child) == alone, "without room in the slab"
 
 
+@pytest.mark.spec("F3")
+def test_adapter_of_8_bits_is_the_same_in_every_tier_and_no_more_stay_warm_than_may(
+    engines: ZygoteUnderTest, tiny: Path, folder: Path, slab: int, right: dict[str, list[int]]
+) -> None:
+    shutil.copytree(folder / "in" / NAMES[0], folder / "in" / "rounded")
+    (folder / "in" / "rounded" / "serve.json").write_text('{"int8": true}')
+    given = config(tiny, folder, slab)
+    given["slabs"][Content.ADAPTER.value]["rows"] = 3
+    with served(engines, "rounded", VLLM, given) as child:
+        cold = tokens(child, "rounded")
+        for name in NAMES[:SLOTS]:
+            assert tokens(child, name) == right[name]
+        copies = list((folder / "store").glob("*/adapter_model.safetensors"))
+        assert len(copies) == SLOTS + 1, "what is rounded has a copy of its own"
+        spoil_copies(folder)
+        assert tokens(child, "rounded") == tokens(child, "rounded") == cold
+        assert tiers(child)["requests"] == {"hot": 1, "warm": 1, "cold": 3}
+        for name in NAMES[SLOTS:]:
+            assert tokens(child, name) == right[name]
+        assert (facts(child)["ready"], facts(child)["evicted"]) == (3, len(NAMES) + 1 - 3)
+        found = tiers(child)
+        assert sum(found["adapters"][tier] for tier in ("hot", "warm")) == 3
+
+
+@pytest.mark.spec("E7", "F3")
+async def test_nine_tenths_of_a_zipf_load_on_an_engine_need_no_file(
+    engines: ZygoteUnderTest, tiny: Path, tmp_path: Path, slab: int
+) -> None:
+    """Once the load has gone on for a while: each adapter is cold at its first request only."""
+    names = adapter_zipf.make_adapters(tmp_path / "in", tiny, 250)
+    wanted = adapter_zipf.zipf(names, 2_000, seed=1)
+    with killed(engines, "zipf", VLLM, adapter_zipf.config(tiny, tmp_path, slab)) as child:
+        first = await adapter_zipf.serve(child, wanted[:1_500], seed=1, tokens=1)
+        later = await adapter_zipf.serve(child, wanted[1_500:], seed=1, tokens=1)
+        assert first.requests["cold"] + later.requests["cold"] == len(set(wanted))
+        assert sum(later.requests.values()) == 500 and later.hit_rate > 0.9, later
+        said = len(wanted) - len(set(wanted))
+        assert later.requests["hot"] and later.requests["warm"] > later.requests["cold"]
+        with contextlib.closing(SlabView(slab)) as view:
+            until(lambda: view.counts.misses_count == len(set(wanted)), 10)
+            until(lambda: view.counts.hot_hits_count + view.counts.hits_count == said, 10)
+            assert view.counts.stored_count == len(set(wanted)) and not view.counts.evicted_count
+
+
+@pytest.mark.spec("E6")
+def test_slot_of_a_removed_tenants_adapter_is_empty_at_once_or_after_its_last_request(
+    engines: ZygoteUnderTest, tiny: Path, folder: Path, right: dict[str, list[int]]
+) -> None:
+    """Also without a slab, which would tell the core of the removal."""
+    give_own_adapter(folder, "acme")
+
+    def removed() -> None:
+        said = child.call("POST", "/control/forget_tenant", {"tenant": "acme"})
+        assert said == (200, {"forgets": True})
+
+    def found() -> dict[str, int]:
+        counts: dict[str, int] = tiers(child)["requests"]
+        return counts
+
+    with served(engines, "removed", VLLM, config(tiny, folder, None)) as child:
+        mine = tokens(child, "own", "acme")
+        assert tokens(child, NAMES[0]) == right[NAMES[0]]
+        assert tokens(child, "own", "acme") == mine and found() == {"hot": 1, "warm": 0, "cold": 2}
+        removed()
+        assert tiers(child)["adapters"]["hot"] == 1, "that of another one stays"
+        assert tokens(child, "own", "acme") == mine and found()["cold"] == 3
+        stream = opened(child, "own", "acme")
+        removed()
+        assert tokens(child, "own", "acme") == mine and found()["cold"] == 3, "it is in use"
+        stream.close()
+        until(lambda: not child.call("GET", "/adapters")[1]["running"], 20)
+        assert tokens(child, "own", "acme") == mine and found()["cold"] == 4
+        assert tokens(child, NAMES[0]) == right[NAMES[0]] and found()["cold"] == 4
+
+
 @pytest.mark.spec("E2", "E5", "F3")
 def test_slots_of_another_rank_and_a_damaged_slab_are_as_an_empty_one(
     engines: ZygoteUnderTest,
@@ -211,10 +287,11 @@ def takes_its_slot_back(child: Child, name: str, right: list[int]) -> None:
     assert tiers(child)["requests"]["hot"] == hot + 1
 
 
-def opened(child: Child, name: str) -> Connection:
+def opened(child: Child, name: str, tenant: str = "") -> Connection:
     """A stream that has begun and goes on."""
     conn = Connection(child.path)
     body = {"model": name, "prompt": PROMPT, "max_tokens": 900, "stream": True, "ignore_eos": True}
-    conn.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    headers = {"content-type": "application/json", TENANT_HEADER: tenant}
+    conn.request("POST", "/v1/completions", json.dumps(body), headers)
     assert conn.getresponse().read(20).startswith(b"data: ")
     return conn

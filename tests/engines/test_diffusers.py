@@ -300,7 +300,16 @@ def test_adapters_are_served_by_name_and_leave_the_base_as_it_was(
         assert again.tobytes() == night.tobytes()
         assert one(child, RED.caption, x_seed=7).tobytes() == plain.tobytes()
         assert adapted("draw:day")[1]["error"]["param"] == "model"  # another tenant's
-        assert adapted("draw:day", "acme")[0] == 200
+        [day] = pic.pictures(adapted("draw:day", "acme")[1])
+        [copy] = (tmp_path / "store" / "@acme").iterdir()
+        (copy / "adapter_model.safetensors").unlink()
+        shutil.copy(folder / "third" / "adapter_model.safetensors", copy)
+        assert pic.pictures(adapted("draw:day", "acme")[1])[0].tobytes() == day.tobytes(), "loaded"
+        said = child.call("POST", "/control/forget_tenant", {"tenant": "acme"})
+        assert said == (200, {"forgets": True})
+        assert one(child, RED.caption, x_seed=7).tobytes() == plain.tobytes()
+        [later] = pic.pictures(adapted("draw:day", "acme")[1])
+        assert later.tobytes() == third.tobytes(), "read again"
         status, said = adapted("draw:broken")
         assert (status, said["error"]["code"]) == (400, "adapter_invalid")
 

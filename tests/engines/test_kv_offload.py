@@ -328,6 +328,13 @@ def test_tenant_has_no_more_rows_than_its_cap_and_leaves_none_when_it_is_removed
         held = Counter(mark.tenant for _, mark in owner.marks())
         assert held == {acme: cap, tenant_digest("other"): STORED}
         assert facts(child)["refused"] == STORED - cap
+        assert child.call("POST", "/control/cap_slabs", {"caps": {"acme": 0.02}})[0] == 200
+        lower = int(0.02 * (permitted // shape.row_bytes))
+        held = Counter(mark.tenant for _, mark in owner.marks())
+        assert 0 < lower < cap and held == {acme: lower, tenant_digest("other"): STORED}
+        assert child.call("POST", "/control/cap_slabs", {"caps": {}})[0] == 200
+        ask(child, prompt(36), salt="acme")
+        await_rows(child, 2 * STORED)
         assert owner.order_erasure(Removal(acme))
         assert child.call("POST", "/slab")[0] == 200
         assert not owner.must_erase

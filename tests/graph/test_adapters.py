@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
+from deployments.environment import Environment
 from models.make_models import TINY, default_folder, make
 from tests.graph.conftest import Graph, until
-from tests.support.graph_commands import read_command
+from tests.support.graph_commands import read_command, send
 
 CHAT = "tiny-chat"
 WITHIN_S = 60
@@ -79,6 +80,23 @@ def test_adapter_outlives_a_killed_engine_and_the_command_shows_its_tier(
     until(lambda: tiers(graph)["found warm"] > before["found warm"], WITHIN_S, "it was warm")
     now = tiers(graph)
     assert now["hot"] == 1 and now["found cold"] == before["found cold"]
+
+
+@pytest.mark.spec("E6")
+def test_adapter_of_a_removed_tenant_leaves_its_slot_and_the_disk_and_the_folder_keeps_it(
+    graph: Graph, client: OpenAI, adapters: Path
+) -> None:
+    """The tenant of all requests without a key."""
+    (adapters / "@default").mkdir()
+    mine = dropped(adapters / "@default", "mine")
+    copies = Environment().adapters / "@default"
+    first = said(client, "mine")
+    assert list(copies.iterdir())
+    until(lambda: tiers(graph)["hot"] == 1, WITHIN_S, "it has a slot")
+    send(graph, "DELETE", "/arbiter/tenants/default/kept")
+    until(lambda: tiers(graph)["hot"] == 0, WITHIN_S, "its slot is empty")
+    until(lambda: not copies.exists(), WITHIN_S, "the copy on the disk has left")
+    assert mine.is_dir() and said(client, "mine") == first
 
 
 def tiers(graph: Graph) -> dict[str, int]:

@@ -1,20 +1,27 @@
 """The running graph's metrics: at the front, and on Ray's own exporter."""
 
 import json
+import re
 import subprocess
+import tempfile
 import urllib.request
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families as families_of
+from ray._common.utils import get_default_ray_temp_dir
 
 from arbiter.metrics.table import FRONT, TABLE, Kind
 from tests.graph.conftest import BIN, Graph, until
+from tests.support.graph_commands import read_command
 
 CHAT = "tiny-chat"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
+NAMES = re.compile(r"\b(?:ray_)?arbiter_\w+")
 REPORT_S = 10.0  # of Ray's metrics; ours are set each 5 s
 
 
@@ -29,16 +36,21 @@ def scrape(url: str) -> dict[str, list[Any]]:
     return found
 
 
-def ray_targets(graph: Graph) -> list[str]:
-    """What Prometheus is told to scrape of this cluster."""
+def ray_answer(graph: Graph, path: str) -> Any:
+    """Of Ray's dashboard."""
     token = subprocess.run(
         [BIN / "ray", "get-auth-token"], capture_output=True, text=True, check=True
     ).stdout.strip()
     request = urllib.request.Request(
-        f"{graph.dashboard}/api/prometheus/sd", headers={"Authorization": f"Bearer {token}"}
+        f"{graph.dashboard}{path}", headers={"Authorization": f"Bearer {token}"}
     )
     with urllib.request.urlopen(request, timeout=30) as answer:
-        groups = json.load(answer)
+        return json.load(answer)
+
+
+def ray_targets(graph: Graph) -> list[str]:
+    """What Prometheus is told to scrape of this cluster."""
+    groups = ray_answer(graph, "/api/prometheus/sd")
     return [target for group in groups for target in group["targets"]]
 
 
@@ -79,3 +91,38 @@ def test_a_request_is_counted_at_the_front_and_on_rays_exporter(
         return any(has_all(scrape(f"http://{t}/metrics")) for t in ray_targets(graph))
 
     until(is_exported, 3 * REPORT_S, "Ray exports the request, and all that the front shows")
+
+
+@pytest.mark.spec("K5")
+def test_rays_grafana_is_given_a_dashboard_of_what_rays_exporter_shows(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray configures Grafana; a Grafana is not at hand."""
+    session = ray_answer(graph, "/api/version")["session_name"]
+    root = Path(get_default_ray_temp_dir(), session, "metrics")
+    monkeypatch.setenv("RAY_METRICS_OUTPUT_ROOT", str(root))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(read_command(graph, "metrics", "install", folder, "--ray")["files"][-1])
+    provisioning = root / "grafana" / "provisioning" / "dashboards" / "default.yml"
+    [provider] = yaml.safe_load(provisioning.read_text())["providers"]
+    assert path.parent == Path(provider["options"]["path"])
+    assert any(path.parent.glob("serve*_grafana_dashboard.json")), "beside Ray's own"
+    panels = json.loads(path.read_text())["panels"]
+    asked = {n for p in panels for t in p["targets"] for n in NAMES.findall(t["expr"])}
+    known = {f"ray_{m.name}" for m in TABLE.values() if m not in FRONT}
+    parts = {f"{name}_{part}" for name in known for part in ("bucket", "sum", "count")}
+    assert asked <= known | parts
+    found = {name for t in ray_targets(graph) for name in scrape(f"http://{t}/metrics")}
+    assert {n for n in asked if n.startswith("ray_arbiter_device_")} <= found
+
+
+@pytest.mark.spec("K5")
+def test_rays_dashboard_names_the_arbiter_the_agents_and_each_replica_by_its_application(
+    graph: Graph, client: OpenAI
+) -> None:
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    rows = ray_answer(graph, "/logical/actors")["data"]["actors"].values()
+    alive = [row for row in rows if row["state"] == "ALIVE"]
+    names = [row["reprName"] or row["name"] for row in alive]
+    for begin in ("Arbiter(", "NodeAgent(", "SERVE_REPLICA::front#", "SERVE_REPLICA::chat#"):
+        assert any(name.startswith(begin) for name in names), (begin, names)

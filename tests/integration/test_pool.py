@@ -5,18 +5,19 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from arbiter.client.admin import call_arbiter
 from arbiter.node.slab_files import SlabFiles
-from arbiter.pool import Rows, SlabView
+from arbiter.pool import Rows, Slab, SlabView
 from arbiter.pool.layout import tenant_digest
 from arbiter.pool.slab_file import save as slab_save
 from arbiter.protocol.messages import SlabRequest, SpawnSpec
-from arbiter.units import MIB, Bytes, Content, TicketId
+from arbiter.units import KIB, MIB, Bytes, Content, TicketId
 from deployments.config import boot
-from tests.support.live_arbiter import ENGINE, capability, live_arbiter, model
+from tests.support.live_arbiter import ENGINE, LiveArbiter, capability, live_arbiter, model
 from tests.support.slabs import slab_file, writer
 from tests.support.waits import eventually
 
@@ -24,7 +25,13 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.mark.spec("D9", "E6", "G4")
-async def test_slabs_of_a_removed_model_are_erased_once_it_has_left() -> None:
+async def test_slabs_of_a_removed_model_are_erased_once_it_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARBITER_ADAPTERS", str(tmp_path))
+    copies = [tmp_path / f"@{tenant}" / ("a" * 32) for tenant in ("acme", "other")]
+    for copy in copies:
+        copy.mkdir(parents=True)
     async with live_arbiter({"chat": capability(a=model(50), b=model(50))}) as d:
         holder = d.holder()
         for name in ("a", "b"):
@@ -62,6 +69,85 @@ async def test_slabs_of_a_removed_model_are_erased_once_it_has_left() -> None:
         await eventually(lambda: not any(f.exists() for f in files))
         [removed] = await d.events("tenant_removed")
         assert (removed["tenant"], removed["nodes"]) == ("acme", 1)
+        await eventually(lambda: [copy.is_dir() for copy in copies] == [False, True])
+
+
+BUDGET = 128 * MIB
+KEPT = {  # by model, which all become idle at the same time
+    "talk": Content.KV,
+    "law": Content.ADAPTER,
+    "eyes": Content.PICTURE,
+    "chat": Content.KV,
+}
+
+
+@pytest.mark.spec("E4")
+async def test_idle_slabs_leave_in_the_order_of_their_contents_between_the_watermarks() -> None:
+    table = {"chat": capability(**{name: model(50) for name in KEPT})}
+    async with live_arbiter(table, host_pool=BUDGET) as d:
+        await _lend(d)
+        agent = (await (await d.agent()).pids.remote())["agent"]
+        with contextlib.ExitStack() as stack:
+            slabs = {name: stack.enter_context(_writer(agent, name)) for name in KEPT}
+            for name, percent in {"talk": 25, "law": 20, "eyes": 20, "chat": 18}.items():
+                _grow(slabs[name], percent)
+            await d.until(lambda s: _idle(s) == set(KEPT) and _filled(s) >= 0.83)
+            _grow(slabs["talk"], 27)  # the next reading shows it, so that a turn has passed
+            await d.until(lambda s: _filled(s) >= 0.85)
+            assert await d.events("slab_dropped") == [], "it is below the high mark"
+            _grow(slabs["chat"], 28)
+            state = await d.until(lambda s: _idle(s) == {"talk", "law", "chat"})
+            assert 0.7 < _filled(state) <= 0.8, "no more than the low mark asks for"
+            _grow(slabs["chat"], 48)
+            state = await d.until(lambda s: _idle(s) == {"talk", "chat"})
+            told = [(e["content"], e["owner"], e["reason"]) for e in await d.events("slab_dropped")]
+            assert told == [("picture", "chat/eyes", "full"), ("adapter", "chat/law", "full")]
+
+
+async def _lend(d: LiveArbiter) -> None:
+    """Has an engine with a slab run in the place of each model's, until the holder sees that its
+    own are gone."""
+    holder = d.holder()
+    for name in KEPT:
+        assert await holder.ask.remote(name) == 200
+    agent, pid = await d.agent(), await holder.pid.remote()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for row in (await d.state())["tickets"]:
+            name = row["model"]
+            slab = SlabRequest(KEPT[name], f"chat/{name}", f"key-{name}")
+            spec = SpawnSpec(ENGINE, {"served_name": name, "engine_args": {}}, slabs=(slab,))
+            await agent.respawn.remote(TicketId(row["ticket"]), spec)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await d.until(lambda s: _idle(s) == set(KEPT))
+
+
+def _writer(agent: int, name: str) -> contextlib.closing[Slab]:
+    """The slab of a model, opened as its engine would."""
+    files = Path(f"/proc/{agent}/fd").iterdir()
+    [path, *_] = [
+        f for f in files if os.readlink(f).split(" ")[0].endswith(f".key-{name}.chat/{name}")
+    ]
+    row, extent = Bytes(64 * KIB), Bytes(MIB)
+    return contextlib.closing(Slab(path, KEPT[name], b"n" * 32, row, extent_bytes=extent))
+
+
+def _grow(slab: Slab, percent: int) -> None:
+    """To so much of the pool's budget, although it is idle and has no limit to grow to."""
+    while slab.allocated_bytes < percent * BUDGET // 100:
+        slab.file.limit_bytes = slab.file.capacity
+        slab.grow()
+
+
+def _idle(state: dict[str, Any]) -> set[str]:
+    slabs = [row["slab"] for row in state["slabs"]]
+    return {slab["owner"].partition("/")[2] for slab in slabs if not slab["ticket"]}
+
+
+def _filled(state: dict[str, Any]) -> float:
+    """The part of the budget that all slabs take."""
+    return float(sum(row["slab"]["allocated_bytes"] for row in state["slabs"]) / BUDGET)
 
 
 def _save_row_of(tenant: str, file: Path) -> None:

@@ -166,6 +166,16 @@ class Holder:
         client = self.residency.client()
         client.tell(SpeechStarted(self.residency.holder))
 
+    async def speak_often(self, times: int) -> int:
+        """How many events wait for the arbiter then."""
+        for _ in range(times):
+            await self.speak()
+        return len(self.residency.client().session._outbox)
+
+    async def session(self) -> str:
+        """Another one after each join."""
+        return str(self.residency.client().session._keepalive.hex())
+
     async def close(self) -> None:
         await self.residency.close()
 

@@ -30,6 +30,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.loaded, self.answer, self.dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.acts: list[str] = []
+        self.told: list[Any] = []  # bodies of control calls
         self.verified, self.asked_if_ready = True, False
         self.prewarms: list[Any] = []  # bodies, in the order in which they came
         self.warms = asyncio.Event()  # a pre-warm is answered once it is set
@@ -53,6 +54,8 @@ class ScriptedEngine:
         if request.path == "/control/drop_drafter":
             return self._drop_drafter()
         if request.path.startswith("/control/"):
+            if request.can_read_body:
+                self.told.append(await request.json())
             return web.json_response({"seconds": 0.0, "verified": self.verified})
         if request.path == "/prewarm":
             self.prewarms.append(await request.json())

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from deployments.adapters.catalogue import CONFIG, WEIGHTS
+from deployments.adapters.catalogue import CONFIG, WEIGHTS, home_of
 from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
 from deployments.adapters.validate import Rules
 from deployments.config.model_files import adapted_folder
@@ -60,6 +60,12 @@ class LoadedAdapters:
         self._loaded.move_to_end(folder)
         self._denoiser.set_adapters(self._loaded[folder])
         self._denoiser.enable_lora()
+
+    def forget(self, tenant: str) -> None:
+        """Drops a removed tenant's own."""
+        own = [f for f in self._loaded if Path(f).parent.name == home_of(Path(), tenant).name]
+        for folder in own:
+            self._denoiser.delete_adapters(self._loaded.pop(folder))
 
     def _load(self, folder: Path) -> None:
         while len(self._loaded) >= self._slots:

@@ -56,6 +56,7 @@ class DiffusersEngine:
         self.batches = Batches(self._draw, args.get("max_batch", 4))
         self.shelf: AdapterShelf | None = None
         self.parked: host_copy.HostCopy | None = None
+        self.removed_tenants: list[str] = []  # while asleep
         self.running: asyncio.Task[None] | None = None
 
     async def load(self) -> None:
@@ -81,6 +82,17 @@ class DiffusersEngine:
         assert self.parked is not None
         await self.batches.work(host_copy.restore, self.parked)
         self.parked = None
+        for tenant in self.removed_tenants:
+            await self.forget_tenant(tenant)
+        self.removed_tenants.clear()
+
+    async def forget_tenant(self, tenant: str) -> None:
+        """After the batch under way. Asleep, the weights lie in a copy of a fixed shape: then with
+        the wake."""
+        if self.parked is not None:
+            self.removed_tenants.append(tenant)
+        else:
+            await self.batches.work(self.pipeline.forget_tenant, tenant)
 
     async def probe(self) -> str:
         return str(await self.batches.work(self.pipeline.probe))

@@ -150,6 +150,9 @@ class Pipeline:
         on_cpu = latents.float().cpu()
         return str(on_cpu.numpy().tobytes().hex() if self.device == "cpu" else on_cpu.round(2))
 
+    def forget_tenant(self, tenant: str) -> None:
+        self.adapters.forget(tenant)
+
     def tokens(self, prompt: str) -> int:
         """Of the first text encoder, its special ones included, whether or not it reads all; 0
         where diffusers has the encoder under a name of its own."""

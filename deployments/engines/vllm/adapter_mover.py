@@ -127,6 +127,9 @@ class AdapterMover:
     async def _report_soon(self) -> None:
         """Has the counts noted in the slab, where the arbiter sees them; not for each request."""
         await asyncio.sleep(REPORT_S)
+        await self.report()
+
+    async def report(self) -> None:
         counts = [self.found[tier] - self._reported[tier] for tier in (HOT, WARM, COLD)]
         self._reported = self.found.copy()
         await self._call("count_adapters", *counts)
@@ -190,6 +193,17 @@ class AdapterMover:
         self._uses.clear()
         self._counted_s = -inf
         self._hot = frozenset()
+
+    def forget_tenant(self, tenant: str) -> set[str]:
+        """Brings none of its own adapters again without a request. Returns their digests."""
+        own = {name for name, owner in self.owners.items() if owner == tenant}
+        for name in own:
+            del self.owners[name]
+            for known in (self._asked, self._wanted):
+                known.pop(name, None)
+            self._uses.forget(name)
+        self._counted_s = -inf
+        return own
 
     # -- what is shown ---------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class AdmittingLLM(AsyncLLM):
             raise callers.noted(error) from None
         finally:
             if self.adapters is not None:
-                self.adapters.forget_idle_loads()
+                self.adapters.after_request()
 
 
 class AdapterService:
@@ -117,6 +117,8 @@ class AdapterService:
         self.mover = AdapterMover(self.gate)
         self._rebalance_s = float(given.get("rebalance_s", REBALANCE_S))
         self._pins: dict[str, Entry] = {}  # by digest
+        self._leaving: set[str] = set()  # digests of removed tenants, which leave once unused
+        self._leaver: asyncio.Task[None] | None = None
 
     # -- the catalogue -------------------------------------------------------------------------
 
@@ -162,7 +164,12 @@ class AdapterService:
         if not callers.current().is_prewarm:
             self.mover.used(lora, task.result() if is_first else HOT)
 
-    def forget_idle_loads(self) -> None:
+    def after_request(self) -> None:
+        self._forget_idle_loads()
+        if self._leaving - self.gate.running.keys() and (not self._leaver or self._leaver.done()):
+            self._leaver = asyncio.ensure_future(self._let_leave())
+
+    def _forget_idle_loads(self) -> None:
         for name in self._loads.keys() - self.gate.running.keys():
             del self._loads[name]
 
@@ -192,6 +199,23 @@ class AdapterService:
         del self._pins[digest]
         self.gate.pinned = frozenset(self._pins)
         await self.llm.remove_lora(self._numbers[digest])
+
+    async def forget_tenant(self, tenant: str) -> None:
+        """Empties the slots of a removed tenant's own adapters: of those in use with the end of
+        their last request (E6)."""
+        self._leaving |= self.mover.forget_tenant(tenant)
+        await self._let_leave()
+
+    async def _let_leave(self) -> None:
+        while idle := self._leaving - self.gate.running.keys():
+            digest = idle.pop()
+            self._leaving.discard(digest)
+            self._names.pop(digest, None)
+            if digest in self._pins:
+                await self._unpin(digest)
+            elif self.llm is not None:
+                await self.llm.remove_lora(self._numbers[digest])
+        await self.mover.report()
 
     async def forget_loaded(self) -> None:
         """Drops all adapters before a sleep, because what vLLM keeps of them on the host is private

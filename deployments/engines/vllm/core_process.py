@@ -27,6 +27,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
 
+from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import Bytes, human
 from deployments.engines import linux
 from deployments.engines.protocol import LoadFailed, load_failure
@@ -199,6 +200,19 @@ class ForkedCore(EngineCoreProc):
         if self.images is not None:
             self.images.shrink()
         return self.slab_facts()
+
+    def cap_slabs(self, caps: dict[str, float]) -> None:
+        """`caps`: by tenant, the part of the rows that it may have from now on."""
+        digests = caps_by_digest(caps)
+        cached = (
+            kv_offload.manager_of(self.scheduler),
+            picture_connector.cache_of(self.scheduler),
+            self.images,
+        )
+        for each in cached:
+            if each is not None:
+                each.rows.set_caps(digests)
+                each.shrink()
 
     def drop_drafter(self) -> bool:
         """Called by name from the frontend, between two steps. False: only a restart is without

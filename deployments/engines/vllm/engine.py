@@ -359,6 +359,14 @@ class VllmEngine:
         if self.llm is not None:
             await self._slabs(shrinks=True)
 
+    async def cap_slabs(self, caps: dict[str, float]) -> None:
+        if self.llm is not None and self._has_lent_slabs:
+            await self.llm.engine_core.call_utility_async("cap_slabs", caps)
+
+    async def forget_tenant(self, tenant: str) -> None:
+        if self.adapters is not None:
+            await self.adapters.forget_tenant(tenant)
+
     async def drop_drafter(self) -> bool:
         """On GPUs compiled graphs hold the drafter, and the memory pool gives no part back."""
         if not _on_cpu() or self.llm is None or self.config.speculative_config is None:

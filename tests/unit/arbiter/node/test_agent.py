@@ -15,7 +15,7 @@ from arbiter.core import events as ev
 from arbiter.node.device_probe import Readings, Tree
 from arbiter.pool import Rows, SavedRows, Slab
 from arbiter.protocol.messages import SlabRequest, SpawnSpec
-from arbiter.units import MIB, Bytes, Content, NodeId, TicketId
+from arbiter.units import MIB, Bytes, Content, NodeId, TicketId, seconds
 from tests.support.engine_host import is_gone, until
 from tests.support.local_agent import BROKEN_ZYGOTE, FAKE_ENGINE, START_S, agent_in
 from tests.support.waits import eventually
@@ -192,4 +192,20 @@ async def test_node_whose_zygote_does_not_stay_up_says_why(no_arbiter: None, fol
 
     await eventually(has_failed, START_S)
     assert "does not start" in (await running.readiness())["cause"]
+    await running.close()
+
+
+@pytest.mark.spec("E6")
+async def test_copies_of_a_removed_tenants_adapters_leave_its_node(
+    no_arbiter: None, folder: Path
+) -> None:
+    copies = folder / "copies"
+    running = agent_in(folder, BROKEN_ZYGOTE, tenant_folders=(str(copies),))
+    for place in ("@acme/one", "@other/one", "one"):
+        (copies / place).mkdir(parents=True)
+        (copies / place / "adapter_config.json").touch()
+    await running.drop_tenant("acme", seconds(3_600))
+    assert (copies / "@acme" / "one").is_dir(), "it was made since"
+    await running.drop_tenant("acme")
+    assert sorted(str(p.relative_to(copies)) for p in copies.rglob("one")) == ["@other/one", "one"]
     await running.close()

@@ -83,6 +83,23 @@ def test_rows_under_way_count_and_abandoned_ones_do_not(capped: Rows) -> None:
 
 
 @pytest.mark.spec("E6")
+def test_changed_cap_holds_for_rows_that_are_there_and_pinned_ones_leave_later(
+    fd: int, capped: Rows
+) -> None:
+    store(capped, OTHER, *keys(4, "o"))
+    store(capped, ACME, *keys(FULL // 4, "a"))
+    assert capped.shrink_to_limit() == []
+    capped.set_caps({ACME: 1 / FULL, OTHER: 0.5})
+    capped.pin([b"a0", b"a1"])
+    assert capped.shrink_to_limit() == keys(FULL // 4, "a")[2:]
+    assert by_tenant(fd) == {ACME: 2, OTHER: 4}
+    capped.unpin([b"a0", b"a1"])
+    assert capped.shrink_to_limit() == [b"a0"]
+    capped.set_caps({})
+    assert store(capped, ACME, *keys(FULL // 4, "b")) == keys(FULL // 4, "b")
+
+
+@pytest.mark.spec("E6")
 def test_next_writer_knows_how_many_rows_a_tenant_has(fd: int, capped: Rows) -> None:
     store(capped, ACME, *keys(FULL // 4))
     with contextlib.closing(writer(fd)) as slab:

@@ -5,12 +5,14 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from arbiter.node import tenant_folders
 from deployments.adapters.catalogue import Catalogue, Entry
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Published, Store
@@ -45,6 +47,43 @@ def test_stored_copy_is_named_by_its_content_and_is_read_only(tmp_path: Path, st
     other = store.publish(entry(source), RULES)
     assert other.digest != made.digest and made.path.is_dir()
     assert not [p for p in made.path.parent.iterdir() if p.name.startswith(".copying")]
+
+
+@pytest.mark.spec("E6")
+def test_copies_of_a_tenants_own_adapters_lie_apart_and_leave_with_it(
+    tmp_path: Path, store: Store
+) -> None:
+    folder, copies = tmp_path / "in", tmp_path / "store"
+    write(folder / "good", SHAPES)
+    write(folder / "@acme" / "mine", SHAPES)
+    catalogue = Catalogue({"chat": folder})
+    common, mine = (catalogue.find(name, "acme") for name in ("good", "mine"))
+    assert common and mine
+    shared, own = store.publish(common, RULES), store.publish(mine, RULES)
+    assert own.digest == shared.digest
+    assert (shared.path.parent, own.path.parent) == (copies, copies / "@acme")
+    assert store.publish(mine, RULES) == own
+    assert tenant_folders.remove((str(copies), str(copies / ".none")), "acme", time.time()) == 1
+    assert shared.path.is_dir() and not own.path.parent.exists() and mine.path.is_dir()
+    assert not list(copies.glob(".removing*"))
+    again = store.publish(mine, RULES)
+    assert again == own and own.path.is_dir(), "the tenant has come again"
+    assert tenant_folders.remove((str(copies),), "acme", time.time() - 3_600) == 0
+    assert tenant_folders.remove((str(copies),), "../store/@acme", time.time()) == 0
+    assert own.path.is_dir()
+
+
+@pytest.mark.spec("F2")
+def test_longest_unused_copy_leaves_first_whosever_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    write(folder / "@acme" / "mine", SHAPES)
+    write(folder / "good", SHAPES, rank=4)
+    catalogue = Catalogue({"chat": folder})
+    mine, good = catalogue.find("mine", "acme"), catalogue.find("good", "acme")
+    assert mine and good
+    store = Store(tmp_path / "store", max_bytes=good.size_bytes)
+    own = store.publish(mine, RULES)
+    assert store.publish(good, RULES).path.is_dir() and not own.path.exists()
 
 
 @pytest.mark.spec("F3", "E10")

@@ -17,7 +17,7 @@ from deployments.cli.top_rows import Choice
 from deployments.cli.top_screen import Screen
 from deployments.monitoring.followed import Followed
 from deployments.monitoring.story import event_row
-from deployments.monitoring.view import Facts, View, to_plain, view_of
+from deployments.monitoring.view import Facts, SlabRow, View, to_plain, view_of
 from tests.support.arbiter_states import Books
 from tests.support.scripted_front import ScriptedFront
 from tests.support.terminal import Terminal
@@ -109,6 +109,17 @@ def test_a_frame_says_what_the_view_says(view: View) -> None:
     assert queued == "1 next-chat-1 next-chat 700.0 MiB 2.0 s 4.0 s 2.0 s".split()
     leased = next(line for line in lines if line[:2] == ["training-1", "training"])
     assert leased[-2:] == ["2", "min"]
+
+
+@pytest.mark.spec("E1", "K4")
+def test_pool_has_a_row_for_each_slab(view: View) -> None:
+    assert "no engine keeps anything" in text(top_rows.pool(()).drawn())
+    row = SlabRow("n1/1", "kv", "chat/tiny", None, 3 << 20, 9 << 20, 7, 5, 2, "a1b2c3")
+    rows = (row, replace(row, slab="n1/2", ticket="tiny-1", namespace=""))
+    drawn = text(top_rows.chosen(replace(view, slabs=rows), [], Choice("pool"), NOW).drawn())
+    first, second = (line.split() for line in drawn.splitlines()[-2:])
+    assert first == "n1/1 kv chat/tiny idle a1b2c3 3.0 MiB 9.0 MiB 7 5 2".split()
+    assert second == "n1/2 kv chat/tiny tiny-1 - 3.0 MiB 9.0 MiB 7 5 2".split()
 
 
 @pytest.mark.spec("K4")
@@ -266,6 +277,8 @@ async def test_keys_change_tab_and_order_and_quit(view: View) -> None:
         assert screen.query_one(TabbedContent).active == "queue"
         assert first_cells(screen.query_one("#queue-rows", DataTable)) == ["1"]
         await pilot.press("tab", "tab")
+        assert screen.query_one(TabbedContent).active == "pool"
+        await pilot.press("tab")
         assert first_cells(screen.query_one("#events-rows", DataTable))[0].count(":") == 2
         await pilot.press("q")
     assert not screen.is_running

@@ -187,3 +187,17 @@ async def test_tenants_adapter_of_the_same_name_is_another(
         await merge(residency, of)
         assert of.served_by("a:x", "acme") == "a"
         assert of.served_by("a:x", "default") == COPY
+
+
+@pytest.mark.spec("E6")
+async def test_copy_of_a_removed_tenants_adapter_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with merging_holder(tmp_path, monkeypatch) as (residency, of, _, _):
+        write(tmp_path / "in" / "@default" / "x", SHAPES)
+        await merge(residency, of)
+        of.forget_tenant("other")
+        assert serve(of, "x") == [COPY]
+        of.forget_tenant("default")
+        assert serve(of, "x") == ["a"]
+        await until(lambda: COPY not in residency.models)

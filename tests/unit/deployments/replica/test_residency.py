@@ -555,3 +555,25 @@ async def test_end_of_a_replaced_engine_does_not_affect_its_successor() -> None:
         assert held.state is HolderState.CLOSED and arbiter.told[-1] == ev.Released(ticket, "lost")
         old.cut()
         await old.closed()
+
+
+@pytest.mark.spec("E6")
+async def test_engines_are_told_of_removed_tenants_and_of_changed_caps() -> None:
+    def capped(part: float) -> dict[str, Any]:
+        return TABLE | {"arbiter": {"tenants": {"acme": {"slab": part}}}}
+
+    async with holder(loaded=False) as (residency, _, engine):
+        waiting = asyncio.ensure_future(use(residency))
+        await until(lambda: engine.asked_if_ready)
+        residency._obey(messages.ConfigChanged(capped(0.5)))
+        assert not engine.told, "it has no slab yet"
+        engine.loaded.set()
+        engine.answer.set()
+        await waiting
+        await until(lambda: engine.told == [{"caps": {"acme": 0.5}}])
+        residency._obey(messages.ConfigChanged(capped(0.25)))
+        residency._obey(messages.ConfigChanged(capped(0.25)))
+        residency._obey(messages.ForgetTenantCommand("acme"))
+        await until(lambda: len(engine.told) == 3)
+        assert {"caps": {"acme": 0.25}} in engine.told and {"tenant": "acme"} in engine.told
+        assert "/control/forget_tenant" in engine.acts
