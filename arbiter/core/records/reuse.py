@@ -112,7 +112,12 @@ class ReuseLearner:
             self._turn = (self._turn + 1) % len(self._order)
             other = self._order[self._turn]
             uses = self._models[other]
-            if other == name or not self._may_ask(uses):
+            if uses.asked_at is not None:
+                is_open = uses.answered_at is None and self.clock - uses.asked_at < ANSWERED_AFTER
+                if is_open or other == name:
+                    continue
+                self._learn(uses)  # a use after it, or silence that has lasted, is the answer
+            elif other == name:
                 continue
             uses.asked_at, uses.asked = self.clock, self._features(other, uses, counts(other))
             asked_count += 1
@@ -144,15 +149,20 @@ class ReuseLearner:
         """Moves the clock on: bytes of a load by all bytes that can be lent."""
         self.clock += turnovers
 
-    def forget(self, name: ModelName) -> None:
-        """Forgets a model; what was learned from it stays in the weights."""
-        if self._models.pop(name, None) is None:
+    def forget(self, *names: ModelName) -> None:
+        """Forgets models, in one pass over all of them; what was learned from them stays in the
+        weights."""
+        gone = self._models.keys() & names
+        if not gone:
             return
-        self._order.remove(name)
-        self._turn %= max(1, len(self._order))
+        self._models = {name: uses for name, uses in self._models.items() if name not in gone}
         for uses in self._models.values():
-            uses.followers.pop(name, None)
-        self._recent = [recent for recent in self._recent if recent != name]
+            for name in gone & uses.followers.keys():
+                del uses.followers[name]
+        self._order = list(self._models)
+        if self._turn >= len(self._order):
+            self._turn = 0
+        self._recent = [name for name in self._recent if name not in gone]
         self._note_leaders()
 
     # -- what follows --------------------------------------------------------------------------
@@ -192,15 +202,6 @@ class ReuseLearner:
         )
 
     # -- learning ------------------------------------------------------------------------------
-
-    def _may_ask(self, uses: ModelUses) -> bool:
-        """Says whether no question about a model is open; silence that has lasted answers it."""
-        if uses.asked_at is None:
-            return True
-        if uses.answered_at is None and self.clock - uses.asked_at < ANSWERED_AFTER:
-            return False
-        self._learn(uses)
-        return True
 
     def _learn(self, uses: ModelUses) -> None:
         """Closes the question about a model with one step of Bayesian logistic regression (the
