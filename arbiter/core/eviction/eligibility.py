@@ -7,7 +7,7 @@ just declined.
 from collections.abc import Callable
 from enum import Enum, auto
 
-from arbiter.core.eviction.ranking import effective_priority
+from arbiter.core.eviction.ranking import MAY_LEAVE, effective_priority
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
@@ -38,7 +38,7 @@ class Obstacle(Enum):
 def is_evictable(state: CoreState, entry: Ticket) -> bool:
     """Says whether a ticket may be revoked at all now, whatever for."""
     return (
-        entry.state in (State.RESIDENT, State.ASLEEP)
+        entry.state in MAY_LEAVE
         and not entry.pinned
         and (entry.lease is None or entry.lease.terms.preemptible)
         and not (entry.state is State.ASLEEP and state.floor_of(entry.model_name) is Floor.HOST)
