@@ -7,7 +7,7 @@ bypass it so often and for so long; then it is *aged*, and stands before all tha
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from arbiter.core.types import ModelName, Priority
 from arbiter.core.view import Key, QueuedRequest
@@ -212,7 +212,7 @@ class RequestQueue:
     def raise_priority(self, ticket: TicketId, priority: Priority) -> None:
         """Moves a ticket up, because a more urgent request waits for it too."""
         waiting = self._waiting[ticket]
-        self._change(waiting, replace(waiting.request, priority=priority))
+        self._change(waiting, waiting.request._replace(priority=priority))
 
     def extend_deadline(self, ticket: TicketId, deadline: Instant | None) -> None:
         """Lets a ticket wait until this deadline if that is later, because another request waits
@@ -233,7 +233,7 @@ class RequestQueue:
             for ticket in list(self._of_model.get(model, ())):
                 waiting = self._waiting[ticket]
                 if waiting.node == node and not waiting.request.is_asleep:
-                    self._change(waiting, replace(waiting.request, is_warm=is_warm))
+                    self._change(waiting, waiting.request._replace(is_warm=is_warm))
 
     def count_bypasses(self, bypassed: list[QueueEntry], most_count: int) -> bool:
         """Counts for each of these that a later ticket was granted first; at `most_count` a ticket

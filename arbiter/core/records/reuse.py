@@ -107,22 +107,23 @@ class ReuseLearner:
         for a in PLACES:
             if self._covariance[a][a] < self._doubt[a] ** 2:
                 self._covariance[a][a] += DRIFT
+        count, first = len(self._order), self._turn + 1
         asked_count = 0
-        for _ in range(min(TRIES_COUNT, len(self._order))):
-            self._turn = (self._turn + 1) % len(self._order)
-            other = self._order[self._turn]
+        for turn in range(first, first + min(TRIES_COUNT, count)):
+            other = self._order[turn % count]
             uses = self._models[other]
             if uses.asked_at is not None:
                 is_open = uses.answered_at is None and self.clock - uses.asked_at < ANSWERED_AFTER
                 if is_open or other == name:
                     continue
-                self._learn(uses)  # a use after it, or silence that has lasted, is the answer
+                self._learn(uses)  # a request for it, or silence that has lasted, is the answer
             elif other == name:
                 continue
             uses.asked_at, uses.asked = self.clock, self._features(other, uses, counts(other))
             asked_count += 1
             if asked_count == LOOKS_COUNT:
                 break
+        self._turn = turn % count
 
     def used(self, name: ModelName, times_count: int) -> None:
         """Counts uses of a model at the present turnover."""
