@@ -38,8 +38,7 @@ class Candidate(NamedTuple):
 
 
 class Price(NamedTuple):
-    """Says what losing a candidate costs. A named tuple, as each of what a decision makes several of;
-    only its fields are read. Ranks come first and are compared one by one; within one
+    """Says what losing a candidate costs. Ranks come first and are compared one by one; within one
     rank costs add up over the victims of one eviction."""
 
     rank: Key = ()

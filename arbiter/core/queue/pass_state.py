@@ -18,7 +18,7 @@ from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import compute_books, on_demand_of
 from arbiter.core.types import Priority
-from arbiter.units import Bytes, DeviceId, HolderId, TicketId
+from arbiter.units import Bytes, DeviceId
 
 
 @dataclass(frozen=True, slots=True)

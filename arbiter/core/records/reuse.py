@@ -11,7 +11,7 @@ use or a load takes the same time however many models there are.
 out; half and double of them change the gap closed there by 0.01 (docs/benchmarks.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import exp, isfinite, log
 from operator import mul
@@ -112,13 +112,16 @@ class ReuseLearner:
         for turn in range(first, first + min(TRIES_COUNT, count)):
             other = self._order[turn % count]
             uses = self._models[other]
-            if uses.asked_at is not None:
-                is_open = uses.answered_at is None and self.clock - uses.asked_at < ANSWERED_AFTER
-                if is_open or other == name:
-                    continue
-                self._learn(uses)  # a request for it, or silence that has lasted, is the answer
-            elif other == name:
+            asked_at = uses.asked_at
+            is_open = (
+                asked_at is not None
+                and uses.answered_at is None
+                and self.clock - asked_at < ANSWERED_AFTER
+            )
+            if is_open or other == name:
                 continue
+            if asked_at is not None:  # a request for it, or silence that has lasted, answers
+                self._learn(uses)
             uses.asked_at, uses.asked = self.clock, self._features(other, uses, counts(other))
             asked_count += 1
             if asked_count == LOOKS_COUNT:
@@ -242,15 +245,20 @@ class ReuseLearner:
 
     # -- across restarts -----------------------------------------------------------------------
 
-    def export(self) -> dict[str, Any]:
-        """Returns all of it as plain values; `restore` reads them back."""
+    def __iter__(self) -> Iterator[ModelName]:
+        return iter(self._order)
+
+    def export(self, names: Iterable[ModelName] | None = None) -> dict[str, Any]:
+        """Returns all of it as plain values, of models those that are named; `restore` reads them
+        back."""
+        named = self._order if names is None else [name for name in names if name in self._models]
         return {
             "clock": self.clock,
             "turn": self._turn,
             "weights": list(self._weights),
             "covariance": [list(row) for row in self._covariance],
             "recent": [list(name) for name in self._recent],
-            "models": [_row(name, self._models[name]) for name in self._order],
+            "models": [_row(name, self._models[name]) for name in named],
         }
 
     def restore(self, exported: dict[str, Any]) -> None:
