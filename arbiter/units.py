@@ -1,6 +1,8 @@
 """Types that carry units, and names that all layers use. Every size is an int of bytes, every time
 an int of nanoseconds."""
 
+import operator
+from collections.abc import Callable
 from enum import StrEnum
 from typing import NewType
 
@@ -46,9 +48,9 @@ MILLISECOND = Span(1_000_000)
 SECOND = Span(1_000_000_000)
 
 
-def after(start: Instant, span: Span) -> Instant:
-    """Returns the instant a span after another, on the same clock."""
-    return Instant(start + span)
+# Returns the instant a span after another, on the same clock. The sum of C, because one decision of
+# the core makes eighty, and a function of Python around it takes three times as long.
+after: Callable[[Instant, Span], Instant] = operator.add
 
 
 def since(start: Instant, now: Instant) -> Span:

@@ -16,7 +16,7 @@ The rules stand in folders by subject: `queue/` (admission, grants, placement), 
 `tickets/` (loads, reclaim, leases, quotas); `records/` holds their data, `state.py` all of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import singledispatch
 from typing import Any
 
@@ -219,10 +219,15 @@ class Arbiter:
         """Returns rows of capability, model and floor; `restore_floors` reads them back."""
         return [[*name, floor.value] for name, floor in sorted(self._state.floors.items())]
 
-    def export_usage(self) -> dict[str, Any]:
+    @property
+    def used_models(self) -> list[types.ModelName]:
+        """Returns the models of which `export_usage` has anything, the first used first."""
+        return self._state.used_models()
+
+    def export_usage(self, names: Sequence[types.ModelName] | None = None) -> dict[str, Any]:
         """Returns how often, at which hours and after which others models are used (C11), as plain
-        values; `restore_usage` reads them back."""
-        return self._state.export_usage()
+        values; of these models only, where they are named. `restore_usage` reads them back."""
+        return self._state.export_usage(names)
 
     def restore_usage(self, exported: dict[str, Any]) -> None:
         """Takes back the values of `export_usage`."""

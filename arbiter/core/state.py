@@ -5,8 +5,9 @@ The rules are functions over a CoreState, one file per idea. They read it, move 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from arbiter.core import events as ev
@@ -219,19 +220,29 @@ class CoreState:
 
     # -- across restarts -----------------------------------------------------------------------
 
-    def export_usage(self) -> dict[str, Any]:
+    def used_models(self) -> list[types.ModelName]:
+        """Returns the models of whose uses anything is known, the first used first."""
+        kept = self.reuse, self.rates, self.lasting_rates, self.hours, self.transition_counts
+        return list(dict.fromkeys(chain(*kept)))
+
+    def export_usage(self, names: Sequence[types.ModelName] | None = None) -> dict[str, Any]:
         """Returns what uses of models have taught, as plain values: rates, hours of the day, and
-        what follows what (C11). Instants are of the machine's clock, which outlives this
-        process."""
-        followed = self.transition_counts.items()
+        what follows what (C11); of these models only, where they are named. Instants are of the
+        machine's clock, which outlives this process."""
+        named = self.used_models() if names is None else names
+        followed = ((name, self.transition_counts.get(name)) for name in named)
         return {
             "version": USAGE_VERSION,
             "exported_ns": self.now,
-            "rates": self.rates.export(),
-            "lasting_rates": self.lasting_rates.export(),
-            "hours": self.hours.export(),
-            "reuse": self.reuse.export(),
-            "followers": [[*n, [[*f, count] for f, count in of.items()]] for n, of in followed],
+            "rates": self.rates.export(named),
+            "lasting_rates": self.lasting_rates.export(named),
+            "hours": self.hours.export(named),
+            "reuse": self.reuse.export(names),
+            "followers": [
+                [*name, [[*follower, count] for follower, count in counts.items()]]
+                for name, counts in followed
+                if counts is not None
+            ],
         }
 
     def restore_usage(self, exported: dict[str, Any]) -> None:

@@ -37,8 +37,7 @@ class Candidate(NamedTuple):
     evict_cost_s: float = 0.0  # what losing it costs beside the reload, by its role
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
+class Price(NamedTuple):
     """Says what losing a candidate costs. Ranks come first and are compared one by one; within one
     rank costs add up over the victims of one eviction."""
 
@@ -47,8 +46,7 @@ class Price:
     why: object = None  # what the cost comes from; explain shows it with `str`
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedRequest:
+class QueuedRequest(NamedTuple):
     """Describes a ticket in the queue."""
 
     ticket: TicketId
@@ -60,8 +58,7 @@ class QueuedRequest:
     virtual_start_bytes: Bytes = Bytes(0)  # what its tenant had asked for before: least goes first
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementOption:
+class PlacementOption(NamedTuple):
     """Describes a device that a ticket could go to, because its budget holds it."""
 
     device: DeviceId

@@ -48,6 +48,9 @@ CREATE TABLE IF NOT EXISTS remote_reserved (
     id TEXT PRIMARY KEY, day TEXT NOT NULL, tenant TEXT NOT NULL, remote TEXT NOT NULL,
     tokens INTEGER NOT NULL, micros INTEGER NOT NULL) STRICT;
 """
+_USAGE = """
+SELECT value FROM session_facts WHERE session = ? AND (name = 'usage' OR name LIKE 'usage %')
+ORDER BY CAST(substr(name, 7) AS INTEGER)"""
 # What unpickling a configuration can raise though its code is the same (pickle's documentation:
 # "other exceptions may also be raised, including (but not necessarily limited to)" these).
 _STALE = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, IndexError, TypeError)
@@ -197,12 +200,19 @@ class Store:
         return self._save_fact("accounts", json.dumps(rows).encode())
 
     def usage(self) -> Any:
-        """How the models of this session were used, as last saved."""
-        return json.loads(self._fact("usage") or b"null")
+        """How the models of this session were used, as last saved; None when it never was."""
+        return _joined([json.loads(row[0]) for row in self._read(_USAGE, self._session)])
 
-    def save_usage(self, exported: Any) -> bool:
-        """False: it could not be written."""
-        return self._save_fact("usage", json.dumps(exported).encode())
+    def save_usage(self, part: int, exported: Any) -> bool:
+        """Saves what was exported of some models, as one part. False: it could not be written."""
+        return self._save_fact(f"usage {part}" if part else "usage", json.dumps(exported).encode())
+
+    def drop_usage_from(self, part: int) -> bool:
+        """Removes the parts from this number on: there are fewer than before. False: it could not
+        be written."""
+        beyond = "name LIKE 'usage %' AND CAST(substr(name, 7) AS INTEGER) >= ?"
+        delete = f"DELETE FROM session_facts WHERE session = ? AND {beyond}"
+        return self._write(delete, self._session, part)
 
     def configuration(self) -> Configuration | None:
         """None when none was saved, or by other code: a pickle has its fields by place, so one of
@@ -365,6 +375,26 @@ def learned_rows(path: Path) -> list[Plain]:
             db.close()
     except sqlite3.Error:
         return []
+
+
+def _joined(parts: list[Any]) -> Any:
+    """All parts of an export of usage as one. They were saved one after the other, so a model may
+    be in none of them or in two, and its last use may be later than the clock of the first part."""
+    if not parts:
+        return None
+    whole, *others = parts
+    for part in others:
+        whole["exported_ns"] = max(whole["exported_ns"], part["exported_ns"])
+        whole["hours"]["days"] += part["hours"]["days"]
+        whole["reuse"]["models"] += part["reuse"]["models"]
+        for name in ("rates", "lasting_rates", "followers"):
+            whole[name] += part[name]
+    if others:
+        reuse = whole["reuse"]
+        known = {(capability, model) for capability, model, *_ in reuse["models"]}
+        reuse["recent"] = [name for name in reuse["recent"] if tuple(name) in known]
+        reuse["clock"] = max([reuse["clock"], *(last for _, _, _, last, *_ in reuse["models"])])
+    return whole
 
 
 def _key(row: Plain) -> tuple[str, str, str]:

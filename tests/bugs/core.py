@@ -348,7 +348,7 @@ BUGS = [
         "spec is None or not spec.is_external",
         "True"),
     Bug("what was removed is remembered", "arbiter/core/residency/floors.py", "forget_removed",
-        "state.estimates.forget_model(name)",
+        "state.estimates.forget_model(*gone)",
         ""),
     Bug("the oversized loads beside others", "arbiter/core/eviction/oversize.py", "evict_all_idle",
         "left = [e for e in book.entries.values() if _returning_bytes(e)]",

@@ -7,7 +7,7 @@ just declined.
 from collections.abc import Callable
 from enum import Enum, auto
 
-from arbiter.core.eviction.ranking import effective_priority
+from arbiter.core.eviction.ranking import MAY_LEAVE, effective_priority
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
@@ -38,7 +38,7 @@ class Obstacle(Enum):
 def is_evictable(state: CoreState, entry: Ticket) -> bool:
     """Says whether a ticket may be revoked at all now, whatever for."""
     return (
-        entry.state in (State.RESIDENT, State.ASLEEP)
+        entry.state in MAY_LEAVE
         and not entry.pinned
         and (entry.lease is None or entry.lease.terms.preemptible)
         and not (entry.state is State.ASLEEP and state.floor_of(entry.model_name) is Floor.HOST)
@@ -177,16 +177,16 @@ def min_residency_ends(state: CoreState, entry: Ticket) -> Instant:
     settings = state.settings
     load = entry.load
     assert load is not None  # not by `last_load`: asked of each candidate
-    in_loads = Span(int(load.took * _residency_loads(state, entry)))
-    at_least = max(settings.min_residency, min(in_loads, settings.min_residency_most))
-    return after(load.resident_since, at_least)
+    loads = _residency_loads(state, entry) if state.loading_much else settings.min_residency_loads
+    stays = min(int(load.took * loads), settings.min_residency_most)
+    return after(load.resident_since, Span(max(settings.min_residency, stays)))
 
 
 def _residency_loads(state: CoreState, entry: Ticket) -> float:
     """Returns for how many times its load a model stays. Where a device spends too much of its time
     loading (C13), as many as keep the share of loads within the bound."""
     usual = state.settings.min_residency_loads
-    if not state.loading_much or not any(d in state.loading_much for d in entry.home):
+    if not any(d in state.loading_much for d in entry.home):
         return usual
     return max(usual, 1.0 / state.settings.loading_most_fraction - 1.0)
 
@@ -223,5 +223,7 @@ def collation_bound(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant
 def pause_ends(state: CoreState, entry: Ticket) -> Instant:
     """Returns until when an idle resident may be expected to be asked again (C13)."""
     settings = state.settings
-    pause = min(entry.last_load.took, settings.collate_pause_most)
+    load = entry.load
+    assert load is not None  # as above
+    pause = min(load.took, settings.collate_pause_most)
     return after(entry.last_used, max(settings.collate_pause, pause))

@@ -20,6 +20,9 @@ from arbiter.core.types import Priority
 from arbiter.core.view import Candidate, Key, Price
 from arbiter.units import SECOND, Instant, Span, TicketId, after, since
 
+# In no other state is a ticket a victim (eligibility.is_evictable), so it is priced only for a
+# reader that wants all: a victim that drains and the load in its place would cost 10 us each.
+MAY_LEAVE = (State.RESIDENT, State.ASLEEP)  # compared, not hashed
 SWEPT_COUNT = 4  # priced again with a sweep, 6 us each
 # Until then rates drift by less than a thousandth: a look soon after another is free.
 SWEPT_EVERY = SECOND
@@ -36,7 +39,7 @@ class Ranking:
 
     def __init__(self, evict: Callable[[Candidate], Price]) -> None:
         self.evict = evict  # whose order it is
-        self._options: dict[TicketId, PricedVictim] = {}
+        self._options: dict[TicketId, PricedVictim | None] = {}  # None: not priced, it stays anyway
         self._order: list[Key] = []  # their places; each ends with its ticket
         self._turn: list[TicketId] = []  # whose turn it is to be priced again
         self._fading = Timers()
@@ -81,19 +84,26 @@ class Ranking:
         entry = book.entries.get(ticket)
         if entry is None:
             return
-        self._options[ticket] = priced = price_victim(state, book, entry)
-        insort(self._order, priced.place)
+        self._options[ticket] = None
+        if entry.state in MAY_LEAVE:
+            self._price(state, book, entry)
         fades_at = priority_fades_at(state, entry)
         if fades_at is not None and fades_at > state.now:
             self._fading.set(("ticket", ticket), fades_at)
 
-    def all(self) -> Iterator[PricedVictim]:
-        """Yields all victims, cheapest first."""
-        return (self._options[place[-1]] for place in self._order)
+    def _price(self, state: CoreState, book: DeviceAccount, entry: Ticket) -> None:
+        self._options[entry.ticket] = priced = price_victim(state, book, entry)
+        insort(self._order, priced.place)
+
+    def all(self, state: CoreState, book: DeviceAccount) -> Iterator[PricedVictim]:
+        """Yields all tickets charged on the device, cheapest first."""
+        for ticket in [ticket for ticket, option in self._options.items() if option is None]:
+            self._price(state, book, book.entries[ticket])
+        return self._at(0, len(self._order))
 
     def no_more_urgent(self, urgent: Priority) -> Iterator[PricedVictim]:
-        """Yields victims without those that are more urgent than `urgent`: the idle, those in use,
-        and then all for which a request waits, because there the queue decides."""
+        """Yields all that may leave but those that are more urgent than `urgent`: the idle, those
+        in use, and then all for which a request waits, because there the queue decides."""
         return chain(
             self._between((False, False), (False, False, 1 - urgent)),
             self._between((False, True), (False, True, 1 - urgent)),
@@ -101,8 +111,13 @@ class Ranking:
         )
 
     def _between(self, low: Key, high: Key) -> Iterator[PricedVictim]:
-        for at in range(bisect_left(self._order, (low,)), bisect_left(self._order, (high,))):
-            yield self._options[self._order[at][-1]]
+        return self._at(bisect_left(self._order, (low,)), bisect_left(self._order, (high,)))
+
+    def _at(self, first: int, end: int) -> Iterator[PricedVictim]:
+        for at in range(first, end):
+            option = self._options[self._order[at][-1]]
+            assert option is not None
+            yield option
 
 
 def ranking(state: CoreState, book: DeviceAccount) -> Ranking:
@@ -117,14 +132,15 @@ def ranking(state: CoreState, book: DeviceAccount) -> Ranking:
 
 def ranked_victims(state: CoreState, book: DeviceAccount) -> Iterator[tuple[Ticket, PricedVictim]]:
     """Yields all tickets charged on a device, lawful or not, with their prices."""
-    return ((book.entries[o.ticket], o) for o in ranking(state, book).all())
+    options = ranking(state, book).all(state, book)
+    return ((book.entries[option.ticket], option) for option in options)
 
 
 def victims_no_more_urgent(
     state: CoreState, book: DeviceAccount, urgent: Priority
 ) -> Iterator[PricedVictim]:
     """Yields the priced tickets of a device that may have to yield to a request so urgent, lawful
-    or not."""
+    or not. None that loads or leaves is among them."""
     return ranking(state, book).no_more_urgent(urgent)
 
 

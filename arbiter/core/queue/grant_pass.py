@@ -106,8 +106,9 @@ def _set_next_pass(state: CoreState, pass_: GrantPass) -> None:
             moments.append(after(state.now, Span(SECOND)))
             continue
         for entry in book.entries.values():
-            fades_at = priority_fades_at(state, entry) or state.now
-            moments += (min_residency_ends(state, entry), entry.declined_until, fades_at)
+            moments.append(min_residency_ends(state, entry))
+            moments.append(entry.declined_until)
+            moments.append(priority_fades_at(state, entry) or state.now)
     moments += _collations_end(state, pass_)
     if later := [at for at in moments if at > state.now]:
         state.timers.set(("queue", pass_.node.node), min(later))
@@ -124,9 +125,13 @@ def _collations_end(state: CoreState, pass_: GrantPass) -> Iterator[Instant]:
         for entry in islice(book.entries.values(), SCANNED_COUNT)
         if entry.state is State.RESIDENT
     ]
-    yield from (pause_ends(state, entry) for entry in residents if not entry.inflight)
+    for entry in residents:
+        if not entry.inflight:
+            yield pause_ends(state, entry)
     models = {entry.model_name for entry in residents}
-    for waiting in state.queue.first(pass_.node.node, SCANNED_COUNT):
+    left = state.trades.left_models
+    queued = state.queue.first(pass_.node.node, SCANNED_COUNT)
+    for waiting in [waiting for waiting in queued if waiting.model in left]:
         came = state.trades.came_among(waiting.model, models, state.now)
         asker = state.ledger.find(waiting.request.ticket) if came else None
         if asker is not None:

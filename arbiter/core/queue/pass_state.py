@@ -18,7 +18,7 @@ from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import compute_books, on_demand_of
 from arbiter.core.types import Priority
-from arbiter.units import Bytes, DeviceId, HolderId, TicketId
+from arbiter.units import Bytes, DeviceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,29 +116,26 @@ class GrantPass:
 
 def count_bypasses(state: CoreState, pass_: GrantPass, sequence: int, home: Sizes) -> None:
     """Counts a bypass for tickets that asked before the granted one and could have used these
-    bytes. The queue may be long, so what most of them need not be asked is asked last."""
+    bytes. The queue may be long, so each holder is asked for once, and each ticket for little."""
+    node = pass_.node.node
     most = max(on_demand_of(state.ledger.books[d]) for d in home)
-    silent: dict[HolderId, bool] = {}  # each holder is asked for once
-    bypassed = []
-    for other in state.queue.at(pass_.node.node):
-        request = other.request
-        holder = other.holder
-        if holder not in silent:
-            silent[holder] = state.is_silent(holder)
-        if request.sequence > sequence or other.is_aged or other.is_held or silent[holder]:
-            continue
-        is_plain = not (request.is_asleep or other.is_of_gang)
-        if other.need_bytes <= most if is_plain else _could_use(state, request.ticket, home, most):
-            bypassed.append(other)
+    heard = {h for h in state.queue.stats(node).holders if not state.is_silent(h)}
+    bypassed = [
+        other
+        for other in state.queue.at(node)
+        if other.request.sequence <= sequence
+        and not (other.is_aged or other.is_held)
+        and other.holder in heard
+        and (other.need_bytes <= most if other.is_plain else _could_use(state, other, home, most))
+    ]
     if state.queue.count_bypasses(bypassed, state.settings.bypass_count):
         pass_.order_changed = True
 
 
-def _could_use(state: CoreState, ticket: TicketId, home: Sizes, most: Bytes) -> bool:
+def _could_use(state: CoreState, waiting: QueueEntry, home: Sizes, most: Bytes) -> bool:
     """Says whether an asleep ticket, or a member of a gang, could have used these bytes."""
-    entry = state.ledger.find(ticket)
-    waiting = state.queue.find(ticket)
-    assert entry is not None and waiting is not None
+    entry = state.ledger.find(waiting.request.ticket)
+    assert entry is not None
     if entry.state is State.ASLEEP:
         return bool(entry.home.keys() & home.keys())
     if entry.state is not State.QUEUED or gangs.members(state, entry) is None:

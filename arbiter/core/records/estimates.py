@@ -334,13 +334,15 @@ class Estimates:
         self._sleepless.discard(key)
         self.changes_count += 1
 
-    def forget_model(self, name: ModelName) -> None:
-        """Forgets what was learned of a model under any settings."""
+    def forget_model(self, *names: ModelName) -> None:
+        """Forgets what was learned of models under any settings, in one pass over all keys."""
+        gone = set(names)
         tables = (self._peak, self._corrected, self._loads, self._wakes, self._sleepless)
         known = {k for table in (*tables, self._runs) for k in table}
-        for key in [k for k in known if k.name == name]:
+        for key in [k for k in known if k.name in gone]:
             self.forget(key)
-        self._slowest.pop(name, None)
+        for name in gone:
+            self._slowest.pop(name, None)
         self.changes_count += 1
 
     # -- across restarts -----------------------------------------------------------------------

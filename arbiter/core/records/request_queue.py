@@ -7,7 +7,7 @@ bypass it so often and for so long; then it is *aged*, and stands before all tha
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from arbiter.core.types import ModelName, Priority
 from arbiter.core.view import Key, QueuedRequest
@@ -28,7 +28,7 @@ class QueueEntry:
     node: NodeId
     deadline: Instant | None
     holder: HolderId = NO_HOLDER
-    is_of_gang: bool = False
+    is_plain: bool = True  # a new load that is of no gang
     is_first: bool = False  # of `arbiter free`
     predicted_at: Instant | None = None  # when it was expected to serve, as it joined
     bypassed_count: int = 0
@@ -65,11 +65,16 @@ class QueueStats:
     known_count: int = 0  # whose need is known by that version
     least_bytes: Bytes = Bytes(0)  # none of those needs less
     quota_groups: Counter[str] = field(default_factory=Counter)
+    holders: dict[HolderId, int] = field(default_factory=dict)  # and how many of these are theirs
 
     def count(self, waiting: QueueEntry, more: int) -> None:
         """Counts a ticket that joins (1) or leaves (-1)."""
         self.urgencies[urgency_of(waiting.request)] += more
         self.quota_groups[waiting.quota_group] += more
+        if theirs := self.holders.get(waiting.holder, 0) + more:
+            self.holders[waiting.holder] = theirs
+        else:
+            del self.holders[waiting.holder]
         if waiting.version == self.version:
             self.known_count += more
             self.least_bytes = min(self.least_bytes, waiting.need_bytes)
@@ -107,7 +112,7 @@ class RequestQueue:
     def __init__(self, place_of: Callable[[QueuedRequest], Key]) -> None:
         self._place_of = place_of
         self._waiting: dict[TicketId, QueueEntry] = {}
-        self._order: dict[NodeId, list[tuple[Key, TicketId]]] = {}
+        self._order: dict[NodeId, list[tuple[Key, TicketId, QueueEntry]]] = {}  # no two tickets tie
         self._walked: set[NodeId] = set()  # see walk
         self._stats: dict[NodeId, QueueStats] = {}
         self._of_model: dict[ModelName, dict[TicketId, None]] = {}
@@ -152,7 +157,7 @@ class RequestQueue:
             node,
             deadline,
             holder,
-            is_of_gang,
+            not (is_asleep or is_of_gang),
             is_first,
             quota_group=quota_group,
         )
@@ -180,7 +185,7 @@ class RequestQueue:
         request = waiting.request
         place = (request.asked, request.sequence) if waiting.is_aged else self._place_of(request)
         waiting.key = (not waiting.is_first, not waiting.is_aged, *place)
-        insort(self._own_order(waiting.node), (waiting.key, request.ticket))
+        insort(self._own_order(waiting.node), (waiting.key, request.ticket, waiting))
         if waiting.node not in self._stats:
             self._stats[waiting.node] = QueueStats()
         self._stats[waiting.node].count(waiting, 1)
@@ -194,7 +199,7 @@ class RequestQueue:
             del self._order[waiting.node], self._stats[waiting.node]
         self.dirty.add(waiting.node)
 
-    def _own_order(self, node: NodeId) -> list[tuple[Key, TicketId]]:
+    def _own_order(self, node: NodeId) -> list[tuple[Key, TicketId, QueueEntry]]:
         """Returns a node's order to be changed: a copy while it is being walked."""
         order = self._order.setdefault(node, [])
         if node in self._walked:
@@ -207,7 +212,7 @@ class RequestQueue:
     def raise_priority(self, ticket: TicketId, priority: Priority) -> None:
         """Moves a ticket up, because a more urgent request waits for it too."""
         waiting = self._waiting[ticket]
-        self._change(waiting, replace(waiting.request, priority=priority))
+        self._change(waiting, waiting.request._replace(priority=priority))
 
     def extend_deadline(self, ticket: TicketId, deadline: Instant | None) -> None:
         """Lets a ticket wait until this deadline if that is later, because another request waits
@@ -228,7 +233,7 @@ class RequestQueue:
             for ticket in list(self._of_model.get(model, ())):
                 waiting = self._waiting[ticket]
                 if waiting.node == node and not waiting.request.is_asleep:
-                    self._change(waiting, replace(waiting.request, is_warm=is_warm))
+                    self._change(waiting, waiting.request._replace(is_warm=is_warm))
 
     def count_bypasses(self, bypassed: list[QueueEntry], most_count: int) -> bool:
         """Counts for each of these that a later ticket was granted first; at `most_count` a ticket
@@ -266,7 +271,7 @@ class RequestQueue:
 
     def at(self, node: NodeId) -> list[QueueEntry]:
         """Returns the entries of a node, first to last."""
-        return [self._waiting[ticket] for _, ticket in self._order.get(node, ())]
+        return [waiting for _, _, waiting in self._order.get(node, ())]
 
     def walk(self, node: NodeId) -> Iterator[QueueEntry]:
         """Yields the entries of a node as they stand when the walk begins; an entry that has left
@@ -275,7 +280,7 @@ class RequestQueue:
         is_first = node not in self._walked
         self._walked.add(node)
         try:
-            for _, ticket in self._order.get(node, ()):
+            for _, ticket, _ in self._order.get(node, ()):
                 if waiting := self._waiting.get(ticket):
                     yield waiting
         finally:
@@ -288,7 +293,7 @@ class RequestQueue:
 
     def first(self, node: NodeId, count: int) -> list[QueueEntry]:
         """Returns the first entries of a node, at most `count`."""
-        return [self._waiting[ticket] for _, ticket in self._order.get(node, [])[:count]]
+        return [waiting for _, _, waiting in self._order.get(node, [])[:count]]
 
     def ahead_count(self, waiting: QueueEntry) -> int:
         """Returns how many tickets stand before this entry on its node."""
@@ -314,7 +319,7 @@ class RequestQueue:
 
     def tickets(self) -> list[TicketId]:
         """Returns all queued tickets, first to last as if they stood in one queue."""
-        return [t for _, t in sorted(row for order in self._order.values() for row in order)]
+        return [t for _, t, _ in sorted(row for order in self._order.values() for row in order)]
 
     @property
     def nodes(self) -> list[NodeId]:

@@ -11,7 +11,7 @@ use or a load takes the same time however many models there are.
 out; half and double of them change the gap closed there by 0.01 (docs/benchmarks.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import exp, isfinite, log
 from operator import mul
@@ -107,17 +107,26 @@ class ReuseLearner:
         for a in PLACES:
             if self._covariance[a][a] < self._doubt[a] ** 2:
                 self._covariance[a][a] += DRIFT
+        count, first = len(self._order), self._turn + 1
         asked_count = 0
-        for _ in range(min(TRIES_COUNT, len(self._order))):
-            self._turn = (self._turn + 1) % len(self._order)
-            other = self._order[self._turn]
+        for turn in range(first, first + min(TRIES_COUNT, count)):
+            other = self._order[turn % count]
             uses = self._models[other]
-            if other == name or not self._may_ask(uses):
+            asked_at = uses.asked_at
+            is_open = (
+                asked_at is not None
+                and uses.answered_at is None
+                and self.clock - asked_at < ANSWERED_AFTER
+            )
+            if is_open or other == name:
                 continue
+            if asked_at is not None:  # a request for it, or silence that has lasted, answers
+                self._learn(uses)
             uses.asked_at, uses.asked = self.clock, self._features(other, uses, counts(other))
             asked_count += 1
             if asked_count == LOOKS_COUNT:
                 break
+        self._turn = turn % count
 
     def used(self, name: ModelName, times_count: int) -> None:
         """Counts uses of a model at the present turnover."""
@@ -144,15 +153,20 @@ class ReuseLearner:
         """Moves the clock on: bytes of a load by all bytes that can be lent."""
         self.clock += turnovers
 
-    def forget(self, name: ModelName) -> None:
-        """Forgets a model; what was learned from it stays in the weights."""
-        if self._models.pop(name, None) is None:
+    def forget(self, *names: ModelName) -> None:
+        """Forgets models, in one pass over all of them; what was learned from them stays in the
+        weights."""
+        gone = self._models.keys() & names
+        if not gone:
             return
-        self._order.remove(name)
-        self._turn %= max(1, len(self._order))
+        self._models = {name: uses for name, uses in self._models.items() if name not in gone}
         for uses in self._models.values():
-            uses.followers.pop(name, None)
-        self._recent = [recent for recent in self._recent if recent != name]
+            for name in gone & uses.followers.keys():
+                del uses.followers[name]
+        self._order = list(self._models)
+        if self._turn >= len(self._order):
+            self._turn = 0
+        self._recent = [name for name in self._recent if name not in gone]
         self._note_leaders()
 
     # -- what follows --------------------------------------------------------------------------
@@ -193,15 +207,6 @@ class ReuseLearner:
 
     # -- learning ------------------------------------------------------------------------------
 
-    def _may_ask(self, uses: ModelUses) -> bool:
-        """Says whether no question about a model is open; silence that has lasted answers it."""
-        if uses.asked_at is None:
-            return True
-        if uses.answered_at is None and self.clock - uses.asked_at < ANSWERED_AFTER:
-            return False
-        self._learn(uses)
-        return True
-
     def _learn(self, uses: ModelUses) -> None:
         """Closes the question about a model with one step of Bayesian logistic regression (the
         Laplace approximation of Spiegelhalter and Lauritzen 1990)."""
@@ -240,15 +245,20 @@ class ReuseLearner:
 
     # -- across restarts -----------------------------------------------------------------------
 
-    def export(self) -> dict[str, Any]:
-        """Returns all of it as plain values; `restore` reads them back."""
+    def __iter__(self) -> Iterator[ModelName]:
+        return iter(self._order)
+
+    def export(self, names: Iterable[ModelName] | None = None) -> dict[str, Any]:
+        """Returns all of it as plain values, of models those that are named; `restore` reads them
+        back."""
+        named = self._order if names is None else [name for name in names if name in self._models]
         return {
             "clock": self.clock,
             "turn": self._turn,
             "weights": list(self._weights),
             "covariance": [list(row) for row in self._covariance],
             "recent": [list(name) for name in self._recent],
-            "models": [_row(name, self._models[name]) for name in self._order],
+            "models": [_row(name, self._models[name]) for name in named],
         }
 
     def restore(self, exported: dict[str, Any]) -> None:

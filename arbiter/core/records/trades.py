@@ -65,9 +65,14 @@ class Trades:
         """Returns those of some models for which a model left lately. Asked of many tickets in the
         queue, nearly always in vain."""
         known = self._came.get(left)
-        if known is None or not (found := known.keys() & models):
+        if known is None or known.keys().isdisjoint(models):
             return set()
-        return {came for came in found if self.has_left_for(left, came, now)}
+        return {came for came in known.keys() & models if self.has_left_for(left, came, now)}
+
+    @property
+    def left_models(self) -> AbstractSet[ModelName]:
+        """Returns the models of which it is remembered that they left for another."""
+        return self._came.keys()
 
     # -- requests that give up and ask again ---------------------------------------------------
 

@@ -5,6 +5,7 @@ A use counts 1 and fades as exp(-age / window); the sum is what would be counted
 the rate stayed (an exponentially weighted Poisson rate times the window).
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import exp
 from typing import Any, NamedTuple
@@ -33,9 +34,14 @@ class UsageRates:
         """Forgets the uses of a model."""
         self._seen.pop(name, None)
 
-    def export(self) -> list[list[Any]]:
-        """Capability, model, uses, and the instant up to which those have faded."""
-        return [[*name, count, at] for name, (count, at) in self._seen.items()]
+    def __iter__(self) -> Iterator[ModelName]:
+        return iter(self._seen)
+
+    def export(self, names: Iterable[ModelName]) -> list[list[Any]]:
+        """Of those of these models that were used: capability, model, uses, and the instant up to
+        which those have faded."""
+        found = ((name, self._seen.get(name)) for name in names)
+        return [[*name, *seen] for name, seen in found if seen]
 
     def restore(self, rows: list[list[Any]]) -> None:
         """Takes back the rows of `export`."""
@@ -126,10 +132,14 @@ class HourlyUsage:
         """Forgets the uses of a model."""
         self._days.pop(name, None)
 
-    def export(self) -> dict[str, Any]:
-        """The hour it began in, and of each model: capability, model, hour, uses in that hour,
-        uses by hour of the day."""
-        days = [[*n, d.hours_count, d.open_count, list(d.counts)] for n, d in self._days.items()]
+    def __iter__(self) -> Iterator[ModelName]:
+        return iter(self._days)
+
+    def export(self, names: Iterable[ModelName]) -> dict[str, Any]:
+        """The hour it began in, and of those of these models that were used: capability, model,
+        hour, uses in that hour, uses by hour of the day."""
+        found = ((name, self._days.get(name)) for name in names)
+        days = [[*n, d.hours_count, d.open_count, list(d.counts)] for n, d in found if d]
         return {"began_hours": self._began, "days": days}
 
     def restore(self, exported: dict[str, Any]) -> None:

@@ -230,30 +230,38 @@ def is_known(state: CoreState, name: ModelName) -> bool:
 
 def forget_removed(state: CoreState) -> None:
     """Forgets what was learned of removed models whose last ticket is off the books."""
-    for name in list(state.removing):
-        if _entries(state, name):
-            continue
+    if not state.removing:
+        return
+    held = {entry.model_name for entry in state.ledger.entries() if not entry.lease}
+    gone = [name for name in state.removing if name not in held]
+    if not gone:
+        return
+    state.estimates.forget_model(*gone)
+    _forget_uses(state, gone)
+    for name in gone:
         del state.removing[name]
         state.wanted.pop(name, None)
         state.failures.pop(name, None)
-        state.estimates.forget_model(name)
-        _forget_uses(state, name)
         for node in state.nodes:
             state.decide(DropSlabs(node, name.path))
         state.log(EventKind.MODEL_REMOVED, capability=name.capability, model=name.model)
 
 
-def _forget_uses(state: CoreState, name: ModelName) -> None:
-    """Forgets how often a model was used, what followed it, and where it was."""
-    state.rates.forget(name)
-    state.lasting_rates.forget(name)
-    state.hours.forget(name)
-    state.reuse.forget(name)
-    state.prefetched.pop(name, None)
-    state.transition_counts.pop(name, None)
+def _forget_uses(state: CoreState, gone: list[ModelName]) -> None:
+    """Forgets how often models were used, what followed them, and where they were: all at once,
+    because each of these walks what is kept of all models."""
+    state.reuse.forget(*gone)
+    for name in gone:
+        state.rates.forget(name)
+        state.lasting_rates.forget(name)
+        state.hours.forget(name)
+        state.prefetched.pop(name, None)
+        state.transition_counts.pop(name, None)
+    names = set(gone)
     for followers in state.transition_counts.values():
-        followers.pop(name, None)
-    if state.last_used and state.last_used[0] == name:
+        for name in names & followers.keys():
+            del followers[name]
+    if state.last_used and state.last_used[0] in names:
         state.last_used = None
-    for home in [home for home in state.last_home if home[1] == name]:
+    for home in [home for home in state.last_home if home[1] in names]:
         del state.last_home[home]

@@ -8,11 +8,12 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.arbiter import Arbiter
+from arbiter.core.records.usage_rates import UsageCounts
 from arbiter.core.settings import DEFAULTS
 from arbiter.core.types import ModelName
 from arbiter.server.event_log import EventLog
 from arbiter.server.hours_clock import HoursClock
-from arbiter.server.node_watch import NodeWatch
+from arbiter.server.node_watch import USAGE_PART_COUNT, NodeWatch
 from arbiter.server.shell import Shell
 from arbiter.server.store import Member, Store
 from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId, in_seconds, seconds
@@ -76,6 +77,82 @@ def test_usage_is_written_when_a_model_was_used_and_not_at_rest(
     watched.watch.save_usage()
     watched.watch.save_usage()
     assert written == ["usage"]
+
+
+def use(watched: Watched, *numbers: int) -> None:
+    """A request and a load for each of these models."""
+    state = watched.core._state
+    for n in numbers:
+        name = ModelName("c", f"m{n}")
+        state.rates.used(name, 1, state.now)
+        state.hours.used(name, 1, state.now)
+        state.reuse.wanted(name)
+        state.reuse.used(name, 1)
+        state.reuse.loaded(0.1)
+
+
+@pytest.mark.spec("N2")
+def test_usage_of_many_models_is_written_in_parts_one_with_each_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched, parts_count = Watched(tmp_path), 4
+    use(watched, *range(parts_count * USAGE_PART_COUNT - 1))
+    written = watched.saved(monkeypatch)
+    sizes = []
+    for count in range(1, parts_count + 1):
+        watched.watch.save_usage()
+        assert len([name for name in written if "usage" in name]) == count
+        sizes.append(len(watched.store.usage()["rates"]))
+    assert sizes == [64, 128, 192, 255]
+    again = Arbiter(DEFAULTS, bundle(DEFAULTS), Epoch(2), frozenset(), watched.now())
+    again.restore_usage(watched.store.usage())
+    assert again.export_usage() == watched.core.export_usage()
+
+
+@pytest.mark.spec("N2")
+def test_only_the_part_with_a_model_that_was_used_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path)
+    use(watched, *range(3 * USAGE_PART_COUNT))
+    watched.watch.save_all()
+    written = watched.saved(monkeypatch)
+    state = watched.core._state
+    state.rates.used(ModelName("c", f"m{2 * USAGE_PART_COUNT}"), 1, state.now)
+    for _ in range(3):
+        watched.watch.save_usage()
+    assert written == ["usage 2"]
+
+
+@pytest.mark.spec("N2", "A17")
+def test_parts_of_models_that_were_forgotten_leave_the_file(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    use(watched, *range(3 * USAGE_PART_COUNT))
+    watched.watch.save_all()
+    state = watched.core._state
+    for name in state.used_models()[10:]:
+        state.rates.forget(name)
+        state.hours.forget(name)
+        state.reuse.forget(name)
+    watched.watch.save_all()
+    assert len(watched.store.usage()["rates"]) == 10
+
+
+@pytest.mark.spec("A17", "A18")
+def test_usage_of_an_arbiter_that_ended_between_two_parts_is_restored(tmp_path: Path) -> None:
+    """The second part is newer than the first, which knows neither its models nor its clock."""
+    watched = Watched(tmp_path)
+    use(watched, *range(USAGE_PART_COUNT))
+    watched.watch.save_usage()
+    use(watched, *range(USAGE_PART_COUNT, 2 * USAGE_PART_COUNT))
+    first, second = watched.core.used_models[:64], watched.core.used_models[64:]
+    exported = watched.core.export_usage(second)
+    watched.store.save_usage(1, exported | {"reuse": {"models": exported["reuse"]["models"]}})
+    again = Arbiter(DEFAULTS, bundle(DEFAULTS), Epoch(2), frozenset(), watched.now())
+    again.restore_usage(watched.store.usage())
+    assert again.used_models == [*first, *second]
+    prices = [again._state.reuse.reuse(name, UsageCounts()).chance for name in second]
+    assert all(0 < chance < 1 for chance in prices)
 
 
 @pytest.mark.spec("C11", "A17")

@@ -158,6 +158,20 @@ def test_kept_ranking_equals_a_fresh_ranking(policy: str) -> None:
             assert places == sorted(priced.place for priced in anew.values())
 
 
+@pytest.mark.spec("C3", "N2")
+def test_ticket_that_loads_or_leaves_is_priced_only_for_a_reader_that_wants_all() -> None:
+    driver = filled_driver("priority_lru")
+    book = driver.account()
+    went = [name for name, _, _ in revoked(driver.ask(300, "a", 1, model="m0", priority=URGENT))]
+    offered = {o.ticket for o in victims_no_more_urgent(driver.state, book, URGENT)}
+    assert went and not offered & set(went)
+    driver.at(301, ev.Released(TicketId(went[0]), "swap"))
+    assert granted(driver.gone(302, went[0])) == ["a"]
+    offered = {o.ticket for o in victims_no_more_urgent(driver.state, book, URGENT)}
+    assert offered == book.entries.keys() - {"a"}
+    assert {e.ticket for e, _ in ranked_victims(driver.state, book)} == book.entries.keys()
+
+
 @pytest.mark.spec("C3")
 def test_victims_of_a_long_ranking_are_those_of_a_short_one() -> None:
     driver = filled_driver("priority_lru")

@@ -3,6 +3,7 @@ many models there are, and with nothing lost in a restart."""
 
 import json
 import random
+from collections.abc import KeysView
 
 import pytest
 
@@ -110,6 +111,35 @@ def test_forgotten_model_leaves_no_trace_but_in_the_weights() -> None:
     assert 'm1"' not in json.dumps(learner.export())
     for n, size, times in drawn(4, 200):
         use(learner, n, size, times)
+
+
+class Counted(dict[ModelName, int]):
+    """Followers of a model, which count how often they are looked through."""
+
+    looks_count = 0
+
+    def keys(self) -> KeysView[ModelName]:
+        Counted.looks_count += 1
+        return super().keys()
+
+
+@pytest.mark.spec("N2", "N4")
+def test_models_forgotten_together_are_as_if_one_by_one_and_looked_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for gone in ([1], [0, 2, 5, 9], list(range(12)), list(range(FOLLOWERS_COUNT))):
+        singly, together = ReuseLearner(), ReuseLearner()
+        for n, size, times in drawn(5, 300):
+            use(singly, n, size, times)
+            use(together, n, size, times)
+        for n in gone:
+            singly.forget(named(n))
+        for uses in together._models.values():
+            uses.followers = Counted(uses.followers)
+        monkeypatch.setattr(Counted, "looks_count", 0)
+        together.forget(*map(named, gone))
+        assert Counted.looks_count == len(together._models)
+        assert together.export() == singly.export()
 
 
 @pytest.mark.spec("N2", "N4")
