@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import tempfile
 import time
 from collections import Counter
@@ -83,29 +84,33 @@ def begin(client: OpenAI, count: int, tokens: int) -> str:
     ).id
 
 
-def done(client: OpenAI, batch: str) -> int:
-    found = patiently(lambda: client.batches.retrieve(batch))
-    return found.request_counts.completed if found else 0
+def progress(graph: Graph, batch: str) -> tuple[str, int]:
+    """Its state and how many lines are done, by the state file: the front may be away."""
+    file = f"file:{graph.table['arbiter']['state_file']}?mode=ro"
+    with contextlib.closing(sqlite3.connect(file, uri=True, timeout=5)) as db:
+        found = db.execute("SELECT state, completed FROM batches WHERE id = ?", (batch,)).fetchone()
+    return str(found[0]), int(found[1])
 
 
 def kill_in_turn(graph: Graph, batch: str, count: int, order: list[str]) -> Counter[str]:
-    """How many of each kind were killed."""
-    client, killed = client_of(graph), Counter[str]()
-    began_s = time.monotonic()
+    """How many of each kind were killed, all while lines were left."""
+    killed, began_s = Counter[str](), time.monotonic()
     for number, kind in enumerate(order, 1):
-        wait_for(client, batch, number * count // (len(order) + 2))
+        wait_for(graph, batch, number * count // (len(order) + 2))
         found = until(lambda: find(graph, kind), FOUND_S, f"there is a process: {kind}")  # noqa: B023
         for pid in found:
             os.kill(pid, signal.SIGKILL)
             killed[kind] += 1
+        state, lines = progress(graph, batch)
         took_s = time.monotonic() - began_s
-        print(f"{took_s:6.1f} s: killed {len(found)} of {kind}", flush=True)
-    wait_for(client, batch, (len(order) + 1) * count // (len(order) + 2))
+        print(f"{took_s:6.1f} s, {lines} lines: killed {len(found)} of {kind}", flush=True)
+        assert state == "in_progress", f"the batch was {state} when {kind} was killed"
+    wait_for(graph, batch, (len(order) + 1) * count // (len(order) + 2))
     return killed
 
 
-def wait_for(client: OpenAI, batch: str, least: int) -> None:
-    until(lambda: done(client, batch) >= least, WITHIN_S, f"{least} lines are done")
+def wait_for(graph: Graph, batch: str, least: int) -> None:
+    until(lambda: progress(graph, batch)[1] >= least, WITHIN_S, f"{least} lines are done")
 
 
 def kill_all(graph: Graph) -> int:
@@ -143,14 +148,22 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=1_000)
     parser.add_argument("--tokens", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1, help="of the order of the kills")
+    parser.add_argument("--in-flight", type=int, default=2)
     said = parser.parse_args()
+
+    def change(config: dict[str, Any]) -> None:
+        """Few at once, so that lines are left for each kill."""
+        table = config["applications"][0]["deployments"][0]["user_config"]
+        table["jobs"] = {"in_flight": said.in_flight}
+
     order = random.Random(said.seed).sample(KINDS, len(KINDS))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with started(folder) as graph:
+        with started(folder, change) as graph:
             batch = begin(client_of(graph), said.lines, said.tokens)
             killed = kill_in_turn(graph, batch, said.lines, order)
-            config, before_restart = graph.config, done(client_of(graph), batch)
+            config, (state, before_restart) = graph.config, progress(graph, batch)
+            assert state == "in_progress", state
             whole = kill_all(graph)
         with served(folder, config) as graph:
             results = end(client_of(graph), batch, said.lines)
