@@ -11,16 +11,17 @@ the order as given.
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import aiohttp
 from openai import OpenAI
 
-from benchmarks import load
+from benchmarks import load, report
 from benchmarks.batch_kills import ENDED
 from tests.graph.conftest import Graph, started, until
 
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--asks", type=int, default=20)
     parser.add_argument("--in-flight", type=int, default=8)
+    parser.add_argument("--lines", type=int, default=40, help="of the batch of two models")
     said = parser.parse_args()
 
     def change(config: dict[str, Any]) -> None:
@@ -122,11 +124,16 @@ def main() -> None:
             "alone_p95_s": p95(alone),
             "beside_p95_s": p95(batched),
             "ratio": p95(batched) / p95(alone),
+            "alone_median_s": median(alone),
+            "beside_median_s": median(batched),
             "n": len(alone),
+            "in_flight": said.in_flight,
+            "load_average": os.getloadavg(),
             "took_s": time.monotonic() - began_s,
-            "swaps": swaps(graph, client, 40),
+            "swaps": swaps(graph, client, said.lines),
         }
         print(json.dumps(figures, indent=1))
+        report.write("batch_beside_chat", figures)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from deployments.jobs import validation
 from deployments.jobs.batch_store import Batch, BatchState, BatchStore, Finished, Line
 from deployments.jobs.bodies import Bodies
 from deployments.jobs.calls import Again, Answer, attempt
-from deployments.jobs.errors import StorageFailed, StorageFull, Superseded
+from deployments.jobs.errors import StorageFailed, StorageFull, Superseded, TooMuch
 from deployments.jobs.line_queue import LineQueue
 from deployments.jobs.runner import STORAGE_AGAIN_S, SWEEP_S, Blocking, rounds
 from deployments.replica.background import log_failure
@@ -27,6 +27,7 @@ from deployments.replica.background import log_failure
 logger = logging.getLogger("ray.serve")
 
 CHUNK = 500  # lines in one transaction, of validation and of expiry
+ROOM_AGAIN_S = 30.0  # between two looks whether a tenant's files leave room for results
 YIELD_EVERY = 20  # lines checked between two looks at other work: some ms
 
 
@@ -210,8 +211,11 @@ class BatchRunner:
         return len(self._finished) > 4 * self._config().in_flight
 
     async def _carry(self, batch: Batch, line: Line) -> None:
-        """One attempt of one line."""
+        """One attempt of one line. Where its tenant's files fill what they may, it waits until some
+        are deleted, or for the end of the window."""
         try:
+            most = self._config().tenant_bytes
+            await self._blocking(self._store.check_room, batch.tenant, most)
             custom_id, body = await self._request(batch, line)
             service = await self._table()
             headers = validation.JSON_HEADERS
@@ -221,6 +225,9 @@ class BatchRunner:
             )
             self._finished.append(_result(batch, line, custom_id, answer))
             self._begin_flush()
+        except TooMuch as error:
+            logger.warning("%s line %d waits: %s", batch.id, line.number, error)
+            await self._put_back(batch, line, ROOM_AGAIN_S)
         except Again as again:
             logger.info("%s line %d is tried again: %s", batch.id, line.number, again.why)
             await self._put_back(batch, line, again.after_s)

@@ -21,13 +21,19 @@ from typing import Any
 from deployments.jobs.bodies import Bodies
 from deployments.jobs.database import Database
 from deployments.jobs.errors import NotFound, TooMuch
-from deployments.jobs.file_store import BATCH_KEPT_S, BATCH_OUTPUT, PROCESSED
+from deployments.jobs.file_store import (
+    BATCH_KEPT_S,
+    BATCH_OUTPUT,
+    KEPT_BYTES,
+    PROCESSED,
+    UNFINISHED_BATCH,
+)
 
 KEPT_S = 30 * 86_400.0  # a finished batch's row, as long as its files
 FINISHED_MOST = 500  # of one tenant: what failed may have 70 kB of errors in its row
 # Of results, in one transaction: the disk takes them while the arbiter waits for the file.
 PORTION_BYTES = 4 << 20
-OPEN = "state IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
+OPEN = UNFINISHED_BATCH
 
 
 class BatchState(StrEnum):
@@ -241,6 +247,12 @@ class BatchStore:
         return self.get(tenant, batch_id)
 
     # -- what the runner does ------------------------------------------------------------------
+
+    def check_room(self, tenant: str, most_bytes: int) -> None:
+        """Raises TooMuch where a tenant's files and results fill what it may keep."""
+        [row] = self._db.rows(KEPT_BYTES, tenant, "", tenant)
+        if row[0] >= most_bytes:
+            raise TooMuch(f"files of {row[0]} bytes", most_bytes)
 
     def unfinished(self) -> list[Batch]:
         """The oldest first."""

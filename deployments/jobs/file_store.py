@@ -18,6 +18,14 @@ BATCH_MOST_BYTES = 200 << 20
 BATCH_KEPT_S = 30 * 86_400.0  # OpenAI's default for files of batches; others stay
 UPLOAD_MOST_S = 3_600.0  # an upload that has not ended then is forgotten
 UPLOADING, PROCESSED = "uploading", "processed"
+UNFINISHED_BATCH = "state IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
+
+# Of a tenant's files, one left out, and of the results of its unfinished batches
+KEPT_BYTES = f"""
+SELECT (SELECT coalesce(sum(bytes), 0) FROM job_files WHERE tenant = ? AND id != ?)
+    + (SELECT coalesce(sum(output_bytes + error_bytes), 0) FROM batches
+        WHERE tenant = ? AND {UNFINISHED_BATCH})
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +88,11 @@ class FileStore:
             after_s = BATCH_KEPT_S
         ends_s = None if after_s is None else now_s + after_s
         with self._db.writing() as db:
-            said = "SELECT count(*), coalesce(sum(bytes), 0) FROM job_files WHERE tenant = ?"
-            count, size = db.execute(f"{said} AND id != ?", (new.tenant, new.id)).fetchone()
-            if count >= most_files:
+            mine = (new.tenant, new.id)
+            said = "SELECT count(*) FROM job_files WHERE tenant = ? AND id != ?"
+            if (count := db.execute(said, mine).fetchone()[0]) >= most_files:
                 raise TooMuch(f"{count} files", most_files)
+            size = db.execute(KEPT_BYTES, (*mine, new.tenant)).fetchone()[0]
             if size + new.size_bytes > most_bytes:
                 raise TooMuch(f"files of {size} bytes and adds {new.size_bytes}", most_bytes)
             db.execute(
@@ -95,11 +104,13 @@ class FileStore:
             )
 
     def append(self, file_id: str, offset: int, piece: bytes) -> None:
-        """The next piece of an upload. Raises NotFound, Conflict."""
-        row = self._row(file_id)
-        if row["state"] != UPLOADING:
-            raise Conflict("file", file_id, row["state"], "written")
-        self._bodies.append(file_id + PART, offset, piece)
+        """The next piece of an upload. Raises NotFound, Conflict; Superseded, because a piece that
+        a former process writes late would cut off what the next one has."""
+        with self._db.writing():
+            row = self._row(file_id)
+            if row["state"] != UPLOADING:
+                raise Conflict("file", file_id, row["state"], "written")
+            self._bodies.append(file_id + PART, offset, piece)
 
     def finish(self, file_id: str) -> File:
         """The upload is complete. Raises NotFound; Conflict where pieces are missing."""
@@ -174,8 +185,7 @@ class FileStore:
 
     def _readers(self, ids: list[str]) -> set[str]:
         """Those of `ids` that an unfinished batch reads."""
-        unfinished = "('validating', 'in_progress', 'finalizing', 'cancelling')"
-        rows = self._db.rows(f"SELECT input_file FROM batches WHERE state IN {unfinished}")
+        rows = self._db.rows(f"SELECT input_file FROM batches WHERE {UNFINISHED_BATCH}")
         return {row[0] for row in rows}.intersection(ids)
 
     def _forget(self, ids: list[str]) -> None:

@@ -210,6 +210,9 @@ class JobsService:
         if file.purpose != BATCH:
             said = f"file {file.id} is for {file.purpose!r}; a batch reads files of purpose 'batch'"
             raise Refused(said, "input_file_id")
+        if await self._blocking(self._batches.tenant_of, new.id) is None:  # asked for once
+            most_bytes = self.config.tenant_bytes
+            await self._blocking(self._batches.check_room, new.tenant, most_bytes)
         most = self.config.tenant_batches
         batch = await self._blocking(self._batches.create, new, most)
         self._batch_runner.wake()

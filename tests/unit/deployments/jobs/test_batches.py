@@ -11,7 +11,7 @@ import pytest
 from arbiter.core.types import Priority
 from arbiter.errors import EngineLost, NeverFits
 from arbiter.units import Bytes, TicketId
-from deployments.jobs import batch_store, calls
+from deployments.jobs import batch_runner, batch_store, calls
 from deployments.jobs.batch_store import NewBatch
 from deployments.jobs.errors import Conflict, NotFound, Refused, TooMuch
 from deployments.jobs.file_store import NewFile
@@ -255,3 +255,28 @@ async def test_file_that_a_batch_reads_stays_and_bounds_of_a_tenant_hold(
     assert caught.value.status_code == 429
     with pytest.raises(Refused, match="at most 209715200"):
         await service.begin_file(NewFile("file-big", "t", "x", "batch", 201 << 20))
+
+
+@pytest.mark.spec("J4", "L1")
+async def test_lines_wait_where_the_results_fill_what_a_tenant_may_keep(
+    service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "ROOM_AGAIN_S", 0.01)
+    await upload(service, [], "file-other")
+    input_bytes = len("\n".join(json.dumps(line(f"r{n}")) for n in range(40)))
+    room = service.config.model_copy(update={"tenant_bytes": input_bytes + 2_000, "in_flight": 1})
+    service.config = room
+    await begin(service, [line(f"r{n}") for n in range(40)])
+
+    async def is_full() -> bool | None:
+        batch = await service.batch("t", "batch_a")
+        return input_bytes + batch.output_bytes >= room.tenant_bytes
+
+    await eventually(is_full)
+    with pytest.raises(TooMuch):
+        await begin(service, [line("b")], "batch_b")
+    batch = await service.batch("t", "batch_a")
+    assert batch.state == "in_progress" and 0 < batch.completed < 20
+    assert batch.output_bytes < 2_500, "one result beyond the bound at most"
+    service.config = room.model_copy(update={"tenant_bytes": 1 << 20})
+    assert (await ended(service)).completed == 40

@@ -19,7 +19,7 @@ from deployments.jobs import bodies as bodies_module
 from deployments.jobs.batch_store import BatchStore, Finished, Line, NewBatch
 from deployments.jobs.bodies import PIECE_BYTES, Bodies
 from deployments.jobs.database import Database
-from deployments.jobs.errors import StorageFull
+from deployments.jobs.errors import StorageFull, Superseded
 from deployments.jobs.file_store import FileStore, NewFile
 from deployments.jobs.store import JobState, JobStore, NewJob
 
@@ -166,6 +166,19 @@ def test_upload_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
         [file] = after.files.page("t", None, "", 9, "asc")
         assert file.bytes == 12
         assert after.files.content("t", "file-a", 0) == b"abcd" * 3
+
+
+@pytest.mark.spec("J4")
+def test_late_piece_of_a_replaced_process_changes_no_upload(tmp_path: Path) -> None:
+    former = Work(tmp_path)
+    former.files.begin(NewFile("file-a", "t", "a", "batch", 8), 1 << 20, 9)
+    former.files.append("file-a", 0, b"abcd")
+    heir = Work(tmp_path)
+    heir.files.append("file-a", 4, b"efgh")
+    with pytest.raises(Superseded):
+        former.files.append("file-a", 0, b"abcd")
+    assert heir.files.finish("file-a").bytes == 8
+    assert heir.files.content("t", "file-a", 0) == b"abcdefgh"
 
 
 @contextmanager
