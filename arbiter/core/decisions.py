@@ -271,6 +271,9 @@ class EventKind(StrEnum):
     PREWARM = "prewarm"  # of a stable prefix: no request of a user
     REMOTE_EGRESS = "remote_egress"  # a request is about to leave this machine
     REMOTE_ANSWER = "remote_answer"  # what came of it
+    JOB_ACCEPTED = "job_accepted"  # or a batch
+    JOB_BEGUN = "job_begun"
+    JOB_ENDED = "job_ended"
 
     def __repr__(self) -> str:
         """Returns the quoted value, because recordings keep a hash of the decisions' text."""

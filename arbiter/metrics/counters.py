@@ -3,6 +3,7 @@ same when it is replayed.
 """
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 from arbiter import errors
@@ -12,6 +13,11 @@ from arbiter.metrics.table import TABLE, Kind
 from arbiter.units import in_seconds
 
 Labels = tuple[str, ...]
+JOB_KINDS = ("batch", "async", "response")
+JOBS_OPEN = {
+    kind: ("queued", "in_progress", "cancelling") for kind in JOB_KINDS if kind != "batch"
+} | {"batch": ("validating", "in_progress", "finalizing", "cancelling")}
+JOB_ENDS = ("completed", "failed", "cancelled", "expired")
 _REASONS = tuple(reason.value for reason in Reason)
 KNOWN = {
     "arbiter_events_total": tuple(kind.value for kind in EventKind),
@@ -48,6 +54,8 @@ class Counters:
         # increase without a value before it.
         for name, labels in KNOWN.items():
             self.counts[name].update(dict.fromkeys(((label,) for label in labels), 0))
+        ends = dict.fromkeys(product(JOB_KINDS, JOB_ENDS), 0)
+        self.counts["arbiter_jobs_ended_total"].update(ends)
 
     def note(self, event: LogEvent) -> None:
         """Counts one line of the event log."""
@@ -64,6 +72,8 @@ class Counters:
                 self._count("leases_ended", str(data["reason"]))
             case EventKind.MEMORY_PRESSURE:
                 self._count("pressure_changes", str(data["level"]), str(data["source"]))
+            case EventKind.JOB_ENDED:
+                self._count("jobs_ended", str(data["job_kind"]), str(data["state"]))
             case EventKind.REMOTE_EGRESS | EventKind.REMOTE_ANSWER:
                 self._note_remote(data)
             case _:

@@ -9,7 +9,7 @@ from typing import Any
 from arbiter.core.histogram import Histogram, HistogramCounts, Sum
 from arbiter.core.reports.snapshot import DeviceView, StateView, TicketView
 from arbiter.core.types import Level, ModelName
-from arbiter.metrics.counters import Counters, Labels
+from arbiter.metrics.counters import JOB_ENDS, JOBS_OPEN, Counters, Labels
 from arbiter.metrics.table import CAPABILITY, TABLE, Kind, Metric
 from arbiter.replay.score import ReplayedDay
 from arbiter.units import DeviceId, in_seconds
@@ -22,6 +22,21 @@ STATES = ("cold", "queued", "loading", "asleep", "draining", "resident")
 RANKS = {state: rank for rank, state in enumerate(STATES)}
 HOLDING = ("loading", "resident", "draining", "asleep", "reclaiming")
 INFINITY = float("inf")
+FILE = "file"  # the kind of what is no job: an upload, or the results of a batch that has ended
+BATCH = "batch"
+
+
+@dataclass(frozen=True, slots=True)
+class JobTotal:
+    """Sums up the batches, jobs or files of one kind in one state, as the state file has them."""
+
+    kind: str  # batch, async, response or file
+    state: str
+    rows_count: int
+    size_bytes: int  # of bodies
+    done_count: int  # lines of batches
+    failed_count: int
+    total_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,7 @@ class Source:
     request_times: Mapping[tuple[str, str], HistogramCounts] = field(default_factory=dict)
     calls_count: int = 0
     day: ReplayedDay | None = None  # None: not replayed yet
+    jobs: tuple[JobTotal, ...] = ()
 
 
 def samples_of(source: Source) -> Samples:
@@ -53,6 +69,7 @@ def samples_of(source: Source) -> Samples:
     _queue(found, source)
     _pools(found, source.view)
     _tenants(found, source.view)
+    _jobs(found, source.jobs)
     if source.day is not None:
         _replayed(found, source.day)
     return found
@@ -205,6 +222,24 @@ def _tenants(found: Samples, view: StateView) -> None:
     found["arbiter_leases"][()] = len(held)
     charged = sum(part.size_bytes for ticket in held for part in ticket.charged)
     found["arbiter_lease_bytes"][()] = charged
+
+
+def _jobs(found: Samples, totals: Iterable[JobTotal]) -> None:
+    """Every kind and state has its series from the start."""
+    states = {(kind, s): 0 for kind, opened in JOBS_OPEN.items() for s in (*opened, *JOB_ENDS)}
+    _put(found, "arbiter_jobs", states.items())
+    lines = Counter({("done",): 0, ("failed",): 0, ("left",): 0})
+    size_bytes = Counter({(kind,): 0 for kind in (*JOBS_OPEN, FILE)})
+    for row in totals:
+        size_bytes[(row.kind,)] += row.size_bytes
+        if row.kind != FILE:
+            found["arbiter_jobs"][(row.kind, row.state)] = row.rows_count
+        lines[("done",)] += row.done_count
+        lines[("failed",)] += row.failed_count
+        if row.state in JOBS_OPEN[BATCH]:
+            lines[("left",)] += row.total_count - row.done_count - row.failed_count
+    _put(found, "arbiter_batch_lines", lines.items())
+    _put(found, "arbiter_job_bytes", size_bytes.items())
 
 
 def _replayed(found: Samples, day: ReplayedDay) -> None:

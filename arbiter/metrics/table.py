@@ -154,10 +154,22 @@ REMOTES = (
     _counter("remote_sent_bytes", "bytes", REMOTE, "Bodies of requests that left."),
     _counter("remote_money", "", REMOTE, "Spent, in the currency of the operator's prices."),
 )
+JOB = ("kind", "state")
+JOBS = (
+    _gauge(
+        "jobs", "", JOB, "Batches and jobs; those that have ended for as long as they are kept."
+    ),
+    _counter("jobs_ended", "", JOB, "Batches and jobs that have ended, by their last state."),
+    _gauge("batch_lines", "", ("outcome",), "Lines of the batches that are kept."),
+    _gauge(
+        "job_bytes", "bytes", ("kind",), "Bodies of jobs, and files, in the folder of the jobs."
+    ),
+)
 
 TABLE: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         *FRONT, *ARBITER, *DEVICES, *MODELS, *QUEUE, *LOADS, *REPLAYS, *POOLS, *TENANTS, *REMOTES,
+        *JOBS,
     )
 }  # fmt: skip

@@ -45,6 +45,7 @@ class ArbiterActor:
         from arbiter.server.egress import EgressBook
         from arbiter.server.event_log import EventLog
         from arbiter.server.hours_clock import HoursClock
+        from arbiter.server.job_book import JobBook
         from arbiter.server.lease_service import LeaseService
         from arbiter.server.node_agents import RayAgents
         from arbiter.server.node_watch import NodeWatch
@@ -54,6 +55,7 @@ class ArbiterActor:
         self._boot = boot
         path = Path(boot.state_file) if boot.state_file else default_path()
         self._store = Store(path, ray_internals.session_name())
+        self._jobs = JobBook(path)
         self._configuration = self._store.configuration() or boot.configuration.numbered(1)
         self._store.save_configuration(self._configuration)
         epoch = self._store.next_epoch()
@@ -111,7 +113,7 @@ class ArbiterActor:
         core, module = heading.core(chosen.policies), self._boot.replay_module
         day = DayReplays(module, chosen.settings, monotonic) if module else None
         recorder = self._recorder(heading, log)
-        shell = Shell(core, epoch, self._agents, log, recorder=recorder, day=day)
+        shell = Shell(core, epoch, self._agents, log, recorder=recorder, day=day, jobs=self._jobs)
         if day:
             self._start(day.run(self._boot.replay_s))
         return shell

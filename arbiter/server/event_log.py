@@ -21,7 +21,12 @@ logger = logging.getLogger("arbiter")
 # Newest lines kept: an hour at one a second, about 2 MB. Those of single requests are kept apart,
 # so that no flood of them pushes out why a model left.
 KEPT = 4_096
-REQUESTS = frozenset({EventKind.CAPABILITY_RUN, EventKind.REMOTE_EGRESS, EventKind.REMOTE_ANSWER})
+REQUESTS = frozenset(
+    {
+        *(EventKind.CAPABILITY_RUN, EventKind.REMOTE_EGRESS, EventKind.REMOTE_ANSWER),
+        *(EventKind.JOB_ACCEPTED, EventKind.JOB_BEGUN, EventKind.JOB_ENDED),
+    }
+)
 FILE_MOST_BYTES = 64 << 20  # then the file starts over, its predecessor kept as `.1`
 
 

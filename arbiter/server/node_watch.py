@@ -68,6 +68,7 @@ class NodeWatch:
             if self._usage_parts or looks_count % self._usage_looks_count == 0:
                 self.save_usage()
             self._sweep()
+            self._shell.tell_jobs()
             self._hours.tell(self._shell.core.hours)
             self._shell.refresh_targets()
             await asyncio.sleep(LOOK_S)

@@ -45,6 +45,7 @@ from arbiter.protocol import messages
 from arbiter.protocol.json_codec import plain
 from arbiter.server.day_replays import DayReplays
 from arbiter.server.event_log import EventLog
+from arbiter.server.job_book import JobBook
 from arbiter.server.recording import Recorder
 from arbiter.units import Bytes, Epoch, HolderId, Instant, NodeId, Span, TicketId
 
@@ -141,6 +142,7 @@ class Shell:
         *,
         recorder: Recorder | None = None,
         day: DayReplays | None = None,
+        jobs: JobBook | None = None,
         clock: Callable[[], Instant] = monotonic,
         crash: Callable[[BaseException], NoReturn] = crash,
     ) -> None:
@@ -148,7 +150,7 @@ class Shell:
         self.calls_count = 0  # messages received, which the benchmarks of the protocol count
         self.counters = Counters()
         self._agents, self._clock, self._crash = agents, clock, crash
-        self._recorder, self._day = recorder, day
+        self._recorder, self._day, self._jobs = recorder, day, jobs
         self._waiting: dict[TicketId, asyncio.Future[messages.Granted]] = {}
         self._callers: dict[TicketId, int] = {}
         self._compacting: dict[str, asyncio.Future[Compacted]] = {}  # by request
@@ -194,6 +196,11 @@ class Shell:
         """Writes one line of the event log, and counts it."""
         self.counters.note(said)
         self.log.tell(said)
+
+    def tell_jobs(self) -> None:
+        """Tells of the jobs that were accepted, have begun or have ended since the last call."""
+        for said in self._jobs.changes() if self._jobs else ():
+            self.tell(said)
 
     def _send(self, order: Order) -> None:
         match order:
@@ -397,6 +404,7 @@ class Shell:
             "protocol": messages.protocol_hash(),
             "calls": self.calls_count,
             "sequence": self.log.sequence,
+            "jobs": self._jobs.shown() if self._jobs else [],
             **plain(self.core.snapshot(self._clock())),
         }
 
@@ -411,6 +419,7 @@ class Shell:
                 core.request_times,
                 self.calls_count,
                 self._day.last if self._day else None,
+                self._jobs.totals() if self._jobs else (),
             )
         )
 

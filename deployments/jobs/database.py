@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from arbiter.server.store import default_path
+from deployments.jobs import figures
 from deployments.jobs.errors import StorageFailed, StorageFull, Superseded
 
 LOCKED_S = 10.0  # the arbiter's own statements take 0.016 ms
@@ -89,6 +90,7 @@ class Database:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(SCHEMA)
+            figures.prepare(self._db)
             more = "UPDATE jobs_owner SET epoch = epoch + 1 RETURNING epoch"
             self.epoch: int = self._db.execute(more).fetchall()[0][0]
 

@@ -72,6 +72,10 @@ PANELS = (
         (
             Query("arbiter_queued_tickets", "{{capability}}"),
             Query("arbiter_model_inflight_requests > 0", "in flight: {{model}}"),
+            Query(
+                'arbiter_jobs{state!~"completed|failed|cancelled|expired"}', "{{kind}} {{state}}"
+            ),
+            Query('arbiter_batch_lines{outcome="left"}', "lines of batches {{outcome}}"),
         ),
     ),
     Panel(
@@ -137,12 +141,13 @@ PANELS = (
         ),
     ),
     Panel(
-        "Tenants and leases",
+        "Tenants, leases and jobs",
         "bytes",
         (
             Query("arbiter_tenant_held_bytes", "{{tenant}}"),
             Query("arbiter_tenant_limit_bytes < +Inf", "limit of {{tenant}}"),
             Query("arbiter_lease_bytes", "leases"),
+            Query("arbiter_job_bytes", "on the disk: {{kind}}"),
         ),
         is_stacked=False,
     ),

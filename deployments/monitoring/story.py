@@ -71,6 +71,12 @@ def _went(event: Mapping[str, Any]) -> str:
     return "falls asleep" if event.get("to") == "asleep" else "leaves"
 
 
+def _job(event: Mapping[str, Any]) -> str:
+    kind = {"batch": "batch", "async": "job"}.get(event["job_kind"], event["job_kind"])
+    model = f" for {event['model']}" if event["model"] else ""
+    return f"{kind} {event['job']} of {event['tenant']}{model}"
+
+
 def _off(error_bytes: int) -> str:
     return f"{human(Bytes(abs(error_bytes)))} {'more' if error_bytes > 0 else 'less'}"
 
@@ -110,6 +116,11 @@ SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "quarantine": lambda e: f"{e['model']} keeps memory that it should give back",
     "memory_pressure": lambda e: f"pressure on {e['device']} is {e['level']} ({e['source']})",
     "capability_run": lambda e: f"{e.get('model', '')} has answered a request",
+    "job_accepted": lambda e: f"{_job(e)} is accepted",
+    "job_begun": lambda e: f"{_job(e)} begins, accepted before",
+    "job_ended": lambda e: (
+        f"{_job(e)} is {e['state']}: {e['done']} done and {e['failed']} failed of {e['total']}"
+    ),
     "remote_egress": lambda e: (
         f"a request of {e['tenant']} leaves for {e['model']} at {e['remote']}"
     ),

@@ -7,7 +7,7 @@ from arbiter.core import types
 from arbiter.core.histogram import SECONDS_BOUNDS, Histogram
 from arbiter.core.settings import TenantLimits
 from arbiter.metrics.counters import Counters
-from arbiter.metrics.samples import Samples, Source, samples_of
+from arbiter.metrics.samples import JobTotal, Samples, Source, samples_of
 from arbiter.replay.score import ReplayedDay, Score
 from arbiter.units import Bytes, Content, HolderId, Span, TicketId, seconds
 from tests.support.core_driver import HOST, NODE, PLAIN, CoreDriver, gib
@@ -26,14 +26,19 @@ STALLED = 0.02  # too little to count as pressure
 SECRETS = ("ticket-", "holder-", "request-", "adapter-", "client-", "slab-")
 
 
-def scrape(driver: CoreDriver, counters: Counters, calls_count: int = 0) -> Samples:
+def scrape(
+    driver: CoreDriver,
+    counters: Counters,
+    calls_count: int = 0,
+    jobs: tuple[JobTotal, ...] = (),
+) -> Samples:
     """What the arbiter answers, with what the core has told since counted."""
     for told in driver.told:
         counters.note(told)
     driver.told.clear()
     core = driver.arbiter
     view, names = driver.snapshot(), core.model_names
-    source = Source(view, counters, names, core.request_times, calls_count, DAY)
+    source = Source(view, counters, names, core.request_times, calls_count, DAY, jobs)
     return samples_of(source)
 
 

@@ -1,0 +1,133 @@
+"""What others may know of the jobs without a call to the process that keeps them: triggers of the
+state file write it, in the transaction that changes a row.
+
+`job_changes` has a row for each job or batch that was accepted, has begun or has ended, until the
+arbiter has told of it (K1); `job_totals` has counts, lines and bytes by kind and state, so that a
+scrape sums up nothing (K2). The arbiter reads both (arbiter/server/job_book.py), which has the same
+file open. None of them holds what a request or an answer says.
+"""
+
+import sqlite3
+
+CHANGES_MOST = 4_096  # rows that no arbiter has read; as many as its event log keeps
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS job_changes (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, change TEXT NOT NULL, id TEXT NOT NULL,
+    kind TEXT NOT NULL, tenant TEXT NOT NULL, state TEXT NOT NULL, model TEXT NOT NULL,
+    done INTEGER NOT NULL, failed INTEGER NOT NULL, total INTEGER NOT NULL, took_s REAL) STRICT;
+CREATE TABLE IF NOT EXISTS job_totals (
+    kind TEXT, state TEXT, count INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0,
+    done INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
+    total INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (kind, state)) STRICT;
+CREATE INDEX IF NOT EXISTS jobs_ended ON jobs (ended_s)
+    WHERE ended_s IS NOT NULL AND (attempts > 0 OR state != 'completed');
+CREATE INDEX IF NOT EXISTS batches_by_time ON batches (created_s);
+"""
+# By table: how a row counts, as columns of job_totals. A batch's results are bytes of its own until
+# it has ended, and then files.
+_OPEN_BATCH = "{row}.state IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
+COUNTED = {
+    "jobs": (
+        "{row}.kind",
+        "{row}.body_bytes + {row}.event_bytes + {row}.result_bytes",
+        ("0", "0", "0"),
+    ),
+    "batches": (
+        "'batch'",
+        f"iif({_OPEN_BATCH}, {{row}}.output_bytes + {{row}}.error_bytes, 0)",
+        ("{row}.completed", "{row}.failed", "{row}.total"),
+    ),
+    "job_files": ("'file'", "{row}.bytes", ("0", "0", "0")),
+}
+_MODELS = (
+    "(SELECT substr(coalesce(group_concat(DISTINCT json_extract(value, '$[1]')), ''), 1, 200)"
+    " FROM json_each(new.models))"
+)
+_JOB = "new.id, new.kind, new.tenant, new.state, new.model, new.state = 'completed',"
+_JOB += " new.state = 'failed', 1"
+_BATCH = f"new.id, 'batch', new.tenant, new.state, {_MODELS}, new.completed, new.failed, new.total"
+_ENDED = "('completed', 'failed', 'cancelled', 'expired')"
+# Name, when, and what is told: the change, the row, the seconds from its acceptance.
+CHANGES = (
+    ("jobs_accepted", "INSERT ON jobs WHEN new.ended_s IS NULL", "accepted", _JOB, "NULL"),
+    (
+        "jobs_begun",
+        "UPDATE OF state ON jobs WHEN new.state = 'in_progress' AND old.begun_s IS NULL",
+        *("begun", _JOB, "new.begun_s - new.created_s"),
+    ),
+    (
+        "jobs_ended_now",
+        f"UPDATE OF state ON jobs WHEN new.state IN {_ENDED} AND old.state NOT IN {_ENDED}",
+        *("ended", _JOB, "new.ended_s - new.created_s"),
+    ),
+    ("batches_accepted", "INSERT ON batches", "accepted", _BATCH, "NULL"),
+    (
+        "batches_begun",
+        "UPDATE OF state ON batches WHEN new.state = 'in_progress' AND old.state = 'validating'",
+        *("begun", _BATCH, "json_extract(new.times, '$.in_progress') - new.created_s"),
+    ),
+    (
+        "batches_ended",
+        f"UPDATE OF state ON batches WHEN new.state IN {_ENDED} AND old.state NOT IN {_ENDED}",
+        *("ended", _BATCH, "json_extract(new.times, '$.' || new.state) - new.created_s"),
+    ),
+)
+
+
+def prepare(db: sqlite3.Connection) -> None:
+    """Makes tables and triggers anew, and counts what is there, in one transaction: a file of
+    earlier code has none of them, and a count that was ever wrong is right again."""
+    db.executescript(TABLES)
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        for name, statement in _triggers():
+            db.execute(f"DROP TRIGGER IF EXISTS {name}")
+            db.execute(statement)
+        db.execute("DELETE FROM job_totals")
+        for table in COUNTED:
+            kind, size, lines = _counted(table, table)
+            sums = ", ".join(f"sum({one})" for one in (size, *lines))
+            db.execute(
+                f"INSERT INTO job_totals SELECT {kind}, state, count(*), {sums}"
+                f" FROM {table} GROUP BY 1, 2"
+            )
+        db.execute("COMMIT")
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+
+
+def _triggers() -> list[tuple[str, str]]:
+    made = []
+    for name, when, change, row, took in CHANGES:
+        insert = f"INSERT INTO job_changes VALUES (NULL, '{change}', {row}, {took})"
+        newest = f"(SELECT max(number) FROM job_changes) - {CHANGES_MOST}"
+        trim = f"DELETE FROM job_changes WHERE number <= {newest}"
+        made.append((name, f"CREATE TRIGGER {name} AFTER {when} BEGIN {insert}; {trim}; END"))
+    for table in COUNTED:
+        added, removed = _add(table, "new", "+"), _add(table, "old", "-")
+        for event, steps in (
+            ("INSERT", added),
+            ("UPDATE", f"{removed} {added}"),
+            ("DELETE", removed),
+        ):
+            name = f"{table}_total_{event.lower()}"
+            said = f"CREATE TRIGGER {name} AFTER {event} ON {table} BEGIN {steps} END"
+            made.append((name, said))
+    return made
+
+
+def _add(table: str, row: str, sign: str) -> str:
+    kind, size, lines = _counted(table, row)
+    values = zip(("count", "bytes", "done", "failed", "total"), ("1", size, *lines), strict=True)
+    sums = ", ".join(f"{name} = {name} {sign} ({value})" for name, value in values)
+    return (
+        f"INSERT OR IGNORE INTO job_totals (kind, state) VALUES ({kind}, {row}.state);"
+        f" UPDATE job_totals SET {sums} WHERE kind = {kind} AND state = {row}.state;"
+    )
+
+
+def _counted(table: str, row: str) -> tuple[str, str, tuple[str, ...]]:
+    kind, size, lines = COUNTED[table]
+    return kind.format(row=row), size.format(row=row), tuple(x.format(row=row) for x in lines)
