@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+import urllib.request
 from typing import Any
 
 import pytest
@@ -85,6 +86,29 @@ def test_each_line_has_one_result_whatever_is_killed_meanwhile(
     assert sorted(row["custom_id"] for row in found) == sorted(f"r{n}" for n in range(LINES))
     assert {row["response"]["body"]["usage"]["completion_tokens"] for row in found} == {TOKENS}
     assert done.usage is not None and done.usage.output_tokens == TOKENS * LINES
+
+
+@pytest.mark.spec("J4", "K1", "K2")
+def test_batch_is_seen_in_events_metrics_and_state(graph: Graph, client: OpenAI) -> None:
+    body = {"model": "all-minilm-l6-v2", "input": "a secret word"}
+    batch = ended(client, begin(client, "/v1/embeddings", [body] * 3))
+
+    def told() -> list[dict[str, Any]]:
+        own = [event for event in graph.events() if event.get("job") == batch.id]
+        return own if own and own[-1]["kind"] == "job_ended" else []
+
+    events = until(told, 30, "the end of the batch is an event")
+    assert [event["kind"] for event in events] == ["job_accepted", "job_begun", "job_ended"]
+    assert (events[-1]["state"], events[-1]["done"], events[-1]["total"]) == ("completed", 3, 3)
+    assert "secret" not in json.dumps(events)
+    [row] = [row for row in graph.state()["jobs"] if row["job"] == batch.id]
+    assert row["state"] == "completed"
+    with urllib.request.urlopen(f"{graph.url}/metrics", timeout=30) as answer:
+        samples = answer.read().decode().splitlines()
+    name = 'arbiter_jobs_ended_total{kind="batch",state="completed"}'
+    [ends] = [line.split()[-1] for line in samples if line.startswith(name)]
+    assert float(ends) >= 1
+    assert batch.id not in "".join(samples)
 
 
 @pytest.mark.spec("J4")
