@@ -101,7 +101,7 @@ def test_batch_is_seen_in_events_metrics_and_state(graph: Graph, client: OpenAI)
     assert [event["kind"] for event in events] == ["job_accepted", "job_begun", "job_ended"]
     assert (events[-1]["state"], events[-1]["done"], events[-1]["total"]) == ("completed", 3, 3)
     assert "secret" not in json.dumps(events)
-    [row] = [row for row in graph.state()["jobs"] if row["job"] == batch.id]
+    [row] = [row for row in graph.state()["jobs"] if row["id"] == batch.id]
     assert row["state"] == "completed"
     with urllib.request.urlopen(f"{graph.url}/metrics", timeout=30) as answer:
         samples = answer.read().decode().splitlines()
