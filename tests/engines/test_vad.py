@@ -96,7 +96,7 @@ def test_module_gives_the_probabilities_of_the_torchscript(
     wave = torch.nn.functional.pad(wave, (0, -len(wave) % silero.FRAME))
     theirs = [script(frame, RATE).item() for frame in wave.split(silero.FRAME)]
     assert max(theirs) > 0.9 and min(theirs) < 0.1
-    assert ours == pytest.approx(theirs, abs=1e-5)
+    assert ours == pytest.approx(theirs, abs=1e-4)
 
 
 @pytest.mark.spec("L3")
