@@ -15,7 +15,7 @@ class VadServer(Capability):
     """Tells the arbiter that a person has begun to speak, so that the models behind it in a
     pipeline get ready (G1)."""
 
-    paths = frozenset({"/v1/audio/vad"})
+    paths = frozenset({"/v1/vad", "/v1/audio/vad"})
 
     def __init__(self, capability: str) -> None:
         super().__init__(capability)

@@ -27,7 +27,7 @@ from deployments.engines.one_thread import OneThread
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.engines.sound import HEARD_HZ
 
-VAD = "/v1/audio/vad"
+PATHS = ("/v1/vad", "/v1/audio/vad")
 MAX_SECONDS = 7_200.0
 FRAME, CONTEXT, PAD = 512, 64, 64  # samples: of a frame, of the frame before, mirrored at its end
 BINS = 129  # of the spectrum: its real parts, then as many imaginary ones
@@ -129,7 +129,7 @@ class VadEngine:
         self.worker.check()
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] != VAD or scope["method"] != "POST":
+        if scope["path"] not in PATHS or scope["method"] != "POST":
             return await asgi.refuse(send, 404, f"no route {scope['method']} {scope['path']}")
         try:
             form = await forms.read(scope, receive)

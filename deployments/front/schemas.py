@@ -353,7 +353,7 @@ class Speech(Body):
 
 
 class Vad(Body):
-    """POST /v1/audio/vad"""
+    """POST /v1/vad, /v1/audio/vad"""
 
     file: Upload = Field(description="sound in any usual container, at most 25 MiB")
     threshold: float | None = Field(None, ge=0.01, le=0.99)
@@ -402,7 +402,7 @@ SCHEMAS: dict[str, Schema] = {
     "/v1/audio/transcriptions": Schema(Transcription, Kind.FORM),
     "/v1/audio/translations": Schema(Translation, Kind.FORM),
     "/v1/audio/speech": Schema(Speech, Kind.JSON),
-    "/v1/audio/vad": Schema(Vad, Kind.FORM),
+    **dict.fromkeys(("/v1/vad", "/v1/audio/vad"), Schema(Vad, Kind.FORM)),
     "/v1/images/generations": Schema(Images, Kind.JSON),
     "/v1/images/edits": Schema(Images, Kind.FORM),
     "/v1/images/variations": Schema(Variations, Kind.FORM),

@@ -161,6 +161,7 @@ def test_a_body_beyond_the_bound_is_413_before_it_is_read(graph: Graph) -> None:
 UPLOADS = {
     "/v1/audio/transcriptions": ("file", ASR),
     "/v1/audio/translations": ("file", ASR),
+    "/v1/vad": ("file", "silero-vad"),
     "/v1/audio/vad": ("file", "silero-vad"),
     "/v1/images/edits": ("image", DRAW),
     "/v1/images/variations": ("image", DRAW),

@@ -56,6 +56,7 @@ POST /v1/audio/transcriptions
 POST /v1/audio/translations
 POST /v1/audio/speech
 POST /v1/audio/vad
+POST /v1/vad
 GET /v1/audio/voices
 POST /v1/messages
 POST /v1/messages/count_tokens

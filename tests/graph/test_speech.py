@@ -179,10 +179,11 @@ def causes(graph: Graph, seen: int) -> list[str]:
 
 
 @pytest.mark.spec("H6", "J1")
-def test_speech_is_found_in_a_file(graph: Graph, fox: bytes) -> None:
+@pytest.mark.parametrize("path", ["/v1/vad", "/v1/audio/vad"])
+def test_speech_is_found_in_a_file(graph: Graph, fox: bytes, path: str) -> None:
     samples, rate = samples_of(fox)
     quiet = np.zeros(rate * 2, np.float32)
-    said = posted(graph, "/v1/audio/vad", wav(np.concatenate([quiet, samples, quiet]), rate), VAD)
+    said = posted(graph, path, wav(np.concatenate([quiet, samples, quiet]), rate), VAD)
     [only] = said["segments"]
     assert only["start"] == pytest.approx(2.0, abs=0.25)
     assert only["end"] == pytest.approx(2.0 + len(samples) / rate, abs=0.25)

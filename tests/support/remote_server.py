@@ -1,4 +1,4 @@
-"""Remotes to ask in tests, over real sockets of loopback: a good one that speaks OpenAI's API under
+"""Remotes to ask in tests, over real sockets of loopback: a good remote, OpenAI's API under
 uvicorn, and a hostile remote, which sends the bytes that a test gives it.
 """
 
