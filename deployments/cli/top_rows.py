@@ -11,7 +11,15 @@ from deployments.cli.output import STYLES, cell, clean, size, span, table
 from deployments.monitoring.attention import CRITICAL
 from deployments.monitoring.parts import COMING_BACK, FOREIGN, FREE, GRANTED, Part
 from deployments.monitoring.story import BAD, CAME, PLAIN, WENT, EventRow
-from deployments.monitoring.view import DeviceRow, LeaseRow, ModelRow, QueueRow, SlabRow, View
+from deployments.monitoring.view import (
+    DeviceRow,
+    JobRow,
+    LeaseRow,
+    ModelRow,
+    QueueRow,
+    SlabRow,
+    View,
+)
 
 BAR_WIDTH = 48  # beside a device's name on a terminal of 80
 MEASURED = "measured"  # the part of what is granted that is held by now
@@ -23,7 +31,7 @@ TONES = {CAME: "green", WENT: "magenta", BAD: "red", PLAIN: ""}
 HOLDERS_SHOWN = 6  # beneath a bar, the largest
 EVENTS_ONCE = 10  # of one frame
 
-TABS = ("models", "queue", "leases", "pool", "events")
+TABS = ("models", "queue", "jobs", "leases", "pool", "events")
 Value = str | int | Text | None
 
 
@@ -213,6 +221,18 @@ def _late(row: QueueRow, now: float) -> Text:
     return Text(_until(row.expected_unix_s, now), "red" if row.is_late else "")
 
 
+def jobs(rows: Iterable[JobRow], now_unix_s: float) -> Rows:
+    head = ("job", "kind", "state", "done", "failed", "of", "model", "tenant", "age")
+    found: list[tuple[Value, ...]] = [
+        (
+            *(row.id, row.kind, cell(row.state), row.done, row.failed or None, row.total),
+            *(row.model, row.tenant, _since(row.created_unix_s, now_unix_s)),
+        )
+        for row in rows
+    ]
+    return Rows(head, found, ("done", "failed", "of", "age"), "no batch and no job")
+
+
 def leases(rows: Iterable[LeaseRow], now_unix_s: float) -> Rows:
     head = ("lease", "name", "tenant", "state", "charged", "measured", "ends in")
     found: list[tuple[Value, ...]] = [
@@ -271,6 +291,8 @@ def chosen(view: View, told: Sequence[EventRow], choice: Choice, now_unix_s: flo
             return models(view, choice.order, now_unix_s)
         case "queue":
             return queue(view.queue, now_unix_s)
+        case "jobs":
+            return jobs(view.jobs, now_unix_s)
         case "leases":
             return leases(view.leases, now_unix_s)
         case "pool":
@@ -301,6 +323,8 @@ def frame(view: View, told: Sequence[EventRow]) -> list[RenderableType]:
     parts += ["", memory(view.devices), legend()]
     parts += ["", models(view, "state", now).drawn()]
     parts += ["", queue(view.queue, now).drawn()]
+    if view.jobs:
+        parts += ["", jobs(view.jobs, now).drawn()]
     if view.leases:
         parts += ["", leases(view.leases, now).drawn()]
     if view.slabs:

@@ -200,7 +200,9 @@ class Viewing:
 def is_busy(view: View) -> bool:
     """True while bytes or counts change without an event of their own."""
     moves = {"queued", "loading", "draining", "reclaiming"}
-    return bool(view.queue) or any(row.inflight or row.state in moves for row in view.models)
+    runs = any(row.state in ("in_progress", "finalizing") for row in view.jobs)
+    moved = any(row.inflight or row.state in moves for row in view.models)
+    return bool(view.queue) or runs or moved
 
 
 def sample_of(view: View) -> dict[str, Any]:

@@ -155,6 +155,27 @@ class SlabRow:
 
 
 @dataclass(frozen=True, slots=True)
+class JobRow:
+    """Describes one batch or single job."""
+
+    id: str
+    kind: str  # batch, async or response
+    state: str
+    model: str  # those of a batch, with commas; empty: not known yet
+    tenant: str
+    done: int  # lines of a batch; a single job has one
+    failed: int
+    total: int
+    created_unix_s: float
+    ended_unix_s: float | None  # None: unfinished
+
+    @property
+    def left(self) -> int:
+        """Those without an answer."""
+        return self.total - self.done - self.failed
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """Shows all that console and terminal draw."""
 
@@ -172,6 +193,7 @@ class View:
     leases: tuple[LeaseRow, ...]
     tenants: tuple[TenantRow, ...]
     slabs: tuple[SlabRow, ...]
+    jobs: tuple[JobRow, ...]  # the unfinished ones first, of both the newest first
     alerts: tuple[Alert, ...]  # what needs attention, the worst first; empty: nothing does
 
 
@@ -193,6 +215,7 @@ def view_of(state: Mapping[str, Any], facts: Facts, now_unix_s: float) -> View:
         leases=tuple(_lease(t, now_unix_s) for t in state["tickets"] if t["lease"]),
         tenants=tuple(_tenants(state)),
         slabs=tuple(_slab(row["node"], row["slab"]) for row in state["slabs"]),
+        jobs=tuple(_jobs(state)),
         alerts=tuple(alerts_of(state)),
     )
 
@@ -357,6 +380,17 @@ def _tenants(state: Mapping[str, Any]) -> Iterator[TenantRow]:
             requests_count=sum(row["requests_count"] for row in clients),
             byte_seconds_count=sum(row["byte_seconds_count"] for row in clients),
         )
+
+
+def _jobs(state: Mapping[str, Any]) -> list[JobRow]:
+    made = [
+        JobRow(
+            *(row["id"], row["kind"], row["state"], row["model"], row["tenant"]),
+            *(row["done"], row["failed"], row["total"], row["created_s"], row["ended_s"]),
+        )
+        for row in state["jobs"]
+    ]
+    return sorted(made, key=lambda row: (row.ended_unix_s is not None, -row.created_unix_s))
 
 
 def _slab(node: str, slab: Mapping[str, Any]) -> SlabRow:

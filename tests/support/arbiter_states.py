@@ -1,5 +1,6 @@
 """States of an arbiter as `GET /arbiter/state` has them, made from the types of the core."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,7 @@ class Books:
     slabs: list[SlabView] = field(default_factory=list)
     clients: list[ClientView] = field(default_factory=list)
     pressure: dict[str, str] = field(default_factory=dict)
+    jobs: list[dict[str, Any]] = field(default_factory=list)
 
     def holds(
         self, model: str, mib: int, state: str = "resident", capability: str = "chat", **more: Any
@@ -118,6 +120,15 @@ class Books:
         del self.tickets[TicketId(f"{model}-1")]
         self.queue = [row for row in self.queue if row.model != model]
 
+    def works(self, job: str, done: int, total: int, state: str = "in_progress") -> None:
+        """A batch that is so far."""
+        self.jobs = [row for row in self.jobs if row["id"] != job]
+        self.jobs.append({
+            "id": job, "kind": "batch", "tenant": "acme", "state": state, "model": "talk",
+            "done": done, "failed": 0, "total": total, "created_s": time.time() - 90,
+            "ended_s": None if state == "in_progress" else time.time(),
+        })  # fmt: skip
+
     def state(self, **more: Any) -> dict[str, Any]:
         view = StateView(
             Epoch(self.epoch), self.is_settled, self.is_closing, 0,
@@ -126,7 +137,7 @@ class Books:
             tuple(self.holders), tuple(self.floors), (), tuple(self.clients),
             tuple(self.load_times), tuple(self.slabs),
         )  # fmt: skip
-        about = {"version": "0.1", "protocol": "abc", "calls": 0, "sequence": self.sequence}
+        about = {"version": "0.1", "protocol": "abc", "calls": 0, "sequence": self.sequence, "jobs": list(self.jobs)}
         chosen = {"policy": "cost_aware", "table": {}, "generation": 1}
         return {**about, **plain(view), **chosen, **more}
 

@@ -31,7 +31,7 @@ async function ask(path, options = {}) {
 }
 
 const send = (method) => async (path, body) => (await ask(path, { method, body: body && JSON.stringify(body) })).json();
-export const get = send("GET"), post = send("POST"), put = send("PUT");
+export const get = send("GET"), post = send("POST"), put = send("PUT"), end = send("DELETE");
 
 function add(list, rows = [], field) {
 	const last = list.at(-1)?.[field] || 0;

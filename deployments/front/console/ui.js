@@ -36,12 +36,12 @@ export function useStore() {
 export const marked = (word, tone = word) => html`<span class=${`tag ${tone}`}>${word.replaceAll("_", " ")}</span>`;
 
 // Columns: a title, what is shown of a row, and whether that is a number.
-export const text = (title, field) => [title, (row) => row[field]];
+export const text = (title, field = title) => [title, (row) => row[field]];
 export const size = (title, field) => [title, (row) => bytes(row[field] || null), 1];
 export const took = (title, field) => [title, (row) => span(row[field] || null), 1];
 export const left = (title, field) => [title, (row) => (row[field] ? span(row[field] - now()) : "–"), 1];
-export const count = (title, field) => [title, (row) => row[field] || "–", 1];
-export const tag = (title, field) => [title, (row) => marked(row[field])];
+export const count = (title, field = title) => [title, (row) => row[field] || "–", 1];
+export const tag = (title, field = title) => [title, (row) => marked(row[field])];
 export const ticket = ["ticket", (row) => row.ticket && html`<button class="link" title="Explain" onClick=${() => explain(row.ticket)}>${row.ticket}</button>`];
 
 export function table(label, rows, of, empty, by) {
@@ -53,7 +53,6 @@ export function table(label, rows, of, empty, by) {
 }
 
 export const button = (label, of, onClick) => html`<button class="small" aria-label=${`${label} ${of}`} onClick=${onClick}>${label}</button>`;
-
 
 // `look` is shown first, and asked before anything happens; `run` is the act.
 export const propose = (title, look, label, run) => show({ title, look, label, run });

@@ -1,5 +1,5 @@
 // Models, queue, events, leases and tenants, settings, and the dry run.
-import { get, post, put } from "./data.js";
+import { end, get, post, put } from "./data.js";
 import { button, bytes, clock, count, html, left, marked, now, planned, planOf, propose, size, span, table, tag, text, ticket, took, useEffect, useState, useStore } from "./ui.js";
 
 const SHOWN = 60, URGENCY = ["urgent", "high", "normal", "low", "batch"];
@@ -22,8 +22,7 @@ const drain = (row) => propose(`Drain ${row.name}`, async () => html`<p>${row.te
 const raise = (row, to) => propose(`Raise ${row.model} to ${to}`, () => planOf({ model: row.model, priority: to }), "Raise it",
 	async () => (await post(`queue/${named(row.ticket)}/raise`, { priority: to }), `It waits with priority ${to}.`));
 
-const cancel = (row) => propose(`Cancel ${row.ticket}`, async () => html`<p>All requests that wait for ${row.model} under this ticket are refused. Nothing leaves.</p>`,
-	"Cancel it", async () => (await post(`queue/${named(row.ticket)}/cancel`), "It is refused."));
+const cancel = (id, loses, run) => propose(`Cancel ${id}`, async () => html`<p>${loses}</p>`, "Cancel it", run);
 
 const Search = ({ value, view, label }) => html`<input type="search" id="search" aria-label=${label} placeholder=${`${label} ( / )`} value=${value}
 	onInput=${(event) => {
@@ -59,14 +58,19 @@ export function Models({ search }) {
 			<ul class="names">${found.adapters.map((name) => html`<li>${name}</li>`)}</ul></section>`}`;
 }
 
-const QUEUE = [count("position", "position"), model, tag("priority", "priority"), size("waits for", "need_bytes"), ["waited", (r) => span(now() - r.since_unix_s), 1],
+const QUEUE = [count("position"), model, tag("priority"), size("waits for", "need_bytes"), ["waited", (r) => span(now() - r.since_unix_s), 1],
 	left("expected in", "expected_unix_s"), ["", (r) => r.is_late && marked("late", "bad")],
-	left("deadline in", "deadline_unix_s"), text("tenant", "tenant"), ticket,
+	left("deadline in", "deadline_unix_s"), text("tenant"), ticket,
 	["", (r) => html`<span class="tools">${URGENCY.slice(0, URGENCY.indexOf(r.priority)).slice(-1).map((to) => button(`Raise to ${to}`, r.model, () => raise(r, to)))}
-		${button("Cancel", r.ticket, () => cancel(r))}</span>`]];
+		${button("Cancel", r.ticket, () => cancel(r.ticket,
+			`All requests that wait for ${r.model} under this ticket are refused. Nothing leaves.`, async () => (await post(`queue/${named(r.ticket)}/cancel`), "It is refused.")))}</span>`]];
+
+const JOBS = [text("job", "id"), text("kind"), tag("state"), ["done", (r) => `${r.done} of ${r.total}`, 1], count("failed"), text("model"), text("tenant"),
+	["age", (r) => span(now() - r.created_unix_s), 1], ["", (r) => r.ended_unix_s || button("Cancel", r.id, () => cancel(r.id,
+		`${r.total - r.done - r.failed} of ${r.total} get no answer; what is done stays.`, async () => `It is ${(await end(`jobs/${r.id}`)).state}.`))]];
 
 export const Queue = () => html`${table("Queue", useStore().view.queue, QUEUE, "No ticket waits.", "ticket")}
-	<p class="muted">There are no background jobs to show.</p>`;
+	<h2>Jobs</h2>${table("Jobs", useStore().view.jobs, JOBS, "No batch, no job.", "id")}`;
 
 const EVENTS = [["at", (e) => clock(e.unix_s)], ["kind", (e) => marked(e.kind, e.tone)], text("what", "text"), ticket];
 
@@ -90,13 +94,13 @@ export const Leases = () => {
 			<label>GiB <input name="gb" type="number" min="0.1" step="any" value="1" required /></label>
 			<label>minutes <input name="minutes" type="number" min="1" value="60" required /></label><button class="main">Free…</button></form>
 		<h2>Leases</h2>${table("Leases", view.leases, [
-			text("lease", "name"), text("tenant", "tenant"), tag("state", "state"), size("held", "charged_bytes"), size("measured", "measured_bytes"),
+			text("lease", "name"), text("tenant"), tag("state"), size("held", "charged_bytes"), size("measured", "measured_bytes"),
 			left("ends in", "ends_unix_s"), ticket, ["", (r) => button("Drain", r.name, () => drain(r))]], "No process outside Serve holds device memory.", "ticket")}
 		<h2>Tenants</h2>${table("Tenants", view.tenants, [
-			text("tenant", "tenant"), size("holds", "held_bytes"), size("maximum", "most_bytes"), size("reserved", "reserved_bytes"),
+			text("tenant"), size("holds", "held_bytes"), size("maximum", "most_bytes"), size("reserved", "reserved_bytes"),
 			count("requests", "requests_count"), ["GiB seconds", (r) => (r.byte_seconds_count / 2 ** 30).toFixed(1), 1]], "No client has used anything yet.")}
 		<h2>Pool</h2>${table("Slabs", view.slabs, [
-			text("slab", "slab"), text("content", "content"), text("owner", "owner"), size("takes", "allocated_bytes"), size("of", "limit_bytes"),
+			text("slab"), text("content"), text("owner"), size("takes", "allocated_bytes"), size("of", "limit_bytes"),
 			count("rows", "rows_count"), count("hits", "hits_count"), count("misses", "misses_count")], "No engine keeps anything beyond its life.")}`;
 };
 
