@@ -1,9 +1,7 @@
 """Refresh the libraries that the console carries: `make vendor`.
 
-Each file is taken from the tarball that npm has under the version below; the tarball's sha512 must
-be the one in `vendor.json`, or is written there with `--accept`. The one change is that of bare
-imports, which a browser resolves only with an import map, and the console's content security policy
-allows no inline script.
+Each file is taken as it is from the tarball that npm has under the version below; the tarball's
+sha512 must be the one in `vendor.json`, or is written there with `--accept`.
 """
 
 import argparse
@@ -19,7 +17,6 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "deployments" / "front" / "console" / "vendor"
 LOCK = FOLDER / "vendor.json"
-REWRITES = {'from"preact"': 'from"./preact.mjs"'}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +29,11 @@ class Package:
 
 
 PACKAGES = (
+    # One file with Preact, its hooks and htm, which is a fifth smaller than the three.
     Package(
-        "preact",
-        "11.2.0",
-        {
-            "preact.mjs": "dist/preact.mjs",
-            "hooks.mjs": "hooks/dist/hooks.mjs",
-            "preact.LICENSE": "LICENSE",
-        },
+        "htm", "3.1.1", {"preact.mjs": "preact/standalone.module.js", "htm.LICENSE": "LICENSE"}
     ),
-    Package("htm", "3.1.1", {"htm.mjs": "dist/htm.mjs", "htm.LICENSE": "LICENSE"}),
+    Package("preact", "10.7.1", {"preact.LICENSE": "LICENSE"}),
     Package(
         "uplot",
         "1.6.32",
@@ -80,23 +72,10 @@ def fetched(package: Package) -> dict[str, object]:
                 stream = archive.extractfile(f"package/{member}")
                 assert stream is not None, f"{wanted} has no file {member}"
                 original = stream.read()
-                (FOLDER / name).write_bytes(rewritten(original))
+                (FOLDER / name).write_bytes(original)
                 rows[name] = {"member": member, "sha256": hashlib.sha256(original).hexdigest()}
     integrity = f"sha512-{base64.b64encode(digest).decode()}"
     return {"version": package.version, "integrity": integrity, "files": rows}
-
-
-def rewritten(original: bytes) -> bytes:
-    for bare, path in REWRITES.items():
-        original = original.replace(bare.encode(), path.encode())
-    return original
-
-
-def restored(vendored: bytes) -> bytes:
-    """What npm has, of a file that lies here."""
-    for bare, path in REWRITES.items():
-        vendored = vendored.replace(path.encode(), bare.encode())
-    return vendored
 
 
 if __name__ == "__main__":

@@ -169,11 +169,6 @@ class JobRow:
     created_unix_s: float
     ended_unix_s: float | None  # None: unfinished
 
-    @property
-    def left(self) -> int:
-        """Those without an answer."""
-        return self.total - self.done - self.failed
-
 
 @dataclass(frozen=True, slots=True)
 class View:

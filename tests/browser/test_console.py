@@ -162,6 +162,41 @@ def test_each_act_is_done_after_its_dialog(tab: Tab, front: ConsoleFront) -> Non
     assert done[0] == ("unload", "talk-1") and done[3] == ("unload", "train-1")
 
 
+class Jobs:
+    """In place of the process that keeps them: its only job is `batch-1`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    async def call(self, method: str, job: str) -> dict[str, str]:
+        self.calls.append((method, job))
+        return {"id": job, "state": "cancelling"}
+
+
+@pytest.mark.spec("K4", "J4")
+def test_jobs_move_on_and_are_cancelled_after_a_dialog(
+    tab: Tab, front: ConsoleFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    books, jobs = fill(front), Jobs()
+    monkeypatch.setattr(front.state, "jobs", jobs)
+    books.works("batch-0", 7, 7, state="completed")
+    books.works("batch-1", 2, 7)
+    page = tab.open("queue")
+    row = page.get_by_role("region", name="Jobs").get_by_role("row").filter(has_text="batch-1")
+    expect(row).to_contain_text("2 of 7")
+    books.works("batch-1", 5, 7)
+    expect(row).to_contain_text("5 of 7")  # without an event
+    expect(page.get_by_role("button", name="Cancel batch-0")).to_have_count(0)
+    page.evaluate("key => sessionStorage.setItem('key', key)", front.owner_key)
+    row.get_by_role("button", name="Cancel batch-1").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("2 of 7 get no answer")
+    assert jobs.calls == []
+    dialog.get_by_role("button", name="Cancel it").click()
+    expect(dialog).to_contain_text("It is cancelling.")
+    assert jobs.calls == [("cancel_any", "batch-1")]
+
+
 @pytest.mark.spec("K4", "K3")
 def test_a_click_on_an_eviction_opens_explain(tab: Tab, front: ConsoleFront) -> None:
     fill(front)

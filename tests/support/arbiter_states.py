@@ -137,7 +137,13 @@ class Books:
             tuple(self.holders), tuple(self.floors), (), tuple(self.clients),
             tuple(self.load_times), tuple(self.slabs),
         )  # fmt: skip
-        about = {"version": "0.1", "protocol": "abc", "calls": 0, "sequence": self.sequence, "jobs": list(self.jobs)}
+        about = {
+            "version": "0.1",
+            "protocol": "abc",
+            "calls": 0,
+            "sequence": self.sequence,
+            "jobs": list(self.jobs),
+        }
         chosen = {"policy": "cost_aware", "table": {}, "generation": 1}
         return {**about, **plain(view), **chosen, **more}
 

@@ -1,11 +1,8 @@
 // Numbers, tables, and the dialog that shows what an act would do before it happens.
-import { h } from "./vendor/preact.mjs";
-import { useEffect, useRef, useState } from "./vendor/hooks.mjs";
-import htm from "./vendor/htm.mjs";
+import { html, useEffect, useRef, useState } from "./vendor/preact.mjs";
 import { get, post, show, store, subscribe, useKey } from "./data.js";
 
-export const html = htm.bind(h);
-export { useEffect, useRef, useState };
+export { html, useEffect, useRef, useState };
 
 export function bytes(size) {
 	if (size == null) return "–";

@@ -34,6 +34,7 @@ EVENT: dict[str, Any] = {
 def books() -> Books:
     """On 1,000 MiB: 400 granted, of which 360 are measured, 100 coming back, 250 foreign."""
     made = Books(foreign={"n1/gpu:0": {"Xorg": 250}})
+    made.works("batch-1", 2, 7)
     made.holds("big-chat", 400, inflight=3)
     made.holds("old-chat", 100, "reclaiming")
     made.holds("soft-chat", 200, "asleep", device="n1/host")
@@ -276,6 +277,8 @@ async def test_keys_change_tab_and_order_and_quit(view: View) -> None:
         await pilot.press("tab")
         assert screen.query_one(TabbedContent).active == "queue"
         assert first_cells(screen.query_one("#queue-rows", DataTable)) == ["1"]
+        await pilot.press("tab")
+        assert first_cells(screen.query_one("#jobs-rows", DataTable)) == ["batch-1"]
         await pilot.press("tab", "tab")
         assert screen.query_one(TabbedContent).active == "pool"
         await pilot.press("tab")

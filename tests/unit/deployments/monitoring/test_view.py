@@ -1,6 +1,7 @@
 """The rows that console and terminal draw."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -128,6 +129,17 @@ def test_leases_and_tenants_are_rows_and_no_models() -> None:
     (lease,) = view.leases
     assert (lease.name, lease.tenant, lease.charged_bytes) == ("train", "acme", size(100))
     assert (lease.is_preemptible, lease.ends_unix_s) == (True, NOW_S + 120)
+
+
+@pytest.mark.spec("K4", "J4")
+def test_jobs_are_rows_with_their_counts_the_unfinished_first() -> None:
+    books = Books()
+    books.works("batch-0", 7, 7, state="completed")
+    books.works("batch-1", 2, 7)
+    first, last = shown(books).jobs
+    assert (first.id, first.state, first.done, first.total) == ("batch-1", "in_progress", 2, 7)
+    assert first.ended_unix_s is None and first.created_unix_s < time.time()
+    assert (last.id, last.done, last.ended_unix_s is None) == ("batch-0", 7, False)
 
 
 @pytest.mark.spec("K4")

@@ -12,7 +12,7 @@ from deployments.front.routes import console
 from tools import vendor
 
 FOLDER = console.FOLDER
-MOST_BYTES = 100 * 1024
+MOST_BYTES = 100_000
 IMPORT = re.compile(r"""(?:from|import)\s*["']([^"']+)["']""")
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
@@ -30,7 +30,7 @@ def test_the_console_is_small() -> None:
 
 
 @pytest.mark.spec("K4")
-def test_what_it_carries_is_what_npm_has_but_for_one_import() -> None:
+def test_what_it_carries_is_what_npm_has() -> None:
     lock = json.loads(vendor.LOCK.read_text())
     for package in vendor.PACKAGES:
         row = lock[package.name]
@@ -38,20 +38,16 @@ def test_what_it_carries_is_what_npm_has_but_for_one_import() -> None:
         assert row["integrity"].startswith("sha512-")
         assert row["files"].keys() == package.files.keys()
         for name, file in row["files"].items():
-            original = vendor.restored((vendor.FOLDER / name).read_bytes())
+            original = (vendor.FOLDER / name).read_bytes()
             assert hashlib.sha256(original).hexdigest() == file["sha256"], name
         assert any(name.endswith("LICENSE") for name in row["files"])
-    changed = [
-        p.name for p in vendor.FOLDER.iterdir() if vendor.restored(p.read_bytes()) != p.read_bytes()
-    ]
-    assert changed == ["hooks.mjs"]
 
 
 @pytest.mark.spec("K4")
 def test_scripts_import_only_files_of_the_console() -> None:
     scripts = [path for path in FOLDER.rglob("*") if path.suffix in (".js", ".mjs")]
     found = [(path, name) for path in scripts for name in IMPORT.findall(path.read_text())]
-    assert len(found) > 10
+    assert len(found) > 8
     for path, name in found:
         assert name.startswith("."), f"{path.name} imports {name}, which no browser finds"
         assert (path.parent / name).is_file()
