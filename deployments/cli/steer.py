@@ -144,10 +144,12 @@ def forget(
     as_json: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Erase what a removed tenant's requests left on every node, in RAM and in files."""
+    """Erase what a removed tenant left on every node, and its jobs, batches and files."""
     with front(url) as f:
         done = f.send("DELETE", f"/arbiter/tenants/{quote(tenant, safe='')}/kept")
     text = f"what {done['tenant']} left is being erased; `arbiter events` tells of it"
+    if done["ending"]:
+        text += f"; {done['ending']} jobs, batches or files go when their work has ended"
     show(as_json, done, cell(text))
 
 

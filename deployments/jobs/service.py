@@ -19,6 +19,7 @@ Every method may be called twice with the same arguments. Each raises RequestErr
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 
 from deployments.config.jobs_section import JobsConfig
 from deployments.front.service import InferenceService
-from deployments.jobs import rows_of
+from deployments.jobs import removal, rows_of
 from deployments.jobs.batch_runner import BatchRunner
 from deployments.jobs.batch_store import Batch, BatchStore, NewBatch
 from deployments.jobs.bodies import Bodies
@@ -42,6 +43,8 @@ logger = logging.getLogger("ray.serve")
 
 EVENTS_WAIT_MOST_S = 20.0  # of one long poll, below the 30 s after which calls are given up
 FORGET_EVERY_S = 3_600.0  # between two looks for what has been kept for long enough
+REMOVE_EVERY_S = 0.5  # the same while work of a removed tenant comes to its end
+REMOVED_WITHIN_S = 10.0  # a caller waits so long for that, well below the 30 s of any call
 BATCH_PREFIX = "batch_"  # of a batch's id
 ServiceOf = Callable[[], Awaitable[InferenceService]]
 
@@ -73,6 +76,7 @@ class JobsService:
         self._batch_runner = BatchRunner(
             self._batches, bodies, self._blocking, service, lambda: self.config
         )
+        self._removal = asyncio.Event()  # a tenant is to be forgotten
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -257,6 +261,19 @@ class JobsService:
             return rows_of.batch(await self.cancel_batch(tenant, any_id))
         return rows_of.job(await self.cancel(tenant, any_id))
 
+    async def remove_tenant(self, tenant: str) -> int:
+        """Ends the tenant's work and erases its jobs, batches, files and responses. Returns how
+        many of them are still to come to their end, after which they are erased as well. Raises
+        StorageFull, StorageFailed."""
+        await self._blocking(removal.end_all, self._db, tenant)
+        self._runner.wake()
+        self._batch_runner.wake()
+        self._removal.set()
+        ends_s = time.monotonic() + REMOVED_WITHIN_S
+        while (left := await self._blocking(removal.left, self._db)) and time.monotonic() < ends_s:
+            await asyncio.sleep(REMOVE_EVERY_S / 5)
+        return left
+
     def _tell_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -264,10 +281,19 @@ class JobsService:
     async def _forget(self) -> None:
         """Raises Superseded."""
         while True:
+            self._removal.clear()
             try:
-                for store in (self._store, self._files, self._batches):
-                    await self._blocking(store.forget_old)
-                await self._blocking(sweep, self._db, self._bodies)
+                due_s = await self._blocking(self._forget_old)
             except (StorageFull, StorageFailed) as error:
                 logger.error("nothing old is forgotten: %s", error)
-            await asyncio.sleep(FORGET_EVERY_S)
+                due_s = FORGET_EVERY_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due_s):
+                    await self._removal.wait()
+
+    def _forget_old(self) -> float:
+        """Returns after how many seconds there may be more to forget."""
+        for store in (self._store, self._batches, self._files):
+            store.forget_old()
+        sweep(self._db, self._bodies)
+        return REMOVE_EVERY_S if removal.left(self._db) else FORGET_EVERY_S

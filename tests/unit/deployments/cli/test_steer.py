@@ -97,9 +97,13 @@ def test_leases_are_given_notice_and_cleaned_up(front: ScriptedFront, run: Run) 
 
 @pytest.mark.spec("E6")
 def test_what_a_removed_tenant_left_is_erased(front: ScriptedFront, run: Run) -> None:
-    front.says("DELETE", "/arbiter/tenants/acme/kept", {"tenant": "acme"})
-    assert run("forget", "acme").stdout.startswith("what acme left is being erased")
-    assert json.loads(run("forget", "acme", "--json").stdout) == {"tenant": "acme"}
+    for ending in (0, 3):
+        said = {"tenant": "acme", "ending": ending}
+        front.says("DELETE", "/arbiter/tenants/acme/kept", said)
+        text = run("forget", "acme").stdout
+        assert text.startswith("what acme left is being erased")
+        assert ("3 jobs, batches or files go when" in text) is bool(ending)
+        assert json.loads(run("forget", "acme", "--json").stdout) == said
 
 
 @pytest.mark.spec("D7")

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from fastapi import FastAPI
@@ -22,6 +23,7 @@ from deployments.front.routes import free, leases, plan, queue, residency, tenan
 from deployments.front.schemas import SCHEMAS, Kind
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
+from deployments.jobs.client import JobsClient
 from tests.support.speaker import BODY, FORM, SPEAK, Speaker, table
 
 STATE: dict[str, Any] = {
@@ -297,12 +299,18 @@ async def test_drain_of_an_unknown_lease_is_404(
 
 @pytest.mark.spec("E6")
 async def test_what_a_tenant_left_is_erased_by_its_name(
-    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
+    client: AsyncClient,
+    arbiter: Arbiter,
+    owner: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    jobs = AsyncMock(return_value=2)
+    monkeypatch.setattr(JobsClient, "call", jobs)
     arbiter.answers["remove_tenant"] = None
     answer = await client.delete("/arbiter/tenants/acme/kept", headers=owner)
-    assert answer.json() == {"tenant": "acme"}
+    assert answer.json() == {"tenant": "acme", "ending": 2}
     assert arbiter.calls == [("remove_tenant", "acme")]
+    jobs.assert_awaited_once_with("remove_tenant", "acme")
     answer = await client.delete("/arbiter/tenants/a%20b/kept", headers=owner)
     assert (answer.status_code, error(answer)["param"]) == (400, "tenant")
     assert len(arbiter.calls) == 1
