@@ -129,7 +129,7 @@ export function Ask() {
 	return html`<form class="tools" onSubmit=${ask}><label>Model <input name="model" list="models" /></label>
 			<datalist id="models">${[...models.values()].map((row) => html`<option value=${row.model} />`)}</datalist>
 			<label>or GiB <input name="gb" type="number" min="0" step="any" /></label>
-			<label>priority <select name="priority">${URGENCY.map((to) => html`<option selected=${to === "normal"}>${to}</option>`)}</select></label>
+			<label>priority <select name="priority">${URGENCY.map((to) => html`<option value=${to} selected=${to === "normal"}>${to}</option>`)}</select></label>
 			<button class="main">Can I?</button></form>
 		<div class="card" aria-live="polite">${shown}</div>`;
 }
