@@ -14,8 +14,10 @@ from arbiter.client.admin import call_arbiter
 from arbiter.errors import ArbiterUnavailable
 from deployments.config.schema import Table, parse_table
 from deployments.front.service import InferenceService
+from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.database import state_path
 from deployments.jobs.service import JobsService
+from deployments.jobs.store import Job, NewJob
 
 NAME = "jobs"
 POLICY = "deployments.jobs.scaling:JobsPolicy"
@@ -30,7 +32,7 @@ class JobsServer(JobsService):
     def __init__(self, state_file: str) -> None:
         self._inference = InferenceService()
         self._table: object = None
-        self._read_at = -TABLE_S
+        self._read_at = self._accepted_at = -TABLE_S
         super().__init__(state_path(state_file), self._current)
         asyncio.get_running_loop().call_soon(self.start)
 
@@ -43,10 +45,21 @@ class JobsServer(JobsService):
         with contextlib.suppress(ArbiterUnavailable):
             await self._current()
 
+    async def create(self, new: NewJob, body: bytes) -> Job:
+        """See JobsService."""
+        self._accepted_at = time.monotonic()
+        return await super().create(new, body)
+
+    async def create_batch(self, new: NewBatch) -> Batch:
+        """See JobsService."""
+        self._accepted_at = time.monotonic()
+        return await super().create_batch(new)
+
     async def _current(self) -> InferenceService:
-        """The front's service with the table that the arbiter has. Raises ArbiterUnavailable."""
+        """The front's service with the table that the arbiter has, or had a moment ago, but after
+        the last work was accepted: it may name what is new in it. Raises ArbiterUnavailable."""
         now = time.monotonic()
-        if now - self._read_at >= TABLE_S:
+        if now - self._read_at >= TABLE_S or self._read_at <= self._accepted_at:
             plain = await call_arbiter("table")
             self._read_at = now
             if plain != self._table:

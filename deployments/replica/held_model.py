@@ -101,6 +101,10 @@ class Uses:
     emptied: asyncio.Event = field(default_factory=asyncio.Event)  # in-flight fell to zero
     on_begin: Callable[[], None] | None = None  # ends what only runs while nothing is in flight
 
+    @property
+    def is_kept_warm(self) -> bool:
+        return time.monotonic_ns() < self.warm_until_ns
+
     def begin(self) -> None:
         if self.on_begin is not None:
             self.on_begin()

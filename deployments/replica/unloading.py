@@ -29,6 +29,8 @@ def revoke(residency: ResidencyApi, held: HeldModel, order: RevokeCommand) -> No
         return  # an order sent twice, or too late: the state has changed here
     elif held.uses.inflight and order.reason.only_if_idle:
         residency.client().tell(ev.Busy(held.ticket, held.uses.inflight))
+    elif order.reason is Reason.IDLE and held.uses.is_kept_warm:  # which it did not know yet
+        residency.client().tell(ev.Busy(held.ticket, 0))
     else:
         held.move(HolderState.DRAINING)
         residency.begin(held, drain(residency, held, order))

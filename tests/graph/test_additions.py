@@ -137,9 +137,10 @@ def test_no_extension_field_reaches_the_engine_and_stay_warm_keeps_its_model(
         assert status == 200
         assert json.loads(answer["body"]) == {"model": "mirror"}
         assert not headers.keys() & answer["headers"].keys()
-    assert extended.post("/v1/mirror", {"model": "brief"})[0] == 200
-    until(lambda: "brief" not in models_of(extended), 20, "its keep-warm time is over")
-    assert "mirror" in models_of(extended)
+    for _ in range(3):  # both have a keep-warm of a second
+        assert extended.post("/v1/mirror", {"model": "brief"})[0] == 200
+        until(lambda: "brief" not in models_of(extended), 20, "its keep-warm time is over")
+        assert "mirror" in models_of(extended)
 
 
 def models_of(graph: Graph) -> set[str]:

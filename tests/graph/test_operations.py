@@ -194,8 +194,13 @@ def test_readiness_says_that_the_arbiter_is_away(graph: Graph) -> None:
 
 @pytest.mark.spec("B7")
 def test_status_shows_devices_and_tickets(graph: Graph, client: OpenAI) -> None:
-    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
-    text = arbiter(graph, "status")
+    def status() -> str:
+        client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+        return arbiter(graph, "status")
+
+    # An arbiter that was stopped takes a model for idle until it has heard what was used meanwhile.
+    text = status()
+    text = text if CHAT in text else status()
     assert "cpu:0" in text
     assert CHAT in text
     said = json.loads(arbiter(graph, "status", "--json"))

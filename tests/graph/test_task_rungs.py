@@ -24,7 +24,7 @@ from tests.support.graph_tasks import (
 )
 
 # Well above the keep-warm of the tests, so that the difference is seen.
-STAYS_S = 16
+STAYS_S = 12
 
 
 def tickets(graph: Graph, model: str) -> list[dict[str, Any]]:
@@ -57,7 +57,13 @@ def test_model_that_answered_a_task_stays_warm_for_as_long_as_the_task_says(grap
             assert answered(graph, "usual") == (PLAIN, PLAIN)
         until(lambda: level(graph, PLAIN) == "cold", 20, "its keep-warm is over")
         assert level(graph, TINY) == "device"
-        until(lambda: level(graph, TINY) == "cold", 30, "the task's is over, too")
+        until(lambda: level(graph, TINY) == "cold", 40, "the task's is over, too")
+    own = [event for event in graph.events() if event.get("model") == TINY]
+    used, left = (
+        max(event["unix_s"] for event in own if event["kind"] == kind)
+        for kind in ("capability_run", "model_unload")
+    )
+    assert left - used > STAYS_S
 
 
 @pytest.mark.spec("J5")

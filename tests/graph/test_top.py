@@ -3,6 +3,7 @@
 import pytest
 from openai import OpenAI
 
+from deployments.cli.top_rows import TABS
 from tests.graph.conftest import Graph
 from tests.support.graph_commands import environment, run_command
 from tests.support.terminal import Terminal
@@ -18,7 +19,7 @@ def test_top_shows_a_load_as_it_happens_and_where_the_model_is(
     words = ["-m", "deployments.cli", "top", "--url", graph.url]
     with Terminal(words, environment(graph)) as terminal:
         terminal.read_until(f"{graph.node}/cpu:0")
-        terminal.write("\t\t\t\t")  # models, queue, leases, pool, events
+        terminal.write("\t" * TABS.index("events"))
         client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
         terminal.read_until(f"{CHAT} has answered a request")
         lines = [line.split() for line in run_command(graph, "top", "--once").splitlines()]

@@ -18,9 +18,23 @@ from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.loads import forget_evicted_for, let_sleep, on_loaded
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, notify_holder, reclaim
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
-from arbiter.units import Bytes, HolderId, Instant, Span, TicketId, after, host_device, since
+from arbiter.units import (
+    Bytes,
+    HolderId,
+    Instant,
+    Span,
+    TicketId,
+    after,
+    host_device,
+    seconds,
+    since,
+)
 
 ANSWERED = "answered"  # the outcome of a request whose client took the whole answer
+
+# Idle for so much less than since its last use: its holder keeps it warm. Half a heartbeat, because
+# two of them are not on their way for equally long.
+KEPT_WARM = seconds(0.5)
 
 HOLDING = (State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP)
 STATE_OF = {
@@ -147,7 +161,7 @@ def _compare(state: CoreState, holder: HolderId, tickets: tuple[ev.HeldTicket, .
     mine = state.ledger.holding(holder)
     for held in tickets:
         entry = mine.get(held.ticket)
-        if entry is None or not _is_nothing_new(entry, held):
+        if entry is None or not _is_nothing_new(entry, held, state.now):
             _apply(state, holder, held)
     listed = {held.ticket for held in tickets}
     for entry in [e for ticket, e in mine.items() if ticket not in listed]:
@@ -155,10 +169,11 @@ def _compare(state: CoreState, holder: HolderId, tickets: tuple[ev.HeldTicket, .
             reclaim(state, entry, Reason.LOST)
 
 
-def _is_nothing_new(entry: Ticket, held: ev.HeldTicket) -> bool:
+def _is_nothing_new(entry: Ticket, held: ev.HeldTicket, now: Instant) -> bool:
     """Says whether a ticket is idle as before and not used since: most of most heartbeats."""
     return (
         held.inflight == 0 == entry.inflight
+        and since(entry.last_used, now) - held.idle < KEPT_WARM
         and held.uses_count == entry.uses_count
         and held.priority is entry.priority
         and held.phase is types.Phase.RESIDENT

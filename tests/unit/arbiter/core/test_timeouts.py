@@ -20,6 +20,17 @@ def test_an_idle_model_goes_after_keep_warm_since_its_last_use() -> None:
     assert revoked(driver.woke(100)) == [("a", "idle", "gone")]
 
 
+@pytest.mark.spec("C8", "J2")
+def test_a_model_that_its_holder_keeps_warm_is_not_idle_meanwhile() -> None:
+    """Nothing is in flight and nothing was served since; only its idle time begins anew."""
+    driver = CoreDriver(keep_warm_s=60, host=80)
+    driver.resident(0, "a", 10)
+    for t in (20, 40, 59):
+        driver.at(t, ev.Renewed(HolderId("h"), (driver.held("a", idle_s=0),)))
+    assert driver.woke(118.9) == []
+    assert revoked(driver.woke(119)) == [("a", "idle", "gone")]
+
+
 @pytest.mark.spec("C8")
 @pytest.mark.parametrize(("keep_warm_s", "pinned"), [(-1, ""), (60, "a")])
 def test_pinned_and_unlimited_keep_warm_models_stay(keep_warm_s: float, pinned: str) -> None:

@@ -81,6 +81,17 @@ async def test_a_pressure_revoke_of_a_busy_model_is_refused_and_of_an_idle_one_o
         assert arbiter.told[-1] == ev.Released(arbiter.asked[0], "pressure")
 
 
+@pytest.mark.spec("J2", "C8")
+async def test_a_model_that_is_kept_warm_is_idle_for_others_and_not_for_its_keep_warm() -> None:
+    async with holder() as (residency, arbiter, _):
+        async with residency.use("a") as use:
+            use.stay_warm(60.0)
+        revoke(residency, Reason.IDLE)
+        assert arbiter.kinds()[-1] == "Busy"
+        revoke(residency, Reason.PRESSURE)
+        await until(lambda: "a" not in residency.models)
+
+
 @pytest.mark.spec("A9")
 async def test_a_swap_waits_for_what_is_in_flight_and_new_requests_get_a_new_ticket() -> None:
     async with holder() as (residency, arbiter, _):
