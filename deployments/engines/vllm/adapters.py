@@ -53,7 +53,8 @@ _ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
 
 class AdmittingLLM(AsyncLLM):
     """vLLM's frontend, whose `generate`, where every route ends, first waits for a place in the
-    batch and for the adapter's load."""
+    batch and for the adapter's load. The core orders its steps by the same priority
+    (deployments.engines.vllm.batch_hold)."""
 
     gate: BatchGate
     served_name: str
@@ -69,6 +70,7 @@ class AdmittingLLM(AsyncLLM):
         **more: Any,
     ) -> AsyncGenerator[Any, None]:
         count = callers.AnswerTokens(sampling_params)
+        more["priority"] = callers.current().priority  # whatever the body says
         async with self._turn(lora_request, callers.prompt_tokens(prompt)) as place:
             found = super().generate(
                 prompt, sampling_params, request_id, lora_request=lora_request, **more

@@ -33,6 +33,7 @@ from deployments.engines import linux
 from deployments.engines.protocol import LoadFailed, load_failure
 from deployments.engines.vllm import (
     adapter_images,
+    batch_hold,
     drafter,
     kv_offload,
     picture_connector,
@@ -105,7 +106,8 @@ class ForkedCore(EngineCoreProc):
         picture_connector.cache_of(self.scheduler)  # so that it knows its hits on the device
         self.images = adapter_images.open_images(self.model_executor, vllm_config, images)
         self.trace = StepTrace()
-        schedule = self.scheduler.schedule
+        self.hold = batch_hold.BatchHold(self.scheduler)
+        self.scheduler.schedule = schedule = self.hold.schedule
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             if self.images is not None:
@@ -123,6 +125,10 @@ class ForkedCore(EngineCoreProc):
     def step_trace(self) -> dict[str, float]:
         """Called by name from the frontend."""
         return self.trace.facts()
+
+    def hold_trace(self) -> dict[str, int]:
+        """Called by name from the frontend."""
+        return self.hold.trace.facts()
 
     @property
     def pictures(self) -> PictureCache:

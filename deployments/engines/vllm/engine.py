@@ -160,6 +160,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "served_model_name": config.get("served_name", config["model"]),
         "disable_log_stats": True,
         "disable_fastapi_docs": True,
+        "scheduling_policy": "priority",  # that of the caller; see batch_hold.py
         "enable_prompt_tokens_details": True,  # a client sees what it saved by a prefix
         **_adapter_arguments(config),
         **_drafter_arguments(config),
@@ -291,7 +292,8 @@ class VllmEngine:
     async def _adapted(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
         if scope["path"] == "/admission":
-            return await asgi.respond(send, 200, self.gate.facts())
+            hold = await self.llm.engine_core.call_utility_async("hold_trace")
+            return await asgi.respond(send, 200, {**self.gate.facts(), "hold": hold})
         send = HeldHead(callers.begin(scope), send)
         if self.adapters is None:
             return await self.api(scope, receive, send)

@@ -1,0 +1,118 @@
+"""Keeps work of priority batch out of the steps that compute a more urgent request's prompt (SPEC
+J4, C2).
+
+A step takes as long as all that is in it. Without this, a question waits for the steps of every
+line of a batch that shares its engine; with it, for the one step that runs when it comes. Its later
+tokens share their steps with the batch, which on a GPU costs them little.
+
+vLLM's scheduler passes over a running request before its `next_decode_eligible_step`, and takes the
+rest from its queue of waiting requests, so neither is changed. A request that is held keeps its
+blocks. Only where the urgent one finds no place or no blocks, one request of priority batch is
+preempted by vLLM's own means: its tokens stay, and their KV is computed again, as far as the prefix
+cache has lost it.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from arbiter.core.types import Priority
+from deployments.engines.vllm.admission import BYPASSES
+
+
+@dataclass(slots=True)
+class HoldTrace:
+    """Steps by what became of work of priority batch, and how often it gave up its place."""
+
+    held: int = 0  # an urgent prompt was computed without it
+    beside: int = 0  # an urgent prompt was computed in one step with it
+    preempted: int = 0
+
+    def facts(self) -> dict[str, int]:
+        return {"held": self.held, "beside": self.beside, "preempted": self.preempted}
+
+
+class BatchHold:
+    """In place of the scheduler's own `schedule`. At most BYPASSES steps in a row leave out what is
+    held, so that an engine that is never without urgent prompts goes on with the batch."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.trace = HoldTrace()
+        self._scheduler, self._schedule = scheduler, scheduler.schedule
+        self._in_a_row = 0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        prompts = self._urgent_prompts()
+        late = self._late() if prompts else []
+        if not late or self._in_a_row >= BYPASSES:
+            self._in_a_row = 0
+            return self._noted(self._schedule(*args, **kwargs), prompts)
+        self._in_a_row += 1
+        step = self._without(late, *args, **kwargs)
+        if not any(one.request_id in step.num_scheduled_tokens for one in prompts):
+            self._in_a_row = BYPASSES  # holding once more would give it nothing
+            self._make_room(prompts)
+        return self._noted(step, prompts)
+
+    def _urgent_prompts(self) -> list[Request]:
+        queued = (*self._scheduler.running, *self._scheduler.waiting)
+        return [one for one in queued if not _is_batch(one) and _is_prompt(one)]
+
+    def _late(self) -> list[Request]:
+        queued = (*self._scheduler.running, *self._scheduler.waiting)
+        return [one for one in queued if _is_batch(one)]
+
+    def _without(self, late: list[Request], *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """One step in which nothing of `late` is computed."""
+        scheduler = self._scheduler
+        queued = [one for one in late if one.status != RequestStatus.RUNNING]
+        for one in late:
+            if one.status == RequestStatus.RUNNING:
+                # `schedule` counts up first, so this is the step after the one that it makes.
+                one.next_decode_eligible_step = max(
+                    one.next_decode_eligible_step, scheduler.current_step + 2
+                )
+        scheduler.waiting.remove_requests(queued)
+        try:
+            return self._schedule(*args, **kwargs)
+        finally:
+            for one in queued:
+                scheduler.waiting.add_request(one)
+
+    def _make_room(self, prompts: list[Request]) -> None:
+        """Of a prompt that could begin but for a place or blocks. The next step finds what the
+        latest request of priority batch had."""
+        scheduler = self._scheduler
+        ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        waiting = {one for one in prompts if one.status in ready} - scheduler.deferred_waiting
+        running = [one for one in scheduler.running if _is_batch(one)]
+        if not waiting or not running:
+            return
+        victim = max(running, key=lambda one: (one.priority, one.arrival_time))
+        scheduler.running.remove(victim)
+        # As the scheduler itself does between two steps (`reset_prefix_cache`).
+        scheduler._preempt_request(victim, time.monotonic(), drop_stale_output=True)
+        self.trace.preempted += 1
+        self._in_a_row = 0
+
+    def _noted(self, step: SchedulerOutput, prompts: list[Request]) -> SchedulerOutput:
+        if any(one.request_id in step.num_scheduled_tokens for one in prompts):
+            scheduled = (self._scheduler.requests.get(key) for key in step.num_scheduled_tokens)
+            if any(one is not None and _is_batch(one) for one in scheduled):
+                self.trace.beside += 1
+            elif self._in_a_row:
+                self.trace.held += 1
+        return step
+
+
+def _is_batch(request: Request) -> bool:
+    return request.priority >= Priority.BATCH
+
+
+def _is_prompt(request: Request) -> bool:
+    """Whether some of its prompt, or after a preemption of its tokens so far, is to be computed."""
+    return bool(request.num_computed_tokens < request.num_prompt_tokens)
