@@ -121,8 +121,8 @@ class Settings:
     # long as a ticket is bypassed. 0: it leaves when its minimum residency is over.
     collate_most: Span = seconds(30)
     # It has none after a pause as long as its load took, because whether to wait on or to swap is
-    # ski rental; of two heartbeats at least, and no longer than its user is likely to be.
-    collate_pause: Span = seconds(2)
+    # ski rental; of one heartbeat at least, and no longer than its user is likely to be.
+    collate_pause: Span = seconds(1)
     collate_pause_most: Span = seconds(5)
     loading_most_fraction: float = 0.3  # C13: of ten minutes; above it models stay longer
     batch_hours: str = ""  # C13: of batch work, where its model has none; empty: all day
