@@ -26,6 +26,8 @@ from vllm.model_executor.model_loader.weight_utils import safetensors_weights_it
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -261,3 +263,14 @@ def test_anthropics_blocks_become_parts_in_one_replaceable_method() -> None:
     parts = [p for m in made for p in m["content"] if isinstance(p, dict)]
     assert [p["uuid"] for p in parts if p["type"] == "image_url"] == ["mine", "mine"]
     assert "state.anthropic_serving_messages = (" in inspect.getsource(generate_api_router)
+
+
+def test_scheduler_passes_over_what_may_not_run_yet_and_preempts_between_steps() -> None:
+    """What deployments.engines.vllm.batch_hold stands on."""
+    source = inspect.getsource(Scheduler.schedule)
+    assert "self.current_step += 1" in source
+    assert "self.current_step < request.next_decode_eligible_step" in source
+    reset = inspect.getsource(Scheduler.reset_prefix_cache)
+    assert "self._preempt_request(request, timestamp, drop_stale_output=True)" in reset
+    assert {"remove_requests", "add_request"} <= vars(RequestQueue).keys()
+    assert "deferred_waiting" in source
