@@ -72,7 +72,7 @@ class BatchHold:
         queued = [one for one in late if one.status != RequestStatus.RUNNING]
         for one in late:
             if one.status == RequestStatus.RUNNING:
-                # `schedule` counts up first, so this is the step after the one that it makes.
+                # `schedule` counts up first, so this is the step after its next.
                 one.next_decode_eligible_step = max(
                     one.next_decode_eligible_step, scheduler.current_step + 2
                 )
