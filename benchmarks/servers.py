@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,19 @@ def wait_for(url: str, within_s: float, process: subprocess.Popen[bytes]) -> flo
                     return time.perf_counter() - start
         time.sleep(0.02)
     raise RuntimeError(f"{url} did not answer within {within_s:.0f} s")
+
+
+def wait_for_free(port: int, within_s: float) -> None:
+    """Until nothing answers there: the processes of a graph outlive its `serve run` by some
+    seconds, and would answer for the next. Raises RuntimeError."""
+    deadline_s = time.perf_counter() + within_s
+    while time.perf_counter() < deadline_s:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.02)
+    raise RuntimeError(f"port {port} is still taken after {within_s:.0f} s")
 
 
 @contextlib.contextmanager
@@ -100,6 +114,7 @@ def bare_vllm(model: str, name: str, engine_args: dict[str, Any], port: int) -> 
 def our_graph(config: dict[str, Any], transport: str) -> Iterator[str]:
     """`serve run` of a configuration, front ready. Yields its address."""
     port = config["http_options"]["port"]
+    wait_for_free(port, 60)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "serve_config.yaml"
         file.write_text(yaml.safe_dump(config))
