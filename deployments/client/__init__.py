@@ -20,14 +20,16 @@ from deployments.client.answers import (
 )
 from deployments.client.arbiter_rows import Device, Event, Plan, Status, Ticket, Waiting
 from deployments.client.asynchronous import AsyncClient, AsyncHeld
+from deployments.client.later import AsyncJob, JobStatus
 from deployments.client.media import Audio, Picture
-from deployments.client.synchronous import Client, Held
+from deployments.client.synchronous import Client, Held, Job
 from deployments.client.told_errors import FrontUnreachable, ToldError
 
 __all__ = [
     "Answer",
     "AsyncClient",
     "AsyncHeld",
+    "AsyncJob",
     "Audio",
     "Choice",
     "Client",
@@ -37,6 +39,8 @@ __all__ = [
     "Event",
     "FrontUnreachable",
     "Held",
+    "Job",
+    "JobStatus",
     "Picture",
     "Plan",
     "Ranked",

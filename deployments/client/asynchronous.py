@@ -9,20 +9,23 @@ async with AsyncClient() as client:
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack
 
 from arbiter import leases
 from arbiter.errors import TicketClosed
 from arbiter.units import TicketId
-from deployments.client import arbiter_rows
+from deployments.client import arbiter_rows, later
 from deployments.client.calls import AsyncCalls, Budget
 from deployments.client.connection import Asked, Connection
 from deployments.client.fields import Fields, Json
 from deployments.client.told_errors import FrontUnreachable
 from deployments.environment import Environment
 from deployments.messages import ACQUIRE, ACQUIRE_S
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 WITHIN_S = 600.0  # one answer: OpenAI's own bound, and the longest generation
 AGAIN_S, AWAY_S = 0.5, 30.0  # a front starts in two seconds; fifteen times that is an outage
@@ -100,6 +103,21 @@ class AsyncClient(AsyncCalls):
     def _lease(self, gb: float, how: dict[str, Any]) -> leases.Lease:
         way = self._connection.lease_way()
         return leases.ask(gb, **{"pid": os.getpid(), "way": way, **how})
+
+    # -- work that waits -------------------------------------------------------------------------
+
+    async def submit(
+        self, call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> later.AsyncJob[T]:
+        """Has the front keep a call of this client, `submit(client.chat, "Hello")`, and returns at
+        once: it is made with priority batch (else `x_priority`), and survives every process.
+        Streams cannot be kept. Raises RequestError for what is wrong with the request."""
+        return await later.submit(call, *args, **kwargs)
+
+    def job(self, job_id: str) -> later.AsyncJob[Json | bytes]:
+        """A job that was submitted before, here or elsewhere. Its result is the fields of the
+        answer's JSON, or its bytes."""
+        return later.known(self._connection, job_id)
 
     # -- what there is ---------------------------------------------------------------------------
 

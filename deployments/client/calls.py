@@ -4,14 +4,15 @@ front; its fields are checked here by the front's own request models, and there 
 import asyncio
 import copy
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, Unpack
+from functools import partial
+from typing import Any, Self, TypeVar, Unpack
 
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import TicketId
 from deployments.client import answers, messages
-from deployments.client.connection import Asked, Connection, Files
+from deployments.client.connection import Asked, Connection, Files, of_json
 from deployments.client.fields import (
     ChatFields,
     CompletionFields,
@@ -34,6 +35,8 @@ EMBED, RERANK = "/v1/embeddings", "/v1/rerank"
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
 TRANSCRIBE, SPEAK, VAD = "/v1/audio/transcriptions", "/v1/audio/speech", "/v1/audio/vad"
 DESCRIBE = "Describe this picture."
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class AsyncCalls:
     ) -> answers.Answer:
         """`said`: a text, or messages as OpenAI has them, with Pictures among their parts."""
         body = {"messages": messages.written(said)}
-        return answers.answer(await self._read(CHAT, model, fields, body))
+        return await self._read(CHAT, model, fields, body, answers.answer)
 
     async def stream_chat(
         self, said: Messages, *, model: str | None = None, **fields: Unpack[ChatFields]
@@ -94,7 +97,7 @@ class AsyncCalls:
         self, prompt: str, *, model: str | None = None, **fields: Unpack[CompletionFields]
     ) -> answers.Answer:
         """The text that goes on from `prompt`."""
-        return answers.answer(await self._read(COMPLETE, model, fields, {"prompt": prompt}))
+        return await self._read(COMPLETE, model, fields, {"prompt": prompt}, answers.answer)
 
     async def stream_complete(
         self, prompt: str, *, model: str | None = None, **fields: Unpack[CompletionFields]
@@ -110,7 +113,7 @@ class AsyncCalls:
     ) -> answers.Embeddings:
         """A vector for each text."""
         body = {"input": texts, "encoding_format": "float"}
-        return answers.embeddings(await self._read(EMBED, model, fields, body))
+        return await self._read(EMBED, model, fields, body, answers.embeddings)
 
     async def rerank(
         self,
@@ -122,7 +125,8 @@ class AsyncCalls:
     ) -> answers.Ranking:
         """The documents by how well they answer the query, the best first."""
         body = {"query": query, "documents": list(documents), "return_documents": False}
-        return answers.ranking(await self._read(RERANK, model, fields, body), list(documents))
+        ranked = partial(answers.ranking, documents=list(documents))
+        return await self._read(RERANK, model, fields, body, ranked)
 
     # -- pictures --------------------------------------------------------------------------------
 
@@ -137,8 +141,7 @@ class AsyncCalls:
     ) -> tuple[Picture, ...]:
         """Pictures drawn by a text, or a picture that it changes, where `mask` is transparent."""
         path, files = await _drawn_from(picture, mask)
-        said = await self._read(path, model, fields, {"prompt": prompt}, files)
-        return answers.pictures(said)
+        return await self._read(path, model, fields, {"prompt": prompt}, answers.pictures, files)
 
     async def stream_images(
         self,
@@ -194,7 +197,7 @@ class AsyncCalls:
         stretches = ["segment", "word"] if with_words else ["segment"]
         body = {"response_format": "verbose_json", "timestamp_granularities[]": stretches}
         files = await _heard(sound)
-        return answers.transcript(await self._read(TRANSCRIBE, model, fields, body, files))
+        return await self._read(TRANSCRIBE, model, fields, body, answers.transcript, files)
 
     async def stream_transcribe(
         self, sound: Heard, *, model: str | None = None, **fields: Unpack[TranscriptionFields]
@@ -211,8 +214,7 @@ class AsyncCalls:
         """The text, spoken; as a WAV file unless `response_format` says otherwise."""
         body = {"input": text, "response_format": "wav"}
         asked, model = await self._asked(SPEAK, model, fields, body, None)
-        raw, kind = await self._bounded(self._connection.whole(asked), model)
-        return Audio(raw, kind)
+        return await self._bounded(self._connection.answer(asked, Audio), model)
 
     async def stream_speak(
         self, text: str, *, model: str | None = None, **fields: Unpack[SpeechFields]
@@ -229,7 +231,7 @@ class AsyncCalls:
     ) -> answers.Speech:
         """Where a sound has speech in it."""
         files = await _heard(sound)
-        return answers.speech(await self._read(VAD, model, fields, {}, files))
+        return await self._read(VAD, model, fields, {}, answers.speech, files)
 
     # -- any path --------------------------------------------------------------------------------
 
@@ -250,8 +252,7 @@ class AsyncCalls:
             if isinstance(value, Picture | Audio)
         }
         rest = {name: value for name, value in body.items() if name not in files}
-        said: Json = await self._read(path, model, fields, rest, files)
-        return said
+        return await self._read(path, model, fields, rest, _fields, files)
 
     # -- one way for all -------------------------------------------------------------------------
 
@@ -261,10 +262,12 @@ class AsyncCalls:
         model: str | None,
         fields: Mapping[str, Any],
         body: Mapping[str, Any],
+        read: Callable[[Json], T],
         files: Files | None = None,
-    ) -> Any:
+    ) -> T:
+        """One request, and what `read` makes of its JSON."""
         asked, model = await self._asked(path, model, fields, body, files)
-        return await self._bounded(self._connection.read(asked), model)
+        return await self._bounded(self._connection.answer(asked, of_json(read)), model)
 
     async def _events(
         self,
@@ -278,7 +281,7 @@ class AsyncCalls:
         async for event in self._connection.events(asked):
             yield event
 
-    async def _bounded(self, work: Any, model: str) -> Any:
+    async def _bounded(self, work: Awaitable[T], model: str) -> T:
         """Raises DeadlineUnmet where the budget is over first."""
         if self._budget is None:
             return await work
@@ -310,6 +313,10 @@ class AsyncCalls:
         if files:
             return Asked("POST", path, form=said, files=files), name
         return Asked("POST", path, json=said), name
+
+
+def _fields(said: Json) -> Json:
+    return said
 
 
 def _check(path: str, said: Mapping[str, Any], files: Files) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -19,6 +19,13 @@ END = "[DONE]"  # OpenAI's last event
 DATA = "data: "
 
 Files = dict[str, tuple[str, bytes, str]]  # by field: name, content, type
+T = TypeVar("T")
+Read = Callable[[bytes, str], T]  # of a body and its content type
+
+
+def of_json(read: Callable[[Any], T]) -> Read[T]:
+    """Of a JSON body."""
+    return lambda raw, _: read(json.loads(raw))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,7 @@ class Asked:
     form: Mapping[str, Any] = field(default_factory=dict)
     files: Files = field(default_factory=dict)
     within_s: float | None = None  # None: the client's own bound
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Connection:
@@ -64,6 +72,7 @@ class Connection:
         how: dict[str, Any] = {"json": asked.json} if asked.json is not None else {}
         if asked.files:
             how = {"data": asked.form, "files": asked.files}
+        how["headers"] = asked.headers
         if asked.within_s is not None:
             how["timeout"] = httpx.Timeout(asked.within_s, connect=CONNECT_S)
         with _reached(self._where):
@@ -74,13 +83,12 @@ class Connection:
 
     async def read(self, asked: Asked) -> Any:
         """A JSON value. Raises RequestError."""
-        raw, _ = await self.whole(asked)
-        return json.loads(raw)
+        return await self.answer(asked, of_json(lambda value: value))
 
-    async def whole(self, asked: Asked) -> tuple[bytes, str]:
-        """The body and its content type. Raises RequestError."""
+    async def answer(self, asked: Asked, read: Read[T]) -> T:
+        """What `read` makes of the body and its content type. Raises RequestError."""
         async with self.opened(asked) as response:
-            return await response.aread(), response.headers.get("content-type", "")
+            return read(await response.aread(), response.headers.get("content-type", ""))
 
     async def pieces(self, asked: Asked) -> AsyncGenerator[tuple[bytes, str]]:
         """The body as it comes, each piece with the content type. Raises RequestError."""

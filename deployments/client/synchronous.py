@@ -9,14 +9,15 @@ import functools
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from arbiter import leases
 from deployments.client.asynchronous import WITHIN_S, AsyncClient, AsyncHeld
 from deployments.client.calls import AsyncCalls
-from deployments.client.fields import Fields
+from deployments.client.fields import Fields, Json
+from deployments.client.later import AsyncJob, JobStatus
 from deployments.messages import ACQUIRE_S
 
 P = ParamSpec("P")
@@ -113,6 +114,19 @@ class Client(Calls):
         # A script that forgets to close it ends as well: Python waits for the loop's thread
         self._close = weakref.finalize(self, stack.close)
 
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Job[T]":
+        """See AsyncClient.submit: `submit(client.chat, "Hello")`."""
+        calls, method = getattr(call, "__self__", None), getattr(call, "__wrapped__", None)
+        if not isinstance(calls, Calls) or method is None:
+            raise TypeError(f"{call!r} is no call of a client")
+        behind = method.__get__(calls._behind)
+        bound = functools.partial(self._behind.submit, behind, *args, **kwargs)
+        return Job(self._portal.call(bound), self._portal)
+
+    def job(self, job_id: str) -> "Job[Json | bytes]":
+        """See AsyncClient.job."""
+        return Job(self._behind.job(job_id), self._portal)
+
     def close(self) -> None:
         """Idempotent."""
         self._close()
@@ -161,3 +175,23 @@ class Held(Calls):
     def has_ended(self) -> bool:
         """See AsyncHeld.has_ended."""
         return bool(self._behind.has_ended)
+
+
+class Job(Generic[T]):
+    """See AsyncJob."""
+
+    def __init__(self, behind: AsyncJob[T], portal: BlockingPortal) -> None:
+        self._behind, self._portal = behind, portal
+        self.id = behind.id
+
+    def status(self) -> JobStatus:
+        """See AsyncJob.status."""
+        return self._portal.call(self._behind.status)
+
+    def cancel(self) -> JobStatus:
+        """See AsyncJob.cancel."""
+        return self._portal.call(self._behind.cancel)
+
+    def result(self) -> T:
+        """See AsyncJob.result."""
+        return self._portal.call(self._behind.result)

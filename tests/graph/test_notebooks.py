@@ -17,7 +17,9 @@ CELL_S = 120  # the longest waits for two loads
 
 
 @pytest.mark.spec("K6", "J7")
-@pytest.mark.parametrize("name", ["quickstart", "capabilities", "voice_turn", "memory_timeline"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "capabilities", "voice_turn", "memory_timeline", "nightly_batch"]
+)
 def test_notebook_runs_against_the_running_system(
     graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

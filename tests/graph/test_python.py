@@ -114,6 +114,17 @@ def test_acquired_model_is_in_use_until_release(said: dict[str, Any], way: str) 
     assert said[f"acquired by {way}"] == [True, True, "TicketClosed"]
 
 
+@pytest.mark.spec("J7", "J4")
+@pytest.mark.parametrize("way", ["http", "handle"])
+def test_submitted_call_is_kept_and_its_answer_is_that_of_the_call(
+    said: dict[str, Any], way: str
+) -> None:
+    answers, state, refused, left = said[f"submitted by {way}"]
+    assert answers == [True, True, [64, 64]] and state == "completed"
+    assert refused == "UnknownModel"
+    assert left == ["cancelled", "conflict"]
+
+
 @pytest.mark.spec("J7", "A15")
 @pytest.mark.parametrize("way", ["http", "handle"])
 def test_client_leases_and_subscribes(said: dict[str, Any], way: str) -> None:

@@ -1,5 +1,6 @@
 """Tasks on the running system, with the engines of the shipped configuration."""
 
+import copy
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from openai import OpenAI
 
 from deployments.front import keys
@@ -152,3 +154,29 @@ def test_ladder_asks_the_remote_where_the_model_here_exceeds_the_budget(
         assert answered(graph, "hasty", key=cloud_key, x_budget_s=600)[1] == TINY
         assert answered(graph, "stays", key=cloud_key) == (TINY, TINY)
         assert answered(graph, "explicit", key=cloud_key)[1] == THERE
+
+
+@pytest.mark.spec("J5")
+def test_check_tells_a_budget_that_a_cold_request_exceeded_here(graph: Graph) -> None:
+    """By the state file of the running system, whose loads were real."""
+    assert (
+        graph.post("/v1/chat/completions", {"model": PLAIN, "messages": HELLO, "max_tokens": 2})[0]
+        == 200
+    )
+    config = copy.deepcopy(graph.config)
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    table["tasks"] = {
+        "hasty": {"ladder": [PLAIN], "budget_s": 0.001},
+        "patient": {"ladder": [PLAIN], "budget_s": 600},
+    }
+    file = graph.folder / "with_tasks.yaml"
+    file.write_text(yaml.safe_dump(config))
+
+    def warned() -> list[str]:
+        said = json.loads(run_command(graph, "check", str(file), "--json"))
+        found: list[str] = said["warnings"]
+        return [text for text in found if text.startswith("tasks.") and "is less than" in text]
+
+    warnings = until(warned, 30, "what was learned is in the state file")
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"tasks.hasty: {PLAIN}: the budget of 0.0 s is less than a cold")

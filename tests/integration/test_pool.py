@@ -81,7 +81,7 @@ KEPT = {  # by model, which all become idle at the same time
 }
 
 
-@pytest.mark.spec("E4")
+@pytest.mark.spec("E4", "C4")
 async def test_idle_slabs_leave_in_the_order_of_their_contents_between_the_watermarks() -> None:
     table = {"chat": capability(**{name: model(50) for name in KEPT})}
     async with live_arbiter(table, host_pool=BUDGET) as d:

@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 # Run by tests/graph, which has one.
-NEEDS_A_SYSTEM = {"quickstart", "capabilities", "voice_turn", "memory_timeline", "task_ladder"}
+NEEDS_A_SYSTEM = {"quickstart", "capabilities", "voice_turn", "memory_timeline", "task_ladder", "nightly_batch"}
 NOTEBOOKS = sorted(
     path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in NEEDS_A_SYSTEM
 )

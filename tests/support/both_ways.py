@@ -99,6 +99,7 @@ async def main() -> None:
             said[f"acquired by {name}"] = await acquired(client)
             said[f"heard by {name}"] = await heard(client)
             said[f"leased by {name}"] = await leased(client)
+            said[f"submitted by {name}"] = await submitted(client)
     print(f"{time.monotonic() - began_s:.1f} s: the end", file=sys.stderr)
     print(json.dumps(said))
 
@@ -187,6 +188,28 @@ async def leased(client: AsyncClient) -> list[Any]:
     async with client.lease(0.05, name="python") as held:
         rows = (await client.status()).plain["tickets"]
         return [held.state, sum(row["lease"] is not None for row in rows)]
+
+
+async def submitted(client: AsyncClient) -> list[Any]:
+    """Whether a call that was kept has the answer of the same call made live, by its object and by
+    its id; the state of its job, a refusal, and a job that is cancelled."""
+    job = await client.submit(client.chat, TEXT, model=CHAT, **GREEDY)
+    known = client.job(job.id)
+    kept, fields = await job.result(), await known.result()
+    live = await client.chat(TEXT, model=CHAT, **GREEDY)
+    assert isinstance(fields, dict)
+    by_id = fields["choices"][0]["message"]["content"]
+    drawn = await client.submit(client.images, "a red circle", model="tiny-draw", x_seed=3)
+    [picture] = await drawn.result()
+    refused = await refusal(client.submit(client.chat, TEXT, model="none"))
+    left = await client.submit(client.chat, TEXT, model=CHAT, **LONG)
+    cancelled = await left.cancel()
+    return [
+        [kept.text == live.text, by_id == live.text, picture.size],
+        (await known.status()).state,
+        refused[0][0],
+        [cancelled.state, (await refusal(left.result()))[2]],
+    ]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -17,68 +17,21 @@ import trustme
 from deployments import messages
 from deployments.remotes.offers import RemoteFailed
 from deployments.remotes.remotes import Remotes
+from tests.support.hostile_remotes import (
+    EVENT,
+    JSON,
+    OK,
+    SSE,
+    drips,
+    forever,
+    hangs,
+    resets,
+    says,
+)
 from tests.support.remote_server import Answer, CountingBook, raw_remote
 from tests.unit.deployments.remotes.conftest import CLOUD, KEY, asked, section
 
 QUICK = {"head_s": 0.3, "idle_s": 0.3, "total_s": 1.0, "answer_bytes": 1 << 20}
-OK = b"HTTP/1.1 200 OK\r\ncontent-type: "
-JSON, SSE = OK + b"application/json\r\n", OK + b"text/event-stream\r\n"
-EVENT = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
-
-
-def says(*pieces: bytes) -> Answer:
-    """Sends the pieces, reads nothing, and hangs up."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for piece in pieces:
-            writer.write(piece)
-            await writer.drain()
-
-    return answer
-
-
-def forever(piece: bytes, beginning: bytes = b"") -> Answer:
-    """Sends the piece for as long as it is taken, many at a time: the client has this loop too."""
-    piece *= 1 + (1 << 16) // len(piece)
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(beginning)
-        while True:
-            writer.write(piece)
-            await writer.drain()
-
-    return answer
-
-
-def hangs(beginning: bytes = b"") -> Answer:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(beginning)
-        await writer.drain()
-        await asyncio.Event().wait()
-
-    return answer
-
-
-async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A space of JSON at a time: never silent for long, never done."""
-    writer.write(JSON + b"content-length: 4000\r\n\r\n")
-    while True:
-        writer.write(b" ")
-        await writer.drain()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await reader.read(1 << 20)
-
-
-def resets(beginning: bytes) -> Answer:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(beginning)
-        await writer.drain()
-        found = writer.get_extra_info("socket")
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        writer.transport.abort()
-
-    return answer
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,152 @@
+"""Calls that outlive their caller: the front keeps each as a job (`Prefer: respond-async`, J4).
+
+job = await client.submit(client.images, "a red circle on blue", model="tiny-draw")
+print(job.id, (await job.status()).state)
+[circle] = await job.result()
+"""
+
+import asyncio
+import copy
+import json
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from deployments.client.calls import AsyncCalls
+from deployments.client.connection import Asked, Connection, Read
+from deployments.client.fields import Json
+from deployments.client.told_errors import FrontUnreachable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+JOBS = "/v1/jobs"
+RESPOND_ASYNC = {"prefer": "respond-async"}
+AGAIN_S, AWAY_S = 0.5, 30.0  # as AsyncClient.subscribe
+FINISHED = frozenset({"completed", "failed", "cancelled", "expired"})
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """How far a job is."""
+
+    id: str
+    state: str  # queued, in_progress, cancelling, completed, failed, cancelled, expired
+    model: str
+    queue_position: int | None  # while it is queued: how many are before it
+    event_count: int  # of a stream: tokens, partial pictures
+    estimate_s: float | None  # until its model could answer, where that is known
+    error: str  # why it failed; empty otherwise
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state in FINISHED
+
+
+class AsyncJob(Generic[T]):
+    """A call that the front makes when there is room, and whose answer it keeps for a day. It goes
+    on when this object, its client or any process of the system ends."""
+
+    def __init__(self, connection: Connection, job_id: str, read: Read[T]) -> None:
+        self._connection, self.id, self._read = connection, job_id, read
+
+    async def status(self) -> JobStatus:
+        """Loads no model and waits for none. Raises RequestError."""
+        return _status(await self._connection.read(Asked("GET", f"{JOBS}/{self.id}")))
+
+    async def cancel(self) -> JobStatus:
+        """Ends it, between two steps of the engine. Raises RequestError."""
+        return _status(await self._connection.read(Asked("POST", f"{JOBS}/{self.id}/cancel")))
+
+    async def result(self) -> T:
+        """Waits for the answer, and is what the call would have returned. Raises what the call
+        would have raised; a RequestError of code `conflict` for a job that was cancelled or has
+        expired; FrontUnreachable when no front has answered for half a minute."""
+        heard_s = time.monotonic()
+        while True:
+            try:
+                if (await self.status()).is_finished:
+                    asked = Asked("GET", f"{JOBS}/{self.id}/result")
+                    return await self._connection.answer(asked, self._read)
+                heard_s = time.monotonic()
+                async with aclosing(self._connection.pieces(self._events)) as pieces:
+                    async for _ in pieces:  # comments at the least, until the end
+                        heard_s = time.monotonic()
+            except FrontUnreachable:
+                if time.monotonic() - heard_s > AWAY_S:
+                    raise
+                await asyncio.sleep(AGAIN_S)
+
+    @property
+    def _events(self) -> Asked:
+        return Asked("GET", f"{JOBS}/{self.id}/events")
+
+
+class Submitted(Exception):
+    """The front has taken the call; what would read its answer comes along."""
+
+    def __init__(self, job_id: str, read: Read[Any]) -> None:
+        super().__init__(job_id)
+        self.job_id, self.read = job_id, read
+
+
+class Submitting(Connection):
+    """Has the front keep a call, in place of waiting for its answer."""
+
+    @classmethod
+    def over(cls, connection: Connection) -> "Submitting":
+        return cls(connection._http, connection._where, connection.lease_way)
+
+    async def answer(self, asked: Asked, read: Read[T]) -> T:
+        """Raises Submitted; RequestError for what the front refuses at once."""
+        if asked.method != "POST":
+            return await super().answer(asked, read)
+        later = replace(asked, headers={**asked.headers, **RESPOND_ASYNC})
+        said = json.loads(await super().answer(later, _raw))
+        raise Submitted(said["id"], read)
+
+
+async def submit(
+    call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+) -> AsyncJob[T]:
+    """See AsyncClient.submit."""
+    calls = getattr(call, "__self__", None)
+    if not isinstance(calls, AsyncCalls):
+        raise TypeError(f"{call!r} is no call of a client")
+    view = copy.copy(calls)
+    view._connection = Submitting.over(calls._connection)
+    try:
+        await getattr(view, call.__name__)(*args, **kwargs)
+    except Submitted as submitted:
+        return AsyncJob(calls._connection, submitted.job_id, submitted.read)
+    raise TypeError(f"{call.__name__} asks no model, so there is nothing to keep")
+
+
+def known(connection: Connection, job_id: str) -> AsyncJob[Json | bytes]:
+    """A job by its id; its answer is the fields of JSON, or bytes."""
+    return AsyncJob(connection, job_id, _fields_or_bytes)
+
+
+def _raw(raw: bytes, _: str) -> bytes:
+    return raw
+
+
+def _fields_or_bytes(raw: bytes, kind: str) -> Json | bytes:
+    if kind.startswith("application/json"):
+        said: Json = json.loads(raw)
+        return said
+    return raw
+
+
+def _status(said: Json) -> JobStatus:
+    return JobStatus(
+        said["id"],
+        said["status"],
+        said["model"],
+        said["queue_position"],
+        said["progress"]["events"],
+        said["estimate_s"],
+        (said["error"] or {}).get("message", ""),
+    )

@@ -1,0 +1,180 @@
+"""Remotes that mean harm, asked by the running system: each request ends within its bounds with a
+typed error, and no other request is harmed."""
+
+import copy
+import json
+import ssl
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from openai import APIStatusError, OpenAI
+
+from deployments.front import keys
+from tests.graph.conftest import Graph, until
+from tests.graph.test_remotes import CLOUD, HELLO, client_of, egress, owner_reads
+from tests.support.hostile_remotes import (
+    EVENT,
+    JSON,
+    OK,
+    SSE,
+    forever,
+    hangs,
+    listening,
+    resets,
+    says,
+)
+
+BOUNDS = {"connect_s": 2.0, "head_s": 1.0, "idle_s": 1.0, "total_s": 4.0, "answer_bytes": 1 << 20}
+ENDS_S = 10.0  # of a request that may take 4 s
+REDIRECT = b"HTTP/1.1 307 there\r\nlocation: http://127.0.0.1:%d/v1\r\ncontent-length: 0\r\n\r\n"
+FAILED = b"HTTP/1.1 500 no\r\ncontent-length: 0\r\n\r\n"
+
+# By the remote's name: what becomes of a request, and after how many of them it is left alone.
+KINDS = {
+    "redirects": ("protocol", 1),
+    "endless": ("protocol", 1),
+    "no-json": ("protocol", 1),
+    "silent": ("timeout", 3),
+    "resets": ("broken", 3),
+    "fails": ("server", 3),
+    "forged": ("certificate", 1),
+    "within": ("connect", 3),
+}
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[str]:
+    """Requests that a redirect led on."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def hostile(graph: Graph, seen: list[str]) -> Iterator[None]:
+    """The running system with a remote of each kind, and its own table again."""
+    certified = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(certified)
+
+    async def led_on(*_: Any) -> None:
+        seen.append("led on")
+
+    with listening({"led-on": (led_on, None)}) as there:
+        answers = {
+            "redirects": (says(REDIRECT % there["led-on"]), None),
+            "endless": (forever(b" " * 1_000, JSON + b"\r\n"), None),
+            "no-json": (says(OK + b"text/html\r\n\r\n<html>"), None),
+            "silent": (hangs(), None),
+            "resets": (resets(JSON + b"content-length: 99\r\n\r\n{"), None),
+            "fails": (says(FAILED), None),
+            "forged": (says(JSON + b"\r\n{}"), certified),
+            "within": (says(JSON + b"\r\n{}"), certified),
+            "breaks": (resets(SSE + b"\r\n" + EVENT), None),
+        }
+        with listening(answers) as ports:
+            config = copy.deepcopy(graph.config)
+            table = config["applications"][0]["deployments"][0]["user_config"]
+            table["remotes"]["rows"] |= {name: row(name, port) for name, port in ports.items()}
+            try:
+                deploy(graph, config, "breaks")
+                yield
+            finally:
+                deploy(graph, graph.config, "elsewhere")
+
+
+def row(name: str, port: int) -> dict[str, Any]:
+    """Of a private address, which is allowed to all but one."""
+    scheme = "https" if name in ("forged", "within") else "http"
+    return {
+        "url": f"{scheme}://127.0.0.1:{port}/v1",
+        "private_addresses": name != "within",
+        "budget": {"tokens": 1_000_000},
+        "models": {f"{name}-chat": {"name": "any", "answer_tokens": 10}},
+        "bounds": BOUNDS,
+    }
+
+
+def remotes(graph: Graph) -> dict[str, Any]:
+    told = json.loads(owner_reads(graph, "/arbiter/remotes"))
+    return {each["remote"]: each for each in told["remotes"]}
+
+
+def deploy(graph: Graph, config: dict[str, Any], last: str) -> None:
+    """Returns once the front has the table. `last`: the remote that stands last in it."""
+    rows = config["applications"][0]["deployments"][0]["user_config"]["remotes"]["rows"]
+    assert last in rows
+    graph.deploy(config)
+    until(lambda: remotes(graph).keys() == rows.keys(), 60, "the front has the table")
+
+
+@pytest.fixture
+def ann(graph: Graph, keys_file: Path) -> OpenAI:
+    """Her key has the scope `cloud`."""
+    return client_of(graph, keys.add(keys_file, "ann", "ann", CLOUD))
+
+
+def refusal(ann: OpenAI, model: str, **more: Any) -> APIStatusError:
+    with pytest.raises(APIStatusError) as refused:
+        ann.chat.completions.create(model=model, messages=HELLO, max_tokens=4, **more)
+    return refused.value
+
+
+@pytest.mark.spec("J5")
+@pytest.mark.parametrize("name", KINDS)
+def test_hostile_remote_ends_in_a_typed_error_is_left_alone_and_harms_no_other(
+    graph: Graph, hostile: None, ann: OpenAI, seen: list[str], name: str
+) -> None:
+    kind, patience = KINDS[name]
+    last = egress(graph)[-1]["seq"] if egress(graph) else 0
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(
+            ann.chat.completions.create, model="plain-chat", messages=HELLO, max_tokens=4
+        )
+        for _ in range(patience):
+            began_s = time.monotonic()
+            found = refusal(ann, f"{name}-chat")
+            assert (found.status_code, found.code) == (502, "remote_failed"), found
+            assert time.monotonic() - began_s < ENDS_S
+        assert beside.result(60).choices[0].message.content
+    shown = remotes(graph)[name]
+    assert (shown["cause"], shown["in_flight"]) == (kind, 0) and shown["cools_down_s"] > 0
+    found = refusal(ann, f"{name}-chat")
+    assert (found.status_code, found.code) == (503, "remote_cooling_down")
+    assert 0 < int(found.response.headers["retry-after"]) <= 300
+
+    def outcomes() -> list[str]:
+        """As they are written down, of this remote."""
+        return [
+            event["outcome"]
+            for event in egress(graph)
+            if event["seq"] > last and event["remote"] == name and "outcome" in event
+        ]
+
+    until(lambda: len(outcomes()) == patience, 10, "each end is written down")
+    assert outcomes() == [kind] * patience
+    assert not seen, "a redirect was followed"
+
+
+@pytest.mark.spec("J5")
+def test_stream_of_a_remote_that_breaks_ends_with_an_error_and_is_not_begun_again(
+    graph: Graph, hostile: None, ann: OpenAI
+) -> None:
+    last = egress(graph)[-1]["seq"] if egress(graph) else 0
+    stream = ann.chat.completions.create(
+        model="breaks-chat", messages=HELLO, max_tokens=4, stream=True
+    )
+    pieces = []
+    with pytest.raises(Exception, match="did not answer"):
+        for chunk in stream:
+            pieces.append(chunk.choices[0].delta.content)
+    assert pieces == ["a"]
+
+    def begun() -> list[str]:
+        new = [event for event in egress(graph) if event["seq"] > last]
+        return [str(event.get("outcome")) for event in new if event["remote"] == "breaks"]
+
+    until(lambda: "broken" in begun(), 10, "its end is written down")
+    assert len([outcome for outcome in begun() if outcome != "None"]) == 1
