@@ -1,19 +1,21 @@
 """First tokens of chat with and without a batch beside it, and the swaps of a mixed batch (J4).
 
-    python -m benchmarks.batch_beside_chat --pairs 6 --asks 20
+    python -m benchmarks.batch_beside_chat --pairs 10 --asks 20 [--model mid-chat --words 250]
 
 Pairs of equal stretches, in alternating order: chat alone, and chat while a batch of the same model
-runs. The figure is the p95 of the seconds to the first token, as a ratio. Then a batch whose lines
-name two models in turn that do not fit together: its loads, against one for each change of model in
-the order as given.
+runs. Questions have so many words, with which no cache can help. The figure is the p95 of the
+seconds to the first token, as a ratio. Then a batch whose lines name two models in turn that do not
+fit together: its loads, against one for each change of model in the order as given.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import random
 import tempfile
 import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -23,6 +25,7 @@ from openai import OpenAI
 
 from benchmarks import load, report
 from benchmarks.batch_kills import ENDED
+from models import make_models
 from tests.graph.conftest import Graph, started, until
 
 CHAT = "small-chat"
@@ -50,35 +53,45 @@ def body(model: str, number: int, tokens: int) -> dict[str, Any]:
     return {"model": model, "messages": [message], "max_tokens": tokens, "ignore_eos": True}
 
 
-def stretch(url: str, asks: int) -> list[float]:
-    """Seconds to the first token of each question, one after another."""
+@dataclass
+class Chat:
+    """Questions to one model, one after another."""
 
-    async def ask_all() -> list[float]:
+    url: str
+    model: str
+    asks: int
+    words: int
+    dice: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def stretch(self) -> list[float]:
+        """Seconds to the first token of each."""
+        return asyncio.run(self._ask_all())
+
+    async def _ask_all(self) -> list[float]:
         found = []
         async with aiohttp.ClientSession() as http:
-            for number in range(asks):
-                answer = await load.ask(http, url, CHAT, f"Question {number}", CHAT_TOKENS)
+            for _ in range(self.asks):
+                text = f"{self.dice.random()} {load.prompt(self.dice, self.words)}"
+                answer = await load.ask(http, self.url, self.model, text, CHAT_TOKENS)
                 found.append(answer.ttft_s)
                 await asyncio.sleep(PAUSE_S)
         return found
-
-    return asyncio.run(ask_all())
 
 
 def p95(values: list[float]) -> float:
     return quantiles(values, n=20)[-1]
 
 
-def beside(graph: Graph, client: OpenAI, asks: int) -> list[float]:
+def beside(chat: Chat, client: OpenAI) -> list[float]:
     """A stretch while a batch of more lines than it can finish runs."""
-    batch = upload(client, [body(CHAT, n, BATCH_TOKENS) for n in range(4_000)])
+    batch = upload(client, [body(chat.model, n, BATCH_TOKENS) for n in range(4_000)])
 
     def runs() -> bool:
         counts = client.batches.retrieve(batch).request_counts
         return counts is not None and counts.completed > 4
 
     until(runs, WITHIN_S, "the batch runs")
-    found = stretch(graph.url, asks)
+    found = chat.stretch()
     assert client.batches.retrieve(batch).status == "in_progress", "the batch was too short"
     client.batches.cancel(batch)
     until(lambda: client.batches.retrieve(batch).status in ENDED, WITHIN_S, "it is cancelled")
@@ -102,24 +115,33 @@ def main() -> None:
     parser.add_argument("--asks", type=int, default=20)
     parser.add_argument("--in-flight", type=int, default=8)
     parser.add_argument("--lines", type=int, default=40, help="of the batch of two models")
+    parser.add_argument("--model", default=CHAT)
+    parser.add_argument("--words", type=int, default=4, help="of a question")
     said = parser.parse_args()
+    if said.model != CHAT:
+        make_models.make(make_models.default_folder(), make_models.MID)
 
     def change(config: dict[str, Any]) -> None:
         table = config["applications"][0]["deployments"][0]["user_config"]
         table["jobs"] = {"in_flight": said.in_flight}
+        engine = {"max_model_len": 2_048, "kv_cache_memory_bytes": "128 MiB", "max_num_seqs": 16}
+        if said.model != CHAT:
+            row = {"source": f"made:{said.model}", "engine_args": engine, "keep_warm_s": 40}
+            table["capabilities"]["chat"]["models"][said.model] = row
 
     with tempfile.TemporaryDirectory() as folder, started(Path(folder), change) as graph:
         client = OpenAI(base_url=f"{graph.url}/v1", api_key="none", timeout=60, max_retries=4)
-        stretch(graph.url, 5)
+        chat = Chat(graph.url, said.model, said.asks, said.words)
+        replace(chat, asks=5).stretch()
         alone: list[float] = []
         batched: list[float] = []
         began_s = time.monotonic()
         for pair in range(said.pairs):
             for is_batched in (False, True) if pair % 2 else (True, False):
                 if is_batched:
-                    batched += beside(graph, client, said.asks)
+                    batched += beside(chat, client)
                 else:
-                    alone += stretch(graph.url, said.asks)
+                    alone += chat.stretch()
         figures = {
             "alone_p95_s": p95(alone),
             "beside_p95_s": p95(batched),
@@ -128,12 +150,14 @@ def main() -> None:
             "beside_median_s": median(batched),
             "n": len(alone),
             "in_flight": said.in_flight,
+            "model": said.model,
+            "words": said.words,
             "load_average": os.getloadavg(),
             "took_s": time.monotonic() - began_s,
             "swaps": swaps(graph, client, said.lines),
         }
         print(json.dumps(figures, indent=1))
-        report.write("batch_beside_chat", figures)
+        report.write(f"batch_beside_chat_{said.model}", figures)
 
 
 if __name__ == "__main__":

@@ -50,13 +50,14 @@ class Player:
         self.seen: list[Seen] = []
 
     async def play(self, items: Sequence[Item], batch: tuple[float, list[Call]], chat: str) -> None:
-        """Returns when the last request has its answer, or its user has gone."""
+        """Returns when the last request has its answer, or its user has gone. What the batch has
+        not begun when the last item comes counts as failed."""
         timeout = aiohttp.ClientTimeout(total=LONGEST_S)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
             self._http = http
             await self._start_all(items)
-            self._began_s = time.monotonic()
+            self._began_s, self._ends_s = time.monotonic(), items[-1].at_s
             async with asyncio.TaskGroup() as group:
                 for item in items:
                     group.create_task(self._item(item))
@@ -80,6 +81,9 @@ class Player:
         async def work() -> None:
             while waiting:
                 call = waiting.pop()
+                if time.monotonic() - self._began_s > self._ends_s:
+                    self.seen.append(Seen("batch", self._ends_s, failure="not begun in the hour"))
+                    continue
                 row = Seen("batch", time.monotonic() - self._began_s)
                 full = Call(call.path, {**call.fields, **self._extra}, call.file)
                 await self._carry(row, (("chat", model, full),))
