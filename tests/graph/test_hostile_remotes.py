@@ -16,7 +16,7 @@ from openai import APIStatusError, OpenAI
 
 from deployments.front import keys
 from tests.graph.conftest import Graph, until
-from tests.graph.test_remotes import CLOUD, HELLO, client_of, egress, owner_reads
+from tests.support.graph_remotes import CLOUD, HELLO, client_of, egress, owner_reads
 from tests.support.hostile_remotes import (
     EVENT,
     JSON,
@@ -111,37 +111,37 @@ def deploy(graph: Graph, config: dict[str, Any], last: str) -> None:
 
 
 @pytest.fixture
-def ann(graph: Graph, keys_file: Path) -> OpenAI:
+def bea(graph: Graph, keys_file: Path) -> OpenAI:
     """Her key has the scope `cloud`."""
-    return client_of(graph, keys.add(keys_file, "ann", "ann", CLOUD))
+    return client_of(graph, keys.add(keys_file, "bea", "bea", CLOUD))
 
 
-def refusal(ann: OpenAI, model: str, **more: Any) -> APIStatusError:
+def refusal(bea: OpenAI, model: str, **more: Any) -> APIStatusError:
     with pytest.raises(APIStatusError) as refused:
-        ann.chat.completions.create(model=model, messages=HELLO, max_tokens=4, **more)
+        bea.chat.completions.create(model=model, messages=HELLO, max_tokens=4, **more)
     return refused.value
 
 
 @pytest.mark.spec("J5")
 @pytest.mark.parametrize("name", KINDS)
 def test_hostile_remote_ends_in_a_typed_error_is_left_alone_and_harms_no_other(
-    graph: Graph, hostile: None, ann: OpenAI, seen: list[str], name: str
+    graph: Graph, hostile: None, bea: OpenAI, seen: list[str], name: str
 ) -> None:
     kind, patience = KINDS[name]
     last = egress(graph)[-1]["seq"] if egress(graph) else 0
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(
-            ann.chat.completions.create, model="plain-chat", messages=HELLO, max_tokens=4
+            bea.chat.completions.create, model="plain-chat", messages=HELLO, max_tokens=4
         )
         for _ in range(patience):
             began_s = time.monotonic()
-            found = refusal(ann, f"{name}-chat")
+            found = refusal(bea, f"{name}-chat")
             assert (found.status_code, found.code) == (502, "remote_failed"), found
             assert time.monotonic() - began_s < ENDS_S
         assert beside.result(60).choices[0].message.content
     shown = remotes(graph)[name]
     assert (shown["cause"], shown["in_flight"]) == (kind, 0) and shown["cools_down_s"] > 0
-    found = refusal(ann, f"{name}-chat")
+    found = refusal(bea, f"{name}-chat")
     assert (found.status_code, found.code) == (503, "remote_cooling_down")
     assert 0 < int(found.response.headers["retry-after"]) <= 300
 
@@ -160,10 +160,10 @@ def test_hostile_remote_ends_in_a_typed_error_is_left_alone_and_harms_no_other(
 
 @pytest.mark.spec("J5")
 def test_stream_of_a_remote_that_breaks_ends_with_an_error_and_is_not_begun_again(
-    graph: Graph, hostile: None, ann: OpenAI
+    graph: Graph, hostile: None, bea: OpenAI
 ) -> None:
     last = egress(graph)[-1]["seq"] if egress(graph) else 0
-    stream = ann.chat.completions.create(
+    stream = bea.chat.completions.create(
         model="breaks-chat", messages=HELLO, max_tokens=4, stream=True
     )
     pieces = []

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from deployments.client import Client
 from tests.graph.conftest import BIN, DOWNSCALE_S, KEEP_WARM_S, Graph, until
-from tests.support.graph_commands import unload_all
+from tests.support.graph_commands import environment, run_command, send, unload_all
 from tests.support.graph_processes import log_of, victims
 
 CHAT, LEFT = "tiny-chat", "left-chat"
+VAD, RERANK, EMBEDDING = "silero-vad", "minilm-reranker", "all-minilm-l6-v2"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
 
 
@@ -167,6 +169,42 @@ def a_client_leaves_before_there_is_a_replica(graph: Graph) -> None:
     until(lambda: "left-early" in log.read_text(errors="replace"), 20, "the front has it")
     connection.close()
     assert not [h for h in graph.state()["holders"] if h["capability"] == "chat"]
+
+
+@pytest.mark.spec("H0")
+def test_replica_stays_while_a_handle_is_held_or_a_ticket_waits_and_an_idle_one_leaves(
+    graph: Graph, client: OpenAI
+) -> None:
+    until(lambda: unload_all(graph), 60, "what other tests keep warm for longer has left")
+    key = environment(graph)["ARBITER_KEY"]
+    with (
+        Client(graph.url, key=key) as python,
+        python.acquire(VAD, term_s=120),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        [device] = [d for d in graph.state()["devices"] if d["kind"] == "cpu"]
+        python.rerank("memory", ["RAM", "a cat"], model=RERANK)
+        until(lambda: is_idle(graph, RERANK), 20, "its use has ended in the arbiter's books, too")
+        gb = 0.98 * device["free_bytes"] / (1 << 30)
+        held = send(graph, "POST", "/arbiter/free", {"gb": gb, "term_s": 120})
+        try:
+            queued = pool.submit(client.embeddings.create, model=EMBEDDING, input="a")
+            until(lambda: EMBEDDING in waiting(graph), 60, "the embedding's ticket waits")
+            until(lambda: replicas(graph, "rerank") == 0, DOWNSCALE_S + 60, "the idle one leaves")
+            assert EMBEDDING in waiting(graph)
+            assert [replicas(graph, name) for name in ("vad", "embedding")] == [1, 1]
+        finally:
+            run_command(graph, "drain", held["lease"]["ticket"])
+        assert queued.result(60).data
+
+
+def is_idle(graph: Graph, model: str) -> bool:
+    return all(t["inflight"] == 0 for t in graph.state()["tickets"] if t["model"] == model)
+
+
+def waiting(graph: Graph) -> set[str]:
+    """Models whose tickets are in the queue."""
+    return {row["model"] for row in graph.state()["queue"]}
 
 
 @pytest.mark.spec("J9")

@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,15 @@ from openai import APIStatusError, OpenAI
 from deployments.front import keys
 from deployments.front.keys import Scope
 from tests.graph.conftest import Graph, until
-
-SECRET_WORD = "periwinkle"
-HELLO = [{"role": "user", "content": f"say {SECRET_WORD}"}]
-CLOUD = frozenset({Scope.INFER, Scope.CLOUD})
+from tests.support.graph_remotes import (
+    CLOUD,
+    HELLO,
+    SECRET_WORD,
+    all_events,
+    client_of,
+    egress,
+    owner_reads,
+)
 
 
 @pytest.fixture
@@ -29,29 +33,6 @@ def far(graph: Graph, keys_file: Path) -> Iterator[OpenAI]:
         stream.write(theirs)
     yield client_of(graph, keys.add(keys_file, "ann", "ann", CLOUD))
     file.unlink()
-
-
-def client_of(graph: Graph, key: str) -> OpenAI:
-    return OpenAI(base_url=f"{graph.url}/v1", api_key=key, timeout=120, max_retries=0)
-
-
-def owner_reads(graph: Graph, path: str) -> bytes:
-    file = keys.keys_path(None, graph.table["arbiter"]["state_file"])
-    owner = keys.first_key_path(file).read_text().strip()
-    request = urllib.request.Request(graph.url + path, headers={"x-api-key": owner})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        found: bytes = answer.read()
-        return found
-
-
-def all_events(graph: Graph) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(owner_reads(graph, "/arbiter/events/recent"))["events"]
-    return found
-
-
-def egress(graph: Graph) -> list[dict[str, Any]]:
-    """The events of what left, the newest last."""
-    return [event for event in all_events(graph) if event["kind"].startswith("remote_")]
 
 
 @pytest.mark.spec("J5")
