@@ -58,11 +58,16 @@ def test_model_that_answered_a_task_stays_warm_for_as_long_as_the_task_says(grap
         until(lambda: level(graph, PLAIN) == "cold", 20, "its keep-warm is over")
         assert level(graph, TINY) == "device"
         until(lambda: level(graph, TINY) == "cold", 40, "the task's is over, too")
-    own = [event for event in graph.events() if event.get("model") == TINY]
-    used, left = (
-        max(event["unix_s"] for event in own if event["kind"] == kind)
-        for kind in ("capability_run", "model_unload")
-    )
+
+    def ends() -> list[float]:
+        """Of its last use and of its stay. It is cold before its bytes are seen back, and only then
+        its end is an event."""
+        own = [event for event in graph.events() if event.get("model") == TINY]
+        kinds = ("capability_run", "model_unload")
+        found = [max((e["unix_s"] for e in own if e["kind"] == k), default=0.0) for k in kinds]
+        return found if 0 < found[0] < found[1] else []
+
+    used, left = until(ends, 20, "its bytes are seen back")
     assert left - used > STAYS_S
 
 
