@@ -1,5 +1,6 @@
 """Pipeline: a text-to-image pipeline of diffusers, and the others that share its modules."""
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,6 +47,8 @@ class Pipeline:
         )
         self.pipe.set_progress_bar_config(disable=True)
         self.pipe.to(self.device)
+        # Of its own: a call sets how the tokenizer pads, and the worker's calls go on meanwhile.
+        self._counting = copy.deepcopy(getattr(self.pipe, "tokenizer", None))
         if self._arguments.get("vae_tiling"):
             self.pipe.vae.enable_tiling()
         self.modules = torch.nn.ModuleList(
@@ -156,7 +159,7 @@ class Pipeline:
     def tokens(self, prompt: str) -> int:
         """Of the first text encoder, its special ones included, whether or not it reads all; 0
         where diffusers has the encoder under a name of its own."""
-        tokenizer = getattr(self.pipe, "tokenizer", None)
+        tokenizer = self._counting
         return len(tokenizer(prompt, truncation=False).input_ids) if tokenizer else 0
 
 
