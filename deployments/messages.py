@@ -41,6 +41,10 @@ KV_TERM = "term"
 # is the longest generation, which is in use as well.
 ACQUIRE, ACQUIRE_S = "/v1/acquire", 600.0
 
+# From the front to a replica and its engine, whose model is resident: `{"names": [FULL NAME]}` is
+# answered by `{"tiers": {FULL NAME: hot, warm or cold}}`, with all that are hot. Nothing is loaded.
+ADAPTERS = "/adapters"
+
 
 @dataclass(frozen=True, slots=True)
 class InferenceCall:

@@ -33,7 +33,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -142,6 +142,15 @@ class Catalogue:
         for base, found in places.items():
             return self._remote(bare, base, found) if found.row else self._entry(bare, base, found)
         return None
+
+    def entries(self, names: Iterable[str], tenant: str = "") -> list[Entry]:
+        """Those of the names that mean an adapter which can be read."""
+        found = []
+        for name in names:
+            with contextlib.suppress(AdapterInvalid, AdapterAmbiguous):
+                if entry := self.find(name, tenant):
+                    found.append(entry)
+        return found
 
     def names(self, tenant: str = "") -> list[str]:
         """Full names, `base:adapter`, of all that this tenant may see, sorted."""

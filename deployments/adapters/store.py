@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,18 @@ class Store:
         return Published(digest, target, size_bytes)
 
     def _known(self, entry: Entry, rules: Rules) -> Published | None:
+        with contextlib.suppress(OSError):  # the copy is gone
+            if found := self.peek(entry, rules):
+                os.utime(found.path)  # used now
+                return found
+        return None
+
+    def peek(self, entry: Entry, rules: Rules) -> Published | None:
+        """What was published of this entry in this state, which does not count as a use. The copy
+        may be gone."""
         with contextlib.suppress(OSError, ValueError):  # of no such note, or half of one
             note = json.loads(self._note_of(entry, rules).read_text())
             path = home_of(self._folder, entry.tenant) / str(note["digest"])
-            os.utime(path)  # used now; raises where the copy is gone
             return Published(path.name, path, int(note["size_bytes"]))
         return None
 
@@ -142,6 +150,14 @@ class CheckedAdapters:
             made = await asyncio.to_thread(self._store.publish, entry, self._rules)
             self._known[key] = entry, made
         return made
+
+    async def peek(self, entries: Iterable[Entry]) -> dict[str, Published]:
+        """What was published of these entries as they are now, by full name; publishes nothing."""
+        return await asyncio.to_thread(self._peek, list(entries))
+
+    def _peek(self, entries: list[Entry]) -> dict[str, Published]:
+        found = {entry.full_name: self._store.peek(entry, self._rules) for entry in entries}
+        return {name: published for name, published in found.items() if published}
 
     def _current(self, entry: Entry) -> Published | None:
         found = self._known.get((entry.tenant, entry.name))

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -18,12 +18,14 @@ from rich.text import Text
 from deployments.cli import http, top_rows
 from deployments.cli.http import NoFront, NotTheFront, Refused, Url
 from deployments.cli.output import AsJson, CommandError, show
-from deployments.cli.top_rows import Choice
+from deployments.cli.top_rows import ADAPTERS, AdapterRow, Choice
 from deployments.monitoring.followed import Followed
 from deployments.monitoring.story import EventRow, event_row
 from deployments.monitoring.view import View, from_plain
 
 RETRY_S = 1.0  # between two tries while no front answers
+ADAPTERS_S = 5.0  # between two looks at adapters, which no stream tells of; as the console has it
+ADAPTERS_MOST = 200  # the front's own bound
 FRAME_S = 0.25  # between two frames; what has happened is to be seen within a second
 
 
@@ -70,6 +72,8 @@ class Watch:
     def __init__(self, url: str | None) -> None:
         self.view: View | None = None
         self.events: tuple[EventRow, ...] = ()
+        self.adapters: tuple[AdapterRow, ...] = ()
+        self.tab = ""  # on the screen
         self.away_unix_s: float | None = None
         self.trouble = "asking the front"  # why nothing new comes; empty: it comes
         self.ended = threading.Event()
@@ -94,6 +98,17 @@ class Watch:
                 self._end(CommandError(str(error)))
             self.ended.wait(RETRY_S)
 
+    def look_up_adapters(self) -> None:
+        """Asks for them while their tab is on the screen, until `ended` is set. Why a front does
+        not answer is told by the stream."""
+        due_s = 0.0
+        while not self.ended.wait(FRAME_S):
+            if self.tab == ADAPTERS and time.monotonic() >= due_s:
+                with suppress(CommandError), http.front(self._url) as front:
+                    plain = front.get(f"/arbiter/view/adapters?most={ADAPTERS_MOST}")
+                    self.adapters = top_rows.adapter_rows(plain)
+                due_s = time.monotonic() + ADAPTERS_S
+
     def _end(self, failure: CommandError) -> None:
         self._failure = failure
         self.ended.set()
@@ -114,10 +129,11 @@ class Watch:
 
 @contextmanager
 def watching(url: str | None) -> Iterator[Watch]:
-    """Follows the front in a thread while the block lasts. It is a daemon, because its read of the
+    """Follows the front in threads while the block lasts. They are daemons, because a read of the
     stream ends with the front's next word only."""
     watch = Watch(url)
-    threading.Thread(target=watch.run, daemon=True).start()
+    for work in (watch.run, watch.look_up_adapters):
+        threading.Thread(target=work, daemon=True).start()
     try:
         yield watch
     finally:
@@ -148,7 +164,8 @@ def screenful(watch: Watch, choice: Choice, now_unix_s: float, height: int) -> R
     if watch.view is None:
         return Group(*trouble)
     above = summary(watch.view, watch.away_unix_s, now_unix_s)
-    rows = top_rows.chosen(watch.view, watch.events, choice, now_unix_s)
+    watch.tab = choice.tab
+    rows = top_rows.chosen(watch.view, watch.events, choice, now_unix_s, watch.adapters)
     used = sum(len(part.renderables) if isinstance(part, Group) else 1 for part in above)
     del rows.rows[max(1, height - used - len(trouble) - 2) :]  # tabs and heads have a line each
     return Group(*trouble, *above, top_rows.tab_line(choice), rows.drawn())

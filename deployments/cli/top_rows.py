@@ -1,8 +1,9 @@
 """What `arbiter top` shows, as rows and bars: pure, so that textual and rich draw the same."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -31,7 +32,8 @@ TONES = {CAME: "green", WENT: "magenta", BAD: "red", PLAIN: ""}
 HOLDERS_SHOWN = 6  # beneath a bar, the largest
 EVENTS_ONCE = 10  # of one frame
 
-TABS = ("models", "queue", "jobs", "leases", "pool", "events")
+ADAPTERS = "adapters"
+TABS = ("models", "queue", "jobs", "leases", "pool", "events", ADAPTERS)
 Value = str | int | Text | None
 
 
@@ -284,8 +286,32 @@ def events(rows: Iterable[EventRow]) -> Rows:
     return Rows(("time", "event", "what happened"), found[::-1], (), "no event yet")
 
 
-def chosen(view: View, told: Sequence[EventRow], choice: Choice, now_unix_s: float) -> Rows:
-    """The rows of the tab."""
+@dataclass(frozen=True, slots=True)
+class AdapterRow:
+    """Describes one adapter."""
+
+    name: str  # with its model
+    tier: str  # hot, warm, cold, or empty: it is not known
+
+
+def adapter_rows(plain: Mapping[str, Any]) -> tuple[AdapterRow, ...]:
+    """Reads the answer of `GET /arbiter/view/adapters`."""
+    return tuple(AdapterRow(name, plain["tiers"].get(name, "")) for name in plain["adapters"])
+
+
+def adapters(rows: Iterable[AdapterRow]) -> Rows:
+    found: list[tuple[Value, ...]] = [(row.name, row.tier or None) for row in rows]
+    return Rows(("adapter", "tier"), found, (), "no adapter was found")
+
+
+def chosen(
+    view: View,
+    told: Sequence[EventRow],
+    choice: Choice,
+    now_unix_s: float,
+    found: Iterable[AdapterRow] = (),
+) -> Rows:
+    """The rows of the tab. `found`: the adapters."""
     match choice.tab:
         case "models":
             return models(view, choice.order, now_unix_s)
@@ -297,6 +323,8 @@ def chosen(view: View, told: Sequence[EventRow], choice: Choice, now_unix_s: flo
             return leases(view.leases, now_unix_s)
         case "pool":
             return pool(view.slabs)
+        case "adapters":
+            return adapters(found)
     return events(told)
 
 

@@ -65,7 +65,7 @@ class Screen(App[None]):
     def look(self) -> None:
         """Draws what has come, and each second the times that pass."""
         watch = self._watch
-        told = watch.view, watch.events, watch.away_unix_s, watch.trouble
+        told = watch.view, watch.events, watch.adapters, watch.away_unix_s, watch.trouble
         now = told, watch.ended.is_set(), int(time.time())
         if now != self._drawn:
             self._drawn = now
@@ -83,7 +83,8 @@ class Screen(App[None]):
         above = top.summary(watch.view, watch.away_unix_s, now)
         self.query_one("#memory", Static).update(Group(*above))
         self.sub_title = f"sorted by {self._choice.order}"
-        rows = top_rows.chosen(watch.view, watch.events, self._choice, now)
+        watch.tab = self._choice.tab
+        rows = top_rows.chosen(watch.view, watch.events, self._choice, now, watch.adapters)
         table: DataTable[object] = self.query_one(f"#{self._choice.tab}-rows", DataTable)
         fill(table, rows, self._filled.get(self._choice.tab))
         self._filled[self._choice.tab] = rows

@@ -71,6 +71,7 @@ class Viewing:
         self._viewers_count = 0
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._newest: Any = None  # the state of which `_view` was made
         self._view: dict[str, Any] | None = None
         self._models: dict[str, Any] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
@@ -89,6 +90,12 @@ class Viewing:
         """The view as of now, for a client that looks once. Raises ArbiterUnavailable."""
         state = await self._state()
         return view_of(state, await facts_of(), self._clock())
+
+    async def state(self) -> Any:
+        """What the viewers' subscription last read; without a viewer as of now. Raises
+        ArbiterUnavailable."""
+        is_followed = self._viewers_count and self._view is not None
+        return self._newest if is_followed else await self._state()
 
     async def follow(self, facts_of: FactsOf, after: int) -> AsyncIterator[dict[str, Any]]:
         """First all, with events behind `after`, then what changes; an empty message now and then
@@ -150,7 +157,7 @@ class Viewing:
         state, now = await self._state(), self._clock()
         if now - self._facts_unix_s > FACTS_S:
             self._facts, self._facts_unix_s = await facts_of(), now
-        view = view_of(state, self._facts, now)
+        self._newest, view = state, view_of(state, self._facts, now)
         for event in told[-KEPT_EVENTS:]:
             self._events.append(msgspec.to_builtins(event_row(event)))
         self._seen = told[-1]["seq"] if told else self._seen

@@ -7,6 +7,8 @@ asked; the engine copies, hashes and checks what came like any adapter of a fold
 from pathlib import Path
 from typing import Any
 
+from arbiter.errors import TicketClosed
+from arbiter.units import TicketId
 from deployments import messages
 from deployments.adapters.catalogue import FETCHED, Catalogue
 from deployments.adapters.fetch import Fetcher
@@ -15,8 +17,9 @@ from deployments.adapters.validate import Rules
 from deployments.config import safetensors_header
 from deployments.config.model_files import adapted_folder
 from deployments.replica.capability import Capability
+from deployments.replica.held_model import HolderState
 from deployments.replica.merging import Merging
-from deployments.replica.use import Use
+from deployments.replica.use import Use, whole
 
 
 class AdaptedCapability(Capability):
@@ -33,6 +36,16 @@ class AdaptedCapability(Capability):
     def _forget_tenant(self, tenant: str) -> None:
         for merging in self._merging.values():
             merging.forget_tenant(tenant)
+
+    async def _at_once(self, call: messages.InferenceCall) -> messages.FullResponse | None:
+        """Says too in which tiers adapters are. Raises EngineLost."""
+        if call.path != messages.ADAPTERS:
+            return await super()._at_once(call)
+        held = self._residency.models.get(call.model)
+        if held is None or held.link is None or held.state is not HolderState.RESIDENT:
+            return messages.FullResponse(*messages.refusal(TicketClosed(TicketId(call.model))))
+        head, body = await whole(held.link.stream("POST", call.path, call.headers, call.body))
+        return messages.FullResponse(head, body)
 
     def served_by(self, call: messages.InferenceCall) -> str:
         """The copy into which the call's adapter was merged, while there is one."""

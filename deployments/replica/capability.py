@@ -68,7 +68,7 @@ class Capability:
         within a stream of events it is the last event. Raises EngineLost where the client has seen
         nothing yet, so that the front tries again, and any RequestError within another kind of
         stream, so that the front breaks the connection."""
-        if (said := self._at_once(call)) is not None:
+        if (said := await self._at_once(call)) is not None:
             yield said
             return
         begun: messages.ResponseHead | None = None
@@ -92,7 +92,7 @@ class Capability:
             else:
                 yield messages.FullResponse(*messages.refusal(error))
 
-    def _at_once(self, call: messages.InferenceCall) -> messages.FullResponse | None:
+    async def _at_once(self, call: messages.InferenceCall) -> messages.FullResponse | None:
         """The response to a call for which no model is waited for; None: it needs one."""
         if call.path == messages.ACQUIRE:
             return None

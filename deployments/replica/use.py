@@ -158,7 +158,11 @@ async def one_shot(
 ) -> tuple[ResponseHead, bytes]:
     """Returns the whole answer; the model is in use until it is complete."""
     async with use as engine:
-        parts = [part async for part in engine.stream(method, path, headers, body)]
-    head, *rest = parts
+        return await whole(engine.stream(method, path, headers, body))
+
+
+async def whole(stream: AsyncGenerator[ResponseHead | bytes, None]) -> tuple[ResponseHead, bytes]:
+    """An engine's answer to its end. Raises EngineLost."""
+    head, *rest = [part async for part in stream]
     assert isinstance(head, ResponseHead), "an answer begins with its head"
     return head, b"".join(part for part in rest if isinstance(part, bytes))

@@ -7,8 +7,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
+from deployments import messages
 from deployments.front.keys import Scope
-from tests.browser.conftest import VIEWS, Tab, eventually, watched
+from tests.browser.conftest import VIEWS, WITHIN_MS, Tab, eventually, watched
 from tests.support.arbiter_states import Books, size
 from tests.support.console_front import ConsoleFront, listening, table_of
 
@@ -305,6 +306,31 @@ def test_500_models_and_10_000_adapters_are_found_by_name(browser: Browser, tmp_
         expect(page.get_by_text("talk:law-09000")).to_be_visible()
         context.close()
         assert (tab.errors, tab.elsewhere) == ([], [])
+
+
+@pytest.mark.spec("K4")
+def test_each_listed_adapter_has_its_tier_and_the_hot_ones_are_first(
+    tab: Tab, front: ConsoleFront
+) -> None:
+    """Without an engine all are cold, unless the pool has images of which no engine is there to
+    tell."""
+    page = tab.open("models?law")
+    rows = page.get_by_role("listitem").filter(has_text="talk:law-")
+    expect(rows).to_have_count(30)
+    expect(rows.filter(has_text="cold")).to_have_count(30)
+    assert front.arbiter.calls[messages.ADAPTERS] == 0, "no engine is asked that is not there"
+    front.arbiter.books.holds("talk", 300)
+    front.arbiter.books.has_adapters("talk", hot=1, images=2)
+    front.arbiter.tiers |= {f"talk:law-{number:05}": "cold" for number in range(30)}
+    front.arbiter.tiers |= {"talk:law-00020": "hot", "talk:law-00003": "warm"}
+    front.arbiter.tell("model_load", "talk")
+    expect(rows.nth(0)).to_have_text("talk:law-00020 hot", timeout=WITHIN_MS)  # asked each 5 s
+    expect(rows.nth(1)).to_have_text("talk:law-00003 warm")
+    expect(rows.filter(has_text="cold")).to_have_count(28)
+    front.arbiter.books.leaves("talk")
+    front.arbiter.tell("model_unload", "talk")
+    expect(rows.nth(0)).to_have_text("talk:law-00000 ", timeout=WITHIN_MS)
+    expect(page.locator(".names .tag")).to_have_count(0)
 
 
 @pytest.mark.spec("K4")

@@ -18,7 +18,7 @@ from arbiter.pool.layout import SHARED, tenant_digest
 from arbiter.units import MIB, Bytes, Content
 from benchmarks import adapter_zipf
 from deployments.engines.vllm.adapter_tiers import HOT_USES
-from deployments.messages import TENANT_HEADER
+from deployments.messages import ADAPTERS, TENANT_HEADER
 from tests.support.engine_host import (
     Child,
     Connection,
@@ -242,6 +242,32 @@ def test_slot_of_a_removed_tenants_adapter_is_empty_at_once_or_after_its_last_re
         until(lambda: not child.call("GET", "/adapters")[1]["running"], 20)
         assert tokens(child, "own", "acme") == mine and found()["cold"] == 4
         assert tokens(child, NAMES[0]) == right[NAMES[0]] and found()["cold"] == 4
+
+
+@pytest.mark.spec("F3", "K4")
+def test_engine_says_in_which_tier_each_adapter_is_as_it_now_lies_in_the_catalogue(
+    engines: ZygoteUnderTest, tiny: Path, folder: Path, slab: int
+) -> None:
+    give_own_adapter(folder, "acme")
+
+    def said(*names: str, tenant: str = "") -> dict[str, str]:
+        body, headers = {"names": [f"tiny:{name}" for name in names]}, {TENANT_HEADER: tenant}
+        found: dict[str, str] = child.call("POST", ADAPTERS, body, headers)[1]["tiers"]
+        return {name.removeprefix("tiny:"): tier for name, tier in found.items()}
+
+    with killed(engines, "told", VLLM, config(tiny, folder, slab)) as child:
+        for name in NAMES[:3]:
+            tokens(child, name)
+        there = {NAMES[1]: "hot", NAMES[2]: "hot"}
+        assert said(NAMES[0], NAMES[3], "unknown") == {NAMES[0]: "warm", NAMES[3]: "cold", **there}
+        tokens(child, "own", "acme")
+        assert said("own") == {NAMES[2]: "hot"}, "no tenant learns of another's"
+        assert said("own", tenant="acme") == {NAMES[2]: "hot", "own": "hot"}
+        weights = folder / "in" / NAMES[2] / "adapter_model.safetensors"
+        shutil.copy(folder / "in" / NAMES[5] / weights.name, weights)
+        assert said()[NAMES[2]] == "cold", "what is in the slot are the weights of before"
+    with served(engines, "told-next", VLLM, config(tiny, folder, slab)) as child:
+        assert said(*NAMES[:2]) == dict.fromkeys(NAMES[:2], "warm"), "and was asked for none yet"
 
 
 @pytest.mark.spec("E2", "E5", "F3")

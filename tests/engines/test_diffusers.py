@@ -296,6 +296,9 @@ def test_adapters_are_served_by_name_and_leave_the_base_as_it_was(
         [night] = pic.pictures(adapted("draw:night")[1])
         [third] = pic.pictures(adapted("third")[1])  # takes the one slot
         [again] = pic.pictures(adapted("draw:night")[1])
+        names = {"names": ["draw:night", "draw:third", "draw:day"]}
+        tiers = child.call("POST", messages.ADAPTERS, names)[1]["tiers"]
+        assert tiers == {"draw:night": "hot", "draw:third": "cold"}, "day is another tenant's"
         assert pic.difference(night, plain) > 20 < pic.difference(third, night)
         assert again.tobytes() == night.tobytes()
         assert one(child, RED.caption, x_seed=7).tobytes() == plain.tobytes()

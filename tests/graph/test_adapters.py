@@ -76,10 +76,14 @@ def test_adapter_outlives_a_killed_engine_and_the_command_shows_its_tier(
     until(lambda: not graph.engines(), WITHIN_S, "the engines have ended")
     before = tiers(graph)
     assert before["hot"] == 0 and before["warm"] >= 1, "idle, the slab has its image"
+    assert tier_of(graph, "kept") == "", "no engine is there to name the images"
     assert said(client, "kept") == first
     until(lambda: tiers(graph)["found warm"] > before["found warm"], WITHIN_S, "it was warm")
     now = tiers(graph)
     assert now["hot"] == 1 and now["found cold"] == before["found cold"]
+    assert tier_of(graph, "kept") == "hot"
+    dropped(adapters, "unused")
+    assert tier_of(graph, "unused") == "cold"
 
 
 @pytest.mark.spec("E6")
@@ -104,6 +108,13 @@ def tiers(graph: Graph) -> dict[str, int]:
     rows = [row for row in read_command(graph, "adapters") if row["model"] == CHAT]
     row = max(rows, key=lambda row: sum(row["requests"].values()))
     return row["adapters"] | {f"found {tier}": n for tier, n in row["requests"].items()}
+
+
+def tier_of(graph: Graph, name: str) -> str:
+    """As console and `arbiter top` are told; empty: it is not known."""
+    said = send(graph, "GET", f"/arbiter/view/adapters?search={CHAT}:{name}")
+    assert said["adapters"] == [f"{CHAT}:{name}"]
+    return str(said["tiers"].get(f"{CHAT}:{name}", ""))
 
 
 @pytest.mark.spec("D5", "F7")

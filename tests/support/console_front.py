@@ -15,6 +15,7 @@ import uvicorn
 
 from arbiter.errors import ArbiterUnavailable, UnknownTicket
 from arbiter.units import TicketId
+from deployments import messages
 from deployments.config import boot, runtime_settings
 from deployments.config.schema import Table, parse_table
 from deployments.front import application, arbiter_gateway, keys, metrics_page
@@ -62,6 +63,7 @@ class ScriptedArbiter:
     calls: Counter[str] = field(default_factory=Counter)
     asked: list[tuple[Any, ...]] = field(default_factory=list)
     table: dict[str, Any] = field(default_factory=dict)
+    tiers: dict[str, str] = field(default_factory=dict)  # of adapters, as an engine would say
     is_away: bool = False
     waiting: int = 0  # long polls that are open now
 
@@ -94,6 +96,12 @@ class ScriptedArbiter:
         if isinstance(answer, Exception):
             raise answer
         return answer(*args) if callable(answer) else answer
+
+    async def engine(self, call: messages.InferenceCall) -> messages.Parts:
+        """In place of a capability's replica."""
+        self.calls[call.path] += 1
+        body = json.dumps({"tiers": self.tiers}).encode()
+        yield messages.FullResponse(messages.ResponseHead(200, {}), body)
 
     async def _after(self, sequence: int, wait_s: float) -> list[dict[str, Any]]:
         self.waiting += 1
@@ -157,7 +165,7 @@ def listening(folder: Path, table: Table) -> Iterator[ConsoleFront]:
     arbiter.table = boot.as_plain(table)
     keys_file = folder / "keys.json"
     keys.ensure_first(keys_file)
-    service = InferenceService()
+    service = InferenceService(lambda capability: arbiter.engine)
     service.configure(table)
     state = FrontState(7, Authenticator(Keyring(keys_file)), service)
     with ExitStack() as stack:

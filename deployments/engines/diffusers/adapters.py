@@ -41,6 +41,13 @@ class AdapterShelf:
         entry = self._catalogue.find(name, tenant)
         return str((await self._checked.take(entry)).path) if entry else ""
 
+    async def published(self, names: list[str], tenant: str) -> dict[str, str]:
+        """By full name the folders of those that this tenant may see; empty: it has no copy yet."""
+        entries = self._catalogue.entries(names, tenant)
+        found = await self._checked.peek(entries)
+        folders = dict.fromkeys((entry.full_name for entry in entries), "")
+        return folders | {name: str(one.path) for name, one in found.items()}
+
 
 class LoadedAdapters:
     """The adapters in one denoiser. In the worker thread."""
@@ -48,6 +55,11 @@ class LoadedAdapters:
     def __init__(self, denoiser: Any, slots: int) -> None:
         self._denoiser, self._slots = denoiser, slots
         self._loaded: OrderedDict[str, str] = OrderedDict()  # folder to PEFT's name; last used last
+
+    @property
+    def folders(self) -> frozenset[str]:
+        """Those in slots."""
+        return frozenset(self._loaded)
 
     def use(self, folder: str) -> None:
         """From the next call of the pipeline on; empty: the base alone, as if none were loaded."""

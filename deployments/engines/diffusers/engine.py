@@ -105,6 +105,8 @@ class DiffusersEngine:
         if path == "/v1/models":
             card = {"id": self.name, "object": "model", "owned_by": "serve-arbiter", "created": 0}
             return await asgi.respond(send, 200, {"object": "list", "data": [card]})
+        if path == messages.ADAPTERS and self.shelf is not None:
+            return await self._tell_tiers(self.shelf, scope, receive, send)
         if path not in _NAMES or scope["method"] != "POST":
             return await asgi.refuse(send, 404, f"no route {scope['method']} {path}")
         try:
@@ -118,6 +120,19 @@ class DiffusersEngine:
                 await asgi.respond(send, 200, body)
         except RequestError as error:
             await asgi.refuse_request(send, error)
+
+    async def _tell_tiers(
+        self, shelf: AdapterShelf, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answers messages.ADAPTERS. Pictures keep no adapter in the pool: none is warm."""
+        raw = await asgi.read_body(receive)
+        if raw is None:
+            return
+        tenant = dict(scope["headers"]).get(messages.TENANT_HEADER.encode(), b"").decode("latin-1")
+        folders = await shelf.published(asgi.json_object(raw)["names"], tenant)
+        hot = self.pipeline.adapters.folders
+        tiers = {name: "hot" if folder in hot else "cold" for name, folder in folders.items()}
+        await asgi.respond(send, 200, {"tiers": tiers})
 
     async def _asked(self, scope: Scope, receive: Receive) -> tuple[ImageFields, Order] | None:
         """None: the client has left. Raises RequestError."""

@@ -223,6 +223,11 @@ class AdapterMover:
             "top": [{"adapter": names.get(d, d), "tier": self.tier(d), "uses": n} for d, n in most],
         }
 
+    @property
+    def hot(self) -> frozenset[str]:
+        """As of the last look."""
+        return self._hot
+
     def tier(self, digest: str) -> str:
         """As of the last look."""
         return HOT if digest in self._hot else WARM if digest in self._warm else COLD

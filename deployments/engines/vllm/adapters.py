@@ -31,7 +31,7 @@ from deployments.config.safetensors_header import linear_shapes
 from deployments.engines import asgi
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.engines.vllm import callers
-from deployments.engines.vllm.adapter_images import HOT
+from deployments.engines.vllm.adapter_images import COLD, HOT
 from deployments.engines.vllm.adapter_mover import AdapterMover
 from deployments.engines.vllm.admission import BASE, Waiting
 from deployments.engines.vllm.batch_gate import BatchGate
@@ -228,6 +228,23 @@ class AdapterService:
         self.gate.pinned = frozenset()
         for number in await self.llm.list_loras():
             await self.llm.remove_lora(number)
+
+    # -- what is shown -------------------------------------------------------------------------
+
+    async def tell_tiers(self, receive: Receive, send: Send) -> None:
+        """Answers messages.ADAPTERS: the tiers of the names that this tenant may see, and of all
+        that are hot."""
+        raw = await asgi.read_body(receive)
+        if raw is None:
+            return
+        await self.mover.look()
+        hot = (self._names[digest] for digest in self.mover.hot if digest in self._names)
+        names = {*asgi.json_object(raw)["names"], *hot}
+        entries = self._catalogue.entries(names, callers.current().tenant)
+        published = await self._shelf.peek(entries)
+        tiers = dict.fromkeys((entry.full_name for entry in entries), COLD)
+        tiers |= {name: self.mover.tier(one.digest) for name, one in published.items()}
+        await asgi.respond(send, 200, {"tiers": tiers})
 
     # -- in front of vLLM's application --------------------------------------------------------
 

@@ -29,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from arbiter.core.types import Priority
 from arbiter.units import Content
-from deployments import prefixes
+from deployments import messages, prefixes
 from deployments.engines import asgi, command_line, linux, pickles
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
 from deployments.engines.vllm import (
@@ -297,7 +297,9 @@ class VllmEngine:
         send = HeldHead(callers.begin(scope), send)
         if self.adapters is None:
             return await self.api(scope, receive, send)
-        if scope["path"] == "/adapters":
+        if scope["path"] == messages.ADAPTERS and scope["method"] == "POST":
+            return await self.adapters.tell_tiers(receive, send)
+        if scope["path"] == messages.ADAPTERS:
             trace = await self.llm.engine_core.call_utility_async("step_trace")
             return await asgi.respond(send, 200, {**await self.adapters.facts(), "trace": trace})
         await self.adapters.serve(self.api, scope, receive, send)

@@ -45,8 +45,9 @@ const MODELS = [model, ["state", (r) => html`${marked(r.state)} ${r.state === "l
 export function Models({ search }) {
 	const { models } = useStore(), [most, show] = useState(SHOWN), [found, set] = useState({ adapters: [] });
 	useEffect(() => {
-		const timer = setTimeout(() => get(`view/adapters?search=${named(search)}`).then(set, () => 0), 200);
-		return () => clearTimeout(timer);
+		const ask = () => document.hidden || get(`view/adapters?search=${named(search)}`).then(set, () => 0);
+		const timers = [setTimeout(ask, 200), setInterval(ask, 5000)];
+		return () => timers.forEach(clearTimeout);
 	}, [search]);
 	const rows = [...models.values()].filter((row) => has(search, row.model, row.capability, row.state))
 		.sort((a, b) => (a.state === "cold") - (b.state === "cold") || (a.model < b.model ? -1 : 1));
@@ -55,7 +56,7 @@ export function Models({ search }) {
 		${table("Models", rows.slice(0, most), MODELS, "No model has this name.", "model")}
 		${rows.length > most && html`<button onClick=${() => show(Infinity)}>Show ${rows.length - most} more</button>`}
 		${found.count > 0 && html`<section class="card"><h2>Adapters <small>${found.adapters.length} of ${found.count}</small></h2>
-			<ul class="names">${found.adapters.map((name) => html`<li>${name}</li>`)}</ul></section>`}`;
+			<ul class="names">${found.adapters.map((name) => html`<li>${name} ${found.tiers[name] && marked(found.tiers[name])}</li>`)}</ul></section>`}`;
 }
 
 const QUEUE = [count("position"), model, tag("priority"), size("waits for", "need_bytes"), ["waited", (r) => span(now() - r.since_unix_s), 1],

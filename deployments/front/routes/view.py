@@ -10,6 +10,7 @@ from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from deployments.front import arbiter_gateway
+from deployments.front.adapter_tiers import in_order, tiers_of
 from deployments.front.dependencies import FrontState, State, Viewer
 from deployments.front.relay import ClosingStream
 from deployments.front.routes.arbiter import EVENT_STREAM
@@ -67,7 +68,8 @@ async def adapters(
     model: Annotated[str, Query(max_length=256)] = "",
     most: Annotated[int, Query(ge=1, le=MOST_FOUND)] = 50,
 ) -> dict[str, Any]:
-    """Adapters by full name whose name contains `search`, and how many do."""
+    """Adapters by full name whose name contains `search`, and how many do; of those in slots and of
+    the first `most` the tiers, where they are known."""
     names = front.service.names.visible(caller.tenant)
     words = search.casefold()
     found = [
@@ -77,4 +79,7 @@ async def adapters(
         and (not model or base[0] == model)
         and words in name.casefold()
     ]
-    return {"count": len(found), "adapters": found[:most]}
+    tiers = await tiers_of(front.service, front.viewing, found, most, caller.tenant)
+    shown = in_order(found, tiers)[:most]
+    told = {name: tiers[name] for name in shown if name in tiers}
+    return {"count": len(found), "adapters": shown, "tiers": told}

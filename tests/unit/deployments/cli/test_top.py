@@ -283,8 +283,30 @@ async def test_keys_change_tab_and_order_and_quit(view: View) -> None:
         assert screen.query_one(TabbedContent).active == "pool"
         await pilot.press("tab")
         assert first_cells(screen.query_one("#events-rows", DataTable))[0].count(":") == 2
+        await pilot.press("tab")
+        assert first_cells(screen.query_one("#adapters-rows", DataTable)) == [
+            "no adapter was found"
+        ]
         await pilot.press("q")
     assert not screen.is_running
+
+
+@pytest.mark.spec("K4")
+async def test_adapters_are_asked_for_while_their_tab_is_shown(
+    front: ScriptedFront, view: View
+) -> None:
+    path = f"/arbiter/view/adapters?most={top.ADAPTERS_MOST}"
+    said = {"count": 2, "adapters": ["talk:b", "talk:a"], "tiers": {"talk:b": "hot"}}
+    front.says("GET", path, said)
+    front.streams("/arbiter/view/stream?after=0", streamed(view))
+    with top.watching("http://127.0.0.1:1") as watch:
+        await eventually(lambda: watch.view)
+        assert ("GET", path) not in front.asked()
+        shown = Choice(top_rows.ADAPTERS)
+        top.screenful(watch, shown, NOW, 30)
+        await eventually(lambda: watch.adapters)
+        lines = text(top.screenful(watch, shown, NOW, 30)).splitlines()
+    assert [line.split() for line in lines[-2:]] == [["talk:b", "hot"], ["talk:a", "-"]]
 
 
 @pytest.mark.spec("K4")
