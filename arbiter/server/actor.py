@@ -92,6 +92,7 @@ class ArbiterActor:
         from arbiter.server.day_replays import DayReplays
         from arbiter.server.recording import RecordingHeader
         from arbiter.server.shell import Shell, monotonic
+        from arbiter.server.status_log import opened
 
         chosen = self._configuration
         known = tuple(sorted(member.holder for member in self._store.members()))
@@ -112,8 +113,16 @@ class ArbiterActor:
         )
         core, module = heading.core(chosen.policies), self._boot.replay_module
         day = DayReplays(module, chosen.settings, monotonic) if module else None
-        recorder = self._recorder(heading, log)
-        shell = Shell(core, epoch, self._agents, log, recorder=recorder, day=day, jobs=self._jobs)
+        shell = Shell(
+            core,
+            epoch,
+            self._agents,
+            log,
+            recorder=self._recorder(heading, log),
+            day=day,
+            jobs=self._jobs,
+            statuses=opened(core, epoch, monotonic),
+        )
         if day:
             self._start(day.run(self._boot.replay_s))
         return shell

@@ -47,6 +47,7 @@ from arbiter.server.day_replays import DayReplays
 from arbiter.server.event_log import EventLog
 from arbiter.server.job_book import JobBook
 from arbiter.server.recording import Recorder
+from arbiter.server.status_log import StatusLog
 from arbiter.units import Bytes, Epoch, HolderId, Instant, NodeId, Span, TicketId
 
 logger = logging.getLogger("arbiter")
@@ -143,6 +144,7 @@ class Shell:
         recorder: Recorder | None = None,
         day: DayReplays | None = None,
         jobs: JobBook | None = None,
+        statuses: StatusLog | None = None,
         clock: Callable[[], Instant] = monotonic,
         crash: Callable[[BaseException], NoReturn] = crash,
     ) -> None:
@@ -151,6 +153,7 @@ class Shell:
         self.counters = Counters()
         self._agents, self._clock, self._crash = agents, clock, crash
         self._recorder, self._day, self._jobs = recorder, day, jobs
+        self._statuses = statuses
         self._waiting: dict[TicketId, asyncio.Future[messages.Granted]] = {}
         self._callers: dict[TicketId, int] = {}
         self._compacting: dict[str, asyncio.Future[Compacted]] = {}  # by request
@@ -196,6 +199,8 @@ class Shell:
         """Writes one line of the event log, and counts it."""
         self.counters.note(said)
         self.log.tell(said)
+        if self._statuses:
+            self._statuses.note(said.kind)
 
     def tell_jobs(self) -> None:
         """Tells of the jobs that were accepted, have begun or have ended since the last call."""

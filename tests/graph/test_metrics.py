@@ -117,6 +117,30 @@ def test_rays_grafana_is_given_a_dashboard_of_what_rays_exporter_shows(
 
 
 @pytest.mark.spec("K5")
+def test_rays_dashboard_tells_what_each_replica_holds_and_what_the_arbiter_has_lent(
+    graph: Graph, client: OpenAI
+) -> None:
+    """Among its events, once for each change."""
+
+    def told() -> list[str]:
+        rows = ray_answer(graph, "/events")["data"]["events"]["global"]
+        return [row["message"] for row in rows]
+
+    def has(begin: str, *words: str) -> bool:
+        return any(m.startswith(begin) and all(w in m for w in words) for m in told())
+
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    until(
+        lambda: has("chat#", f"{CHAT} (resident, ", f" on {graph.node}/cpu:0)"), 20, "it holds it"
+    )
+    until(
+        lambda: has("The arbiter has lent", f"of {graph.node}/cpu:0 to"), 20, "and it has lent it"
+    )
+    rows = read_command(graph, "status")
+    assert rows, "the graph is as it was"
+
+
+@pytest.mark.spec("K5")
 def test_rays_dashboard_names_the_arbiter_the_agents_and_each_replica_by_its_application(
     graph: Graph, client: OpenAI
 ) -> None:
