@@ -19,7 +19,7 @@ def _cache(folder: str) -> Path:
 
 class Environment(BaseSettings):
     """Read when it is made: `ARBITER_URL`, `ARBITER_KEY`, `ARBITER_MODELS`, `ARBITER_ADAPTERS`,
-    `ARBITER_SLABS`, `ARBITER_LOGS`."""
+    `ARBITER_GRAPHS`, `ARBITER_SLABS`, `ARBITER_LOGS`."""
 
     model_config = SettingsConfigDict(
         env_prefix="ARBITER_", env_ignore_empty=True, extra="ignore", frozen=True
@@ -32,4 +32,5 @@ class Environment(BaseSettings):
     models: Path = Field(default_factory=lambda: _cache("models"))  # made by models/make_models.py
     adapters: Path = Field(default_factory=lambda: _cache("adapters"))  # checked by the engines
     logs: Path = Field(default_factory=lambda: _cache("logs"))  # of `arbiter serve`
+    graphs: Path = Field(default_factory=lambda: _cache("graphs"))  # made ready by onnxruntime
     slabs: Path = Field(default_factory=lambda: _cache("slabs"))  # KV that had to leave the RAM

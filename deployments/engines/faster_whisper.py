@@ -2,8 +2,8 @@
 
 `engine_args`: `device` (default: a GPU when there is one, else cpu), `compute_type` (default: int8
 on a CPU, float16 on a GPU), `beam_size` (5), `max_seconds` (of one file, 1,800), `threads` (CPU
-threads; default: the model's, else 1), `vad` (the folder of the model behind `vad_filter`; default
-made:silero-vad).
+threads; default: the model's, else one for each core, at most 4), `vad` (the folder of the model
+behind `vad_filter`; default made:silero-vad).
 
 The model is a folder that `ct2-transformers-converter` makes; its model.bin is no pickle. Sound is
 heard in pieces, cut where it is quiet, so that a long file takes no more memory than a short one
@@ -21,7 +21,7 @@ from faster_whisper import WhisperModel
 
 from deployments.engines import asgi, forms, sound
 from deployments.engines.asgi import BadField
-from deployments.engines.one_thread import OneThread
+from deployments.engines.one_thread import OneThread, compute_threads
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.engines.sound import HEARD_HZ
 from deployments.engines.transcript import WRITE, Asked, Transcript, events
@@ -55,7 +55,7 @@ class WhisperEngine:
         self.device: str = args.get("device") or ("cuda" if has_gpu else "cpu")
         on_cpu = self.device == "cpu"
         self.compute_type: str = args.get("compute_type") or ("int8" if on_cpu else "float16")
-        self.threads: int = args.get("threads", config.get("threads", 1))
+        self.threads = compute_threads(config)
         self.beam_size: int = args.get("beam_size", 5)
         self.max_seconds = float(args.get("max_seconds", MAX_SECONDS))
         self.worker = OneThread("hear")

@@ -9,10 +9,13 @@ end, and a client that leaves stops its work at the next item: nothing asks for 
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from deployments.engines.protocol import Config
 
 T = TypeVar("T")
 
@@ -20,6 +23,16 @@ T = TypeVar("T")
 # a step that takes this long has hung in its library.
 STEP_MOST_S = 300.0
 _END = object()
+# What CTranslate2 takes where it is not told (its `intra_threads`); models of speech are too small
+# for more.
+MOST_THREADS = 4
+
+
+def compute_threads(config: Config) -> int:
+    """Threads beneath the one, in which a step computes: as configured, else one for each core that
+    the process may use, at most MOST_THREADS."""
+    found = config.get("engine_args", {}).get("threads") or config.get("threads")
+    return int(found or min(MOST_THREADS, len(os.sched_getaffinity(0))))
 
 
 class OneThread:

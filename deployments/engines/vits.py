@@ -4,7 +4,7 @@ where the model's source is the word `espeak-ng`.
 `engine_args`: `device` (cpu or cuda; default: what onnxruntime can use), `noise` (of the voice,
 default its own; 0: the same text gives the same samples), `voices` (further names for its voice, or
 for its speakers: `{alloy: joe}`), `phrases` (texts whose speech is kept, as "One moment."),
-`threads` (default: the model's, else 1).
+`threads` (default: the model's, else one for each core, at most 4).
 
 A voice is one .onnx file with its .onnx.json beside it. Text is spoken clause by clause: the first
 is on its way while the next is made, and a client that leaves stops its work after the clause.
@@ -25,7 +25,7 @@ from deployments.config.schema import ESPEAK
 from deployments.engines import asgi, sound
 from deployments.engines.asgi import BadField
 from deployments.engines.espeak import Espeak
-from deployments.engines.one_thread import OneThread
+from deployments.engines.one_thread import OneThread, compute_threads
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.engines.voices import EspeakVoice, VitsVoice, Voice, clauses_of
 
@@ -73,7 +73,7 @@ class SpeechEngine:
         args = self.config.get("engine_args", {})
         if self.config["model"] == ESPEAK:
             return EspeakVoice(Espeak(), args.get("voices", {}))
-        threads = args.get("threads", self.config.get("threads", 1))
+        threads = compute_threads(self.config)
         return VitsVoice(Path(self.config["model"]), Espeak(), args, threads)
 
     async def health(self) -> None:

@@ -13,6 +13,7 @@ from deployments.config.voice_files import ESPEAK_DEFAULT, describing, speakers,
 from deployments.engines.asgi import BadField
 from deployments.engines.espeak import Espeak, NoSuchVoice
 from deployments.engines.protocol import LoadFailed
+from deployments.engines.ready_graphs import open_graph
 
 # A clause that is spoken at once: memory grows with it, and the first one is waited for.
 CLAUSE_CHARACTERS = 150
@@ -117,17 +118,23 @@ def _session(file: Path, device: str | None, threads: int) -> Any:
     """onnxruntime is imported here: it starts a thread, and a zygote must have none."""
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-    # With it such a graph takes 4-5 s of processor time to open instead of 1; memory is the same.
-    options.enable_mem_reuse = False
+    def settings() -> Any:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+        # With it such a graph takes 4-5 s of processor time to open instead of 1; memory is the
+        # same.
+        options.enable_mem_reuse = False
+        # A thread without work must not spin on a core that others need.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        return options
+
     wanted = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
     there = onnxruntime.get_available_providers()
     if device == "cuda" and wanted not in there:
         raise LoadFailed("NoDevice", "`device: cuda` takes onnxruntime-gpu", False)
     providers = [one for one in (wanted, "CPUExecutionProvider") if one in there]
-    return onnxruntime.InferenceSession(str(file), options, providers=providers)
+    return open_graph(file, settings, providers)
 
 
 def named(asked: str, names: dict[str, str]) -> str:

