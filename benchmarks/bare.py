@@ -2,10 +2,10 @@
 
     python -m benchmarks.bare CAPABILITY
 
-What one would write without this system: import, load, ask once. It prints the answer and the
-seconds since its process began. Models, their arguments and requests are those of
-serve_config.yaml and benchmarks.calls, handed over in a file, so that no import of this
-repository's weighs on the library.
+What one would write without this system: import, load, ask once. It prints the answer, the
+seconds since its process began, and those of the answer alone. Models, their arguments and requests
+are those of serve_config.yaml and benchmarks.calls, handed over in a file, so that no import of
+this repository's weighs on the library.
 """
 
 import base64
@@ -23,6 +23,21 @@ from typing import Any
 
 SAID = "bare: "  # begins the one line that is read; libraries print lines of their own
 LONGEST_S = 300.0
+_LOADED_S: list[float] = []  # when the model was there
+
+
+def loaded() -> None:
+    """Called between load and request."""
+    _LOADED_S.append(time.perf_counter())
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a fresh interpreter answered."""
+
+    answer: str
+    seconds: float  # since its process began
+    answer_s: float  # from the loaded model to its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +66,9 @@ def vllm(task: Task) -> Any:
 
     known = {field.name for field in fields(EngineArgs)}  # the rest is for its HTTP server
     args = {name: value for name, value in task.engine_args.items() if name in known}
-    return LLM(task.model, enforce_eager=True, **args)
+    model = LLM(task.model, enforce_eager=True, **args)
+    loaded()
+    return model
 
 
 def chat(task: Task) -> str:
@@ -73,6 +90,7 @@ def embedding(task: Task) -> str:
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(task.model, local_files_only=True)
+    loaded()
     return str(model.encode([task.fields["input"]])[0][:3])
 
 
@@ -81,6 +99,7 @@ def asr(task: Task) -> str:
 
     assert task.file
     model = WhisperModel(task.model, device="cpu", compute_type="int8", local_files_only=True)
+    loaded()
     found, _ = model.transcribe(task.file, language=task.fields["language"])
     return "".join(segment.text for segment in found)
 
@@ -99,6 +118,7 @@ def tts(task: Task) -> str:
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     espeak, known = Espeak(), voice["phoneme_id_map"]
     espeak.choose(voice["espeak"]["voice"])
+    loaded()
     said = [c for c in espeak.phonemes(task.fields["input"]) if c in known]
     ids = [i for c in ("^", *said) for i in (*known[c], *known["_"])] + known["$"]
     usual = voice["inference"]
@@ -120,10 +140,12 @@ def vad(task: Task) -> str:
     from silero_vad import get_speech_timestamps, load_silero_vad
 
     assert task.file
+    model = load_silero_vad()
+    loaded()
     with wave.open(task.file) as heard:
         raw, rate_hz = bytearray(heard.readframes(heard.getnframes())), heard.getframerate()
     samples = torch.frombuffer(raw, dtype=torch.int16) / 32_768.0
-    return str(get_speech_timestamps(samples, load_silero_vad(), sampling_rate=rate_hz))
+    return str(get_speech_timestamps(samples, model, sampling_rate=rate_hz))
 
 
 def image(task: Task) -> str:
@@ -135,6 +157,7 @@ def image(task: Task) -> str:
         task.model, dtype=torch.float32, use_safetensors=True, local_files_only=True
     )
     pipe.set_progress_bar_config(disable=True)
+    loaded()
     made = pipe(
         task.fields["prompt"],
         num_inference_steps=args["steps"],
@@ -168,8 +191,8 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
 
 
-def measured(task: Task) -> tuple[str, float]:
-    """The answer of a fresh interpreter, and its seconds. Raises RuntimeError."""
+def measured(task: Task) -> Measured:
+    """Raises RuntimeError."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(asdict(task), file)
         file.flush()
@@ -180,12 +203,11 @@ def measured(task: Task) -> tuple[str, float]:
         )
     for line in done.stdout.splitlines():
         if line.startswith(SAID):
-            found = json.loads(line.removeprefix(SAID))
-            return found["answer"], found["seconds"]
+            return Measured(**json.loads(line.removeprefix(SAID)))
     raise RuntimeError(f"{task.capability}, status {done.returncode}: {done.stderr[-1000:]}")
 
 
-def by_itself(capability: str) -> tuple[str, float]:
+def by_itself(capability: str) -> Measured:
     """With no graph: espeak-ng reads the sentence that is heard."""
     from benchmarks import calls
     from benchmarks.first_token import shipped, table_of
@@ -222,10 +244,12 @@ def main() -> None:
     if rest:
         task = Task(**json.loads(Path(rest[1]).read_text()))
         said = LIBRARIES[capability](task)
-        print(f"\n{SAID}{json.dumps({'answer': said, 'seconds': process_age_s()})}", flush=True)
+        found = Measured(said, process_age_s(), time.perf_counter() - _LOADED_S[-1])
+        print(f"\n{SAID}{json.dumps(asdict(found))}", flush=True)
         return
-    said, took_s = by_itself(capability)
-    print(f"{capability}: {said}\n{took_s:.2f} s")
+    alone = by_itself(capability)
+    print(f"{capability}: {alone.answer}")
+    print(f"{alone.seconds:.2f} s, of them {alone.answer_s:.2f} s for the answer alone")
 
 
 if __name__ == "__main__":

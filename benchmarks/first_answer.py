@@ -9,6 +9,7 @@ from exec to its answer, beside the graph at rest.
 """
 
 import argparse
+import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from benchmarks.first_token import at_rest, no_engine_left, shipped, state, tabl
 KEEP_WARM_S, DOWNSCALE_S = 1, 4  # between the two the replica is up and its engine gone
 BAR = 0.25  # of the bare library's seconds
 STATES = ("engine_gone", "zero_replicas")
+ANSWERS = ("warm", "bare_answer")  # the answer alone: of a resident model, and of a loaded library
 Row = Mapping[str, float]
 
 
@@ -36,9 +38,9 @@ class Graph:
         """Seconds."""
         return answer(self.url, self.calls[capability], self.models[capability])[1]
 
-    def bare_s(self, capability: str) -> float:
+    def bare(self, capability: str) -> bare.Measured:
         task = bare.task_of(self.table, capability, self.calls[capability], self.folder)
-        return bare.measured(task)[1]
+        return bare.measured(task)
 
     def round(self, capability: str) -> Row:
         """Seconds of each side."""
@@ -51,7 +53,8 @@ class Graph:
             raise RuntimeError(f"{capability}: its replica left before the second request")
         found = {"zero_replicas": zero_s, "engine_gone": gone_s, "warm": self.ask(capability)}
         at_rest(self.url)
-        found["bare"] = self.bare_s(capability)
+        alone = self.bare(capability)
+        found |= {"bare": alone.seconds, "bare_answer": alone.answer_s}
         told = ", ".join(f"{name} {took_s:.2f} s" for name, took_s in found.items())
         print(f"{capability}: {told}", flush=True)
         return found
@@ -63,11 +66,12 @@ class Graph:
 def figures_of(rows: Iterable[Row]) -> dict[str, Any]:
     """Of one capability: seconds of each side, and the ratios round by round."""
     rows = list(rows)
-    sides = {name: [row[name] for row in rows] for name in (*STATES, "warm", "bare")}
+    sides = {name: [row[name] for row in rows] for name in (*STATES, *ANSWERS, "bare")}
     found: dict[str, Any] = {f"{name}_s": report.Sample(tuple(s)) for name, s in sides.items()}
     for name in STATES:
         ratio = report.paired_ratio(sides[name], sides["bare"])
         found |= {f"{name}_ratio": ratio, f"{name}_meets_bar": ratio.median <= BAR}
+    found["answer_ratio"] = report.paired_ratio(*(sides[name] for name in ANSWERS))
     return found
 
 
@@ -90,7 +94,8 @@ def main() -> None:
     for capability, found in figures.items():
         for name, sample in found.items():
             print(f"{capability}: {name} {sample}")
-    report.write("first_answer", {"bar": BAR, **figures})
+    found = {"bar": BAR, "load_average": os.getloadavg()[0], **figures}
+    report.write("first_answer", found, label="_".join(args.capabilities or []))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from deployments.environment import Environment
 logger = logging.getLogger("arbiter.engine")
 
 MAX_BYTES = 4 << 30  # on disk: some 60 voices of 63 MB; the longest unused leave
+UNFINISHED_S = 3_600.0  # the largest graph is written in minutes
+_SCRATCH = ".making-"
 _GRAPH, _WEIGHTS = "graph.onnx", "graph.data"
 _LEAST_MAPPED = "1024"  # bytes; smaller weights stay in the graph's file
 
@@ -59,7 +62,7 @@ def _made(file: Path, settings: Settings, opened: Callable[[Path, Any], Any], ke
     """Opens the graph and keeps it as it is then. Where it cannot be written it is only opened."""
     try:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=kept.parent, prefix=".making-"))
+        scratch = Path(tempfile.mkdtemp(dir=kept.parent, prefix=_SCRATCH))
     except OSError as error:
         logger.warning("%s is not kept ready: %s", file.name, error)
         return opened(file, settings())
@@ -84,9 +87,18 @@ def _keep(scratch: Path, kept: Path) -> None:
     """Raises OSError. Another engine may have been faster."""
     size_bytes = sum(file.stat().st_size for file in scratch.iterdir())
     with alone(kept.parent):
+        _remove_unfinished(kept.parent)
         if not kept.is_dir():
             make_room(kept.parent, size_bytes, MAX_BYTES)
             scratch.rename(kept)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """What engines that were killed have left."""
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - scratch.stat().st_mtime > UNFINISHED_S:
+                shutil.rmtree(scratch)
 
 
 def _key(file: Path) -> str:

@@ -4,9 +4,9 @@ from benchmarks import first_answer, private_bytes
 from benchmarks.first_token import shipped, table_of
 
 ROWS = [
-    {"zero_replicas": 2.0, "engine_gone": 1.0, "warm": 0.5, "bare": 4.0},
-    {"zero_replicas": 3.0, "engine_gone": 1.0, "warm": 0.5, "bare": 10.0},
-    {"zero_replicas": 4.0, "engine_gone": 1.0, "warm": 0.5, "bare": 8.0},
+    {"zero_replicas": 2.0, "engine_gone": 1.0, "warm": 0.5, "bare": 4.0, "bare_answer": 1.0},
+    {"zero_replicas": 3.0, "engine_gone": 1.0, "warm": 0.5, "bare": 10.0, "bare_answer": 0.5},
+    {"zero_replicas": 4.0, "engine_gone": 1.0, "warm": 0.5, "bare": 8.0, "bare_answer": 0.5},
 ]
 
 
@@ -15,6 +15,7 @@ def test_ratios_are_taken_round_by_round_and_held_against_the_bar() -> None:
     assert found["zero_replicas_s"].values == (2.0, 3.0, 4.0)
     assert found["zero_replicas_ratio"].values == (0.5, 0.3, 0.5)
     assert found["engine_gone_ratio"].median == 0.125
+    assert found["answer_ratio"].values == (0.5, 1.0, 1.0)
     assert (found["engine_gone_meets_bar"], found["zero_replicas_meets_bar"]) == (True, False)
 
 
