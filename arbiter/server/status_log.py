@@ -51,9 +51,13 @@ class StatusLog:
 
 
 def opened(core: Arbiter, epoch: Epoch, clock: Callable[[], Instant]) -> StatusLog | None:
-    """Of this arbiter. A folder that cannot be written costs the messages, not the arbiter."""
+    """Of this arbiter; None outside a cluster. A folder that cannot be written costs the messages,
+    not the arbiter."""
+    session = ray_internals.session_folder()
+    if session is None:
+        return None
     try:
-        write = event_writer(ray_internals.logs_folder(), f"arbiter-{epoch}")
+        write = event_writer(session / "logs", f"arbiter-{epoch}")
     except OSError as error:
         logger.warning("Ray's dashboard gets no status messages: %s", error)
         return None

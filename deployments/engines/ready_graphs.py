@@ -50,7 +50,7 @@ def open_graph(file: Path, settings: Settings, providers: list[str]) -> Any:
         try:
             session = opened(kept / _GRAPH, options)
             os.utime(kept)
-        except (*_broken(), OSError) as error:
+        except _broken() as error:
             logger.warning("%s is made ready again: %s", file.name, error)
             shutil.rmtree(kept, ignore_errors=True)
         else:
@@ -75,7 +75,7 @@ def _made(file: Path, settings: Settings, opened: Callable[[Path, Any], Any], ke
     try:
         session = opened(file, options)
         _keep(scratch, kept)
-    except (*_broken(), OSError) as error:
+    except _broken() as error:
         logger.warning("%s is not kept ready: %s", file.name, error)
         return opened(file, settings())
     finally:
@@ -121,7 +121,7 @@ def _processor() -> str:
 
 
 def _broken() -> tuple[type[Exception], ...]:
-    """What onnxruntime raises for a graph that it cannot read or write."""
+    """What is raised for a graph that onnxruntime cannot read or write."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     return (
@@ -132,4 +132,5 @@ def _broken() -> tuple[type[Exception], ...]:
         state.NoSuchFile,
         state.NotImplemented,
         state.RuntimeException,
+        OSError,
     )
