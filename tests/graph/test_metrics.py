@@ -112,8 +112,13 @@ def test_rays_grafana_is_given_a_dashboard_of_what_rays_exporter_shows(
     known = {f"ray_{m.name}" for m in TABLE.values() if m not in FRONT}
     parts = {f"{name}_{part}" for name in known for part in ("bucket", "sum", "count")}
     assert asked <= known | parts
-    found = {name for t in ray_targets(graph) for name in scrape(f"http://{t}/metrics")}
-    assert {n for n in asked if n.startswith("ray_arbiter_device_")} <= found
+    of_devices = {n for n in asked if n.startswith("ray_arbiter_device_")}
+    assert of_devices
+
+    def is_exported() -> bool:
+        return of_devices <= {n for t in ray_targets(graph) for n in scrape(f"http://{t}/metrics")}
+
+    until(is_exported, 3 * REPORT_S, "Ray exports what the panels of devices ask for")
 
 
 @pytest.mark.spec("K5")
@@ -136,8 +141,6 @@ def test_rays_dashboard_tells_what_each_replica_holds_and_what_the_arbiter_has_l
     until(
         lambda: has("The arbiter has lent", f"of {graph.node}/cpu:0 to"), 20, "and it has lent it"
     )
-    rows = read_command(graph, "status")
-    assert rows, "the graph is as it was"
 
 
 @pytest.mark.spec("K5")
