@@ -44,7 +44,7 @@ from arbiter.core.residency import (
 )
 from arbiter.core.settings import Settings
 from arbiter.core.state import CoreState, Foresight
-from arbiter.core.tickets import device_limits, loads, reclaim
+from arbiter.core.tickets import device_limits, lessees, loads, reclaim
 from arbiter.core.view import Policies
 from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId, after, seconds
 
@@ -134,6 +134,12 @@ class Arbiter:
         """Returns the holder of a ticket; None for a ticket that is not on the books."""
         entry = self._state.ledger.find(ticket)
         return entry.holder if entry else None
+
+    def lease_history(self, ticket: TicketId) -> types.LeaseHistory:
+        """Returns what the next epoch must know of a lease; nothing of one that is not on the
+        books."""
+        entry = self._state.ledger.find(ticket)
+        return lessees.history_of(self._state, entry) if entry else types.NO_HISTORY
 
     def check_grant(self, ticket: TicketId, node: NodeId) -> types.GrantCheck:
         """Says whether an engine may be spawned under this ticket on this node (A3). A lease has no

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from arbiter.core.histogram import HistogramCounts
 from arbiter.core.types import (
     ANYBODY,
+    NO_HISTORY,
     CapabilitySpec,
     Client,
     DeviceBytes,
     DeviceSpec,
     Floor,
     LeaseConditions,
+    LeaseHistory,
     Level,
     ModelName,
     Need,
@@ -216,6 +218,7 @@ class HeldTicket:
     priority: Priority = Priority.NORMAL  # of its last request
     uses_count: int = 0  # requests served under this ticket so far
     lease: LeaseConditions | None = None  # held by a process outside Serve
+    lease_history: LeaseHistory = NO_HISTORY
     client: Client = ANYBODY  # of its last request
 
 

@@ -143,6 +143,17 @@ class LeaseConditions:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseHistory:
+    """Says what the next epoch must know of a lease that began in this one (A15)."""
+
+    foreign_before: tuple[DeviceBytes, ...] = ()  # the least that was foreign since it began
+    returning: tuple[ModelName, ...] = ()  # left for it, and are loaded again after it
+
+
+NO_HISTORY = LeaseHistory()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Describes one model of a capability, as configured."""
 

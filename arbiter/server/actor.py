@@ -72,6 +72,7 @@ class ArbiterActor:
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
         self._restore_registered()
+        self._leases.restore()
         self._rpc = self._serve_rpc()
         self._watch = NodeWatch(
             self._shell,

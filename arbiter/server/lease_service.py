@@ -31,7 +31,7 @@ from arbiter.protocol import messages
 from arbiter.protocol.json_codec import plain
 from arbiter.protocol.lease_schema import NAME
 from arbiter.server.shell import Shell
-from arbiter.server.store import Member
+from arbiter.server.store import GrantedLease, Member
 from arbiter.units import HolderId, NodeId, Span, TicketId, in_seconds, seconds
 
 logger = logging.getLogger("arbiter")
@@ -62,8 +62,8 @@ class LeaseStore(Protocol):
     def members(self) -> tuple[Member, ...]: ...
     def add_member(self, member: Member) -> None: ...
     def drop_holder(self, holder: HolderId) -> None: ...
-    def lease_ends(self) -> dict[str, float]: ...
-    def save_lease_ends(self, ends: dict[str, float]) -> None: ...
+    def leases(self) -> tuple[GrantedLease, ...]: ...
+    def save_leases(self, leases: tuple[GrantedLease, ...]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +81,7 @@ class LeaseSession:
     ends_unix_s: float | None = None  # its term, whatever its holder says; None: not known
     pid: int | None = None  # whose memory the agent reads for it
     is_kept: bool = False  # no process beats for it: it lasts for its term
+    history: types.LeaseHistory = types.NO_HISTORY  # before this epoch
     work: asyncio.Task[None] | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -92,12 +93,18 @@ class LeaseSession:
         if not self.devices:
             return ()
         call, phase = self.call, types.Phase.RESIDENT
-        need = types.Need(call.size_bytes)
-        return (
-            ev.HeldTicket(
-                call.ticket, call.label, phase, 0, Span(0), self.devices, need, lease=self._terms()
-            ),
+        held = ev.HeldTicket(
+            call.ticket,
+            call.label,
+            phase,
+            0,
+            Span(0),
+            self.devices,
+            types.Need(call.size_bytes),
+            lease=self._terms(),
+            lease_history=self.history,
         )
+        return (held,)
 
     def _terms(self) -> types.LeaseConditions:
         """What is left of its term is the arbiter's to say, also after a restart of it."""
@@ -111,10 +118,16 @@ class LeaseService:
     def __init__(self, shell: Shell, agents: Adopts, known: LeaseStore) -> None:
         self._shell, self._agents, self._known = shell, agents, known
         self._expected = {member.holder for member in known.members()}  # of the last epoch
-        self._ends = known.lease_ends()
+        self._granted = {granted.call.ticket: granted for granted in known.leases()}
         self._sessions: dict[TicketId, LeaseSession] = {}
         self._ended: OrderedDict[TicketId, str] = OrderedDict()  # why
         self._plans: dict[TicketId, messages.Plain] = {}  # of `arbiter free`, as it began
+
+    def restore(self) -> None:
+        """Goes on with the leases of the last epoch that no process beats for."""
+        for granted in list(self._granted.values()):
+            if granted.is_kept:
+                self._return(granted)
 
     async def update(
         self, call: messages.LeaseCall, *, is_kept: bool = False
@@ -192,14 +205,22 @@ class LeaseService:
                 self._shell.feed(ev.Renewed(session.holder, session.held_tickets()))
 
     def _forget_lapsed(self) -> None:
-        """A lease that returns all the same counts as unknown; else its term would begin anew."""
+        """A lease that returns all the same counts as unknown; else its term would begin anew. What
+        left for it returns as after any lease: it comes back to end."""
         now_s = time.time()
-        lapsed = [t for t, at_s in self._ends.items() if t not in self._sessions and at_s <= now_s]
-        for ticket in lapsed:
-            del self._ends[ticket]
-            self._expected.discard(HolderId(ticket))
+        lapsed = [
+            granted
+            for ticket, granted in self._granted.items()
+            if ticket not in self._sessions and granted.ends_unix_s <= now_s
+        ]
+        for granted in lapsed:
+            if granted.history.returning:
+                self._return(granted)
+            else:
+                del self._granted[granted.call.ticket]
+            self._expected.discard(HolderId(granted.call.ticket))
         if lapsed:
-            self._known.save_lease_ends(self._ends)
+            self._save()
 
     # -- coming --------------------------------------------------------------------------------
 
@@ -209,14 +230,26 @@ class LeaseService:
         node = call.node or self._only_node()
         session = LeaseSession(call, HolderId(call.ticket), node)
         if session.holder in self._expected:
-            session.devices, session.ends_unix_s = call.devices, self._ends.get(call.ticket)
-        self._sessions[call.ticket] = session
+            session.devices = call.devices
+            if granted := self._granted.get(call.ticket):
+                session.ends_unix_s, session.history = granted.ends_unix_s, granted.history
         if not is_kept:  # the next epoch waits for no process that does not exist
             self._known.add_member(Member(session.holder, node))
-        self._shell.open_mail(session.holder)
-        self._shell.feed(ev.Joined(session.holder, node, LEASE, session.held_tickets()))
-        session.work = asyncio.ensure_future(self._run(session))
+        self._begin(session)
         return session
+
+    def _return(self, granted: GrantedLease) -> None:
+        """Has a lease of the last epoch go on without its process, to the end of its term."""
+        session = LeaseSession(granted.call, HolderId(granted.call.ticket), granted.node)
+        session.devices, session.history = granted.devices, granted.history
+        session.ends_unix_s, session.is_kept = granted.ends_unix_s, True
+        self._begin(session)
+
+    def _begin(self, session: LeaseSession) -> None:
+        self._sessions[session.call.ticket] = session
+        self._shell.open_mail(session.holder)
+        self._shell.feed(ev.Joined(session.holder, session.node, LEASE, session.held_tickets()))
+        session.work = asyncio.ensure_future(self._run(session))
 
     def _only_node(self) -> NodeId:
         match self._shell.core.nodes:
@@ -236,14 +269,28 @@ class LeaseService:
                 session.error = error
                 return session.notify()
             session.devices = granted.devices
-            self._ends[session.call.ticket] = time.time() + in_seconds(session.call.terms.term)
-            self._known.save_lease_ends(self._ends)
+            self._note_granted(session)
             session.notify()
         ack = 0
         while True:
             for command in await self._shell.listen(session.holder, ack):
                 ack = command.sequence
                 self._on_command(session, command.command)
+
+    def _note_granted(self, session: LeaseSession) -> None:
+        call = session.call
+        self._granted[call.ticket] = GrantedLease(
+            call,
+            session.node,
+            session.devices,
+            time.time() + in_seconds(call.terms.term),
+            session.is_kept,
+            self._shell.core.lease_history(call.ticket),
+        )
+        self._save()
+
+    def _save(self) -> None:
+        self._known.save_leases(tuple(self._granted.values()))
 
     def _on_command(self, session: LeaseSession, command: messages.Command) -> None:
         if isinstance(command, messages.RevokeCommand) and command.ticket == session.call.ticket:
@@ -312,8 +359,8 @@ class LeaseService:
         session.notify()
         self._shell.close_mail(session.holder)
         self._known.drop_holder(session.holder)
-        if self._ends.pop(session.call.ticket, None) is not None:
-            self._known.save_lease_ends(self._ends)
+        if self._granted.pop(session.call.ticket, None) is not None:
+            self._save()
         self._shell.feed(ev.HolderLost(session.holder))
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arbiter.core.types import CapabilitySpec
+from arbiter.core.types import CapabilitySpec, DeviceBytes, LeaseHistory
 from arbiter.protocol.json_codec import from_json, to_json
-from arbiter.protocol.messages import Configuration, Plain, protocol_hash
+from arbiter.protocol.messages import Configuration, LeaseCall, Plain, protocol_hash
 from arbiter.units import Epoch, HolderId, NodeId
 
 logger = logging.getLogger("arbiter")
@@ -71,6 +71,18 @@ class Member:
     pid: int = 0
     start_ticks: int = 0
     is_driver: bool = False  # its silence is its death (A5)
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedLease:
+    """A lease that the next epoch must know."""
+
+    call: LeaseCall
+    node: NodeId
+    devices: tuple[DeviceBytes, ...]
+    ends_unix_s: float  # of the wall clock: a monotonic one ends with its machine
+    is_kept: bool  # no process beats for it
+    history: LeaseHistory
 
 
 class Store:
@@ -175,13 +187,17 @@ class Store:
     def save_registered(self, capabilities: tuple[CapabilitySpec, ...]) -> None:
         self._save_fact("registered", json.dumps(to_json(capabilities)).encode())
 
-    def lease_ends(self) -> dict[str, float]:
-        """By ticket, in seconds of the wall clock: a monotonic one ends with its machine."""
-        found: dict[str, float] = json.loads(self._fact("lease_ends") or b"{}")
-        return found
+    def leases(self) -> tuple[GrantedLease, ...]:
+        """What `save_leases` was given last in this session; nothing where code that described
+        leases otherwise wrote it."""
+        try:
+            return from_json(tuple[GrantedLease, ...], json.loads(self._fact("leases") or b"[]"))
+        except ValueError as error:
+            logger.warning("the terms of leases begin anew: %s", error)
+            return ()
 
-    def save_lease_ends(self, ends: dict[str, float]) -> None:
-        self._save_fact("lease_ends", json.dumps(ends).encode())
+    def save_leases(self, leases: tuple[GrantedLease, ...]) -> None:
+        self._save_fact("leases", json.dumps(to_json(leases)).encode())
 
     def removed_tenants(self) -> dict[str, float]:
         """When tenants were removed, as last saved, in seconds of the wall clock."""

@@ -11,8 +11,10 @@ import pytest
 
 from arbiter.client.admin import call_arbiter
 from arbiter.core.events import Loaded, Renewed
+from arbiter.core.types import LeaseConditions
 from arbiter.errors import StaleEpoch
-from arbiter.units import MIB, Epoch, HolderId, Span, TicketId
+from arbiter.protocol.messages import LeaseCall
+from arbiter.units import MIB, Bytes, Epoch, HolderId, Span, TicketId, seconds
 from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model, two
 from tests.support.waits import eventually
 
@@ -67,6 +69,25 @@ async def test_warm_requests_in_an_outage_neither_fail_nor_wait() -> None:
             served_meanwhile += await h.unreachable_s.remote() > away_s  # of the same outage
         assert served_meanwhile
         await d.until(lambda s: s["epoch"] > epoch)
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A15")
+async def test_memory_held_for_a_term_alone_stays_held_and_what_left_returns_after_it() -> None:
+    terms = LeaseConditions("default", seconds(600), Span(0), frees=True)
+    call = LeaseCall("hold", Bytes(1 << 40), terms, "hold", seen="queued", wait=seconds(3))
+    async with live_arbiter({"chat": capability(a=model(50))}) as d:
+        await d.holder().ask.remote("a")
+        await d.until(lambda s: s["tickets"][0]["idle_s"] is not None)
+        answer = await call_arbiter("free", call, True)
+        assert answer["lease"]["state"] == "held" and answer["plan"]["victims"]
+        before = await d.until(lambda s: len(s["tickets"]) == 1)
+        kill(await d.arbiter_pid())
+        after = await d.until(lambda s: s["epoch"] > before["epoch"] and s["is_settled"])
+        assert charges(after) == charges(before)
+        await call_arbiter("end_lease", "hold", "default")
+        await d.until(lambda s: {t["model"]: t["state"] for t in s["tickets"]} == {"a": "resident"})
+        assert [e["models"] for e in await d.events("freed_return")] == ["chat/a"]
         await d.books_are_true()
 
 

@@ -13,8 +13,10 @@ import pytest
 
 from arbiter import leases
 from arbiter.client.admin import call_arbiter, find_arbiter
+from arbiter.core.types import LeaseConditions
 from arbiter.errors import ArbiterUnavailable, HolderQuarantined
-from arbiter.units import GIB, MIB
+from arbiter.protocol.messages import LeaseCall
+from arbiter.units import GIB, MIB, Bytes, seconds
 from tests.support import message_counter, nvml
 from tests.support.engine_host import device_bytes
 from tests.support.gpu_engine import KEPT
@@ -211,6 +213,42 @@ async def test_a_leased_process_is_measured_on_its_gpu_and_its_ram_until_it_gave
             assert by_name(state)["host"]["measured_bytes"] == 0
             assert by_name(state)[f"gpu:{index}"]["charged_bytes"] == 0
         assert (await d.events("lease_ended"))[-1]["reason"] == "manual"
+
+
+@pytest.mark.spec("A15", "A18")
+async def test_a_hold_covers_what_strangers_take_of_its_gpu_in_this_epoch_and_the_next() -> None:
+    terms = LeaseConditions("default", seconds(600), seconds(0), frees=True)
+    call = LeaseCall("hold", Bytes(60 * GIB), terms, "hold", seen="queued", wait=seconds(3))
+    with nvml.gpus_of_session() as fake:
+        models = chat(a=on_gpu(fake, 300))
+        whole = {"host": 4 * GIB}  # and the GPUs, in which strangers have no part of their own
+        async with live_arbiter(models, LENT, "tests.support.nvml:find", arenas=whole) as d:
+
+            async def after(taken_gib: int, epoch: int = 0) -> tuple[int, int]:
+                """GiB free and foreign of the second GPU, once so much is taken there."""
+                fake.gpus[1].compute = {os.getpid(): taken_gib * GIB}
+                fake.write()
+                state = await d.until(
+                    lambda s: (
+                        s["epoch"] > epoch
+                        and s["tickets"]
+                        and by_name(s)["gpu:1"]["physical_free_bytes"] == (80 - taken_gib) * GIB
+                    )
+                )
+                shown = by_name(state)["gpu:1"]
+                return shown["free_bytes"] // GIB, shown["foreign_bytes"] // GIB
+
+            answer = await call_arbiter("free", call, True)
+            assert answer["lease"]["state"] == "held"
+            left, foreign = await after(0)
+            assert await after(50) == (left, foreign)
+            epoch = (await d.state())["epoch"]
+            kill(await d.arbiter_pid())
+            assert await after(50, epoch) == (left, foreign)
+            assert await after(65) == (left - 5, foreign + 5)
+            await call_arbiter("end_lease", "hold", "default")
+            state = await d.until(lambda s: not s["tickets"])
+            assert by_name(state)["gpu:1"]["foreign_bytes"] // GIB == 65
 
 
 @pytest.mark.spec("A16")

@@ -1,6 +1,6 @@
 """Defines a ticket: its states, the lawful transitions between them, and what is noted of it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from arbiter.core.decisions import Reason, Tier
@@ -105,6 +105,8 @@ class Lease:
 
     terms: LeaseConditions
     ends: Instant
+    is_measured: bool = False  # the agent of its node reads the process that holds it
+    foreign_before: Sizes = field(default_factory=dict)  # the least since it began, by device
 
 
 @dataclass(slots=True)
@@ -279,10 +281,19 @@ class Ticket:
         self, terms: LeaseConditions, ends: Instant, priority: Priority, rank: int
     ) -> None:
         """Makes it the ticket of a lease, which no idle time ends."""
-        self.lease = Lease(terms, ends)
+        before = self.lease or Lease(terms, ends)
+        self.lease = replace(before, terms=terms, ends=ends)
         self.priority = priority
         self.role_rank = rank
         self.keep_warm = Span(-1)
+
+    def note_lessee(self, foreign: Sizes, is_measured: bool) -> None:
+        """Notes a reading of a lease's devices: what is foreign there, and whether the process that
+        holds the lease was measured."""
+        assert self.lease is not None
+        before = self.lease.foreign_before
+        least = {d: min(size, before.get(d, size)) for d, size in foreign.items()}
+        self.lease = replace(self.lease, is_measured=is_measured, foreign_before=before | least)
 
     # -- growth --------------------------------------------------------------------------------
 

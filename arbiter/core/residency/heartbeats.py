@@ -14,7 +14,7 @@ from arbiter.core.records.ticket import Grown, Load, Sizes, State, Ticket
 from arbiter.core.residency import growth
 from arbiter.core.residency.readings import claim_unclaimed
 from arbiter.core.state import CoreState, Holder
-from arbiter.core.tickets import leases, quotas
+from arbiter.core.tickets import leases, lessees, quotas
 from arbiter.core.tickets.loads import forget_evicted_for, let_sleep, on_loaded
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, notify_holder, reclaim
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
@@ -308,6 +308,7 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         entry.begin_revocation(Reason.SWAP, _tier_of(held), barrier_until)
     if held.lease:
         leases.bind(state, entry, held.lease)
+        lessees.restore(state, entry, held.lease_history)
     apply_configuration(state, entry)
     state.ledger.open(entry)
     if ticket_state is State.LOADING:

@@ -13,7 +13,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import CHARGED, Sizes, State, Ticket
 from arbiter.core.residency import slabs
 from arbiter.core.state import CoreState, Node, Unclaimed
-from arbiter.core.tickets import inexact, process_ram
+from arbiter.core.tickets import inexact, lessees, process_ram
 from arbiter.core.tickets.budget import beyond, foreign_in_budget, lendable, shared_scratch
 from arbiter.core.tickets.loads import learn_failure
 from arbiter.core.tickets.reclaim import mark_reclaimed, reclaim
@@ -178,6 +178,7 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
         _weigh_all(state, node, seen_bytes)
     _learn_all(state, event.engines)
     _note_unclaimed(state, node, seen_bytes)
+    lessees.note_reading(state, node, seen_bytes)
     _charge_foreign(state, node)
     pressure.on_reading(state, node, event.stalled_fraction)
 
@@ -295,7 +296,7 @@ def claim_unclaimed(state: CoreState, entry: Ticket) -> None:
 def _charge_foreign(state: CoreState, node: Node) -> None:
     for device, reading in node.readings.items():
         spec = node.devices[device]
-        used = reading.foreign_bytes
+        used = Bytes(reading.foreign_bytes - lessees.taken_bytes(state, node, device))
         if spec.kind in (DeviceKind.CPU, DeviceKind.HOST):  # budgets of one RAM
             used = Bytes(used + node.pool_bytes)
         eats = foreign_in_budget(used, spec.total_bytes, spec.kind, state.settings)

@@ -15,6 +15,7 @@ from arbiter.core import types
 from arbiter.core.decisions import EventKind
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, Holder
+from arbiter.core.tickets import lessees
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.device_limits import COMPUTE
 from arbiter.core.tickets.quotas import device_bytes
@@ -153,6 +154,7 @@ def begin(state: CoreState, entry: Ticket) -> None:
     state.move(entry, State.RESIDENT)
     entry.end_load(Span(0), state.now)
     entry.bind_lease(terms, after(state.now, terms.term), _priority_of(terms), entry.role_rank)
+    lessees.note_begun(state, entry)
     state.evicted_for.pop((entry.holder, entry.model), None)
     state.set_timer(entry, notice_given_at(entry))
     size = entry.home_bytes

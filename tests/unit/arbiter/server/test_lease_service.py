@@ -23,7 +23,7 @@ from arbiter.protocol import messages
 from arbiter.server.event_log import EventLog
 from arbiter.server.lease_service import LeaseService
 from arbiter.server.shell import Shell
-from arbiter.server.store import Member
+from arbiter.server.store import GrantedLease, Member
 from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, in_seconds, seconds
 from policies import bundle
 from tests.support.core_driver import CPU, HOST, NODE, PLAIN, gib
@@ -40,9 +40,11 @@ class LeaseServiceHarness:
     """A service on a real shell and core, with a clock that stands still unless moved."""
 
     def __init__(
-        self, known: frozenset[HolderId] = frozenset(), ends: dict[str, float] | None = None
+        self,
+        known: frozenset[HolderId] = frozenset(),
+        granted: tuple[GrantedLease, ...] = (),
     ) -> None:
-        self.ends = ends or {}
+        self.granted = granted
         self.now, self.adopted, self.known = 0.0, [], set(known)  # type: ignore[var-annotated]
         self.refuse: ArbiterError | None = None
         settings = replace(PLAIN, lease_tenant_fraction=1.0)
@@ -80,16 +82,35 @@ class LeaseServiceHarness:
     def drop_holder(self, holder: HolderId) -> None:
         self.known.discard(holder)
 
-    def lease_ends(self) -> dict[str, float]:
-        return dict(self.ends)
+    def leases(self) -> tuple[GrantedLease, ...]:
+        return self.granted
 
-    def save_lease_ends(self, ends: dict[str, float]) -> None:
-        self.ends = dict(ends)
+    def save_leases(self, leases: tuple[GrantedLease, ...]) -> None:
+        self.granted = leases
+
+    @property
+    def ends(self) -> dict[str, float]:
+        return {granted.call.ticket: granted.ends_unix_s for granted in self.granted}
 
     async def call(self, size: float = 30, **more: Any) -> messages.LeaseState:
         asked = messages.LeaseCall("job", gib(size), TERMS, "job", **more)
         async with asyncio.timeout(10):
             return await self.service.update(asked)
+
+
+def granted_before(
+    lease: str = "job",
+    *,
+    left_s: float,
+    terms: types.LeaseConditions = TERMS,
+    is_kept: bool = False,
+    returning: tuple[types.ModelName, ...] = (),
+) -> GrantedLease:
+    """As an earlier epoch has saved it."""
+    call = messages.LeaseCall(lease, gib(30), terms, lease)
+    history = types.LeaseHistory((), returning)
+    held = (types.DeviceBytes(CPU, gib(30)),)
+    return GrantedLease(call, NODE, held, time.time() + left_s, is_kept, history)
 
 
 @pytest.fixture
@@ -226,7 +247,7 @@ async def test_a_term_goes_on_over_a_restart_whatever_its_holder_says_is_left() 
     before = LeaseServiceHarness()
     said = await before.call(wait=seconds(3), seen="queued")
     assert 0 < before.ends[JOB] - time.time() <= 3600
-    after = LeaseServiceHarness(frozenset({HolderId(JOB)}), {JOB: time.time() + 60})
+    after = LeaseServiceHarness(frozenset({HolderId(JOB)}), (granted_before(left_s=60),))
     assert (await after.call(devices=said.devices)).state == "held"
     [ticket] = after.shell.core.snapshot(Instant(0)).tickets
     assert ticket.left is not None and seconds(1) < ticket.left <= seconds(60)
@@ -235,8 +256,9 @@ async def test_a_term_goes_on_over_a_restart_whatever_its_holder_says_is_left() 
 
 
 async def test_term_of_a_lease_that_never_rejoins_is_forgotten_when_it_ends() -> None:
-    other, now_s = TicketId("lease:t:other"), time.time()
-    after = LeaseServiceHarness(frozenset({HolderId(JOB)}), {JOB: now_s - 1, other: now_s + 60})
+    other = TicketId("lease:t:other")
+    saved = granted_before(left_s=-1), granted_before("other", left_s=60)
+    after = LeaseServiceHarness(frozenset({HolderId(JOB)}), saved)
     after.service.sweep()
     assert after.ends.keys() == {JOB, other}  # it may be on its way
     after.now = in_seconds(PLAIN.timeouts.lost)
@@ -314,6 +336,56 @@ async def test_what_is_freed_is_held_without_heartbeats_until_its_term_ends(
     harness.service.sweep()
     assert harness.shell.core.state_of(ticket) == "reclaiming"
     assert not harness.known  # the next epoch waits for no process that does not exist
+
+
+@pytest.mark.spec("A18")
+async def test_what_is_held_for_its_term_alone_is_held_by_the_next_epoch_for_the_rest_of_it(
+    harness: LeaseServiceHarness,
+) -> None:
+    await freed(harness, term=seconds(20))
+    [saved] = harness.granted
+    assert saved.is_kept and saved.devices == (types.DeviceBytes(CPU, gib(80)),)
+    left_s = saved.ends_unix_s - time.time()
+    after = LeaseServiceHarness(granted=harness.granted)
+    after.service.restore()
+    [ticket] = after.shell.core.snapshot(Instant(0)).tickets
+    assert (ticket.ticket, ticket.state) == ("lease:t:gpu", "resident")
+    for after.now in range(1, 15):
+        after.service.sweep()
+        assert after.shell.core.state_of(ticket.ticket) == "resident", after.now
+    after.now = left_s + 1
+    await ended(after)
+    assert after.shell.core.state_of(ticket.ticket) == "reclaiming" and not after.granted
+
+
+async def ended(harness: LeaseServiceHarness) -> None:
+    """Its notice is told, read and obeyed."""
+    harness.shell.feed(ev.TimerFired())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    harness.service.sweep()
+
+
+@pytest.mark.spec("A18")
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_what_left_for_a_lease_returns_after_it_also_in_the_next_epoch(is_kept: bool) -> None:
+    """Its term was over before the arbiter was back, and so perhaps was its process."""
+    left = (types.ModelName("text", "a"),)
+    saved = granted_before(left_s=-1, terms=FREES, is_kept=is_kept, returning=left)
+    expected = frozenset() if is_kept else frozenset({HolderId(JOB)})
+    after = LeaseServiceHarness(expected, (saved,))
+    spec = types.ModelSpec("a", seconds(60))
+    text = types.CapabilitySpec("text", "text", "fake", (spec,), seconds(300))
+    after.shell.feed(ev.CapabilitiesSet((text,)))
+    after.service.restore()
+    after.now = in_seconds(PLAIN.timeouts.lost)
+    after.read()
+    after.service.sweep()
+    await asyncio.sleep(0)  # it listens
+    await ended(after)
+    assert after.shell.core.state_of(JOB) in ("reclaiming", "closed") and not after.granted
+    assert after.shell.core.replica_targets(Instant(int(after.now * 1e9)))["text"] == 1
+    assert "freed_return" in [row["kind"] for row in after.shell.log.recent()]
 
 
 async def test_freeing_again_under_the_same_name_is_one_lease_with_the_first_plan(
