@@ -1,11 +1,19 @@
 """How many seconds a load will take, before it was ever seen (A17, A21)."""
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from arbiter.errors import DeadlineUnmet
-from tests.support.live_arbiter import capability, live_arbiter, model
+from arbiter.units import MIB
+from tests.support.live_arbiter import CONTEXT, LiveArbiter, capability, live_arbiter, model
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
+OVERHEAD = 128 * MIB  # of an engine that is not in the table of kinds
 
 
 @pytest.mark.spec("A17", "A21")
@@ -26,3 +34,74 @@ async def test_first_load_is_predicted_from_the_bandwidth_that_smaller_models_sh
         assert await h.ask.remote("c", deadline_s=60) == 200
         [load] = [e for e in await d.events("model_load") if e["model"] == "c"]
         assert load["predicted_ns"] / 1e9 == line_s
+
+
+def files_of(folder: Path) -> dict[str, tuple[Path, int]]:
+    """A model's source by what says its size, and the bytes of its weights by that."""
+    for name in ("headers", "files"):
+        (folder / name).mkdir()
+    tensors = {"q.weight": np.zeros(5 * MIB, np.float32)}
+    save_file(tensors, folder / "headers" / "model.safetensors")
+    with (folder / "files" / "model.gguf").open("wb") as file:
+        file.truncate(20 * MIB)
+    return {
+        "headers": (folder / "headers", 20 * MIB),
+        "files": (folder / "files", 22 * MIB),
+        "name": (folder / "toy-10M", 20_000_000),
+    }
+
+
+async def granted(d: LiveArbiter, holder: Any, name: str) -> int:
+    """Bytes that its load was granted. It is asked, and read until its peak is learned."""
+    loads = len(await told_of(d, "estimate_error", name))
+    assert await holder.ask.remote(name) == 200
+
+    async def is_learned() -> bool:
+        return len(await told_of(d, "estimate_error", name)) > loads
+
+    await eventually(is_learned)
+    return int((await told_of(d, "ticket_granted", name))[-1]["size_bytes"])
+
+
+async def measured(d: LiveArbiter, name: str) -> int:
+    [ticket] = [t for t in (await d.state())["tickets"] if t["model"] == name]
+    return sum(ticket["measured_bytes"].values())
+
+
+async def told_of(d: LiveArbiter, kind: str, name: str) -> list[dict[str, Any]]:
+    return [e for e in await d.events(kind) if e["model"] == name]
+
+
+@pytest.mark.spec("A17")
+async def test_a_size_comes_from_headers_else_files_else_the_name_and_then_from_what_was_measured(
+    tmp_path: Path,
+) -> None:
+    sources = files_of(tmp_path)
+    capabilities = {}
+    for name, (source, _) in sources.items():
+        row = model(30) | {"source": str(source)}
+        del row["need"]
+        capabilities[name] = capability(**{name: row})
+    async with live_arbiter(capabilities, 900) as d:
+        for name, (_, weights_bytes) in sources.items():
+            holder = d.holder(name)
+            assert await granted(d, holder, name) == weights_bytes + OVERHEAD
+            peak = await measured(d, name)
+            await d.unload(name)
+            assert peak <= await granted(d, holder, name) <= 1.06 * peak, "with some headroom"
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A17")
+async def test_a_learned_peak_above_an_explicit_size_is_what_the_next_load_is_granted() -> None:
+    too_low = model(20, bytes=60 * MIB)
+    explicit = 20 * MIB + CONTEXT
+    async with live_arbiter({"chat": capability(chat=too_low)}) as d:
+        holder = d.holder()
+        assert await granted(d, holder, "chat") == explicit
+        assert not await told_of(d, "explicit_too_low", "chat")
+        await d.unload("chat")
+        assert await granted(d, holder, "chat") > 60 * MIB
+        [told] = await told_of(d, "explicit_too_low", "chat")
+        assert told["explicit_bytes"] == explicit and told["size_bytes"] > 60 * MIB
+        await d.books_are_true()
