@@ -7,7 +7,13 @@ suffices (records/victim_set.py), or none.
 from dataclasses import replace
 
 from arbiter.core.decisions import EventKind, Reason, Revoke, Tier
-from arbiter.core.eviction.eligibility import find_obstacle, may_leave, may_swap
+from arbiter.core.eviction.eligibility import (
+    Obstacle,
+    find_obstacle,
+    may_leave,
+    may_swap,
+    min_residency_ends,
+)
 from arbiter.core.eviction.ranking import ranked_victims, victims_no_more_urgent
 from arbiter.core.eviction.sleep import await_confirmation, grant_with_host_copy
 from arbiter.core.records.eviction_history import EvictionRecord
@@ -124,6 +130,7 @@ def _weigh(
     """Returns the lawful options, and the cheapest set of them that suffices, or none. In a long
     order the search stops soon behind those that suffice."""
     options: list[PricedVictim] = []
+    soon: list[PricedVictim] = []  # lawful once their minimum residency is over
     missing = int(short)
     spare_count = EXACT_COUNT
     spare = quotas.ReserveSlack(state, book, waiting.client.tenant)
@@ -131,14 +138,46 @@ def _weigh(
         if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
             break
         entry = book.entries[option.ticket]
-        if find_obstacle(state, entry, waiting, urgent) is not None:
+        if obstacle := find_obstacle(state, entry, waiting, urgent):
+            if obstacle is Obstacle.LATELY:
+                soon.append(option)
             continue
         if usable_bytes := spare.take(entry, option.freed_bytes):
             spare_count -= missing <= 0
             missing -= usable_bytes
             is_all = usable_bytes == option.freed_bytes
             options.append(option if is_all else replace(option, freed_bytes=usable_bytes))
-    return options, choose(options, short) if missing <= 0 else []
+    chosen = choose(options, short) if missing <= 0 else []
+    if soon and chosen:
+        cheaper = [o for o in (*options, *soon) if o.rank < max(c.rank for c in chosen)]
+        if _is_worth_the_wait(state, book, waiting, chosen, choose(cheaper, short)):
+            return options, []
+    return options, chosen
+
+
+def _is_worth_the_wait(
+    state: CoreState,
+    book: DeviceAccount,
+    waiting: Ticket,
+    chosen: list[PricedVictim],
+    later: list[PricedVictim],
+) -> bool:
+    """Says whether an asker waits for `later`, victims of cheaper ranks whose minimum residency
+    ends soon (C4): before the dearest of `chosen` could be back, counted from when the asker came,
+    and before its deadline."""
+    queued = state.queue.find(waiting.ticket)
+    if queued is None or not later:
+        return False
+    until = max(min_residency_ends(state, book.entries[option.ticket]) for option in later)
+    dearest = max(option.rank for option in chosen)
+    leaving = [book.entries[option.ticket] for option in chosen if option.rank == dearest]
+    reload = max(
+        state.estimates.load_time(state.key_of(entry), entry.need.weights_bytes)
+        for entry in leaving
+    )
+    load = state.estimates.load_time(state.key_of(waiting), waiting.need.weights_bytes)
+    is_in_time = queued.deadline is None or after(until, load) <= queued.deadline
+    return is_in_time and until <= after(queued.request.asked, reload)
 
 
 def remember(

@@ -321,3 +321,44 @@ def test_eviction_considers_each_device_alone() -> None:
     driver.at(1, ev.Loaded(TicketId("b"), seconds(1)))
     assert revoked(driver.ask(20, "c", 60, holder="hm")) == [("b", "swap", "gone")]
     assert driver.account("m/cpu:0").node == NodeId("m")
+
+
+def chat_beside_an_embedding(reload_s: float, stays_s: float) -> CoreDriver:
+    """Of 80: a text model that takes so long to load, and an embedding of the same size that was
+    loaded half a second ago, at 20, and has so long a minimum residency."""
+    driver = CoreDriver(device=80, settings=replace(PLAIN, min_residency=seconds(1)))
+    for t, name, took_s in ((0, "a", reload_s), (20, "e1", stays_s)):
+        kind = "embedding" if name == "e1" else "text"
+        assert is_granted(driver.ask(t, name, 40, capability=kind, model=name), name)
+        driver.at(t, ev.Loaded(TicketId(name), seconds(took_s)))
+        driver.beat(t, name)
+    return driver
+
+
+@pytest.mark.spec("C3", "C4")
+def test_an_asker_waits_for_a_cheaper_role_that_may_leave_before_the_dearer_could_be_back() -> None:
+    driver = chat_beside_an_embedding(reload_s=3, stays_s=2)
+    assert revoked(driver.ask(20.5, "b", 30)) == []
+    assert driver.wakes[0] == s(22)
+    assert revoked(driver.woke(22)) == [("e1", "swap", "gone")]
+
+
+@pytest.mark.spec("C4")
+@pytest.mark.parametrize(
+    ("reload_s", "stays_s", "how"),
+    [(1, 2, {}), (3, 5, {}), (3, 2, {"deadline_s": 3})],
+    ids=["reload is shorter", "stays longer", "deadline is sooner"],
+)
+def test_where_waiting_is_no_gain_the_dearer_leaves_at_once(
+    reload_s: float, stays_s: float, how: dict[str, float]
+) -> None:
+    driver = chat_beside_an_embedding(reload_s, stays_s)
+    asked = driver.ask(20.5, "b", 30, **how)  # type: ignore[arg-type]
+    assert revoked(asked) == [("a", "swap", "gone")]
+
+
+@pytest.mark.spec("C4")
+def test_more_urgent_asker_does_not_wait_for_a_minimum_residency() -> None:
+    driver = chat_beside_an_embedding(reload_s=3, stays_s=2)
+    urgent = types.Priority.URGENT
+    assert revoked(driver.ask(20.5, "b", 30, priority=urgent)) == [("e1", "swap", "gone")]
