@@ -37,13 +37,13 @@ check: install
 	$(BIN)/deptry . --exclude '\.venv' --ignore DEP002
 	$(BIN)/pytest tests/style
 
-FAST := tests/unit tests/model tests/sim
+FAST := tests/sim tests/model tests/unit
 
 # First what starts neither Ray nor an engine. The rest mostly waits for processes to start, so two
 # workers run it side by side, each with a cluster of its own; a test that takes long is named
 # meanwhile. `make check` runs tests/style.
 test: install models
-	@failed=; $(BIN)/pytest -n 2 $(FAST) || failed=1; \
+	@failed=; $(BIN)/pytest -n 2 --dist loadgroup $(FAST) || failed=1; \
 		$(BIN)/pytest -n 2 -p tests.support.lanes -p tests.support.heartbeat \
 			tests $(FAST:%=--ignore=%) --ignore=tests/style || failed=1; \
 		test -z "$$failed"

@@ -180,8 +180,9 @@ async def test_cancelled_batch_keeps_the_results_it_has(
 
 @pytest.mark.spec("J4")
 async def test_expired_batch_has_its_results_and_tells_the_lines_that_were_not_run(
-    service: JobsService, capability: Capability
+    service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(batch_runner, "SWEEP_S", 0.05)
     service.config = service.config.model_copy(update={"in_flight": 1})
     await begin(service, [line("a")], "batch_a", window_s=0.5)
     assert (await ended(service)).state == "completed"

@@ -28,6 +28,11 @@ SHAPES = {"layers.0.q_proj": (12, 8)}
 COPY = "a+merged"
 
 
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "LOOK_S", 0.01)
+
+
 def table(folder: Path) -> dict[str, Any]:
     merge = {"share": 0.75, "requests": 4}
     adapters = {"folder": str(folder / "in"), "slots": 2, "merge": merge}
@@ -135,7 +140,6 @@ async def test_copy_of_an_adapter_that_changed_serves_no_request_more_and_leaves
 async def test_copy_of_a_removed_adapter_leaves_without_any_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "LOOK_S", 0.01)
     async with merging_holder(tmp_path, monkeypatch) as (residency, of, arbiter, _):
         await merge(residency, of)
         removed(tmp_path)
