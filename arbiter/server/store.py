@@ -190,8 +190,9 @@ class Store:
     def leases(self) -> tuple[GrantedLease, ...]:
         """What `save_leases` was given last in this session; nothing where code that described
         leases otherwise wrote it."""
+        rows = json.loads(self._fact("leases") or b"[]")
         try:
-            return from_json(tuple[GrantedLease, ...], json.loads(self._fact("leases") or b"[]"))
+            return tuple(from_json(GrantedLease, row) for row in rows)
         except ValueError as error:
             logger.warning("the terms of leases begin anew: %s", error)
             return ()

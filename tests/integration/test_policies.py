@@ -14,10 +14,12 @@ SLOW_S = 1.5
 
 
 async def all_idle(d: LiveArbiter, count: int) -> None:
+    """Also beyond the second for which any model stays."""
+
     def are(state: dict[str, object]) -> bool:
         tickets = state["tickets"]
         assert isinstance(tickets, list)
-        return len(tickets) == count and all(t["idle_s"] is not None for t in tickets)
+        return len(tickets) == count and all((t["idle_s"] or 0) > 1 for t in tickets)
 
     await d.until(are)
 

@@ -135,6 +135,8 @@ def on_engine_gone(state: CoreState, event: ev.EngineGone) -> None:
         reclaim(state, entry, Reason.LOST)
     if event.bytes_back:
         mark_reclaimed(state, entry)
+        if entry.lease and (node := state.nodes.get(event.node)):
+            _charge_foreign(state, node)  # what its lessee has not given back
 
 
 def _died_loading(state: CoreState, entry: Ticket) -> None:

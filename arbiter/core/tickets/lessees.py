@@ -10,7 +10,7 @@ books as the lease.
 
 from collections.abc import Container, Iterator
 
-from arbiter.core.records.ticket import Sizes, State, Ticket
+from arbiter.core.records.ticket import Sizes, Ticket
 from arbiter.core.state import CoreState, Node
 from arbiter.core.types import DeviceBytes, LeaseHistory
 from arbiter.units import Bytes, DeviceId, TicketId
@@ -64,12 +64,10 @@ def restore(state: CoreState, entry: Ticket, history: LeaseHistory) -> None:
 
 
 def _unmeasured(state: CoreState, device: DeviceId) -> Iterator[Ticket]:
+    """Yields leases that are charged on a device for a process that no agent reads. One that only
+    asks is on no device."""
     for entry in state.ledger.books[device].entries.values():
-        if (
-            entry.lease
-            and not entry.lease.is_measured
-            and entry.state in (State.RESIDENT, State.DRAINING)
-        ):
+        if entry.lease and not entry.lease.is_measured:
             yield entry
 
 

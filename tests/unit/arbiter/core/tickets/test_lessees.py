@@ -68,10 +68,19 @@ def test_two_leases_cover_their_sum_and_the_rest_is_foreign_once_one_ends() -> N
 
 
 def test_queued_lease_covers_nothing() -> None:
+    driver = leased(size=20)
+    driver.lease(1, "waits", 70, tenant="u")
+    assert driver.state_of("waits") == "queued"
+    assert read(driver, 3, 50) == 80 - 50
+
+
+def test_what_a_lessee_keeps_counts_at_once_when_its_lease_is_over() -> None:
     driver = leased(size=60)
-    driver.lease(1, "waits", 60, tenant="u")
+    assert read(driver, 1, 50) == 20
     driver.at(2, ev.Released(TicketId("job"), "released"))
-    assert read(driver, 3, 50) == 80 - 50 - 60  # until its bytes are seen back
+    assert driver.free() == 20
+    driver.gone(2, "job")
+    assert driver.free() == 30
 
 
 @pytest.mark.spec("A18")
