@@ -136,7 +136,7 @@ class Arbiter:
         return entry.holder if entry else None
 
     def lease_history(self, ticket: TicketId) -> types.LeaseHistory:
-        """Returns what the next epoch must know of a lease; nothing of one that is not on the
+        """Returns what the next epoch must know of a lease; nothing where it is not on the
         books."""
         entry = self._state.ledger.find(ticket)
         return lessees.history_of(self._state, entry) if entry else types.NO_HISTORY
