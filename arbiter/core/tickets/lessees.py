@@ -64,8 +64,8 @@ def restore(state: CoreState, entry: Ticket, history: LeaseHistory) -> None:
 
 
 def _unmeasured(state: CoreState, device: DeviceId) -> Iterator[Ticket]:
-    """Yields leases that are charged on a device for a process that no agent reads. A lease that only
-    asks is on no device."""
+    """Yields leases that are charged on a device for a process that no agent reads. A lease that
+    only asks is on no device."""
     for entry in state.ledger.books[device].entries.values():
         if entry.lease and not entry.lease.is_measured:
             yield entry
