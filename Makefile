@@ -43,7 +43,7 @@ FAST := tests/sim tests/model tests/unit
 # workers run it side by side, each with a cluster of its own; a test that takes long is named
 # meanwhile. `make check` runs tests/style.
 test: install models
-	@failed=; $(BIN)/pytest -n 2 --dist loadgroup $(FAST) || failed=1; \
+	@failed=; $(BIN)/pytest -n 2 -p tests.support.lanes $(FAST) || failed=1; \
 		$(BIN)/pytest -n 2 -p tests.support.lanes -p tests.support.heartbeat \
 			tests $(FAST:%=--ignore=%) --ignore=tests/style || failed=1; \
 		test -z "$$failed"

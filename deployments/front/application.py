@@ -1,9 +1,11 @@
 """The front as a FastAPI application: routes, exception handlers, and the bound on bodies."""
 
+from functools import cache
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware import Middleware
+from starlette.routing import BaseRoute
 
 from deployments import prefixes
 from deployments.front.body_limit import BodyLimit
@@ -39,6 +41,7 @@ from deployments.front.schemas import SCHEMAS
 from deployments.jobs import responses as stored
 
 OWN = (prefixes.PATH, stored.PATH)  # routes of their own
+CHECKED = (Depends(check_site),)  # each request
 
 
 class Application(FastAPI):
@@ -86,17 +89,27 @@ def build(front: FrontState) -> FastAPI:
         title="serve-arbiter",
         docs_url="/docs",
         redoc_url=None,
-        dependencies=[Depends(check_site)],
+        dependencies=CHECKED,
         exception_handlers=HANDLERS,
         middleware=[Middleware(ErrorForms), Middleware(BodyLimit)],
     )
     app.state.front = front
     app.state.offered = []
-    for module in ROUTED:
-        app.include_router(module.router)
-    _add(app, tuple(path for path in SCHEMAS if path not in OWN))
+    app.router.routes.extend(_fixed_routes())
     offer(app)
     return app
+
+
+@cache
+def _fixed_routes() -> tuple[BaseRoute, ...]:
+    """The routes of every front. They know no front, so one process makes them once: to read the
+    signatures and schemas of a hundred handlers takes a tenth of a second."""
+    made = APIRouter(dependencies=CHECKED)
+    for module in ROUTED:
+        made.include_router(module.router)
+    for path, arguments in openai.generating(tuple(p for p in SCHEMAS if p not in OWN)):
+        made.add_api_route(path, openai.infer, methods=["POST"], **arguments)
+    return tuple(made.routes)
 
 
 def offer(app: FastAPI) -> None:
@@ -105,12 +118,8 @@ def offer(app: FastAPI) -> None:
     app.router.routes[:] = [one for one in app.router.routes if one not in app.state.offered]
     front: FrontState = app.state.front
     listed = {path for c in front.table.capabilities.values() for path in c.paths}
-    app.state.offered = _add(app, tuple(sorted(listed - SCHEMAS.keys())))
-    app.openapi_schema = None  # FastAPI describes the routes anew
-
-
-def _add(app: FastAPI, paths: tuple[str, ...]) -> list[object]:
     before = len(app.router.routes)
-    for path, arguments in openai.generating(paths):
+    for path, arguments in openai.generating(tuple(sorted(listed - SCHEMAS.keys()))):
         app.add_api_route(path, openai.infer, methods=["POST"], **arguments)
-    return list(app.router.routes[before:])
+    app.state.offered = app.router.routes[before:]
+    app.openapi_schema = None  # FastAPI describes the routes anew

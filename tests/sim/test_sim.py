@@ -15,8 +15,6 @@ SEEDS_COUNT = int(os.environ.get("SIM_SEEDS", "200"))
 FIRST_SEED = int(os.environ.get("SIM_FIRST_SEED", "0"))  # for runs in several parts
 BATCHES_COUNT = 10  # so that a failure is seen before all seeds have run
 FAULTS_S, QUIET_S = 60, 200
-# On one worker, where each batch of seeds runs once for all the tests that ask about it.
-pytestmark = pytest.mark.xdist_group("sim")
 # Of one test, as in pyproject.toml; of more seeds a second for each, five times what one takes.
 TIMEOUT_S = max(300, SEEDS_COUNT // BATCHES_COUNT)
 KILLS_PER_SEED = 8  # 200 seeds make 1,000 real kills; muting and misses are not counted

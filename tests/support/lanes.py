@@ -3,19 +3,20 @@
 pytest -p tests.support.lanes -n 2
 
 Most of these tests wait for processes, so two clusters of Ray run side by side on two cores. The
-folder of the graph is one piece of work, because all of it shares one running system; of the other
-folders each file is one.
+folder of the graph is one piece of work, because all of it shares one running system, and so is
+that of the simulation, because its tests share the seeds that ran; of the other folders each file
+is one.
 """
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-WHOLE_FOLDERS = ("tests/graph",)
+WHOLE_FOLDERS = ("tests/graph", "tests/sim")
 # The longest piece begins first; the files of one fixture of the session stay close together.
 ORDER = (
     "tests/graph", "tests/integration", "tests/faults", "tests/contracts", "tests/notebooks",
-    "tests/engines", "tests/golden", "tests/training", "tests/browser",
+    "tests/engines", "tests/golden", "tests/training", "tests/browser", "tests/sim", "tests/model",
 )  # fmt: skip
 
 
