@@ -11,19 +11,6 @@ import sqlite3
 
 CHANGES_MOST = 4_096  # rows that no arbiter has read; as many as its event log keeps
 
-TABLES = """
-CREATE TABLE IF NOT EXISTS job_changes (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, change TEXT NOT NULL, id TEXT NOT NULL,
-    kind TEXT NOT NULL, tenant TEXT NOT NULL, state TEXT NOT NULL, model TEXT NOT NULL,
-    done INTEGER NOT NULL, failed INTEGER NOT NULL, total INTEGER NOT NULL, took_s REAL) STRICT;
-CREATE TABLE IF NOT EXISTS job_totals (
-    kind TEXT, state TEXT, count INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0,
-    done INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
-    total INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (kind, state)) STRICT;
-CREATE INDEX IF NOT EXISTS jobs_ended ON jobs (ended_s)
-    WHERE ended_s IS NOT NULL AND (attempts > 0 OR state != 'completed');
-CREATE INDEX IF NOT EXISTS batches_by_time ON batches (created_s);
-"""
 # By table: how a row counts, as columns of job_totals. A batch's results are bytes of its own until
 # it has ended, and then files.
 _OPEN_BATCH = "{row}.state IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
@@ -76,9 +63,8 @@ CHANGES = (
 
 
 def prepare(db: sqlite3.Connection) -> None:
-    """Makes tables and triggers anew, and counts what is there, in one transaction: a file of
-    earlier code has none of them, and a count that was ever wrong is right again."""
-    db.executescript(TABLES)
+    """Makes the triggers anew, and counts what is there, in one transaction: a file of earlier code
+    has none or others, and a count that was ever wrong is right again."""
     db.execute("BEGIN IMMEDIATE")
     try:
         for name, statement in _triggers():

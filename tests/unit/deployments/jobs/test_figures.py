@@ -173,7 +173,8 @@ def test_file_of_earlier_code_is_counted_when_it_is_opened(tmp_path: Path) -> No
             "SELECT name FROM sqlite_master WHERE type = 'trigger'"
         ).fetchall():
             db.execute(f"DROP TRIGGER {name}")
-        db.execute("DROP TABLE job_totals")
+        for table in ("job_totals", "jobs_schema"):
+            db.execute(f"DROP TABLE {table}")
         db.execute("INSERT INTO job_files VALUES ('f', 't', 'x', 'batch', 'processed', 7, 0, NULL)")
     assert recounted(path) == {("file", "processed"): (1, 7, 0, 0, 0)}
 
