@@ -51,6 +51,12 @@ CREATE TABLE IF NOT EXISTS remote_reserved (
 _USAGE = """
 SELECT value FROM session_facts WHERE session = ? AND (name = 'usage' OR name LIKE 'usage %')
 ORDER BY CAST(substr(name, 7) AS INTEGER)"""
+_SPENDING = """
+SELECT tenant, remote, sum(tokens), sum(micros), sum(held_tokens), sum(held_micros) FROM (
+    SELECT tenant, remote, tokens, micros, 0 AS held_tokens, 0 AS held_micros
+        FROM remote_spent WHERE day = ?
+    UNION ALL SELECT tenant, remote, 0, 0, tokens, micros FROM remote_reserved WHERE day = ?)
+GROUP BY tenant, remote ORDER BY tenant, remote"""
 # What unpickling a configuration can raise though its code is the same (pickle's documentation:
 # "other exceptions may also be raised, including (but not necessarily limited to)" these).
 _STALE = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, IndexError, TypeError)
@@ -269,10 +275,17 @@ class Store:
         return tokens, micros
 
     def spending(self, day: str) -> list[Plain]:
-        """A row for each tenant and remote of a day, without what is only reserved."""
-        statement = "SELECT tenant, remote, tokens, micros FROM remote_spent WHERE day = ?"
-        names = ("tenant", "remote", "tokens", "money_micros")
-        return [dict(zip(names, row, strict=True)) for row in self._read(statement, day)]
+        """A row for each tenant and remote of a day: spent, and reserved by requests without an end
+        yet, those of a front that died among them."""
+        names = (
+            "tenant",
+            "remote",
+            "tokens",
+            "money_micros",
+            "reserved_tokens",
+            "reserved_money_micros",
+        )
+        return [dict(zip(names, row, strict=True)) for row in self._read(_SPENDING, day, day)]
 
     def reserve(
         self, key: str, day: str, tenant: str, remote: str, tokens: int, micros: int

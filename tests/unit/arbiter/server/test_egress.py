@@ -29,6 +29,12 @@ def end(egress: Egress, outcome: str = "answered", prompt: int = 10, answer: int
     return EgressEnd(egress, outcome, Bytes(70), prompt, answer, 300, seconds(1.5))
 
 
+def of_ann(*counts: int) -> dict[str, object]:
+    """Tokens and money that she has spent, and those that are reserved."""
+    names = ("tokens", "money_micros", "reserved_tokens", "reserved_money_micros")
+    return {"tenant": "ann", "remote": "cloud", **dict(zip(names, counts, strict=True))}
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "arbiter.sqlite"
@@ -42,9 +48,7 @@ def test_what_may_be_spent_is_reserved_and_what_was_spent_takes_its_place(path: 
         now.book.leave(replace(FIRST, id="e2"))
     assert now.book.left(end(FIRST)) == DaySpent(30, 300)
     assert now.book.leave(replace(FIRST, id="e3")) == DaySpent(90, 900)
-    assert now.book.today() == [
-        {"tenant": "ann", "remote": "cloud", "tokens": 30, "money_micros": 300}
-    ]
+    assert now.book.today() == [of_ann(30, 300, 60, 600)]
 
 
 @pytest.mark.spec("J5")
@@ -117,6 +121,7 @@ def test_a_restart_forgets_nothing_and_a_lost_end_stays_reserved(path: Path) -> 
     with pytest.raises(RemoteBudgetSpent) as refused:
         after.book.leave(replace(FIRST, id="e3"))
     assert (refused.value.has, refused.value.retry_after_s) == (90, 12 * 3_600)
+    assert after.book.today() == [of_ann(30, 300, 60, 600)]
 
 
 @pytest.mark.spec("J5")
@@ -128,7 +133,7 @@ def test_a_budget_is_of_one_tenant_one_remote_and_one_day(path: Path) -> None:
     now.unix_s += 86_400
     assert now.book.leave(replace(FIRST, id="e4")) == DaySpent(60, 600)
     now.book.left(end(FIRST))  # of yesterday, to which it is counted
-    assert now.book.today() == []
+    assert now.book.today() == [of_ann(0, 0, 60, 600)]
 
 
 @pytest.mark.spec("J5")
