@@ -78,6 +78,6 @@ async def by_handle(method: str, *args: Any) -> Any:
     """Raises what the replica raised, as itself."""
     handle = serve.get_deployment_handle("jobs", app_name="jobs")
     try:
-        return await getattr(handle, method).remote(*args)
+        return await handle.answer.remote(method, *args)
     except RayTaskError as error:
         raise raised_there(error, RequestError) or error from None

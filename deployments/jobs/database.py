@@ -37,7 +37,8 @@ def state_path(configured: str | None) -> Path:
 
 class Database:
     """One process's access. Every method blocks; one thread at a time. Raises StorageFull,
-    StorageFailed; every write raises Superseded once another process has opened it."""
+    StorageFailed, NewerStateFile; every write raises Superseded once another process has opened
+    it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -28,6 +28,21 @@ class StorageFailed(RequestError):
 
 
 @error_fields
+class NewerStateFile(RequestError):
+    """Newer code has written the tables of jobs; this code would read them wrongly."""
+
+    path: str
+    version: int
+    known_version: int
+    status_code, code = 503, "newer_state_file"
+
+    def __str__(self) -> str:
+        has = f"{self.path} has tables of jobs of version {self.version}"
+        do = "start the newer code again, or name another file as arbiter.state_file"
+        return f"{has}, and this code knows {self.known_version}; {do}"
+
+
+@error_fields
 class Superseded(RequestError):
     """A later process has taken the jobs over; this one must not write."""
 

@@ -9,7 +9,7 @@ have the tables of the first step or of both, which is why these two make what i
 import sqlite3
 from pathlib import Path
 
-from deployments.jobs.errors import StorageFailed
+from deployments.jobs.errors import NewerStateFile
 
 _VERSION = """
 CREATE TABLE IF NOT EXISTS jobs_schema (
@@ -73,7 +73,7 @@ STEPS: tuple[tuple[str, ...], ...] = (_JOBS, _FIGURES)
 
 def migrate(db: sqlite3.Connection, path: Path) -> None:
     """Takes the steps that the file lacks, each in one transaction with its version. Raises
-    StorageFailed for a file that newer code has written, and leaves it as it is."""
+    NewerStateFile for a file that newer code has written, and leaves it as it is."""
     while not _is_whole(db, path):
         pass
 
@@ -86,9 +86,7 @@ def _is_whole(db: sqlite3.Connection, path: Path) -> bool:
         db.execute("INSERT OR IGNORE INTO jobs_schema VALUES (1, 0)")
         version: int = db.execute("SELECT version FROM jobs_schema").fetchone()[0]
         if version > len(STEPS):
-            why = f"its jobs are of version {version}, and this code knows {len(STEPS)}"
-            more = "start the newer code again, or name another file as arbiter.state_file"
-            raise StorageFailed(str(path), f"{why}; {more}")
+            raise NewerStateFile(str(path), version, len(STEPS))
         if version == len(STEPS):
             return True
         for name in _triggers(db):  # of earlier code; they are made anew, and would count the step

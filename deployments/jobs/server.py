@@ -4,8 +4,10 @@ first use or by unfinished work and gone when there has been neither for a while
 import asyncio
 import contextlib
 import hashlib
+import logging
 import time
 from pathlib import Path
+from typing import Any
 
 from ray import serve
 from ray.serve import Application
@@ -16,8 +18,11 @@ from deployments.config.schema import Table, parse_table
 from deployments.front.service import InferenceService
 from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.database import state_path
+from deployments.jobs.errors import NewerStateFile
 from deployments.jobs.service import JobsService
 from deployments.jobs.store import Job, NewJob
+
+logger = logging.getLogger("ray.serve")
 
 NAME = "jobs"
 POLICY = "deployments.jobs.scaling:JobsPolicy"
@@ -33,8 +38,25 @@ class JobsServer(JobsService):
         self._inference = InferenceService()
         self._table: object = None
         self._read_at = self._accepted_at = -TABLE_S
-        super().__init__(state_path(state_file), self._current)
-        asyncio.get_running_loop().call_soon(self.start)
+        self._refusal: NewerStateFile | None = None
+        try:
+            super().__init__(state_path(state_file), self._current)
+        except NewerStateFile as error:  # a replica that does not start would tell callers nothing
+            logger.error("jobs refuses every call: %s", error)
+            self._refusal = error
+        else:
+            asyncio.get_running_loop().call_soon(self.start)
+
+    async def answer(self, method: str, *args: Any) -> Any:
+        """What that method gives. Raises what it raises; NewerStateFile, whatever is asked."""
+        if self._refusal is not None:
+            raise self._refusal
+        return await getattr(self, method)(*args)
+
+    async def check_health(self) -> None:
+        """See JobsService. A replica that refuses is well: another would refuse as well."""
+        if self._refusal is None:
+            await super().check_health()
 
     def start(self) -> None:
         super().start()

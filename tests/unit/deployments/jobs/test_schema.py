@@ -11,8 +11,10 @@ import pytest
 
 from deployments.jobs import schema
 from deployments.jobs.bodies import Bodies
+from deployments.jobs.client import JobsClient
 from deployments.jobs.database import Database
-from deployments.jobs.errors import StorageFailed
+from deployments.jobs.errors import NewerStateFile, StorageFailed
+from deployments.jobs.server import JobsServer
 from deployments.jobs.service import JobsService, folder_of
 from deployments.jobs.store import REQUEST, RESULT, JobState
 from tests.support.jobs import CHAT, Capability, chat, ended, jobs_service, line, results
@@ -145,9 +147,30 @@ def test_column_of_a_later_version_is_added_once_and_earlier_code_is_refused(
     newer = (
         f"of version {len(later)}, and this code knows {len(schema.STEPS)}; start the newer code"
     )
-    with pytest.raises(StorageFailed, match=newer):
+    with pytest.raises(NewerStateFile, match=newer):
         Database(old)
     assert rows_of(old) == after
+
+
+async def test_caller_is_told_that_newer_code_wrote_the_state_file(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(schema, "STEPS", (*schema.STEPS, (ADDED,)))
+        Database(old).close()
+    before = rows_of(old)
+    replica = JobsServer(str(old))
+    calls = JobsClient(replica.answer)
+    for method, *values in (("get", "t", "done"), ("page", "", None, "", 1)):
+        with pytest.raises(NewerStateFile) as told:
+            await calls.call(method, *values)
+    assert (told.value.status_code, told.value.code) == (503, "newer_state_file")
+    assert str(told.value) == (
+        f"{old} has tables of jobs of version 3, and this code knows 2;"
+        " start the newer code again, or name another file as arbiter.state_file"
+    )
+    await replica.check_health()
+    assert rows_of(old) == before
 
 
 def test_step_that_fails_leaves_the_file_as_it_was(

@@ -32,5 +32,6 @@ async def test_batch_may_name_a_model_that_is_as_new_as_the_batch(
         plain = boot.as_plain(table(one="x", two="x"))
         await begin(jobs, [line("r1", "two")])
         assert (await ended(jobs)).state == "completed"
+        assert (await jobs.answer("batch", "t", "batch_a")).state == "completed"
     finally:
         await jobs.close()
