@@ -121,12 +121,15 @@ def _room_at(
     missing -= returning_bytes(book)
     leaves_at = state.now
     if missing <= 0:
-        return after(leaves_at, turnover)
+        drains = [_drain(state, e) for e in book.leaving.values()]
+        return after(leaves_at, Span(max(drains, default=Span(0)) + turnover))
     cheapest = islice(ranked_victims(state, book), LOOKED_AT_COUNT)
     others = [e for e, _ in cheapest if e is not entry and not e.pinned]
     leased = [e for e in others if e.lease and not e.lease.terms.preemptible and not e.leaving]
     leaving = [
-        (_lawful_at(state, e, waiting), e.charge(book.device)) for e in others if e not in leased
+        (after(_lawful_at(state, e, waiting), _drain(state, e)), e.charge(book.device))
+        for e in others
+        if e not in leased
     ]
     for other_at, freed in sorted(leaving):
         if missing <= 0:
@@ -136,6 +139,16 @@ def _room_at(
     if missing > 0 and leased:
         return None
     return after(leaves_at, turnover)
+
+
+def _drain(state: CoreState, entry: Ticket) -> Span:
+    """Returns how long a ticket that is asked to leave, or was, goes on with what is in flight: as
+    long as its requests usually run, and no longer than the barrier."""
+    runs = state.estimates.run_times(entry.model_name) if entry.inflight else None
+    if runs is None:
+        return Span(0)
+    drained = since(entry.since, state.now) if entry.state is State.DRAINING else Span(0)
+    return Span(max(0, min(runs.usual, state.settings.timeouts.barrier) - drained))
 
 
 def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:

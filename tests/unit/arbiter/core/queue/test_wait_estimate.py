@@ -10,7 +10,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.records.estimates import Predictor
 from arbiter.errors import DeadlineUnmet
-from arbiter.units import GIB, Bytes, TicketId, in_seconds, seconds
+from arbiter.units import GIB, Bytes, HolderId, TicketId, in_seconds, seconds
 from tests.support.core_driver import CPU, PLAIN, CoreDriver, granted, refusal, revoked
 
 SIZES = {"a": 1.0, "b": 6.0, "c": 20.0}  # three models; each under many engine settings
@@ -160,3 +160,22 @@ def test_no_time_is_told_to_a_ticket_that_needs_the_end_of_a_lease() -> None:
     brief.resident(1, "a", 20)
     brief.ask(5, "b", 60)
     assert not any(row.predicted is None for row in brief.snapshot().queue)
+
+
+@pytest.mark.spec("A21")
+@pytest.mark.parametrize(
+    ("inflight", "run_s", "wait_s"), [(0, 6, 24), (1, 6, 30), (1, 60, 34), (1, None, 24)],
+    ids=["idle", "usual run", "barrier", "nothing known"],
+)  # fmt: skip
+def test_what_is_in_flight_at_a_victim_counts_as_long_as_its_requests_run(
+    inflight: int, run_s: float | None, wait_s: float
+) -> None:
+    """Its bytes take 4 s to come back then, and the asker 20 s to load."""
+    driver = CoreDriver(device=80, settings=replace(PLAIN, collate_most=seconds(0)))
+    known(driver)
+    if run_s is not None:
+        run = ev.FinishedRequest(TicketId("b"), "b", seconds(run_s), "answered", "", seconds(run_s))
+        driver.at(150, ev.Renewed(HolderId("h"), (driver.held("b", t=150),), runs=(run,)))
+    driver.beat(150, "b", inflight=inflight)
+    driver.ask(150, "a2", 60)
+    assert driver.last("ticket_waits").took == seconds(wait_s)
