@@ -188,8 +188,9 @@ class Exchange:
     async def _pieces(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
         bounds = self._row.bounds
         while True:
+            left_bytes = bounds.answer_bytes - self.answer_bytes
             async with asyncio.timeout(bounds.idle_s):
-                piece = await response.content.readany()
+                piece = await response.content.read(left_bytes + 1)  # the one tells it is larger
             if not piece:
                 return
             self.answer_bytes += len(piece)
