@@ -37,6 +37,8 @@ GROWN_TOKENS = 1_024
 MERGED_AFTER = 16  # requests for one adapter and nothing else
 IN_FLIGHT = 17  # of the front; no other test has more than 16
 THINKS = " think" * 4
+# Where a row of remotes finds its key: in the environment in which Ray is started.
+REMOTE_KEY = ("GRAPH_REMOTE_KEY", "key-of-a-remote-of-the-environment")
 INSTRUCTIONS = "Say who holds the memory of which device, and since when. " * 40
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -263,7 +265,7 @@ def started(
     table["capabilities"]["image"]["models"]["tiny-draw"]["adapters"] = drawn
     table["remotes"] = itself_as_remote(config["http_options"]["port"], folder / "remote.key")
     change(config)
-    with served(folder, config) as running:
+    with served(folder, config, **dict([REMOTE_KEY])) as running:
         yield running
 
 

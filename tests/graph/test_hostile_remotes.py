@@ -12,27 +12,31 @@ from typing import Any
 
 import pytest
 import trustme
+from anyio.from_thread import start_blocking_portal
 from openai import APIStatusError, OpenAI
 
 from deployments.front import keys
-from tests.graph.conftest import Graph, until
+from tests.graph.conftest import REMOTE_KEY, Graph, until
 from tests.support.graph_remotes import CLOUD, HELLO, client_of, egress, owner_reads
 from tests.support.hostile_remotes import (
     EVENT,
     JSON,
     OK,
     SSE,
+    drips,
     forever,
     hangs,
     listening,
     resets,
     says,
 )
+from tests.support.remote_server import GoodRemote, good_remote
 
 BOUNDS = {"connect_s": 2.0, "head_s": 1.0, "idle_s": 1.0, "total_s": 4.0, "answer_bytes": 1 << 20}
 ENDS_S = 10.0  # of a request that may take 4 s
 REDIRECT = b"HTTP/1.1 307 there\r\nlocation: http://127.0.0.1:%d/v1\r\ncontent-length: 0\r\n\r\n"
 FAILED = b"HTTP/1.1 500 no\r\ncontent-length: 0\r\n\r\n"
+KEY_REFUSED = b"HTTP/1.1 401 no\r\ncontent-length: 0\r\n\r\n"
 
 # By the remote's name: what becomes of a request, and after how many of them it is left alone.
 KINDS = {
@@ -42,9 +46,13 @@ KINDS = {
     "silent": ("timeout", 3),
     "resets": ("broken", 3),
     "fails": ("server", 3),
+    "slow": ("timeout", 3),
+    "refuses-the-key": ("key", 1),
     "forged": ("certificate", 1),
     "within": ("connect", 3),
 }
+# The same, of a stream that has begun.
+STREAMS = {"breaks": "broken", "endless-events": "protocol"}
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +78,12 @@ def hostile(graph: Graph, seen: list[str]) -> Iterator[None]:
             "silent": (hangs(), None),
             "resets": (resets(JSON + b"content-length: 99\r\n\r\n{"), None),
             "fails": (says(FAILED), None),
+            "slow": (drips, None),
+            "refuses-the-key": (says(KEY_REFUSED), None),
             "forged": (says(JSON + b"\r\n{}"), certified),
             "within": (says(JSON + b"\r\n{}"), certified),
             "breaks": (resets(SSE + b"\r\n" + EVENT), None),
+            "endless-events": (forever(EVENT, SSE + b"\r\n"), None),
         }
         with listening(answers) as ports:
             config = copy.deepcopy(graph.config)
@@ -155,26 +166,77 @@ def test_hostile_remote_ends_in_a_typed_error_is_left_alone_and_harms_no_other(
 
     until(lambda: len(outcomes()) == patience, 10, "each end is written down")
     assert outcomes() == [kind] * patience
+    sample = f'arbiter_remote_answers_total{{outcome="{kind}",remote="{name}"}}'
+    until(lambda: sample in owner_reads(graph, "/metrics").decode(), 20, "a scrape has them")
     assert not seen, "a redirect was followed"
 
 
 @pytest.mark.spec("J5")
+@pytest.mark.parametrize("name", STREAMS)
 def test_stream_of_a_remote_that_breaks_ends_with_an_error_and_is_not_begun_again(
-    graph: Graph, hostile: None, bea: OpenAI
+    graph: Graph, hostile: None, bea: OpenAI, name: str
 ) -> None:
     last = egress(graph)[-1]["seq"] if egress(graph) else 0
     stream = bea.chat.completions.create(
-        model="breaks-chat", messages=HELLO, max_tokens=4, stream=True
+        model=f"{name}-chat", messages=HELLO, max_tokens=4, stream=True
     )
     pieces = []
     with pytest.raises(Exception, match="did not answer"):
         for chunk in stream:
             pieces.append(chunk.choices[0].delta.content)
-    assert pieces == ["a"]
+    assert set(pieces) == {"a"} and (name != "breaks" or len(pieces) == 1)
 
-    def begun() -> list[str]:
+    def begun() -> list[dict[str, Any]]:
         new = [event for event in egress(graph) if event["seq"] > last]
-        return [str(event.get("outcome")) for event in new if event["remote"] == "breaks"]
+        return [event for event in new if event["remote"] == name and "outcome" in event]
 
-    until(lambda: "broken" in begun(), 10, "its end is written down")
-    assert len([outcome for outcome in begun() if outcome != "None"]) == 1
+    ends = until(begun, 10, "its end is written down")
+    assert [end["outcome"] for end in ends] == [STREAMS[name]]
+    assert ends[0]["size_bytes"] <= BOUNDS["answer_bytes"] + 1
+
+
+@pytest.fixture
+def well(graph: Graph) -> Iterator[GoodRemote]:
+    """A remote that means well; its key is in the environment."""
+    config = copy.deepcopy(graph.config)
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(good_remote()) as remote,
+    ):
+        more = {"key_env": REMOTE_KEY[0], "bounds": {}}
+        table["remotes"]["rows"]["well"] = row("well", remote.port) | more
+        try:
+            deploy(graph, config, "well")
+            yield remote
+        finally:
+            deploy(graph, graph.config, "elsewhere")
+
+
+@pytest.mark.spec("J5", "L2")
+def test_remote_is_sent_listed_fields_fresh_headers_and_the_key_of_the_environment(
+    well: GoodRemote, bea: OpenAI
+) -> None:
+    said = bea.chat.completions.with_raw_response.create(
+        model="well-chat",
+        messages=HELLO,
+        seed=4,
+        user="me",
+        extra_body={"x_client_id": "terse", "top_k": 3, "metadata": {"a": "b"}},
+        extra_headers={"cookie": "a=b", "x-request-id": "mine"},
+    )
+    assert said.headers["x-arbiter-served-by"] == "well/any"
+    assert not {"set-cookie", "x-served-elsewhere"} & said.headers.keys()
+    [seen] = well.seen
+    limit = {"max_tokens": 3}  # of the profile of `terse`, which is this system's to know
+    assert seen.body == {"model": "any", "messages": HELLO, "seed": 4} | limit
+    assert dict(seen.headers) == {
+        "host": f"127.0.0.1:{well.port}",
+        "content-type": "application/json",
+        "content-length": str(len(json.dumps(seen.body))),
+        "connection": "close",
+        "accept": "application/json",
+        "accept-encoding": "identity",
+        "user-agent": "serve-arbiter",
+        "authorization": f"Bearer {REMOTE_KEY[1]}",
+    }

@@ -19,7 +19,8 @@ from deployments.front.service import InferenceService
 from deployments.messages import ResponseHead
 from deployments.remotes.breaker import RULES, Failure
 from deployments.remotes.remotes import Remotes
-from tests.support.remote_server import WORDS, CountingBook, GoodRemote, good_remote
+from tests.support.hostile_remotes import EVENT, SSE, resets
+from tests.support.remote_server import WORDS, CountingBook, GoodRemote, good_remote, raw_remote
 from tests.support.speaker import Response
 from tests.support.task_front import CHAT, COLD, HELLO, Engines, ScriptedArbiter
 from tests.unit.deployments.remotes.conftest import KEY, section
@@ -156,6 +157,19 @@ async def test_stream_that_breaks_after_its_first_token_is_not_begun_anew_elsewh
     assert answer.headers["x-arbiter-served-by"] == "warm"
     assert '"He"' in answer.text and "engine_lost" in answer.text
     assert WORDS[0] not in answer.text and remote.seen == []
+
+
+@pytest.mark.spec("J5")
+async def test_no_rung_follows_a_remote_that_breaks_off_after_its_first_token(
+    client: AsyncClient, front: FrontState, engines: Engines
+) -> None:
+    async with raw_remote(resets(SSE + b"\r\n" + EVENT)) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        front.service.configure(table(url, ladder=[FAR, "warm"]))
+        answer = await client.post(CHAT, json={"model": "task:sum", **HELLO, "stream": True})
+    assert answer.headers["x-arbiter-served-by"] == THERE
+    assert EVENT.decode() in answer.text and "remote_failed" in answer.text
+    assert engines.calls == []
 
 
 @pytest.mark.spec("J5")

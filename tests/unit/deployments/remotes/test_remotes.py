@@ -168,6 +168,20 @@ async def test_a_request_with_a_secret_stays(remotes: Remotes, remote: GoodRemot
     assert secret not in offer.reason
 
 
+@pytest.mark.spec("J5", "L2")
+@pytest.mark.parametrize("text", ["it is ACME-1234", "z" * 200 + "y"])
+async def test_secret_of_the_operators_and_text_that_cannot_be_searched_in_time_stay(
+    remotes: Remotes, remote: GoodRemote, book: CountingBook, text: str
+) -> None:
+    own = [r"ACME-\d{4}", r"(z|zz)+$"]  # the second takes for ever over many z
+    remotes.configure(section(remote.url).model_copy(update={"secrets": own}))
+    with_it = await asked(messages=[{"role": "user", "content": text}])
+    with pytest.raises(RemoteRefused) as refused:
+        remotes.call(with_it, "far-chat", CLOUD)
+    assert (refused.value.status_code, refused.value.code) == (403, "secret_stays")
+    assert text not in str(refused.value) and (remote.seen, book.left_for) == ([], [])
+
+
 @pytest.mark.spec("J5")
 async def test_what_a_remote_is_not_to_see_stays(remotes: Remotes) -> None:
     url = f"data:image/png;base64,{b64encode(png(Image.new('RGB', (8, 8)))).decode()}"
