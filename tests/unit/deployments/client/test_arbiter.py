@@ -137,21 +137,23 @@ async def test_subscriber_goes_on_when_a_stream_breaks_that_was_quiet_for_long(
     clock = HandClock()
     monkeypatch.setattr(asynchronous, "AGAIN_S", 0.01)
     monkeypatch.setattr(asynchronous, "time", clock)
-    steps: list[str] = []
+    steps: dict[int, list[str]] = {}  # by where a subscriber begins
 
     async def log(after: int, wait_s: float) -> Any:
-        if (step := steps.pop(0)) == "quiet":
+        mine = steps[after // 100]
+        step = mine.pop(0) if mine else "break"
+        if step == "quiet":
             clock.now_s += 3 * asynchronous.AWAY_S
             return []
-        return ArbiterUnavailable(0.0) if step == "break" else [{"seq": 8, "kind": "model_load"}]
+        if step == "break":
+            return ArbiterUnavailable(0.0)
+        return [{"seq": after + 1, "kind": "model_load"}]
 
     arbiter.answers["events"] = log
-    for client in clients.values():
-        steps[:] = ["quiet", "break", "event", "break"]
-        async with aclosing(
-            client.subscribe(7)
-        ) as events:  # or its polls take the next one's steps
-            assert (await anext(events)).sequence == 8
+    for begin, client in enumerate(clients.values(), 1):
+        steps[begin] = ["quiet", "break", "event"]
+        async with aclosing(client.subscribe(100 * begin)) as events:
+            assert (await anext(events)).sequence == 100 * begin + 1
 
 
 async def test_subscriber_hears_of_a_front_that_is_away_for_half_a_minute(
