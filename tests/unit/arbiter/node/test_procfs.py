@@ -24,6 +24,8 @@ def child(act: Callable[[], object]) -> Iterator[int]:
     ready, done = os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.closerange(3, done)  # memory files of other tests, which a child would hold as well
+        os.closerange(done + 1, os.sysconf("SC_OPEN_MAX"))
         held = act()
         os.write(done, b"x")
         signal.pause()
