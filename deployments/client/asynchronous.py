@@ -9,14 +9,14 @@ async with AsyncClient() as client:
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack
 
 from arbiter import leases
 from arbiter.errors import TicketClosed
 from arbiter.units import TicketId
-from deployments.client import arbiter_rows, later
+from deployments.client import arbiter_rows, batches, later
 from deployments.client.calls import AsyncCalls, Budget
 from deployments.client.connection import Asked, Connection
 from deployments.client.fields import Fields, Json
@@ -118,6 +118,29 @@ class AsyncClient(AsyncCalls):
         """A job that was submitted before, here or elsewhere. Its result is the fields of the
         answer's JSON, or its bytes."""
         return later.known(self._connection, job_id)
+
+    async def line(
+        self, custom_id: str, call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> batches.Line[T]:
+        """A call of this client as a line of a batch; nothing is sent. Raises BadRequest."""
+        found = await later.withheld(call, *args, **kwargs)
+        return batches.Line.of(custom_id, found.asked, found.read)
+
+    async def submit_batch(
+        self,
+        lines: Sequence[batches.Line[T]],
+        *,
+        completion_window: str = "24h",
+        metadata: Mapping[str, str] | None = None,
+    ) -> batches.AsyncBatch[T]:
+        """Hands lines of one path in, of any models, and returns at once. Raises RequestError:
+        BadRequest; QuotaExceeded where too much waits."""
+        return await batches.submit_batch(self._connection, lines, completion_window, metadata)
+
+    def batch(self, batch_id: str) -> batches.AsyncBatch[Json]:
+        """A batch that was submitted before, here or elsewhere. Its answers are the fields of their
+        JSON."""
+        return batches.AsyncBatch(self._connection, batch_id)
 
     # -- what there is ---------------------------------------------------------------------------
 

@@ -97,6 +97,12 @@ class Connection:
             async for piece in response.aiter_bytes():
                 yield piece, kind
 
+    async def rows(self, asked: Asked) -> AsyncGenerator[dict[str, Any]]:
+        """Of a file that has a JSON object on each line. Raises RequestError."""
+        async with self.opened(asked) as response:
+            async for line in response.aiter_lines():
+                yield json.loads(line)
+
     async def events(
         self, asked: Asked, heard: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[dict[str, Any]]:

@@ -84,53 +84,55 @@ class AsyncJob(Generic[T]):
         return Asked("GET", f"{JOBS}/{self.id}/events")
 
 
-class Submitted(Exception):
-    """The front has taken the call; what would read its answer comes along."""
+class Withheld(Exception):
+    """The request of a call, which was not sent, and what would read its answer."""
 
-    def __init__(self, job_id: str, read: Read[Any]) -> None:
-        super().__init__(job_id)
-        self.job_id, self.read = job_id, read
+    def __init__(self, connection: Connection, asked: Asked, read: Read[Any]) -> None:
+        super().__init__(connection, asked, read)
+        self.connection, self.asked, self.read = connection, asked, read
 
 
-class Submitting(Connection):
-    """Has the front keep a call, in place of waiting for its answer."""
+class Withholding(Connection):
+    """Asks no model."""
 
-    @classmethod
-    def over(cls, connection: Connection) -> "Submitting":
-        return cls(connection._http, connection._where, connection.lease_way)
+    def __init__(self, behind: Connection) -> None:
+        super().__init__(behind._http, behind._where, behind.lease_way)
+        self._behind = behind
 
     async def answer(self, asked: Asked, read: Read[T]) -> T:
-        """Raises Submitted; RequestError for what the front refuses at once."""
+        """Raises Withheld."""
         if asked.method != "POST":
             return await super().answer(asked, read)
-        later = replace(asked, headers={**asked.headers, **RESPOND_ASYNC})
-        said = json.loads(await super().answer(later, _raw))
-        raise Submitted(said["id"], read)
+        raise Withheld(self._behind, asked, read)
+
+
+async def withheld(call: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Withheld:
+    """What a call of a client would send. Raises BadRequest; TypeError for any other call."""
+    calls = getattr(call, "__self__", None)
+    if not isinstance(calls, AsyncCalls):
+        raise TypeError(f"{call!r} is no call of a client")
+    view = copy.copy(calls)
+    view._connection = Withholding(calls._connection)
+    try:
+        await getattr(view, call.__name__)(*args, **kwargs)
+    except Withheld as found:
+        return found
+    raise TypeError(f"{call.__name__} asks no model, so there is nothing to keep")
 
 
 async def submit(
     call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
 ) -> AsyncJob[T]:
     """See AsyncClient.submit."""
-    calls = getattr(call, "__self__", None)
-    if not isinstance(calls, AsyncCalls):
-        raise TypeError(f"{call!r} is no call of a client")
-    view = copy.copy(calls)
-    view._connection = Submitting.over(calls._connection)
-    try:
-        await getattr(view, call.__name__)(*args, **kwargs)
-    except Submitted as submitted:
-        return AsyncJob(calls._connection, submitted.job_id, submitted.read)
-    raise TypeError(f"{call.__name__} asks no model, so there is nothing to keep")
+    found = await withheld(call, *args, **kwargs)
+    asked = replace(found.asked, headers={**found.asked.headers, **RESPOND_ASYNC})
+    said = await found.connection.read(asked)
+    return AsyncJob(found.connection, said["id"], found.read)
 
 
 def known(connection: Connection, job_id: str) -> AsyncJob[Json | bytes]:
     """A job by its id; its answer is the fields of JSON, or bytes."""
     return AsyncJob(connection, job_id, _fields_or_bytes)
-
-
-def _raw(raw: bytes, _: str) -> bytes:
-    return raw
 
 
 def _fields_or_bytes(raw: bytes, kind: str) -> Json | bytes:

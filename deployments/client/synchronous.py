@@ -7,7 +7,15 @@ of the same name there, with its signature; an event loop on a thread of its own
 
 import functools
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack, contextmanager
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
@@ -15,6 +23,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from arbiter import leases
 from deployments.client.asynchronous import WITHIN_S, AsyncClient, AsyncHeld
+from deployments.client.batches import AsyncBatch, BatchStatus, Line, LineResult
 from deployments.client.calls import AsyncCalls
 from deployments.client.fields import Fields, Json
 from deployments.client.later import AsyncJob, JobStatus
@@ -46,14 +55,17 @@ def plain_stream(
 
     @functools.wraps(method)
     def iterate(self: "Calls", /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
-        parts = method(self._behind, *args, **kwargs)
-        try:
-            while (part := self._portal.call(anext, parts, _END)) is not _END:
-                yield part
-        finally:
-            self._portal.call(parts.aclose)
+        yield from _iterated(self._portal, method(self._behind, *args, **kwargs))
 
     return iterate
+
+
+def _iterated(portal: BlockingPortal, parts: AsyncGenerator[T]) -> Generator[T, None, None]:
+    try:
+        while (part := portal.call(anext, parts, _END)) is not _END:
+            yield part
+    finally:
+        portal.call(parts.aclose)
 
 
 class Calls:
@@ -116,16 +128,39 @@ class Client(Calls):
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Job[T]":
         """See AsyncClient.submit: `submit(client.chat, "Hello")`."""
-        calls, method = getattr(call, "__self__", None), getattr(call, "__wrapped__", None)
-        if not isinstance(calls, Calls) or method is None:
-            raise TypeError(f"{call!r} is no call of a client")
-        behind = method.__get__(calls._behind)
-        bound = functools.partial(self._behind.submit, behind, *args, **kwargs)
+        bound = functools.partial(self._behind.submit, _behind(call), *args, **kwargs)
         return Job(self._portal.call(bound), self._portal)
 
     def job(self, job_id: str) -> "Job[Json | bytes]":
         """See AsyncClient.job."""
         return Job(self._behind.job(job_id), self._portal)
+
+    def line(
+        self, custom_id: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Line[T]:
+        """See AsyncClient.line."""
+        bound = functools.partial(self._behind.line, custom_id, _behind(call), *args, **kwargs)
+        return self._portal.call(bound)
+
+    def submit_batch(
+        self,
+        lines: Sequence[Line[T]],
+        *,
+        completion_window: str = "24h",
+        metadata: Mapping[str, str] | None = None,
+    ) -> "Batch[T]":
+        """See AsyncClient.submit_batch."""
+        bound = functools.partial(
+            self._behind.submit_batch,
+            lines,
+            completion_window=completion_window,
+            metadata=metadata,
+        )
+        return Batch(self._portal.call(bound), self._portal)
+
+    def batch(self, batch_id: str) -> "Batch[Json]":
+        """See AsyncClient.batch."""
+        return Batch(self._behind.batch(batch_id), self._portal)
 
     def close(self) -> None:
         """Idempotent."""
@@ -156,6 +191,15 @@ class Client(Calls):
             yield held.acquire(within_s)
         finally:
             held.release()
+
+
+def _behind(call: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """The method that a plain one is made of. Raises TypeError."""
+    calls, method = getattr(call, "__self__", None), getattr(call, "__wrapped__", None)
+    if not isinstance(calls, Calls) or method is None:
+        raise TypeError(f"{call!r} is no call of a client")
+    found: Callable[..., Awaitable[Any]] = method.__get__(calls._behind)
+    return found
 
 
 class Held(Calls):
@@ -195,3 +239,27 @@ class Job(Generic[T]):
     def result(self) -> T:
         """See AsyncJob.result."""
         return self._portal.call(self._behind.result)
+
+
+class Batch(Generic[T]):
+    """See AsyncBatch."""
+
+    def __init__(self, behind: AsyncBatch[T], portal: BlockingPortal) -> None:
+        self._behind, self._portal = behind, portal
+        self.id = behind.id
+
+    def status(self) -> BatchStatus:
+        """See AsyncBatch.status."""
+        return self._portal.call(self._behind.status)
+
+    def cancel(self) -> BatchStatus:
+        """See AsyncBatch.cancel."""
+        return self._portal.call(self._behind.cancel)
+
+    def wait(self) -> BatchStatus:
+        """See AsyncBatch.wait."""
+        return self._portal.call(self._behind.wait)
+
+    def results(self) -> Generator[LineResult[T], None, None]:
+        """See AsyncBatch.results."""
+        return _iterated(self._portal, self._behind.results())

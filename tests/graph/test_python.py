@@ -125,6 +125,12 @@ def test_submitted_call_is_kept_and_its_answer_is_that_of_the_call(
     assert left == ["cancelled", "conflict"]
 
 
+@pytest.mark.spec("J7", "J4")
+@pytest.mark.parametrize("way", ["http", "handle"])
+def test_lines_of_a_batch_have_the_answers_of_their_calls(said: dict[str, Any], way: str) -> None:
+    assert said[f"batched by {way}"] == [True, "completed", "UnknownModel"]
+
+
 @pytest.mark.spec("J7", "A15")
 @pytest.mark.parametrize("way", ["http", "handle"])
 def test_client_leases_and_subscribes(said: dict[str, Any], way: str) -> None:

@@ -24,6 +24,8 @@ from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService, Send
+from deployments.jobs.client import JobsClient
+from deployments.jobs.service import JobsService
 
 MODEL, OTHER = "model", "other"
 SSE = messages.ResponseHead(200, {"content-type": "text/event-stream"}, is_chunked=True)
@@ -82,7 +84,28 @@ class AnsweringFront:
         service = InferenceService(self._send_of)
         service.configure(parse_table({"capabilities": {"all": chat}}))
         auth = Authenticator(Keyring(file))
-        self.app = application.build(FrontState(7, auth, service, Applications(dict)))
+        self.state = FrontState(7, auth, service, Applications(dict))
+        self.app = application.build(self.state)
+
+    @contextlib.asynccontextmanager
+    async def with_jobs(self, folder: Path) -> AsyncGenerator[None, None]:
+        """A process of jobs on this loop, whichever loop the front is asked on."""
+        loop = asyncio.get_running_loop()
+
+        async def service() -> InferenceService:
+            return self.state.service
+
+        async def send(method: str, *args: Any) -> Any:
+            work = getattr(jobs, method)(*args)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+
+        jobs = self.jobs = JobsService(folder / "arbiter.sqlite", service)
+        jobs.start()
+        self.state.jobs = JobsClient(send)
+        try:
+            yield
+        finally:
+            await jobs.close()
 
     def says(self, path: str, *parts: messages.Part) -> None:
         self.answers[path] = list(parts)

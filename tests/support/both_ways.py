@@ -100,6 +100,7 @@ async def main() -> None:
             said[f"heard by {name}"] = await heard(client)
             said[f"leased by {name}"] = await leased(client)
             said[f"submitted by {name}"] = await submitted(client)
+            said[f"batched by {name}"] = await batched(client)
     print(f"{time.monotonic() - began_s:.1f} s: the end", file=sys.stderr)
     print(json.dumps(said))
 
@@ -210,6 +211,19 @@ async def submitted(client: AsyncClient) -> list[Any]:
         refused[0][0],
         [cancelled.state, (await refusal(left.result()))[2]],
     ]
+
+
+async def batched(client: AsyncClient) -> list[Any]:
+    """Whether each line of a batch of two models has the answer of its call made live; its state,
+    and the refusal of a batch with a wrong line."""
+    models = (CHAT, "plain-chat")
+    lines = [await client.line(name, client.chat, TEXT, model=name, **GREEDY) for name in models]
+    batch = await client.submit_batch(lines, completion_window="1h")
+    found = {result.custom_id: result.answer.text async for result in batch.results()}
+    live = {name: (await client.chat(TEXT, model=name, **GREEDY)).text for name in models}
+    wrong = await client.line("wrong", client.chat, TEXT, model="none")
+    refused = await refusal(listed((await client.submit_batch([wrong])).results()))
+    return [found == live, (await batch.status()).state, refused[0][0]]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,198 @@
+"""Many calls in one file, made when interactive work leaves room (docs/jobs.md).
+
+lines = [await client.line(name, client.chat, text) for name, text in texts.items()]
+batch = await client.submit_batch(lines)
+async for result in batch.results():
+    print(result.custom_id, result.answer.text)
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
+
+from arbiter.errors import RequestError
+from deployments.client.answers import Usage
+from deployments.client.connection import Asked, Connection, Files, Read, of_json
+from deployments.client.fields import Json
+from deployments.client.later import AWAY_S, FINISHED
+from deployments.client.told_errors import made, told, told_in_stream
+from deployments.front.request import BadRequest
+
+T = TypeVar("T")
+
+BATCHES, FILES = "/v1/batches", "/v1/files"
+LOOK_S = 2.0  # between two looks at a batch, which lasts minutes or hours
+AGAIN_STATUS = (429, 503)  # a full or an absent front, and a process of jobs that starts
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStatus:
+    """How far a batch is. `plain` is OpenAI's object."""
+
+    id: str
+    state: str  # OpenAI's `status`
+    total: int  # 0 until its lines were checked
+    completed: int
+    failed: int
+    usage: Usage  # of the lines that were answered
+    plain: Json
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state in FINISHED
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why no line was run: the first that is wrong. None: lines were run, or will be."""
+        if self.state != "failed":
+            return None
+        first, *others = self.plain["errors"]["data"]
+        where = f"line {first['line']}: " if first["line"] else ""
+        more = f" (and {len(others)} more)" if others else ""
+        return made(f"{where}{first['message']}{more}", 400, first["code"], first["param"], None)
+
+
+@dataclass(frozen=True, slots=True)
+class Line(Generic[T]):
+    """One call of a batch, whose answer is a T. `custom_id`: a name of its own in the batch."""
+
+    custom_id: str
+    path: str
+    body: Mapping[str, Any]
+    read: Read[T] = field(repr=False)
+
+    @classmethod
+    def of(cls, custom_id: str, asked: Asked, read: Read[T]) -> "Line[T]":
+        """Raises BadRequest where the call sends files."""
+        if asked.json is None:
+            raise BadRequest(f"{asked.path} takes a file, which no line of a batch has", "file")
+        return cls(custom_id, asked.path, asked.json, read)
+
+    def written(self) -> bytes:
+        """As a line of the file."""
+        row = {"custom_id": self.custom_id, "method": "POST", "url": self.path, "body": self.body}
+        return json.dumps(row).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult(Generic[T]):
+    """What became of one line: an answer or a refusal."""
+
+    custom_id: str
+    _answer: T | None
+    error: RequestError | None  # as the call itself would have raised; None: it was answered
+
+    @property
+    def answer(self) -> T:
+        """Raises `error`."""
+        if self.error is not None:
+            raise self.error
+        return cast("T", self._answer)
+
+
+class AsyncBatch(Generic[T]):
+    """Calls that the front makes when there is room; each line's answer is a T. They go on when
+    this object, its client or any process of the system ends."""
+
+    def __init__(
+        self, connection: Connection, batch_id: str, reads: Mapping[str, Read[T]] | None = None
+    ) -> None:
+        """`reads`: by custom id; absent where another client sent the batch."""
+        self._connection, self.id, self._reads = connection, batch_id, reads or {}
+
+    async def status(self) -> BatchStatus:
+        """Loads no model and waits for none. Raises RequestError."""
+        return _status(await self._connection.read(Asked("GET", f"{BATCHES}/{self.id}")))
+
+    async def cancel(self) -> BatchStatus:
+        """Ends what runs of it; the results so far stay. Raises RequestError."""
+        return _status(await self._connection.read(Asked("POST", f"{BATCHES}/{self.id}/cancel")))
+
+    async def wait(self) -> BatchStatus:
+        """How it is once it is finished. Outlives a restart of the front. Raises RequestError."""
+        heard_s = time.monotonic()
+        while True:
+            try:
+                status = await self.status()
+                if status.is_finished:
+                    return status
+                heard_s = time.monotonic()
+            except RequestError as error:
+                if error.status_code not in AGAIN_STATUS or time.monotonic() - heard_s > AWAY_S:
+                    raise
+            await asyncio.sleep(LOOK_S)
+
+    async def results(self) -> AsyncGenerator[LineResult[T]]:
+        """Waits for its end; then each line's result, answers first, in the order in which they
+        came. A line that was not run because the batch was cancelled has none. Raises RequestError:
+        why no line was run."""
+        status = await self.wait()
+        if status.error is not None:
+            raise status.error
+        for name in ("output_file_id", "error_file_id"):
+            if (file := status.plain[name]) is not None:
+                content = Asked("GET", f"{FILES}/{file}/content")
+                async for row in self._connection.rows(content):
+                    yield _result(row, self._reads.get(row["custom_id"], _plain))
+
+
+async def submit_batch(
+    connection: Connection,
+    lines: Sequence[Line[T]],
+    completion_window: str,
+    metadata: Mapping[str, str] | None,
+) -> AsyncBatch[T]:
+    """See AsyncClient.submit_batch."""
+    paths = {line.path for line in lines}
+    if len(paths) != 1:
+        said = "all of one path" if paths else "at least one"
+        raise BadRequest(f"`lines`: {said}, and not {sorted(paths)}", "lines")
+    raw = b"".join(line.written() for line in lines)
+    content: Files = {"file": ("lines.jsonl", raw, "application/jsonl")}
+    file = await connection.read(Asked("POST", FILES, form={"purpose": "batch"}, files=content))
+    body = {
+        "input_file_id": file["id"],
+        "endpoint": paths.pop(),
+        "completion_window": completion_window,
+        "metadata": metadata,
+    }
+    try:
+        batch = await connection.read(Asked("POST", BATCHES, json=body))
+    except RequestError:
+        await connection.read(Asked("DELETE", f"{FILES}/{file['id']}"))
+        raise
+    return AsyncBatch(connection, batch["id"], {line.custom_id: line.read for line in lines})
+
+
+def _status(said: Json) -> BatchStatus:
+    counts, usage = said["request_counts"], said["usage"]
+    return BatchStatus(
+        said["id"],
+        said["status"],
+        counts["total"],
+        counts["completed"],
+        counts["failed"],
+        Usage(usage["input_tokens"], usage["output_tokens"]),
+        said,
+    )
+
+
+def _result(row: Json, read: Read[T]) -> LineResult[T]:
+    response = row["response"]
+    if response is None:
+        return LineResult(row["custom_id"], None, told_in_stream(row))
+    raw = json.dumps(response["body"]).encode()
+    if response["status_code"] >= 400:
+        return LineResult(row["custom_id"], None, told(response["status_code"], {}, raw))
+    return LineResult(row["custom_id"], read(raw, _JSON), None)
+
+
+def _fields(said: Json) -> Json:
+    return said
+
+
+_plain: Read[Any] = of_json(_fields)
