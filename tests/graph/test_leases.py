@@ -17,6 +17,7 @@ from tests.support.graph_commands import (
     CHAT,
     EMBEDDING,
     environment,
+    level,
     read_command,
     run_command,
     send,
@@ -100,6 +101,27 @@ def test_freed_memory_is_held_for_its_term_and_what_left_returns(graph: Graph) -
     )
     told = [e for e in graph.events() if e["kind"] == "freed_return"]
     assert told[-1]["ticket"] == done["lease"]["ticket"]
+
+
+@pytest.mark.spec("A15")
+def test_freed_memory_is_held_while_a_command_lives_and_then_what_left_returns(
+    graph: Graph,
+) -> None:
+    graph.post("/v1/chat/completions", HELLO)
+    gb = more_than_free(graph, CHAT)
+    until(lambda: victims(graph, {"gb": gb}), 5, "the model is idle, and would leave")
+    command = [BIN / "arbiter", "free", "--gb", str(gb), "--name", "mine", "--", *TRAINER]
+    job = subprocess.Popen(command, cwd=ROOT, env=environment(graph), stdout=subprocess.PIPE)
+    try:
+        [lease] = until(lambda: leased(graph), 60, "the command runs and is measured")
+        assert lease["model"] == "mine" and level(graph) != "device"
+        job.terminate()
+        job.wait(20)
+    finally:
+        job.kill()
+        job.communicate()
+    until(lambda: not leased(graph), 20, "its bytes are back")
+    until(lambda: level(graph) == "device", 60, "what left is loaded again without a request")
 
 
 def victims(graph: Graph, body: dict[str, Any]) -> list[dict[str, Any]]:

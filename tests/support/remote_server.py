@@ -46,6 +46,19 @@ class GoodRemote:
     def __post_init__(self) -> None:
         self.goes_on.set()
 
+    def headers_of(self, body: dict[str, Any], key: str) -> dict[str, str]:
+        """All that a whole chat with this body may be sent with."""
+        return {
+            "host": f"127.0.0.1:{self.port}",
+            "content-type": "application/json",
+            "content-length": str(len(json.dumps(body))),
+            "connection": "close",
+            "accept": "application/json",
+            "accept-encoding": "identity",
+            "user-agent": "serve-arbiter",
+            "authorization": f"Bearer {key}",
+        }
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"

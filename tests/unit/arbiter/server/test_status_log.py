@@ -50,7 +50,7 @@ def test_lines_are_in_the_form_that_rays_dashboard_reads(tmp_path: Path) -> None
 def test_the_newest_two_parts_are_kept_and_no_file_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray would take a later file of the same inode for one that it has read."""
+    """Ray would take a later file of the same inode for a file that it has read."""
     monkeypatch.setattr(dashboard_events, "PART_BYTES", 2_000)
     write = dashboard_events.event_writer(tmp_path, "arbiter-7")
     for number in range(40):

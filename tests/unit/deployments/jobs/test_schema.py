@@ -28,8 +28,8 @@ LINES = 3
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A state file of earlier code: a job that has ended, one that waits, one that its process was
-    in the middle of; and a batch with one of its three results."""
+    """A state file of earlier code: three jobs, of which the first has ended, the second waits, and
+    the third has begun; and a batch with one of its three results."""
     path, now_s = tmp_path / "arbiter.sqlite", time.time()
     bodies = Bodies(folder_of(path))
     db = sqlite3.connect(path, isolation_level=None)
