@@ -49,6 +49,8 @@ class Timeouts:
     rejoin: Span = seconds(5)  # A18: grants nothing before, unless every holder is back
     reap_every: Span = Span(250 * MILLISECOND)  # A10
     reclaim_overdue: Span = seconds(5)  # A10: then an event, and the holder is quarantined
+    # D1: bytes fall before the holder says that it sleeps; readings come each second.
+    sleep_without_fall: Span = Span(1500 * MILLISECOND)
     reading: Span = seconds(5)  # agents send a reading each second; five missed: not readable
 
     # What the arbiter does.

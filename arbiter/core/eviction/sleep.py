@@ -46,12 +46,21 @@ def on_slept(state: CoreState, entry: Ticket) -> None:
 
 
 def confirm_sleep(state: CoreState, entry: Ticket) -> None:
-    """Moves DRAINING -> ASLEEP once a reading has seen the device bytes fall."""
+    """Moves DRAINING -> ASLEEP once a reading has seen the device bytes fall. Ends the ticket when
+    they fall no more before that."""
     claimed = entry.claimed_sleep
     if entry.state is not State.DRAINING or claimed is None:
         return
-    fallen = claimed.from_bytes - inexact.held_at_home(state, entry)
+    held = inexact.held_at_home(state, entry)
+    fallen = claimed.from_bytes - held
     if fallen < share(entry.home_bytes, state.settings.slept_fraction):
+        entry.note_held_since_sleep(state.now, held)
+        stands_for = since(claimed.fell_at, state.now)
+        # Where only a total is known, another engine may have taken what this one gave.
+        if stands_for >= state.settings.timeouts.sleep_without_fall and not inexact.is_at_home(
+            state, entry
+        ):
+            _end_failed_sleep(state, entry, entry.leaving or Reason.SWAP)
         return
     reason = entry.leaving or Reason.SWAP
     took = since(entry.since, state.now)

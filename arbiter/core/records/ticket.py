@@ -70,6 +70,8 @@ class ClaimedSleep:
 
     at: Instant
     from_bytes: Bytes  # on the devices that it was awake on
+    least_bytes: Bytes  # measured there since
+    fell_at: Instant  # when a reading last found less than those before it
 
 
 @dataclass(slots=True)
@@ -395,7 +397,13 @@ class Ticket:
         `held`: measured on its devices now."""
         assert self.revocation is not None
         before = Bytes(max(self.home_bytes, self.revocation.held_before_bytes, held))
-        self.revocation.sleep = ClaimedSleep(now, before)
+        self.revocation.sleep = ClaimedSleep(now, before, held, now)
+
+    def note_held_since_sleep(self, now: Instant, held: Bytes) -> None:
+        """Notes what a reading finds on its devices while its sleep waits for confirmation."""
+        claimed = self.claimed_sleep
+        if claimed is not None and held < claimed.least_bytes:
+            claimed.least_bytes, claimed.fell_at = held, now
 
     @property
     def claimed_sleep(self) -> ClaimedSleep | None:

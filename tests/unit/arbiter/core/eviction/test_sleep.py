@@ -101,6 +101,22 @@ def test_a_sleep_that_is_not_seen_ends_the_engine() -> None:
 
 
 @pytest.mark.spec("D1")
+def test_a_sleep_without_a_fall_is_doubted_before_one_that_still_falls() -> None:
+    driver = CoreDriver(device=80, host=100)
+    driver.resident(0, "a", 80, host=40)
+    driver.engines["a"] = {CPU: 80}
+    driver.read(1)
+    driver.ask(20, "b", 60)
+    driver.at(21, ev.Slept(TicketId("a")))
+    for t, held in (21.2, 80), (22.2, 40), (23.2, 20):
+        driver.engines["a"] = {CPU: held, HOST: 40}
+        assert killed(driver.read(t)) == []
+    assert killed(driver.read(24.6)) == []
+    assert killed(driver.read(24.7)) == ["a"]  # 1.5 s after the last fall
+    assert "not_asleep" in driver.kinds()
+
+
+@pytest.mark.spec("D1")
 def test_a_model_whose_sleep_was_not_seen_is_not_put_to_sleep_again() -> None:
     driver = CoreDriver(device=80, host=100)
     driver.resident(0, "a", 80, host=40)

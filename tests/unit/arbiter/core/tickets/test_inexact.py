@@ -64,7 +64,8 @@ def test_a_device_that_gives_too_little_back_confirms_no_sleep() -> None:
     driver.ask(20, "c", 40)
     driver.at(21, ev.Slept(TicketId("a")))
     shared(driver, 30, {"a": 30})
-    driver.read(22)
+    for t in (22, 23, 24, 25):  # another engine may have taken what this one gave
+        assert killed(driver.read(t)) == []
     assert driver.state_of("a") == "draining"
     assert killed(driver.woke(26)) == ["a"]
     assert "not_asleep" in driver.kinds()
