@@ -8,7 +8,7 @@ reason.
 from dataclasses import dataclass, field
 
 from arbiter.core.types import DeviceKind
-from arbiter.core.view import NamedRole
+from arbiter.core.view import NamedRole, PressureMarks
 from arbiter.units import MIB, MILLISECOND, SECOND, Bytes, Span, seconds
 
 
@@ -112,6 +112,7 @@ class Settings:
 
     host_marks: Watermarks = Watermarks()
     device_marks: Watermarks | None = None  # off: an idle model costs nothing until a ticket waits
+    pressure_marks: PressureMarks = field(default_factory=PressureMarks)
     min_residency_loads: float = 1.0  # C4: at least as long as bringing it in took
     min_residency: Span = seconds(1)  # where nothing is known of its load: one heartbeat
     # Both tuned on half of the public traces (docs/adr/0007): half an hour is noise at a request

@@ -70,6 +70,20 @@ class PlacementOption(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PressureMarks:
+    """Gives the fractions at which memory counts as low, and as critical (C5)."""
+
+    ram_low_fraction: float = 0.15  # of host RAM: what is available of the total is below it
+    ram_critical_fraction: float = 0.05
+    reserve_low_fraction: float = 0.5  # of a GPU: what is free of the reserve is below it
+    reserve_critical_fraction: float = 0.2
+    # Share of time in which some task waited for memory, 10 s average, is at it. systemd-oomd kills
+    # at 60 % by default; a tenth of that is memory that is short already.
+    stall_low_fraction: float = 0.06
+    stall_critical_fraction: float = 0.6
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryReading:
     """Describes what is known of a device's real memory."""
 
@@ -78,6 +92,7 @@ class MemoryReading:
     total_bytes: Bytes
     reserve_bytes: Bytes  # of the total, not ours to plan with; a cap on what is lent aside
     stalled_fraction: float  # of time in which tasks waited for this memory
+    marks: PressureMarks = PressureMarks()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from arbiter.core import settings as core
-from arbiter.core.view import NamedRole, Role
+from arbiter.core.view import NamedRole, PressureMarks, Role
 from arbiter.opening_hours import parse
 from arbiter.units import Bytes, seconds
 from deployments.config.fields import LONGEST_S, Hours, KvTerm, Size, Strict, Zone
@@ -86,6 +86,50 @@ class MarksConfig(Strict):
         return core.Watermarks(self.high, self.low)
 
 
+class ShortageConfig(Strict):
+    """Below `low` of its memory a device is short, below `critical` nearly out of it."""
+
+    low: float = Field(ge=0, le=1)
+    critical: float = Field(ge=0, le=1)
+
+    @field_validator("critical")
+    @classmethod
+    def _below(cls, value: float, info: ValidationInfo) -> float:
+        low = info.data.get("low")
+        if low is not None and value > low:
+            raise ValueError(f"critical, {value}, is above low, {low}")
+        return value
+
+
+class StallConfig(Strict):
+    """From `low` of the last ten seconds on, in which some task waited for memory, it is short."""
+
+    low: float = Field(gt=0, le=1)
+    critical: float = Field(gt=0, le=1)
+
+    @field_validator("critical")
+    @classmethod
+    def _above(cls, value: float, info: ValidationInfo) -> float:
+        low = info.data.get("low")
+        if low is not None and value < low:
+            raise ValueError(f"critical, {value}, is below low, {low}")
+        return value
+
+
+class PressureConfig(Strict):
+    """Fractions at which real memory counts as low or critical (C5)."""
+
+    ram: ShortageConfig = ShortageConfig(low=0.15, critical=0.05)  # available, of all host RAM
+    gpu: ShortageConfig = ShortageConfig(low=0.5, critical=0.2)  # free, of what is not lent
+    stalls: StallConfig = StallConfig(low=0.06, critical=0.6)  # of the last ten seconds
+
+    def as_marks(self) -> PressureMarks:
+        return PressureMarks(
+            self.ram.low, self.ram.critical, self.gpu.low, self.gpu.critical,
+            self.stalls.low, self.stalls.critical,
+        )  # fmt: skip
+
+
 def _policy(what: str, name: str, usable: list[str]) -> str:
     """Raises ValueError unless the name is usable, or the path to a function."""
     if ":" in name:
@@ -130,6 +174,7 @@ class ArbiterConfig(Strict):
     time_zone: Zone = ""  # of all hours, as `Europe/Berlin`; absent: the arbiter's machine's
     host_marks: MarksConfig = MarksConfig()  # C4: of host RAM that asleep models may fill
     device_marks: MarksConfig | None = None  # of a device while a ticket is queued; absent: off
+    pressure_marks: PressureConfig = PressureConfig()  # C5: of physical memory
     # C11: `declared` brings in the next of a pipeline, `history` also what usually followed
     preload: Literal["off", "declared", "history"] = "declared"
     pipelines: list[list[str]] = Field([])  # of capabilities, in the order they are used
@@ -205,6 +250,7 @@ class ArbiterConfig(Strict):
             batch_hours=in_zone(self.batch_hours, self.time_zone),
             host_marks=self.host_marks.as_marks(),
             device_marks=self.device_marks.as_marks() if self.device_marks else None,
+            pressure_marks=self.pressure_marks.as_marks(),
             preload=self.preload,
             pipelines=tuple(tuple(pipeline) for pipeline in self.pipelines),
             compact_least_bytes=Bytes(self.compact_least),

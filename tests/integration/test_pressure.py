@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from arbiter.client.admin import call_arbiter
@@ -10,6 +11,7 @@ from arbiter.core.types import Level
 from arbiter.errors import UnderPressure
 from arbiter.protocol.messages import Plain
 from arbiter.units import Bytes, seconds
+from deployments.config import boot
 from tests.support.live_arbiter import capability, live_arbiter, model
 from tests.support.message_counter import a_heartbeat
 from tests.support.waits import eventually
@@ -88,6 +90,37 @@ async def test_low_pressure_that_lasts_takes_one_model_more_with_each_tick() -> 
         assert {first["model"], second["model"]} == {"a", "b"}
         assert first["reason"] == second["reason"] == "pressure"
         assert second["unix_s"] - first["unix_s"] >= 4.9  # of 5, by a clock that may be set
+
+
+async def test_levels_come_from_free_host_ram_by_the_marks_of_the_settings() -> None:
+    """Real readings; the marks move, because the machine's RAM should not."""
+    both = {"chat": capability(a=model(50)), "other": capability("embedding", b=model(50))}
+    async with live_arbiter(both) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        assert await chat.ask.remote("a") == await other.ask.remote("b") == 200
+        node_of_idle(await d.until(node_of_idle))
+
+        async def set_marks(low: float, critical: float) -> None:
+            table = d.table.model_dump()
+            table["arbiter"]["pressure_marks"]["ram"] = {"low": low, "critical": critical}
+            await call_arbiter("configure", boot.configuration(type(d.table).model_validate(table)))
+
+        await set_marks(1.0, 0.0)
+        await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["a"])
+        low, *_ = await d.events("memory_pressure")
+        assert (low["level"], low["source"]) == ("low", "measured")
+        assert 0 < low["size_bytes"] < psutil.virtual_memory().total
+        assert await other.ask.remote("b") == 200  # low pressure refuses no load
+        await set_marks(1.0, 1.0)
+        await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["a"])
+        await d.until(lambda s: {x["pressure"] for x in s["devices"]} == {"critical"})
+        with pytest.raises(UnderPressure):
+            await other.ask.remote("b")
+        assert await chat.ask.remote("a") == 200
+        await set_marks(0.15, 0.05)
+        await d.until(lambda s: {x["pressure"] for x in s["devices"]} == {"nominal"})
+        assert await other.ask.remote("b") == 200
+        await d.books_are_true()
 
 
 @pytest.mark.spec("H8")

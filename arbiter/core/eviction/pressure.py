@@ -35,7 +35,9 @@ def on_reading(state: CoreState, node: Node, stalled_fraction: float) -> None:
         reserve = Bytes(book.total_bytes - int(book.total_bytes * state.settings.arena_fraction))
         is_ram = book.kind is not types.DeviceKind.GPU
         stalls = stalled_fraction if is_ram else 0.0
-        gauge = MemoryReading(book.kind, reading.free_bytes, book.total_bytes, reserve, stalls)
+        marks = state.settings.pressure_marks
+        sizes = reading.free_bytes, book.total_bytes, reserve
+        gauge = MemoryReading(book.kind, *sizes, stalls, marks)
         pressure_state = _state_of(state, device)
         pressure_state.measured = state.policies.pressure(gauge)
         pressure_state.free_bytes = reading.free_bytes

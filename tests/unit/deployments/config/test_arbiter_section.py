@@ -3,7 +3,7 @@
 import pytest
 
 from arbiter.core.settings import DEFAULTS, Watermarks
-from arbiter.core.view import Role
+from arbiter.core.view import PressureMarks, Role
 from arbiter.units import GIB, seconds
 from deployments.config.schema import ConfigError, parse_table
 from policies import bundle
@@ -34,6 +34,34 @@ def test_watermarks_are_settings_like_others() -> None:
     settings = parse_table({"arbiter": marks, "capabilities": {}}).arbiter.as_settings()
     assert settings.host_marks == Watermarks(1.0, 1.0)
     assert settings.device_marks == Watermarks(0.95, 0.80)
+
+
+@pytest.mark.spec("C5")
+def test_marks_of_pressure_are_settings_and_those_not_named_stay() -> None:
+    given = {"ram": {"low": 0.3, "critical": 0.1}, "stalls": {"low": 0.2, "critical": 0.4}}
+    table = parse_table({"arbiter": {"pressure_marks": given}, "capabilities": {}})
+    marks = PressureMarks(0.3, 0.1, 0.5, 0.2, 0.2, 0.4)
+    assert table.arbiter.as_settings().pressure_marks == marks
+    default = parse_table({"capabilities": {}}).arbiter.as_settings()
+    assert default.pressure_marks == PressureMarks() == DEFAULTS.pressure_marks
+
+
+@pytest.mark.spec("C5")
+@pytest.mark.parametrize(
+    ("marks", "wrong"),
+    [
+        ({"ram": {"low": 0.1, "critical": 0.2}}, "ram.critical: .*0.2, is above low, 0.1"),
+        ({"gpu": {"low": 2, "critical": 0.2}}, "gpu.low: Input should be less"),
+        ({"stalls": {"low": 0.5, "critical": 0.2}}, "stalls.critical: .*0.2, is below low, 0.5"),
+        ({"stalls": {"low": 0, "critical": 0.2}}, "stalls.low: Input should be greater"),
+        ({"disk": {"low": 0.5, "critical": 0.2}}, "disk: Extra inputs"),
+    ],
+)
+def test_marks_of_pressure_that_make_no_sense_are_refused(
+    marks: dict[str, dict[str, float]], wrong: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"user_config.arbiter.pressure_marks.{wrong}"):
+        parse_table({"arbiter": {"pressure_marks": marks}, "capabilities": {}})
 
 
 @pytest.mark.spec("A6", "A9")
