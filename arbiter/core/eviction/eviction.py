@@ -29,6 +29,7 @@ from arbiter.units import (
     SECOND,
     Bytes,
     DeviceId,
+    Instant,
     Span,
     TicketId,
     after,
@@ -52,7 +53,7 @@ def make_room(
         for prefetched in prefetches:
             kill_and_notify(state, prefetched, Reason.WITHDRAWN)
         return True
-    options, chosen = _weigh(state, book, waiting, short, urgent)
+    options, chosen, _ = _weigh(state, book, waiting, short, urgent)
     if chosen:
         remember(state, book, waiting, short, options, chosen)
     victims = [book.entries[option.ticket] for option in chosen]
@@ -88,8 +89,16 @@ def victims_for(
     book = state.ledger.books[device]
     if prefetches := prefetches_that_make_room(state, book, short):
         return prefetches
-    _, chosen = _weigh(state, book, waiting, short, urgent)
+    _, chosen, _ = _weigh(state, book, waiting, short, urgent)
     return [book.entries[option.ticket] for option in chosen]
+
+
+def waits_for_cheaper_until(
+    state: CoreState, book: DeviceAccount, waiting: Ticket, short: Bytes, urgent: Priority
+) -> Instant | None:
+    """Returns when the cheaper victims may leave for which `make_room` revokes none now; None: it
+    waits for none."""
+    return _weigh(state, book, waiting, short, urgent)[2]
 
 
 def evict_overcommitted(state: CoreState) -> None:
@@ -126,9 +135,10 @@ def _stays_on(book: DeviceAccount, entry: Ticket) -> bool:
 
 def _weigh(
     state: CoreState, book: DeviceAccount, waiting: Ticket, short: Bytes, urgent: Priority
-) -> tuple[list[PricedVictim], list[PricedVictim]]:
-    """Returns the lawful options, and the cheapest set of them that suffices, or none. In a long
-    order the search stops soon behind those that suffice."""
+) -> tuple[list[PricedVictim], list[PricedVictim], Instant | None]:
+    """Returns the lawful options, and the cheapest set of them that suffices, or none; none also
+    where the asker waits for cheaper victims, and then until when. In a long order the search stops
+    soon behind those that suffice."""
     options: list[PricedVictim] = []
     soon: list[PricedVictim] = []  # lawful once their minimum residency is over
     missing = int(short)
@@ -150,24 +160,25 @@ def _weigh(
     chosen = choose(options, short) if missing <= 0 else []
     if soon and chosen:
         cheaper = [o for o in (*options, *soon) if o.rank < max(c.rank for c in chosen)]
-        if _is_worth_the_wait(state, book, waiting, chosen, choose(cheaper, short)):
-            return options, []
-    return options, chosen
+        until = _worth_waiting_until(state, book, waiting, chosen, choose(cheaper, short))
+        if until is not None:
+            return options, [], until
+    return options, chosen, None
 
 
-def _is_worth_the_wait(
+def _worth_waiting_until(
     state: CoreState,
     book: DeviceAccount,
     waiting: Ticket,
     chosen: list[PricedVictim],
     later: list[PricedVictim],
-) -> bool:
-    """Says whether an asker waits for `later`, victims of cheaper ranks whose minimum residency
-    ends soon (C4): before the dearest of `chosen` could be back, counted from when the asker came,
-    and before its deadline."""
+) -> Instant | None:
+    """Returns until when an asker waits for `later`, victims of cheaper ranks whose minimum
+    residency ends soon (C4): before the dearest of `chosen` could be back, counted from when the
+    asker came, and before its deadline. None: it does not wait."""
     queued = state.queue.find(waiting.ticket)
     if queued is None or not later:
-        return False
+        return None
     until = max(min_residency_ends(state, book.entries[option.ticket]) for option in later)
     dearest = max(option.rank for option in chosen)
     leaving = [book.entries[option.ticket] for option in chosen if option.rank == dearest]
@@ -175,9 +186,11 @@ def _is_worth_the_wait(
         state.estimates.load_time(state.key_of(entry), entry.need.weights_bytes)
         for entry in leaving
     )
+    turnover = state.estimates.turnover(waiting.capability)
     load = state.estimates.load_time(state.key_of(waiting), waiting.need.weights_bytes)
-    is_in_time = queued.deadline is None or after(until, load) <= queued.deadline
-    return is_in_time and until <= after(queued.request.asked, reload)
+    serves_at = after(until, Span(turnover + load))
+    is_in_time = queued.deadline is None or serves_at <= queued.deadline
+    return until if is_in_time and until <= after(queued.request.asked, reload) else None
 
 
 def remember(

@@ -13,7 +13,7 @@ from arbiter.core.eviction.eligibility import (
     collation_bound,
     min_residency_ends,
 )
-from arbiter.core.eviction.eviction import returning_bytes
+from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
 from arbiter.core.eviction.ranking import effective_priority, priority_fades_at, ranked_victims
 from arbiter.core.queue import hours
 from arbiter.core.records.ledger import DeviceAccount
@@ -22,7 +22,7 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, reject_queued
 from arbiter.core.tickets.device_limits import compute_books
 from arbiter.errors import DeadlineUnmet
-from arbiter.units import Instant, Span, after, in_seconds, since
+from arbiter.units import Bytes, Instant, Span, after, in_seconds, since
 
 SAMPLED_COUNT = 8  # of those before it: what they need and their loads take, on average
 LOOKED_AT_COUNT = 32  # of tickets that may leave, the cheapest first; a device seldom holds more
@@ -123,6 +123,7 @@ def _room_at(
     if missing <= 0:
         drains = [_drain(state, e) for e in book.leaving.values()]
         return after(leaves_at, Span(max(drains, default=Span(0)) + turnover))
+    short = Bytes(missing)
     cheapest = islice(ranked_victims(state, book), LOOKED_AT_COUNT)
     others = [e for e, _ in cheapest if e is not entry and not e.pinned]
     leased = [e for e in others if e.lease and not e.lease.terms.preemptible and not e.leaving]
@@ -136,6 +137,9 @@ def _room_at(
             break
         leaves_at = other_at
         missing = missing - freed
+    # It may leave the soonest alone, because cheaper ones may leave soon enough (C4).
+    cheaper_at = waits_for_cheaper_until(state, book, entry, short, waiting.request.priority)
+    leaves_at = max(leaves_at, cheaper_at or leaves_at)
     if missing > 0 and leased:
         return None
     return after(leaves_at, turnover)

@@ -7,6 +7,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason, Revoke, Tier
+from arbiter.core.records.estimates import ModelKey
 from arbiter.core.view import NamedRole, Role
 from arbiter.errors import NeverFits
 from arbiter.units import HolderId, NodeId, TicketId, seconds
@@ -341,6 +342,17 @@ def test_an_asker_waits_for_a_cheaper_role_that_may_leave_before_the_dearer_coul
     assert revoked(driver.ask(20.5, "b", 30)) == []
     assert driver.wakes[0] == s(22)
     assert revoked(driver.woke(22)) == [("e1", "swap", "gone")]
+
+
+@pytest.mark.spec("A21", "C4")
+@pytest.mark.parametrize(("reload_s", "wait_s"), [(3, 1.5), (1, 0)], ids=["waits", "does not"])
+def test_an_asker_that_waits_for_a_cheaper_role_is_told_so(reload_s: float, wait_s: float) -> None:
+    driver = chat_beside_an_embedding(reload_s, stays_s=2)
+    driver.ask(20.5, "b", 30)
+    asker = driver.find("b")
+    load = driver.estimates.load_time(ModelKey("text", "b", ""), asker.need.weights_bytes)
+    turnover = driver.estimates.turnover("text")
+    assert driver.last("ticket_waits").took == seconds(wait_s) + turnover + load
 
 
 @pytest.mark.spec("C4")
