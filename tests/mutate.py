@@ -29,6 +29,7 @@ from tests.bugs.planting import BUGS, mutated
 ROOT = Path(__file__).parents[1]
 TIERS = ("unit", "style", "model", "sim")  # the cheapest first
 UNIT = Path("tests/unit")
+VLLM = Path("tests/engines/vllm")  # the units that need vLLM itself, whose import takes 5 s
 BUGS_FIT = "tests/style/test_bugs.py"  # fails with each bug, because that one fits no more
 # Where the core lies, most bugs show in the tests of another rule: all of these are run.
 CORE_FOLDERS = ("arbiter/core", "policies")
@@ -81,10 +82,13 @@ def batches_of(tier: str, bug: Bug | None) -> list[list[str]]:
     if bug is None:
         return [[str(UNIT)]]
     path = Path(bug.path)
-    near = UNIT / NEAR.get(bug.path, str(path.parent / f"test_{path.name}"))
+    names = UNIT / NEAR.get(bug.path, path.parent / f"test_{path.name}"), VLLM / f"test_{path.name}"
+    near = [str(name) for name in names if name.exists()]
     is_core = bug.path.startswith((*CORE_FOLDERS, "arbiter/errors.py"))
     rest = core_tests if is_core else [str(UNIT / path.parts[0])]
-    return [[str(near)], rest] if near.exists() else [rest]
+    if bug.path.startswith("deployments/engines/vllm/"):
+        rest.append(str(VLLM))
+    return [near, rest] if near else [rest]
 
 
 def first_failure(tier: str, copy: Path, bug: Bug | None) -> str:
