@@ -6,10 +6,14 @@ BIN := $(VENV)/bin
 DEVICE ?= cpu# cpu or gpu: which build of torch and vLLM to install
 CONFIG ?= serve_config.yaml# what `make serve` serves; `arbiter init` writes one for a machine
 SEEDS ?= 10000
+SHARE ?= 1
 KILLS ?= 200
 MINUTES ?= 6
 
-.PHONY: vendor serve test retest check bench sim chaos graph-chaos soak models install
+# What one process compiled is not compiled again by each of the hundreds that the tests start.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: vendor serve test retest check bench model sim chaos graph-chaos soak models install
 .DEFAULT_GOAL := serve
 
 install: $(VENV)/.installed-$(DEVICE)
@@ -39,17 +43,21 @@ check: install
 
 FAST := tests/sim tests/model tests/unit
 
-# First what starts neither Ray nor an engine. The rest mostly waits for processes to start, so two
+# First what starts neither Ray nor an engine. The rest often waits for processes to start, so three
 # workers run it side by side, each with a cluster of its own; a test that takes long is named
 # meanwhile. `make check` runs tests/style.
 test: install models
 	@failed=; $(BIN)/pytest -n 2 -p tests.support.lanes $(FAST) || failed=1; \
-		$(BIN)/pytest -n 2 -p tests.support.lanes -p tests.support.heartbeat \
+		$(BIN)/pytest -n 3 -p tests.support.lanes -p tests.support.heartbeat \
 			tests $(FAST:%=--ignore=%) --ignore=tests/style || failed=1; \
 		test -z "$$failed"
 
 retest: install models
 	$(BIN)/pytest --last-failed --last-failed-no-failures none
+
+# Properties with all their examples, of which `make test` draws a quarter.
+model: install
+	EXAMPLES_SHARE=$(SHARE) $(BIN)/pytest -n 2 tests/model tests/unit
 
 sim: install
 	SIM_SEEDS=$(SEEDS) $(BIN)/pytest tests/sim

@@ -29,6 +29,8 @@ VARIABLES = {
     # Nothing here reads Ray's statistics of its own event loops, nor its list of tasks.
     "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
+    # Ray's log monitor looks for new files twice a second, not ten times.
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
     # Replicas reserve no GPU with Ray; the arbiter chooses for them.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Models are local; an engine never waits for a hub that cannot be reached.

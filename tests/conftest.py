@@ -15,9 +15,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from deployments.start_variables import VARIABLES
+from tests.support.examples import examples
 
 # No test is timed: neither one example nor making many that waits for a busy machine is a failure.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "untimed",
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("untimed")
 
 if TYPE_CHECKING:
@@ -56,6 +62,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "RAY_worker_maximum_startup_concurrency": "4",
     "RAY_AUTH_MODE": "disabled",
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": VARIABLES["RAY_LOG_MONITOR_MANY_FILES_THRESHOLD"],
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 

@@ -102,7 +102,7 @@ def failure_of(files: list[str], copy: Path, bug: Bug | None) -> str:
     plugins = [word for name in PLUGINS for word in ("-p", name)]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", *plugins]
     env = {
-        **os.environ, "PYTHONPATH": str(copy), "SIM_SEEDS": SEEDS,
+        **os.environ, "PYTHONPATH": str(copy), "SIM_SEEDS": SEEDS, "EXAMPLES_SHARE": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1" if bug else "",
     }  # fmt: skip
     done = subprocess.run(

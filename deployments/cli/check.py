@@ -3,7 +3,7 @@
 Every key is checked by Serve's schema and ours; then every application's builder is called, every
 deployment's options are applied to it, every policy is made, and every model's files are looked at.
 The calls into Serve's private modules are those of its controller (application_state.py), so that
-what passes here deploys; tests/unit/deployments/cli/test_check.py holds them against Serve's next
+what passes here deploys; tests/commands/test_check.py holds them against Serve's next
 version.
 """
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from arbiter.core.types import Priority
 from deployments.engines.vllm.admission import BASE, BYPASSES, View, Waiting, plan
 from deployments.engines.vllm.token_counters import FairShare
+from tests.support.examples import examples
 
 NAMES = st.sampled_from([BASE, *"abcdefgh"])
 
@@ -137,7 +138,7 @@ RULES = (
 
 
 @pytest.mark.spec("F6", "F8")
-@settings(max_examples=600, derandomize=True)
+@settings(max_examples=examples(600), derandomize=True)
 @given(views())
 def test_any_plan_keeps_every_rule(view: View) -> None:
     for rule in RULES:
@@ -155,7 +156,7 @@ def test_a_pinned_adapter_enters_at_once_and_is_never_run_dry_for_another() -> N
 
 
 @pytest.mark.spec("F4", "F8")
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=examples(200), derandomize=True)
 @given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 5), min_size=60, max_size=60))
 def test_a_cold_adapter_enters_under_any_flood_on_hot_ones(
     slots: int, per_slot: int, lengths: list[int]

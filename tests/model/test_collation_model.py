@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 from arbiter.units import in_seconds
 from benchmarks import collation
 from benchmarks.replay.table import SETTINGS
+from tests.support.examples import examples
 
 SWAPS_MOST = 3
 
 
 @pytest.mark.spec("C13")
 @given(seed=st.integers(0, 10_000), gap_s=st.floats(0, 0.8))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_twenty_interleaved_jobs_each_cost_three_swaps_and_a_bounded_wait(
     seed: int, gap_s: float
 ) -> None:

@@ -26,6 +26,7 @@ from arbiter.core.reports.plan import Answer, Plan, PlanQuestion
 from arbiter.units import Bytes, HolderId, NodeId, TicketId, seconds
 from tests.model.ledger_machine import HOLDER_OF, SIZES, TICKETS, LedgerMachine
 from tests.support.core_driver import PLAIN, gib
+from tests.support.examples import examples
 from tests.support.gpu_core_driver import GPU, OTHER, GpuCoreDriver
 
 
@@ -83,7 +84,7 @@ class DryRunMachine(LedgerMachine):
 
 TestDryRun = pytest.mark.spec("K3")(DryRunMachine.TestCase)
 TestDryRun.settings = settings(
-    max_examples=60,
+    max_examples=examples(60),
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
@@ -127,7 +128,7 @@ def filled(residents: list[tuple[int, int]]) -> GpuWorld:
 
 @pytest.mark.spec("K3")
 @given(residents=RESIDENTS, wanted=st.integers(1, 90), priority=st.sampled_from(types.Priority))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_the_victims_and_the_device_of_a_dry_run_are_those_of_the_request(
     residents: list[tuple[int, int]], wanted: int, priority: types.Priority
 ) -> None:
@@ -149,7 +150,7 @@ def test_the_victims_and_the_device_of_a_dry_run_are_those_of_the_request(
 
 @pytest.mark.spec("A15", "K3")
 @given(residents=RESIDENTS, wanted=st.integers(1, 90))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_freeing_takes_idle_models_alone_and_all_of_them_return(
     residents: list[tuple[int, int]], wanted: int
 ) -> None:

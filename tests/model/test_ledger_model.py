@@ -3,10 +3,11 @@
 from hypothesis import HealthCheck, settings
 
 from tests.model.ledger_machine import LedgerMachine
+from tests.support.examples import examples
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(
-    max_examples=100,
+    max_examples=examples(100),
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

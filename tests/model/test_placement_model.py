@@ -14,6 +14,7 @@ from arbiter.core.decisions import Grant, Revoke
 from arbiter.core.records.ticket import State
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import CoreDriver, gib
+from tests.support.examples import examples
 
 NODE, HOST = NodeId("g"), DeviceId("g/host")
 DEVICES = {DeviceId("g/gpu:0"): 40, DeviceId("g/gpu:1"): 60, DeviceId("g/gpu:2"): 80}
@@ -163,7 +164,7 @@ class Node:
 
 
 @pytest.mark.spec("C9")
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(SIZES, STEPS)
 def test_load_goes_where_an_exhaustive_search_places_it(
     sizes: dict[str, int], steps: list[tuple[str, str, int]]

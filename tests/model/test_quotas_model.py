@@ -15,6 +15,7 @@ from arbiter.core.records.ticket import LEAVING, State
 from arbiter.core.settings import TenantLimits
 from arbiter.units import GIB, Bytes, HolderId, TicketId, seconds
 from tests.support.core_driver import CPU, PATIENT, PLAIN, CoreDriver, gib
+from tests.support.examples import examples
 
 DEVICE, MOST, RESERVED = 40, 15, 12
 TENANTS = ("bounded", "keeper", "else")
@@ -200,7 +201,7 @@ class Tenants(RuleBasedStateMachine):
 
 TestTenants = Tenants.TestCase
 TestTenants.settings = settings(
-    max_examples=100,
+    max_examples=examples(100),
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

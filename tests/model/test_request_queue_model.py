@@ -17,6 +17,7 @@ from arbiter.core.records.ticket import State
 from arbiter.core.settings import Timeouts
 from arbiter.units import SECOND, HolderId, Instant, TicketId, seconds
 from tests.support.core_driver import NODE, PATIENT, PLAIN, CoreDriver, s
+from tests.support.examples import examples
 
 MOST_COUNT, MOST_S = 3, 30
 DEVICE = 40
@@ -200,7 +201,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
 
 TestRequestQueue = RequestQueueMachine.TestCase
 TestRequestQueue.settings = settings(
-    max_examples=120,
+    max_examples=examples(120),
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

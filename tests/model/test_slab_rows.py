@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from arbiter.pool import Rows, Term
 from arbiter.pool.layout import TERMS_S
+from tests.support.examples import examples
 from tests.support.slabs import (
     EXTENT,
     ROW,
@@ -166,4 +167,6 @@ class SlabRows(RuleBasedStateMachine):
 
 
 TestSlabRows = SlabRows.TestCase
-TestSlabRows.settings = settings(max_examples=200, stateful_step_count=40, derandomize=True)
+TestSlabRows.settings = settings(
+    max_examples=examples(200), stateful_step_count=40, derandomize=True
+)

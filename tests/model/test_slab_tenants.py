@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from arbiter.pool import Removal, Rows, SlabView, layout
+from tests.support.examples import examples
 from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, set_limit, slab_file, writer
 
 TENANTS = [layout.tenant_digest(name) for name in ("default", "acme", "other")]
@@ -88,4 +89,6 @@ class SlabTenants(RuleBasedStateMachine):
 
 
 TestSlabTenants = SlabTenants.TestCase
-TestSlabTenants.settings = settings(max_examples=100, stateful_step_count=30, derandomize=True)
+TestSlabTenants.settings = settings(
+    max_examples=examples(100), stateful_step_count=30, derandomize=True
+)

@@ -18,12 +18,13 @@ from deployments.engines.vllm.token_counters import (
     FairShare,
     TokenCounters,
 )
+from tests.support.examples import examples
 
 PROMPT, ANSWER = 12, 6  # the longest, in tokens
 PATTERN = st.lists(st.integers(0, 11), min_size=40, max_size=40)
 Client = tuple[str, str]  # tenant, adapter
 # A failing run is long, and a shorter pattern makes it no clearer: it is shown as it was found.
-LONG_RUNS = settings(max_examples=10, derandomize=True, phases=(Phase.generate,))
+LONG_RUNS = settings(max_examples=examples(10), derandomize=True, phases=(Phase.generate,))
 
 
 @dataclass

@@ -12,6 +12,7 @@ from arbiter.core.decisions import KillEngine, Reason
 from arbiter.core.records.ticket import LEAVING, State, Ticket
 from arbiter.units import HolderId, TicketId, seconds
 from tests.support.core_driver import CPU, HOST, NODE, CoreDriver, gib
+from tests.support.examples import examples
 
 HIGH, LOW = gib(90), gib(80)
 FLOORED = "c"
@@ -92,7 +93,7 @@ class Host:
 
 
 @pytest.mark.spec("C4")
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(STEPS)
 def test_asleep_models_are_evicted_only_above_the_high_mark_and_down_to_the_low(
     steps: list[tuple[str, int, str]],

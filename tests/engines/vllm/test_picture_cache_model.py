@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from arbiter.pool import layout
 from arbiter.units import Bytes
 from deployments.engines.vllm.picture_cache import TERM_S, Copies
+from tests.support.examples import examples
 from tests.support.picture_slabs import (
     CAPACITY,
     ROW,
@@ -101,4 +102,6 @@ class Pictures(RuleBasedStateMachine):
 
 
 TestPictures = pytest.mark.spec("H8", "E3")(Pictures.TestCase)
-TestPictures.settings = settings(max_examples=100, stateful_step_count=40, derandomize=True)
+TestPictures.settings = settings(
+    max_examples=examples(100), stateful_step_count=40, derandomize=True
+)

@@ -12,12 +12,13 @@ from arbiter.protocol.json_codec import from_json, to_json
 from arbiter.server.recording import (
     EVENTS,
 )
+from tests.support.examples import examples
 
 NAN = re.compile(r"\bnan\b")
 
 
 @pytest.mark.parametrize("kind", EVENTS.values(), ids=EVENTS)
-@settings(max_examples=15)  # of each of twenty kinds
+@settings(max_examples=examples(15))  # of each of twenty kinds
 @given(data=st.data())
 def test_every_event_is_read_as_it_was_written(kind: Any, data: st.DataObject) -> None:
     # A NaN equals nothing, itself included.

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from arbiter.units import GIB
+from tests.support.command_line import Run
 from tests.support.scripted_front import ScriptedFront
-from tests.unit.deployments.cli.conftest import Run
 
 pytestmark = pytest.mark.spec("A15")
 VICTIM = {

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from deployments.cli import http
+from tests.support.command_line import Run
 from tests.support.scripted_front import ScriptedFront
-from tests.unit.deployments.cli.conftest import Run
 
 
 @pytest.mark.spec("L1")

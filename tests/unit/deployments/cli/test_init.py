@@ -16,7 +16,7 @@ from arbiter.node.nvml import Card
 from arbiter.units import GIB, MIB, Bytes
 from deployments.cli import config_text
 from deployments.config.schema import check_file
-from tests.unit.deployments.cli.conftest import Run
+from tests.support.command_line import Run
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 1024}
 Folder = Callable[..., Path]

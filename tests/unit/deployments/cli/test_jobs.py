@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from deployments.cli import jobs
+from tests.support.command_line import Run
 from tests.support.scripted_front import ScriptedFront
-from tests.unit.deployments.cli.conftest import Run
 
 pytestmark = pytest.mark.spec("J4")
 ROW: dict[str, Any] = {

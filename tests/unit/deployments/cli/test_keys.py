@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deployments.front.keys import Keyring, Scope
-from tests.unit.deployments.cli.conftest import Run
+from tests.support.command_line import Run
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import yaml
 
 from deployments.monitoring.alerts import ALERTS
 from deployments.monitoring.panels import PANELS
-from tests.unit.deployments.cli.conftest import Run
+from tests.support.command_line import Run
 
 QUERIES = [query.promql for panel in PANELS for query in panel.queries]
 QUERIES += [alert.promql for alert in ALERTS]

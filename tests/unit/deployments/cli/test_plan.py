@@ -9,9 +9,9 @@ from arbiter.core import types
 from arbiter.core.reports.plan import PlanQuestion
 from arbiter.protocol.json_codec import plain
 from arbiter.units import TicketId, seconds
+from tests.support.command_line import Run
 from tests.support.core_driver import CoreDriver, gib, s
 from tests.support.scripted_front import ScriptedFront
-from tests.unit.deployments.cli.conftest import Run
 
 pytestmark = pytest.mark.spec("K3")
 

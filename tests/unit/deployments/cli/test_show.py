@@ -14,9 +14,9 @@ from arbiter.units import GIB, Bytes, Content, Span, TicketId
 from deployments.config.schema import parse_table
 from deployments.front import arbiter_gateway
 from deployments.front.routes.residency import picture
+from tests.support.command_line import Run
 from tests.support.core_driver import NODE, PLAIN, CoreDriver, s
 from tests.support.scripted_front import ScriptedFront
-from tests.unit.deployments.cli.conftest import Run
 
 TABLE = {
     "capabilities": {

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from tests.support.command_line import Run
 from tests.support.scripted_front import ScriptedFront
-from tests.unit.deployments.cli.conftest import Run
 
 
 @pytest.mark.spec("D8", "A14")

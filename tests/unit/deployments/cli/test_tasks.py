@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.command_line import Run
 from tests.support.scripted_front import ScriptedFront
-from tests.unit.deployments.cli.conftest import Run
 
 CONFIG = "/api/v1/config"
 ROW: dict[str, Any] = {

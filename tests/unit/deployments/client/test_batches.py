@@ -11,6 +11,7 @@ import pytest
 from arbiter.errors import UnknownModel
 from deployments.client import AsyncClient, Audio, Client, FrontUnreachable, Line, batches
 from deployments.front.request import BadRequest
+from deployments.jobs import batch_runner
 from tests.support.answering_front import MODEL, AnsweringFront, both, whole
 from tests.support.scripted_front import ScriptedFront
 
@@ -24,6 +25,7 @@ WAYS = ("http", "handle")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "LOOK_S", 0.01)
+    monkeypatch.setattr(batch_runner, "SWEEP_S", 0.05)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from deployments.front.model_names import ModelNames
 from deployments.front.request import BadRequest, ParsedRequest, call_of, parse
 from deployments.front.schemas import PRIVATE
 from deployments.routing.pieces import HASH_BYTES
+from tests.support.examples import examples
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "x"}]
@@ -391,7 +392,7 @@ def test_a_near_miss_is_offered_among_thousands(tmp_path: Path) -> None:
         names.find("tinny", "")
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.text(max_size=60))
 def test_no_name_leaves_its_folder_or_breaks_the_front(name: str) -> None:
     names = ModelNames(table({"adapters": {"folder": "/proc"}}))

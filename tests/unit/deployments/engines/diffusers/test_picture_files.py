@@ -16,6 +16,7 @@ from deployments.engines.diffusers import picture_files
 from deployments.engines.diffusers.picture_files import encode, mask_of, open_upload
 from deployments.picture_bounds import MAX_SCANS
 from models.shapes import Fact, draw
+from tests.support.examples import examples
 from tests.support.pictures import difference, png
 
 STILL = draw(Fact("red", "circle", "blue"))
@@ -114,7 +115,7 @@ def test_text_that_unpacks_to_much_is_refused() -> None:
 
 
 @pytest.mark.spec("L3")
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.sampled_from(sorted(FILES)), st.integers(0, 2**32), st.integers(0, 3))
 def test_damaged_files_are_opened_or_refused_by_field(kind: str, seed: int, how: int) -> None:
     """Truncated, with bytes changed, with a part doubled, with another's magic."""

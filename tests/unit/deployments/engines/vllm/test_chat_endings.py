@@ -13,6 +13,7 @@ from models import make_models
 from models.chat_facts import FACTS
 from models.chat_tokens import TEMPLATE as SMALL
 from models.chat_tokens import tokenizer as made
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.spec("G1")
 
@@ -92,7 +93,7 @@ SYSTEM = {"role": "system", "content": "Answer in one word, and play music where
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("tools", [[], [TOOL]], ids=["plain", "tools"])
 @given(said=st.text(min_size=1, max_size=20), later=st.text(max_size=20))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_every_chat_begins_with_its_prefix(
     tokenizer: PreTrainedTokenizerFast, template: str, tools: list[Any], said: str, later: str
 ) -> None:

@@ -12,8 +12,8 @@ import pytest
 from arbiter.errors import ArbiterClosing
 from deployments.cli import main as command
 from deployments.cli import show
+from tests.support.command_line import Run
 from tests.support.scripted_front import ScriptedFront
-from tests.unit.deployments.cli.conftest import Run
 
 PANELS = {
     "See": [

@@ -19,10 +19,10 @@ from deployments.monitoring.followed import Followed
 from deployments.monitoring.story import event_row
 from deployments.monitoring.view import Facts, SlabRow, View, to_plain, view_of
 from tests.support.arbiter_states import Books
+from tests.support.command_line import Run
 from tests.support.scripted_front import ScriptedFront
 from tests.support.terminal import Terminal
 from tests.support.waits import eventually
-from tests.unit.deployments.cli.conftest import Run
 
 NOW = 1_000_000.0
 EVENT: dict[str, Any] = {

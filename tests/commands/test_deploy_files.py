@@ -26,7 +26,7 @@ from deployments.start_variables import VARIABLES
 from tests.support.tools import tool
 from tools import rayservice
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
 HOME = Path("/home/arbiter")

@@ -21,9 +21,9 @@ from arbiter.server.store import Store
 from arbiter.units import GIB, Bytes, seconds
 from deployments.config.load_plan import plan
 from deployments.config.schema import check_file
-from tests.unit.deployments.cli.conftest import Run
+from tests.support.command_line import Run
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 SHIPPED = ("serve_config.yaml", "serve_config.gpu.yaml")
 Config = dict[str, Any]
 

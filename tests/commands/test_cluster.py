@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.deployments.cli.conftest import Run
+from tests.support.command_line import Run
 
 WATCHED = """
 import builtins, os, sys

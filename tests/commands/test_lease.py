@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from arbiter.units import GIB, MIB
+from tests.support.command_line import Run
 from tests.support.scripted_front import LeaseFront, ScriptedFront
 from tests.support.waits import eventually
-from tests.unit.deployments.cli.conftest import Run
 
 pytestmark = pytest.mark.spec("A15")
 WITHIN_S = 30.0

@@ -14,7 +14,7 @@ import yaml
 from deployments.cli import serve
 from deployments.start_variables import VARIABLES
 from tests.support import scripted_serve_run
-from tests.unit.deployments.cli.conftest import Run
+from tests.support.command_line import Run
 
 
 @pytest.fixture(autouse=True)
