@@ -35,6 +35,11 @@ NAMES = {
     "raylet/raylet": "raylet",
     "ray::DashboardAgent": "dashboard",
     "ray/dashboard/": "dashboard",
+    "log_monitor.py": "log monitor",
+    "runtime_env/agent": "runtime environments",
+    "ray::IDLE": "spare workers",
+    "deployments.engines.zygote": "zygote",
+    "ServeReplica:": "other replicas",
 }
 
 
