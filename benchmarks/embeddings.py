@@ -57,7 +57,8 @@ async def requests_per_s(url: str, streams: int, count: int, seed: int) -> float
                 body = {"model": MODEL, "input": waiting.pop()}
                 async with http.post(f"{url}/v1/embeddings", json=body) as response:
                     if response.status != 200:
-                        raise RuntimeError(f"{response.status}: {(await response.text())[:300]}")
+                        text = (await response.text())[:300]
+                        raise RuntimeError(f"{url}: {response.status}: {text}")
                     await response.read()
 
         start = time.perf_counter()

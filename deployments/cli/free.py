@@ -39,7 +39,7 @@ def free(
     term_text: Annotated[
         str, typer.Option("--for", metavar="TIME", callback=_term, help="90s, 30m, 2h.")
     ] = "1h",
-    name: Annotated[str, typer.Option(help="What people see.")] = "free",
+    name: Annotated[str, typer.Option(help="What people see.")] = "hold",
     node: Annotated[
         str | None, typer.Option(help="Of several, as `arbiter status` has it.")
     ] = None,

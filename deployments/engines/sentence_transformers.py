@@ -10,6 +10,7 @@ waits for others, and many requests fill the batch by themselves.
 
 import asyncio
 import base64
+import copy
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,7 @@ class EmbeddingEngine:
         self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
         self.parked: host_copy.HostCopy | None = None
         self.model: Any = None
+        self._counting: Any = None
         self.worker: ThreadPoolExecutor | None = None
         self.batching: asyncio.Task[None] | None = None
 
@@ -103,6 +105,8 @@ class EmbeddingEngine:
             model_kwargs={"use_safetensors": True, **spread(self.parts)},
         )
         self.model.eval()
+        # Of its own: a call sets how the tokenizer pads, and the worker's batches go on meanwhile.
+        self._counting = copy.deepcopy(self.model.tokenizer)
         host_copy.own(self.model)
         self.width = int(self.model.get_embedding_dimension())
         self.window = int(self.model.max_seq_length)
@@ -187,7 +191,7 @@ class EmbeddingEngine:
     def _count(self, texts: list[str]) -> int:
         """Tokens of all texts. Raises BadField for one longer than the model's window: a vector of
         its beginning would say nothing of the rest."""
-        counts = [len(ids) for ids in self.model.tokenizer(texts, truncation=False)["input_ids"]]
+        counts = [len(ids) for ids in self._counting(texts, truncation=False)["input_ids"]]
         for number, count in enumerate(counts):
             if count > self.window:
                 text = f"input {number} has {count} tokens; this model reads at most {self.window}"

@@ -104,6 +104,30 @@ def test_embedding_body_that_is_not_a_json_object_is_refused(raw: bytes) -> None
     assert caught.value.param == "body"
 
 
+@pytest.mark.spec("H1", "L3")
+async def test_request_that_is_counted_while_a_batch_is_padded_changes_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens are counted on the loop; here at the moment between a batch's padding being set in
+    its tokenizer and its texts being encoded."""
+    engine = module.build({"model": PATH})
+    await engine.load()
+    texts = ["short", "a text of so many more words that the other one is padded to its length"]
+    alone = await engine._embed(texts)
+    tokenizer, counted = engine.model.tokenizer, list[int]()
+    set_padding = tokenizer.set_truncation_and_padding
+
+    def set_padding_and_lose_the_turn(**how: Any) -> None:
+        set_padding(**how)
+        if not counted:
+            counted.append(0)
+            counted[0] = engine._count(["another request"])
+
+    monkeypatch.setattr(tokenizer, "set_truncation_and_padding", set_padding_and_lose_the_turn)
+    assert await engine._embed(texts) == pytest.approx(alone, abs=1e-5)
+    assert counted == [4]
+
+
 @pytest.mark.spec("H1")
 async def test_requests_that_wait_share_one_forward_pass() -> None:
     engine = module.build({"model": PATH, "engine_args": {"max_batch": 8}})

@@ -31,7 +31,7 @@ class FreeBody(Strict):
 
     gb: float = Field(gt=0, le=MOST_GB)
     term_s: float = Field(3600.0, gt=0, le=LONGEST_S)
-    name: str = Field("free", max_length=128)
+    name: str = Field("hold", max_length=128)
     node: str | None = Field(None, max_length=128)  # None: the only one there is
     id: str | None = Field(None, pattern=NAME.pattern)  # None: a new one
     # True: the arbiter holds the lease; False: the caller sends heartbeats by PUT

@@ -15,7 +15,7 @@ VICTIM = {
     "idle_s": 3.0, "priority": "normal", "tenant": "t", "client": "",
 }  # fmt: skip
 PLAN = {
-    "answer": "after_evicting", "model": "free", "need_bytes": 8 * GIB, "load_s": 0.0,
+    "answer": "after_evicting", "model": "hold", "need_bytes": 8 * GIB, "load_s": 0.0,
     "wait_s": 0.0, "goes_to_bytes": {"n/gpu:0": 8 * GIB}, "starts_replica": False, "said": [],
     "victims": [VICTIM],
     "stays": [
