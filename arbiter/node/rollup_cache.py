@@ -21,8 +21,8 @@ T = TypeVar("T")
 # What a process may have gained or lost unseen: a hundredth of the smallest engine here.
 SLACK_BYTES = 1 * MIB
 # Pages of a fork become a process's own when the process they were forked from dies or writes to
-# its own: a zygote does neither but when it ends. A reading that found what was known already is
-# believed twice as long as the one before, up to the most.
+# its own: a zygote does neither but when it ends. A reading that found what was known already, but
+# for the slack, is believed twice as long as the one before, up to the most.
 BELIEVED_S, BELIEVED_MOST_S = 5.0, 40.0
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -55,6 +55,12 @@ def mark_of(pid: int) -> Mark | None:
     return Mark(int(fields[19]), int(fields[7]) + int(fields[9]), int(resident) * _PAGE_BYTES)
 
 
+def _moved(found: dict[str, int], known: dict[str, int]) -> int:
+    """By how much the counts of two readings differ at most, in bytes."""
+    keys = found.keys() | known.keys()
+    return max((abs(found.get(key, 0) - known.get(key, 0)) for key in keys), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Known(Generic[T]):
     mark: Mark
@@ -70,9 +76,10 @@ class _Believed(Generic[T]):
         self,
         mark: Callable[[int], Mark | None],
         read: Callable[[int], T],
+        moved: Callable[[T, T], int],
         clock: Callable[[], float],
     ) -> None:
-        self._mark, self._read, self._clock = mark, read, clock
+        self._mark, self._read, self._moved, self._clock = mark, read, moved, clock
         self._known: dict[int, _Known[T]] = {}
 
     def of(self, pid: int) -> T:
@@ -85,7 +92,7 @@ class _Believed(Generic[T]):
         value = self._read(pid)
         if mark:
             believed_s = BELIEVED_S
-            if known and is_near and value == known.value:
+            if known and is_near and self._moved(value, known.value) <= SLACK_BYTES:
                 believed_s = min(2 * known.believed_s, BELIEVED_MOST_S)
             self._known[pid] = _Known(mark, now_s, value, believed_s)
         return value
@@ -104,8 +111,8 @@ class Rollups:
         clock: Callable[[], float] = time.monotonic,
         aside: Callable[[int], int] = procfs.mapped_aside,
     ) -> None:
-        self._rollups = _Believed(mark, rollup, clock)
-        self._asides = _Believed(mark, aside, clock)
+        self._rollups = _Believed(mark, rollup, _moved, clock)
+        self._asides = _Believed(mark, aside, lambda found, known: abs(found - known), clock)
 
     def of(self, pid: int) -> dict[str, int]:
         """As procfs.rollup."""

@@ -62,19 +62,27 @@ def test_mappings_are_read_again_only_when_pages_have_moved() -> None:
 
 
 @pytest.mark.spec("N1")
-def test_a_process_at_rest_is_walked_ever_more_rarely() -> None:
+@pytest.mark.parametrize(
+    ("grows", "expected"),
+    [
+        (0, [0, 5, 15, 35, 75, 115]),
+        (SLACK_BYTES, [0, 5, 15, 35, 75, 115]),  # what a process at rest gains and loses
+        (SLACK_BYTES + 1, list(range(0, 120, 5))),
+    ],
+)
+def test_a_process_at_rest_is_walked_ever_more_rarely(grows: int, expected: list[float]) -> None:
     read_at_s = []
     now_s = 0.0
 
     def walk(pid: int) -> dict[str, int]:
         read_at_s.append(now_s)
-        return {"Private_Dirty": MIB}
+        return {"Private_Dirty": MIB + grows * (len(read_at_s) % 2)}
 
     rollups = Rollups(lambda _: Mark(7, 1_000, 50 * MIB), walk, lambda: now_s)
     for second in range(120):
         now_s = float(second)
         rollups.of(1)
-    assert read_at_s == [0, 5, 15, 35, 75, 115]
+    assert read_at_s == expected
 
 
 def test_cached_rollup_expires_and_is_dropped_with_its_process() -> None:
