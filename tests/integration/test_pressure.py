@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from arbiter.client.admin import call_arbiter
 from arbiter.core.events import PressurePushed
 from arbiter.core.types import Level
 from arbiter.errors import UnderPressure
+from arbiter.node import procfs
 from arbiter.protocol.messages import Plain
 from arbiter.units import Bytes, seconds
 from deployments.config import boot
@@ -109,7 +109,7 @@ async def test_levels_come_from_free_host_ram_by_the_marks_of_the_settings() -> 
         await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["a"])
         low, *_ = await d.events("memory_pressure")
         assert (low["level"], low["source"]) == ("low", "measured")
-        assert 0 < low["size_bytes"] < psutil.virtual_memory().total
+        assert 0 < low["size_bytes"] < procfs.ram()[0]
         assert await other.ask.remote("b") == 200  # low pressure refuses no load
         await set_marks(1.0, 1.0)
         await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["a"])
