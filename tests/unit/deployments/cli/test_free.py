@@ -43,7 +43,7 @@ def test_a_dry_run_prints_the_plan_and_holds_nothing(front: ScriptedFront, run: 
     front.says("POST", "/arbiter/free", {"plan": PLAN, "lease": None})
     done = run("free", "--gb", "8", "--dry-run")
     assert done.stdout.startswith(
-        "free (8.0 GiB): after evicting 1 of the loaded models on n/gpu:0"
+        "hold (8.0 GiB): after evicting 1 of the loaded models on n/gpu:0"
     )
     assert front.requests[0].body["dry_run"] and "it is pinned" in done.stdout
 
