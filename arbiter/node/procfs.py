@@ -200,6 +200,8 @@ def _maps_unheld(pid: int, held: Set[tuple[int, int]]) -> bool:
     """Whether a process shares memory of no file that it has open; `held`: device and inode of
     those."""
     for line in _text(pid, "maps").splitlines():
+        if not any(name in line for name in _SHARED_MEMORY):  # of thousands, nearly all
+            continue
         _, flags, _, device, inode, *path = line.split(maxsplit=5)
         is_memory = bool(path) and path[0].startswith(_SHARED_MEMORY)
         if is_memory and flags.endswith("s") and (_device(device), int(inode)) not in held:

@@ -105,11 +105,11 @@ class Holder:
         return int(parts[0].status)  # type: ignore[union-attr]  # the head comes first
 
     async def stream(self, name: str) -> int:
-        """How many chunks came."""
+        """How many events came, some of them perhaps in one piece."""
         body = b'{"stream": true}'
         async with self.residency.use(name) as engine:
             parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, body)]
-        return len(parts) - 1
+        return b"".join(p for p in parts if isinstance(p, bytes)).count(b"data: ")
 
     async def keep(self, name: str) -> str:
         """Begin a long use; its ticket."""
