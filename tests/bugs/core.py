@@ -53,7 +53,7 @@ BUGS = [
     Bug("waits for a cheaper role however long", "arbiter/core/eviction/eviction.py", "_worth_waiting_until",
         "is_in_time and until <= after(queued.request.asked, reload)",
         "is_in_time"),
-    Bug("nobody is told of the wait for a cheaper role", "arbiter/core/queue/wait_estimate.py", "_room_at",
+    Bug("the wait for a cheaper role is left out of what is told", "arbiter/core/queue/wait_estimate.py", "_room_at",
         "max(leaves_at, cheaper_at or leaves_at)",
         "leaves_at"),
     Bug("what is in flight takes no time", "arbiter/core/queue/wait_estimate.py", "_drain",

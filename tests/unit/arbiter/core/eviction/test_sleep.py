@@ -37,6 +37,17 @@ def asleep(host: float = 100) -> CoreDriver:
     return driver
 
 
+def claims_to_sleep() -> CoreDriver:
+    """`a` (80) was asked to leave for `b`, and says at 21 that it sleeps; no byte has fallen."""
+    driver = CoreDriver(device=80, host=100)
+    driver.resident(0, "a", 80, host=40)
+    driver.engines["a"] = {CPU: 80}
+    driver.read(1)
+    driver.ask(20, "b", 60)
+    driver.at(21, ev.Slept(TicketId("a")))
+    return driver
+
+
 @pytest.mark.spec("D1", "B4")
 def test_a_swapped_model_goes_to_sleep_and_its_weights_are_charged_to_host_ram() -> None:
     driver = CoreDriver(device=80, host=100)
@@ -102,12 +113,7 @@ def test_a_sleep_that_is_not_seen_ends_the_engine() -> None:
 
 @pytest.mark.spec("D1")
 def test_a_sleep_without_a_fall_is_doubted_before_one_that_still_falls() -> None:
-    driver = CoreDriver(device=80, host=100)
-    driver.resident(0, "a", 80, host=40)
-    driver.engines["a"] = {CPU: 80}
-    driver.read(1)
-    driver.ask(20, "b", 60)
-    driver.at(21, ev.Slept(TicketId("a")))
+    driver = claims_to_sleep()
     for t, held in (21.2, 80), (22.2, 40), (23.2, 20):
         driver.engines["a"] = {CPU: held, HOST: 40}
         assert killed(driver.read(t)) == []
@@ -118,12 +124,7 @@ def test_a_sleep_without_a_fall_is_doubted_before_one_that_still_falls() -> None
 
 @pytest.mark.spec("D1")
 def test_a_model_whose_sleep_was_not_seen_is_not_put_to_sleep_again() -> None:
-    driver = CoreDriver(device=80, host=100)
-    driver.resident(0, "a", 80, host=40)
-    driver.engines["a"] = {CPU: 80}
-    driver.read(1)
-    driver.ask(20, "b", 60)
-    driver.at(21, ev.Slept(TicketId("a")))
+    driver = claims_to_sleep()
     driver.woke(26)
     driver.gone(27, "a")
     driver.at(28, ev.Released(TicketId("b"), "manual"))
@@ -226,12 +227,7 @@ def test_withdrawn_wake_leaves_its_ticket_asleep_and_one_under_way_finishes() ->
 
 
 def test_wake_requested_while_falling_asleep_is_granted_once_asleep() -> None:
-    driver = CoreDriver(device=80, host=100)
-    driver.resident(0, "a", 80, host=40)
-    driver.engines["a"] = {CPU: 80}
-    driver.read(1)
-    driver.ask(20, "b", 60)
-    driver.at(21, ev.Slept(TicketId("a")))
+    driver = claims_to_sleep()
     driver.at(21.1, ev.Withdrawn(TicketId("b")))
     assert driver.ask(21.2, "a", 80, host=40) == []
     driver.engines["a"] = {CPU: 5, HOST: 40}
