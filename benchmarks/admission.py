@@ -12,8 +12,8 @@ window: all at once to ours; a window of 32 in the order of arrival before plain
 fit: as many slots as adapters, 32 clients.
 slots: ours with as many slots as its ticket pays for, plain vLLM with 4; a window of 32 each.
 many: our engine, 1,000 adapters by a Zipf law against 5; a window of 32 each.
-cold: 48 clients on 4 hot adapters that fill the slots; seconds to the first token of one request
-for another adapter.
+cold: 48 clients on 4 hot adapters that fill the slots, each with so many requests one after the
+other; seconds to the first token of one request for another adapter.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tests.support.engine_host import Child, ZygoteUnderTest, zygote
 
 PLAIN = "benchmarks.ungated:build"
 FEW_SLOTS, ADAPTERS, MANY = 4, 32, 1_000
-HOT_CLIENTS, HOT_ROUNDS = 48, 8
+HOT_CLIENTS = 48
 ZIPF = 1.1  # the skew of public traces of adapters, as in VLLM's own and S-LoRA's experiments
 BARS = {"queued": 1.0, "window": 1.6, "fit": 0.98, "slots": 2.0, "many": 0.95, "cold": 0.3}
 
@@ -56,6 +56,7 @@ class Bench:
     folder: Path
     requests: int
     tokens: int
+    rounds: int
 
     @property
     def ticket_slots(self) -> int:
@@ -162,8 +163,8 @@ def cold_row(bench: Bench, pairs: int) -> dict[str, Any]:
         bench.engine(FEW_SLOTS, gated=False) as plain,
     ):
         on, off = interleaved(
-            lambda pair: asyncio.run(cold_first_token(ours, bench.tokens, pair)),
-            lambda pair: asyncio.run(cold_first_token(plain, bench.tokens, pair)),
+            lambda pair: asyncio.run(cold_first_token(ours, bench, pair)),
+            lambda pair: asyncio.run(cold_first_token(plain, bench, pair)),
             pairs,
         )
     row = compared("cold", on, off, slots=[FEW_SLOTS, FEW_SLOTS])
@@ -172,7 +173,7 @@ def cold_row(bench: Bench, pairs: int) -> dict[str, Any]:
     return row
 
 
-async def cold_first_token(child: Child, tokens: int, pair: int) -> float:
+async def cold_first_token(child: Child, bench: Bench, pair: int) -> float:
     """Asks once the flood has its first answers; returns when the flood has ended."""
     dice = random.Random(pair)
     connector = aiohttp.UnixConnector(path=child.path, limit=0)
@@ -181,9 +182,9 @@ async def cold_first_token(child: Child, tokens: int, pair: int) -> float:
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
 
         async def client(number: int) -> None:
-            for _ in range(HOT_ROUNDS):
+            for _ in range(bench.rounds):
                 hot = f"m{number % FEW_SLOTS}"
-                await load.ask(http, "http://engine", hot, load.prompt(dice), tokens)
+                await load.ask(http, "http://engine", hot, load.prompt(dice), bench.tokens)
                 flooding.set()
 
         async with asyncio.TaskGroup() as group:
@@ -191,7 +192,7 @@ async def cold_first_token(child: Child, tokens: int, pair: int) -> float:
                 group.create_task(client(number))
             await flooding.wait()
             cold = f"m{FEW_SLOTS + pair % (ADAPTERS - FEW_SLOTS)}"
-            answer = await load.ask(http, "http://engine", cold, load.prompt(dice), tokens)
+            answer = await load.ask(http, "http://engine", cold, load.prompt(dice), bench.tokens)
         return answer.ttft_s
 
 
@@ -221,14 +222,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--requests", type=int, default=256, help="of a run")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
+    parser.add_argument("--rounds", type=int, default=8, help="of each hot client, for `cold`")
     args = parser.parse_args()
     path = load_plan.resolve(f"made:{args.model}")
-    figures: dict[str, Any] = vars(args) | {"streams": STREAMS, "adapters": ADAPTERS}
-    figures["load_average_before"] = os.getloadavg()
     with tempfile.TemporaryDirectory() as name, zygote("deployments.engines.vllm.preload") as up:
-        bench = Bench(up, path, Path(name), args.requests, args.tokens)
+        bench = Bench(up, path, Path(name), args.requests, args.tokens, args.rounds)
         make_adapters(bench.folder / "in", path, ADAPTERS)
-        for row in args.rows:
+        for row in args.rows:  # each is written when it is known
+            figures: dict[str, Any] = vars(args) | {"streams": STREAMS, "adapters": ADAPTERS}
+            figures["load_average_before"] = os.getloadavg()
             if row == "cold":
                 figures[row] = cold_row(bench, args.pairs)
             elif row == "many":
@@ -236,9 +238,8 @@ def main() -> None:
                 figures[row] = many_row(bench, args.pairs)
             else:
                 figures[row] = throughput_row(bench, row, args.pairs)
-    figures["load_average_after"] = os.getloadavg()
-    rows = [] if len(args.rows) == len(BARS) else args.rows
-    report.write("admission", figures, label="_".join([args.model, *rows]))
+            figures["load_average_after"] = os.getloadavg()
+            report.write("admission", figures, label=f"{args.model}_{row}")
 
 
 if __name__ == "__main__":

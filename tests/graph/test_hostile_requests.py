@@ -20,6 +20,7 @@ from openai import OpenAI
 
 from tests.graph.conftest import Graph, command_of
 from tests.support import archives
+from tests.support.examples import examples
 
 CHAT, EMBED, RERANK, DRAW, ASR = (
     "tiny-chat",
@@ -45,7 +46,7 @@ ENDLESS = {"/arbiter/events", "/arbiter/view/stream"}
 ANSWERED_S = 60.0
 NOT_SERVED = 501  # what Ollama's users do to its models
 BOUNDED = settings(
-    max_examples=6, deadline=None, database=None, derandomize=True,
+    max_examples=examples(16), deadline=None, database=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 
@@ -128,7 +129,7 @@ NAMES = st.sampled_from(
 
 @pytest.mark.spec("L3")
 def test_odd_names_and_headers_are_answered_and_never_with_a_server_error(graph: Graph) -> None:
-    @settings(BOUNDED, max_examples=100)
+    @settings(BOUNDED, max_examples=examples(200))
     @given(st.text(max_size=80), st.dictionaries(NAMES, HEADER, max_size=3))
     def ask(name: str, headers: dict[str, str]) -> None:
         if not headers.get("x-request-id", "").isascii():  # Serve's own proxy answers 500 to it
