@@ -52,7 +52,8 @@ def heard(client: OpenAI, raw: bytes) -> str:
 def test_what_is_spoken_is_understood(graph: Graph, client: OpenAI) -> None:
     """From nothing loaded; each sentence is itself again, and none is another."""
     until(lambda: unload_all(graph) and not graph.engines(), 60, "nothing is loaded")
-    found = [heard(client, spoken(client, sentence)) for sentence in SENTENCES]
+    said = [spoken(client, sentence) for sentence in SENTENCES]
+    found = [heard(client, raw) for raw in said]
     assert wer(list(SENTENCES), found) <= 0.03
     for sentence, text in zip(SENTENCES, found, strict=True):
         content = {word for word in plain(sentence).split() if len(word) > 4}

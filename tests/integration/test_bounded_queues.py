@@ -1,6 +1,7 @@
 """What waits between the arbiter and its holders is bounded, and nothing is lost where a bound is
 reached (J8)."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -30,6 +31,11 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+async def commanded(count: int) -> None:
+    """So many commands are on their way to each holder."""
+    await asyncio.gather(*(call_arbiter("resize", NOTHING) for _ in range(count)))
+
+
 async def has_another_session(holder: Any, before: str) -> None:
     async def is_another() -> bool:
         return bool(await holder.session.remote() != before)
@@ -43,13 +49,11 @@ async def test_holder_that_reads_no_commands_is_kept_so_many_and_rejoins_with_wh
         assert await holder.ask.remote("a") == 200
         pid, before = await holder.pid.remote(), await holder.session.remote()
         with stopped(pid):
-            for _ in range(COMMANDS_BESIDE_QUEUE_COUNT + QUEUE - 50):
-                await call_arbiter("resize", NOTHING)
+            await commanded(COMMANDS_BESIDE_QUEUE_COUNT + QUEUE - 50)
         assert await holder.ask.remote("a") == 200
         assert await holder.session.remote() == before, "it has read them"
         with stopped(pid):
-            for _ in range(COMMANDS_BESIDE_QUEUE_COUNT + QUEUE + 1):
-                await call_arbiter("resize", NOTHING)
+            await commanded(COMMANDS_BESIDE_QUEUE_COUNT + QUEUE + 1)
         await has_another_session(holder, before)
         assert await holder.ask.remote("a") == 200
         assert await d.states() == {"a": "resident"} and await holder.pid.remote() == pid
