@@ -15,7 +15,6 @@ from typing import Protocol
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Reason
 from arbiter.core.records.ticket import State
 from arbiter.core.reports.plan import PlanQuestion
 from arbiter.core.tickets.leases import LEASE
@@ -197,12 +196,9 @@ class LeaseService:
 
     def _keep(self, session: LeaseSession) -> None:
         """Beats for a lease that no process holds, until its term is over."""
-        match self._client_state(session):
-            case "leaving":
-                self._end(session, session.reason or Reason.TERM.value)
-            case "queued" | "held":
-                session.heard_s = time.monotonic()
-                self._shell.feed(ev.Renewed(session.holder, session.held_tickets()))
+        if self._client_state(session) in ("queued", "held"):
+            session.heard_s = time.monotonic()
+            self._shell.feed(ev.Renewed(session.holder, session.held_tickets()))
 
     def _forget_lapsed(self) -> None:
         """A lease that returns all the same counts as unknown; else its term would begin anew. What
@@ -297,6 +293,8 @@ class LeaseService:
             session.reason = command.reason.value
             session.gone_by_s = time.monotonic() + in_seconds(command.barrier)
             session.notify()
+            if session.is_kept:  # no process has bytes to give back; the next epoch forgets it
+                self._end(session, session.reason)
 
     async def _adopt(self, session: LeaseSession, call: messages.LeaseCall) -> None:
         """With each call: an agent that restarted has forgotten."""

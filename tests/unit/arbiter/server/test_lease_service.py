@@ -367,6 +367,19 @@ async def ended(harness: LeaseServiceHarness) -> None:
 
 
 @pytest.mark.spec("A18")
+async def test_a_drained_lease_that_no_process_holds_is_not_held_by_the_next_epoch(
+    harness: LeaseServiceHarness,
+) -> None:
+    """Also where the arbiter restarts at once, before it looks at its leases again."""
+    await freed(harness, term=seconds(300))
+    harness.shell.feed(ev.UnloadAsked(TicketId("lease:t:gpu")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert harness.shell.core.state_of(TicketId("lease:t:gpu")) == "reclaiming"
+    assert not harness.granted
+
+
+@pytest.mark.spec("A18")
 @pytest.mark.parametrize("is_kept", [True, False])
 async def test_what_left_for_a_lease_returns_after_it_also_in_the_next_epoch(is_kept: bool) -> None:
     """Its term was over before the arbiter was back, and so perhaps was its process."""
