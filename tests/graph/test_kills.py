@@ -38,8 +38,6 @@ def stream_once(client: OpenAI) -> str:
 @pytest.mark.parametrize("kind", sorted(VICTIMS))
 def test_a_killed_process_loses_nothing(graph: Graph, client: OpenAI, kind: str) -> None:
     assert stream_once(client) == "answered"
-    found = victims(graph, kind)
-    assert found, f"no {kind} runs"
     stop = threading.Event()
     outcomes: Counter[str] = Counter()
 
@@ -51,6 +49,8 @@ def test_a_killed_process_loses_nothing(graph: Graph, client: OpenAI, kind: str)
         loads = [pool.submit(load) for _ in range(4)]
         try:
             until(lambda: outcomes["answered"] >= 4, 60, "the load is under way")
+            found = victims(graph, kind)
+            assert found, f"no {kind} runs"
             for pid in found:
                 os.kill(pid, signal.SIGKILL)
             killed_at = outcomes["answered"]
