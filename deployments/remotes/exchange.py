@@ -61,7 +61,7 @@ class Exchange:
     ) -> None:
         self._row, self._call, self._resolver = row, call, resolver
         self._model = row.models[call.model]
-        self._is_whole = False
+        self.is_whole = False  # all of its answer has come
         self._is_billed = False  # once it has left, unless its status says that it failed
         self.answer_bytes = 0
         self._usage: dict[str, int] = {}
@@ -81,7 +81,7 @@ class Exchange:
         if not self._is_billed:
             return 0
         about = -(-self._counted_bytes // BYTES_PER_TOKEN)
-        unsaid = about if self._is_whole else self._call.answer_tokens
+        unsaid = about if self.is_whole else self._call.answer_tokens
         return self._usage.get("completion_tokens", unsaid)
 
     async def parts(self) -> AsyncGenerator[messages.Part, None]:
@@ -143,7 +143,7 @@ class Exchange:
         said = _object(raw)
         self._note_usage(said)
         self._counted_bytes = len(raw)
-        self._is_whole = True
+        self.is_whole = True
         return messages.FullResponse(self._head(JSON), raw)
 
     async def _events(
@@ -156,9 +156,9 @@ class Exchange:
             if not has_begun:
                 has_begun = True
                 yield self._head(SSE, is_chunked=True)
-            self._is_whole = data == DONE
+            self.is_whole = data == DONE
             yield b"data: " + data + b"\n\n"
-            if self._is_whole:
+            if self.is_whole:
                 return
         raise Failed(Failure.BROKEN, "its stream ended without [DONE]")
 

@@ -239,10 +239,11 @@ class Remotes:
         try:
             async with aclosing(exchange.parts()) as parts:
                 async for part in parts:
+                    if exchange.is_whole:  # nothing follows, and its reader may close it now
+                        outcome = "answered"
+                        state.breaker.answered()
+                        self._note_seconds(call.model, self._now_s() - began_s, state)
                     yield part
-            outcome = "answered"
-            state.breaker.answered()
-            self._note_seconds(call.model, self._now_s() - began_s, state)
         except Failed as error:
             outcome = error.failure.value
             if error.failure is Failure.TIMEOUT and self._is_hasty(call, began_s):

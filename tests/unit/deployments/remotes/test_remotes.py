@@ -57,6 +57,23 @@ async def test_an_answer_comes_back_with_the_name_of_who_made_it(
 
 
 @pytest.mark.spec("J5")
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_reader_that_takes_nothing_beyond_the_answer_has_the_whole_answer(
+    remotes: Remotes, book: CountingBook, is_stream: bool
+) -> None:
+    """As the front reads a whole answer, and OpenAI's client a stream: to its last part."""
+    request = await asked(stream=is_stream)
+    parts = remotes.run(remotes.call(request, "far-chat", CLOUD))
+    while (part := await anext(parts)) != b"data: [DONE]\n\n" and is_stream:
+        pass
+    await parts.aclose()
+    await remotes.background.done()
+    assert book.ends[0].outcome == "answered", part
+    took_s = remotes.offer(request, "far-chat", CLOUD).seconds
+    assert 0 < took_s < 2.0, "as it took, not as the table would have it of a full answer"
+
+
+@pytest.mark.spec("J5")
 async def test_only_known_fields_and_fresh_headers_leave(
     remotes: Remotes, remote: GoodRemote
 ) -> None:
