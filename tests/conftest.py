@@ -55,6 +55,15 @@ for name in ("HF_HUB_OFFLINE", "RAY_USAGE_STATS_ENABLED"):
 # handle must outlive it; the graph's own processes have one loop, and are told so by its fixture.
 os.environ["RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"] = "1"
 
+# What an idle cluster does less of, in the tests as in the system.
+RESTS = (
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS",
+    "RAY_event_stats",
+    "RAY_task_events_report_interval_ms",
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD",
+)
+
 # Read by Ray when it starts. Workers and zygotes import the repository; no token file is left in
 # anybody's home. Workers import nothing ahead, unlike those of `make serve`: most here become
 # arbiters, agents and holders, which start in three quarters of the time without Serve's modules.
@@ -62,7 +71,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "RAY_worker_maximum_startup_concurrency": "4",
     "RAY_AUTH_MODE": "disabled",
-    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": VARIABLES["RAY_LOG_MONITOR_MANY_FILES_THRESHOLD"],
+    **{name: VARIABLES[name] for name in RESTS},
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
