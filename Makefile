@@ -9,11 +9,12 @@ SEEDS ?= 10000
 SHARE ?= 1
 KILLS ?= 200
 MINUTES ?= 6
+CORES := $(shell getconf _NPROCESSORS_ONLN)
 
 # What one process compiled is not compiled again by each of the hundreds that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: vendor serve test retest check bench model sim chaos graph-chaos soak models install
+.PHONY: vendor serve test retest check types words imports declared style bench model sim chaos graph-chaos soak models install
 .DEFAULT_GOAL := serve
 
 install: $(VENV)/.installed-$(DEVICE)
@@ -30,15 +31,28 @@ models: install
 serve: install models
 	@$(BIN)/arbiter serve $(CONFIG)
 
+# The five side by side on as many cores; what each prints stays together.
 check: install
+	@$(MAKE) --no-print-directory --keep-going --output-sync=target \
+		-j$(CORES) types words imports declared style
+
+types: install
+	$(BIN)/mypy
+
+words: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+
+imports: install
 	$(BIN)/lint-imports
+
 # What is imported is declared: by the product without the dev extra, by the rest with it.
+declared: install
 	$(BIN)/deptry . --extend-exclude benchmarks --extend-exclude notebooks \
 		--optional-dependencies-dev-groups dev
 	$(BIN)/deptry . --exclude '\.venv' --ignore DEP002
+
+style: install
 	$(BIN)/pytest tests/style
 
 FAST := tests/sim tests/model tests/unit

@@ -126,9 +126,11 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         if model.adapters.merge and not kind.merges:
             raise ConfigError(f"{name}: engine {capability.engine!r} cannot `merge` an adapter")
     need = model.need.as_need() if model.need else kind.estimate(kind, path, model)
+    if not config["can_sleep"]:  # also of an explicit need, in which it is as much as the weights
+        need = replace(need, host_bytes=Bytes(0))
     if model.drafter is not None:
         config["drafter"], drafter_bytes = _drafter(name, model.drafter, capability)
-        need = replace(need, host_bytes=Bytes(0), drafter_bytes=drafter_bytes)
+        need = replace(need, drafter_bytes=drafter_bytes)
     return ModelPlan(
         name,
         kind.entry,

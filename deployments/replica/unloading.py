@@ -61,10 +61,10 @@ async def _fell_asleep(held: HeldModel, within: Span) -> bool:
             await held.link.sleep()
     except (TimeoutError, LoadRefused, EngineLost) as error:
         logger.warning(
-            "%s did not fall asleep within %.0f s and is unloaded: %r",
+            "%s is unloaded, because it did not fall asleep: %r (may take %.0f s)",
             held.ticket,
-            in_seconds(within),
             error,
+            in_seconds(within),
         )
         return False
     return True

@@ -86,3 +86,26 @@ async def test_models_that_leave_are_the_cheapest_set_that_makes_room_and_each_i
     assert not any(makes_room(went - {name}) for name in went)
     every = [s for count in range(1, 9) for s in combinations(sizes, count) if makes_room(s)]
     assert cost_s(went) <= 1.02 * min(cost_s(one) for one in every)
+
+
+async def test_of_more_candidates_than_are_compared_those_that_cost_least_leave() -> None:
+    """Of equal size, so that the cheapest set is the quickest models, one by one."""
+    took = {f"m{n}": 0.2 + 0.15 * (5 * n % 14) for n in range(14)}
+    models = {
+        name: model(30, load_seconds=took_s, can_sleep=False) for name, took_s in took.items()
+    }
+    table = {"chat": capability(**models, asked=model(80, can_sleep=False))}
+    async with live_arbiter(table, 540, evict="cost_aware", min_residency_loads=0) as d:
+        holder = d.holder()
+        await asyncio.gather(*(holder.ask.remote(name) for name in took))
+        await all_idle(d, len(took))
+        state = await d.state()
+        [device] = [row for row in state["devices"] if row["kind"] == "cpu"]
+        frees = min(sum(t["charged_bytes"].values()) for t in state["tickets"])
+        assert await holder.ask.remote("asked") == 200
+        [grant] = [e for e in await d.events("ticket_granted") if e["model"] == "asked"]
+        went = [e["model"] for e in await d.events("eviction")]
+        needed = -(-(grant["size_bytes"] - device["free_bytes"]) // frees)
+        assert 1 < needed < 5 and len(went) == needed
+        load_s = {e["model"]: e["took_s"] for e in await d.events("model_load")}
+        assert set(went) == set(sorted(took, key=lambda name: load_s[name])[:needed])

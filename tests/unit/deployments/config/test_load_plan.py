@@ -61,9 +61,13 @@ def test_other_engine_settings_are_another_key(tmp_path: Path) -> None:
     assert len(keys) == 3
 
 
-def test_a_model_that_cannot_sleep_claims_no_host_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("need", [None, {"weights": "3 MiB"}])
+def test_a_model_that_cannot_sleep_claims_no_host_memory(
+    tmp_path: Path, need: dict[str, str] | None
+) -> None:
     safetensors(tmp_path, "a.safetensors", 100)
-    assert load_plan.plan("m", capability(str(tmp_path), can_sleep=False)).need.host_bytes == 0
+    table = capability(str(tmp_path), can_sleep=False, need=need)
+    assert load_plan.plan("m", table).need.host_bytes == 0
 
 
 @pytest.mark.parametrize(
