@@ -33,6 +33,10 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Not needed by anything here, pulled in by vLLM; a build that does not match a CPU torch breaks
 # every import of transformers.
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
+COMPILE = (
+    "import compileall, sysconfig;"
+    " compileall.compile_dir(sysconfig.get_path('purelib'), maxlevels=50, quiet=2, workers=0)"
+)
 
 
 def main() -> None:
@@ -63,6 +67,9 @@ def install(folder: Path, device: str, more: str) -> None:
     with steps.step("engines, Ray and the project") as note:
         constraints = ROOT / f"constraints-{device}.txt"
         pip(python, note, "install", "-c", str(constraints), "-e", f"{ROOT}[{device}{more}]")
+    with steps.step("compiled on all cores") as note:
+        # pip would on one. Templates of packages that are no Python are left out.
+        progress.run([python, "-c", COMPILE], log_of(python), note)
     with steps.step("what does not import is dropped") as note:
         for package in OPTIONAL:
             drop_if_broken(python, note, package)
@@ -98,7 +105,8 @@ def log_of(python: Path) -> Path:
 
 def pip(python: Path, note: progress.Note, *args: str) -> None:
     quiet = os.environ | {"PYTHONUNBUFFERED": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    progress.run([python, "-m", "pip", *args], log_of(python), note, quiet)
+    words = ["--no-compile"] if args[0] == "install" else []
+    progress.run([python, "-m", "pip", *args, *words], log_of(python), note, quiet)
 
 
 if __name__ == "__main__":
