@@ -10,7 +10,7 @@ Source: asgi.readthedocs.io, "HTTP & WebSocket ASGI Message Format".
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from arbiter.errors import RequestError
@@ -42,6 +42,40 @@ class BadField(RequestError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class RequestFailed(RequestError):
+    """An engine's application failed with a request, and goes on with others."""
+
+    status_code, code = 500, "engine_failed"
+
+    def __str__(self) -> str:
+        return "the engine failed with this request; the cause is in its log (`arbiter logs`)"
+
+
+class TypedFailures:
+    """In place of the `send` of an application that is not ours: a plain 500 of its framework goes
+    out as OpenAI's error object, so that clients can read every error alike."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._is_replaced = False
+        self.has_begun = False
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            if message["status"] == 500 and not _is_json(message["headers"]):
+                self._is_replaced = True
+                return await refuse_request(self._send, RequestFailed())
+        if not self._is_replaced:
+            await self._send(message)
+
+
+def _is_json(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name.lower() == b"content-type" and b"json" in value.lower() for name, value in headers
+    )
 
 
 async def read_body(receive: Receive, most_bytes: int | None = None) -> bytes | None:

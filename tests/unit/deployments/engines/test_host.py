@@ -1,6 +1,7 @@
 """What an engine's process answers to its control routes, without a socket."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -30,6 +31,10 @@ async def host_of(engine: FakeEngine) -> EngineHost:
 
 
 async def post(host: EngineHost, act: str) -> tuple[int, bytes]:
+    return await asked(host, f"/control/{act}")
+
+
+async def asked(host: EngineHost, path: str) -> tuple[int, bytes]:
     said: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -38,9 +43,9 @@ async def post(host: EngineHost, act: str) -> tuple[int, bytes]:
     async def receive() -> Any:
         return {"type": "http.request", "body": b""}
 
-    scope = {"type": "http", "method": "POST", "path": f"/control/{act}"}
-    await host(scope, receive, send)
-    return said[0]["status"], said[1]["body"]
+    await host({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+    [begun, whole] = said
+    return begun["status"], whole["body"]
 
 
 @pytest.mark.spec("E4", "E6")
@@ -71,3 +76,30 @@ async def test_engine_without_slabs_has_nothing_to_shrink() -> None:
     host = await host_of(FakeEngine({}))
     status, said = await post(host, "shrink_slabs")
     assert (status, b"false" in said) == (200, True)
+
+
+@pytest.mark.spec("J1")
+@pytest.mark.parametrize("says_so", [False, True])
+async def test_failure_of_an_engines_application_is_an_error_that_clients_can_read(
+    says_so: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an exception alone, or behind a framework's plain answer; the next request is served."""
+
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        if says_so:
+            plain = [(b"content-type", b"text/plain; charset=utf-8")]
+            await send({"type": "http.response.start", "status": 500, "headers": plain})
+            await send({"type": "http.response.body", "body": b"Internal Server Error"})
+        else:
+            raise ZeroDivisionError("of this request")
+
+    host = await host_of(FakeEngine({}))
+    assert host.engine is not None
+    works = host.engine.app
+    host.engine.app = fails
+    status, said = await asked(host, "/v1/models")
+    error = json.loads(said)["error"]
+    assert (status, error["type"], error["code"]) == (500, "server_error", "engine_failed")
+    assert says_so or "of this request" in capsys.readouterr().err
+    host.engine.app = works
+    assert (await asked(host, "/v1/models"))[0] == 200
