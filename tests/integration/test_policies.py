@@ -95,7 +95,7 @@ async def test_of_more_candidates_than_are_compared_those_that_cost_least_leave(
         name: model(30, load_seconds=took_s, can_sleep=False) for name, took_s in took.items()
     }
     table = {"chat": capability(**models, asked=model(80, can_sleep=False))}
-    async with live_arbiter(table, 540, evict="cost_aware", min_residency_loads=0) as d:
+    async with live_arbiter(table, 800, evict="cost_aware", min_residency_loads=0) as d:
         holder = d.holder()
         await asyncio.gather(*(holder.ask.remote(name) for name in took))
         await all_idle(d, len(took))
