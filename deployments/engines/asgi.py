@@ -10,7 +10,10 @@ Source: asgi.readthedocs.io, "HTTP & WebSocket ASGI Message Format".
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 from typing import Any, TypeVar
 
 from arbiter.errors import RequestError
@@ -53,23 +56,33 @@ class RequestFailed(RequestError):
         return "the engine failed with this request; the cause is in its log (`arbiter logs`)"
 
 
-class TypedFailures:
-    """In place of the `send` of an application that is not ours: a plain 500 of its framework goes
-    out as OpenAI's error object, so that clients can read every error alike."""
+class TypedFailures(AbstractAsyncContextManager["TypedFailures", bool]):
+    """In place of the `send` of an application that is not ours: what fails there with a request
+    reaches the client as OpenAI's error object, so that it can read every error alike. That is a
+    plain 500 of the application's framework, or an exception before it has answered."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._is_replaced = False
-        self.has_begun = False
+        self._has_begun = self._is_replaced = False
 
     async def __call__(self, message: Any) -> None:
         if message["type"] == "http.response.start":
-            self.has_begun = True
+            self._has_begun = True
             if message["status"] == 500 and not _is_json(message["headers"]):
                 self._is_replaced = True
                 return await refuse_request(self._send, RequestFailed())
         if not self._is_replaced:
             await self._send(message)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> bool:
+        """After an answer has begun the server notes the error, and closes what is not whole."""
+        if self._has_begun or not isinstance(error, Exception):
+            return False
+        sys.excepthook(type(error), error, error.__traceback__)
+        await refuse_request(self._send, RequestFailed())
+        return True
 
 
 def _is_json(headers: Iterable[tuple[bytes, bytes]]) -> bool:

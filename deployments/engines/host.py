@@ -235,14 +235,8 @@ class EngineHost:
         if self.engine is None or not self.loaded.is_set() or self.failure or self.asleep:
             state = "asleep" if self.asleep else "not loaded"
             return await asgi.refuse(send, 503, f"the engine is {state}", kind="NotAwake")
-        answer = asgi.TypedFailures(send)
-        try:
+        async with asgi.TypedFailures(send) as answer:
             await self.side_streams.answer(self.engine.app, scope, receive, answer)
-        except Exception as error:
-            if answer.has_begun:
-                raise  # the server notes it, and closes what is not whole
-            sys.excepthook(type(error), error, error.__traceback__)
-            await asgi.refuse_request(send, asgi.RequestFailed())
 
     async def _ready(self, receive: Receive, send: Send) -> None:
         await self.loaded.wait()
