@@ -68,6 +68,25 @@ async def test_second_try_for_memory_evicts_first_and_its_failure_brings_the_vic
 
 
 @pytest.mark.spec("A12")
+@pytest.mark.parametrize("can_sleep", [False, True])
+async def test_failed_swap_brings_the_model_back_that_made_room(can_sleep: bool) -> None:
+    """Without a request for it, whether it had left or slept."""
+    failing = capability(a=model(200, fail="error"))
+    other = capability(b=model(200, can_sleep=can_sleep))
+    async with live_arbiter({"chat": failing, "other": other}) as d:
+        chat, holder = d.holder("chat"), d.holder("other")
+        assert await holder.ask.remote("b") == 200
+        with pytest.raises(LoadFailed):
+            await chat.ask.remote("a")
+        await d.until(lambda s: [(t["model"], t["state"]) for t in s["tickets"]] == [
+            ("b", "resident")
+        ])  # fmt: skip
+        assert [e["model"] for e in await d.events("eviction")] == ["b"]
+        assert len(await d.events("capability_run")) <= 1, "its own request, before the swap"
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A12")
 async def test_engine_killed_from_outside_while_it_loads_is_loaded_once_more(
     tmp_path: Path,
 ) -> None:

@@ -22,6 +22,20 @@ async def test_exclusive_role_has_one_awake_model_though_two_would_fit() -> None
         await d.books_are_true()
 
 
+@pytest.mark.spec("A11")
+async def test_exclusive_role_has_one_awake_model_over_all_its_capabilities() -> None:
+    three = {name: capability(**{name: model(50)}) for name in "ab"}
+    three["c"] = capability("embedding", c=model(50))
+    async with live_arbiter(three, one_resident_roles=["text"]) as d:
+        a, b, c = (d.holder(name) for name in "abc")
+        assert await c.ask.remote("c") == await a.ask.remote("a") == await b.ask.remote("b") == 200
+        states = await d.states()
+        assert (states["b"], states["c"]) == ("resident", "resident")
+        assert states.get("a", "asleep") == "asleep"
+        assert [e["model"] for e in await d.events("eviction")] == ["a"]
+        await d.books_are_true()
+
+
 @pytest.mark.spec("B6")
 async def test_model_larger_than_the_budget_loads_alone_if_oversize_is_allowed() -> None:
     both = {
