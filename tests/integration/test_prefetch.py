@@ -34,6 +34,29 @@ async def test_next_model_of_a_pipeline_is_prefetched_before_its_request() -> No
         await d.books_are_true()
 
 
+async def test_prefetched_stage_brings_the_stage_behind_it() -> None:
+    stages = {"ears": ("asr", "a"), "mind": ("text", "t"), "mouth": ("tts", "b")}
+    table = {name: capability(role, **{m: model(50)}) for name, (role, m) in stages.items()}
+    async with live_arbiter(table, pipelines=[list(stages)]) as d:
+        holders = {name: d.holder(name) for name in stages}
+
+        async def are_learned() -> bool:
+            return {e["model"] for e in await d.events("estimate_error")} >= {"t", "b"}
+
+        assert await holders["mouth"].ask.remote("b") == 200
+        assert await holders["mind"].ask.remote("t") == 200
+        await eventually(are_learned)
+        for name in "tb":
+            await d.unload(name)
+        await d.until(lambda s: not s["tickets"])
+        seen = (await d.state())["sequence"]
+        assert await holders["ears"].ask.remote("a") == 200
+        await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["resident"] * 3)
+        told = [e for e in await d.events("model_preload") if e["seq"] > seen]
+        assert [e["model"] for e in told] == ["t", "b"]
+        await d.books_are_true()
+
+
 async def test_nothing_is_prefetched_unmeasured_under_pressure_or_without_free_room() -> None:
     names = {"ears": capability(a=model(50)), "mouth": capability(b=model(250))}
     names["other"] = capability(c=model(100))
