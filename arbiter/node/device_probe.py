@@ -95,8 +95,9 @@ class NodeProbe:
     def read(self, trees: list[Tree], pool_bytes: int = 0) -> Readings:
         """Takes milliseconds per engine: call it from a thread. `pool_bytes`: RAM of slabs, which
         is no engine's and not foreign."""
-        read, aside = self._rollups.of, self._rollups.aside_of
-        memories = {tree.ticket: procfs.memory(tree.pids, read, aside) for tree in trees}
+        known = self._rollups
+        readers = known.of, known.aside_of, known.shared_of
+        memories = {tree.ticket: procfs.memory(tree.pids, *readers) for tree in trees}
         self._rollups.keep(pid for tree in trees for pid in tree.pids)
         measured = {ticket: self._ram_part(m) for ticket, m in memories.items()}
         ours_bytes = sum(m.device_bytes + m.host_bytes for m in memories.values()) + pool_bytes

@@ -4,7 +4,7 @@ process says of itself.
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,15 +147,30 @@ def mapped_aside(pid: int) -> int:
     return total
 
 
+def shared_files(pid: int) -> frozenset[tuple[int, int]]:
+    """Device and inode of the files of shared memory that a process has mapped, whether or
+    not it has them open."""
+    found = set()
+    for line in _text(pid, "maps").splitlines():
+        if not any(name in line for name in _SHARED_MEMORY):  # of thousands, nearly all
+            continue
+        _, flags, _, device, inode, *path = line.split(maxsplit=5)
+        if path and path[0].startswith(_SHARED_MEMORY) and flags.endswith("s"):
+            found.add((_device(device), int(inode)))
+    return frozenset(found)
+
+
 def memory(
     pids: Iterable[int],
     read: Callable[[int], dict[str, int]] = rollup,
     aside: Callable[[int], int] = mapped_aside,
+    shared: Callable[[int], frozenset[tuple[int, int]]] = shared_files,
 ) -> Memory:
     """Private pages of the processes, plus the shared memory they hold. Pages shared with the
     process they were forked from count for neither, so a fork costs what it writes. Slabs of the
     pool are on no process's account.
-    `read` may know a rollup already, and `aside` what is mapped of slabs and host copies."""
+    `read` may know a rollup already, `aside` what is mapped of slabs and host copies, and `shared`
+    which files of shared memory are mapped."""
     pids = list(pids)
     private_bytes = shared_bytes = 0
     files: dict[tuple[int, int], tuple[str, int]] = {}
@@ -170,7 +185,7 @@ def memory(
     pool_bytes = sum(size for name, size in files.values() if name.startswith(slab.NAME))
     file_bytes = sum(size for _, size in files.values()) - host_bytes - pool_bytes
     aside_bytes = host_bytes + pool_bytes
-    if aside_bytes and any(_maps_unheld(pid, files.keys()) for pid in pids):
+    if aside_bytes and any(shared(pid) - files.keys() for pid in pids):
         # What is held of these files need not be mapped, and would hide what is only mapped.
         aside_bytes = sum(aside(pid) for pid in pids)
     # Shared pages are seen mapped (Pss) or held open (blocks), often both: the larger counts.
@@ -194,19 +209,6 @@ def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], str, int]]:
                 yield (status.st_dev, status.st_ino), name, status.st_blocks * _SECTOR_BYTES
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # closed between listing and reading, or it has become another user's
-
-
-def _maps_unheld(pid: int, held: Set[tuple[int, int]]) -> bool:
-    """Whether a process shares memory of no file that it has open; `held`: device and inode of
-    those."""
-    for line in _text(pid, "maps").splitlines():
-        if not any(name in line for name in _SHARED_MEMORY):  # of thousands, nearly all
-            continue
-        _, flags, _, device, inode, *path = line.split(maxsplit=5)
-        is_memory = bool(path) and path[0].startswith(_SHARED_MEMORY)
-        if is_memory and flags.endswith("s") and (_device(device), int(inode)) not in held:
-            return True
-    return False
 
 
 def _device(text: str) -> int:

@@ -1,7 +1,8 @@
 """Private pages of processes, without asking the kernel each second for what has not changed.
 
 It walks all page tables of a process for `smaps_rollup`: 15 to 25 ms for each of an engine's two
-(benchmarks.md), a core for twenty sleeping engines; and again for `smaps`, which has each mapping.
+(benchmarks.md), a core for twenty sleeping engines; again for `smaps`, which has each mapping; and
+for `maps`, which names them, it writes thousands of lines.
 But a process gets a page of its own by a fault and loses one from its resident set, and both are
 counted where asking costs 20 us. Only whether another process still maps the same page is not, so
 nothing is believed for long.
@@ -61,6 +62,11 @@ def _moved(found: dict[str, int], known: dict[str, int]) -> int:
     return max((abs(found.get(key, 0) - known.get(key, 0)) for key in keys), default=0)
 
 
+def _files_moved(found: frozenset[tuple[int, int]], known: frozenset[tuple[int, int]]) -> int:
+    """More than the slack where another file is mapped than before, whatever its size."""
+    return 0 if found == known else SLACK_BYTES + 1
+
+
 @dataclass(frozen=True, slots=True)
 class _Known(Generic[T]):
     mark: Mark
@@ -110,9 +116,11 @@ class Rollups:
         rollup: Callable[[int], dict[str, int]] = procfs.rollup,
         clock: Callable[[], float] = time.monotonic,
         aside: Callable[[int], int] = procfs.mapped_aside,
+        shared: Callable[[int], frozenset[tuple[int, int]]] = procfs.shared_files,
     ) -> None:
         self._rollups = _Believed(mark, rollup, _moved, clock)
         self._asides = _Believed(mark, aside, lambda found, known: abs(found - known), clock)
+        self._shared = _Believed(mark, shared, _files_moved, clock)
 
     def of(self, pid: int) -> dict[str, int]:
         """As procfs.rollup."""
@@ -122,8 +130,13 @@ class Rollups:
         """As procfs.mapped_aside."""
         return self._asides.of(pid)
 
+    def shared_of(self, pid: int) -> frozenset[tuple[int, int]]:
+        """As procfs.shared_files. What is mapped and holds no page yet may be missing."""
+        return self._shared.of(pid)
+
     def keep(self, pids: Iterable[int]) -> None:
         """Forget all others."""
         kept = set(pids)
         self._rollups.keep(kept)
         self._asides.keep(kept)
+        self._shared.keep(kept)

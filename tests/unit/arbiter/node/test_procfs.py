@@ -129,8 +129,7 @@ def test_memory_of_another_device_with_the_same_inode_is_not_held(
     (tmp_path / "7").mkdir()
     line = "7f0000000000-7f0000a00000 rw-s 00000000 00:1a 5    /dev/shm/mine (deleted)\n"
     (tmp_path / "7" / "maps").write_text(line)
-    assert procfs._maps_unheld(7, {(os.makedev(0, 1), 5)})
-    assert not procfs._maps_unheld(7, {(os.makedev(0, 0x1A), 5)})
+    assert procfs.shared_files(7) == {(os.makedev(0, 0x1A), 5)}
 
 
 @pytest.mark.parametrize("call", ["read_text", "listdir", "readlink"])

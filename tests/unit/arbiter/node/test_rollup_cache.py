@@ -62,6 +62,28 @@ def test_mappings_are_read_again_only_when_pages_have_moved() -> None:
 
 
 @pytest.mark.spec("N1")
+def test_names_of_mappings_are_read_again_only_when_pages_have_moved() -> None:
+    """And soon again where another file is mapped than before."""
+    mark, now_s, mapped, looks = Mark(7, 1_000, 50 * MIB), 0.0, frozenset({(1, 5)}), 0
+
+    def look(pid: int) -> frozenset[tuple[int, int]]:
+        nonlocal looks
+        looks += 1
+        return mapped
+
+    rollups = Rollups(lambda _: mark, clock=lambda: now_s, shared=look)
+    assert [rollups.shared_of(1) for _ in range(3)] == [mapped] * 3
+    assert looks == 1
+    mapped = frozenset({(1, 5), (1, 6)})
+    mark = Mark(7, 1_001 + SLACK_PAGES, 50 * MIB)
+    assert rollups.shared_of(1) == mapped
+    now_s, mapped = BELIEVED_S, frozenset({(1, 6)})
+    assert rollups.shared_of(1) == mapped
+    now_s, mapped = 2 * BELIEVED_S, frozenset()
+    assert rollups.shared_of(1) == mapped  # not believed for longer, because it had changed
+
+
+@pytest.mark.spec("N1")
 @pytest.mark.parametrize(
     ("grows", "expected"),
     [
