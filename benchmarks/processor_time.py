@@ -2,29 +2,50 @@
 
     python -m benchmarks.processor_time --model mid-chat --streams 8
 
+    python -m benchmarks.processor_time --plain-serve
+
 The kernel's own count (utime and stime of /proc/PID/stat). A request is one whose answer has a
 single token; of a token, its share of a request of 64 is counted in. What a process takes at rest
-is not subtracted, except in the totals outside the engine that say so.
+is not subtracted, except in the totals outside the engine that say so; and of `further` tokens, the
+63 after a request's first, neither rest nor request are counted.
+
+`--plain-serve` has what Ray and Serve take at rest with nothing of ours: two deployments of one
+replica each that greet, as many as a front and a capability have, by Ray's settings and by ours.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import tempfile
 import time
 import urllib.request
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks import load, report, servers
 from benchmarks.throughput import graph_config
 from deployments.config import load_plan
+from deployments.start_variables import VARIABLES
 
+PLAIN_PORT = 18_403
+NO_NODE = "no node has this name"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 SETTLE_S, REST_S = 30.0, 20.0  # after a load, until what looks at a new engine looks rarely again
 ENGINE = ("engine core", "engine frontend")
 ROUNDS, REQUEST_ROUNDS, TOKENS = 3, 12, 64  # for each stream
+PLAIN_APPLICATION = """from ray import serve
+
+@serve.deployment
+class Greeter:
+    async def __call__(self, request):
+        return "Hello"
+
+application = Greeter.bind()
+"""
 NAMES = {
     "ServeReplica:front": "front",
     "ServeReplica:chat": "replica",
@@ -109,7 +130,45 @@ def measure(url: str, model: str, streams: int, session: str) -> dict[str, Any]:
         figures[f"ms_per_{unit}_outside_the_engine"] = outside(rows)
         beyond = outside(rows) - outside(at_rest) * done.wall_s / count
         figures[f"ms_per_{unit}_outside_the_engine_beyond_rest"] = beyond
+    rested = "outside_the_engine_beyond_rest"
+    request, token = (figures[f"ms_per_{unit}_{rested}"] for unit in ("request", "token"))
+    further = (token * TOKENS - request) / (TOKENS - 1)
+    figures[f"ms_per_further_token_{rested}"] = further
     return figures | {"tokens_per_s": done.tokens_per_s}
+
+
+def plain_serve_at_rest(session: str, variables: dict[str, str]) -> dict[str, float]:
+    """Milliseconds a second by process."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "greeting.py").write_text(PLAIN_APPLICATION)
+        paths = ("/front", "/capability")
+        applications = [
+            {"name": path[1:], "route_prefix": path, "import_path": "greeting:application"}
+            for path in paths
+        ]
+        http = {"host": "127.0.0.1", "port": PLAIN_PORT}
+        file = Path(folder, "plain.yaml")
+        file.write_text(yaml.safe_dump({"http_options": http, "applications": applications}))
+        env = variables | {"PYTHONPATH": folder}
+        log = Path(folder, "serve.log")
+        with servers.running([str(servers.BIN / "serve"), "run", str(file)], env, log) as process:
+            for path in paths:
+                servers.wait_for(f"http://127.0.0.1:{PLAIN_PORT}{path}", 180, process)
+            time.sleep(SETTLE_S)
+            watch = Watch(session, NO_NODE)
+            time.sleep(REST_S)
+            return watch.per(REST_S)
+
+
+def plain_serve(session: str) -> dict[str, Any]:
+    own_proxy = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"  # our front's, which is not here
+    ours = {name: value for name, value in VARIABLES.items() if name != own_proxy}
+    figures: dict[str, Any] = {}
+    for whose, variables in {"rays": {}, "ours": ours}.items():
+        rows = plain_serve_at_rest(session, variables)
+        figures[f"ms_per_s_by_{whose}_settings"] = rows
+        figures[f"ms_per_s_by_{whose}_settings_in_all"] = sum(rows.values())
+    return figures
 
 
 def outside(rows: dict[str, float]) -> float:
@@ -121,8 +180,15 @@ def main() -> None:
     parser.add_argument("--model", default="mid-chat")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--transport", choices=sorted(servers.TRANSPORTS), default="default")
+    parser.add_argument("--plain-serve", action="store_true", help="Ray and Serve alone, at rest")
     args = parser.parse_args()
     session = os.environ.setdefault("RAY_TMPDIR", "/tmp/arbiter-processor-time")
+    if args.plain_serve:
+        figures = plain_serve(session)
+        for name, row in figures.items():
+            print(f"{name}: {row}")
+        report.write("processor_time", figures, label="plain_serve")
+        return
     load_plan.resolve(f"made:{args.model}")
     with servers.our_graph(graph_config(args.model, 18_402), args.transport) as url:
         figures = measure(url, args.model, args.streams, session)
