@@ -37,12 +37,6 @@ def prose_of(source: str) -> Iterator[str]:
 
 
 @cache
-def text_of(path: Path) -> str:
-    text = path.read_text()
-    return "\n".join(prose_of(text)) if path.suffix == ".py" else text
-
-
-@cache
 def members_of(file: Path) -> dict[str, set[str]]:
     """Top-level names of a module, imported ones included, each with the names in its class."""
     found: dict[str, set[str]] = {}
@@ -81,7 +75,13 @@ def exists(name: str) -> bool:
 
 
 def cited_in_vain(path: Path) -> list[str]:
-    text = text_of(path)
+    text = path.read_text()
+    gone = gone_of(text, path)
+    # Code is told from prose, which takes long, only where something seems to be gone.
+    return gone_of("\n".join(prose_of(text)), path) if gone and path.suffix == ".py" else gone
+
+
+def gone_of(text: str, path: Path) -> list[str]:
     missing = [name for name in DOTTED.findall(text) if not exists(name)]
     cited = set(PATH.findall(text))
     missing += [p for p in cited if not ((ROOT / p).exists() or (path.parent / p).exists())]
