@@ -34,7 +34,8 @@ from deployments.start_variables import VARIABLES
 PLAIN_PORT = 18_403
 NO_NODE = "no node has this name"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-SETTLE_S, REST_S = 30.0, 20.0  # after a load, until what looks at a new engine looks rarely again
+# After a load: what the agent knows of a new engine it believes ever longer, from 75 s on for 40 s.
+SETTLE_S, REST_S = 90.0, 40.0
 ENGINE = ("engine core", "engine frontend")
 ROUNDS, REQUEST_ROUNDS, TOKENS = 3, 12, 64  # for each stream
 PLAIN_APPLICATION = """from ray import serve
