@@ -6,9 +6,7 @@ import os
 import re
 import signal
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from tests.support.graph_tasks import (
     TINY,
     WIDE,
     answered,
+    in_use,
     leased,
     make_cold,
     put,
@@ -50,18 +49,6 @@ def rungs(graph: Graph, task: str) -> dict[str, dict[str, Any]]:
     """By model, in the order in which they would be asked now."""
     found = graph.get(f"/arbiter/explain/task:{task}")["rungs"]
     return {row["model"]: row for row in found if row["turn"]}
-
-
-@contextmanager
-def in_use(graph: Graph, model: str) -> Iterator[None]:
-    """A client holds the model, as a long drawing would."""
-    body = json.dumps({"model": model, "term_s": 60}).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{graph.url}/v1/acquire", body, headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        while b'"held"' not in answer.readline():
-            pass
-        yield
 
 
 @pytest.mark.spec("J5")
