@@ -17,7 +17,7 @@ from openai import OpenAI
 from deployments.front import keys
 from deployments.front.keys import Scope
 from tests.graph.conftest import Graph, command_of, until
-from tests.support.graph_commands import run_command
+from tests.support.graph_commands import EMBEDDING, run_command
 from tests.support.graph_tasks import (
     CONFIG,
     HELLO,
@@ -77,6 +77,19 @@ def test_stand_in_answers_while_the_memory_is_held_and_a_pinned_primary_says_its
             assert re.search(r"estimate_s=\d", told), told
             text = run_command(graph, "explain", "task:most")
             assert f"1. {SMALL} (rung 1): the primary, pinned" in text and TINY in text
+
+
+@pytest.mark.spec("J5")
+def test_rung_that_cannot_have_the_request_is_left_out_though_it_is_the_pinned_primary(
+    graph: Graph, client: OpenAI
+) -> None:
+    either = {"ladder": [EMBEDDING, TINY], "pin_primary": True}
+    short = {"ladder": [WIDE, TINY], "pin_primary": True}  # of 1,024 tokens, and of 2,048
+    with tasks(graph, either=either, short=short):
+        assert answered(graph, "either") == (TINY, TINY)
+        assert client.embeddings.create(model="task:either", input="x").model == EMBEDDING
+        assert answered(graph, "short", max_tokens=1_100) == (TINY, TINY)
+        assert answered(graph, "short") == (WIDE, WIDE)
 
 
 @pytest.mark.spec("J5")
