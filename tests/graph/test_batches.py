@@ -9,49 +9,21 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from openai.types import Batch
 
-from tests.graph.conftest import Graph, command_of, until
-from tests.support.graph_processes import victims
+from tests.graph.conftest import Graph, until
+from tests.support.graph_batches import CHAT, begin, ended, results
+from tests.support.graph_processes import replicas, victims
 from tests.support.graph_tasks import HELLO, tasks
 
-CHAT = "/v1/chat/completions"
 MODELS = ["tiny-chat", "plain-chat"]
 LINES, TOKENS = 40, 32
-ENDED = ("completed", "failed", "cancelled", "expired")
-
-
-def lines(url: str, bodies: list[dict[str, Any]]) -> bytes:
-    rows = [
-        {"custom_id": f"r{n}", "method": "POST", "url": url, "body": body}
-        for n, body in enumerate(bodies)
-    ]
-    return "\n".join(json.dumps(row) for row in rows).encode()
-
-
-def begin(client: OpenAI, url: Any, bodies: list[dict[str, Any]], window: Any = "24h") -> Batch:
-    file = client.files.create(file=("in.jsonl", lines(url, bodies)), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint=url, completion_window=window)
-
-
-def ended(client: OpenAI, batch: Batch, within_s: float = 120) -> Batch:
-    def look() -> Batch | None:
-        found = client.batches.retrieve(batch.id)
-        return found if found.status in ENDED else None
-
-    return until(look, within_s, f"{batch.id} has ended")
-
-
-def results(client: OpenAI, file_id: str | None) -> list[dict[str, Any]]:
-    assert file_id is not None
-    return [json.loads(row) for row in client.files.content(file_id).text.splitlines()]
 
 
 def kill(graph: Graph, process: str) -> None:
     if process == "engine":
         pids = victims(graph, "engine")
     else:
-        pids = [pid for pid in graph.workers() if f"ServeReplica:{process}:" in command_of(pid)]
+        pids = replicas(graph, process)
     assert pids, f"no {process} runs"
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

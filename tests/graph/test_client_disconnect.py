@@ -2,18 +2,16 @@
 for nobody. Through Serve's proxy, front, replica and real engines.
 """
 
-import contextlib
 import json
 import os
 import socket
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.graph.conftest import Graph, name_of, until
+from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import unload_all
+from tests.support.graph_processor import Processor, serves
 
 LEFT, EMBED = "left-chat", "all-minilm-l6-v2"  # the first is nobody else's, and soon gone
 # Sixteen answers of all the tokens the model's context holds: half a minute of work on two cores.
@@ -60,48 +58,9 @@ def in_flight(graph: Graph, model: str) -> int:
     return sum(t["inflight"] for t in tickets(graph, model))
 
 
-def serves(graph: Graph, model: str) -> bool:
-    """With its engine up and a request in it."""
-    return any(t["state"] == "resident" and t["inflight"] for t in tickets(graph, model))
-
-
 def told(graph: Graph, after: int, kind: str, model: str) -> list[dict[str, Any]]:
     return [e for e in graph.events()
             if e["seq"] > after and e["kind"] == kind and e.get("model") == model]  # fmt: skip
-
-
-class Processor:
-    """What the processes of the engine of LEFT use of the processor, look by look. They must live
-    on meanwhile: an engine that has ended uses nothing either, and tells nothing."""
-
-    def __init__(self, graph: Graph) -> None:
-        name = f"engine:{LEFT}"[:15]  # the kernel keeps no more
-        [root] = [pid for pid in graph.engines() if name_of(pid) == name]
-        self.pids = [pid for pid in graph.engines() if os.getpgid(pid) == root]
-        self.looks = [(time.monotonic(), self.used_s())]
-
-    def used_s(self) -> float:
-        """Without threads nicer than their process: one gives a new cache its pages."""
-        ticks = 0
-        for pid in self.pids:
-            nice = os.getpriority(os.PRIO_PROCESS, pid)  # of its first thread
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                    stat = (task / "stat").read_text().rpartition(")")[2].split()
-                    if int(stat[16]) <= nice:
-                        ticks += int(stat[11]) + int(stat[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
-
-    def has_computed(self) -> bool:
-        """A quarter of a second since the first look."""
-        return self.used_s() - self.looks[0][1] > 0.25
-
-    def rests(self) -> bool:
-        """It had less than a quarter of one core in the last half second."""
-        self.looks.append((time.monotonic(), self.used_s()))
-        now_s, used_s = self.looks[-1]
-        then = [(at_s, used) for at_s, used in self.looks if at_s <= now_s - 0.5]
-        return bool(then) and used_s - then[-1][1] < 0.25 * (now_s - then[-1][0])
 
 
 def nothing_of(graph: Graph, model: str) -> None:
@@ -151,7 +110,7 @@ def test_a_client_that_leaves_during_its_answer_stops_the_engine(
 ) -> None:
     with Caller(graph, "/v1/chat/completions", LONG | {"stream": stream}):
         until(lambda: serves(graph, LEFT), 60, "it serves")
-        processor = Processor(graph)
+        processor = Processor(graph, LEFT)
         until(processor.has_computed, 20, "the engine computes")
     until(processor.rests, STOPS_WITHIN_S, "the engine has stopped")
     until(lambda: in_flight(graph, LEFT) == 0, STOPS_WITHIN_S, "nobody uses it")

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import trustme
 from anyio.from_thread import start_blocking_portal
-from openai import APIStatusError, OpenAI
+from openai import APIError, APIStatusError, OpenAI
 
 from deployments.front import keys
 from tests.graph.conftest import REMOTE_KEY, Graph, until
-from tests.support.graph_remotes import CLOUD, HELLO, client_of, egress, owner_reads
+from tests.support.graph_remotes import CLOUD, HELLO, all_events, client_of, egress, owner_reads
+from tests.support.graph_tasks import TINY, tasks
 from tests.support.hostile_remotes import (
     EVENT,
     JSON,
@@ -53,6 +54,7 @@ KINDS = {
 }
 # The same, of a stream that has begun.
 STREAMS = {"breaks": "broken", "endless-events": "protocol"}
+SECRETS = [r"ACME-\d{4}", r"(z|zz)+$"]  # the second takes for ever over many z
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,7 @@ def hostile(graph: Graph, seen: list[str]) -> Iterator[None]:
             config = copy.deepcopy(graph.config)
             table = config["applications"][0]["deployments"][0]["user_config"]
             table["remotes"]["rows"] |= {name: row(name, port) for name, port in ports.items()}
+            table["remotes"]["secrets"] = SECRETS
             try:
                 deploy(graph, config, "breaks")
                 yield
@@ -193,6 +196,51 @@ def test_stream_of_a_remote_that_breaks_ends_with_an_error_and_is_not_begun_agai
     ends = until(begun, 10, "its end is written down")
     assert [end["outcome"] for end in ends] == [STREAMS[name]]
     assert ends[0]["size_bytes"] <= BOUNDS["answer_bytes"] + 1
+
+
+@pytest.mark.spec("J5")
+def test_ladder_goes_no_further_once_its_remote_has_said_a_token(
+    graph: Graph, hostile: None, bea: OpenAI
+) -> None:
+    last = all_events(graph)[-1]["seq"]
+    ladder = {"ladder": ["breaks-chat", TINY], "pin_primary": True}
+    with tasks(graph, far=ladder):
+        said = bea.chat.completions.with_raw_response.create(
+            model="task:far", messages=HELLO, max_tokens=4, stream=True
+        )
+        assert said.headers["x-arbiter-served-by"] == "breaks/any"
+        words = []
+        with pytest.raises(APIError) as broken:
+            for chunk in said.parse():
+                words.append(chunk.choices[0].delta.content)
+    assert (words, broken.value.code) == (["a"], "remote_failed")
+    here = bea.chat.completions.create(model=TINY, messages=HELLO, max_tokens=1)
+
+    def runs() -> list[dict[str, Any]]:
+        new = [event for event in all_events(graph) if event["seq"] > last]
+        return [e for e in new if e["kind"] == "capability_run" and e["model"] == TINY]
+
+    assert here.choices and len(until(runs, 10, "the later request is written down")) == 1
+
+
+@pytest.mark.spec("J5", "L2")
+@pytest.mark.parametrize("text", ["it is ACME-1234", "z" * 200 + "y"])
+def test_secret_of_the_operators_and_text_that_takes_too_long_to_search_stay(
+    graph: Graph, hostile: None, bea: OpenAI, text: str
+) -> None:
+    before = egress(graph)
+    with pytest.raises(APIStatusError) as refused:
+        bea.chat.completions.create(
+            model="breaks-chat", messages=[{"role": "user", "content": text}], max_tokens=4
+        )
+    assert (refused.value.status_code, refused.value.code) == (403, "secret_stays")
+    assert text not in str(refused.value) and egress(graph) == before
+    ladder = {"ladder": ["breaks-chat", TINY], "pin_primary": True}
+    with tasks(graph, far=ladder):
+        stayed = bea.chat.completions.with_raw_response.create(
+            model="task:far", messages=[{"role": "user", "content": text}], max_tokens=1
+        )
+    assert stayed.headers["x-arbiter-served-by"] == TINY and egress(graph) == before
 
 
 @pytest.fixture

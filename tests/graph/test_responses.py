@@ -1,12 +1,14 @@
 """Responses and `Prefer: respond-async` on the running graph, with the official client: stored,
 continued, in the background while processes die, and of two tenants."""
 
+import json
 import os
 import signal
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from openai import OpenAI
@@ -15,9 +17,10 @@ from openai.types.responses import Response
 from deployments.front import keys
 from deployments.front.keys import Scope
 from deployments.jobs import sse
-from tests.graph.conftest import Graph, command_of, until
+from tests.graph.conftest import Graph, until
+from tests.support import speech
 from tests.support.graph_commands import unload_all
-from tests.support.graph_processes import victims
+from tests.support.graph_processes import replicas, victims
 
 pytestmark = pytest.mark.spec("J4")
 MODEL, TOKENS = "tiny-chat", 600
@@ -40,7 +43,7 @@ def ended(client: OpenAI, response_id: str, within_s: float = 90) -> Response:
 
 
 def kill_replica(graph: Graph, name: str) -> None:
-    found = [pid for pid in graph.workers() if f"ServeReplica:{name}:" in command_of(pid)]
+    found = replicas(graph, name)
     assert found, f"no replica of {name} runs"
     for pid in found:
         os.kill(pid, signal.SIGKILL)
@@ -91,21 +94,6 @@ def test_background_stream_goes_on_whatever_is_killed_and_is_resumed(
     assert events[-1].response.output_text == whole.output_text
 
 
-def test_cancelled_response_leaves_the_engine(graph: Graph, client: OpenAI) -> None:
-    begun = client.responses.create(
-        **LONG | {"max_output_tokens": 1_900}, input="Who?", background=True
-    )
-
-    def is_in_progress() -> bool:
-        found = client.responses.retrieve(begun.id)
-        assert found.status in UNFINISHED, found.error
-        return found.status == "in_progress"
-
-    until(is_in_progress, 60, "it is in progress")
-    assert client.responses.cancel(begun.id).status == "cancelled"
-    assert client.responses.retrieve(begun.id).status == "cancelled"
-
-
 def test_polls_load_nothing_and_wake_nothing(graph: Graph, client: OpenAI) -> None:
     kept = client.responses.create(model=MODEL, input="Who?", max_output_tokens=2)
     until(lambda: unload_all(graph), 30, "no model is loaded")
@@ -145,17 +133,26 @@ def test_no_tenant_reaches_the_responses_and_jobs_of_another(
     assert mine.responses.retrieve(kept.id).output_text == kept.output_text
 
 
+SPOKEN, SPOKEN_TYPE = speech.form(speech.wav(np.zeros(16_000, np.float32), 16_000), model="tiny.en")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "kind"),
     [
         ("images/generations", {**DRAWN, "stream": True, "partial_images": 2}, "event-stream"),
         ("audio/speech", {"model": "joe", "input": "Hello", "voice": "joe"}, "audio"),
+        ("audio/transcriptions", SPOKEN, "json"),
+        ("completions", {"model": MODEL, "prompt": "Who", "max_tokens": 2}, "json"),
+        ("embeddings", {"model": "all-minilm-l6-v2", "input": "x"}, "json"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_any_generating_route_answers_later(
-    graph: Graph, path: str, body: dict[str, Any], kind: str
+    graph: Graph, path: str, body: dict[str, Any] | bytes, kind: str
 ) -> None:
-    status, job = graph.post(f"/v1/{path}", body, headers={"prefer": "respond-async"})
+    raw = body if isinstance(body, bytes) else None
+    headers = {"prefer": "respond-async"} | ({"content-type": SPOKEN_TYPE} if raw else {})
+    status, job = graph.post(f"/v1/{path}", body if raw is None else None, raw, headers)
     assert (status, job["object"]) == (202, "job")
     where = f"/v1/jobs/{job['id']}"
     until(lambda: graph.get(where)["ended_at"], 90, "the job has ended")
@@ -165,6 +162,8 @@ def test_any_generating_route_answers_later(
         said = answer.read()
     if kind == "audio":
         assert said.startswith(b"ID3")  # mp3, as where no format is asked for
+    elif kind == "json":
+        assert {"text", "choices", "data"} & json.loads(said).keys()
     else:
         events = [sse.data_of(event)["type"] for event in said.decode().split("\n\n")[:-1]]
         assert events == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]

@@ -6,9 +6,7 @@ import os
 import re
 import signal
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from openai import OpenAI
 from deployments.front import keys
 from deployments.front.keys import Scope
 from tests.graph.conftest import Graph, command_of, until
-from tests.support.graph_commands import run_command
+from tests.support.graph_commands import EMBEDDING, run_command
 from tests.support.graph_tasks import (
     CONFIG,
     HELLO,
@@ -27,6 +25,7 @@ from tests.support.graph_tasks import (
     TINY,
     WIDE,
     answered,
+    in_use,
     leased,
     make_cold,
     put,
@@ -50,18 +49,6 @@ def rungs(graph: Graph, task: str) -> dict[str, dict[str, Any]]:
     """By model, in the order in which they would be asked now."""
     found = graph.get(f"/arbiter/explain/task:{task}")["rungs"]
     return {row["model"]: row for row in found if row["turn"]}
-
-
-@contextmanager
-def in_use(graph: Graph, model: str) -> Iterator[None]:
-    """A client holds the model, as a long drawing would."""
-    body = json.dumps({"model": model, "term_s": 60}).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{graph.url}/v1/acquire", body, headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        while b'"held"' not in answer.readline():
-            pass
-        yield
 
 
 @pytest.mark.spec("J5")
@@ -90,6 +77,19 @@ def test_stand_in_answers_while_the_memory_is_held_and_a_pinned_primary_says_its
             assert re.search(r"estimate_s=\d", told), told
             text = run_command(graph, "explain", "task:most")
             assert f"1. {SMALL} (rung 1): the primary, pinned" in text and TINY in text
+
+
+@pytest.mark.spec("J5")
+def test_rung_that_cannot_have_the_request_is_left_out_though_it_is_the_pinned_primary(
+    graph: Graph, client: OpenAI
+) -> None:
+    either = {"ladder": [EMBEDDING, TINY], "pin_primary": True}
+    short = {"ladder": [WIDE, TINY], "pin_primary": True}  # of 1,024 tokens, and of 2,048
+    with tasks(graph, either=either, short=short):
+        assert answered(graph, "either") == (TINY, TINY)
+        assert client.embeddings.create(model="task:either", input="x").model == EMBEDDING
+        assert answered(graph, "short", max_tokens=1_100) == (TINY, TINY)
+        assert answered(graph, "short") == (WIDE, WIDE)
 
 
 @pytest.mark.spec("J5")

@@ -26,6 +26,11 @@ def victims(graph: Graph, kind: str) -> list[int]:
     return [p for p in graph.workers() if VICTIMS[kind] in command_of(p)]
 
 
+def replicas(graph: Graph, deployment: str) -> list[int]:
+    """Pids of its replicas in this graph."""
+    return [pid for pid in graph.workers() if f"ServeReplica:{deployment}:" in command_of(pid)]
+
+
 def books_are_true(graph: Graph) -> bool:
     """The books equal what the kernel says now, nothing is overcommitted, and there is an engine
     for each ticket that holds bytes and none besides."""

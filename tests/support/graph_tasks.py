@@ -76,3 +76,15 @@ def leased(graph: Graph, gb: float) -> Iterator[None]:
         yield
     finally:
         held.release()
+
+
+@contextmanager
+def in_use(graph: Graph, model: str) -> Iterator[None]:
+    """A client holds the model, as a long drawing would."""
+    body = json.dumps({"model": model, "term_s": 60}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{graph.url}/v1/acquire", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        while b'"held"' not in answer.readline():
+            pass
+        yield
