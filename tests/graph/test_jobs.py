@@ -18,6 +18,7 @@ from openai import OpenAI
 from tests.graph.conftest import Graph, until
 from tests.support.archives import growth
 from tests.support.graph_batches import CHAT, begin, ended, results
+from tests.support.graph_commands import queue
 from tests.support.graph_processes import replicas
 from tests.support.graph_processor import Processor, serves
 from tests.support.graph_tasks import HELLO, PLAIN, TINY, WIDE, in_use
@@ -48,11 +49,6 @@ def cancel(graph: Graph, job_id: str) -> str:
     status, found = graph.post(f"/v1/jobs/{job_id}/cancel", {})
     assert status == 200
     return str(found["status"])
-
-
-def queue(graph: Graph) -> list[tuple[str, str]]:
-    """Model and priority of each queued ticket."""
-    return [(row["model"], row["priority"]) for row in graph.state()["queue"]]
 
 
 def state_file(graph: Graph) -> Path:

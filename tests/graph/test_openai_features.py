@@ -9,16 +9,24 @@ import json
 import re
 import struct
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIError, BadRequestError, OpenAI
+from openai import APIError, BadRequestError, OpenAI, PermissionDeniedError
 from tokenizers import Tokenizer
 
+from deployments.front import keys
+from deployments.front.keys import Scope
 from models.make_models import default_folder
 from tests.graph.conftest import Graph, until
+from tests.support.graph_commands import queue
+from tests.support.graph_tasks import WIDE, in_use
 
 CHAT, SMALL, EMBED = "tiny-chat", "small-chat", "all-minilm-l6-v2"
+LEFT, DRAFTED = "left-chat", "drafted-chat"  # neither fits beside WIDE, as SMALL does not
 HELLO: list[Any] = [{"role": "user", "content": "Who holds the memory?"}]
 ANSWER = {
     "type": "object",
@@ -185,6 +193,47 @@ def test_extension_fields_do_not_disturb_an_answer(client: OpenAI) -> None:
             model=CHAT, messages=HELLO, max_tokens=2, extra_body={"x_priority": "urgent"}
         )
     assert caught.value.code == "invalid_api_key"
+
+
+@pytest.mark.spec("J2", "C2")
+def test_ticket_has_the_priority_that_a_key_may_ask_for_in_body_or_header(
+    graph: Graph, client: OpenAI, keys_file: Path
+) -> None:
+    scopes = frozenset({Scope.INFER, Scope.PRIORITY})
+    hasty = client.with_options(api_key=keys.add(keys_file, "ann", "ann", scopes))
+    plain = client.with_options(
+        api_key=keys.add(keys_file, "bob", "bob", scopes - {Scope.PRIORITY})
+    )
+    with pytest.raises(PermissionDeniedError):
+        plain.chat.completions.create(
+            model=LEFT, messages=HELLO, extra_headers={"x-priority": "urgent"}
+        )
+    with (
+        in_use(graph, WIDE),
+        waiting(plain, SMALL, extra_body={"x_priority": "low"}),
+        waiting(hasty, DRAFTED, extra_body={"x_priority": "high"}),
+        waiting(hasty, LEFT, extra_headers={"x-priority": "urgent"}),
+    ):
+        assert queue(graph) == [(LEFT, "urgent"), (DRAFTED, "high"), (SMALL, "low")]
+
+
+@pytest.mark.spec("J3")
+def test_stream_behind_another_model_of_its_replica_is_told_its_place(
+    graph: Graph, client: OpenAI
+) -> None:
+    with in_use(graph, WIDE), waiting(client, SMALL) as first, waiting(client, LEFT) as second:
+        assert "phase=queued position=0" in first
+        assert "phase=queued position=1" in second
+
+
+@contextmanager
+def waiting(client: OpenAI, model: str, **more: Any) -> Iterator[str]:
+    """A stream for a model that finds no room; what it was told once it was queued."""
+    with client.chat.completions.with_streaming_response.create(
+        model=model, messages=HELLO, max_tokens=2, stream=True, **more
+    ) as answer:
+        lines = answer.iter_lines()  # whose end would be the stream's
+        yield next(line for line in lines if "phase=queued" in line)
 
 
 @pytest.mark.spec("J3")

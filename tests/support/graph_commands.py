@@ -54,3 +54,10 @@ def unload_all(graph: Graph) -> bool:
     for model in loaded:
         send(graph, "POST", f"/arbiter/models/unload/{model}")
     return not loaded
+
+
+def queue(graph: Graph) -> list[tuple[str, str]]:
+    """Model and priority of each queued ticket."""
+    return [
+        (row["model"], row["priority"]) for row in send(graph, "GET", "/arbiter/state")["queue"]
+    ]

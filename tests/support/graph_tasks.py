@@ -82,7 +82,8 @@ def leased(graph: Graph, gb: float) -> Iterator[None]:
 def in_use(graph: Graph, model: str) -> Iterator[None]:
     """A client holds the model, as a long drawing would."""
     body = json.dumps({"model": model, "term_s": 60}).encode()
-    headers = {"content-type": "application/json"}
+    key = environment(graph)["ARBITER_KEY"]
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     request = urllib.request.Request(f"{graph.url}/v1/acquire", body, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         while b'"held"' not in answer.readline():
