@@ -304,6 +304,35 @@ def test_a_request_past_its_deadline_is_refused_and_counted_before_any_step(chat
     assert asked_by(chat, "t", "a0", **{messages.DEADLINE_HEADER: "60.0"})[0] == 200
 
 
+@pytest.mark.spec("F6")
+def test_request_whose_deadline_passes_while_it_waits_is_dropped_before_any_step(
+    chat: Child, folder: Path, shapes: dict[str, tuple[int, int]]
+) -> None:
+    """It waits for one of eight slots, which are all in use, and could wait for 30 s."""
+    write(folder / "in" / "ninth", shapes)
+    streams = [opened(chat, name) for name in NAMES]
+    expired = chat.call("GET", "/admission")[1]["expired"]
+    late = {messages.DEADLINE_HEADER: "0.5"}
+    with ThreadPoolExecutor(1) as pool:
+        status, got = pool.submit(asked_by, chat, "late", "ninth", **late).result(15)
+    assert (status, got["error"]["code"]) == (503, "deadline_unmet"), got
+    assert "0.5 s after it came" in got["error"]["message"]
+    facts = chat.call("GET", "/admission")[1]
+    assert (facts["expired"], facts["waiting"], facts["running"]) == (expired + 1, 0, len(NAMES))
+    assert tier(chat, "tiny:ninth") != "hot", "it has never been in a slot"
+    for conn in streams:
+        conn.close()
+    assert asked_by(chat, "late", "ninth", **{messages.DEADLINE_HEADER: "60.0"})[0] == 200
+    assert tier(chat, "tiny:ninth") == "hot"
+    shutil.rmtree(folder / "in" / "ninth")
+
+
+def tier(child: Child, adapter: str) -> str:
+    """Empty: it has not been used."""
+    top = child.call("GET", "/adapters")[1]["tiers"]["top"]
+    return next((str(row["tier"]) for row in top if row["adapter"] == adapter), "")
+
+
 def opened(child: Child, model: str) -> Connection:
     """A stream that has begun and goes on."""
     conn = Connection(child.path)

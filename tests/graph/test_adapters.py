@@ -13,7 +13,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from deployments.environment import Environment
 from models.make_models import TINY, default_folder, make
 from tests.graph.conftest import Graph, until
-from tests.support.graph_commands import read_command, send
+from tests.support.graph_commands import read_command, run_command, send, unload_all
 
 CHAT = "tiny-chat"
 WITHIN_S = 60
@@ -140,6 +140,39 @@ def test_adapter_that_takes_all_requests_is_merged_into_a_copy_and_leaves_it_whe
     assert changed != in_slot
     until(lambda: copy not in resident(graph), WITHIN_S, "the copy has left")
     assert said(client, name) == changed
+
+
+@pytest.mark.spec("F7")
+def test_copy_that_finds_no_room_is_refused_and_its_adapter_answers_on_in_its_slot(
+    graph: Graph, client: OpenAI, adapters: Path
+) -> None:
+    dropped(adapters, "crowded")
+    name, copy = f"{CHAT}:crowded", f"{CHAT}+merged"
+    until(lambda: unload_all(graph), WITHIN_S, "all has left")
+    in_slot, began = said(client, name), graph.state()["sequence"]
+    [cpu] = [d for d in graph.state()["devices"] if d["kind"] == "cpu"]
+    body = {"gb": (cpu["free_bytes"] - (64 << 20)) / (1 << 30), "term_s": 300}
+    held = send(graph, "POST", "/arbiter/free", body)
+    try:
+        assert held["lease"]["state"] == "held"
+
+        def refused() -> bool:
+            assert said(client, name) == in_slot
+            return "ticket_refused" in kinds(graph, copy, began)
+
+        until(refused, WITHIN_S, "its copy is refused")
+        assert said(client, name) == in_slot
+        assert not kinds(graph, copy, began) & {"ticket_granted", "model_load", "capability_run"}
+        assert CHAT in resident(graph), "nothing has left for it"
+    finally:
+        run_command(graph, "drain", held["lease"]["ticket"])
+
+
+def kinds(graph: Graph, model: str, after: int) -> set[str]:
+    """Of the events of a model's tickets since then."""
+    told = [e for e in graph.events() if e["seq"] > after]
+    tickets = {e["ticket"] for e in told if e["kind"] == "ticket_queued" and e["model"] == model}
+    return {e["kind"] for e in told if e.get("ticket") in tickets}
 
 
 def answering(graph: Graph) -> set[str]:

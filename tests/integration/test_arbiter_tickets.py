@@ -1,6 +1,7 @@
 """Tickets between real processes: single flight, swaps, refusals, cancellation, ends."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from arbiter.errors import (
     UnknownModel,
     UnknownTicket,
 )
-from arbiter.units import MIB, Span, TicketId
+from arbiter.units import MIB, Span, TicketId, seconds
 from deployments.cli.replay import compared
 from deployments.config import boot
 from deployments.config.schema import parse_table
@@ -399,6 +400,27 @@ async def test_ticket_carries_the_priority_of_its_request_in_the_queue_and_while
         assert await c.ask.remote("c") == 200  # it is as urgent as its last request
         assert await asyncio.wait_for(normal, 30) == 200
         assert [e["model"] for e in await d.events("ticket_granted")] == ["a", "c", "b"]
+        await d.books_are_true()
+
+
+@pytest.mark.spec("C2")
+async def test_model_counts_as_batch_once_its_priority_has_been_carried_for_long_enough() -> None:
+    """After 3 s in place of 900: with unlimited keep-warm it would not leave by itself."""
+    async with live_arbiter(two()) as d:
+        table = d.table.arbiter.model_copy(update={"barrier_s": 30.0})  # unchanged, nothing happens
+        made = boot.configuration(d.table.model_copy(update={"arbiter": table}))
+        shorter = replace(made.settings, carry_most=seconds(3))
+        await call_arbiter("configure", replace(made, settings=shorter))
+        a, b = d.holder("chat"), d.holder("other")
+        assert await a.ask.remote("a") == 200
+        batch = b.ask.remote("b", priority=Priority.BATCH)
+        [queued] = (await d.until(lambda s: s["queue"]))["queue"]
+        why = (await call_arbiter("explain", queued["ticket"]))["said"]
+        assert any("more urgent (normal before batch)" in line for line in why), why
+        assert await asyncio.wait_for(batch, 20) == 200
+        [eviction] = await d.events("eviction")
+        asked = (eviction["model"], eviction["waiting"], eviction["reason"])
+        assert asked == ("a", queued["ticket"], "swap")
         await d.books_are_true()
 
 

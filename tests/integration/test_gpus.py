@@ -160,6 +160,26 @@ async def test_load_goes_to_the_fuller_gpu_and_a_second_replica_to_the_other() -
         await d.books_are_true()
 
 
+@pytest.mark.spec("C9")
+async def test_model_returns_to_the_gpu_where_it_was_although_another_fits_better() -> None:
+    async with gpus(a=100, b=60, c=100) as (d, _):
+        first, second = d.holder(), d.holder()
+        assert await first.ask.remote("a") == await first.ask.remote("b") == 200
+        assert await second.ask.remote("b") == 200  # on the other
+        seen = await d.until(lambda s: [len(parts) for parts in held(s).values()] == [2, 2])
+        home = gpu_of(seen, "a")
+        for row in seen["tickets"]:
+            if any(device.endswith(home) for device in row["charged_bytes"]):
+                await call_arbiter("unload", row["ticket"])
+        state = await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["b"])
+        left = {name: x["free_bytes"] for name, x in by_name(state).items() if name != "host"}
+        assert max(left, key=lambda name: left[name]) == home
+        assert await first.ask.remote("c") == await first.ask.remote("a") == 200
+        state = await d.until(lambda s: len(held(s)) == 3 and all(map(len, held(s).values())))
+        assert gpu_of(state, "a") == home != gpu_of(state, "c")  # which was nowhere before
+        await d.books_are_true()
+
+
 @pytest.mark.spec("A10", "A19")
 async def test_the_bytes_of_a_dead_engine_are_back_when_nvml_lists_it_no_longer() -> None:
     async with gpus(a=300) as (d, fake):

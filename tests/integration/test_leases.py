@@ -11,9 +11,10 @@ import pytest
 
 from arbiter import leases
 from arbiter.client.admin import call_arbiter
+from arbiter.core.types import LeaseConditions
 from arbiter.errors import DeadlineUnmet, HolderQuarantined, LeaseRefused, QuotaExceeded
-from arbiter.protocol.messages import lease_ticket
-from arbiter.units import MIB
+from arbiter.protocol.messages import LeaseCall, lease_ticket
+from arbiter.units import MIB, Bytes, seconds
 from tests.support.engine_host import ROOT
 from tests.support.live_arbiter import LiveArbiter, capability, kill, live_arbiter, model
 from tests.support.waits import eventually
@@ -177,3 +178,36 @@ async def test_largest_fit_of_a_device_is_what_may_be_granted_there_now() -> Non
         with pytest.raises(DeadlineUnmet):
             await asyncio.to_thread(ask(1).acquire, 0.5)
         await asyncio.to_thread(lease.release)
+
+
+@pytest.mark.spec("A6")
+async def test_freeing_leaves_a_model_in_use_where_it_is_and_lends_the_rest() -> None:
+    """More is asked for than there is; what is idle leaves, and returns afterwards."""
+    table = {"chat": capability(a=model(100), b=model(100, can_sleep=False))}
+    terms = LeaseConditions("default", seconds(600), seconds(0), frees=True)
+    call = LeaseCall("hold", Bytes(350 * MIB), terms, "hold", seen="queued", wait=seconds(10))
+    async with live_arbiter(table) as d:
+        holder = d.holder()
+        assert await holder.ask.remote("b") == 200
+        used = await holder.keep.remote("a")
+        before = await d.until(
+            lambda s: {t["model"]: t["inflight"] for t in s["tickets"]} == {"a": 1, "b": 0}
+        )
+        engine = (await d.engines())[used]
+        answer = await call_arbiter("free", call, True)
+        assert [(t["model"], t["why"]) for t in answer["plan"]["stays"]] == [
+            ("a", "it is in use (1 in flight)")
+        ]
+        assert answer["lease"]["state"] == "held"
+        charged = {bool(t["lease"]): t["charged_bytes"] for t in (await d.state())["tickets"]}
+        [cpu] = [x for x in before["devices"] if x["kind"] == "cpu"]
+        rest = cpu["budget_bytes"] - cpu["foreign_bytes"] - charged[False][cpu["device"]]
+        assert charged[True] == {cpu["device"]: rest}
+        assert await holder.ask.remote("a") == 200 and await d.engines() == {used: engine}
+        await call_arbiter("end_lease", "hold", "default")
+        await d.until(lambda s: {t["model"]: t["state"] for t in s["tickets"]} == {
+            "a": "resident", "b": "resident"
+        })  # fmt: skip
+        assert (await d.engines())[used] == engine
+        assert {e["model"] for e in await d.events("eviction")} == {"b"}
+        await d.books_are_true()

@@ -85,7 +85,7 @@ KEPT = {  # by model, which all become idle at the same time
 async def test_idle_slabs_leave_in_the_order_of_their_contents_between_the_watermarks() -> None:
     table = {"chat": capability(**{name: model(50) for name in KEPT})}
     async with live_arbiter(table, host_pool=BUDGET) as d:
-        await _lend(d)
+        await _lend(d, *KEPT)
         agent = (await (await d.agent()).pids.remote())["agent"]
         with contextlib.ExitStack() as stack:
             slabs = {name: stack.enter_context(_writer(agent, name)) for name in KEPT}
@@ -104,11 +104,32 @@ async def test_idle_slabs_leave_in_the_order_of_their_contents_between_the_water
             assert told == [("picture", "chat/eyes", "full"), ("adapter", "chat/law", "full")]
 
 
-async def _lend(d: LiveArbiter) -> None:
+@pytest.mark.spec("B4")
+async def test_budgets_of_ram_fall_by_what_a_slab_takes_of_it() -> None:
+    """So that they lend no more and no less than before of what is free, whoever else takes RAM
+    meanwhile."""
+    async with live_arbiter({"chat": capability(talk=model(50))}, arenas={}) as d:
+        await _lend(d, "talk")
+        before = _beyond_free(await d.until(lambda s: not s["tickets"]))
+        agent = (await (await d.agent()).pids.remote())["agent"]
+        with _writer(agent, "talk") as slab:
+            _grow(slab, 100)
+            state = await d.until(lambda s: _filled(s) >= 1)
+            assert before.keys() == {"cpu", "host"}
+            for kind, size in _beyond_free(state).items():
+                assert abs(size - before[kind]) <= 2 * MIB
+
+
+def _beyond_free(state: dict[str, Any]) -> dict[str, int]:
+    """What each budget of RAM would lend beyond what is physically free; less than none."""
+    return {x["kind"]: x["free_bytes"] - x["physical_free_bytes"] for x in state["devices"]}
+
+
+async def _lend(d: LiveArbiter, *names: str) -> None:
     """Has an engine with a slab run in the place of each model's, until the holder sees that its
     own are gone."""
     holder = d.holder()
-    for name in KEPT:
+    for name in names:
         assert await holder.ask.remote(name) == 200
     agent, pid = await d.agent(), await holder.pid.remote()
     os.kill(pid, signal.SIGSTOP)
@@ -120,7 +141,7 @@ async def _lend(d: LiveArbiter) -> None:
             await agent.respawn.remote(TicketId(row["ticket"]), spec)
     finally:
         os.kill(pid, signal.SIGCONT)
-    await d.until(lambda s: _idle(s) == set(KEPT))
+    await d.until(lambda s: _idle(s) == set(names))
 
 
 def _writer(agent: int, name: str) -> contextlib.closing[Slab]:

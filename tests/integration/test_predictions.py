@@ -36,6 +36,27 @@ async def test_first_load_is_predicted_from_the_bandwidth_that_smaller_models_sh
         assert load["predicted_ns"] / 1e9 == line_s
 
 
+@pytest.mark.spec("A21")
+async def test_deadline_that_the_wait_alone_exceeds_is_refused_at_once_with_the_estimate() -> None:
+    """The model in use stays for a minute, and the load of the other takes far less."""
+    both = {"chat": capability(a=model(200, load_seconds=1)), "other": capability(b=model(200))}
+    async with live_arbiter(both, min_residency_loads=60) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        assert await other.ask.remote("b") == 200
+        [load] = await d.events("model_load")
+        await d.unload("b")
+        await chat.keep.remote("a")
+        with pytest.raises(DeadlineUnmet) as caught:
+            await other.ask.remote("b", deadline_s=30)
+        refused = caught.value.cause
+        assert load["took_s"] < 30 < refused.predicted_s < 100 and refused.waited_s == 0
+        assert await d.states() == {"a": "resident"}
+        assert [e["code"] for e in await d.events("ticket_refused")] == ["deadline_unmet"]
+        other.ask.remote("b", deadline_s=200)  # which is still queued at the end
+        state = await d.until(lambda s: s["queue"])
+        assert [q["model"] for q in state["queue"]] == ["b"]
+
+
 def files_of(folder: Path) -> dict[str, tuple[Path, int]]:
     """A model's source by what says its size, and the bytes of its weights by that."""
     for name in ("headers", "files"):

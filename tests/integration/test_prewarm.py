@@ -2,6 +2,7 @@
 
 import pytest
 
+from deployments.prefixes import Cut
 from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
 from tests.support.waits import eventually
 
@@ -47,6 +48,25 @@ async def test_speech_and_sweep_warm_a_resident_model_and_neither_keeps_it_nor_l
         await prewarms(d, "b", "load", "speech", "sweep", "load")
         assert len(await d.events("model_load")) == 2
         await d.until(lambda s: [row["requests_count"] for row in s["clients"]] == [2])
+
+
+async def test_sweep_does_not_warm_again_the_prefix_that_a_request_has_used_lately() -> None:
+    """That of a request 140 s ago; the declared one was warmed 240 s ago. The next sweep finds that
+    both are due."""
+    async with live_arbiter({"mouth": capability(b=model(50, **PREFIXES))}) as d:
+        mouth = d.holder("mouth")
+        assert await mouth.ask.remote("b") == 200
+        await prewarms(d, "b", "load")
+        await mouth.shift_clock.remote(100)
+        said = b'{"messages": [{"role": "system", "content": "be kind"}]}'
+        await mouth.chat.remote("b", Cut(1, key="lately"), said)
+        await mouth.shift_clock.remote(140)
+        await prewarms(d, "b", "load", "sweep")
+        await mouth.shift_clock.remote(240)
+        await prewarms(d, "b", "load", "sweep", "sweep", "sweep")
+        declared = "__system_prefix__"
+        names = [event["prefix"] for event in await d.events("prewarm")]
+        assert names[:2] == [declared] * 2 and set(names[2:]) == {declared, "lately"}
 
 
 async def test_prewarm_that_fails_is_one_event_until_the_next_load() -> None:

@@ -16,6 +16,7 @@ from deployments.app import ROUTER
 from deployments.front.model_names import ModelNames
 from deployments.front.request import call_of, parse
 from deployments.replica.capability import Capability
+from deployments.routing.pieces import PIECE_CHARACTERS, split
 from deployments.routing.rank import OVERLOAD_COUNT
 from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
 from tests.support.waits import eventually
@@ -181,6 +182,9 @@ async def test_new_conversation_goes_where_its_prompt_is_known_unless_that_is_ov
         await eventually(lambda: _goes_to(handle, call(), other))  # it has less to do
         known = await asked(d, MANUAL, "And what does rule 7 say?", "new")
         assert await replica_of(handle, known) == first
+        for pieces, of, replica in ((7, 10, first), (2, 3, other)):  # 0.7, and a bit less
+            part = await asked_in_part(d, pieces, of)
+            assert await replica_of(handle, part) == replica, f"{pieces} pieces of {of}"
         for number in range(1, OVERLOAD_COUNT):
             more = await asked(d, MANUAL, "Go on.", f"busy-{number}", stream=True)
             busy.append(await begun(handle, more))
@@ -191,6 +195,17 @@ async def test_new_conversation_goes_where_its_prompt_is_known_unless_that_is_ov
         keys = ({"x_conversation_id": moved}, {"stable": True}, {"x_prefix_id": "p"})
         places = [await _stays(d, handle, key) for key in (*keys, {"prompt_cache_key": "k"})]
         assert places[0] == other
+
+
+async def asked_in_part(d: LiveArbiter, pieces: int, of: int) -> messages.InferenceCall:
+    """A prompt of which so many pieces are those of MANUAL."""
+    other = f"{pieces} of {of} " * 1_000
+    shared = PIECE_CHARACTERS * pieces
+    made = await asked(d, MANUAL[:shared] + other[: PIECE_CHARACTERS * (of - pieces)], "Why?")
+    manual = split((await asked(d, MANUAL, "Go on.")).pieces)
+    found = [a == b for a, b in zip(split(made.pieces), manual, strict=False)]
+    assert (found.count(True), len(split(made.pieces))) == (pieces, of)
+    return made
 
 
 async def _one_that_moves(d: LiveArbiter, handle: Any, replica: str) -> str:

@@ -25,6 +25,7 @@ from arbiter.protocol import messages, ray_internals
 from arbiter.units import MIB, TicketId
 from deployments.config import boot
 from deployments.config.schema import parse_table
+from deployments.prefixes import Cut
 from deployments.replica import prefix_warmer, resize, unloading
 from deployments.replica.prefix_warmer import MonotonicClock
 from deployments.replica.residency import Residency
@@ -103,6 +104,13 @@ class Holder:
         async with self.residency.use(name, **how) as engine:  # type: ignore[arg-type]
             parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, b"{}")]
         return int(parts[0].status)  # type: ignore[union-attr]  # the head comes first
+
+    async def chat(self, name: str, cut: Cut, body: bytes) -> None:
+        """One call that begins with a stable prefix."""
+        async with self.residency.use(name) as engine:
+            engine.begins_with(cut, body, "default")
+            async for _ in engine.stream("POST", "/v1/chat/completions", {}, body):
+                continue
 
     async def stream(self, name: str) -> int:
         """How many events came, some of them perhaps in one piece."""
