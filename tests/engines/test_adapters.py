@@ -13,7 +13,7 @@ import pytest
 from arbiter.core.types import Priority
 from deployments import messages
 from deployments.config.safetensors_header import linear_shapes
-from deployments.engines.vllm.batch_gate import AHEAD
+from deployments.engines.vllm.batch_gate import AHEAD, MAX_WAITING
 from tests.support.adapters import write
 from tests.support.engine_host import Child, Connection, ZygoteUnderTest, served, until
 
@@ -285,6 +285,34 @@ def test_a_flood_delays_what_is_due_before_it_by_a_batch(
         assert between <= 2 * window, f"{between} answers of the flood came first"
         for one in asked:
             one.result()
+
+
+@pytest.mark.spec("F6", "J8")
+def test_request_beyond_what_the_gate_keeps_is_refused_and_those_of_a_client_that_left_are_not_run(
+    chat: Child,
+) -> None:
+    def waiting() -> int:
+        count: int = chat.call("GET", "/admission")[1]["waiting"]
+        return count
+
+    def flood(count: int) -> Connection:
+        """So many requests in one call: one for each prompt."""
+        body = {"model": "tiny", "prompt": [PROMPT] * count, "max_tokens": 900, "ignore_eos": True}
+        line = Connection(chat.path)
+        kind = {"content-type": "application/json"}
+        line.request("POST", "/v1/completions", json.dumps(body), kind)
+        return line
+
+    half = MAX_WAITING // 2  # vLLM takes 1,024 prompts in a call
+    floods = [flood(32 + AHEAD), flood(half), flood(half)]
+    until(lambda: waiting() == MAX_WAITING, 30)
+    status, got = ask(chat, "tiny", count=1)
+    assert (status, got["error"]["code"]) == (429, "queue_full"), got
+    assert str(MAX_WAITING) in got["error"]["message"]
+    for line in floods:
+        line.close()
+    until(lambda: waiting() == 0, 30)
+    assert ask(chat, "tiny", count=1)[0] == 200
 
 
 @pytest.mark.spec("F6")

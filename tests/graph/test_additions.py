@@ -12,6 +12,7 @@ import subprocess
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tests.graph.conftest import (
 )
 from tests.support.contributing import addition, package
 
+QUEUED, GATE = 2, "narrow-gate"  # of the capability `narrow`, whose load ends when a test says so
 POLICY = "my_package.evict_largest:price"
 BROKEN = '''"""A builder that fails as one does whose library is not installed."""
 
@@ -63,11 +65,18 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         models = {"held": {"source": str(outside), "need": {"weights": "1 MiB"}}}
         row = {"paths": ["/v1/held"], "managed": "external", "models": models}
         capabilities["held"] = {"role": "text", "engine": engine} | row
+        gated = {"source": str(outside), "need": {"weights": "1 MiB"}}
+        gated["engine_args"] = {"gate": str(outside / GATE)}
+        row = {"engine": engine, "paths": ["/v1/narrow"], "models": {"narrow": gated}}
+        capabilities["narrow"] = {"role": "text", **row}
         front, [own] = config["applications"][0], added["applications"]
         broken = {"name": "broken", "route_prefix": None, "import_path": "my_package.broken:build"}
-        # The file has this application itself; the front deploys the others.
+        # The file has these applications itself; the front deploys the others.
         del (held := json.loads(json.dumps(own).replace("echo", "held")))["args"]["class"]
-        config["applications"] = [front, held, broken | {"args": {"capability": "broken"}}]
+        narrow = json.loads(json.dumps(held).replace("held", "narrow"))
+        narrow["deployments"][0] |= {"max_ongoing_requests": 1, "max_queued_requests": QUEUED}
+        broken |= {"args": {"capability": "broken"}}
+        config["applications"] = [front, held, narrow, broken]
         table = front["deployments"][0]["user_config"]
         table["capabilities"] = capabilities
         table["arbiter"] |= {"evict": POLICY, "pipelines": []}
@@ -159,7 +168,7 @@ def test_outside_path_and_policy_are_described(extended: Graph) -> None:
     assert "/v1/echo" in extended.get("/openapi.json")["paths"]
     assert extended.state()["table"]["arbiter"]["evict"] == POLICY
     assert {card["id"] for card in extended.get("/v1/models")["data"]} == {
-        "parrot", "none", "unbuilt", "sick", "held", "mirror", "brief",
+        "parrot", "none", "unbuilt", "sick", "held", "narrow", "mirror", "brief",
     }  # fmt: skip
 
 
@@ -269,6 +278,31 @@ def test_requests_in_a_front_that_dies_are_503(extended: Graph) -> None:
         60,
         "another front takes its place",
     )
+
+
+@pytest.mark.spec("J8")
+def test_full_queue_of_serve_is_429_and_what_it_holds_is_answered(extended: Graph) -> None:
+    """One request is in the replica, where its model loads; the others are in Serve's queue."""
+    gate = Path(extended.table["capabilities"]["narrow"]["models"]["narrow"]["source"]) / GATE
+
+    def asked() -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(urllib.parse.urlsplit(extended.url).netloc)
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/narrow", b'{"model": "narrow"}', headers)
+        return connection
+
+    first = asked()
+    until(gate.with_suffix(".reached").exists, 60, "its model loads")
+    others = [asked() for _ in range(QUEUED + 1)]
+    answered, _, _ = select.select([c.sock for c in others], [], [], 30)
+    [refused] = [c for c in others if c.sock in answered]
+    answer = refused.getresponse()
+    assert (answer.status, int(answer.headers["retry-after"])) == (429, 1)
+    error = json.load(answer)["error"]
+    assert error["code"] == "queue_full" and f"bound {QUEUED}" in error["message"]
+    gate.touch()
+    kept = [first, *(c for c in others if c is not refused)]
+    assert [c.getresponse().status for c in kept] == [200] * (1 + QUEUED)
 
 
 def begun(graph: Graph) -> http.client.HTTPConnection:
