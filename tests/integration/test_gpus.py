@@ -252,6 +252,7 @@ async def test_a_hold_covers_what_strangers_take_of_its_gpu_in_this_epoch_and_th
                     lambda s: (
                         s["epoch"] > epoch
                         and s["tickets"]
+                        and "gpu:1" in by_name(s)  # its node has introduced itself again
                         and by_name(s)["gpu:1"]["physical_free_bytes"] == (80 - taken_gib) * GIB
                     )
                 )
