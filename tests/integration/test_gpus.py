@@ -166,6 +166,7 @@ async def test_model_returns_to_the_gpu_where_it_was_although_another_fits_bette
         first, second = d.holder(), d.holder()
         assert await first.ask.remote("a") == await first.ask.remote("b") == 200
         assert await second.ask.remote("b") == 200  # on the other
+        await d.until(lambda s: [t["idle_s"] is not None for t in s["tickets"]] == [True] * 3)
         seen = await d.until(lambda s: [len(parts) for parts in held(s).values()] == [2, 2])
         home = gpu_of(seen, "a")
         for row in seen["tickets"]:
@@ -175,7 +176,7 @@ async def test_model_returns_to_the_gpu_where_it_was_although_another_fits_bette
         left = {name: x["free_bytes"] for name, x in by_name(state).items() if name != "host"}
         assert max(left, key=lambda name: left[name]) == home
         assert await first.ask.remote("c") == await first.ask.remote("a") == 200
-        state = await d.until(lambda s: len(held(s)) == 3 and all(map(len, held(s).values())))
+        state = await d.until(lambda s: [len(parts) for parts in held(s).values()] == [2, 2, 2])
         assert gpu_of(state, "a") == home != gpu_of(state, "c")  # which was nowhere before
         await d.books_are_true()
 
