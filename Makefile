@@ -19,7 +19,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 install: $(VENV)/.installed-$(DEVICE)
 
-$(VENV)/.installed-$(DEVICE): pyproject.toml constraints-$(DEVICE).txt constraints-weights.txt
+$(VENV)/.installed-$(DEVICE): pyproject.toml constraints-$(DEVICE).txt constraints-weights.txt \
+		constraints-weights-dev.txt
 	@$(PYTHON) tools/install.py --venv $(VENV) --device $(DEVICE)
 	@touch $@
 

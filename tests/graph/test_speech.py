@@ -11,10 +11,12 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from tests.graph.conftest import Graph, until
+from tests.support import whisper_base
 from tests.support.graph_commands import level, unload_all
 from tests.support.speech import SENTENCES, form, plain, samples_of, seconds_of, wav, wer
 
 ASR, TTS, VAD = "tiny.en", "joe", "silero-vad"
+MULTILINGUAL = "whisper-base"  # of `graph`
 FOX = SENTENCES[0]
 QUESTION = "What happens when an engine hangs?"
 ANSWER = "It is killed by the node agent, and its bytes are reclaimed."
@@ -153,6 +155,21 @@ def test_translation_needs_a_model_of_many_languages(client: OpenAI, fox: bytes)
     with pytest.raises(BadRequestError, match="multilingual") as caught:
         client.audio.translations.create(model=ASR, file=named(fox))
     assert caught.value.param == "model"
+
+
+@pytest.mark.spec("J1", "H3")
+def test_speech_in_another_language_is_transcribed_and_translated(client: OpenAI) -> None:
+    text, english = whisper_base.SPOKEN["es"]
+    raw = whisper_base.spoken(text, "es")
+    audio = client.audio
+    said = audio.transcriptions.create(
+        model=MULTILINGUAL, file=named(raw), response_format="verbose_json"
+    )
+    assert said.language == "es" and wer([text], [said.text]) <= 0.3
+    said = audio.translations.create(
+        model=MULTILINGUAL, file=named(raw), response_format="verbose_json"
+    )
+    assert said.language == "es" and english <= set(plain(said.text).split())
 
 
 @pytest.mark.spec("G1")
