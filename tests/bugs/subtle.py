@@ -105,7 +105,7 @@ BUGS = [
     Bug("a copy that no request needs evicts others", "arbiter/core/queue/admission.py", "_repeat_request",
         "entry.model_name in state.registry.optional",
         "False"),
-    Bug("a replaced adapter is served from its merged copy", "deployments/replica/merging.py", "Merging.served_by",
+    Bug("an adapter that lost its share is served from its merged copy", "deployments/replica/merging.py", "Merging.served_by",
         "self._is_of_use(copy)",
         "True"),
     Bug("a merged copy serves another adapter", "deployments/replica/merging.py", "Merging.served_by",

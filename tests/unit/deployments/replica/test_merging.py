@@ -164,7 +164,7 @@ async def test_copy_leaves_when_its_adapter_has_less_than_half_of_the_share(
     async with merging_holder(tmp_path, monkeypatch) as (residency, of, _, _):
         await merge(residency, of)
         assert serve(of, *"xxyyx") == [COPY, COPY, "a", "a", COPY], "a half is enough"
-        serve(of, *"yy")
+        assert serve(of, *"yyx") == ["a", "a", "a"], "and the next request is already not its"
         await until(lambda: COPY not in residency.models)
         await until(lambda: of._copy is None)
         await merge(residency, of, "y")
