@@ -157,7 +157,7 @@ def main() -> None:
             "swaps": swaps(graph, client, said.lines),
         }
         print(json.dumps(figures, indent=1))
-        report.write(f"batch_beside_chat_{said.model}", figures)
+        report.write("batch_beside_chat", figures, label=said.model)
 
 
 if __name__ == "__main__":
