@@ -2,12 +2,12 @@
 
 Three looks, from cheap to complete:
 
-- Names, sizes, times and inodes: every few seconds and before a wake. The kernel sets a file's
-  ctime at each change and no program can set it back, so equal rows mean equal files, with two
-  exceptions. A second change within one tick of the kernel's clock, or through a mapping that was
-  not written back yet, leaves the ctime as it was: so a file is *settled* only once it has kept its
-  ctime for SETTLED_S (git calls the others racily clean). And some network file systems keep no
-  ctime.
+- Names, sizes, times and inodes: when the kernel tells of a change (`file_events`), every few
+  seconds, and before a wake. The kernel sets a file's ctime at each change and no program can set
+  it back, so equal rows mean equal files, with two exceptions. A second change within one tick of
+  the kernel's clock, or through a mapping that was not written back yet, leaves the ctime as it
+  was: so a file is *settled* only once it has kept its ctime for SETTLED_S (git calls the others
+  racily clean). And some network file systems keep no ctime.
 - Small files whole, and 64 pieces of each large one: before a load and before a wake, in 5 ms a
   file.
 - Large files whole (`read_whole`), at a bounded rate in the background: after the load, again once
@@ -15,9 +15,9 @@ Three looks, from cheap to complete:
   are not settled, which is in the first minute after they were written; a wake of 188 MiB takes
   0.4 s (docs/benchmarks.md), and to hash as much takes 0.2 s more.
 
-So on a file system with ctimes a replaced model is served for 2 s at most, and never after a wake.
-One without is told of at once by size, mtime, inode or pieces, and of any other byte while the
-model sleeps.
+So on a local file system a model is not served once the files that replace it are written; on
+another with ctimes for 2 s at most; on neither after a wake. Without ctimes size, mtime, inode or
+pieces tell at once, and of any other byte the look while the model sleeps.
 """
 
 import asyncio
@@ -127,8 +127,13 @@ async def look(model: str) -> LoadedFiles:
 
 async def has_moved(loaded: LoadedFiles) -> bool:
     """By names, sizes, times and inodes. A model whose plan names no folder never has."""
+    return await asyncio.to_thread(differ, loaded)
+
+
+def differ(loaded: LoadedFiles) -> bool:
+    """`has_moved` at once, of files of which this machine's kernel has told."""
     try:
-        now = await asyncio.to_thread(files, loaded.model)
+        now = files(loaded.model)
     except OSError:
         return False  # not looked; the next look tells
     unseen = {row[0] for row in (*loaded.rows, *now) if len(row) == 1}

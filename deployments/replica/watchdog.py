@@ -7,12 +7,13 @@ engine that hangs says nothing, so it is asked.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
 from arbiter.core.decisions import Reason
 from arbiter.errors import EngineLost
-from deployments.replica import model_files
+from deployments.replica import file_events, model_files
 from deployments.replica.background import detached_task, log_failure
 from deployments.replica.engine_client import LoadRefused
 from deployments.replica.held_model import HeldModel, HolderState
@@ -48,7 +49,8 @@ async def watch_files(held: HeldModel, outdate: Outdate, close: Close) -> None:
     """Returns when the files are others and the model has ended: no new request gets it, and it
     goes when those in flight are done."""
     async with asyncio.TaskGroup() as looks:
-        both = [looks.create_task(look(held)) for look in (_until_moved, _until_other_bytes)]
+        moved = looks.create_task(_until_moved(held, outdate))
+        both = [moved, looks.create_task(_until_other_bytes(held))]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         for look in both:
             look.cancel()
@@ -58,9 +60,22 @@ async def watch_files(held: HeldModel, outdate: Outdate, close: Close) -> None:
     close(held, Reason.MANUAL)
 
 
-async def _until_moved(held: HeldModel) -> None:
-    while not (await model_files.has_moved(held.files) and _is_whole(held)):
-        await asyncio.sleep(LOOK_S)
+async def _until_moved(held: HeldModel, outdate: Outdate) -> None:
+    """Looks when the kernel tells of a change, and outdates the model before another request gets
+    it; and every LOOK_S, because the kernel does not know of all."""
+    is_outdated = asyncio.Event()
+
+    def look() -> None:
+        if _is_whole(held) and model_files.differ(held.files):
+            outdate(held)
+            is_outdated.set()
+
+    async with file_events.told(held.files.model, look):
+        while not is_outdated.is_set():
+            if await model_files.has_moved(held.files) and _is_whole(held):
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_outdated.wait(), LOOK_S)
 
 
 def _is_whole(held: HeldModel) -> bool:

@@ -22,8 +22,9 @@ async def test_a_model_replaced_on_disk_is_loaded_anew_awake_or_asleep(tmp_path:
         assert await chat.ask.remote("a") == 200
         [first] = await d.engines()
         weights.write_bytes(b"new")
-        await d.until(lambda s: first not in {t["ticket"] for t in s["tickets"]})
         assert await chat.ask.remote("a") == 200
+        assert len(await d.events("model_load")) == 2, "the next request is not the old engine's"
+        await d.until(lambda s: first not in {t["ticket"] for t in s["tickets"]})
         assert await other.ask.remote("b") == 200
         await d.until(lambda s: any(t["state"] == "asleep" for t in s["tickets"]))
         weights.write_bytes(b"newer")

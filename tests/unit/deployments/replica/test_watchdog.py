@@ -3,8 +3,11 @@
 import asyncio
 import errno
 import os
+import socket
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +15,11 @@ import pytest
 from arbiter.core.types import Need
 from arbiter.units import Bytes, TicketId
 from deployments.config.load_plan import ModelPlan
-from deployments.replica import model_files, watchdog
+from deployments.replica import file_events, model_files, watchdog
 from deployments.replica.held_model import HeldModel, HolderState
-from deployments.replica.model_files import WHOLE_BYTES, contents, files, pieces
+from deployments.replica.model_files import WHOLE_BYTES, LoadedFiles, contents, files, pieces
 from deployments.replica.watchdog import start_watchdog
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("D5")
 
@@ -108,6 +112,80 @@ async def test_replaced_file_is_noticed_beside_an_unreadable_link(model: Path) -
     assert not await model_files.is_stale(held.files)
     (model / "config.json").write_text("{ }")
     assert await model_files.is_stale(held.files)
+
+
+def rewritten(model: Path) -> None:
+    (model / "deep" / "model.safetensors").write_bytes(b"87654321")
+
+
+def moved_in(model: Path) -> None:
+    other = model.parent / "other"
+    other.write_text("{}")
+    other.rename(model / "more.json")
+
+
+def removed(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def moved_away(model: Path) -> None:
+    model.readlink().rename(model.parent / "old")
+
+
+def pointed_elsewhere(model: Path) -> None:
+    """The folder is a symlink, in whose place comes another."""
+    (model.parent / "next").symlink_to(model.parent)
+    (model.parent / "next").rename(model)
+
+
+@pytest.mark.parametrize("change", [rewritten, moved_in, removed, moved_away, pointed_elsewhere])
+async def test_request_that_comes_in_after_a_change_finds_the_model_outdated(
+    model: Path,
+    change: Callable[[Path], None],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel tells of it: no look is due for as long as the test may take."""
+    linked = tmp_path_factory.mktemp("linked") / "model"
+    linked.symlink_to(model)
+    looks: list[bool] = []
+
+    async def noted(loaded: LoadedFiles) -> bool:
+        looks.append(await asyncio.to_thread(model_files.differ, loaded))
+        return looks[-1]
+
+    monkeypatch.setattr(model_files, "has_moved", noted)
+    monkeypatch.setattr(watchdog, "LOOK_S", 600)
+    held, outdated, loop = await loaded(linked), asyncio.Event(), asyncio.get_running_loop()
+    watching = asyncio.ensure_future(
+        watchdog.watch_files(held, lambda _: outdated.set(), lambda _, reason: None)
+    )
+    await eventually(lambda: looks)
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    with here, there, (model / "config.json").open():  # as an engine has it
+        request = asyncio.ensure_future(loop.sock_recv(here, 1))
+        await asyncio.sleep(0)
+        change(linked)
+        there.send(b"?")
+        await request
+        assert outdated.is_set() and looks == [False]
+    await asyncio.wait_for(watching, 5)
+
+
+async def test_change_is_found_by_a_look_where_the_kernel_tells_of_none(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no inotify instance of the user is left, or another machine has changed it."""
+    monkeypatch.setattr(file_events, "_libc", SimpleNamespace(inotify_init1=lambda flags: -1))
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
+    held, ends = await loaded(model), asyncio.Event()
+    watching = asyncio.ensure_future(
+        watchdog.watch_files(held, lambda _: None, lambda _, reason: ends.set())
+    )
+    rewritten(model)
+    await asyncio.wait_for(watching, 5)
+    assert ends.is_set()
 
 
 class Broken:
