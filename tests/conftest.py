@@ -44,6 +44,7 @@ ENGINES = ",".join(
         "diffusers.preload",
         "faster_whisper",
         "vits",
+        "kokoro",
         "silero",
     )
 )

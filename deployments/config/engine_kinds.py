@@ -150,6 +150,13 @@ ENGINES: dict[str, EngineKind] = {
         working_bytes=Bytes(128 * MIB),  # of one long clause
         estimate=file_and_engine(".onnx"),
     ),
+    "kokoro": EngineKind(
+        "deployments.engines.kokoro:build",
+        ("deployments.engines.kokoro",),
+        context_bytes=Bytes(120 * MIB),  # with the styles of fifty voices
+        working_bytes=Bytes(320 * MIB),  # of one long clause
+        estimate=file_and_engine(".onnx"),
+    ),
     "silero": EngineKind(
         "deployments.engines.silero:build",
         ("deployments.engines.silero",),

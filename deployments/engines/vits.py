@@ -14,7 +14,7 @@ Source: github.com/OHF-Voice/piper1-gpl (docs, VITS training), arXiv 2106.06103.
 import base64
 import re
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,30 +51,31 @@ class Asked:
 
 
 def build(config: Config) -> "SpeechEngine":
-    return SpeechEngine(config)
+    return SpeechEngine(config, open_voice)
+
+
+def open_voice(config: Config) -> Voice:
+    args = config.get("engine_args", {})
+    if config["model"] == ESPEAK:
+        return EspeakVoice(Espeak(), args.get("voices", {}))
+    return VitsVoice(Path(config["model"]), Espeak(), args, compute_threads(config))
 
 
 class SpeechEngine:
-    """One voice file and one thread; requests take turns by clause."""
+    """What speaks, and one thread; requests take turns by clause."""
 
     can_sleep = False
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, open_voice: Callable[[Config], Voice]) -> None:
+        """`open_voice`: called once, in the thread that speaks."""
+        self.config, self.open_voice = config, open_voice
         self.worker = OneThread("speak")
         phrases: list[str] = config.get("engine_args", {}).get("phrases", [])
         self.kept = Phrases(clause for phrase in phrases for clause in clauses_of(phrase))
         self.voice: Any = None
 
     async def load(self) -> None:
-        self.voice = await self.worker.run(self._load)
-
-    def _load(self) -> Voice:
-        args = self.config.get("engine_args", {})
-        if self.config["model"] == ESPEAK:
-            return EspeakVoice(Espeak(), args.get("voices", {}))
-        threads = compute_threads(self.config)
-        return VitsVoice(Path(self.config["model"]), Espeak(), args, threads)
+        self.voice = await self.worker.run(self.open_voice, self.config)
 
     async def health(self) -> None:
         self.worker.check()

@@ -51,14 +51,14 @@ class VitsVoice:
         self._espeak.choose(self._config["espeak"]["voice"])
         self._speakers = speakers(file, self._config)
         self._names = {name: name for name in self._speakers} | args.get("voices", {})
-        self._session = _session(file, args.get("device"), threads)
+        self._session = open_session(file, args.get("device"), threads)
 
     def name_of(self, asked: str) -> str:
         return named(asked, self._names)
 
     def clause(self, text: str) -> list[int] | None:
         """Phonemes as ids, each followed by a pad, as such a voice was trained with."""
-        phonemes = "".join(self._phonemes(text)).strip()
+        phonemes = phonemes_of(self._espeak, text)
         known = [c for c in unicodedata.normalize("NFD", phonemes) if c in self._ids]
         if not any(c.isalpha() for c in known):
             return None
@@ -66,13 +66,6 @@ class VitsVoice:
         for character in known:
             ids += [*self._ids[character], *self._ids["_"]]
         return [*ids, *self._ids["$"]]
-
-    def _phonemes(self, text: str) -> Iterator[str]:
-        """espeak drops punctuation, which the model speaks as pauses and melody: it is put back."""
-        words_and_marks = [*_MARKS.split(text), ""]
-        for words, mark in zip(words_and_marks[::2], words_and_marks[1::2], strict=True):
-            if said := self._espeak.phonemes(words.strip()) if words.strip() else "":
-                yield f"{said}{mark[-1:]} "
 
     def speak(self, clause: Any, voice: str, speed: float) -> np.ndarray:
         usual = self._config["inference"]
@@ -114,17 +107,30 @@ class EspeakVoice:
         return self._espeak.speak(clause, speed)
 
 
-def _session(file: Path, device: str | None, threads: int) -> Any:
-    """onnxruntime is imported here: it starts a thread, and a zygote must have none."""
+def phonemes_of(espeak: Espeak, text: str) -> str:
+    """espeak drops punctuation, which models speak as pauses and melody: it is put back."""
+    words_and_marks, found = [*_MARKS.split(text), ""], []
+    for words, mark in zip(words_and_marks[::2], words_and_marks[1::2], strict=True):
+        if said := espeak.phonemes(words.strip()) if words.strip() else "":
+            found.append(f"{said}{mark[-1:]}")
+    return " ".join(found)
+
+
+def open_session(
+    file: Path, device: str | None, threads: int, *, keeps_memory: bool = False
+) -> Any:
+    """`keeps_memory`: of one clause for the next, and of one step for another.
+
+    onnxruntime is imported here: it starts a thread, and a zygote must have none."""
     import onnxruntime
 
     def settings() -> Any:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-        # With it such a graph takes 4-5 s of processor time to open instead of 1; memory is the
+        options.enable_cpu_mem_arena, options.enable_mem_pattern = keeps_memory, False
+        # With it Piper's graphs take 4-5 s of processor time to open instead of 1; memory is the
         # same.
-        options.enable_mem_reuse = False
+        options.enable_mem_reuse = keeps_memory
         # A thread without work must not spin on a core that others need.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         return options

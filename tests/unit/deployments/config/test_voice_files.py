@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deployments.config import voice_files
@@ -43,6 +44,29 @@ def test_voice_whose_files_are_elsewhere_has_the_name_of_its_model(tmp_path: Pat
     assert voice_files.voices("speaker", model(tmp_path)) == ["speaker"]
     with pytest.raises(ConfigError, match=r"no \.onnx file"):
         voice_files.voice_file(tmp_path)
+
+
+def test_each_array_of_a_file_of_styles_is_a_voice(tmp_path: Path) -> None:
+    (tmp_path / "kokoro.onnx").write_bytes(b"")
+    (tmp_path / "config.json").write_text('{"vocab": {}}')
+    for missing in ("not 0", "not 2"):
+        if missing == "not 2":
+            np.savez(tmp_path / "voices.npz", ann=np.zeros(1), ben=np.zeros(1))
+            assert voice_files.voices("speaker", model(tmp_path)) == ["ann", "ben"]
+            graph = tmp_path / "kokoro.onnx"
+            assert voice_files.voices("speaker", model(graph, voices={"alloy": "ben"})) == [
+                "ann",
+                "ben",
+                "alloy",
+            ]
+            (tmp_path / "voices.bin").write_bytes(b"none")
+        with pytest.raises(ConfigError, match=f"one file of voices .*, {missing}"):
+            voice_files.kokoro_files(tmp_path)
+    (tmp_path / "voices.npz").unlink()
+    assert voice_files.voices("speaker", model(tmp_path)) == ["speaker"]
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        voice_files.kokoro_files(tmp_path)
 
 
 def test_espeak_needs_no_file() -> None:

@@ -1,9 +1,14 @@
 """Texts in clauses, names of voices, and phrases that are kept."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 from deployments.engines.asgi import BadField
+from deployments.engines.kokoro import read_styles, read_vocabulary
+from deployments.engines.protocol import LoadFailed
 from deployments.engines.vits import Phrases, parse
 from deployments.engines.voices import CLAUSE_CHARACTERS, clauses_of, named
 
@@ -63,3 +68,42 @@ def test_only_configured_phrases_are_kept_and_their_bytes_are_bounded() -> None:
 
 def test_control_characters_and_halves_of_pairs_are_not_spoken() -> None:
     assert parse(b'{"input": "a\\u0000b\\ud800c\\nd"}').text == "a b c\nd"
+
+
+@pytest.mark.spec("H4", "L3")
+@pytest.mark.parametrize(
+    ("arrays", "why"),
+    [
+        ({}, "no voices"),
+        ({"ann": np.zeros((5, 1, 256))}, "'ann' is not float32"),
+        ({"ann": np.zeros((5, 256), np.float32)}, "'ann' is not float32"),
+        ({"ann": np.zeros((0, 1, 256), np.float32)}, "'ann' is not float32"),
+        ({"ann": np.array([{}], object)}, "no file of styles .*allow_pickle"),
+    ],
+)
+def test_file_of_styles_is_arrays_of_the_model_s_shape_and_no_pickle(
+    tmp_path: Path, arrays: dict[str, Any], why: str
+) -> None:
+    file = tmp_path / "voices.npz"
+    np.savez(file, **arrays)
+    with pytest.raises(LoadFailed, match=why):
+        read_styles(file)
+
+
+@pytest.mark.spec("H4", "L3")
+def test_broken_or_huge_files_of_a_voice_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "voices.npz"
+    file.write_bytes(b"PK no zip")
+    with pytest.raises(LoadFailed, match=r"voices\.npz: no file of styles"):
+        read_styles(file)
+    np.savez(file, ann=np.zeros((5, 1, 256), np.float32))
+    assert read_styles(file)["ann"].shape == (5, 1, 256)
+    monkeypatch.setattr("deployments.engines.kokoro.MOST_STYLES_BYTES", 5_000)
+    with pytest.raises(LoadFailed, match="more than 5000"):
+        read_styles(file)
+    for text in ("{}", "[]", '{"vocab": {"a": "x"}}', "no json"):
+        file.write_text(text)
+        with pytest.raises(LoadFailed, match="no `vocab`"):
+            read_vocabulary(file)
