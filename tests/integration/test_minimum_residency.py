@@ -1,12 +1,19 @@
-"""How long a model may stay that another would replace, and marks of devices, on a real
-cluster (C4).
+"""How long a model may stay that another would replace, the share of time spent loading, and marks
+of devices, on a real cluster (C4, C13).
 """
+
+from dataclasses import replace
 
 import pytest
 
+from arbiter.client.admin import call_arbiter
 from arbiter.core.types import Priority
+from arbiter.units import seconds
+from deployments.config import boot
 from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
+from tests.support.waits import eventually
 
+STAYS_S = 6
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("C4")]
 
 
@@ -42,6 +49,37 @@ async def test_minimum_residency_holds_against_an_equal_and_not_against_an_urgen
         [eviction] = await d.events("eviction")
         assert (eviction["model"], eviction["waiting"]) == ("a", asked["c"])
         assert [q["model"] for q in (await d.state())["queue"]] == ["b"]
+
+
+@pytest.mark.spec("C13")
+async def test_above_the_loading_share_that_is_shown_an_equal_request_waits_longer() -> None:
+    """One load in ten minutes is above the bound, and would have models stay for the longest."""
+    both = {"chat": capability(a=model(200, load_seconds=1)), "other": capability(b=model(200))}
+    async with live_arbiter(both) as d:
+        table = d.table.arbiter.model_copy(update={"loading_most": 0.001})
+        made = boot.configuration(d.table.model_copy(update={"arbiter": table}))
+        settings = replace(made.settings, min_residency_most=seconds(STAYS_S))
+        await call_arbiter("configure", replace(made, settings=settings))
+        a, b = d.holder("chat"), d.holder("other")
+        assert await a.ask.remote("a") == 200
+        [told] = await eventually(lambda: d.events("loading_share"))
+        assert told["fraction"] > told["most"] == 0.001
+        await d.unload("a")
+        assert await a.ask.remote("a") == 200
+        loads = await d.events("model_load")
+        loading_s = sum(load["took_s"] for load in loads)
+        [device] = [x for x in (await d.state())["devices"] if x["loading_fraction"]]
+        assert device["loading_fraction"] * 600 == pytest.approx(loading_s, rel=0.1)
+        waiting = b.ask.remote("b")
+        [queued] = (await d.until(lambda s: s["queue"]))["queue"]
+        said = " ".join((await call_arbiter("explain", queued["ticket"]))["said"])
+        assert "longer because loads took" in said
+        assert await waiting == 200
+        [evicted_s] = [
+            e["unix_s"] for e in await d.events("eviction") if e["waiting"] == queued["ticket"]
+        ]
+        stayed_s = evicted_s - loads[-1]["unix_s"]
+        assert stayed_s >= STAYS_S - 0.1 > loads[-1]["took_s"]
 
 
 async def test_marks_of_a_device_act_only_once_a_ticket_waits_and_free_down_to_the_low() -> None:
