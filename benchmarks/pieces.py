@@ -28,6 +28,7 @@ from tests.support.fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = "benchmarks.pieces:build"
+SOURCE = str(ROOT / "benchmarks" / "one_card")  # not read: a small folder that is there
 MODEL = "pieces"
 SSE = [(b"content-type", b"text/event-stream")]
 DELTA = {"index": 0, "delta": {"content": " word"}, "logprobs": None, "finish_reason": None}
@@ -78,7 +79,7 @@ def graph_config(port: int, args: argparse.Namespace) -> dict[str, Any]:
     config["http_options"]["port"] = port
     table = config["applications"][0]["deployments"][0]["user_config"]
     table["arbiter"] |= {"pipelines": []}
-    model = {"source": str(ROOT), "need": {"weights": "1 MiB"}, "engine_args": engine_args(args)}
+    model = {"source": SOURCE, "need": {"weights": "1 MiB"}, "engine_args": engine_args(args)}
     chat = {"role": "text", "engine": ENGINE, "keep_warm_s": -1, "downscale_to_zero_s": 3600}
     chat |= {"models": {MODEL: model}}
     table["capabilities"] = {"chat": chat}
@@ -169,7 +170,7 @@ def main() -> None:
         zygote("tests.support.fake_engine") as running,
         servers.our_graph(config, "default") as url,
     ):
-        asked = {"model": str(ROOT), "served_name": MODEL, "engine_args": engine_args(args)}
+        asked = {"model": SOURCE, "served_name": MODEL, "engine_args": engine_args(args)}
         child = running.spawn("alone", ENGINE, asked).hold()
         status, body = child.ready()
         assert status == 200, body

@@ -106,7 +106,7 @@ async def test_idle_slabs_leave_in_the_order_of_their_contents_between_the_water
 
 @pytest.mark.spec("B4")
 async def test_budgets_of_ram_fall_by_what_a_slab_takes_of_it() -> None:
-    """So that they lend no more and no less than before of what is free, whoever else takes RAM
+    """So that they lend no more and no less than before of what is free, whatever else takes RAM
     meanwhile."""
     async with live_arbiter({"chat": capability(talk=model(50))}, arenas={}) as d:
         await _lend(d, "talk")
