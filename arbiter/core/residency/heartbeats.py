@@ -22,6 +22,7 @@ from arbiter.units import (
     Bytes,
     HolderId,
     Instant,
+    NodeId,
     Span,
     TicketId,
     after,
@@ -30,6 +31,7 @@ from arbiter.units import (
     since,
 )
 
+LENT_MEANWHILE = "its bytes were lent to others before its holder rejoined; ask again"
 ANSWERED = "answered"  # the outcome of a request whose client took the whole answer
 
 # Idle for so much less than since its last use: its holder keeps it warm. Half a heartbeat, because
@@ -276,6 +278,7 @@ def use(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
 def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     ticket_state = STATE_OF[held.phase]
     home: Sizes = {d.device: d.size_bytes for d in held.devices}
+    is_late = ticket_state is State.LOADING and _is_lent(state, event.node, held.ticket, home)
     entry = Ticket(
         held.ticket,
         event.holder,
@@ -290,7 +293,7 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         since=state.now,
         state=ticket_state,
         home=home,
-        granted=_granted_in(event, held, ticket_state, home),
+        granted={} if is_late else _granted_in(event, held, ticket_state, home),
         inflight=held.inflight,
         last_used=Instant(state.now - held.idle),
         priority=held.priority,
@@ -316,6 +319,19 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     claim_unclaimed(state, entry)
     state.set_timer(entry, state.now)
     state.log(EventKind.TICKET_REJOINED, entry, size=charged(entry), phase=held.phase.value)
+    if is_late:
+        state.log(EventKind.LOAD_FAILED, entry, cause=LENT_MEANWHILE, out_of_memory=False)
+        reclaim(state, entry, Reason.LOST)  # its agent begins no engine under it any more
+
+
+def _is_lent(state: CoreState, node: NodeId, ticket: TicketId, home: Sizes) -> bool:
+    """Says whether bytes that an earlier epoch granted to a load are lent to others by now. Where a
+    reading finds no engine of the load, it had not begun, so no book kept them for it."""
+    known = state.nodes.get(node)
+    if known is None or known.heard is None or ticket in known.unclaimed:
+        return False
+    books = ((state.ledger.books.get(device), size) for device, size in home.items())
+    return any(book is not None and book.free_bytes < size for book, size in books)
 
 
 def _tier_of(held: ev.HeldTicket) -> Tier:

@@ -142,6 +142,40 @@ def test_a_claimed_engine_is_no_longer_foreign() -> None:
 
 
 @pytest.mark.spec("A18")
+def test_load_that_had_not_begun_ends_where_its_bytes_are_lent_when_its_holder_rejoins() -> None:
+    driver = CoreDriver(device=80, known=("late",))
+    driver.ask(1, "b", 60)
+    assert granted(driver.woke(5)) == ["b"]
+    decisions = driver.join(6, "late", driver.held("a", types.Phase.LOADING, size=30))
+    assert (killed(decisions), revoked(decisions)) == (["a"], [("a", "lost", "gone")])
+    assert (driver.state_of("b"), driver.free()) == ("loading", 20)
+    assert driver.arbiter.check_grant(TicketId("a"), NODE) is types.GrantCheck.ENDED
+    driver.gone(7, "a")
+    assert driver.arbiter.check_grant(TicketId("a"), NODE) is types.GrantCheck.ENDED
+
+
+@pytest.mark.spec("A18")
+def test_load_that_had_not_begun_goes_on_where_its_bytes_are_free() -> None:
+    driver = CoreDriver(device=80, known=("late",))
+    driver.ask(1, "b", 60)
+    assert granted(driver.woke(5)) == ["b"]
+    assert killed(driver.join(6, "late", driver.held("a", types.Phase.LOADING, size=20))) == []
+    assert driver.state_of("a") == "loading"
+    assert driver.arbiter.check_grant(TicketId("a"), NODE) is types.GrantCheck.GRANTED
+
+
+@pytest.mark.spec("A18")
+def test_load_whose_engine_was_seen_goes_on_whatever_was_lent_beside_it() -> None:
+    driver = CoreDriver(device=80, known=("late",), settings=IMPATIENT)
+    driver.engines["a"] = {CPU: 10}
+    driver.read(1)
+    driver.ask(2, "b", 60)
+    assert granted(driver.woke(11)) == ["b"]
+    assert killed(driver.join(12, "late", driver.held("a", types.Phase.LOADING, size=30))) == []
+    assert driver.state_of("a") == "loading"
+
+
+@pytest.mark.spec("A18")
 def test_a_late_joiner_does_not_bring_a_closed_ticket_back() -> None:
     driver = CoreDriver()
     driver.resident(0, "a", 30)
