@@ -339,6 +339,9 @@ def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry)
     urgent = _urgency(state, pass_, waiting)
     missing = {d: Bytes(size - entry.charge(d)) for d, size in entry.home.items()}
     limits = pass_.limits(state, entry, Bytes(sum(missing.values())))
+    if never := _never_wakes(state, pass_, entry, limits, missing):
+        reject_queued(state, entry, never)
+        return Outcome.REJECTED
     outcome = _hold_to_quota(state, pass_, entry, limits, urgent, home)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
@@ -349,12 +352,23 @@ def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry)
     if all(limits.fits(d, size) for d, size in missing.items()):
         entry.count_wake()
         return _grant(state, pass_, entry, waiting, dict(entry.home))
-    if tight := [d for d in home if entry.home[d] > on_demand_of(pass_.books[d])]:
-        most = on_demand_of(pass_.books[tight[0]])
-        reject_queued(state, entry, NeverFits(entry.ticket, entry.home[tight[0]], most))
-        return Outcome.REJECTED
     _make_room_on_each(state, pass_, entry, missing, urgent)
     return pass_.defer(waiting, home)
+
+
+def _never_wakes(
+    state: CoreState, pass_: GrantPass, entry: Ticket, limits: Limits, missing: Sizes
+) -> NeverFits | QuotaExceeded | None:
+    """Returns the error for an asleep ticket that can never be awake, however long it waits: its
+    devices lend less (B6), or its tenant may have less (C10). What it holds asleep is a part of
+    what it will hold, but of a pinned ticket that is left out of all limits."""
+    whole = missing if entry.pinned else entry.home
+    for device, size in whole.items():
+        if size > (most := on_demand_of(pass_.books[device])):
+            return NeverFits(entry.ticket, size, most)
+    most_by_device = limits.most_by_device
+    bound = sum(min(size, most_by_device.get(d, size)) for d, size in whole.items())
+    return quotas.never(state, entry.client.tenant, Bytes(sum(whole.values())), bound)
 
 
 def return_to_service(state: CoreState, entry: Ticket) -> Outcome:

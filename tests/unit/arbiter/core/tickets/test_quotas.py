@@ -151,6 +151,35 @@ def test_asleep_bytes_in_host_ram_do_not_count_towards_a_maximum() -> None:
     assert (holds(driver, "z"), holds(driver, "y")) == (20, 0)
 
 
+def test_wake_beyond_the_maximum_of_its_tenant_is_refused_and_the_model_sleeps_on() -> None:
+    driver = CoreDriver(device=80, host=100, settings=settings(terms("z", most=20)))
+    driver.resident(0, "a", 21, host=30, tenant="y")
+    driver.engines["a"] = {CPU: 21}
+    driver.read(1)
+    driver.ask(20, "b", 70, tenant="y")
+    driver.at(21, ev.Slept(TicketId("a")))
+    driver.engines["a"] = {CPU: 2, HOST: 30}  # what it lacks alone would be within the maximum
+    driver.read(22)
+    driver.at(23, ev.LoadBroke(TicketId("b"), "x", False))
+    driver.gone(24, "b")
+    error = refusal(driver.ask(25, "a", 21, host=30, tenant="z"))
+    assert error == QuotaExceeded("z", 0, gib(21), gib(20), "bytes")
+    assert driver.state_of("a") == "asleep"
+    assert granted(driver.ask(26, "a", 21, host=30, tenant="y")) == ["a"]
+
+
+def test_wake_that_a_reserve_set_since_never_leaves_room_for_is_refused() -> None:
+    limits = settings(terms("x", reserved=60))
+    driver = CoreDriver(device=80, host=100, settings=limits, known=("h",), holders=())
+    driver.host_sizes["a"] = 30
+    driver.engines["a"] = {CPU: 2, HOST: 30}
+    driver.read(1)
+    driver.join(2, "h", driver.held("a", types.Phase.ASLEEP, size=21))
+    error = refusal(driver.ask(3, "a", 21, host=30))
+    assert error == QuotaExceeded("default", 0, gib(21), gib(20), "bytes")
+    assert driver.state_of("a") == "asleep"
+
+
 def test_a_lease_beyond_its_tenants_maximum_is_refused() -> None:
     driver = CoreDriver(device=80, settings=settings(terms("x", most=30)))
     driver.resident(0, "a", 20, tenant="x")
