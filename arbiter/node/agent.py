@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from arbiter import heap
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.node import children, cleanup, procfs, spare_workers, tenant_folders, zygote_client
@@ -68,7 +69,8 @@ class NodeAgent:
         self._engines.recover()
         spare_workers.end_from_before(settings.spares_since_unix_s)
         keep_spares = spare_workers.keep(settings.spares_count)
-        for work in (self._turns(), self._see_ends(), self._engines.supervisor.keep(), keep_spares):
+        keep_zygote, trim = self._engines.supervisor.keep(), heap.trim_forever()
+        for work in (self._turns(), self._see_ends(), keep_zygote, keep_spares, trim):
             self._start(work)
         calls = (self.spawn, self.respawn, self.kill, self.probe, self.drop_slabs, self.drop_tenant)
         offers = {call.__name__: call for call in calls}

@@ -42,6 +42,7 @@ class ArbiterActor:
     """Everything public here is called over the wire, by arbiter.client and by node agents."""
 
     def __init__(self, boot: messages.StartConfig) -> None:
+        from arbiter import heap
         from arbiter.server.egress import EgressBook
         from arbiter.server.event_log import EventLog
         from arbiter.server.hours_clock import HoursClock
@@ -84,6 +85,7 @@ class ArbiterActor:
         )
         self._start(self._watch.run())
         self._start(export_forever(self._shell.samples))
+        self._start(heap.trim_forever())
 
     def __repr__(self) -> str:
         return f"Arbiter({self._boot.configuration.settings.evict})"

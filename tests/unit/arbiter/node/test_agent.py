@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from arbiter import heap
 from arbiter.core import events as ev
 from arbiter.node.device_probe import Readings, Tree
 from arbiter.pool import Rows, SavedRows, Slab
@@ -208,4 +209,20 @@ async def test_copies_of_a_removed_tenants_adapters_leave_its_node(
     assert (copies / "@acme" / "one").is_dir(), "it was made since"
     await running.drop_tenant("acme")
     assert sorted(str(p.relative_to(copies)) for p in copies.rglob("one")) == ["@other/one", "one"]
+    await running.close()
+
+
+async def test_freed_heap_of_an_agent_is_given_back_while_it_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+
+    async def trim_forever() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(heap, "trim_forever", trim_forever)
+    running = agent_in(folder)
+    async with asyncio.timeout(START_S):
+        await begun.wait()
     await running.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import OwnerDiedError, RayActorError
 
+from arbiter import heap
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.errors import OutsideHours, SettingsConflict, StaleEpoch
@@ -258,3 +259,18 @@ async def test_metrics_count_what_the_event_log_tells(running: Running) -> None:
         await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
         await ended(call)
         assert from_plain(await actor.metrics())["arbiter_holders"] == {("c",): 0}
+
+
+async def test_freed_heap_of_the_arbiter_is_given_back_while_it_runs(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+
+    async def trim_forever() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(heap, "trim_forever", trim_forever)
+    async with running():
+        async with asyncio.timeout(30):
+            await begun.wait()
