@@ -41,7 +41,7 @@ ArbiterError
 
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Self, TypeVar, dataclass_transform
 
 from arbiter.units import Bytes, Epoch, Generation, HolderId, NodeId, TicketId, human
 
@@ -71,6 +71,11 @@ class ArbiterError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self.values()
+
+    def unraised(self) -> Self:
+        """Returns an equal error that was never raised, to be kept: an error that was raised holds
+        the frames through which it went, and all that these refer to."""
+        return type(self)(*self.values())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ArbiterError) and (

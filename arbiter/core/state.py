@@ -287,8 +287,9 @@ class CoreState:
         self.decide(LogEvent(kind, data, ticket, size, took))
 
     def answer_error_finally(self, ticket: TicketId, error: RequestError) -> None:
-        """Answers a ticket with an error for good: asking again under this ticket repeats it."""
-        self.remember(ticket, error)
+        """Answers a ticket with an error for good: asking again under this ticket repeats it. What
+        is kept is another than what an asker raises."""
+        self.remember(ticket, error.unraised())
         self.answer_error(ticket, error)
 
     def answer_error(self, ticket: TicketId, error: RequestError) -> None:

@@ -6,10 +6,11 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from arbiter.core import events as ev
+from arbiter.core import types
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import Compacted, SetTimer, WarmPrefixes
 from arbiter.core.settings import DEFAULTS
-from arbiter.errors import CapabilityConflict, LedgerBroken
+from arbiter.errors import CapabilityConflict, LedgerBroken, UnknownCapability
 from arbiter.protocol import messages
 from arbiter.server import shell as module
 from arbiter.server.event_log import EventLog
@@ -60,6 +61,19 @@ def test_error_that_is_no_refusal_ends_the_process(bug: Exception) -> None:
 def test_refusal_is_raised_to_its_caller() -> None:
     with pytest.raises(CapabilityConflict):
         shell(CapabilityConflict("c", "role")).feed(ev.TimerFired())
+
+
+@pytest.mark.spec("A3")
+async def test_kept_answer_of_a_refused_ticket_holds_no_frame_of_its_askers() -> None:
+    core = Arbiter(DEFAULTS, bundle(DEFAULTS), Epoch(1), frozenset(), Instant(0))
+    running = shell_of(core)
+    asked = ev.Requested(TicketId("t"), HolderId("h"), "none", "a", types.Need(Bytes(1)))
+    for _ in range(2):  # the second is told what was kept
+        with pytest.raises(UnknownCapability) as raised:
+            await running.acquire(asked)
+        kept = core._state.answers[asked.ticket]
+        assert kept == raised.value and raised.value.__traceback__ is not None
+        assert (kept.__traceback__, kept.__context__, kept.__cause__) == (None, None, None)
 
 
 @pytest.mark.spec("A3")
