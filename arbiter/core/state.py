@@ -387,6 +387,17 @@ class CoreState:
             self.queue.clean()
         return taken
 
+    def forget_device(self, device: DeviceId) -> None:
+        """Forgets a device that has left, on which nothing is charged any more: the account of its
+        bytes, and all that was noted of it."""
+        self.ledger.drop_device(device)
+        for table in (self.rankings, self.pressure, self.loading_much):
+            table.pop(device, None)
+        self.loading_times.forget(device)
+        self.compactions.forget_device(device)
+        for home in [home for home, last in self.last_home.items() if last == device]:
+            del self.last_home[home]
+
     # -- small moves that several rules share ---------------------------------------------------
 
     def set_timer(self, entry: Ticket, at: Instant) -> None:

@@ -70,6 +70,16 @@ class _UseLog:
             del self._packed[: 3 * max(1, self._most_count // 10)]
             self.kept_since = Instant(self._packed[0])
 
+    def keep_used(self) -> set[Key]:
+        """Forgets keys of which no use is kept, and returns the others."""
+        places = self._packed[1::3]
+        used = sorted(set(places))
+        moved = {old: new for new, old in enumerate(used)}
+        self._keys = [self._keys[old] for old in used]
+        self._places = {key: place for place, key in enumerate(self._keys)}
+        self._packed[1::3] = array("q", (moved[place] for place in places))
+        return set(self._keys)
+
     def since(self, at: Instant) -> Iterator[tuple[int, Key, int]]:
         packed = self._packed
         for begins in range(0, len(packed), 3):
@@ -91,6 +101,7 @@ class DemandReader:
 
     def __init__(self, most_uses_count: int | None = None) -> None:
         self._nodes: dict[NodeId, ev.NodeSeen] = {}
+        self._nodes_left: set[NodeId] = set()  # of these
         self._configured: dict[str, types.CapabilitySpec] = {}  # of the table
         self._registered: dict[str, types.CapabilitySpec] = {}  # from Python
         self._homes: dict[HolderId, tuple[NodeId, str]] = {}
@@ -116,6 +127,9 @@ class DemandReader:
         match event:
             case ev.NodeSeen(node):
                 self._nodes[node] = event
+                self._nodes_left.discard(node)
+            case ev.NodeLost(node):
+                self._node_left(node)
             case ev.CapabilitiesSet() | ev.CapabilityRegistered() | ev.CapabilityUnregistered():
                 self._set_capabilities(event)
             case ev.Joined() | ev.Renewed():
@@ -127,6 +141,20 @@ class DemandReader:
             case _:
                 self._note_ticket(event, at)
         self._note_orders(decisions, at)
+
+    def _node_left(self, node: NodeId) -> None:
+        """What a node was asked for is demand as well; nodes are forgotten once no such use is
+        kept."""
+        self._nodes_left |= {node} & self._nodes.keys()
+        used = {key[2] for key in self._uses.keep_used()}
+        gone = self._nodes_left - used
+        self._nodes_left -= gone
+        for name in gone:
+            del self._nodes[name]
+        for key in [key for key in self._seen if key[2] in gone]:
+            del self._seen[key]
+        for ticket in [ticket for ticket, key in self._keys.items() if key[2] in gone]:
+            self._forget(ticket)
 
     def _note_ticket(self, event: ev.Event, at: Instant) -> None:
         match event:
@@ -143,7 +171,7 @@ class DemandReader:
     def _note_orders(self, decisions: Iterable[Decision], at: Instant) -> None:
         for decision in decisions:
             match decision:
-                case Revoke(ticket):
+                case Revoke(ticket) if ticket in self._keys:
                     self._revoked_at.setdefault(ticket, at)
                 case Refuse(ticket):
                     self._forget_unloaded(ticket)

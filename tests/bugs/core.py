@@ -261,7 +261,7 @@ BUGS = [
         ""),
     Bug("a dead node keeps its devices", "arbiter/core/residency/readings.py", "on_node_lost",
         "for device in node.devices:\n"
-        "    state.ledger.drop_device(device)",
+        "    state.forget_device(device)",
         ""),
     Bug("policy order reversed", "policies/evict_priority_lru.py", "price",
         "c.last_used",

@@ -1,5 +1,6 @@
 """What a test asks of an arbiter's core, so that no test reads its private state."""
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,12 @@ class CoreQueries:
     def wasteful(self) -> set[TicketId]:
         """What counts as holding enough beyond its need."""
         return {*self.state.compactions.wasteful}
+
+    def parts_that_name(self, name: str) -> set[str]:
+        """The parts of the state that refer to a node, or to a device of it. What people are told
+        of past evictions, which are kept in a bounded number, is left out."""
+        parts = {part: value for part, value in vars(self.state).items() if part != "evictions"}
+        return {part for part, value in parts.items() if name.encode() in pickle.dumps(value)}
 
     def wrap_policies(self, wrap: Callable[[Any], Any]) -> None:
         """Puts another function in the place of each policy, before the first ticket."""

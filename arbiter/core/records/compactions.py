@@ -108,6 +108,10 @@ class Compactions:
             del self.loads_count[device]
         return due
 
+    def forget_device(self, device: DeviceId) -> None:
+        """Forgets the loads of a device that has left."""
+        self.loads_count.pop(device, None)
+
     def note_waste(self, ticket: TicketId, *, is_enough: bool) -> None:
         """Notes whether a ticket holds enough beyond its need."""
         if is_enough:

@@ -289,7 +289,10 @@ class Ledger:
         assert not book.entries
         self._lend(book, -1)
         self._touched.discard(device)
-        self._short.get(book.node, set()).discard(device)
+        if short := self._short.get(book.node):
+            short.discard(device)
+        if not any(other.node == book.node for other in self.books.values()):
+            self._short.pop(book.node, None)
 
     def _lend(self, book: DeviceAccount, sign: int) -> None:
         if book.kind is not DeviceKind.HOST:

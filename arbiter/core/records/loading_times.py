@@ -23,6 +23,10 @@ class LoadingTimes:
             while kept[0][1] <= ended - WINDOW:
                 kept.popleft()
 
+    def forget(self, device: DeviceId) -> None:
+        """Forgets the loads of a device that has left."""
+        self._loads.pop(device, None)
+
     def fraction(self, device: DeviceId, now: Instant, under_way: Iterable[Instant] = ()) -> float:
         """Returns the share of the last ten minutes in which the device was loading. `under_way`:
         when the loads that go on began. Loads at the same time count once."""

@@ -124,6 +124,8 @@ def on_lost(state: CoreState, holder: HolderId) -> None:
     if state.holders.pop(holder, None):
         state.log(EventKind.HOLDER_LOST, holder=holder)
     forget_evicted_for(state, holder)
+    for ticket in [t for t, load in state.broken_loads.items() if load.holder == holder]:
+        del state.broken_loads[ticket]  # no account of its cause will come
     for entry in state.ledger.held_by(holder):
         if entry.state is State.QUEUED:
             state.answer_error_finally(entry.ticket, StaleEpoch(state.epoch, state.epoch))

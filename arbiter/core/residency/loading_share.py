@@ -31,5 +31,3 @@ def watch(state: CoreState) -> None:
             state.loading_much.pop(device, None)
         if was_above != (share > most):
             state.log(EventKind.LOADING_SHARE, device=device, fraction=round(share, 3), most=most)
-    for device in state.loading_much.keys() - state.ledger.books.keys():
-        del state.loading_much[device]

@@ -89,7 +89,7 @@ def _withdraw_device(state: CoreState, device: DeviceId) -> None:
     for entry in state.ledger.entries(*CHARGED):
         if device in entry.devices or device in entry.home:
             _lose(state, entry, device)
-    state.ledger.drop_device(device)
+    state.forget_device(device)
 
 
 def _lose(state: CoreState, entry: Ticket, device: DeviceId) -> None:
@@ -111,7 +111,7 @@ def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
         if entry.node == event.node and entry.state is not State.QUEUED:
             _leave_with_device(state, entry)
     for device in node.devices:
-        state.ledger.drop_device(device)
+        state.forget_device(device)
 
 
 def _leave_with_device(state: CoreState, entry: Ticket) -> None:

@@ -1,10 +1,13 @@
 """What a recorded life says of the demand behind it."""
 
+import pickle
+
 import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.replay.recorded import demand_of
+from arbiter.core.decisions import Reason, Revoke, Tier
+from arbiter.replay.recorded import DemandReader, demand_of
 from arbiter.server.recording import Step
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import capability, gib, s
@@ -35,3 +38,42 @@ def test_capability_of_the_table_stays_in_the_demand_when_its_registration_ends(
     assert capabilities_of(both, table, gone) == ["text"]
     assert capabilities_of(both) == ["text"]
     assert capabilities_of(both, gone) == []
+
+
+def asked_on(reader: DemandReader, node: str, *at: float) -> None:
+    """The life of a node on which one holder asked at these times."""
+    holder = HolderId(f"h-{node}")
+    reader.read(ev.NodeSeen(NodeId(node), ()), s(at[0]), [])
+    reader.read(ev.Joined(holder, NodeId(node), "text", ()), s(at[0]), [])
+    for t in at:
+        ticket = TicketId(f"{node}.{t}")
+        asked = ev.Requested(ticket, holder, "text", "a", types.Need(gib(1)))
+        reader.read(asked, s(t), [])
+        reader.read(ev.Loaded(ticket, seconds(2)), s(t), [])
+
+
+@pytest.mark.spec("K2", "A19")
+def test_node_that_left_is_forgotten_once_no_use_of_it_is_kept() -> None:
+    reader = DemandReader(most_uses_count=10)
+    reader.read(ev.CapabilitiesSet((TEXT,)), s(0), [])
+    asked_on(reader, "leaver", 1, 2)
+    asked_on(reader, "stays", 3, 4)
+    for holder, node in (("h-leaver", "leaver"), ("other", "empty")):
+        reader.read(ev.NodeLost(NodeId(node)), s(5), [])
+        reader.read(ev.HolderLost(HolderId(holder)), s(5), [])
+    assert [seat.node for seat in reader.demand().seats] == ["leaver", "stays"]
+    asked_on(reader, "stays", *range(10, 20))  # the oldest uses go
+    assert len(reader.demand().uses) <= 10
+    reader.read(ev.NodeLost(NodeId("empty")), s(30), [])
+    assert [seat.node for seat in reader.demand().seats] == ["stays"]
+    assert b"leaver" not in pickle.dumps(reader)
+    asked_on(reader, "stays", 40)
+    assert reader.demand().seats[0].load == seconds(2)
+
+
+@pytest.mark.spec("K2")
+def test_revoke_of_a_ticket_that_is_not_known_is_not_remembered() -> None:
+    reader = DemandReader()
+    lost = Revoke(TicketId("lost"), HolderId("h"), Reason.LOST, Tier.GONE, s(1))
+    reader.read(ev.TimerFired(), s(1), [lost])
+    assert b"lost" not in pickle.dumps(reader._revoked_at)

@@ -7,7 +7,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import PurgeCaches
-from arbiter.units import Content, HolderId, NodeId, TicketId, seconds
+from arbiter.units import Content, DeviceId, HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
     HOST,
@@ -63,6 +63,28 @@ def test_a_dead_nodes_devices_leave_with_it_and_its_tickets_are_closed() -> None
     assert len(driver.queue()) == 0
     assert driver.holders() == set()
     assert "node_lost" in driver.kinds()
+
+
+@pytest.mark.spec("A19")
+def test_nothing_but_told_evictions_refers_to_a_node_or_device_that_left() -> None:
+    scheduled = replace(PLAIN, compact_every_loads_count=100)
+    driver = CoreDriver(settings=scheduled, holders=())
+    device = DeviceId("leaver/cpu:0")
+    driver.see_node(0, 80, 0, node="leaver")
+    driver.join(0, "h", node="leaver")
+    driver.read(0, node="leaver")
+    driver.ask(0, "a", 60)
+    driver.at(300, ev.Loaded(TicketId("a"), seconds(300)))  # half of ten minutes
+    driver.beat(301, "a")
+    assert driver.ask(400, "b", 60, priority=types.Priority.URGENT)  # "a" is to leave for it
+    driver.foreign[device], driver.physical[device] = 70, 0
+    driver.read(401, node="leaver")
+    parts = {"rankings", "pressure", "loading_times", "loading_much", "compactions", "last_home"}
+    assert parts | {"ledger"} <= driver.parts_that_name("leaver")
+    driver.at(402, ev.NodeLost(NodeId("leaver")))
+    driver.at(402, ev.HolderLost(HolderId("h")))
+    driver.sleep_until(402 + 2 * 3600)  # what was to be looked at there has been
+    assert driver.parts_that_name("leaver") == set()
 
 
 @pytest.mark.spec("A19")
