@@ -1,9 +1,17 @@
-"""What each kind of work is worth (C1) and how long it stays warm unused (C8).
+"""What each kind of work is worth, what evicting it does and costs (C1), and how long it stays warm
+unused (C8).
 
-A new role is one line. Rank: lowest is evicted first.
+A new role is one line here, or one of the configuration. Rank: lowest is evicted first. Cost: the
+seconds that are lost beside those of the load that brings the model back, which the arbiter learns
+of each model. Both are told with each eviction.
 """
 
 from arbiter.core.view import Role
+
+# The pool of a node keeps KV and embeddings of images when their engine goes, so little is lost
+# with it: a picture's embeddings take 60 ms from there, where 42 ms do in the engine that made them
+# (benchmarks.known_pictures), and blocks of a conversation come back with the prompt that has them.
+PICTURE_FROM_POOL_S = 0.02
 
 ROLES: dict[str, Role] = {
     "lease": Role(5, "an outside process is asked to end", keep_warm_s=300),
@@ -11,7 +19,12 @@ ROLES: dict[str, Role] = {
     "drafter": Role(10, "the next draft waits for a load", keep_warm_s=300),
     "emotion": Role(15, "its labels are missing until it is back", keep_warm_s=300),
     "speaker-id": Role(18, "its labels are missing until it is back", keep_warm_s=300),
-    "vision": Role(20, "drops its cache of image embeddings", keep_warm_s=60),
+    "vision": Role(
+        20,
+        "drops its cache of image embeddings",
+        keep_warm_s=60,
+        evict_cost_s=PICTURE_FROM_POOL_S,
+    ),
     "image": Role(20, "the next picture waits for a load", keep_warm_s=900),
     "embedding": Role(25, "the next batch waits for a load", keep_warm_s=300),
     "turn-detector": Role(28, "may drop its pages instead of its process", keep_warm_s=300),

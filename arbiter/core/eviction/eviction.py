@@ -14,7 +14,11 @@ from arbiter.core.eviction.eligibility import (
     may_swap,
     min_residency_ends,
 )
-from arbiter.core.eviction.ranking import ranked_victims, victims_no_more_urgent
+from arbiter.core.eviction.ranking import (
+    ranked_victims,
+    reload_span,
+    victims_no_more_urgent,
+)
 from arbiter.core.eviction.sleep import await_confirmation, grant_with_host_copy
 from arbiter.core.records.eviction_history import EvictionRecord
 from arbiter.core.records.ledger import DeviceAccount
@@ -33,6 +37,7 @@ from arbiter.units import (
     Span,
     TicketId,
     after,
+    in_seconds,
     since,
 )
 
@@ -254,6 +259,7 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
         reason=reason.value,
         waiting=for_whom,
         act=role.act if role else None,
+        cost_s=round(in_seconds(reload_span(state, entry)) + (role.evict_cost_s if role else 0), 3),
     )
     entry.note_revoked(state.now)
     if waiting is not None and not waiting.lease and reason is Reason.SWAP:

@@ -280,16 +280,20 @@ def test_foreign_memory_is_charged_and_evicts_idle_models() -> None:
     assert revoked(driver.read(2)) == [("a", "fit", "gone")]
 
 
-@pytest.mark.spec("K1")
-def test_eviction_event_names_victim_reason_bytes_and_asker() -> None:
-    driver = CoreDriver(device=80)
-    driver.resident(0, "a", 80)
+@pytest.mark.spec("K1", "C1")
+def test_eviction_event_names_victim_reason_bytes_asker_act_and_cost() -> None:
+    act = "drops its KV cache; every conversation waits"
+    text = NamedRole("text", Role(100, act, keep_warm_s=300, evict_cost_s=0.25))
+    driver = CoreDriver(device=80, settings=replace(PLAIN, roles=(text,)))
+    driver.ask(0, "a", 80)
+    driver.at(3, ev.Loaded(TicketId("a"), seconds(3)))
+    driver.beat(3, "a")
     driver.ask(20, "b", 30)
     told = driver.last("eviction")
     assert (told.ticket, told.size_bytes) == ("a", gib(80))
     assert told.data == {
         "holder": "h", "capability": "text", "model": "a", "reason": "swap", "waiting": "b",
-        "act": "drops its KV cache; every conversation waits",
+        "act": act, "cost_s": 3.25,
     }  # fmt: skip
 
 
