@@ -120,9 +120,8 @@ def _of_hub(name: str, source: str, capability: str) -> Source:
         why = _unknown(config, files) if said else "it is not in the cache, and no hub answers"
         raise CommandError(f"{name}: {source}: {why}; write it as `--model chat:{name}={source}`")
     sizes = {row["rfilename"]: row.get("size") or 0 for row in said.get("siblings", ())}
-    tensors = [size for file, size in sizes.items() if _is_weights(file)]
-    known_bytes = Bytes(sum(tensors)) or estimates.of_files(sizes)
-    size = known_bytes or estimates.of_name(source)
+    tensors = {file: size for file, size in sizes.items() if _is_weights(file)}
+    size = estimates.of_files(tensors) or estimates.of_files(sizes) or estimates.of_name(source)
     where = "the sizes of its files" if sizes else "the number in its name"
     known = f"{{size}} of weights by {where}" if size else "its size is learned at the first load"
     return Source(name, source, capability or found, size, None, f"{kind or 'as you say'}; {known}")

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import MIB
+from deployments.cli.model_sources import look
 from tests.support.live_arbiter import CONTEXT, LiveArbiter, capability, kill, live_arbiter, model
 from tests.support.waits import eventually
 
@@ -115,6 +117,27 @@ async def test_a_size_comes_from_headers_else_files_else_the_name_and_then_from_
                 await new_epoch(d)  # knows it as well
             await d.unload(name)
             assert peak <= await granted(d, holder, name) <= 1.06 * peak, "with some headroom"
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A17")
+async def test_size_of_a_hubs_model_is_that_of_its_list_of_files_until_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No header can be read there, so files of safetensors count 1.3 times."""
+    files = [{"rfilename": f"model-{n}.safetensors", "size": 20 * MIB} for n in (1, 2)]
+    said = {"config": {"architectures": ["LlamaForCausalLM"]}, "siblings": files}
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(200, json=said))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    found = look("toy", "none-such/toy")
+    assert found.weights_bytes == 52 * MIB
+    row = model(80) | {"need": {"weights": found.weights_bytes, "context": CONTEXT}}
+    async with live_arbiter({"chat": capability(toy=row)}) as d:
+        holder = d.holder()
+        assert await granted(d, holder, "toy") == 52 * MIB + CONTEXT
+        peak = await measured(d, "toy")
+        await d.unload("toy")
+        assert 52 * MIB + CONTEXT < peak <= await granted(d, holder, "toy") <= 1.06 * peak
         await d.books_are_true()
 
 
