@@ -20,10 +20,10 @@ from tests.graph.conftest import (
     ROOT,
     Graph,
     as_users,
-    free_port,
     served,
     until,
 )
+from tests.support.ports import free_port
 
 SMALLER = 100  # a GPU's 20 GiB are 200 MiB of this machine
 CHAT, OTHER, EMBEDDING = "qwen3-8b", "qwen3-4b", "bge-m3"

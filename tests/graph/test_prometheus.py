@@ -8,8 +8,9 @@ import pytest
 from openai import OpenAI
 
 from deployments.monitoring.alerts import ALERTS
-from tests.graph.conftest import Graph, free_port, until
+from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import run_command, unload_all
+from tests.support.ports import free_port
 from tests.support.prometheus import Prometheus, prometheus_of, queries
 
 CHAT = "tiny-chat"

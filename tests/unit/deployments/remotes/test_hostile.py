@@ -28,6 +28,7 @@ from tests.support.hostile_remotes import (
     resets,
     says,
 )
+from tests.support.ports import free_port
 from tests.support.remote_server import Answer, CountingBook, raw_remote
 from tests.unit.deployments.remotes.conftest import CLOUD, KEY, asked, section
 
@@ -146,10 +147,8 @@ async def test_no_redirect_is_followed() -> None:
 
 @pytest.mark.spec("J5")
 async def test_a_remote_that_is_down_is_tried_twice_and_paid_nothing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
     book = CountingBook()
-    assert (await failure(port, book=book))[:2] == ("connect", "no connection could be made")
+    assert (await failure(free_port(), book=book))[:2] == ("connect", "no connection could be made")
     assert (book.ends[0].prompt_tokens_count, book.ends[0].money_micros) == (0, 0)
 
 
