@@ -120,7 +120,7 @@ async def test_a_worker_started_ahead_is_unused_until_the_next_actor_takes_it(pr
     while await probe.spares.remote():  # those that Ray began with
         await take()
     await probe.prestart.remote()
-    await eventually(probe.spares.remote, 30)
+    await eventually(probe.spares.remote, 60)
     unused = await probe.spares.remote()
     taken = await take()
     assert taken in unused
@@ -140,7 +140,7 @@ async def test_an_owners_death_is_noticed_when_its_handle_was_called(probe: Any)
     owner = Owner.remote()
     pid = await owner.own.remote(probe)
     os.kill(pid, signal.SIGKILL)
-    await eventually(lambda: probe.has_lost.remote(pid), 10)
+    await eventually(lambda: probe.has_lost.remote(pid), 60)
 
 
 def test_an_unavailable_actor_is_told_apart_from_a_dead_one() -> None:

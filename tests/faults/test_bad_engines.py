@@ -23,7 +23,7 @@ async def test_a_load_that_hangs_is_ended_in_time_and_says_so() -> None:
     ) as d:
         # The holder and the arbiter have the same bound; either may be the first to say so.
         with pytest.raises(LoadFailed, match=r"not loaded after \d s|the arbiter ended its load"):
-            await asyncio.wait_for(d.holder().ask.remote("a"), 15)
+            await asyncio.wait_for(d.holder().ask.remote("a"), 90)
         await d.until(lambda s: not s["tickets"])
         assert await d.engines() == {}
         await d.books_are_true()
@@ -83,7 +83,7 @@ async def test_a_client_that_leaves_while_streaming_ends_its_work() -> None:
         streaming = h.stream.remote("a")
         await d.until(lambda s: s["tickets"] and s["tickets"][0]["inflight"] == 1)
         ray.cancel(streaming)
-        await d.until(lambda s: s["tickets"][0]["inflight"] == 0, 5)
+        await d.until(lambda s: s["tickets"][0]["inflight"] == 0)
         assert await h.ask.remote("a") == 200
         await d.books_are_true()
 
@@ -134,7 +134,7 @@ async def test_hanging_engine_is_killed_and_its_request_gets_engine_lost(
         os.kill(agent, signal.SIGSTOP)  # or the engine would be gone before it can be seen to end
         try:
             with pytest.raises(EngineLost):
-                await asyncio.wait_for(residency.request(*ask), 20)
+                await asyncio.wait_for(residency.request(*ask), 90)
             await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["reclaiming"])
         finally:
             os.kill(agent, signal.SIGCONT)
@@ -153,7 +153,7 @@ async def test_an_engine_that_grows_past_its_ticket_makes_others_wait_not_fail()
     async with live_arbiter(table) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.ask.remote("a")
-        await d.until(lambda s: s["devices"][0]["charged_bytes"] >= 250 * MIB, 3)
-        assert await asyncio.wait_for(other.ask.remote("b"), 30) == 200
+        await d.until(lambda s: s["devices"][0]["charged_bytes"] >= 250 * MIB)
+        assert await asyncio.wait_for(other.ask.remote("b"), 90) == 200
         assert [e["model"] for e in await d.events("model_unload")] == ["a"]
         await d.books_are_true()

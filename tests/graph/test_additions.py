@@ -125,7 +125,7 @@ def test_class_of_an_outside_capability_refuses_with_its_own_error(extended: Gra
     assert answer.status == 413
     assert json.load(answer)["error"]["code"] == "too_long"
     [ticket] = [t for t in extended.state()["tickets"] if t["model"] == "parrot"]
-    until(lambda: not in_flight(extended, ticket["ticket"]), 10, "it is released")
+    until(lambda: not in_flight(extended, ticket["ticket"]), 60, "it is released")
 
 
 def in_flight(graph: Graph, ticket: str) -> int:
@@ -148,7 +148,7 @@ def test_no_extension_field_reaches_the_engine_and_stay_warm_keeps_its_model(
         assert not headers.keys() & answer["headers"].keys()
     for _ in range(3):  # both have a keep-warm of a second
         assert extended.post("/v1/mirror", {"model": "brief"})[0] == 200
-        until(lambda: "brief" not in models_of(extended), 20, "its keep-warm time is over")
+        until(lambda: "brief" not in models_of(extended), 60, "its keep-warm time is over")
         assert "mirror" in models_of(extended)
 
 
@@ -209,7 +209,7 @@ def test_row_that_comes_and_goes_while_it_runs_restarts_nothing(extended: Graph)
     assert running <= replicas(extended)
     assert before in {t["ticket"] for t in extended.state()["tickets"]}
     extended.deploy(extended.config)
-    until(lambda: "late" not in applications(extended), 30, "its application is gone")
+    until(lambda: "late" not in applications(extended), 60, "its application is gone")
     assert {"echo", "held"} <= applications(extended)
     assert running <= replicas(extended)
 

@@ -29,10 +29,10 @@ from deployments.prefixes import Cut
 from deployments.replica import prefix_warmer, resize, unloading
 from deployments.replica.prefix_warmer import MonotonicClock
 from deployments.replica.residency import Residency
+from tests.support.waits import WITHIN_S
 
 ENGINE = "tests.support.fake_engine:build"
 CONTEXT = 24 * MIB  # an empty fake engine holds about half of this, private
-WITHIN_S = 20.0  # for anything that must happen; what is measured in seconds has its own bound
 
 
 def model(mib: int, **engine_args: Any) -> dict[str, Any]:

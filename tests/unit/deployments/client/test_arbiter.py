@@ -181,7 +181,7 @@ class SilentFront:
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        assert self.was_cancelled.wait(20)
+        assert self.was_cancelled.wait(60)
         return iter([])
 
     def cancel(self) -> None:

@@ -162,7 +162,7 @@ async def test_proxy_that_drains_sees_the_requests_that_go_by_the_socket() -> No
     application, serves = Application(), CountingProxy()
     async with opened(application):
         calling = asyncio.ensure_future(Client().call(FrontBySocket(serves)))
-        await asyncio.wait_for(application.begun.wait(), 10)
+        await asyncio.wait_for(application.begun.wait(), 60)
         assert serves.ongoing_count == 1
         application.go.set()
         assert (await calling).status == 201
@@ -174,9 +174,9 @@ async def test_client_that_leaves_cancels_the_work(proxy: Any) -> None:
     application, client = Application(), Client()
     async with opened(application):
         calling = asyncio.ensure_future(client.call(proxy))
-        await asyncio.wait_for(application.begun.wait(), 10)
+        await asyncio.wait_for(application.begun.wait(), 60)
         client.left.set()
-        await asyncio.wait_for(application.ended.wait(), 10)
+        await asyncio.wait_for(application.ended.wait(), 60)
         await calling
     assert application.cancelled
 
@@ -187,7 +187,7 @@ async def test_front_that_ends_answers_what_it_has_and_takes_no_more(proxy: Any)
     front = FrontSocket(application)
     await front.open()
     calling = asyncio.ensure_future(client.call(proxy))
-    await asyncio.wait_for(application.begun.wait(), 10)
+    await asyncio.wait_for(application.begun.wait(), 60)
     closing = asyncio.ensure_future(front.close())
     await asyncio.sleep(0)
     assert (await Client().call(proxy)).status == 299
@@ -208,7 +208,7 @@ def raw(*, says: bytes = b"") -> socket.socket:
 
 async def all_of(conn: socket.socket) -> bytes:
     said = b""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while piece := await asyncio.get_running_loop().sock_recv(conn, 1 << 20):
             said += piece
     conn.close()
@@ -235,7 +235,7 @@ async def test_front_that_ends_answers_what_it_has_not_accepted_or_read_yet() ->
     assert not closing.done(), "a request may be on its way"
     accepted.send(REQUEST)
     assert (await all_of(accepted)).startswith(b"HTTP/1.1 201")
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(closing, 60)
     assert len(application.asked) == 4
 
 
@@ -248,7 +248,7 @@ async def test_front_that_ends_does_not_wait_for_a_connection_without_a_request(
     front = FrontSocket(Application())
     await front.open()
     silent = raw()
-    await asyncio.wait_for(front.close(), 10)
+    await asyncio.wait_for(front.close(), 60)
     assert await all_of(silent) == b""
 
 
@@ -300,7 +300,7 @@ async def test_request_to_change_the_protocol_is_answered_over_its_empty_body(pr
     application.go.set()
     client = Client("/v1/x", b"", content_length="2", connection="Upgrade", upgrade="h2c")
     async with opened(application):
-        await asyncio.wait_for(client.call(proxy), 10)
+        await asyncio.wait_for(client.call(proxy), 60)
     assert client.status == 201
     [(_, body, headers)] = application.asked
     assert body == b"" and headers[b"content-length"] == b"0"
