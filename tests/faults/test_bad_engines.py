@@ -36,8 +36,8 @@ async def test_a_child_that_declares_nothing_and_holds_200_mb_is_on_the_books_wi
     async with live_arbiter({"chat": capability(a=liar)}) as d:
         h = d.holder()
         await h.keep.remote("a")
-        state = await d.until(
-            lambda s: s["devices"] and s["devices"][0]["charged_bytes"] >= 200 * MIB, 2
+        state = await d.soon(
+            lambda s: s["devices"] and s["devices"][0]["charged_bytes"] >= 200 * MIB, within_s=2
         )
         (ticket,) = state["tickets"]
         assert ticket["need_bytes"] == 0

@@ -99,7 +99,7 @@ async def test_the_lease_of_a_job_that_dies_is_reclaiming_within_two_seconds() -
             lease.measure(job.pid)
             await d.until(lambda s: held_by_lease(s, 200))
             job.kill()
-            state = await d.until(
+            state = await d.soon(
                 lambda s: not any(t["state"] == "resident" for t in s["tickets"]), within_s=2
             )
             assert {t["state"] for t in state["tickets"]} <= {"reclaiming"}
