@@ -3,12 +3,14 @@
 import asyncio
 import os
 import signal
+from typing import Any
 
 import pytest
 import ray
 
+from arbiter.client.admin import call_arbiter
 from arbiter.errors import EngineLost, LoadFailed
-from arbiter.units import MIB
+from arbiter.units import MIB, TicketId
 from deployments.replica import watchdog
 from deployments.replica.residency import Residency
 from tests.support.live_arbiter import CONTEXT, capability, gone, live_arbiter, model
@@ -103,6 +105,32 @@ async def test_engine_that_does_not_end_when_it_is_told_to_is_killed() -> None:
         await gone(pid)
         assert await d.engines() == {}
         await d.books_are_true()
+
+
+@pytest.mark.spec("H9", "A10")
+async def test_unload_by_hand_kills_an_engine_that_ignores_it_and_gives_its_bytes_back() -> None:
+    async with live_arbiter({"chat": capability(a=model(50, stays=True))}) as d:
+        h = d.holder()
+        before = free_of(await d.state())
+        assert await h.ask.remote("a") == 200
+        [(ticket, (pid, *_))] = (await d.engines()).items()
+        assert free_of(await d.state()) <= before - 50 * MIB
+        await d.unload("a")
+        await gone(pid)
+        await d.until(lambda s: free_of(s) == before)
+        [unload] = await d.events("model_unload")
+        assert (unload["reason"], unload["to"]) == ("manual", "gone")
+        await call_arbiter("unload", TicketId(ticket))  # once more, which changes nothing
+        assert await h.ask.remote("a") == 200
+        [(again, (other, *_))] = (await d.engines()).items()
+        assert again != ticket and other != pid, "no state outlives the unload"
+        await d.books_are_true()
+
+
+def free_of(state: dict[str, Any]) -> int:
+    """Of what may be lent, whatever else the machine holds."""
+    [cpu] = [device for device in state["devices"] if device["kind"] == "cpu"]
+    return int(cpu["budget_bytes"] - cpu["charged_bytes"])
 
 
 @pytest.mark.spec("A10", "A19")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deployments.front.proxy import TAKEN_S, FrontAway
 from tests.graph.conftest import (
     BIN,
     IN_FLIGHT,
@@ -28,8 +29,10 @@ from tests.graph.conftest import (
     started,
     until,
 )
+from tests.support import graph_processes
 from tests.support.contributing import addition, package
 
+FRONT_QUEUED = 8  # before the front, in Serve's proxy
 QUEUED, GATE = 2, "narrow-gate"  # of the capability `narrow`, whose load ends when a test says so
 POLICY = "my_package.evict_largest:price"
 BROKEN = '''"""A builder that fails as one does whose library is not installed."""
@@ -70,6 +73,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         row = {"engine": engine, "paths": ["/v1/narrow"], "models": {"narrow": gated}}
         capabilities["narrow"] = {"role": "text", **row}
         front, [own] = config["applications"][0], added["applications"]
+        front["deployments"][0]["max_queued_requests"] = FRONT_QUEUED
         broken = {"name": "broken", "route_prefix": None, "import_path": "my_package.broken:build"}
         # The file has these applications itself; the front deploys the others.
         del (held := json.loads(json.dumps(own).replace("echo", "held")))["args"]["class"]
@@ -303,6 +307,65 @@ def test_full_queue_of_serve_is_429_and_what_it_holds_is_answered(extended: Grap
     gate.touch()
     kept = [first, *(c for c in others if c is not refused)]
     assert [c.getresponse().status for c in kept] == [200] * (1 + QUEUED)
+
+
+def listed(graph: Graph) -> http.client.HTTPConnection:
+    """A request that goes by Serve's proxy, as all but inference do."""
+    connection = patient(graph)
+    connection.request("GET", "/v1/models")
+    return connection
+
+
+def echoed(graph: Graph) -> http.client.HTTPConnection:
+    """A request for inference, which goes to the front's socket where there is one."""
+    connection = patient(graph)
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/echo", b'{"model": "parrot"}', headers)
+    return connection
+
+
+def patient(graph: Graph) -> http.client.HTTPConnection:
+    netloc = urllib.parse.urlsplit(graph.url).netloc
+    return http.client.HTTPConnection(netloc, timeout=TAKEN_S + 90)
+
+
+def told(answer: http.client.HTTPResponse) -> tuple[int, int]:
+    """Status and Retry-After."""
+    answer.read()
+    return answer.status, int(answer.headers["retry-after"])
+
+
+@pytest.mark.spec("J8")
+def test_full_queue_before_the_front_is_503_and_what_it_holds_is_answered(extended: Graph) -> None:
+    """While the front takes nothing: one request more than its queue holds is refused at once."""
+    [front] = graph_processes.replicas(extended, "front")
+    os.kill(front, signal.SIGSTOP)
+    try:
+        waiting = [listed(extended) for _ in range(FRONT_QUEUED + 1)]
+        answered, _, _ = select.select([c.sock for c in waiting], [], [], TAKEN_S - 5)
+        [refused] = [c for c in waiting if c.sock in answered]
+        assert told(refused.getresponse()) == (503, 1)
+    finally:
+        os.kill(front, signal.SIGCONT)
+    assert {c.getresponse().status for c in waiting if c is not refused} == {200}
+
+
+@pytest.mark.spec("J8", "J9")
+def test_requests_are_503_in_bounded_time_while_the_front_that_died_is_not_back(
+    extended: Graph,
+) -> None:
+    """No controller of Serve starts another; without a bound they would wait for it."""
+    [front] = graph_processes.replicas(extended, "front")
+    [controller] = graph_processes.victims(extended, "controller")
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        os.kill(front, signal.SIGKILL)
+        waiting = [listed(extended), echoed(extended)]
+        for connection in waiting:
+            assert told(connection.getresponse()) == (503, round(FrontAway().retry_after_s))
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    until(lambda: listed(extended).getresponse().status == 200, 120, "another front answers")
 
 
 def begun(graph: Graph) -> http.client.HTTPConnection:
