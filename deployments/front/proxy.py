@@ -57,7 +57,7 @@ class FrontAway(RequestError):
 
 class BoundedWait:
     """An ASGI middleware around Serve's proxy: a request that no front has taken within TAKEN_S is
-    taken back and answered. However long the response of one that was taken lasts."""
+    taken back and answered. A response may last for ever, once a front has the request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Serve:
     """Serve's proxy: a request waits in its router until a front takes it."""
 
     def __init__(self, is_taken: bool) -> None:
-        self.is_taken, self.was_cancelled = is_taken, False
+        self.is_taken, self.was_cancelled, self.answers = is_taken, False, asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         serve_context._serve_request_context.set(_RequestContext(_internal_request_id="one"))
@@ -67,7 +68,7 @@ class Serve:
         if not self.is_taken:
             serve_context._add_request_pending_assignment("one", "its response", task)
         try:
-            await asyncio.sleep(60 if not self.is_taken else 10 * SOON_S)
+            await self.answers.wait()
         except asyncio.CancelledError:
             self.was_cancelled = True  # and Serve ends the request without a response
             return
@@ -92,8 +93,15 @@ async def test_request_that_no_front_takes_in_time_is_503_with_when_to_come_back
 
 @pytest.mark.spec("J8")
 async def test_request_that_a_front_has_taken_may_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, looks = Serve(is_taken=True), ray_internals.waits_for_replica
+
+    def looked(context: Context) -> bool:
+        serve.answers.set()  # later than the bound
+        return looks(context)
+
     monkeypatch.setattr(proxy, "TAKEN_S", SOON_S)
-    async with around(Serve(is_taken=True)) as client:
+    monkeypatch.setattr(ray_internals, "waits_for_replica", looked)
+    async with around(serve) as client:
         answer = await client.get("/v1/models")
     assert (answer.status_code, answer.content) == (200, b"late")
 

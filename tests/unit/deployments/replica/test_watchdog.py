@@ -138,7 +138,17 @@ def pointed_elsewhere(model: Path) -> None:
     (model.parent / "next").rename(model)
 
 
-@pytest.mark.parametrize("change", [rewritten, moved_in, removed, moved_away, pointed_elsewhere])
+def exchanged_above(model: Path) -> None:
+    """The folder in which the model's is, for another with a model of the same name."""
+    other = model.parent.with_name("other")
+    (other / model.name).mkdir(parents=True)
+    model.parent.rename(model.parent.with_name("away"))
+    other.rename(model.parent)
+
+
+@pytest.mark.parametrize(
+    "change", [rewritten, moved_in, removed, moved_away, pointed_elsewhere, exchanged_above]
+)
 async def test_request_that_comes_in_after_a_change_finds_the_model_outdated(
     model: Path,
     change: Callable[[Path], None],
@@ -183,6 +193,7 @@ async def test_change_is_found_by_a_look_where_the_kernel_tells_of_none(
     watching = asyncio.ensure_future(
         watchdog.watch_files(held, lambda _: None, lambda _, reason: ends.set())
     )
+    await eventually(lambda: held.files.is_untold)  # so each request looks, too
     rewritten(model)
     await asyncio.wait_for(watching, 60)
     assert ends.is_set()
