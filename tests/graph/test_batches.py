@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 import urllib.request
 from typing import Any
 
@@ -146,9 +145,8 @@ def test_batch_is_cancelled_with_its_results_and_its_engine_goes_on(client: Open
     batch = begin(client, CHAT, [body] * 200)
     until(lambda: client.batches.retrieve(batch.id).status == "in_progress", 60, "it runs")
     client.batches.cancel(batch.id)
-    began_s = time.monotonic()
-    done = ended(client, batch, 30)
-    assert done.status == "cancelled" and time.monotonic() - began_s < 30
+    done = ended(client, batch)
+    assert done.status == "cancelled"
     counts = done.request_counts
     assert counts is not None and counts.completed < 200 and counts.failed == 0
     if counts.completed:

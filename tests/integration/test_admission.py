@@ -127,6 +127,6 @@ async def test_full_queue_of_all_models_refuses_with_the_seconds_of_a_load() -> 
             await c.ask.remote("c")
         refused = caught.value.cause
         assert isinstance(refused, QueueFull) and (refused.waiting, refused.bound) == (1, 1)
-        assert 2 <= refused.retry_after_s < 20
+        assert 2 <= refused.retry_after_s < 60
         await a.let_go.remote("a")
         assert await asyncio.wait_for(waiting, 90) == 200
