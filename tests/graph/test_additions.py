@@ -279,7 +279,7 @@ def test_requests_in_a_front_that_dies_are_503(extended: Graph) -> None:
     body = b'{"model": "parrot"}'
     until(
         lambda: post(extended, "/v1/echo", body, "application/json").status == 200,
-        60,
+        120,
         "another front takes its place",
     )
 
