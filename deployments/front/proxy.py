@@ -29,7 +29,10 @@ from deployments.front.front_client import NoFront
 
 # A front starts in two seconds, and on a busy machine in ten times as long.
 TAKEN_S = 30.0
-INFERENCE, TIMEOUT = "/v1/", b"x-request-timeout-seconds"
+# Of each method the paths whose answers may be large. Serve's queue of a response has no bound: the
+# front would hold what its client has not read yet.
+LARGE = {"POST": ("/v1/",), "GET": ("/v1/files/", "/v1/jobs/", "/v1/responses/")}
+TIMEOUT = b"x-request-timeout-seconds"
 REQUEST_ID, READER = b"x-request-id", side_stream.READER.encode()
 SIDE_STREAM = messages.SIDE_STREAM.encode()
 
@@ -111,8 +114,8 @@ class ProxyErrors:
 
 
 class FrontBySocket:
-    """An ASGI middleware around Serve's proxy: requests for inference go to the front's socket
-    where there is one. It gives them an id, as Serve does."""
+    """An ASGI middleware around Serve's proxy: requests for inference, and for what was kept, go to
+    the front's socket where there is one. It gives them an id, as Serve does."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -151,8 +154,7 @@ def _from_the_first(first: Message, receive: Receive) -> Receive:
 
 def _socket_for(scope: Scope) -> Path | None:
     """None: it goes by Serve, which alone keeps to a timeout that the client asks of it."""
-    is_inference = scope["type"] == "http" and scope["method"] == "POST"
-    if not is_inference or not scope["path"].startswith(INFERENCE):
+    if scope["type"] != "http" or not scope["path"].startswith(LARGE.get(scope["method"], ())):
         return None
     if any(name == TIMEOUT for name, _ in scope["headers"]):
         return None

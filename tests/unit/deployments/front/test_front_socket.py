@@ -142,6 +142,46 @@ async def test_all_else_goes_by_serve(proxy: Any, path: str) -> None:
     assert (client.status, client.body) == (299, b"onetwothree")  # the front is gone
 
 
+@pytest.mark.spec("J4", "J8")
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/files/f/content"), ("POST", "/v1/x")])
+async def test_answer_that_its_client_does_not_read_is_held_in_bounds(
+    proxy: Any, method: str, path: str
+) -> None:
+    sent_bytes, whole_bytes, piece = 0, 64 << 20, bytes(64 << 10)
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal sent_bytes
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while sent_bytes < whole_bytes:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            sent_bytes += len(piece)
+        await send({"type": "http.response.body", "body": b""})
+
+    client, reads, is_full = Client(path, b""), asyncio.Event(), asyncio.Event()
+    client.scope["method"] = method
+    take = client.send
+
+    async def slowly(message: Message) -> None:
+        if message["type"] == "http.response.body" and not reads.is_set():
+            is_full.set()
+            await reads.wait()
+        await take(message)
+
+    client.send = slowly  # type: ignore[method-assign]
+    async with opened(application):  # type: ignore[arg-type]
+        calling = asyncio.ensure_future(client.call(proxy))
+        await is_full.wait()
+        before = -1
+        while before != sent_bytes:  # until the application is stopped
+            before = sent_bytes
+            for _ in range(1_000):
+                await asyncio.sleep(0)
+        assert sent_bytes < 4 << 20
+        reads.set()
+        await calling
+    assert len(client.body) == whole_bytes
+
+
 class CountingProxy:
     """Serve's proxy, as far as it counts what it carries."""
 
