@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -145,6 +146,17 @@ def quiet_when_idle(handle: Any) -> None:
             report()
 
     metrics.push_autoscaling_metrics_to_controller = report_changes
+
+
+def waits_for_replica(context: Context) -> bool:
+    """Whether no replica has taken a request of Serve's proxy yet. `context`: that in which the
+    proxy runs for this request. Serve's router has the request until a replica accepts it."""
+    from ray.serve import context as serve_context
+
+    request = context.get(serve_context._serve_request_context)
+    if request is None:
+        return False
+    return bool(serve_context._get_requests_pending_assignment(request._internal_request_id))
 
 
 @contextmanager

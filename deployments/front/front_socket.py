@@ -1,8 +1,8 @@
 """The front's own socket on its node, for the proxy beside it.
 
 Between Serve's proxy and a replica a request and its answer are pickled, routed and called back
-for: 5 ms of processor time of the two together. Requests for inference come here instead, as plain
-HTTP. The proxy goes to Serve where there is no socket.
+for: 5 ms of processor time of the two together. Requests for inference, and for what was kept, come
+here instead, as plain HTTP. The proxy goes to Serve where there is no socket.
 """
 
 import asyncio

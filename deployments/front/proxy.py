@@ -2,13 +2,16 @@
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` (`arbiter serve` sets it; it is read when Ray starts).
 
 Without them two requests get Serve's bare 500: a request in flight when the front's process dies,
-and a request whose `x-request-id` is not ASCII. A response that has begun is cut in either case.
+and a request whose `x-request-id` is not ASCII. A response that has begun is cut in either case. A
+request that finds no front waits for one without a bound, because the only bound that Serve has is
+on the whole of a request, its stream included.
 
 Event streams come from their engine's socket where that is on this node (side_stream); without
 them, through replica and front.
 """
 
 import asyncio
+import contextvars
 import uuid
 from contextlib import aclosing
 from pathlib import Path
@@ -24,7 +27,12 @@ from deployments import messages
 from deployments.front import front_client, front_socket, side_stream
 from deployments.front.front_client import NoFront
 
-INFERENCE, TIMEOUT = "/v1/", b"x-request-timeout-seconds"
+# A front starts in two seconds, and on a busy machine in ten times as long.
+TAKEN_S = 30.0
+# Of each method the paths whose answers may be large. Serve's queue of a response has no bound: the
+# front would hold what its client has not read yet.
+LARGE = {"POST": ("/v1/",), "GET": ("/v1/files/", "/v1/jobs/", "/v1/responses/")}
+TIMEOUT = b"x-request-timeout-seconds"
 REQUEST_ID, READER = b"x-request-id", side_stream.READER.encode()
 SIDE_STREAM = messages.SIDE_STREAM.encode()
 
@@ -36,6 +44,49 @@ class FrontLost(RequestError):
 
     def __str__(self) -> str:
         return "the front died under this request; send it again in 2 s"
+
+
+class FrontAway(RequestError):
+    """Serve has no front that takes requests, and has not started another in TAKEN_S."""
+
+    code, retry_after_s = "front_away", 10.0
+
+    def __str__(self) -> str:
+        return (
+            f"no front took this request within {TAKEN_S:.0f} s; Serve starts another by itself, "
+            "or `serve status` says why not; send the request again"
+        )
+
+
+class BoundedWait:
+    """An ASGI middleware around Serve's proxy: a request that no front has taken within TAKEN_S is
+    taken back and answered. A response may last for ever, once a front has the request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        context = contextvars.copy_context()
+        loop = asyncio.get_running_loop()
+        carrying = loop.create_task(_awaited(self._app, scope, receive, send), context=context)
+        try:
+            await asyncio.wait({carrying}, timeout=TAKEN_S)
+            is_away = not carrying.done() and ray_internals.waits_for_replica(context)
+            if not is_away:
+                await carrying
+        finally:
+            carrying.cancel()
+            await asyncio.wait({carrying})
+        if is_away:
+            head, body = messages.refusal(FrontAway())
+            await Response(body, head.status, head.headers)(scope, receive, send)
+
+
+async def _awaited(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await app(scope, receive, send)
 
 
 class ProxyErrors:
@@ -63,8 +114,8 @@ class ProxyErrors:
 
 
 class FrontBySocket:
-    """An ASGI middleware around Serve's proxy: requests for inference go to the front's socket
-    where there is one. It gives them an id, as Serve does."""
+    """An ASGI middleware around Serve's proxy: requests for inference, and for what was kept, go to
+    the front's socket where there is one. It gives them an id, as Serve does."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -103,8 +154,7 @@ def _from_the_first(first: Message, receive: Receive) -> Receive:
 
 def _socket_for(scope: Scope) -> Path | None:
     """None: it goes by Serve, which alone keeps to a timeout that the client asks of it."""
-    is_inference = scope["type"] == "http" and scope["method"] == "POST"
-    if not is_inference or not scope["path"].startswith(INFERENCE):
+    if scope["type"] != "http" or not scope["path"].startswith(LARGE.get(scope["method"], ())):
         return None
     if any(name == TIMEOUT for name, _ in scope["headers"]):
         return None
@@ -169,4 +219,5 @@ class _Carried:
 
 def middlewares() -> list[Middleware]:
     """Called by Serve in each proxy, outermost last."""
-    return [Middleware(FrontBySocket), Middleware(SideStreams), Middleware(ProxyErrors)]
+    parts = BoundedWait, FrontBySocket, SideStreams, ProxyErrors
+    return [Middleware(part) for part in parts]

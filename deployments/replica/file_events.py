@@ -1,13 +1,14 @@
 """What the kernel tells of changes of a model's files (inotify), on the event loop.
 
-It tells nothing of a change that another machine makes on a network file system, and no more where
-the user's inotify instances or watches are spent, so its caller looks now and then as well.
+It tells nothing of a change that another machine makes on a network file system (`remote_files`),
+and no more where the user's inotify instances or watches are spent, so its caller looks as well.
 Source: man 7 inotify.
 """
 
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -22,12 +23,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.asynccontextmanager
-async def told(model: str, on_change: Callable[[], None]) -> AsyncIterator[None]:
-    """Calls `on_change` on the loop before a request that came in after the change has begun: a
-    change of a file or folder in the model's folder, or of a model in one file."""
+async def told(model: str, on_change: Callable[[], None]) -> AsyncIterator[bool]:
+    """Yields whether the kernel has room for the watches. Calls `on_change` on the loop before a
+    request that came in after the change has begun: a change of a file or folder in the model's
+    folder, or of a model in one file."""
     loop, inotify = asyncio.get_running_loop(), _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if inotify < 0:
-        yield
+        yield False
         return
 
     def read() -> None:
@@ -36,17 +38,27 @@ async def told(model: str, on_change: Callable[[], None]) -> AsyncIterator[None]
         on_change()
 
     try:
-        await asyncio.to_thread(_watch_all, inotify, Path(model))
+        has_room = await asyncio.to_thread(_watch_all, inotify, Path(model))
         loop.add_reader(inotify, read)
-        yield
+        yield has_room
     finally:
         loop.remove_reader(inotify)
         os.close(inotify)
 
 
-def _watch_all(inotify: int, root: Path) -> None:
-    """Also the root itself where it is a symlink, which may be replaced by another."""
-    _libc.inotify_add_watch(inotify, os.fsencode(root), _CHANGES | _DONT_FOLLOW)
+def _watch_all(inotify: int, root: Path) -> bool:
+    """Also the root itself where it is a symlink, which may be replaced by another; and whether a
+    folder or symlink above it is renamed or removed. False: a watch found no room."""
+    above = {*root.absolute().parents, *root.resolve().parents}
+    found = [_watch(inotify, path, _ATTRIB | _MOVE_SELF | _DONT_FOLLOW) for path in above]
+    found.append(_watch(inotify, root, _CHANGES | _DONT_FOLLOW))
     with contextlib.suppress(OSError):  # its server is away just now
-        for path in (root, *root.rglob("*")):
-            _libc.inotify_add_watch(inotify, os.fsencode(path), _CHANGES)
+        found += [_watch(inotify, path, _CHANGES) for path in (root, *root.rglob("*"))]
+    return all(found)
+
+
+def _watch(inotify: int, path: Path, changes: int) -> bool:
+    """What is not there, or closed to us, needs no room."""
+    if _libc.inotify_add_watch(inotify, os.fsencode(path), changes) >= 0:
+        return True
+    return ctypes.get_errno() != errno.ENOSPC

@@ -2,12 +2,13 @@
 
 Three looks, from cheap to complete:
 
-- Names, sizes, times and inodes: when the kernel tells of a change (`file_events`), every few
-  seconds, and before a wake. The kernel sets a file's ctime at each change and no program can set
-  it back, so equal rows mean equal files, with two exceptions. A second change within one tick of
-  the kernel's clock, or through a mapping that was not written back yet, leaves the ctime as it
-  was: so a file is *settled* only once it has kept its ctime for SETTLED_S (git calls the others
-  racily clean). And some network file systems keep no ctime.
+- Names, sizes, times and inodes: when the kernel tells of a change (`file_events`), before each
+  request where it cannot (`remote_files`), every few seconds, and before a wake. The kernel sets a
+  file's ctime at each change and no program can set it back, so equal rows mean equal files, with
+  two exceptions. A second change within one tick of the kernel's clock, or through a mapping that
+  was not written back yet, leaves the ctime as it was: so a file is *settled* only once it has kept
+  its ctime for SETTLED_S (git calls the others racily clean). And some network file systems keep no
+  ctime.
 - Small files whole, and 64 pieces of each large one: before a load and before a wake, in 5 ms a
   file.
 - Large files whole (`read_whole`), at a bounded rate in the background: after the load, again once
@@ -15,19 +16,24 @@ Three looks, from cheap to complete:
   are not settled, which is in the first minute after they were written; a wake of 188 MiB takes
   0.4 s (docs/benchmarks.md), and to hash as much takes 0.2 s more.
 
-So on a local file system a model is not served once the files that replace it are written; on
-another with ctimes for 2 s at most; on neither after a wake. Without ctimes size, mtime, inode or
-pieces tell at once, and of any other byte the look while the model sleeps.
+So a model is not served once the files that replace it are written, wherever they are. Without
+ctimes size, mtime, inode or pieces tell at once, and of any other byte the look while the model
+sleeps.
 """
 
 import asyncio
 import contextlib
 import hashlib
+import os
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from deployments.replica import remote_files
+from deployments.replica.remote_files import SharedLooks
 
 # Of a file up to 16 MiB all is read, of a larger one 64 pieces of 64 KiB from its first to its last
 # byte. Weights that were trained or converted anew differ in every piece.
@@ -53,6 +59,8 @@ class LoadedFiles:
     seen_ns: int = 0  # wall clock, as the files' times
     whole: dict[str, str] = field(default_factory=dict)  # hash of all bytes of each large file
     settled: set[str] = field(default_factory=set)  # large files whose ctime can be trusted
+    is_untold: bool = False  # the kernel tells of no change
+    looks: SharedLooks = field(default_factory=SharedLooks)
 
     def large(self) -> list[tuple[str, int]]:
         """Names of files of which `contents` reads pieces only, each with its ctime in ns."""
@@ -71,7 +79,9 @@ class LoadedFiles:
         return max(0.0, SETTLED_S - (time.time_ns() - newest_ns) / 1e9)
 
 
-def files(model: str) -> Files:
+def files(
+    model: str, look_at: Callable[[Path], os.stat_result] = lambda path: path.stat()
+) -> Files:
     """Name, size, mtime, ctime and inode of each file in a model's folder, or of a model in one
     file; empty for a name that is neither, like a hub id, whose revisions have folders of their
     own. Follows symlinks. Of a file that cannot be looked at, its name alone. Raises OSError where
@@ -81,7 +91,7 @@ def files(model: str) -> Files:
     for path in [root] if root.is_file() else sorted(root.rglob("*")):
         name = str(path.relative_to(root))
         try:
-            seen = path.stat()
+            seen = look_at(path)
         except FileNotFoundError:
             continue  # just replaced: the next look sees the new one
         except OSError:  # closed to us, a loop of symlinks, or its server is away just now
@@ -119,6 +129,7 @@ def pieces(size_bytes: int) -> list[tuple[int, int]]:
 async def look(model: str) -> LoadedFiles:
     """Before an engine reads them: what changes from now on is noticed. Raises OSError."""
     seen = LoadedFiles(model, seen_ns=time.time_ns())
+    seen.is_untold = await asyncio.to_thread(remote_files.is_remote, model)
     seen.rows = await asyncio.to_thread(files, model)
     with contextlib.suppress(OSError):  # unknown: names, sizes and times must do
         seen.pieces = await asyncio.to_thread(contents, model, seen.rows)
@@ -130,12 +141,28 @@ async def has_moved(loaded: LoadedFiles) -> bool:
     return await asyncio.to_thread(differ, loaded)
 
 
+async def is_outdated(loaded: LoadedFiles) -> bool:
+    """Before a request, of files of which the kernel does not tell; of others False."""
+    return loaded.is_untold and await loaded.looks.ask(lambda: _differ_there(loaded))
+
+
 def differ(loaded: LoadedFiles) -> bool:
     """`has_moved` at once, of files of which this machine's kernel has told."""
     try:
-        now = files(loaded.model)
+        return _are_others(loaded, files(loaded.model))
     except OSError:
         return False  # not looked; the next look tells
+
+
+def _differ_there(loaded: LoadedFiles) -> bool:
+    """As their server has them now."""
+    try:
+        return _are_others(loaded, files(loaded.model, remote_files.fresh_stat))
+    except OSError:
+        return False
+
+
+def _are_others(loaded: LoadedFiles, now: Files) -> bool:
     unseen = {row[0] for row in (*loaded.rows, *now) if len(row) == 1}
     was, is_now = ([row for row in rows if row[0] not in unseen] for rows in (loaded.rows, now))
     return was != is_now

@@ -30,7 +30,7 @@ from arbiter.protocol import messages
 from arbiter.units import HolderId, TicketId
 from deployments.config.load_plan import ModelPlan, Plans
 from deployments.messages import ResponseHead
-from deployments.replica import loading, resize, unloading
+from deployments.replica import loading, model_files, resize, unloading
 from deployments.replica.background import BackgroundTasks, detached_task
 from deployments.replica.engine_client import LoadRefused
 from deployments.replica.held_model import UNDER_WAY, HeldModel, HolderState, new_ticket
@@ -121,8 +121,10 @@ class Residency:
                 for _ in range(TURNS):
                     held = self.models.get(model) or await self._open(model)
                     if held.state is HolderState.RESIDENT:
-                        held.enter(priority, client)
-                        return held
+                        if await self._is_current(held):
+                            held.enter(priority, client)
+                            return held
+                        continue
                     if held.note(priority, client, until_s):
                         self.client().tell(held.request(self.holder, self.capability))
                     if held.state is HolderState.ASLEEP:
@@ -133,6 +135,12 @@ class Residency:
             ticket = self.models[model].ticket if model in self.models else TicketId(model)
             raise DeadlineUnmet(ticket, deadline_s or 0.0, 1.0) from None
         raise EngineLost(model, TicketId(model))
+
+    async def _is_current(self, held: HeldModel) -> bool:
+        """Whether it still serves, from the files that are there now."""
+        if await model_files.is_outdated(held.files):
+            unloading.outdate(self, held)
+        return held.state is HolderState.RESIDENT
 
     async def _wait(self, held: HeldModel, until_s: float | None) -> bool:
         """True: in flight. False: look again. Raises what the load failed with, DeadlineUnmet."""

@@ -59,7 +59,8 @@ class Use:
     async def __aenter__(self) -> "Use":
         self._began_ns = time.monotonic_ns()
         held = self._residency.models.get(self._model)
-        if held is not None and held.state is HolderState.RESIDENT:
+        is_warm = held is not None and held.state is HolderState.RESIDENT
+        if held is not None and is_warm and not held.files.is_untold:
             held.enter(self._priority, self._client)
         else:
             try:

@@ -70,7 +70,8 @@ async def _until_moved(held: HeldModel, outdate: Outdate) -> None:
             outdate(held)
             is_outdated.set()
 
-    async with file_events.told(held.files.model, look):
+    async with file_events.told(held.files.model, look) as has_room:
+        held.files.is_untold = held.files.is_untold or not has_room
         while not is_outdated.is_set():
             if await model_files.has_moved(held.files) and _is_whole(held):
                 return

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.support.console_front import ConsoleFront, listening, table_of
 
-WITHIN_MS = 10_000  # for anything that must appear
+WITHIN_MS = 60_000  # for anything that must appear
+expect.set_options(timeout=WITHIN_MS)
 VIEWS = ["memory", "models", "queue", "events", "leases", "settings", "ask"]
 MODELS = ["talk", "next", "left", "draw"]
 # The sandbox needs a user namespace, which containers do not have; the console is our own page.
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 
 
-def eventually(holds: Callable[[], bool], within_s: float = 20.0) -> None:
+def eventually(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     """Waits for what no page shows."""
     ends = time.monotonic() + within_s
     while not holds():

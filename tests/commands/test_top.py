@@ -231,7 +231,7 @@ def test_a_watch_has_the_view_and_goes_on_behind_its_last_event(
     front.streams("/arbiter/view/stream?after=0", streamed(view))
     front.refuses("GET", f"/arbiter/view/stream?after={EVENT['seq']}", 403, "scope_missing", "no")
     with top.watching("http://127.0.0.1:1") as watch:
-        assert watch.ended.wait(20)
+        assert watch.ended.wait(60)
     assert watch.view and len(watch.events) == 1
     with pytest.raises(CommandError, match="scope_missing"):
         watch.check()

@@ -3,6 +3,7 @@ by name, and not in a user's cluster.
 """
 
 import asyncio
+import contextvars
 import inspect
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.serve import context as serve_context
 from ray.serve._private.http_util import RequestIdMiddleware
 from ray.serve._private.proxy import HTTPProxy
 from ray.serve._private.router import (
@@ -120,7 +122,7 @@ async def test_a_worker_started_ahead_is_unused_until_the_next_actor_takes_it(pr
     while await probe.spares.remote():  # those that Ray began with
         await take()
     await probe.prestart.remote()
-    await eventually(probe.spares.remote, 30)
+    await eventually(probe.spares.remote, 60)
     unused = await probe.spares.remote()
     taken = await take()
     assert taken in unused
@@ -140,7 +142,7 @@ async def test_an_owners_death_is_noticed_when_its_handle_was_called(probe: Any)
     owner = Owner.remote()
     pid = await owner.own.remote(probe)
     os.kill(pid, signal.SIGKILL)
-    await eventually(lambda: probe.has_lost.remote(pid), 10)
+    await eventually(lambda: probe.has_lost.remote(pid), 60)
 
 
 def test_an_unavailable_actor_is_told_apart_from_a_dead_one() -> None:
@@ -209,6 +211,27 @@ def test_a_handle_of_serve_reports_by_the_function_that_is_made_quiet() -> None:
     for router in (CurrentLoopRouter, SingletonThreadRouter):
         assert "self._asyncio_router =" in inspect.getsource(router.__init__)
     assert "self._metrics_manager =" in inspect.getsource(AsyncioRouter.__init__)
+
+
+@pytest.mark.spec("J8")
+def test_serve_router_notes_a_request_until_a_replica_has_taken_it() -> None:
+    """In the task of the call, whose context names the request."""
+    noted = inspect.getsource(AsyncioRouter.assign_request)
+    where = [noted.index(part) for part in ("_add_request_pending", "route_and_send_request")]
+    assert where == sorted(where) and "assign_request_task.add_done_callback" in noted
+    named = inspect.getsource(HTTPProxy.setup_request_context_and_handle)
+    assert '"_internal_request_id": internal_request_id' in named
+    context = contextvars.copy_context()
+    assert not ray_internals.waits_for_replica(context)
+    context.run(
+        serve_context._serve_request_context.set,
+        serve_context._RequestContext(_internal_request_id="one"),
+    )
+    assert not ray_internals.waits_for_replica(context)
+    serve_context._add_request_pending_assignment("one", "its response", None)
+    assert ray_internals.waits_for_replica(context)
+    serve_context._remove_request_pending_assignment("one", "its response")
+    assert not ray_internals.waits_for_replica(context)
 
 
 def test_a_draining_proxy_of_serve_waits_for_requests_that_are_counted_for_it() -> None:

@@ -61,7 +61,7 @@ def lines(engines: ZygoteUnderTest, tiny: Path) -> Iterator[tuple[Child, dict[st
 def begin(pool: ThreadPoolExecutor, child: Child, texts: list[str]) -> "dict[str, Future[Any]]":
     """Lines that all run."""
     running = {text: pool.submit(ask, child, text, LINE_TOKENS, BATCH) for text in texts}
-    until(lambda: facts(child)["running"] == len(texts), 10)
+    until(lambda: facts(child)["running"] == len(texts), 60)
     return running
 
 

@@ -73,7 +73,7 @@ def test_code_that_a_model_carries_is_not_run(
     status, said = child.ready()
     assert status == 500, said
     assert not mark.exists()
-    until(lambda: is_gone(child.pid), 10)
+    until(lambda: is_gone(child.pid), 60)
 
 
 @pytest.mark.spec("L2")
@@ -92,4 +92,4 @@ def test_pickle_in_place_of_safetensors_is_not_read(
     assert status == 500, said
     assert "pytorch_model.bin is a pickle" in said["error"]["message"]
     assert not mark.exists()
-    until(lambda: is_gone(child.pid), 10)
+    until(lambda: is_gone(child.pid), 60)

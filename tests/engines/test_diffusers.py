@@ -330,7 +330,7 @@ def test_pictures_are_drawn_only_under_the_dispatch_lock(
     ):
         fcntl.flock(other, fcntl.LOCK_EX)
         answer = client.submit(ask, child, RED.caption)
-        until(lambda: waits_for_a_lock(child.pid), 20)
+        until(lambda: waits_for_a_lock(child.pid), 60)
         assert not answer.done()
         fcntl.flock(other, fcntl.LOCK_UN)
         assert answer.result(60)[0] == 200
@@ -350,7 +350,7 @@ def test_pickled_weights_are_not_loaded(
     status, said = child.ready()
     assert status == 500
     assert "safetensors" in said["error"]["message"]
-    until(lambda: is_gone(child.pid), 10)
+    until(lambda: is_gone(child.pid), 60)
 
 
 @pytest.mark.spec("H5")

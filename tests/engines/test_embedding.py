@@ -182,7 +182,7 @@ class Slow:
     def encode(self, requests: list[list[str]]) -> list[Any]:
         self.passes.append(requests)
         self.begun.set()
-        assert self.go_on.wait(5)
+        assert self.go_on.wait(60)
         return [module.np.array([[len(text)] for text in texts]) for texts in requests]
 
 
@@ -192,7 +192,7 @@ async def test_client_that_leaves_during_a_pass_does_not_lose_the_answers_of_oth
     await slow.engine.load()
     leaves = asyncio.ensure_future(slow.engine._embed(["a long text"]))
     stays = asyncio.ensure_future(slow.engine._embed(["b"]))
-    await asyncio.to_thread(slow.begun.wait, 5)
+    await asyncio.to_thread(slow.begun.wait, 60)
     assert [len(requests) for requests in slow.passes] == [2]
     leaves.cancel()
     await asyncio.wait({leaves})
@@ -205,11 +205,11 @@ async def test_a_client_that_disconnects_is_not_computed_for() -> None:
     slow, told = Slow(), asyncio.Queue[dict[str, Any]]()
     await slow.engine.load()
     first = asyncio.ensure_future(slow.engine._embed(["first"]))
-    await asyncio.to_thread(slow.begun.wait, 5)
+    await asyncio.to_thread(slow.begun.wait, 60)
     gone = asyncio.ensure_future(slow.engine._embed_for(told.get, ["second"]))
     third = asyncio.ensure_future(slow.engine._embed(["third one"]))
     told.put_nowait({"type": "http.disconnect"})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await gone is None
         slow.go_on.set()
         assert (await first).tolist() == [[5]]
@@ -225,7 +225,7 @@ async def test_next_embedding_request_is_served_after_all_waiting_clients_left()
     gone = asyncio.ensure_future(slow.engine._embed(["gone"]))
     await asyncio.sleep(0)  # it is in the queue
     gone.cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert (await slow.engine._embed(["here"])).tolist() == [[4]]
     assert slow.passes == [[["here"]]]
 
@@ -238,10 +238,10 @@ def test_engine_computes_only_while_it_holds_the_dispatch_lock(engines: ZygoteUn
         with dispatch_lock.lock_path(name).open("w") as other, ThreadPoolExecutor(1) as client:
             fcntl.flock(other, fcntl.LOCK_EX)
             answer = client.submit(embed, child, "whose turn is it")
-            until(lambda: waits_for_a_lock(child.pid), 20)
+            until(lambda: waits_for_a_lock(child.pid), 60)
             assert not answer.done()
             fcntl.flock(other, fcntl.LOCK_UN)
-            assert answer.result(20)[0] == 200
+            assert answer.result(60)[0] == 200
     dispatch_lock.lock_path(name).unlink()
 
 

@@ -122,7 +122,7 @@ def facts(child: Child) -> dict[str, int]:
 
 def await_rows(child: Child, count: int) -> None:
     """The blocks of the last step are stored in the next one, after the answer."""
-    until(lambda: facts(child)["ready"] >= count, 10)
+    until(lambda: facts(child)["ready"] >= count, 60)
 
 
 @pytest.mark.spec("E1", "E5", "E10", "G4")
@@ -213,7 +213,7 @@ def test_pool_under_pressure_saves_what_the_next_engine_restores(
             pool._kept_free_bytes = 10**9
             available = Bytes(10**9 - pool.allocated_bytes)
             patch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), available))
-            until(lambda: pool.turn() or bool(pool.dropped()), 20)
+            until(lambda: pool.turn() or bool(pool.dropped()), 60)
         [gone] = pool.dropped()
         assert (gone.reason, gone.was_saved, pool.allocated_bytes) == ("pressure", True, 0)
         with served(engines, second, VLLM, lent(pool, second, tiny)) as child:
@@ -251,7 +251,7 @@ def test_rows_name_tenant_and_term_and_no_tenant_gets_those_of_another_from_a_fi
         await_rows(child, 2 * STORED)
         half = STORED // 2
         assert ask(child, prompt(35, half * BLOCK + 1))[1] == half * BLOCK
-        until(lambda: terms_of(slab)[(bytes(16), Term.LONG)] == half, 10)
+        until(lambda: terms_of(slab)[(bytes(16), Term.LONG)] == half, 60)
     acme, asked_s = tenant_digest("acme"), time.time()
     assert terms_of(slab) == {
         (acme, Term.EXTENDED): STORED,
@@ -319,7 +319,7 @@ def test_tenant_has_no_more_rows_than_its_cap_and_leaves_none_when_it_is_removed
         ask(child, prompt(36), salt="acme")
         ask(child, prompt(36), salt="other")
         await_rows(child, STORED + 1)
-        until(lambda: facts(child)["refused"] > 0, 10)
+        until(lambda: facts(child)["refused"] > 0, 60)
         shape = owner.geometry
         assert shape is not None
         permitted = (owner.limit_bytes - shape.table_end) // EXTENT_BYTES * EXTENT_BYTES
@@ -510,7 +510,7 @@ def kill_in_traffic(engines: ZygoteUnderTest, ticket: str, given: Any, seed: int
     with killed(engines, ticket, VLLM, given) as child, ThreadPoolExecutor(CONVERSATIONS) as pool:
         order = Random(seed).sample(range(CONVERSATIONS), CONVERSATIONS)
         running = [pool.submit(one, number) for number in order]
-        until(lambda: len(answered) >= seed % 4, 30)
+        until(lambda: len(answered) >= seed % 4, 60)
         kill(child)
         wait(running)
     return answered
@@ -541,7 +541,7 @@ def test_full_slab_evicts_and_every_answer_stays_right(
     numbers = range(20, 28)
     with killed(engines, "crowded", VLLM, config(tiny, slab)) as child:
         cold = {n: ask(child, prompt(n)) for n in numbers}
-        until(lambda: facts(child)["evicted"] >= len(numbers) * STORED - 64, 10)
+        until(lambda: facts(child)["evicted"] >= len(numbers) * STORED - 64, 60)
         assert facts(child)["allocated_bytes"] <= 33 * MIB
     with (
         served(engines, "crowded-2", VLLM, config(tiny, slab)) as child,
@@ -556,7 +556,7 @@ def test_full_slab_evicts_and_every_answer_stays_right(
         assert child.call("POST", "/control/sleep")[0] == 200  # the device forgets them
         assert child.call("POST", "/control/wake")[0] == 200
         at_once = [(n, pool.submit(ask, child, prompt(n))) for n in numbers]
-        until(lambda: facts(child)["loaded"] > loaded, 10)
+        until(lambda: facts(child)["loaded"] > loaded, 60)
         while not all(asked.done() for _, asked in at_once):
             for limit in (0, 33 * MIB):
                 view.limit_bytes = Bytes(limit)
@@ -628,7 +628,7 @@ def test_drafter_leaves_in_the_middle_of_an_answer_which_goes_on_the_same(
         before = device_bytes(child.pid)
         assert answer_dropped_in_the_middle(child, prompt(41)) == expected
         # What answers take beside the cache may have grown a little meanwhile.
-        until(lambda: before - device_bytes(child.pid) > 0.9 * DRAFTED_CACHE / 2, 30)
+        until(lambda: before - device_bytes(child.pid) > 0.9 * DRAFTED_CACHE / 2, 60)
         assert drop(child), "it has left, however often it is asked to"
         alone, _ = ask(child, prompt(43))
         assert ask(child, prompt(43)) == (alone, STORED * BLOCK)  # in the engine's own cache

@@ -71,7 +71,7 @@ def test_a_client_that_leaves_ends_the_work_in_the_program(
     assert line.getresponse().read(8) == b"data: {}"
     line.sock.close()
     line.close()
-    until(model.with_suffix(".left").exists, 10)
+    until(model.with_suffix(".left").exists, 60)
     assert child.call("GET", "/control/health")[0] == 200
 
 
@@ -81,27 +81,27 @@ def test_llama_server_program_and_its_engine_process_end_together(
     child, model = spawned(light, tmp_path)
     child.ready()
     os.kill(program_of(model), signal.SIGKILL)
-    until(lambda: is_gone(child.pid), 10)
+    until(lambda: is_gone(child.pid), 60)
     (tmp_path / "b").mkdir()
     child, model = spawned(light, tmp_path / "b")
     child.ready()
     program = program_of(model)
     child.let_go()  # as its replica's end does
-    until(lambda: is_gone(child.pid) and is_gone(program), 10)
+    until(lambda: is_gone(child.pid) and is_gone(program), 60)
 
 
 def test_hanging_program_is_killed_with_its_engine_and_a_second_kill_is_harmless(
     light: ZygoteUnderTest, tmp_path: Path
 ) -> None:
     child, model = spawned(light, tmp_path, hang=True)
-    until(model.with_suffix(".args").exists, 10)
+    until(model.with_suffix(".args").exists, 60)
     program = program_of(model)
     status, said = child.call("GET", "/control/health")
     assert (status, said["error"]["type"]) == (503, "NotAwake")
     for _ in range(2):  # as the node agent does when the load takes too long
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        until(lambda: is_gone(child.pid) and is_gone(program), 10)
+        until(lambda: is_gone(child.pid) and is_gone(program), 60)
 
 
 def test_a_program_that_ends_while_it_loads_is_the_cause(

@@ -93,4 +93,4 @@ def test_real_llama_server_that_cannot_read_its_model_is_a_failed_load(
     status, said = child.ready()
     assert status == 500
     assert "llama-server ended with" in said["error"]["message"]
-    until(lambda: is_gone(child.pid), 10)
+    until(lambda: is_gone(child.pid), 60)

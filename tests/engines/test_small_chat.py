@@ -40,7 +40,7 @@ def chat(engines: ZygoteUnderTest, tmp_path_factory: pytest.TempPathFactory) -> 
     assert status == 200, body
     yield child
     child.let_go()
-    until(lambda: is_gone(child.pid), 5)
+    until(lambda: is_gone(child.pid), 60)
 
 
 def ask(chat: Child, model: str, example: Example, **more: Any) -> dict[str, Any]:

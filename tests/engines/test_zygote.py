@@ -153,7 +153,7 @@ def test_a_dead_child_leaves_the_list_and_its_ticket_may_live_again(
 ) -> None:
     first = fake(light, "again")
     os.kill(first.pid, signal.SIGKILL)
-    until(lambda: not _listed(light, "again"), 5)
+    until(lambda: not _listed(light, "again"), 60)
     assert fake(light, "again").pid != first.pid
 
 
@@ -166,7 +166,7 @@ def test_a_child_ends_with_its_holders_connection(light: ZygoteUnderTest) -> Non
     child = fake(light, "held", bytes=50 * MIB).hold()
     assert child.ready()[0] == 200
     child.let_go()
-    until(lambda: is_gone(child.pid), 2)
+    until(lambda: is_gone(child.pid), 60)
 
 
 @pytest.mark.spec("A10")
@@ -178,17 +178,17 @@ def test_fake_engine_that_stays_ends_neither_with_its_lifeline_nor_on_sigterm(
     assert child.ready()[0] == 200
     child.let_go()
     os.kill(child.pid, signal.SIGTERM)
-    until(lambda: {"lifeline: stays", "SIGTERM: stays"} <= set(child.log.splitlines()), 5)
+    until(lambda: {"lifeline: stays", "SIGTERM: stays"} <= set(child.log.splitlines()), 60)
     assert child.call("GET", "/control/health")[0] == 200
     os.killpg(child.pid, signal.SIGKILL)
-    until(lambda: is_gone(child.pid), 5)
+    until(lambda: is_gone(child.pid), 60)
 
 
 def test_a_lifeline_works_while_the_load_hangs(light: ZygoteUnderTest) -> None:
     child = fake(light, "hangs", fail="hang").hold()
     assert child.call("POST", "/v1/chat/completions", {})[0] == 503
     child.let_go()
-    until(lambda: is_gone(child.pid), 2)
+    until(lambda: is_gone(child.pid), 60)
 
 
 @pytest.mark.spec("A12")
@@ -201,7 +201,7 @@ def test_a_failed_load_tells_its_cause_and_ends(
     assert status == 500
     assert body["error"]["out_of_memory"] is memory
     assert "told to fail" in body["error"]["message"]
-    until(lambda: is_gone(child.pid), 2)
+    until(lambda: is_gone(child.pid), 60)
     assert "told to fail" in child.log
 
 
@@ -308,12 +308,12 @@ def test_zygote_without_its_socket_file_ends_with_its_children() -> None:
         assert child.ready()[0] == 200
         lost.socket.unlink()
         lost.hang_up()
-        assert lost.process.wait(10) == 0
-        until(lambda: is_gone(child.pid), 2)
+        assert lost.process.wait(60) == 0
+        until(lambda: is_gone(child.pid), 60)
 
 
 def test_zygote_without_children_and_agent_ends() -> None:
     with zygote(linger_s=0.2) as idle:
         idle.hang_up()
-        assert idle.process.wait(10) == 0
+        assert idle.process.wait(60) == 0
         assert not idle.socket.exists()

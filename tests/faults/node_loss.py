@@ -52,7 +52,7 @@ async def main(cluster: Cluster, worker: Any) -> None:
         )
         assert [p for pids in (await agent.engines.remote()).values() for p in pids] == engines
         await asyncio.to_thread(cluster.remove_node, worker, False)
-        state = await d.until(lambda s: len(s["devices"]) == 2, 30)
+        state = await d.until(lambda s: len(s["devices"]) == 2, 60)
         assert [t["model"] for t in state["tickets"]] == ["a"]
         assert len(state["holders"]) == 1
         assert await here.ask.remote("b") == 200

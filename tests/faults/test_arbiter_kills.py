@@ -103,7 +103,7 @@ async def test_arbiter_and_holder_killed_together_leave_no_engine() -> None:
         for engine in pids:
             await gone(engine)
         await d.until(lambda s: s["is_settled"] and not s["tickets"])
-        assert await asyncio.wait_for(d.holder().ask.remote("a"), 30) == 200
+        assert await asyncio.wait_for(d.holder().ask.remote("a"), 90) == 200
         await d.books_are_true()
 
 
@@ -150,11 +150,11 @@ async def test_silent_holder_delays_a_restarted_arbiter_and_its_bytes_are_foreig
             kill(await d.arbiter_pid())
             asked = other.ask.remote("b")
             await d.until(lambda s: s["epoch"] > epoch and s["queue"] and not s["is_settled"])
-            assert await asyncio.wait_for(asked, 60) == 200
+            assert await asyncio.wait_for(asked, 90) == 200
             waited_s = await seconds_to_grant(d, "b")
             # Five from the birth of its core, a moment before it says that it has started; of a
             # replica, silence counts as death after 60.
-            assert 4.5 <= waited_s < 30
+            assert 4.5 <= waited_s < 55
             state = await d.until(lambda s: foreign_bytes(s) >= 50 * MIB)
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -195,9 +195,9 @@ async def test_a_load_under_way_survives_the_arbiter() -> None:
     async with live_arbiter({"chat": capability(a=model(50, load_seconds=3))}) as d:
         asked = d.holder().ask.remote("a")
         await d.until(lambda s: s["tickets"] and s["tickets"][0]["state"] == "loading")
-        engine = await eventually(d.engines, 10)  # granted a moment before it is forked
+        engine = await eventually(d.engines)  # granted a moment before it is forked
         kill(await d.arbiter_pid())
-        assert await asyncio.wait_for(asked, 30) == 200
+        assert await asyncio.wait_for(asked, 90) == 200
         await d.books_are_true()
         assert (await d.engines()).keys() == engine.keys()
 
@@ -206,8 +206,8 @@ async def test_repeated_arbiter_kills_lose_and_double_nothing() -> None:
     async with live_arbiter({"chat": capability(a=model(50), b=model(60))}) as d:
         h = d.holder()
         for round_number in range(3):
-            assert await asyncio.wait_for(h.ask.remote("ab"[round_number % 2]), 30) == 200
+            assert await asyncio.wait_for(h.ask.remote("ab"[round_number % 2]), 90) == 200
             kill(await d.arbiter_pid())
-        assert await asyncio.wait_for(h.ask.remote("a"), 30) == 200
+        assert await asyncio.wait_for(h.ask.remote("a"), 90) == 200
         await d.until(lambda s: len(s["tickets"]) == 2)
         await d.books_are_true()

@@ -74,7 +74,7 @@ async def graph(table: dict[str, Any], **arbiter: Any) -> AsyncIterator[tuple[Li
             await asyncio.to_thread(serve.delete, "chat")
 
 
-async def replicas(count: int, within_s: float = 30.0) -> None:
+async def replicas(count: int, within_s: float = 90.0) -> None:
     async def as_many() -> bool:
         return await running() == count
 

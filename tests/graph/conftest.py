@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ from deployments.front import keys
 from deployments.start_variables import VARIABLES
 from models import make_models
 from tests.support import whisper_base
+from tests.support.ports import free_port
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,7 @@ class Graph:
         return found
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return json.load(answer)
 
     def post(
@@ -165,12 +165,6 @@ class Graph:
         command = [str(BIN / "serve"), "deploy", str(file), "-a", self.dashboard]
         env = os.environ | {"RAY_AUTH_MODE": "token"}
         subprocess.run(command, check=True, env=env, timeout=60, capture_output=True)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def shortened(config: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deployments.front.proxy import TAKEN_S, FrontAway
 from tests.graph.conftest import (
     BIN,
     IN_FLIGHT,
@@ -28,8 +29,10 @@ from tests.graph.conftest import (
     started,
     until,
 )
+from tests.support import graph_processes
 from tests.support.contributing import addition, package
 
+FRONT_QUEUED = 8  # before the front, in Serve's proxy
 QUEUED, GATE = 2, "narrow-gate"  # of the capability `narrow`, whose load ends when a test says so
 POLICY = "my_package.evict_largest:price"
 BROKEN = '''"""A builder that fails as one does whose library is not installed."""
@@ -70,6 +73,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         row = {"engine": engine, "paths": ["/v1/narrow"], "models": {"narrow": gated}}
         capabilities["narrow"] = {"role": "text", **row}
         front, [own] = config["applications"][0], added["applications"]
+        front["deployments"][0]["max_queued_requests"] = FRONT_QUEUED
         broken = {"name": "broken", "route_prefix": None, "import_path": "my_package.broken:build"}
         # The file has these applications itself; the front deploys the others.
         del (held := json.loads(json.dumps(own).replace("echo", "held")))["args"]["class"]
@@ -125,7 +129,7 @@ def test_class_of_an_outside_capability_refuses_with_its_own_error(extended: Gra
     assert answer.status == 413
     assert json.load(answer)["error"]["code"] == "too_long"
     [ticket] = [t for t in extended.state()["tickets"] if t["model"] == "parrot"]
-    until(lambda: not in_flight(extended, ticket["ticket"]), 10, "it is released")
+    until(lambda: not in_flight(extended, ticket["ticket"]), 60, "it is released")
 
 
 def in_flight(graph: Graph, ticket: str) -> int:
@@ -148,7 +152,7 @@ def test_no_extension_field_reaches_the_engine_and_stay_warm_keeps_its_model(
         assert not headers.keys() & answer["headers"].keys()
     for _ in range(3):  # both have a keep-warm of a second
         assert extended.post("/v1/mirror", {"model": "brief"})[0] == 200
-        until(lambda: "brief" not in models_of(extended), 20, "its keep-warm time is over")
+        until(lambda: "brief" not in models_of(extended), 60, "its keep-warm time is over")
         assert "mirror" in models_of(extended)
 
 
@@ -209,7 +213,7 @@ def test_row_that_comes_and_goes_while_it_runs_restarts_nothing(extended: Graph)
     assert running <= replicas(extended)
     assert before in {t["ticket"] for t in extended.state()["tickets"]}
     extended.deploy(extended.config)
-    until(lambda: "late" not in applications(extended), 30, "its application is gone")
+    until(lambda: "late" not in applications(extended), 60, "its application is gone")
     assert {"echo", "held"} <= applications(extended)
     assert running <= replicas(extended)
 
@@ -275,7 +279,7 @@ def test_requests_in_a_front_that_dies_are_503(extended: Graph) -> None:
     body = b'{"model": "parrot"}'
     until(
         lambda: post(extended, "/v1/echo", body, "application/json").status == 200,
-        60,
+        120,
         "another front takes its place",
     )
 
@@ -303,6 +307,69 @@ def test_full_queue_of_serve_is_429_and_what_it_holds_is_answered(extended: Grap
     gate.touch()
     kept = [first, *(c for c in others if c is not refused)]
     assert [c.getresponse().status for c in kept] == [200] * (1 + QUEUED)
+
+
+def listed(graph: Graph) -> http.client.HTTPConnection:
+    """A request that goes by Serve's proxy, as all but inference do."""
+    connection = patient(graph)
+    connection.request("GET", "/v1/models")
+    return connection
+
+
+def echoed(graph: Graph) -> http.client.HTTPConnection:
+    """A request for inference, which goes to the front's socket where there is one."""
+    connection = patient(graph)
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/echo", b'{"model": "parrot"}', headers)
+    return connection
+
+
+def patient(graph: Graph) -> http.client.HTTPConnection:
+    netloc = urllib.parse.urlsplit(graph.url).netloc
+    return http.client.HTTPConnection(netloc, timeout=TAKEN_S + 90)
+
+
+def answer_of(connection: http.client.HTTPConnection) -> tuple[int, int, str]:
+    """Status, Retry-After and body."""
+    answer = connection.getresponse()
+    said = answer.status, int(answer.headers.get("retry-after", 0)), answer.read().decode()
+    connection.close()
+    return said
+
+
+@pytest.mark.spec("J8", "J9")
+def test_requests_are_503_in_bounded_time_while_the_front_that_died_is_not_back(
+    extended: Graph,
+) -> None:
+    """No controller of Serve starts another. Requests wait in Serve's proxy, as many as its queue
+    holds, and each of them for TAKEN_S; Serve itself would have them wait without a bound. The
+    first may find the dead front still listed, and be told that it is lost."""
+    [front] = graph_processes.replicas(extended, "front")
+    [controller] = graph_processes.victims(extended, "controller")
+    waiting, answers = list[http.client.HTTPConnection](), list[tuple[int, int, str]]()
+
+    def is_full() -> bool:
+        waiting.append(listed(extended))
+        answered, _, _ = select.select([c.sock for c in waiting], [], [], 0.1)
+        for connection in [c for c in waiting if c.sock in answered]:
+            waiting.remove(connection)
+            answers.append(answer_of(connection))
+        return any("backpressure" in said for *_, said in answers)
+
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        os.kill(front, signal.SIGKILL)
+        until(is_full, 90, "the queue before the front is full")
+        assert waiting
+        waiting.append(echoed(extended))
+        answers += [answer_of(connection) for connection in waiting]
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    assert {status for status, *_ in answers} == {503}
+    assert all(retry_after >= 1 for _, retry_after, _ in answers)
+    away = [said for _, retry_after, said in answers if retry_after == FrontAway.retry_after_s]
+    assert away and {json.loads(said)["error"]["code"] for said in away} == {FrontAway.code}
+    until(lambda: answer_of(listed(extended))[0] == 200, 120, "another front answers")
 
 
 def begun(graph: Graph) -> http.client.HTTPConnection:

@@ -63,7 +63,7 @@ def test_beta_routes_and_the_async_client_are_answered(claude: Anthropic, graph:
     said = claude.beta.messages.create(model=CHAT, max_tokens=2, messages=HELLO)
     assert said.usage.output_tokens <= 2
     request = urllib.request.Request(f"{graph.url}/", method="HEAD")
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         assert answer.status == 200
 
 

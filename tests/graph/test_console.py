@@ -70,7 +70,7 @@ def epoch_after(graph: Graph, before: int) -> int | None:
 @pytest.mark.spec("K4")
 def test_a_model_is_loaded_from_the_console_with_the_owners_key(graph: Graph, tab: Tab) -> None:
     """The plan of the real core is shown first; without a key nothing happens."""
-    until(lambda: graph.state()["is_settled"], 30, "the arbiter has its holders back")
+    until(lambda: graph.state()["is_settled"], 60, "the arbiter has its holders back")
     page = tab.open("models?tiny-chat")
     page.get_by_role("button", name="Load tiny-chat", exact=True).click()
     dialog = page.get_by_role("dialog")

@@ -44,10 +44,10 @@ def all_but(graph: Graph, left_bytes: int) -> Iterator[None]:
         [*command, *waits], cwd=ROOT, env=environment(graph), stdin=subprocess.PIPE
     )
     try:
-        until(lambda: [t for t in graph.state()["tickets"] if t["lease"]], 30, "it is leased")
+        until(lambda: [t for t in graph.state()["tickets"] if t["lease"]], 60, "it is leased")
         yield
     finally:
-        job.communicate(b"\n", timeout=30)
+        job.communicate(b"\n", timeout=60)
 
 
 @pytest.mark.spec("A13")
@@ -96,9 +96,9 @@ def test_drafter_leaves_under_pressure_its_text_goes_on_and_it_is_back_with_the_
     assert held >= 0.9 * before["drafter_bytes"]
     until(
         lambda: read_command(graph, "unload", TARGET) and not target(graph),
-        30,
+        60,
         "the target is gone",
     )
     assert answer(client, TARGET) == said
     assert (target(graph) or {})["drafter_bytes"] == before["drafter_bytes"]
-    until(lambda: read_command(graph, "unload", TARGET) and not target(graph), 30, "it is gone")
+    until(lambda: read_command(graph, "unload", TARGET) and not target(graph), 60, "it is gone")

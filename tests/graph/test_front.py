@@ -98,7 +98,7 @@ def test_front_that_is_replaced_loses_no_request(graph: Graph, client: OpenAI) -
         graph.deploy(wanted)
         until(lambda: not pids() & old and pids(), 60, "another front runs, and the old one ended")
         count = len(answered)
-        until(lambda: len(answered) > count + 8, 30, "it answers")
+        until(lambda: len(answered) > count + 8, 60, "it answers")
 
     client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
     with ThreadPoolExecutor(4) as pool:

@@ -20,10 +20,10 @@ from tests.graph.conftest import (
     ROOT,
     Graph,
     as_users,
-    free_port,
     served,
     until,
 )
+from tests.support.ports import free_port
 
 SMALLER = 100  # a GPU's 20 GiB are 200 MiB of this machine
 CHAT, OTHER, EMBEDDING = "qwen3-8b", "qwen3-4b", "bge-m3"
@@ -78,7 +78,7 @@ def ticket(graph: Graph, model: str) -> str:
     def known() -> list[str]:
         return [t["ticket"] for t in graph.state()["tickets"] if t["model"] == model]
 
-    [found] = until(known, 30, f"{model} has its ticket")
+    [found] = until(known, 60, f"{model} has its ticket")
     return found
 
 
@@ -178,7 +178,7 @@ def test_the_command_ends_the_arbiter_and_every_engine(gpus: Graph) -> None:
     assert gpus.engines()
     where = ("--address", gpus.address)
     assert said(gpus, "down", *where) == {"arbiter": "stopped", "tickets_cut_off": 0}
-    until(lambda: not gpus.engines(), 20, "no engine is left")
+    until(lambda: not gpus.engines(), 60, "no engine is left")
     done = arbiter(gpus, "down", *where)
     assert done.returncode == 0 and "arbiter: there is none" in done.stdout
     failed = arbiter(gpus, "status")

@@ -8,7 +8,7 @@ import gzip
 import http.client
 import json
 import urllib.parse
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -191,11 +191,12 @@ def test_archive_that_is_uploaded_is_refused_by_field_and_unpacked_nowhere(
         return answer.status_code, answer.json()["error"]["param"]
 
     assert sent(b"no archive") == wanted  # and its model is loaded
-    with ExitStack() as stack:
-        grown = {pid: stack.enter_context(archives.growth(pid)) for pid in readers(graph)}
-        answers = {kind: sent(archives.archive(kind)) for kind in archives.KINDS}
-        still = readers(graph)
-        peaks = {pid: peak() for pid, peak in grown.items() if pid in still}
+    answers: dict[str, tuple[int, str]] = {}
+
+    def send_all() -> None:
+        answers.update((kind, sent(archives.archive(kind))) for kind in archives.KINDS)
+
+    peaks = archives.grown_of(lambda: readers(graph), send_all)
     assert answers == dict.fromkeys(archives.KINDS, wanted)
     assert any(pid in peaks for pid in graph.engines())
     assert max(peaks.values()) < archives.MOST_GROWN_BYTES
@@ -213,8 +214,8 @@ def test_archive_in_place_of_a_picture_or_a_body_is_refused_and_unpacked_nowhere
 
     packed = gzip.compress(json.dumps({"model": EMBED, "input": "x" * (8 << 20)}).encode())
     as_gzip = {"content-encoding": "gzip"}
-    with ExitStack() as stack:
-        grown = {pid: stack.enter_context(archives.growth(pid)) for pid in readers(graph)}
+
+    def send_all() -> None:
         for kind in archives.KINDS:
             status, said = graph.post("/v1/chat/completions", picture(kind))
             place = "messages[0].content[0].image_url"
@@ -223,7 +224,7 @@ def test_archive_in_place_of_a_picture_or_a_body_is_refused_and_unpacked_nowhere
             assert status == 400 and "the body is not JSON" in said["error"]["message"], kind
         status, said = graph.post("/v1/embeddings", None, raw=packed, headers=as_gzip)
         assert (status, said["error"]["param"]) == (415, "content-encoding")
-        still = readers(graph)
-        peaks = {pid: peak() for pid, peak in grown.items() if pid in still}
+
+    peaks = archives.grown_of(lambda: readers(graph), send_all)
     assert max(peaks.values()) < archives.MOST_GROWN_BYTES
     assert client.completions.create(model=CHAT, prompt="still there?", max_tokens=2).choices

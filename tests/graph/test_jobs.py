@@ -30,7 +30,7 @@ IN_FLIGHT = 8  # `jobs.in_flight`, as shipped
 LATER = {"prefer": "respond-async"}
 BODY: dict[str, Any] = {"model": SMALL, "messages": HELLO, "max_tokens": 2}
 LONG: dict[str, Any] = {"model": LEFT, "max_tokens": 1_900, "ignore_eos": True}
-STOPS_WITHIN_S = 5.0  # of what goes on for several times as long when it is not stopped
+STOPS_WITHIN_S = 15.0  # of what goes on for several times as long when it is not stopped
 
 
 def submitted(graph: Graph, body: dict[str, Any]) -> str:
@@ -57,7 +57,7 @@ def state_file(graph: Graph) -> Path:
 
 def put(graph: Graph, job_id: str, column: str, instant_s: float) -> None:
     """Puts an instant of a job elsewhere, because its window is a day."""
-    with closing(sqlite3.connect(state_file(graph), timeout=30)) as db, db:
+    with closing(sqlite3.connect(state_file(graph), timeout=60)) as db, db:
         changed = db.execute(f"UPDATE jobs SET {column} = ? WHERE id = ?", (instant_s, job_id))
         assert changed.rowcount == 1
 
@@ -104,11 +104,11 @@ def begin_batch(graph: Graph, client: OpenAI) -> Callable[[], str]:
 def test_cancelled_work_stops_its_engine(
     graph: Graph, client: OpenAI, kind: Callable[[Graph, OpenAI], Callable[[], str]]
 ) -> None:
-    until(lambda: not serves(graph, LEFT), 10, "no request is in its engine")
+    until(lambda: not serves(graph, LEFT), 60, "no request is in its engine")
     end = kind(graph, client)
     until(lambda: serves(graph, LEFT), 60, "its engine serves")
     processor = Processor(graph, LEFT)
-    until(processor.has_computed, 20, "the engine computes")
+    until(processor.has_computed, 60, "the engine computes")
     assert end() == "cancelled"
     until(processor.rests, STOPS_WITHIN_S, "the engine has stopped")
 
@@ -118,23 +118,23 @@ def test_job_waits_with_priority_batch_behind_a_later_request_and_tells_its_plac
 ) -> None:
     with in_use(graph, WIDE):
         waiting = [submitted(graph, BODY) for _ in range(IN_FLIGHT + 2)]
-        until(lambda: queue(graph) == [(SMALL, "batch")], 30, "its model is queued")
+        until(lambda: queue(graph) == [(SMALL, "batch")], 60, "its model is queued")
         with client.chat.completions.with_streaming_response.create(
             model=LEFT, messages=HELLO, max_tokens=2, stream=True
         ):
             until(
                 lambda: queue(graph) == [(LEFT, "normal"), (SMALL, "batch")],
-                30,
+                60,
                 "the later request is before it",
             )
-        shown = until(lambda: shown_waiting(graph, waiting[0]), 10, "it tells how far its model is")
+        shown = until(lambda: shown_waiting(graph, waiting[0]), 60, "it tells how far its model is")
         assert (shown["status"], shown["progress"]["waiting"]["phase"]) == ("in_progress", "queued")
         places = [job(graph, one)["queue_position"] for one in waiting]
         assert places == [None] * IN_FLIGHT + [0, 1]
         assert [cancel(graph, one) for one in waiting[:-1]] == ["cancelled"] * (len(waiting) - 1)
-        until(lambda: job(graph, waiting[-1])["queue_position"] is None, 10, "it has its turn")
+        until(lambda: job(graph, waiting[-1])["queue_position"] is None, 60, "it has its turn")
         assert cancel(graph, waiting[-1]) == "cancelled"
-        until(lambda: not queue(graph), 10, "nothing waits for the model")
+        until(lambda: not queue(graph), 60, "nothing waits for the model")
 
 
 def shown_waiting(graph: Graph, job_id: str) -> dict[str, Any] | None:
@@ -148,15 +148,15 @@ def test_batch_and_job_that_wait_past_their_window_are_expired_and_wait_no_more(
     with in_use(graph, WIDE):
         late = submitted(graph, BODY)
         batch = begin(client, CHAT, [BODY] * 3, window="2s")
-        until(lambda: queue(graph) == [(SMALL, "batch")], 30, "its model is queued")
+        until(lambda: queue(graph) == [(SMALL, "batch")], 60, "its model is queued")
         put(graph, late, "deadline_s", time.time())
         done = ended(client, batch, 30)
         assert done.status == "expired" and done.request_counts is not None
         assert (done.request_counts.completed, done.request_counts.total) == (0, 3)
         found = results(client, done.error_file_id)
         assert [row["error"]["code"] for row in found] == ["batch_expired"] * 3
-        until(lambda: job(graph, late)["status"] == "expired", 30, "the job is expired")
-        until(lambda: not queue(graph), 10, "nothing waits for the model")
+        until(lambda: job(graph, late)["status"] == "expired", 60, "the job is expired")
+        until(lambda: not queue(graph), 60, "nothing waits for the model")
 
 
 def test_result_is_forgotten_after_its_day(graph: Graph) -> None:
@@ -169,7 +169,7 @@ def test_result_is_forgotten_after_its_day(graph: Graph) -> None:
         os.kill(pid, signal.SIGKILL)
     until(lambda: is_forgotten(graph, made), 60, "it is forgotten")
     bodies = state_file(graph).parent / "jobs"
-    until(lambda: not list(bodies.glob(f"{made}*")), 10, "so is what it said")
+    until(lambda: not list(bodies.glob(f"{made}*")), 60, "so is what it said")
 
 
 def test_lines_of_one_file_are_collated_by_model_and_kept_for_their_owner_alone(

@@ -21,7 +21,7 @@ CHAT = "tiny-chat"
 def status_of(graph: Graph, path: str, **headers: str) -> int:
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(graph.url + path, headers=headers), timeout=30
+            urllib.request.Request(graph.url + path, headers=headers), timeout=60
         ) as answer:
             json.load(answer)
             return int(answer.status)
@@ -74,7 +74,7 @@ def test_priority_above_normal_needs_its_scope_and_requests_count_for_the_keys_t
     assert caught.value.code == "scope_missing"
     assert with_scope.chat.completions.create(model=CHAT, messages=hello, **high).choices  # type: ignore[call-overload]
     owner = keys.first_key_path(keys_file).read_text().strip()
-    until(lambda: requests_of(graph, owner, "acme"), 20, "the tenant's account has the request")
+    until(lambda: requests_of(graph, owner, "acme"), 60, "the tenant's account has the request")
 
 
 def requests_of(graph: Graph, key: str, tenant: str) -> int:
@@ -82,7 +82,7 @@ def requests_of(graph: Graph, key: str, tenant: str) -> int:
     request = urllib.request.Request(
         f"{graph.url}/arbiter/state", headers={"authorization": f"Bearer {key}"}
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         clients = json.load(answer)["clients"]
     return sum(row["requests_count"] for row in clients if row["tenant"] == tenant)
 
@@ -95,7 +95,7 @@ def test_lease_needs_the_scope_of_its_own(graph: Graph, keys_file: Path) -> None
         headers = {"authorization": f"Bearer {token}"}
         request = urllib.request.Request(url, b"{}", headers, method="PUT")
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(request, timeout=30)
+            urllib.request.urlopen(request, timeout=60)
         assert caught.value.code == status
 
 
@@ -125,13 +125,13 @@ def test_no_key_is_in_any_log(graph: Graph, keys_file: Path) -> None:
         how = {"extra_headers": {"x-request-id": "with-a-key"}, "max_tokens": 1}
         with pytest.raises(AuthenticationError) if key == wrong else contextlib.nullcontext():
             used.chat.completions.create(model=CHAT, messages=hello, **how)  # type: ignore[arg-type, call-overload]
-    front = until(lambda: log_of(graph, "front"), 20, "the front has a log")
+    front = until(lambda: log_of(graph, "front"), 60, "the front has a log")
     logs = [graph.folder / "serve.log", *front.parents[1].rglob("*.*")]
 
     def naming(text: str) -> list[Path]:
         return [f for f in logs if f.is_file() and text in f.read_text(errors="replace")]
 
-    until(lambda: naming("with-a-key"), 20, "the requests are in a log")
+    until(lambda: naming("with-a-key"), 60, "the requests are in a log")
     assert not [naming(key) for key in (token, wrong, owner) if naming(key)]
 
 

@@ -60,5 +60,5 @@ def test_a_killed_process_loses_nothing(graph: Graph, client: OpenAI, kind: str)
         for one in loads:
             one.result()
     assert set(outcomes) <= {"answered", "engine_lost", "arbiter_unavailable"}
-    until(lambda: books_are_true(graph), 20, "the books equal the measured bytes")
+    until(lambda: books_are_true(graph), 60, "the books equal the measured bytes")
     assert stream_once(client) == "answered"

@@ -26,7 +26,7 @@ def test_a_request_is_found_in_the_logs_with_its_ticket(graph: Graph, client: Op
         told = graph.state()["tickets"]
         return [t["ticket"] for t in told if (t["model"], t["state"]) == (CHAT, "resident")]
 
-    [ticket] = until(resident, 20, "its holder is in the arbiter's present epoch")
+    [ticket] = until(resident, 60, "its holder is in the arbiter's present epoch")
 
     def lines(replica: str) -> list[str]:
         file = log_of(graph, replica)
@@ -34,9 +34,9 @@ def test_a_request_is_found_in_the_logs_with_its_ticket(graph: Graph, client: Op
         assert "a secret nobody logs" not in text
         return [line for line in text.splitlines() if request in line]
 
-    told = until(lambda: lines("chat"), 20, "the replica's log names the request")
+    told = until(lambda: lines("chat"), 60, "the replica's log names the request")
     assert any(f"{CHAT} under {ticket}" in line for line in told)
-    told = until(lambda: lines("front"), 20, "the front's log names the request")
+    told = until(lambda: lines("front"), 60, "the front's log names the request")
     assert any(f"/v1/chat/completions {CHAT} -> chat" in line for line in told)
 
 

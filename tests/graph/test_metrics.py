@@ -27,7 +27,7 @@ REPORT_S = 10.0  # of Ray's metrics; ours are set each 5 s
 
 def scrape(url: str) -> dict[str, list[Any]]:
     """The samples of each series' name."""
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         text = answer.read().decode()
     found: dict[str, list[Any]] = {}
     for family in families_of(text):
@@ -44,7 +44,7 @@ def ray_answer(graph: Graph, path: str) -> Any:
     request = urllib.request.Request(
         f"{graph.dashboard}{path}", headers={"Authorization": f"Bearer {token}"}
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 
@@ -68,7 +68,7 @@ def test_a_request_is_counted_at_the_front_and_on_rays_exporter(
     client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
     until(
         lambda: answered("arbiter_request_seconds_count", scrape(page)) > before,
-        10,
+        60,
         "the heartbeat has brought the request",
     )
     found = scrape(page)

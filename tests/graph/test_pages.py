@@ -24,7 +24,7 @@ def test_page_can_be_followed_by_pasting(graph: Graph, tmp_path: Path, page: Pat
     # Keys that a page makes are not this graph's, whose own tests look at its file.
     here = environment(graph) | {"XDG_STATE_HOME": str(tmp_path / "state")}
     # As at a fresh start: no block waits for what another test used last.
-    until(lambda: unload_all(graph), 30, "no model of another test is loaded")
+    until(lambda: unload_all(graph), 60, "no model of another test is loaded")
     for block in to_paste(page):
         if block.name not in NOT_RUN:
             text = block.text.replace(FRONT, graph.url.removeprefix("http://"))

@@ -16,7 +16,8 @@ import yaml
 from deployments.cli.serve import RULE
 from models import shipped
 from models.make_models import default_folder
-from tests.graph.conftest import ROOT, Graph, free_port, stop, until
+from tests.graph.conftest import ROOT, Graph, stop, until
+from tests.support.ports import free_port
 
 ARBITER = [sys.executable, "-m", "deployments.cli"]
 MAKE = ["make", "--no-print-directory", "serve", f"VENV={sys.prefix}"]

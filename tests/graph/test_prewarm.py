@@ -36,7 +36,7 @@ def cached(client: OpenAI, system: dict[str, Any]) -> int:
 def test_prewarm_loads_the_model_and_first_requests_find_their_prefixes_cached(
     graph: Graph, client: OpenAI
 ) -> None:
-    until(lambda: unload_all(graph), 30, "nothing is loaded")
+    until(lambda: unload_all(graph), 60, "nothing is loaded")
     last = graph.state()["sequence"]
     stable = [{**MANUAL, "stable": True}, HELLO]
     body = {"model": CHAT, "messages": stable}
@@ -48,9 +48,9 @@ def test_prewarm_loads_the_model_and_first_requests_find_their_prefixes_cached(
     assert cached(client, MANUAL) >= BLOCK
     assert cached(client, {"role": "system", "content": INSTRUCTIONS}) >= BLOCK
 
-    until(lambda: len(runs(graph, last)) == 3, 10, "the session and two chats are accounted for")
+    until(lambda: len(runs(graph, last)) == 3, 60, "the session and two chats are accounted for")
     assert "prewarm-1" in runs(graph, last)
-    until(lambda: unload_all(graph), 30, "it is gone")
+    until(lambda: unload_all(graph), 60, "it is gone")
     last = graph.state()["sequence"]
     cached(client, MANUAL)  # a request brings it in again
-    until(lambda: warmed(graph, last) == [("load", "warmed")], 30, "once more for the new engine")
+    until(lambda: warmed(graph, last) == [("load", "warmed")], 60, "once more for the new engine")

@@ -8,8 +8,9 @@ import pytest
 from openai import OpenAI
 
 from deployments.monitoring.alerts import ALERTS
-from tests.graph.conftest import Graph, free_port, until
+from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import run_command, unload_all
+from tests.support.ports import free_port
 from tests.support.prometheus import Prometheus, prometheus_of, queries
 
 CHAT = "tiny-chat"
@@ -46,7 +47,7 @@ def test_every_query_has_data_on_a_running_graph(
 def test_every_alert_rule_is_evaluated_and_a_healthy_graph_fires_none_that_is_critical(
     prometheus: Prometheus,
 ) -> None:
-    found = until(prometheus.rules, 30, "the rules are evaluated")
+    found = until(prometheus.rules, 60, "the rules are evaluated")
     assert {rule["name"]: rule["health"] for rule in found} == {a.name: "ok" for a in ALERTS}
     critical = {a.name for a in ALERTS if a.severity == "critical"}
     fires = {rule["name"] for rule in found if rule["state"] == "firing"}

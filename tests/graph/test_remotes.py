@@ -52,7 +52,7 @@ def test_a_remote_model_answers_as_a_local_one_and_each_egress_is_written_down(
     )
     words = [chunk.choices[0].delta.content or "" for chunk in stream]
     assert "".join(words) == here.choices[0].message.content
-    ends = until(lambda: [e for e in egress(graph) if "outcome" in e][1:], 10, "both are settled")
+    ends = until(lambda: [e for e in egress(graph) if "outcome" in e][1:], 60, "both are settled")
     usage = said.parse().usage
     assert usage is not None
     for end in (egress(graph)[-1], ends[-1]):
@@ -138,5 +138,5 @@ def test_a_client_that_leaves_ends_the_work_at_the_remote(graph: Graph, far: Ope
             if event["seq"] > last and "outcome" in event
         )
 
-    until(lambda: left("remote_answer", "far-chat"), 10, "the egress is settled as left")
-    until(lambda: left("capability_run", "plain-chat"), 10, "the engine stopped its work")
+    until(lambda: left("remote_answer", "far-chat"), 60, "the egress is settled as left")
+    until(lambda: left("capability_run", "plain-chat"), 60, "the engine stopped its work")

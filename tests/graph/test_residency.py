@@ -22,11 +22,11 @@ FILLS, LONG, FILLED_BYTES = 12, 400, 4 << 20  # prompts of so many words fill th
 @pytest.mark.spec("D8")
 def test_a_model_is_loaded_and_unloaded_by_hand(graph: Graph, client: OpenAI) -> None:
     """With nobody asking for it, and from zero replicas if that is what there is."""
-    until(lambda: unload_all(graph), 30, "nothing is loaded, so nothing is about to leave")
+    until(lambda: unload_all(graph), 60, "nothing is loaded, so nothing is about to leave")
     read_command(graph, "load", CHAT)
     assert CHAT in read_command(graph, "residency")
     until(lambda: level(graph) == "device", 60, "it is resident")
-    until(lambda: read_command(graph, "unload", CHAT) and level(graph) == "cold", 30, "it is gone")
+    until(lambda: read_command(graph, "unload", CHAT) and level(graph) == "cold", 60, "it is gone")
     hello = [{"role": "user", "content": "Who holds the memory?"}]
     assert client.chat.completions.create(model=CHAT, messages=hello, max_tokens=2).choices  # type: ignore[arg-type]
 
@@ -39,20 +39,20 @@ def test_a_floor_and_pressure_set_over_http_move_models(graph: Graph, client: Op
         assert said == {"model": CHAT, "floor": "device"}
         until(lambda: level(graph) == "device", 60, "the floor has brought it in")
         client.embeddings.create(model=EMBEDDING, input="Who holds the memory?")
-        until(lambda: level(graph, EMBEDDING) == "device", 30, "embeddings are beside it")
+        until(lambda: level(graph, EMBEDDING) == "device", 60, "embeddings are beside it")
         last = graph.state()["sequence"]
         node = {"where": graph.node, "level": "critical", "term_s": 60}
         assert send(graph, "POST", "/arbiter/pressure", node)["level"] == "critical"
-        until(lambda: level(graph, EMBEDDING) == "cold", 30, "pressure has taken what was idle")
+        until(lambda: level(graph, EMBEDDING) == "cold", 60, "pressure has taken what was idle")
         assert level(graph) == "device"
         # What an earlier test used may be there too, and idle.
-        gone = until(lambda: unloads_of(graph, EMBEDDING, last), 30, "its bytes are seen back")
+        gone = until(lambda: unloads_of(graph, EMBEDDING, last), 60, "its bytes are seen back")
         assert gone == ["pressure"] and not unloads_of(graph, CHAT, last)
     finally:
         calm = {"where": graph.node, "level": "nominal"}
         send(graph, "POST", "/arbiter/pressure", calm)
         send(graph, "PUT", f"/arbiter/residency/{CHAT}", {"floor": "cold"})
-    until(lambda: level(graph) == "cold", 30, "without its floor it has gone")
+    until(lambda: level(graph) == "cold", 60, "without its floor it has gone")
 
 
 def unloads_of(graph: Graph, model: str, last: int) -> list[str]:
@@ -67,24 +67,24 @@ def test_compacted_engine_gives_its_filled_cache_back_and_answers(
 ) -> None:
     """vLLM touches the pages of its KV cache as it fills them, and keeps them."""
     ask(client, "Who holds the memory?")
-    until(lambda: row(graph).get("settled_bytes"), 30, "its first use is over and measured")
+    until(lambda: row(graph).get("settled_bytes"), 60, "its first use is over and measured")
     first = held_bytes(graph)
     for number in range(FILLS):
         ask(client, f"{number} " * LONG)
-    until(lambda: held_bytes(graph) > first + FILLED_BYTES, 30, "the cache is filled")
-    until(lambda: row(graph).get("idle_s") is not None, 30, "it is idle")
+    until(lambda: held_bytes(graph) > first + FILLED_BYTES, 60, "the cache is filled")
+    until(lambda: row(graph).get("idle_s") is not None, 60, "it is idle")
     ticket = row(graph)["ticket"]
     done = send(graph, "POST", "/arbiter/compact", {"models": [CHAT]})
     assert (done["count"], done["spared"]) == (1, [])
     ask(client, "Who holds the memory?")
-    until(lambda: held_bytes(graph), 30, "the new process is measured")
+    until(lambda: held_bytes(graph), 60, "the new process is measured")
     assert held_bytes(graph) < first + FILLED_BYTES // 2 and row(graph)["ticket"] != ticket
     until(
         lambda: (
             "left-chat stays as it is: it is not loaded"
             in run_command(graph, "compact", "left-chat")
         ),
-        30,
+        60,
         "the command tells what a compaction left alone",
     )
 

@@ -96,7 +96,7 @@ def test_background_stream_goes_on_whatever_is_killed_and_is_resumed(
 
 def test_polls_load_nothing_and_wake_nothing(graph: Graph, client: OpenAI) -> None:
     kept = client.responses.create(model=MODEL, input="Who?", max_output_tokens=2)
-    until(lambda: unload_all(graph), 30, "no model is loaded")
+    until(lambda: unload_all(graph), 60, "no model is loaded")
     before = graph.state()["tickets"]
     for _ in range(3):
         client.responses.retrieve(kept.id)
@@ -157,7 +157,7 @@ def test_any_generating_route_answers_later(
     where = f"/v1/jobs/{job['id']}"
     until(lambda: graph.get(where)["ended_at"], 90, "the job has ended")
     assert graph.get(where)["status"] == "completed"
-    with urllib.request.urlopen(f"{graph.url}{where}/result", timeout=30) as answer:
+    with urllib.request.urlopen(f"{graph.url}{where}/result", timeout=60) as answer:
         assert kind in answer.headers["content-type"]
         said = answer.read()
     if kind == "audio":

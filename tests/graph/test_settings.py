@@ -51,7 +51,7 @@ def test_a_deadline_its_load_cannot_meet_is_refused_at_once_with_the_estimate(
 ) -> None:
     read_command(graph, "load", CHAT)
     until(lambda: level(graph) == "device", 60, "it is resident")
-    until(lambda: read_command(graph, "unload", CHAT) and level(graph) == "cold", 30, "it is gone")
+    until(lambda: read_command(graph, "unload", CHAT) and level(graph) == "cold", 60, "it is gone")
     loads = [e for e in graph.events() if e["kind"] == "model_load" and e["model"] == CHAT]
     hello: Any = [{"role": "user", "content": "Quick!"}]
     with pytest.raises(APIStatusError) as caught:

@@ -187,9 +187,9 @@ def test_speech_has_the_chat_model_behind_it_warm_its_prefix(
         max_tokens=1,
         extra_body={"x_stay_warm": 20},
     )
-    until(lambda: "load" in causes(graph, seen), 30, "its prefix is warm")
+    until(lambda: "load" in causes(graph, seen), 60, "its prefix is warm")
     posted(graph, "/v1/audio/vad", fox, VAD)
-    until(lambda: "speech" in causes(graph, seen), 30, "it is warmed again")
+    until(lambda: "speech" in causes(graph, seen), 60, "it is warmed again")
 
 
 def causes(graph: Graph, seen: int) -> list[str]:
@@ -241,13 +241,13 @@ def test_voice_activity_prefetches_the_model_that_transcribes(
     seen = graph.state()["sequence"]
     posted(graph, "/v1/audio/vad", fox, VAD)
     heard(client, fox)
-    until(lambda: told(graph, "estimate_error", ASR, seen), 30, "its size is measured")
+    until(lambda: told(graph, "estimate_error", ASR, seen), 60, "its size is measured")
     until(lambda: unload_all(graph), 60, "nothing is loaded")
     seen = graph.state()["sequence"]
     posted(graph, "/v1/audio/vad", fox, VAD)
-    [event] = until(lambda: told(graph, "model_preload", ASR, seen), 30, "it is prefetched")
+    [event] = until(lambda: told(graph, "model_preload", ASR, seen), 60, "it is prefetched")
     assert (event["after"], event["why"]) == (VAD, "pipeline")
-    until(lambda: level(graph, ASR) == "device", 30, "it is resident before any request")
+    until(lambda: level(graph, ASR) == "device", 60, "it is resident before any request")
 
 
 def told(graph: Graph, kind: str, model: str, after: int) -> list[dict]:

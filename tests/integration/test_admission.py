@@ -38,7 +38,7 @@ async def test_ticket_that_cannot_load_now_is_bypassed_only_as_often_as_the_sett
         [cpu] = [x for x in (await d.state())["devices"] if x["kind"] == "cpu"]
         assert cpu["free_bytes"] > 50 << 20
         await busy.let_go.remote("a")
-        assert await asyncio.wait_for(asyncio.gather(asked, third), 30) == [200, 200]
+        assert await asyncio.wait_for(asyncio.gather(asked, third), 90) == [200, 200]
         granted = [e["model"] for e in await d.events("ticket_granted")]
         assert granted == ["a", "x", "y", "b", "z"]
         await d.books_are_true()
@@ -58,7 +58,7 @@ async def test_ticket_is_bypassed_no_more_once_it_has_waited_as_long_as_the_sett
         [cpu] = [x for x in (await d.state())["devices"] if x["kind"] == "cpu"]
         assert cpu["free_bytes"] > 50 << 20
         await busy.let_go.remote("a")
-        assert await asyncio.wait_for(asyncio.gather(asked, later), 30) == [200, 200]
+        assert await asyncio.wait_for(asyncio.gather(asked, later), 90) == [200, 200]
         assert [e["model"] for e in await d.events("ticket_granted")] == ["a", "b", "x"]
         await d.books_are_true()
 
@@ -108,7 +108,7 @@ async def test_model_that_sleeps_is_granted_before_a_cold_model_that_came_earlie
         warm = b.ask.remote("b")
         await queue_is(d, "b", "c")
         await a.let_go.remote("a")
-        assert await asyncio.wait_for(asyncio.gather(cold, warm), 30) == [200, 200]
+        assert await asyncio.wait_for(asyncio.gather(cold, warm), 90) == [200, 200]
         await d.books_are_true()
 
 
@@ -127,6 +127,6 @@ async def test_full_queue_of_all_models_refuses_with_the_seconds_of_a_load() -> 
             await c.ask.remote("c")
         refused = caught.value.cause
         assert isinstance(refused, QueueFull) and (refused.waiting, refused.bound) == (1, 1)
-        assert 2 <= refused.retry_after_s < 20
+        assert 2 <= refused.retry_after_s < 60
         await a.let_go.remote("a")
-        assert await asyncio.wait_for(waiting, 30) == 200
+        assert await asyncio.wait_for(waiting, 90) == 200

@@ -40,7 +40,7 @@ async def has_another_session(holder: Any, before: str) -> None:
     async def is_another() -> bool:
         return bool(await holder.session.remote() != before)
 
-    await eventually(is_another, 30)
+    await eventually(is_another, 60)
 
 
 async def test_holder_that_reads_no_commands_is_kept_so_many_and_rejoins_with_what_it_has() -> None:

@@ -95,7 +95,7 @@ async def test_gang_over_several_processes_is_granted_in_one_step_or_not_at_all(
         assert await d.engines() == before and not answers.done()
         await chat.let_go.remote("a")
         await chat.end.remote("a")
-        assert await asyncio.wait_for(answers, 30) == [200, 200]
+        assert await asyncio.wait_for(answers, 90) == [200, 200]
         tickets = {t["ticket"] for t in (await d.state())["tickets"] if t["model"] in BOTH}
         await books_hold_what_the_kernel_says(d)
     life = max(read(log), key=lambda life: len(life.events))
@@ -178,7 +178,7 @@ async def test_a_ticket_over_two_devices_is_granted_on_both_or_on_neither(
             charged = [x["charged_bytes"] // MIB for x in state["devices"] if x["kind"] == "gpu"]
             assert sorted(charged) == [0, 144] and len(state["queue"]) == 1
             assert await d.engines() == engines
-        await asyncio.wait_for(waiting, 30)
+        await asyncio.wait_for(waiting, 90)
         await d.books_are_true()
         [[pid]] = (await d.engines()).values()
         held = [(fake.folder / "held" / f"{index}.{pid}").read_text() for index in (0, 1)]

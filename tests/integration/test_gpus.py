@@ -219,7 +219,7 @@ async def test_the_bytes_of_a_dead_engine_are_back_when_nvml_lists_it_no_longer(
 async def test_a_leased_process_is_measured_on_its_gpu_and_its_ram_until_it_gave_back() -> None:
     async with gpus(a=300) as (d, fake):
         lease = leases.ask(200 / 1024, way=leases.RayTransport(), name="train")
-        await asyncio.to_thread(lease.acquire, 20)
+        await asyncio.to_thread(lease.acquire, 60)
         with holding("private", 100) as pid:
             [device] = lease.devices
             index = int(device.rpartition("gpu:")[2])

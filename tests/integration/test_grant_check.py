@@ -60,7 +60,7 @@ async def test_forged_spawn_is_refused_and_a_granted_one_works() -> None:
 async def test_spawn_under_a_queued_ticket_or_a_lease_is_refused() -> None:
     async with live_arbiter(two(), barrier_s=60, lease_tenant="1 GiB") as d:
         lease = leases.ask(20 / 1024, way=leases.RayTransport(), name="train")
-        await asyncio.to_thread(lease.acquire, 30)
+        await asyncio.to_thread(lease.acquire, 60)
         await assert_refused(d, lease_ticket("default", lease.id))
         chat, other = d.holder("chat"), d.holder("other")
         kept = await chat.keep.remote("a")
@@ -70,7 +70,7 @@ async def test_spawn_under_a_queued_ticket_or_a_lease_is_refused() -> None:
         await assert_refused(d, TicketId(queued["ticket"]))
         assert await d.engines() == before and kept in before
         await chat.let_go.remote("a")
-        assert await asyncio.wait_for(waiting, 30) == 200
+        assert await asyncio.wait_for(waiting, 90) == 200
         assert queued["ticket"] in await d.engines()  # once it was granted
         await asyncio.to_thread(lease.release)
 

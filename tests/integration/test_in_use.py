@@ -130,7 +130,7 @@ async def test_requests_of_one_use_are_served_by_one_engine_though_another_model
             for _ in range(3):
                 assert await embed(engine) == 200
             assert await d.engines() == before and engine.ticket in before
-        assert await asyncio.wait_for(waiting, 30) == 200
+        assert await asyncio.wait_for(waiting, 90) == 200
         assert [e["model"] for e in await d.events("model_load")] == ["a", "b"]
         await residency.close()
 

@@ -73,7 +73,7 @@ async def test_a_training_job_and_a_model_trade_memory() -> None:
         holder = d.holder()
         await holder.ask.remote("a")
         lease = ask(250, name="train", preemptible=True, notice_s=20)
-        await asyncio.to_thread(lease.acquire, 20)
+        await asyncio.to_thread(lease.acquire, 60)
         assert await d.engines() == {} and not lease.notice.is_set()
         with training(200) as job:
             lease.on_notice = lambda _: job.terminate()
@@ -81,7 +81,7 @@ async def test_a_training_job_and_a_model_trade_memory() -> None:
             await d.until(lambda s: held_by_lease(s, 200))
             await d.books_are_true()
             assert await holder.ask.remote("a") == 200
-            assert lease.notice.is_set() and job.wait(5) == 0
+            assert lease.notice.is_set() and job.wait(60) == 0
             await asyncio.to_thread(lease.release)
         kinds = [e["kind"] for e in await d.events()]
         last_load = len(kinds) - kinds[::-1].index("ticket_granted")
@@ -99,12 +99,12 @@ async def test_the_lease_of_a_job_that_dies_is_reclaiming_within_two_seconds() -
             lease.measure(job.pid)
             await d.until(lambda s: held_by_lease(s, 200))
             job.kill()
-            state = await d.until(
+            state = await d.soon(
                 lambda s: not any(t["state"] == "resident" for t in s["tickets"]), within_s=2
             )
             assert {t["state"] for t in state["tickets"]} <= {"reclaiming"}
             assert (await ended(d))["reason"] == "lost"
-        assert await asyncio.to_thread(lease.ended.wait, 10)
+        assert await asyncio.to_thread(lease.ended.wait, 60)
 
 
 @pytest.mark.spec("A10", "K1")
@@ -141,7 +141,7 @@ async def test_lease_beyond_the_cap_or_the_longest_term_is_refused_with_the_boun
         [overdue] = await d.events("lease_overdue")  # it was not given back
         assert overdue["ticket"] == lease_ticket("default", lease.id)
         assert overdue["size_bytes"] == 150 * MIB
-        assert await asyncio.to_thread(lease.ended.wait, 10)
+        assert await asyncio.to_thread(lease.ended.wait, 60)
 
 
 @pytest.mark.spec("A18")
@@ -160,7 +160,7 @@ async def test_a_lease_survives_the_arbiter_and_is_drained_by_hand() -> None:
         with pytest.raises(LeaseRefused):
             await asyncio.to_thread(ask(10, pid=4_000_000).acquire)
         await call_arbiter("unload", lease_ticket("default", lease.id))
-        assert await asyncio.to_thread(lease.notice.wait, 10)
+        assert await asyncio.to_thread(lease.notice.wait, 60)
         assert lease.reason == "manual" and lease.left_s is not None
         await asyncio.to_thread(lease.release)
         assert (await ended(d))["reason"] == "manual"
@@ -172,7 +172,7 @@ async def test_largest_fit_of_a_device_is_what_may_be_granted_there_now() -> Non
         [before] = [x for x in (await d.state())["devices"] if x["kind"] == "cpu"]
         fits_mib = before["largest_fit_bytes"] // MIB
         assert 0 < fits_mib <= 400
-        lease = await asyncio.to_thread(ask(fits_mib).acquire, 10)
+        lease = await asyncio.to_thread(ask(fits_mib).acquire, 60)
         [after] = [x for x in (await d.state())["devices"] if x["kind"] == "cpu"]
         assert after["largest_fit_bytes"] < MIB
         with pytest.raises(DeadlineUnmet):

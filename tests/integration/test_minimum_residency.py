@@ -13,7 +13,7 @@ from deployments.config import boot
 from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
 from tests.support.waits import eventually
 
-STAYS_S = 6
+STAYS_S = 15
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("C4")]
 
 
@@ -53,7 +53,8 @@ async def test_minimum_residency_holds_against_an_equal_and_not_against_an_urgen
 
 @pytest.mark.spec("C13")
 async def test_above_the_loading_share_that_is_shown_an_equal_request_waits_longer() -> None:
-    """One load in ten minutes is above the bound, and would have models stay for the longest."""
+    """One load in ten minutes is above the bound, and would have models stay for the longest; else
+    they stay for as long as their load took."""
     both = {"chat": capability(a=model(200, load_seconds=1)), "other": capability(b=model(200))}
     async with live_arbiter(both) as d:
         table = d.table.arbiter.model_copy(update={"loading_most": 0.001})
@@ -63,13 +64,17 @@ async def test_above_the_loading_share_that_is_shown_an_equal_request_waits_long
         a, b = d.holder("chat"), d.holder("other")
         assert await a.ask.remote("a") == 200
         [told] = await eventually(lambda: d.events("loading_share"))
+        await b.pid.remote()  # it has started, and asks within the time that the model stays
         assert told["fraction"] > told["most"] == 0.001
         await d.unload("a")
         assert await a.ask.remote("a") == 200
         loads = await d.events("model_load")
+        grants = await d.events("ticket_granted")
         loading_s = sum(load["took_s"] for load in loads)
         [device] = [x for x in (await d.state())["devices"] if x["loading_fraction"]]
-        assert device["loading_fraction"] * 600 == pytest.approx(loading_s, rel=0.1)
+        # From grant to load on the arbiter's clock; the holder's is what took_s says.
+        most_s = loads[-1]["unix_s"] - grants[0]["unix_s"] + 0.1
+        assert loading_s - 0.1 <= device["loading_fraction"] * 600 <= most_s
         waiting = b.ask.remote("b")
         [queued] = (await d.until(lambda s: s["queue"]))["queue"]
         said = " ".join((await call_arbiter("explain", queued["ticket"]))["said"])
@@ -78,8 +83,7 @@ async def test_above_the_loading_share_that_is_shown_an_equal_request_waits_long
         [evicted_s] = [
             e["unix_s"] for e in await d.events("eviction") if e["waiting"] == queued["ticket"]
         ]
-        stayed_s = evicted_s - loads[-1]["unix_s"]
-        assert stayed_s >= STAYS_S - 0.1 > loads[-1]["took_s"]
+        assert evicted_s - loads[-1]["unix_s"] >= STAYS_S - 0.1
 
 
 async def test_marks_of_a_device_act_only_once_a_ticket_waits_and_free_down_to_the_low() -> None:

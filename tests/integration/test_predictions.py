@@ -21,11 +21,12 @@ OVERHEAD = 128 * MIB  # of an engine that is not in the table of kinds
 @pytest.mark.spec("A17", "A21")
 async def test_first_load_is_predicted_from_the_bandwidth_that_smaller_models_showed() -> None:
     """50 MiB more take as many seconds again as 50 MiB more took before."""
-    sizes = {"a": (50, 0), "b": (100, 2), "c": (150, 0)}
+    sizes = {"a": (50, 0), "b": (100, 5), "c": (150, 0)}
     models = {name: model(mib, load_seconds=took) for name, (mib, took) in sizes.items()}
     async with live_arbiter({"chat": capability(**models)}) as d:
         h = d.holder()
         assert await h.ask.remote("a") == await h.ask.remote("b") == 200
+        # Of which the first may be longer than usual, because all of it is new.
         took_s = {e["model"]: e["took_s"] for e in await d.events("model_load")}
         assert took_s["b"] > took_s["a"]
         line_s = pytest.approx(2 * took_s["b"] - took_s["a"], rel=0.01)

@@ -1,6 +1,5 @@
 """A real Prometheus scrapes the page of a core in which everything has happened."""
 
-import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +12,7 @@ from arbiter.metrics.table import AGE, UP
 from deployments.front.metrics_page import exposition
 from deployments.monitoring.files import write
 from tests.support.metrics import busy_core, scrape
+from tests.support.ports import free_port
 from tests.support.prometheus import prometheus_of, queries
 from tests.support.waits import eventually
 
@@ -46,15 +46,13 @@ async def test_every_query_has_data_where_everything_has_happened(
     target: str, tmp_path: Path
 ) -> None:
     write(tmp_path, target, "http", has_key=False)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
     missing = queries()
-    with prometheus_of(tmp_path, port) as running:
+    with prometheus_of(tmp_path, free_port()) as running:
 
         def has_all() -> bool:
             missing[:] = running.without_data(missing)
             return not missing
 
-        await eventually(has_all, 30)
-        rules = await eventually(running.rules, 30)
+        await eventually(has_all, 60)
+        rules = await eventually(running.rules, 60)
     assert {rule["health"] for rule in rules} == {"ok"}

@@ -55,7 +55,7 @@ def samples() -> list[Any]:
     """Of the arbiter, from the page that a Prometheus is told to scrape."""
     [node] = ray.nodes()
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    with urllib.request.urlopen(address, timeout=10) as answer:
+    with urllib.request.urlopen(address, timeout=60) as answer:
         text = answer.read().decode()
     found = [sample for family in families_of(text) for sample in family.samples]
     return [sample for sample in found if sample.name.startswith("ray_arbiter_")]

@@ -1,10 +1,16 @@
 """A model replaced on disk under its name, on a real cluster."""
 
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from deployments.replica import remote_files
+from tests.support.engine_host import until
 from tests.support.live_arbiter import capability, live_arbiter, model
+from tests.support.tools import tool
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -30,4 +36,44 @@ async def test_a_model_replaced_on_disk_is_loaded_anew_awake_or_asleep(tmp_path:
         weights.write_bytes(b"newer")
         assert await chat.ask.remote("a") == 200
         assert len(await d.events("model_load")) == 4 and not await d.events("model_wake")
+        await d.books_are_true()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A folder, and the same one behind FUSE, where the kernel tells nothing of its changes."""
+    bindfs, there, here = tool("bindfs"), tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    process = subprocess.Popen([bindfs, "-f", there, here])
+    try:
+        until(lambda: here.is_mount() or process.poll() is not None, 60)
+        if process.poll() is not None:
+            pytest.skip("nothing may be mounted here")
+        yield there, here
+    finally:
+        process.terminate()  # it unmounts itself
+        process.wait()
+
+
+@pytest.mark.spec("D5")
+async def test_model_replaced_where_the_kernel_does_not_tell_is_loaded_anew_by_the_next_request(
+    mounted: tuple[Path, Path],
+) -> None:
+    there, here = mounted
+    assert remote_files.is_remote(str(here)) and not remote_files.is_remote(str(there))
+    weights, new = there / "model.safetensors", there / "new"
+    weights.write_bytes(b"old")
+    table = {"chat": capability(a=model(50, can_sleep=False) | {"source": str(here)})}
+    async with live_arbiter(table) as d:
+        holder = d.holder()
+        for count in range(1, 5):
+            assert await holder.ask.remote("a") == 200
+            assert await holder.ask.remote("a") == 200
+            assert len(await d.events("model_load")) == count, "one load for each change"
+            if count % 2:
+                weights.write_bytes(os.urandom(3))  # in place, and as long as before
+            else:
+                new.write_bytes(os.urandom(3))
+                new.rename(weights)
         await d.books_are_true()

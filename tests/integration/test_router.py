@@ -139,7 +139,7 @@ async def test_concurrent_calls_of_one_request_are_all_sent() -> None:
         context = _get_serve_request_context()
         token = _serve_request_context.set(replace(context, _internal_request_id="one"))
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 asked = (replica_of(handle, call()) for _ in range(4))
                 assert len(await asyncio.gather(*asked)) == 4
         finally:

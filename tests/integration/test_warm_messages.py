@@ -50,7 +50,7 @@ async def messages_of(holder: Any, requests: Any) -> tuple[dict[str, int], dict[
         now = await message_counter.ask(holder, message_counter.counts)
         return bool(now.get("renew answered", 0) >= seen + 2)
 
-    await eventually(two_more, within_s=20 * RENEW_S)
+    await eventually(two_more, within_s=60 * RENEW_S)
     at_holder, at_arbiter = [
         await message_counter.ask(process, message_counter.counts) for process in processes
     ]

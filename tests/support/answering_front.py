@@ -161,7 +161,7 @@ class AnsweringFront:
                 yield f"http://127.0.0.1:{bound.getsockname()[1]}"
             finally:
                 server.should_exit = True
-                thread.join(10)
+                thread.join(60)
 
 
 @contextlib.asynccontextmanager

@@ -6,8 +6,8 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from arbiter.units import MIB
 
 UNPACKED_BYTES = 96 * MIB
 MOST_GROWN_BYTES = 40 * MIB  # of a process that reads one: less than half of what it unpacks to
+# What a process that ends meanwhile is met with: by its files, or as a zombie by their contents.
+GONE = FileNotFoundError, ProcessLookupError, LookupError
 FAST = 1  # of zlib's levels; zeros pack well on any
 
 
@@ -84,6 +86,23 @@ def _status(pid: int | str, key: str) -> int:
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     raise LookupError(key)
+
+
+def grown_of(readers: Callable[[], Iterable[int]], work: Callable[[], object]) -> dict[int, int]:
+    """How many bytes more than before each process had in RAM at its peak while `work` ran, of
+    those that lived throughout: a reader may end by itself meanwhile, and is a zombie until its
+    parent has looked."""
+    with ExitStack() as stack:
+        peaks = {}
+        for pid in readers():
+            with suppress(*GONE):
+                peaks[pid] = stack.enter_context(growth(pid))
+        work()
+        found = {}
+        for pid, peak in peaks.items():
+            with suppress(*GONE):
+                found[pid] = peak()
+        return found
 
 
 @contextmanager

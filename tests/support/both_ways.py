@@ -138,7 +138,7 @@ async def in_flight(client: AsyncClient, model: str) -> int:
     return sum(ticket.inflight for ticket in (await client.status()).of_model(model))
 
 
-async def comes_to(client: AsyncClient, model: str, count: int, within_s: float = 20.0) -> int:
+async def comes_to(client: AsyncClient, model: str, count: int, within_s: float = 60.0) -> int:
     """So many requests are in flight. Raises TimeoutError."""
 
     async def look() -> bool:
@@ -177,7 +177,7 @@ async def heard(client: AsyncClient) -> list[str]:
     since = (await client.status()).sequence
     await client.chat(TEXT, model=CHAT, max_tokens=1)
     kinds = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for event in client.subscribe(after=since):
             kinds.append(event.kind)
             if event.fields.get("model") == CHAT:

@@ -37,7 +37,7 @@ CALLERS = (
     runtime_settings,
     tenants,
 )
-STARTS_S = 20.0
+STARTS_S = 60.0
 
 
 def table_of(folder: Path, models: list[str], adapters: int = 0) -> Table:

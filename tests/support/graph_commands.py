@@ -26,7 +26,7 @@ def send(graph: Graph, method: str, path: str, body: object = None) -> Any:
     }
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(graph.url + path, data, headers, method=method)
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 

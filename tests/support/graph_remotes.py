@@ -23,7 +23,7 @@ def owner_reads(graph: Graph, path: str) -> bytes:
     file = keys.keys_path(None, graph.table["arbiter"]["state_file"])
     owner = keys.first_key_path(file).read_text().strip()
     request = urllib.request.Request(graph.url + path, headers={"x-api-key": owner})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         found: bytes = answer.read()
         return found
 

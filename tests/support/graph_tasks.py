@@ -61,7 +61,7 @@ def make_cold(graph: Graph, model: str) -> None:
         lambda: (
             send(graph, "POST", f"/arbiter/models/unload/{model}") and level(graph, model) == "cold"
         ),
-        30,
+        60,
         f"{model} is gone",
     )
 
@@ -71,7 +71,7 @@ def leased(graph: Graph, gb: float) -> Iterator[None]:
     """A job beside Serve holds memory that no model may take back."""
     way = leases.HttpTransport(graph.url, environment(graph)["ARBITER_KEY"])
     held = leases.ask(gb, name="drawing", way=way)
-    held.acquire(30)
+    held.acquire(60)
     try:
         yield
     finally:

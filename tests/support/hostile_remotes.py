@@ -84,9 +84,9 @@ def listening(answers: Mapping[str, tuple[Answer, SSLContext | None]]) -> Iterat
         }
 
     try:
-        yield asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
+        yield asyncio.run_coroutine_threadsafe(begin(), loop).result(60)
     finally:
-        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()

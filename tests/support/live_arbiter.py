@@ -29,10 +29,11 @@ from deployments.prefixes import Cut
 from deployments.replica import prefix_warmer, resize, unloading
 from deployments.replica.prefix_warmer import MonotonicClock
 from deployments.replica.residency import Residency
+from tests.support.waits import WITHIN_S
 
 ENGINE = "tests.support.fake_engine:build"
+LOOK_S = 0.02  # between two looks at the state
 CONTEXT = 24 * MIB  # an empty fake engine holds about half of this, private
-WITHIN_S = 20.0  # for anything that must happen; what is measured in seconds has its own bound
 
 
 def model(mib: int, **engine_args: Any) -> dict[str, Any]:
@@ -238,11 +239,24 @@ class LiveArbiter:
                         last = await self.state()
                         if condition(last):
                             return dict(last)
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(LOOK_S)
         except TimeoutError:
             pass
         told = [f"{line['kind']} {line}" for line in (await self.events())[-30:]]
         raise AssertionError("\n".join([f"not within {within_s} s; last state: {last}", *told]))
+
+    async def soon(
+        self, condition: Callable[[messages.Plain], Any], within_s: float
+    ) -> messages.Plain:
+        """The first state in which it holds, counted in looks of 20 ms: a machine that stalls what
+        is looked at stalls the looks as well."""
+        looks = range(round(within_s / LOOK_S))
+        for _ in looks:
+            last = await self.state()
+            if condition(last):
+                return dict(last)
+            await asyncio.sleep(LOOK_S)
+        raise AssertionError(f"not within {len(looks)} looks, {within_s} s and more; last: {last}")
 
     async def states(self) -> dict[str, str]:
         return {t["model"]: t["state"] for t in (await self.state())["tickets"]}

@@ -12,7 +12,7 @@ BROKEN_ZYGOTE = "tests.support.failing_zygote"
 FAKE_ENGINE = SpawnSpec(
     "tests.support.fake_engine:FakeEngine", {"served_name": "m", "engine_args": {}}
 )
-START_S = 30  # of a zygote with its imports
+START_S = 90  # of a zygote with its imports
 
 
 def agent_in(folder: Path, zygote_module: str = ZYGOTE, **more: Any) -> NodeAgent:

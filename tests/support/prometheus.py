@@ -30,7 +30,7 @@ class Prometheus:
         """Its answer; None while it does not answer. The test fails with what it refuses."""
         asked = f"{self._address}{path}?{urllib.parse.urlencode(query)}"
         try:
-            with urllib.request.urlopen(asked, timeout=10) as answer:
+            with urllib.request.urlopen(asked, timeout=60) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             if error.code == 503:  # it starts
@@ -70,7 +70,7 @@ def prometheus_of(folder: Path, port: int) -> Iterator[Prometheus]:
             yield Prometheus(f"http://127.0.0.1:{port}")
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(60)
 
 
 def queries() -> list[str]:

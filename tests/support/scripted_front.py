@@ -95,7 +95,7 @@ class ScriptedFront:
         finally:
             server.shutdown()
             server.server_close()
-            thread.join(10)
+            thread.join(60)
 
 
 class LeaseFront(ScriptedFront):

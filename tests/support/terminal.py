@@ -31,13 +31,13 @@ class Terminal:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
         os.close(self._ours)
 
     def write(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
-    def read_until(self, words: str, within_s: float = 30.0) -> str:
+    def read_until(self, words: str, within_s: float = 60.0) -> str:
         """What the program has written since, up to these words."""
         found, end = "", time.monotonic() + within_s
         while words not in found:
@@ -47,7 +47,7 @@ class Terminal:
             found += os.read(self._ours, 65_536).decode(errors="replace")
         return found
 
-    def exit_status(self, within_s: float = 30.0) -> int:
+    def exit_status(self, within_s: float = 60.0) -> int:
         """Waits for the end; what is still drawn is read, so that no full terminal stops it."""
         draining = threading.Thread(target=self._drain, daemon=True)
         draining.start()

@@ -33,7 +33,7 @@ def test_running_test_is_named_again_and_again() -> None:
     writer = Writer()
     made = Heartbeat(Config(writer), silence_s=0.01)  # type: ignore[arg-type]
     made.pytest_runtest_logstart("tests/test_long.py::test_slow")
-    assert writer.has_two.wait(10)
+    assert writer.has_two.wait(60)
     made.pytest_unconfigure()
     assert writer.lines[-1].endswith("tests/test_long.py::test_slow")
 
@@ -46,7 +46,7 @@ def test_each_test_that_runs_is_named_and_no_other() -> None:
     made.pytest_runtest_logfinish("test_over")
     writer.lines.clear()
     writer.has_two.clear()
-    assert writer.has_two.wait(10)
+    assert writer.has_two.wait(60)
     made.pytest_unconfigure()
     named = [line.split()[-1] for line in writer.lines]
     last = len(named) - 1 - named[::-1].index("test_slow")

@@ -75,5 +75,5 @@ def test_free_bytes_of_this_machine_are_watched(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(evictions, "available_bytes", available)
     with evictions.Rise() as free:
-        assert seen.wait(10)
+        assert seen.wait(60)
     assert free.bytes == 20

@@ -31,7 +31,7 @@ def test_step_that_lasts_repeats_what_it_is_at() -> None:
     out = Watched()
     with Steps(out, silence_s=0.01).step("engines") as note:
         note("Installing vllm")
-        assert out.is_repeated.wait(10)
+        assert out.is_repeated.wait(60)
     *others, last = out.getvalue().splitlines()
     assert {line.split()[0] for line in others} == {"..."}
     assert last.split()[:2] == ["ok", "engines"] and last.split()[3] == "s"

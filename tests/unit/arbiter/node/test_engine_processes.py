@@ -20,7 +20,7 @@ from tests.support.local_agent import BROKEN_ZYGOTE, FAKE_ENGINE, START_S, agent
 
 N, T = NodeId("n"), TicketId("t")
 SPEC = SpawnSpec("a:b", {})
-WITHIN_S = 10
+WITHIN_S = 60
 
 pytestmark = pytest.mark.spec("A3")
 

@@ -43,7 +43,7 @@ def test_process_tree_of_a_lease_is_read_except_below_excluded_processes(
     outsiders = LeasedProcesses()
     opened = outsiders.open(JOB, job.pid, LENT, set())
     assert opened
-    until(lambda: look(outsiders) == [] and len(opened.members) == 2, 10)
+    until(lambda: look(outsiders) == [] and len(opened.members) == 2, 60)
     [child] = opened.members.keys() - {job.pid}
     look(outsiders, child)
     assert opened.members.keys() == {job.pid}
@@ -93,7 +93,7 @@ def test_helper_of_another_user_is_not_counted_for_a_lease(
     assert opened
     ours = {job.pid, os.getpid()}
     monkeypatch.setattr("arbiter.node.leased_processes._is_ours", lambda pid: pid in ours)
-    until(lambda: len(procfs.descend({job.pid}, procfs.processes())) == 2, 10)
+    until(lambda: len(procfs.descend({job.pid}, procfs.processes())) == 2, 60)
     assert look(outsiders) == [] and opened.members.keys() == {job.pid}
 
 
@@ -109,13 +109,13 @@ def test_helpers_of_a_leased_process_outlive_their_root_on_the_books(
     outsiders = LeasedProcesses()
     opened = outsiders.open(JOB, job.pid, LENT, set())
     assert opened
-    until(lambda: look(outsiders) == [] and len(opened.members) == 2, 10)
+    until(lambda: look(outsiders) == [] and len(opened.members) == 2, 60)
     [helper] = opened.members.keys() - {job.pid}
     job.kill()
     job.wait()
     assert look(outsiders) == [] and opened.members.keys() == {helper}
     os.kill(helper, 9)
-    until(lambda: look(outsiders) == [opened], 10)
+    until(lambda: look(outsiders) == [opened], 60)
     outsiders.forget(opened)
     assert not outsiders.by_ticket
 
@@ -124,7 +124,7 @@ def test_leased_bytes_are_back_when_the_process_holds_what_it_held_before(
     job: subprocess.Popen[bytes],
 ) -> None:
     outsiders = LeasedProcesses()
-    until(lambda: procfs.memory({job.pid}).device_bytes > 2 * MIB, 10)  # an interpreter, not a fork
+    until(lambda: procfs.memory({job.pid}).device_bytes > 2 * MIB, 60)  # an interpreter, not a fork
     opened = outsiders.open(JOB, job.pid, LENT, set())
     assert opened and opened.floor_bytes > MIB
 

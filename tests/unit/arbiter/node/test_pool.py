@@ -285,7 +285,7 @@ def squeeze(pool: Pool, monkeypatch: pytest.MonkeyPatch, kept_free: int = 10**9)
 
 def until(pool: Pool, holds: Callable[[], bool]) -> None:
     """Turns of the agent, until something holds; at most for 20 s."""
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end_s
         pool.turn()

@@ -65,7 +65,7 @@ class Chaos:
         write = os.pwrite
 
         def slow_write(fd: int, data: bytes | memoryview, offset: int) -> int:
-            assert self.disk.may_go_on.wait(20)
+            assert self.disk.may_go_on.wait(60)
             return write(fd, data, offset)
 
         monkeypatch.setattr(slab_file.os, "pwrite", slow_write)
@@ -156,7 +156,7 @@ class Chaos:
 
     def settle(self) -> None:
         assert self.pool.files is not None
-        self.pool.files._thread.submit(lambda: None).result(20)
+        self.pool.files._thread.submit(lambda: None).result(60)
 
     def check_files(self) -> None:
         """Whole ones only, within their budget."""

@@ -34,7 +34,7 @@ async def join(actor: ArbiterActor, stay: str) -> asyncio.Future[None]:
 
 
 async def ended(call: asyncio.Future[None]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await asyncio.shield(call)
 
 
@@ -85,7 +85,7 @@ async def test_keepalive_of_a_replaced_session_returns(
         joined = ev.Joined(H, NodeId("n"), "c", ())
         await actor.join(None, joined, "1", [], [forever])
         second = await join(actor, "2")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await actor.keepalive("1")
         assert not second.done()
         forever.cancel()
@@ -99,7 +99,7 @@ async def test_dead_holder_breaks_its_keepalive_and_is_lost(running: Running) ->
         joined = ev.Joined(H, NodeId("n"), "c", ())
         await actor.join(None, joined, "1", [], [broken])
         broken.set_exception(OwnerDiedError("", "", ""))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while actor._shell.has_mail(H):
                 await asyncio.sleep(0)
 
@@ -175,7 +175,7 @@ async def test_arbiter_that_is_being_killed_does_not_count_its_holders_as_lost(
         await actor.join(None, joined, "1", [], [broken])
         [watch] = [t for t in asyncio.all_tasks() if "_watch_holder" in repr(t)]
         broken.set_exception(RayActorError())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await watch
         assert actor._shell.has_mail(H)
         assert [m.holder for m in Store(tmp_path / "state", "session").members()] == [H]
@@ -195,7 +195,7 @@ async def test_holder_that_died_without_an_arbiter_is_not_awaited(
         return [m.holder for m in asked if m.holder == "dead"]
 
     monkeypatch.setattr(RayAgents, "dead", dead)
-    async with running() as actor, asyncio.timeout(5):
+    async with running() as actor, asyncio.timeout(60):
         while "dead" in actor._shell.core.awaited:
             await asyncio.sleep(0)
         assert actor._shell.core.awaited == {"living"}

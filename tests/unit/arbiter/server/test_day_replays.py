@@ -82,7 +82,7 @@ async def test_nothing_is_replayed_while_no_model_is_used(monkeypatch: pytest.Mo
     seat = in_turns(1, EVERY_S).seats[0]
     wants = ev.Requested("t", "text-0", "text", "a", seat.need)  # type: ignore[arg-type]
     day.note(wants, s(13 * EVERY_S), [])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await twice.wait()
     running.cancel()
 

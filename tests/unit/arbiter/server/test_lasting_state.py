@@ -201,7 +201,7 @@ async def test_shutdown_waits_for_open_tickets_without_a_snapshot(
         monkeypatch.setattr(shell.core, "snapshot", lambda now: pytest.fail("a snapshot to count"))
         shell.feed(ev.Joined(HolderId("h"), NodeId("n"), "c", (held,)))
         assert shell.open_tickets == 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await actor.close(0.05) == 1  # it waits in vain
             closing = asyncio.ensure_future(actor.close(1_000))
             await asyncio.sleep(0)

@@ -94,7 +94,7 @@ class LeaseServiceHarness:
 
     async def call(self, size: float = 30, **more: Any) -> messages.LeaseState:
         asked = messages.LeaseCall("job", gib(size), TERMS, "job", **more)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.service.update(asked)
 
 
@@ -315,7 +315,7 @@ async def freed(harness: LeaseServiceHarness, **more: Any) -> dict[str, Any]:
     call = messages.LeaseCall(
         "gpu", gib(100), replace(FREES, **more), "gpu", seen="queued", wait=seconds(3)
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await harness.service.free(call, is_kept=True)
 
 

@@ -24,5 +24,5 @@ def test_concurrent_cleanups_of_the_store_run_one_after_the_other(tmp_path: Path
         other.start()
         until(lambda: waits_for_a_lock(os.getpid()) or entered.is_set(), 10)
         assert not entered.is_set()
-    other.join(10)
+    other.join(60)
     assert entered.is_set()

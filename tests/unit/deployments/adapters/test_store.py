@@ -249,7 +249,7 @@ class SlowStore(Store):
         self.copies.append(entry.name)
         if entry.name == "cold":
             self.begun.set()
-            assert self.allowed.wait(10)
+            assert self.allowed.wait(60)
         return super().publish(entry, rules)
 
 
@@ -265,7 +265,7 @@ def test_other_adapters_are_served_while_a_cold_adapter_is_copied(tmp_path: Path
         waiting = [asyncio.ensure_future(shelf.take(cold)) for _ in range(3)]
         assert await asyncio.to_thread(store.begun.wait, 10)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert await shelf.take(warm) == first
                 await shelf.take(new)
         finally:

@@ -1,12 +1,11 @@
 """What the command sends, to whom, and what it says when that fails."""
 
-import socket
-
 import httpx
 import pytest
 
 from deployments.cli import http
 from tests.support.command_line import Run
+from tests.support.ports import free_port
 from tests.support.scripted_front import ScriptedFront
 
 
@@ -109,8 +108,7 @@ def test_an_answer_in_another_form_is_quoted(
 
 
 def test_a_refused_connection_names_the_address_and_what_to_start(run: Run, owner: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     failed = run("status", "--url", url)
     assert failed.exit_code == 1
     assert f"no front answers at {url}" in failed.stderr

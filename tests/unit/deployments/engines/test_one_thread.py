@@ -36,7 +36,7 @@ async def test_iterator_that_is_left_makes_no_further_item() -> None:
         for number in range(9):
             made.append(number)
             begun.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             yield number
 
     async def read() -> None:
@@ -81,7 +81,7 @@ async def test_step_that_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> 
 
     def step() -> bool:
         begun.set()
-        return go_on.wait(10)
+        return go_on.wait(60)
 
     hanging = asyncio.ensure_future(worker.run(step))
     await asyncio.to_thread(begun.wait, 10)

@@ -56,7 +56,7 @@ def test_engine_socket_answers_its_own_user_only(
 
     async def scenario() -> bytes:
         path = str(tmp_path / "e.sock")
-        async with served(path), asyncio.timeout(10):
+        async with served(path), asyncio.timeout(60):
             monkeypatch.setattr(peer_auth.os, "getuid", lambda: own + other)
             return await ask(path)
 

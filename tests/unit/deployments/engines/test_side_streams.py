@@ -63,7 +63,7 @@ async def test_closing_the_asking_connection_ends_the_work_and_the_side_stream()
         await parts.aclose()
         with pytest.raises(side_stream.SideStreamLost):
             await anext(pieces)
-        await asyncio.wait_for(engine.left.wait(), 10)
+        await asyncio.wait_for(engine.left.wait(), 60)
 
 
 async def test_application_that_breaks_is_a_lost_engine_to_both() -> None:

@@ -142,6 +142,46 @@ async def test_all_else_goes_by_serve(proxy: Any, path: str) -> None:
     assert (client.status, client.body) == (299, b"onetwothree")  # the front is gone
 
 
+@pytest.mark.spec("J4", "J8")
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/files/f/content"), ("POST", "/v1/x")])
+async def test_answer_that_its_client_does_not_read_is_held_in_bounds(
+    proxy: Any, method: str, path: str
+) -> None:
+    sent_bytes, whole_bytes, piece = 0, 64 << 20, bytes(64 << 10)
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal sent_bytes
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while sent_bytes < whole_bytes:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            sent_bytes += len(piece)
+        await send({"type": "http.response.body", "body": b""})
+
+    client, reads, is_full = Client(path, b""), asyncio.Event(), asyncio.Event()
+    client.scope["method"] = method
+    take = client.send
+
+    async def slowly(message: Message) -> None:
+        if message["type"] == "http.response.body" and not reads.is_set():
+            is_full.set()
+            await reads.wait()
+        await take(message)
+
+    client.send = slowly  # type: ignore[method-assign]
+    async with opened(application):  # type: ignore[arg-type]
+        calling = asyncio.ensure_future(client.call(proxy))
+        await is_full.wait()
+        before = -1
+        while before != sent_bytes:  # until the application is stopped
+            before = sent_bytes
+            for _ in range(1_000):
+                await asyncio.sleep(0)
+        assert sent_bytes < 4 << 20
+        reads.set()
+        await calling
+    assert len(client.body) == whole_bytes
+
+
 class CountingProxy:
     """Serve's proxy, as far as it counts what it carries."""
 
@@ -162,7 +202,7 @@ async def test_proxy_that_drains_sees_the_requests_that_go_by_the_socket() -> No
     application, serves = Application(), CountingProxy()
     async with opened(application):
         calling = asyncio.ensure_future(Client().call(FrontBySocket(serves)))
-        await asyncio.wait_for(application.begun.wait(), 10)
+        await asyncio.wait_for(application.begun.wait(), 60)
         assert serves.ongoing_count == 1
         application.go.set()
         assert (await calling).status == 201
@@ -174,9 +214,9 @@ async def test_client_that_leaves_cancels_the_work(proxy: Any) -> None:
     application, client = Application(), Client()
     async with opened(application):
         calling = asyncio.ensure_future(client.call(proxy))
-        await asyncio.wait_for(application.begun.wait(), 10)
+        await asyncio.wait_for(application.begun.wait(), 60)
         client.left.set()
-        await asyncio.wait_for(application.ended.wait(), 10)
+        await asyncio.wait_for(application.ended.wait(), 60)
         await calling
     assert application.cancelled
 
@@ -187,7 +227,7 @@ async def test_front_that_ends_answers_what_it_has_and_takes_no_more(proxy: Any)
     front = FrontSocket(application)
     await front.open()
     calling = asyncio.ensure_future(client.call(proxy))
-    await asyncio.wait_for(application.begun.wait(), 10)
+    await asyncio.wait_for(application.begun.wait(), 60)
     closing = asyncio.ensure_future(front.close())
     await asyncio.sleep(0)
     assert (await Client().call(proxy)).status == 299
@@ -208,7 +248,7 @@ def raw(*, says: bytes = b"") -> socket.socket:
 
 async def all_of(conn: socket.socket) -> bytes:
     said = b""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while piece := await asyncio.get_running_loop().sock_recv(conn, 1 << 20):
             said += piece
     conn.close()
@@ -235,7 +275,7 @@ async def test_front_that_ends_answers_what_it_has_not_accepted_or_read_yet() ->
     assert not closing.done(), "a request may be on its way"
     accepted.send(REQUEST)
     assert (await all_of(accepted)).startswith(b"HTTP/1.1 201")
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(closing, 60)
     assert len(application.asked) == 4
 
 
@@ -248,7 +288,7 @@ async def test_front_that_ends_does_not_wait_for_a_connection_without_a_request(
     front = FrontSocket(Application())
     await front.open()
     silent = raw()
-    await asyncio.wait_for(front.close(), 10)
+    await asyncio.wait_for(front.close(), 60)
     assert await all_of(silent) == b""
 
 
@@ -300,7 +340,7 @@ async def test_request_to_change_the_protocol_is_answered_over_its_empty_body(pr
     application.go.set()
     client = Client("/v1/x", b"", content_length="2", connection="Upgrade", upgrade="h2c")
     async with opened(application):
-        await asyncio.wait_for(client.call(proxy), 10)
+        await asyncio.wait_for(client.call(proxy), 60)
     assert client.status == 201
     [(_, body, headers)] = application.asked
     assert body == b"" and headers[b"content-length"] == b"0"

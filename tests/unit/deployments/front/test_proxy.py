@@ -5,21 +5,27 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 
 import pytest
 from httpx import ASGITransport, AsyncClient
+from ray.serve import context as serve_context
+from ray.serve.context import _RequestContext
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from arbiter.errors import EngineLost
 from arbiter.protocol import ray_internals
 from arbiter.units import TicketId
 from deployments import messages
-from deployments.front import side_stream
+from deployments.front import proxy, side_stream
 from deployments.front.proxy import middlewares
 from deployments.replica.engine_client import EngineLink
 from tests.support.streaming_engine import StreamingEngine, serving
+from tests.support.waits import eventually
+
+SOON_S = 0.02
 
 
 def around(app: ASGIApp) -> AsyncClient:
@@ -48,6 +54,68 @@ async def test_response_that_was_sent_is_left_alone() -> None:
     async with around(answers) as client:
         answer = await client.get("/")
     assert (answer.status_code, answer.content) == (418, b"x")
+
+
+class Serve:
+    """Serve's proxy: a request waits in its router until a front takes it."""
+
+    def __init__(self, is_taken: bool) -> None:
+        self.is_taken, self.was_cancelled, self.answers = is_taken, False, asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        serve_context._serve_request_context.set(_RequestContext(_internal_request_id="one"))
+        task = asyncio.current_task()
+        if not self.is_taken:
+            serve_context._add_request_pending_assignment("one", "its response", task)
+        try:
+            await self.answers.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True  # and Serve ends the request without a response
+            return
+        finally:
+            serve_context._remove_request_pending_assignment("one", "its response")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"late"})
+
+
+@pytest.mark.spec("J8")
+async def test_request_that_no_front_takes_in_time_is_503_with_when_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxy, "TAKEN_S", SOON_S)
+    serve = Serve(is_taken=False)
+    async with around(serve) as client:
+        answer = await client.get("/v1/models")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
+    assert answer.json()["error"]["code"] == "front_away"
+    assert serve.was_cancelled, "no front gets it later"
+
+
+@pytest.mark.spec("J8")
+async def test_request_that_a_front_has_taken_may_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, looks = Serve(is_taken=True), ray_internals.waits_for_replica
+
+    def looked(context: Context) -> bool:
+        serve.answers.set()  # later than the bound
+        return looks(context)
+
+    monkeypatch.setattr(proxy, "TAKEN_S", SOON_S)
+    monkeypatch.setattr(ray_internals, "waits_for_replica", looked)
+    async with around(serve) as client:
+        answer = await client.get("/v1/models")
+    assert (answer.status_code, answer.content) == (200, b"late")
+
+
+@pytest.mark.spec("J8")
+async def test_client_that_leaves_a_request_that_waits_for_a_front_ends_it() -> None:
+    serve = Serve(is_taken=False)
+    async with around(serve) as client:
+        asking = asyncio.ensure_future(client.get("/v1/models"))
+        pending = serve_context._requests_pending_assignment
+        await eventually(lambda: "one" in pending)
+        asking.cancel()
+        await asyncio.wait({asking})
+    assert serve.was_cancelled and "one" not in pending
 
 
 @pytest.mark.spec("L3")

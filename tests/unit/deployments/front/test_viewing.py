@@ -41,7 +41,7 @@ def viewing(arbiter: ScriptedArbiter) -> Viewing:
 
 async def first(messages: Messages, part: str) -> dict[str, Any]:
     """The next message that has this part."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for message in messages:
             if part in message:
                 return message

@@ -46,7 +46,7 @@ async def test_use_outlasts_a_barrier_and_ends_with_its_engine(
             heard += [await anext(parts)]
             residency.models["a"].move(HolderState.RESIDENT)
             engine.dead.set()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 heard += [part async for part in parts]
     assert heard[2] == b": held\n\n"
     assert [event["state"] for event in events(heard)] == ["held", "ended"]

@@ -112,5 +112,5 @@ async def test_byte_changed_while_asleep_ends_the_model_where_times_tell_nothing
     change_a_byte(weights)
     assert not await is_stale(held.files) and not ends
     held.state = HolderState.ASLEEP
-    await asyncio.wait_for(watching, 20)
+    await asyncio.wait_for(watching, 90)
     assert ends == [Reason.MANUAL]

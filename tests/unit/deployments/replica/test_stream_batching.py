@@ -97,7 +97,7 @@ async def test_chunk_waits_for_the_next_of_its_stream_when_there_are_several_str
     await settled()
     assert not following.done()
     pipes[0].put(b"two,")
-    assert await asyncio.wait_for(following, 5) == b"one,two,"
+    assert await asyncio.wait_for(following, 60) == b"one,two,"
 
 
 @pytest.mark.parametrize("patience", [0.0, FOR_EVER])
@@ -109,7 +109,7 @@ async def test_late_and_last_chunks_are_sent_without_waiting(patience: float) ->
     if patience:
         await settled()
         pipes[0].end()
-    assert await asyncio.wait_for(following, 5) == b"last"
+    assert await asyncio.wait_for(following, 60) == b"last"
 
 
 async def test_single_stream_is_sent_without_waiting() -> None:
@@ -117,7 +117,7 @@ async def test_single_stream_is_sent_without_waiting() -> None:
     stream = await begun(StreamBatching(chunks_per_s=1e9, patience=FOR_EVER), pipe)
     for piece in (b"a", b"b", b"c"):
         pipe.put(piece)
-        assert await asyncio.wait_for(anext(stream), 5) == piece
+        assert await asyncio.wait_for(anext(stream), 60) == piece
 
 
 async def test_chunks_before_an_error_are_sent_before_it() -> None:
@@ -148,7 +148,7 @@ async def test_closing_a_batched_stream_closes_its_source() -> None:
     stream = StreamBatching().follow(source)
     await anext(stream)
     await stream.aclose()
-    await asyncio.wait_for(closed.wait(), 5)
+    await asyncio.wait_for(closed.wait(), 60)
 
 
 @pytest.mark.parametrize("streams", [1, 4])

@@ -55,7 +55,7 @@ async def test_models_used_together_are_requested_as_a_gang_and_in_use_once_all_
         assert all(r.deadline and r.deadline > seconds(50) for r in arbiter.requests)
         arbiter.says("a")
         arbiter.says("b")
-        assert await asyncio.wait_for(seen, 5) == [first.ticket, second.ticket]
+        assert await asyncio.wait_for(seen, 60) == [first.ticket, second.ticket]
         assert [residency.models[model].uses.inflight for model in "ab"] == [0, 0]
 
 
@@ -65,7 +65,7 @@ async def test_refused_gang_member_takes_the_others_out_of_the_queue() -> None:
         await asked(arbiter, "a", "b")
         arbiter.says("b", NeverFits(TicketId("b"), Bytes(9), Bytes(5)))
         with pytest.raises(NeverFits):
-            await asyncio.wait_for(seen, 5)
+            await asyncio.wait_for(seen, 60)
         await until(lambda: ev.Withdrawn(arbiter.requests[0].ticket) in arbiter.told)
         assert not residency.models and residency.account() == ()
 
@@ -98,7 +98,7 @@ async def test_resident_gang_member_is_not_held_while_another_is_queued() -> Non
         await asked(arbiter, "a", "b", "a")  # it had to go meanwhile
         assert residency.models["b"].uses.inflight == 0
         arbiter.says("a")
-        assert len(set(await asyncio.wait_for(seen, 5))) == 2
+        assert len(set(await asyncio.wait_for(seen, 60))) == 2
 
 
 async def test_other_user_of_a_gang_member_gets_it_when_the_gang_is_given_up() -> None:
@@ -117,7 +117,7 @@ async def test_other_user_of_a_gang_member_gets_it_when_the_gang_is_given_up() -
         arbiter.says("a")
         await until(lambda: residency.models["a"].gang.got)
         seen.cancel()
-        assert await asyncio.wait_for(alone, 5) == arbiter.requests[0].ticket
+        assert await asyncio.wait_for(alone, 60) == arbiter.requests[0].ticket
         assert "b" not in residency.models
 
 
@@ -138,4 +138,4 @@ async def test_gang_member_that_is_retried_is_requested_by_itself() -> None:
         again = arbiter.requests[2]
         assert (again.attempt, again.gang) == (2, ())
         arbiter.says("a")
-        assert again.ticket in await asyncio.wait_for(seen, 5)
+        assert again.ticket in await asyncio.wait_for(seen, 60)

@@ -179,7 +179,7 @@ class Waits:
             self.is_closed = True
 
     async def heard(self) -> list[Part]:
-        async with asyncio.timeout(10), aclosing(climb(self.call(), self.run)) as parts:
+        async with asyncio.timeout(60), aclosing(climb(self.call(), self.run)) as parts:
             return [part async for part in parts if not isinstance(part, Progress)]
 
 

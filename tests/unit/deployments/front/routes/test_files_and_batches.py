@@ -217,7 +217,7 @@ async def test_operator_sees_and_cancels_any_job_without_its_words(front: Front)
     wrong = await client.batches.create(
         input_file_id=bad.id, endpoint="/v1/chat/completions", completion_window="24h"
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await client.batches.retrieve(wrong.id)).status != "failed":
             continue
     answer = await front.http().get(f"http://localhost/arbiter/jobs/{wrong.id}")

@@ -1,0 +1,82 @@
+"""Files that change without the kernel's knowledge are looked at before each request (D5)."""
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from deployments.replica import model_files, remote_files
+from deployments.replica.remote_files import SharedLooks, fresh_stat, is_remote
+from tests.support.scripted_holder import holder, use
+from tests.support.waits import eventually
+
+pytestmark = pytest.mark.spec("D5")
+
+
+def test_local_folder_and_a_hub_id_are_not_remote(tmp_path: Path) -> None:
+    assert not is_remote(str(tmp_path)) and not is_remote("org/model") and not is_remote("")
+
+
+def test_fresh_look_says_what_a_look_says_and_fails_as_it_does(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a")
+    assert fresh_stat(tmp_path / "a") == (tmp_path / "a").stat()
+    with pytest.raises(FileNotFoundError):
+        fresh_stat(tmp_path / "b")
+
+
+async def test_request_after_a_change_of_remote_files_loads_them_and_others_do_not_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Path] = []
+
+    def noted(path: Path) -> os.stat_result:
+        looked.append(path)
+        return path.stat()
+
+    monkeypatch.setattr(remote_files, "fresh_stat", noted)
+    (tmp_path / "weights").write_bytes(b"old")
+    async with holder() as (residency, _, _):
+        first = await use(residency)
+        residency.models["a"].files = seen = await model_files.look(str(tmp_path))
+        assert await use(residency) == first and not looked
+        seen.is_untold = True
+        assert await use(residency) == first and looked
+        (tmp_path / "weights").write_bytes(b"new, and longer")
+        assert await use(residency) != first
+
+
+class Look:
+    """Of which a test says when it ends."""
+
+    def __init__(self) -> None:
+        self.may_end, self.begun = threading.Event(), 0
+
+    def __call__(self) -> bool:
+        self.begun += 1
+        assert self.may_end.wait(60)
+        return True
+
+
+async def test_requests_share_a_look_that_began_after_they_came() -> None:
+    looks, look = SharedLooks(), Look()
+    first = asyncio.ensure_future(looks.ask(look))
+    await eventually(lambda: look.begun == 1)
+    later = [asyncio.ensure_future(looks.ask(look)) for _ in range(9)]
+    await asyncio.sleep(0)
+    look.may_end.set()
+    assert await asyncio.gather(first, *later) == [True] * 10
+    assert look.begun == 2
+
+
+async def test_requests_go_on_where_the_server_of_the_files_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_files, "LOOK_MOST_S", 0.01)
+    looks, look = SharedLooks(), Look()
+    assert [await looks.ask(look) for _ in range(3)] == [False] * 3
+    assert look.begun == 1, "no more threads than one wait for it"
+    look.may_end.set()
+    monkeypatch.setattr(remote_files, "LOOK_MOST_S", 60)
+    assert await looks.ask(look)
