@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,3 +174,20 @@ def counted_by_proxy(app: Any) -> Iterator[None]:
         yield
     finally:
         app._ongoing_requests_end()
+
+
+@cache
+def headers_of_proxy() -> frozenset[bytes]:
+    """Headers whose values Serve's proxy decodes, as names with hyphens; `_` counts as one there. A
+    value that is not UTF-8 is an exception of the proxy."""
+    from ray.serve._private import constants
+
+    names = (
+        constants.SERVE_HTTP_REQUEST_ID_HEADER,
+        constants.SERVE_MULTIPLEXED_MODEL_ID,
+        constants.SERVE_SESSION_ID,
+        constants.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
+        constants.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
+        "traceparent",  # where tracing is on
+    )
+    return frozenset(name.lower().replace("_", "-").encode() for name in names)

@@ -29,6 +29,11 @@ class Entry:
     def text(self) -> str:
         return self.head + "".join(self.models.values())
 
+    @property
+    def engine(self) -> str:
+        [row] = yaml.safe_load(self.head).values()
+        return str(row["engine"])
+
     def add(self, name: str, comment: str, row: Mapping[str, Any]) -> None:
         made = yaml.safe_dump({name: dict(row)}, sort_keys=False, width=80, default_flow_style=None)
         first, *rest = made.splitlines(keepends=True)

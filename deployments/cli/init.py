@@ -155,7 +155,8 @@ def written(machine: Machine, chosen: list[str], models: list[str], port: int = 
         kept[capability].models.clear()
     for source in named:
         comment = source.what.format(size=human(source.weights_bytes or Bytes(0)))
-        kept[source.capability].add(source.name, comment, _row(source, machine))
+        entry = kept[source.capability]
+        entry.add(source.name, comment, _row(source, machine, entry.engine))
     return _fitted(machine, kept, {source.name for source in named}, port)
 
 
@@ -247,11 +248,11 @@ def _arbiter(
     return lines
 
 
-def _row(source: "Source", machine: Machine) -> dict[str, Any]:
+def _row(source: "Source", machine: Machine, engine: str) -> dict[str, Any]:
     """The keys of a model that a person named."""
     arguments = _arguments(source, machine)
     row: dict[str, Any] = {"source": source.source}
-    need = _need(source, machine, arguments)
+    need = _need(source, machine, engine, arguments)
     if need:
         row["need"] = need
     if source.capability in ("asr", "tts", "vad"):
@@ -281,8 +282,11 @@ def _arguments(source: "Source", machine: Machine) -> dict[str, Any]:
     return arguments | {"kv_cache_memory_bytes": f"{cache // MIB} MiB"}
 
 
-def _need(source: "Source", machine: Machine, arguments: dict[str, Any]) -> dict[str, str]:
+def _need(
+    source: "Source", machine: Machine, engine: str, arguments: dict[str, Any]
+) -> dict[str, str]:
     """Empty where the files of a folder tell it to the arbiter (A17)."""
+    from deployments.config.engine_kinds import engine_kind
     from deployments.config.fields import parse_size
 
     is_here = Path(source.source).expanduser().exists() or ":" in source.source
@@ -290,8 +294,12 @@ def _need(source: "Source", machine: Machine, arguments: dict[str, Any]) -> dict
         return {}
     weights = source.weights_bytes or int(machine.largest_bytes * UNKNOWN_PART)
     cache = parse_size(arguments.get("kv_cache_memory_bytes", 0))
-    working = cache + (1 * GIB if machine.gpus else 128 * MIB)
-    parts = {"weights": weights, "working": working, "context": 700 * MIB if machine.gpus else 0}
+    if machine.gpus:
+        overhead, context = 1 * GIB, 700 * MIB
+    else:
+        kind = engine_kind(engine)
+        overhead, context = kind.working_bytes, kind.context_bytes
+    parts = {"weights": weights, "working": cache + overhead, "context": context}
     if source.capability == "image":
         parts["scratch"] = 3 * GIB if machine.gpus else 1 * GIB
     return {name: f"{-(-size // MIB)} MiB" for name, size in parts.items() if size}

@@ -2,7 +2,8 @@
 headers.
 
 A hub id is looked for in the local cache of the hub's clients, then asked of the hub, unless
-HF_HUB_OFFLINE is set. The cache's layout: huggingface.co/docs/huggingface_hub/guides/manage-cache.
+HF_HUB_OFFLINE is set. The cache's layout: huggingface.co/docs/huggingface_hub/guides/manage-cache;
+the hub's answer: huggingface.co/docs/hub/api, and `ModelInfo` of huggingface_hub.
 """
 
 import json
@@ -18,6 +19,7 @@ from arbiter.units import Bytes
 from deployments.cli.output import CommandError
 from deployments.config.load_plan import resolve
 from deployments.config.model_files import weights_bytes
+from deployments.config.safetensors_header import ITEM_BYTES
 from deployments.config.schema import ConfigError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -119,17 +121,24 @@ def _of_hub(name: str, source: str, capability: str) -> Source:
     if not found and not capability:
         why = _unknown(config, files) if said else "it is not in the cache, and no hub answers"
         raise CommandError(f"{name}: {source}: {why}; write it as `--model chat:{name}={source}`")
-    sizes = {row["rfilename"]: row.get("size") or 0 for row in said.get("siblings", ())}
-    tensors = {file: size for file, size in sizes.items() if _is_weights(file)}
-    size = estimates.of_files(tensors) or estimates.of_files(sizes) or estimates.of_name(source)
-    where = "the sizes of its files" if sizes else "the number in its name"
+    size, where = _size_at_hub(source, said)
     known = f"{{size}} of weights by {where}" if size else "its size is learned at the first load"
     return Source(name, source, capability or found, size, None, f"{kind or 'as you say'}; {known}")
 
 
-def _is_weights(file: str) -> bool:
-    """Of the library's own form; `consolidated` ones are the same tensors once more."""
-    return file.endswith(".safetensors") and "consolidated" not in file
+def _size_at_hub(source: str, said: Mapping[str, Any]) -> tuple[Bytes | None, str]:
+    """In the order of A17, and by what: the headers, which the hub has read of a model that lies at
+    the top of its repository, else the sizes of files, else the name."""
+    counts = (said.get("safetensors") or {}).get("parameters") or {}
+    if counts and counts.keys() <= ITEM_BYTES.keys():
+        return Bytes(sum(ITEM_BYTES[kind] * count for kind, count in counts.items())), "its headers"
+    listed = {row["rfilename"]: row.get("size") or 0 for row in said.get("siblings", ())}
+    # `consolidated` ones are the same tensors once more, and so are those of other endings.
+    kept = {file: size for file, size in listed.items() if "consolidated" not in file}
+    tensors = {file: size for file, size in kept.items() if file.endswith(".safetensors")}
+    if found := estimates.of_files(tensors or kept):
+        return found, "the sizes of its files"
+    return estimates.of_name(source), "the number in its name"
 
 
 def _ask_hub(name: str, source: str) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` (`arbiter serve` sets it; it is read when Ray starts).
 
 Without them two requests get Serve's bare 500: a request in flight when the front's process dies,
-and a request whose `x-request-id` is not ASCII. A response that has begun is cut in either case. A
-request that finds no front waits for one without a bound, because the only bound that Serve has is
-on the whole of a request, its stream included.
+and a request with a header of Serve's own that Serve cannot decode. A response that has begun is
+cut where the front dies. A request that finds no front waits for one without a bound, because the
+only bound that Serve has is on the whole of a request, its stream included.
 
 Event streams come from their engine's socket where that is on this node (side_stream); without
 them, through replica and front.
@@ -13,6 +13,7 @@ them, through replica and front.
 import asyncio
 import contextvars
 import uuid
+from collections.abc import Iterable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -89,6 +90,19 @@ async def _awaited(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> 
     await app(scope, receive, send)
 
 
+class UndecodableHeader(RequestError):
+    """Serve's proxy reads it, as UTF-8."""
+
+    status_code, code = 400, "invalid_request"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.param = name
+
+    def __str__(self) -> str:
+        return f"`{self.param}`: the value of this header is not UTF-8; Ray Serve reads it as that"
+
+
 class ProxyErrors:
     """An ASGI middleware around Serve's proxy."""
 
@@ -99,6 +113,10 @@ class ProxyErrors:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        kept = [(k, v) for k, v in scope["headers"] if k != REQUEST_ID or v.isascii()]
+        if (name := _undecodable(kept)) is not None:
+            await _refuse(UndecodableHeader(name), scope, receive, send)
+            return
         has_begun = False
 
         async def noted(message: Message) -> None:
@@ -106,11 +124,25 @@ class ProxyErrors:
             has_begun = True
             await send(message)
 
-        kept = [(k, v) for k, v in scope["headers"] if k != REQUEST_ID or v.isascii()]
         await self._app({**scope, "headers": kept}, receive, noted)
         if not has_begun:
-            head, body = messages.refusal(FrontLost())
-            await Response(body, head.status, head.headers)(scope, receive, send)
+            await _refuse(FrontLost(), scope, receive, send)
+
+
+async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+    head, body = messages.refusal(error)
+    await Response(body, head.status, head.headers)(scope, receive, send)
+
+
+def _undecodable(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The first header that Serve's proxy would fail to decode, by its name."""
+    for name, value in headers:
+        if name.replace(b"_", b"-") in ray_internals.headers_of_proxy():
+            try:
+                value.decode()
+            except UnicodeDecodeError:
+                return name.decode()
+    return None
 
 
 class FrontBySocket:

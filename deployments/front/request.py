@@ -27,7 +27,7 @@ from deployments.routing.pieces import pieces_of
 
 # Headers that go on to the engine: those that its HTTP layer reads.
 FORWARDED = ("content-type", "accept")
-FORM = "multipart/form-data"
+FORM, JSON = "multipart/form-data", "application/json"
 
 _EXTENSIONS = sorted(name for name in Body.model_fields if name.startswith("x_"))
 _NO_PROFILE = Profile()
@@ -107,6 +107,8 @@ async def parse(
         fields = fields | {"x_local_only": said["x_local_only"]}  # a body cannot take it back
     checked = check_body(schema.body, said | fields)
     kept = {name: headers[name] for name in FORWARDED if name in headers}
+    if not is_form:
+        kept["content-type"] = JSON  # as it was read; vLLM refuses JSON that is declared as a form
     profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
     own = None if is_form else fields
     request_id, key = _request_id(headers), key_of(checked, run)

@@ -9,12 +9,15 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.serve import context as serve_context
+from ray.serve._private import http_util
 from ray.serve._private.http_util import RequestIdMiddleware
 from ray.serve._private.proxy import HTTPProxy
 from ray.serve._private.router import (
@@ -242,6 +245,23 @@ def test_a_draining_proxy_of_serve_waits_for_requests_that_are_counted_for_it() 
     with ray_internals.counted_by_proxy(RequestIdMiddleware(proxy)):  # as Serve wraps it
         assert not proxy.is_drained()
     assert proxy.is_drained()
+
+
+@pytest.mark.spec("L3")
+def test_proxy_of_serve_fails_on_each_header_that_is_looked_at_before_it() -> None:
+    def read(name: bytes) -> None:
+        """As the proxy does with a request, but for tracing."""
+        headers, proxy = [(name, b"\xff"), (b"x-request-id", b"1")], object.__new__(HTTPProxy)
+        request: Any = SimpleNamespace(headers=headers, client=None)
+        proxy.setup_request_context_and_handle("", MagicMock(), "/", request, "")
+        http_util.parse_request_timeout_header(dict(headers), None)
+        http_util.parse_disconnect_disabled_header(dict(headers))
+
+    read(b"x-other")
+    names = ray_internals.headers_of_proxy() - {b"traceparent"}
+    for name in names | {b"serve_multiplexed_model_id", b"x_session_id"}:
+        with pytest.raises(UnicodeDecodeError):
+            read(name)
 
 
 @pytest.mark.spec("G3")

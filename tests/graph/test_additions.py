@@ -260,6 +260,29 @@ def test_request_id_that_is_not_ascii_is_no_server_error(extended: Graph) -> Non
     assert answer.headers["x-request-id"].isascii()
 
 
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("method", ["GET", "POST"])  # the second goes past Serve
+@pytest.mark.parametrize(
+    "name",
+    [
+        "serve_multiplexed_model_id",
+        "serve-multiplexed-model-id",
+        "x-session-id",
+        "x-request-timeout-seconds",
+        "x-request-disconnect-disabled",
+    ],
+)
+def test_header_of_serve_that_is_not_utf_8_is_400_and_names_the_header(
+    extended: Graph, method: str, name: str
+) -> None:
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(extended.url).netloc, timeout=60)
+    path = "/health" if method == "GET" else "/v1/echo"
+    connection.request(method, path, b"", {name: b"\xff\xfe"})
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert json.load(answer)["error"]["param"] == name
+
+
 @pytest.mark.spec("J8")
 def test_requests_in_a_front_that_dies_are_503(extended: Graph) -> None:
     """The front waits for bodies that have not come whole; it has begun no response. One request

@@ -1,9 +1,11 @@
 """The running graph's metrics: at the front, and on Ray's own exporter."""
 
+import contextlib
 import json
 import re
 import subprocess
 import tempfile
+import urllib.error
 import urllib.request
 from math import isfinite
 from pathlib import Path
@@ -91,6 +93,44 @@ def test_a_request_is_counted_at_the_front_and_on_rays_exporter(
         return any(has_all(scrape(f"http://{t}/metrics")) for t in ray_targets(graph))
 
     until(is_exported, 3 * REPORT_S, "Ray exports the request, and all that the front shows")
+
+
+@pytest.mark.spec("K2")
+def test_no_label_of_either_exporter_names_an_adapter_a_request_or_a_ticket(
+    graph: Graph, client: OpenAI
+) -> None:
+    adapter = next(m.id for m in client.models.list() if m.id.startswith("small-chat:"))
+    named = {"x-request-id": "request-of-the-labels"}
+    client.chat.completions.create(model=adapter, messages=HELLO, max_tokens=2, extra_headers=named)
+    tickets = {t["ticket"] for t in graph.state()["tickets"]}
+    assert tickets
+
+    def ours() -> dict[str, list[Any]]:
+        """The samples of our metrics, at the front and at Ray's exporter."""
+        found = scrape(f"{graph.url}/metrics")
+        for target in ray_targets(graph):
+            with contextlib.suppress(urllib.error.URLError):  # of a part of Ray that has ended
+                found |= scrape(f"http://{target}/metrics")
+        return {name: samples for name, samples in found.items() if NAMES.match(name)}
+
+    def both_know_it() -> dict[str, list[Any]]:
+        """Of an adapter that was used, both have the counts."""
+        found = ours()
+        counted = {
+            name
+            for name in ("arbiter_pool_rows", "ray_arbiter_pool_rows")
+            for sample in found.get(name, ())
+            if sample.labels.get("content") == "adapter" and sample.value > 0
+        }
+        return found if len(counted) == 2 else {}
+
+    found = until(both_know_it, 6 * REPORT_S, "both exporters count the adapter's rows")
+    every = [sample for samples in found.values() for sample in samples]
+    names = {label for sample in every for label in sample.labels}
+    values = {value for sample in every for value in sample.labels.values()}
+    assert {"model", "capability"} <= names and "small-chat" in values
+    assert not names & {"adapter", "request", "request_id", "ticket"}
+    assert not values & (tickets | {adapter, adapter.partition(":")[2], *named.values()})
 
 
 @pytest.mark.spec("K5")

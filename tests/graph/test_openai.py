@@ -205,6 +205,19 @@ def test_a_body_that_is_no_object_is_400(graph: Graph, raw: bytes) -> None:
     assert answer["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.spec("J1", "L3")
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
+def test_json_that_is_declared_as_something_else_is_answered_cold_and_warm(
+    graph: Graph, kind: str
+) -> None:
+    """As `curl -d` sends it."""
+    until(lambda: unload_all(graph), 60, "nothing is loaded")
+    body, headers = {"model": CHAT, "messages": HELLO, "max_tokens": 2}, {"content-type": kind}
+    for state in ("cold", "warm"):
+        status, answer = graph.post("/v1/chat/completions", body, headers=headers)
+        assert status == 200, (state, answer)
+
+
 @pytest.mark.spec("L3")
 def test_bad_input_harms_no_other_request(client: OpenAI) -> None:
     def bad(_: int) -> None:

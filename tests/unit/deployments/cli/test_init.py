@@ -15,6 +15,8 @@ from arbiter.node import nvml, procfs
 from arbiter.node.nvml import Card
 from arbiter.units import GIB, MIB, Bytes
 from deployments.cli import config_text
+from deployments.config.engine_kinds import ENGINES
+from deployments.config.fields import parse_size
 from deployments.config.schema import check_file
 from tests.support.command_line import Run
 
@@ -193,25 +195,63 @@ def test_hub_id_of_which_nothing_is_known_says_that_its_size_is_learned(
     assert "its size is learned at the first load" in (tmp_path / "written.yaml").read_text()
 
 
-@pytest.mark.spec("M2", "A17")
-def test_hub_is_asked_for_what_is_not_in_the_cache(
-    made: Callable[..., dict[str, Any]], run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    siblings = [
-        {"rfilename": "model.safetensors", "size": 10 * MIB},
-        {"rfilename": "consolidated.safetensors", "size": 10 * MIB},  # the same once more
-    ]
-    known = {"config": LLAMA, "siblings": siblings}
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What it says of org/chat; it has no other model."""
+    says: dict[str, Any] = {"config": LLAMA}
 
     def get(url: str, **how: Any) -> httpx.Response:
         found = url == "https://hub.test/api/models/org/chat"
-        return httpx.Response(200 if found else 404, json=known if found else {})
+        return httpx.Response(200 if found else 404, json=says if found else {})
 
     monkeypatch.setattr(httpx, "get", get)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.test")
+    return says
+
+
+SIBLINGS = [
+    {"rfilename": "model.safetensors", "size": 20 * MIB},
+    {"rfilename": "consolidated.safetensors", "size": 20 * MIB},
+    {"rfilename": "model.gguf", "size": 4 * MIB},
+    {"rfilename": "README.md", "size": 4 * MIB},
+]
+
+
+@pytest.mark.spec("M2", "A17")
+@pytest.mark.parametrize(
+    ("said", "weights_mib", "words"),
+    [
+        (
+            {"safetensors": {"parameters": {"BF16": 8 * MIB, "F32": 1 * MIB}, "total": 9 * MIB}},
+            20,
+            "its headers",
+        ),
+        ({}, 26, "the sizes of its files"),  # 1.3 of the file
+        ({"safetensors": {"parameters": {"F4": 8 * MIB}}}, 26, "the sizes of its files"),
+        ({"safetensors": None}, 26, "the sizes of its files"),
+    ],
+)
+def test_model_of_a_hub_has_the_size_of_its_headers_else_of_its_files_as_loaded(
+    made: Callable[..., dict[str, Any]],
+    hub: dict[str, Any],
+    tmp_path: Path,
+    said: dict[str, Any],
+    weights_mib: int,
+    words: str,
+) -> None:
+    hub |= {"siblings": SIBLINGS} | said
     row = made("--model", "mine=org/chat")["capabilities"]["chat"]["models"]["mine"]
-    assert row["need"]["weights"] == 13 * MIB  # no header is read, so with three tenths on top
+    assert row["need"]["weights"] == weights_mib * MIB
+    kind = ENGINES["vllm"]
+    cache_bytes = row["engine_args"]["kv_cache_memory_bytes"]
+    assert row["need"]["context"] == kind.context_bytes
+    assert row["need"]["working"] == parse_size(cache_bytes) + kind.working_bytes
+    assert f"MiB of weights by {words}" in (tmp_path / "written.yaml").read_text()
+
+
+@pytest.mark.spec("M2")
+def test_model_that_a_hub_does_not_have_is_refused_by_name(run: Run, hub: dict[str, Any]) -> None:
     failed = run("init", "other.yaml", "--model", "mine=org/chta")
     assert "mine: https://hub.test has no model org/chta" in failed.stderr
 

@@ -135,6 +135,36 @@ async def test_request_id_that_is_not_ascii_does_not_reach_serve(
     assert seen == ([given] if is_kept else [])
 
 
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "serve_multiplexed_model_id",
+        "serve-multiplexed-model-id",
+        "x-session-id",
+        "x_session_id",
+        "x-request-timeout-seconds",
+        "x-request-disconnect-disabled",
+        "traceparent",
+    ],
+)
+async def test_header_that_serve_cannot_decode_is_400_by_name_and_any_other_value_reaches_it(
+    name: str,
+) -> None:
+    seen: list[bytes] = []
+
+    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.extend(value for key, value in scope["headers"] if key == name.encode())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async with around(answers) as client:
+        refused = await client.get("/", headers=[(name.encode(), b"\xff\xfe")])
+        served = await client.get("/", headers=[(name.encode(), "é".encode())])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert (served.status_code, seen) == (200, ["é".encode()])
+
+
 class Front:
     """Says at once, as Serve's proxy passes it on, where the stream is; then how it ended, once
     `told` is set."""

@@ -227,6 +227,17 @@ async def test_no_header_of_a_client_sets_its_priority_or_deadline_in_the_engine
     assert (made.priority, made.deadline_s) == (Priority.NORMAL, None)
 
 
+@pytest.mark.spec("J1", "L3")
+@pytest.mark.parametrize(
+    "kind", [None, "application/x-www-form-urlencoded", "text/plain", "multipart/form-data"]
+)
+async def test_json_reaches_the_engine_as_json_whatever_its_client_declared(
+    kind: str | None,
+) -> None:
+    made, _ = await call(PLAIN, {"content-type": kind} if kind else None)
+    assert made.headers["content-type"] == "application/json"
+
+
 # -- forms ----------------------------------------------------------------------------------------
 
 UPLOAD = "/v1/hear"
