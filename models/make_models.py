@@ -171,6 +171,7 @@ def main() -> None:
         for model in packaged.MODELS:
             note(str(packaged.check(model)))
         note(str(packaged.make_vad(args.folder)))
+        note(str(packaged.make_asr(args.folder)))
     for shape in (*RANDOM, MID) if args.random else ():
         with steps.step(f"model {shape.name}") as note:
             note(str(make(args.folder, shape)))

