@@ -20,8 +20,10 @@ ENGINES = {
 
 
 def processes(graph: Graph, model: str) -> set[int]:
-    name = f"engine:{model}"[:15]  # the kernel keeps no more
-    return {pid for pid in graph.engines() if name_of(pid) == name}
+    """Of the model's ticket, after which they are named."""
+    tickets = [t["ticket"] for t in graph.state()["tickets"] if t["model"] == model]
+    names = {f"engine:{ticket}"[:15] for ticket in tickets}  # the kernel keeps no more
+    return {pid for pid in graph.engines() if name_of(pid) in names}
 
 
 def unloads(graph: Graph, model: str, after: int) -> list[dict[str, Any]]:
@@ -47,7 +49,7 @@ def test_unload_by_hand_ends_the_engine_gives_its_bytes_back_and_may_be_repeated
         seen.update(mine)
         read_command(graph, "unload", model)
         told = until(lambda: unloads(graph, model, last), WITHIN_S, "its bytes are seen back")
-        assert not processes(graph, model)
+        assert not mine & {*graph.engines()}
         return bool(mine) and [e["reason"] for e in told] == ["manual"]
 
     until(unloaded, WITHIN_S, "the command was in time")
