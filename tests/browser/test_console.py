@@ -1,5 +1,6 @@
 """Each view of the console in a real Chromium, before a front whose arbiter is scripted."""
 
+import json
 import time
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from deployments import messages
+from deployments.config.fields import parse_size
 from deployments.front.keys import Scope
 from tests.browser.conftest import VIEWS, WITHIN_MS, Tab, eventually, watched
 from tests.support.arbiter_states import Books, size
@@ -359,6 +361,39 @@ def test_views_are_reached_by_keys(tab: Tab, front: ConsoleFront) -> None:
     expect(page.get_by_label("Filter events")).to_be_visible()
     page.keyboard.press("/")
     expect(page.get_by_label("Filter events")).to_be_focused()
+
+
+@pytest.mark.spec("K4", "C12")
+def test_settings_show_bytes_with_a_unit_that_the_configuration_takes(
+    tab: Tab, front: ConsoleFront
+) -> None:
+    odd = 3 * 2**30 + 1
+    arenas = {"cpu": parse_size("1.6 GiB"), "host": odd}
+    front.arbiter.table = {"arbiter": {"arenas": arenas, "lease_term_most_s": 2_000_000}}
+    page = tab.open("settings")
+    expect(page.get_by_label("gpu_margin", exact=True)).to_have_value('"512 MiB"')
+    expect(page.get_by_label("lease_term_most_s", exact=True)).to_have_value("2000000")
+    shown = json.loads(page.get_by_label("arenas", exact=True).input_value())
+    assert shown["cpu"] == "1.6 GiB" and shown["gpu"] is None
+    assert shown["host"].endswith(" MiB") and parse_size(shown["host"]) == odd
+
+
+@pytest.mark.spec("K4")
+def test_a_phone_shows_every_view_in_the_bar_and_no_label_without_a_value(
+    browser: Browser, front: ConsoleFront
+) -> None:
+    fill(front)
+    context = browser.new_context(viewport=PHONE)
+    tab = watched(context, front.url)
+    page = tab.open("models")
+    links = page.get_by_role("navigation").get_by_role("link")
+    expect(links).to_have_count(len(VIEWS))
+    for link in links.all():
+        expect(link).to_be_in_viewport(ratio=1)
+    row = page.get_by_role("row").filter(has_text="left")
+    expect(row.locator("td[data-head=state]")).to_be_visible()
+    expect(row.locator("td[data-head=held]")).to_be_hidden()  # it is cold
+    context.close()
 
 
 @pytest.mark.spec("K4", "C12")

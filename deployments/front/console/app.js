@@ -28,7 +28,7 @@ function tell(view, count) {
 }
 
 function keys(event) {
-	if (event.target.closest("input, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
+	if (event.target.closest("input, select, textarea, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
 	const name = Object.keys(VIEWS)[event.key - 1];
 	if (name) location.hash = name;
 	if (event.key === "/") {

@@ -45,8 +45,10 @@ export function table(label, rows, of, empty, by) {
 	if (!rows.length) return html`<p class="none">${empty}</p>`;
 	return html`<div class="scroll" role="region" aria-label=${label} tabindex="0"><table>
 		<thead><tr>${of.map(([title, , number]) => html`<th class=${number && "number"}>${title || html`<span class="hidden">acts</span>`}</th>`)}</tr></thead>
-		<tbody>${rows.map((row) => html`<tr key=${by && row[by]}>${of.map(([title, cell, number]) => html`
-			<td data-head=${title} class=${number && "number"}>${cell(row)}</td>`)}</tr>`)}</tbody></table></div>`;
+		<tbody>${rows.map((row) => html`<tr key=${by && row[by]}>${of.map(([title, cell, number]) => {
+			const said = cell(row);
+			return html`<td data-head=${title} class=${`${number ? "number" : ""} ${!said || said === "–" ? "empty" : ""}`}>${said}</td>`;
+		})}</tr>`)}</tbody></table></div>`;
 }
 
 export const button = (label, of, onClick) => html`<button class="small" aria-label=${`${label} ${of}`} onClick=${onClick}>${label}</button>`;

@@ -59,7 +59,7 @@ export function Models({ search }) {
 			<ul class="names">${found.adapters.map((name) => html`<li>${name} ${found.tiers[name] && marked(found.tiers[name])}</li>`)}</ul></section>`}`;
 }
 
-const QUEUE = [count("position"), model, tag("priority"), size("waits for", "need_bytes"), ["waited", (r) => span(now() - r.since_unix_s), 1],
+const QUEUE = [model, count("position"), tag("priority"), size("waits for", "need_bytes"), ["waited", (r) => span(now() - r.since_unix_s), 1],
 	left("expected in", "expected_unix_s"), ["", (r) => r.is_late && marked("late", "bad")],
 	left("deadline in", "deadline_unix_s"), text("tenant"), ticket,
 	["", (r) => html`<span class="tools">${URGENCY.slice(0, URGENCY.indexOf(r.priority)).slice(-1).map((to) => button(`Raise to ${to}`, r.model, () => raise(r, to)))}
@@ -105,6 +105,13 @@ export const Leases = () => {
 			count("rows", "rows_count"), count("hits", "hits_count"), count("misses", "misses_count")], "No engine keeps anything beyond its life.")}`;
 };
 
+// Bytes as the configuration takes them, exactly; times end in _s.
+const sized = (key, value) => {
+	if (!Number.isInteger(value) || value < 2 ** 20 || key.endsWith("_s")) return value;
+	const gib = +(value / 2 ** 30).toFixed(2);
+	return gib >= 1 && Math.round(gib * 2 ** 30) === value ? `${gib} GiB` : `${value / 2 ** 20} MiB`;
+};
+
 export function Settings() {
 	const [found, set] = useState(), [failed, fail] = useState();
 	const read = () => get("settings").then(set, (error) => fail(error.message));
@@ -116,8 +123,8 @@ export function Settings() {
 			async () => (await put("settings", { generation: found.generation, settings: { [name]: value ? JSON.parse(value) : null } }), read(), "It is changed."));
 	};
 	return found ? html`<p class="muted">Generation ${found.generation}. Values are JSON; an empty one is the default.</p>
-		${table("Settings", Object.entries(found.settings).map(([name, value]) => ({ name, value: JSON.stringify(value) })), [text("setting", "name"),
-			["value", (r) => html`<input class="wide" aria-label=${r.name} value=${r.value} onChange=${(event) => change(r.name, r.value, event)} />`]], "", "name")}` : html`<p role="alert">${failed}</p>`;
+		${table("Settings", Object.entries(found.settings).map(([name, value]) => ({ name, value: JSON.stringify({ [name]: value }, sized).slice(name.length + 4, -1) })), [text("setting", "name"),
+			["value", (r) => html`<${r.value.length > 60 ? "textarea" : "input"} class="wide" aria-label=${r.name} value=${r.value} onChange=${(event) => change(r.name, r.value, event)} />`]], "", "name")}` : html`<p role="alert">${failed}</p>`;
 }
 
 export function Ask() {
