@@ -68,9 +68,9 @@ class NodeAgent:
             cleanup.sweep(self._folder)
         self._engines.recover()
         spare_workers.end_from_before(settings.spares_since_unix_s)
-        keep_spares = spare_workers.keep(settings.spares_count)
-        keep_zygote, trim = self._engines.supervisor.keep(), heap.trim_forever()
-        for work in (self._turns(), self._see_ends(), keep_zygote, keep_spares, trim):
+        self._spares = spare_workers.SpareWorkers(settings.spares_count)
+        keeps = (self._engines.supervisor.keep(), self._spares.keep(), heap.trim_forever())
+        for work in (self._turns(), self._see_ends(), *keeps):
             self._start(work)
         calls = (self.spawn, self.respawn, self.kill, self.probe, self.drop_slabs, self.drop_tenant)
         offers = {call.__name__: call for call in calls}
@@ -149,11 +149,12 @@ class NodeAgent:
         return await self._rpc.address()
 
     async def readiness(self) -> dict[str, str]:
-        """`ready` once its zygote has its imports done, so that the next engine starts as fast as
-        any; `starting` before; `failed`, with the cause, where no zygote stays up."""
+        """`ready` once its zygote has its imports done and a spare worker is at hand, so that the
+        next replica and the next engine start as fast as any; `starting` before; `failed`, with the
+        cause, where no zygote stays up."""
         supervisor = self._engines.supervisor
         if supervisor.is_up:
-            return {"state": "ready"}
+            return {"state": "ready" if self._spares.is_settled else "starting"}
         cause = supervisor.trouble
         return {"state": "failed", "cause": cause} if cause else {"state": "starting"}
 

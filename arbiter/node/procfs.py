@@ -35,6 +35,7 @@ class Process:
     start_ticks: int  # since boot; with the pid it names one process for ever
     state: str
     threads_count: int = 1
+    busy_ticks: int = 0  # processor time of all its threads
 
     @property
     def alive(self) -> bool:
@@ -65,7 +66,8 @@ def process(pid: int) -> Process | None:
     # The name may hold spaces and brackets, so fields are counted after its last bracket (proc(5)).
     state, parent, group, session, *rest = text[text.rindex(")") + 2 :].split()
     names = int(parent), int(group), int(session)
-    return Process(pid, *names, start_ticks=int(rest[15]), state=state, threads_count=int(rest[13]))
+    busy = int(rest[7]) + int(rest[8])
+    return Process(pid, *names, int(rest[15]), state, int(rest[13]), busy)
 
 
 def processes() -> dict[int, Process]:

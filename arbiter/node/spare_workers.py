@@ -22,6 +22,10 @@ logger = logging.getLogger("arbiter.agent")
 # replica that took the last one has had its first token by then, and does not share two cores with
 # the start of the next.
 LOOK_S = 5.0
+# Between two looks for the first, and the most that a node's readiness waits for it: it takes two
+# seconds, ten where the disk is cold and a machine is busy.
+FIRST_LOOK_S, FIRST_S = 0.5, 60.0
+RESTING_TICKS = 3  # from one look to the next: of 50; an idle worker takes none or one
 # Ray ends idle workers beyond one for each core after a second, but not these before this time.
 KEPT_S = 3_600
 IDLE = b"ray::IDLE"
@@ -56,6 +60,12 @@ def _is_idle(pid: int) -> bool:
     return procfs.command(pid).startswith(IDLE)
 
 
+def busy_ticks(pid: int) -> int:
+    """Processor time that a process has had; 0 where there is none."""
+    found = procfs.process(pid)
+    return found.busy_ticks if found is not None else 0
+
+
 def _has_said_nothing(pid: int) -> bool:
     try:
         return os.stat(f"{procfs.PROC}/{pid}/fd/1").st_size == 0
@@ -63,20 +73,56 @@ def _has_said_nothing(pid: int) -> bool:
         return False
 
 
-async def keep(
-    count: int,
-    ask: Callable[[int], Awaitable[None]] = ray_internals.prestart_worker,
-    found: Callable[[], list[int]] = unused,
-    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> None:
-    """For ever: `ask` for another while `found` says fewer than `count`. If asking brings none the
-    next time is twice as far, so that a sign that Ray has changed costs a worker now and then."""
-    few_count = 0  # looks in a row
-    while count:
-        await pause(LOOK_S)
-        few_count = few_count + 1 if len(await asyncio.to_thread(found)) < count else 0
-        if few_count > 1 and few_count.bit_count() == 1:
-            try:
-                await ask(KEPT_S)
-            except ConnectionError as error:
-                logger.warning("Ray starts no spare worker: %s", error)
+class SpareWorkers:
+    """Keeps a number of spares at hand."""
+
+    def __init__(
+        self,
+        count: int,
+        ask: Callable[[int], Awaitable[None]] = ray_internals.prestart_worker,
+        found: Callable[[], list[int]] = unused,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        busy: Callable[[int], int] = busy_ticks,
+    ) -> None:
+        self._count, self._ask, self._found, self._pause = count, ask, found, pause
+        self._busy = busy
+        self.is_settled = not count  # the first were seen, or do not come
+
+    async def keep(self) -> None:
+        """For ever: asks for another while fewer are found. If asking brings none the next time is
+        twice as far, so that a sign that Ray has changed costs a worker now and then."""
+        if not self._count:
+            return
+        await self._begin()
+        few_count = 0  # looks in a row
+        while True:
+            await self._pause(LOOK_S)
+            few_count = 0 if await self._are_at_hand() else few_count + 1
+            if few_count > 1 and few_count.bit_count() == 1:
+                await self._ask_for_one()
+
+    async def _begin(self) -> None:
+        """Asks at once for those that Ray did not start with its node or has given away, because
+        the node is ready only with them, and waits until their imports are done: Ray names a worker
+        idle before it imports anything, and an importing process is busy."""
+        before: dict[int, int] = {}
+        for look in range(round(FIRST_S / FIRST_LOOK_S)):
+            found = await asyncio.to_thread(self._found)
+            for _ in range(self._count - len(found) if look == 0 else 0):
+                await self._ask_for_one()
+            busy = {pid: self._busy(pid) for pid in found}
+            rest = [p for p in busy if p in before and busy[p] - before[p] <= RESTING_TICKS]
+            if len(rest) >= self._count:
+                break
+            before = busy
+            await self._pause(FIRST_LOOK_S)
+        self.is_settled = True
+
+    async def _are_at_hand(self) -> bool:
+        return len(await asyncio.to_thread(self._found)) >= self._count
+
+    async def _ask_for_one(self) -> None:
+        try:
+            await self._ask(KEPT_S)
+        except ConnectionError as error:
+            logger.warning("Ray starts no spare worker: %s", error)

@@ -16,7 +16,7 @@ import yaml
 from deployments.cli.serve import RULE
 from models import shipped
 from models.make_models import default_folder
-from tests.graph.conftest import ROOT, Graph, stop, until
+from tests.graph.conftest import ROOT, Graph, command_of, stop, until
 from tests.support.ports import free_port
 
 ARBITER = [sys.executable, "-m", "deployments.cli"]
@@ -73,6 +73,11 @@ def said(graph: Graph) -> str:
     return (graph.folder / "said.log").read_text()
 
 
+def has_spare(graph: Graph) -> bool:
+    """A worker of Ray at hand for the next replica."""
+    return any(command_of(pid).startswith("ray::IDLE") for pid in graph.workers())
+
+
 def is_ready(graph: Graph) -> bool:
     assert graph.process.poll() is None, f"make serve ended: {said(graph)[-2000:]}"
     return said(graph).count(RULE) == 2
@@ -82,6 +87,7 @@ def is_ready(graph: Graph) -> bool:
 def test_plain_serve_run_of_a_written_file_answers_and_is_warm() -> None:
     with plain_start() as graph:
         until(lambda: is_ready(graph), 180, "it says that it is ready")
+        assert has_spare(graph), "the next replica starts as fast as any"
         *steps, box = said(graph).split(RULE)[:2]
         done = re.findall(r"^  ok +(\w+)", "".join(steps), re.M)
         starts = done.index("configuration")

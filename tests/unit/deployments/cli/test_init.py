@@ -46,7 +46,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
         monkeypatch.setattr(procfs, "ram", lambda: (Bytes(ram_gib * GIB), Bytes(ram_gib * GIB)))
 
     has()
-    for name in ("small-chat", "tiny-describe", "silero-vad", "tiny-draw"):
+    for name in ("small-chat", "tiny-describe", "silero-vad", "tiny-draw", "tiny.en"):
         tensors = {"q.weight": np.zeros((8, 8), np.float32)}
         (tmp_path / "models" / name).mkdir(parents=True)
         save_file(tensors, tmp_path / "models" / name / "model.safetensors")
