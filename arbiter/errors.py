@@ -16,6 +16,8 @@ ArbiterError
     CapabilityFailed      503  its deployment is broken or has no application
     LeaseRefused          400  a lease on terms, or for a process, that cannot be
     UnknownLease          404  no such lease of this tenant
+    HostRamShort          409  host RAM has no room for a copy of a model's files
+    UnknownHostCopy       404  no node has such a copy
     GrowthRefused         409  a resident that wants more would wait for another that does
     SettingsConflict      409  the settings were changed by another caller meanwhile
     NotResident           409  a control plane says what is resident, and this model is not
@@ -293,6 +295,31 @@ class LeaseRefused(RequestError):
 
     def __str__(self) -> str:
         return f"no lease: `{self.field}` {self.cause}"
+
+
+@error_fields
+class HostRamShort(RequestError):
+    """No copy of a model's files is made (D4); its engine reads the files."""
+
+    status_code, code = 409, "host_ram_short"
+
+    copy: str  # of what
+    need_bytes: Bytes
+    free_bytes: Bytes
+
+    def __str__(self) -> str:
+        need, free = human(self.need_bytes), human(self.free_bytes)
+        return f"no host copy of {self.copy}: it needs {need} of host RAM, and {free} are free"
+
+
+@error_fields
+class UnknownHostCopy(RequestError):
+    status_code, code = 404, "host_copy_not_found"
+
+    key: str
+
+    def __str__(self) -> str:
+        return f"no host copy {self.key!r}; `arbiter copies` shows those there are"
 
 
 @error_fields

@@ -167,6 +167,11 @@ class Arbiter:
         """Returns the nodes whose agents have introduced themselves, sorted."""
         return tuple(sorted(self._state.nodes))
 
+    def nodes_with_copy(self, key: str) -> tuple[NodeId, ...]:
+        """Returns the nodes whose agents told of a copy with that key."""
+        nodes = self._state.nodes.items()
+        return tuple(n for n, node in sorted(nodes) if any(c.key == key for c in node.copies))
+
     def snapshot(self, now: Instant) -> StateView:
         """Returns what people and the dashboard see, as of `now`."""
         return view_of(self._state, now)

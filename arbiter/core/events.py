@@ -174,6 +174,18 @@ class SlabDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopyReading:
+    """Gives one copy of a model's files in host RAM that engines of a node share (D4)."""
+
+    key: str
+    ticket: TicketId  # of its lease
+    models: tuple[ModelName, ...]  # whose files it has
+    users: tuple[TicketId, ...]  # engines that have it open
+    size_bytes: Bytes
+    is_leaving: bool = False  # with the last of its users
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Brings a full reading of one node: every device, every engine alive on it, every slab of its
     pool. The reading leaves out unreadable devices: the last figures of those stand."""
@@ -186,6 +198,7 @@ class Measured:
     slabs: tuple[SlabReading, ...] = ()
     dropped: tuple[SlabDropped, ...] = ()  # slabs since the last reading that was heard
     contents: tuple[ContentReading, ...] = ()  # of the slabs, and of those that left
+    copies: tuple[HostCopyReading, ...] = ()  # shared by engines (D4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ class Node:
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
     slabs: tuple[ev.SlabReading, ...] = ()  # of its pool (E1)
     contents: tuple[ev.ContentReading, ...] = ()  # what it did with each content (E7)
+    copies: tuple[ev.HostCopyReading, ...] = ()  # of files, shared by its engines (D4)
 
     def __post_init__(self) -> None:
         hosts = types.DeviceKind.HOST

@@ -140,6 +140,9 @@ class LeaseConditions:
     preemptible: bool = False  # may be asked for its bytes so that others may come
     # `arbiter free`: idle models leave for it at once, none in use does, and they return after it
     frees: bool = False
+    # A node agent's copy of a model's files in host RAM (D4): granted at once, into free host RAM,
+    # or refused; it has no end of its own, and says how many engines use it
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

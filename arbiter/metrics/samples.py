@@ -218,7 +218,8 @@ def _tenants(found: Samples, view: StateView) -> None:
         found["arbiter_tenant_held_bytes"][labels] = tenant.held_bytes
         found["arbiter_tenant_limit_bytes"][labels] = most
         found["arbiter_tenant_reserved_bytes"][labels] = tenant.reserved_bytes
-    held = [t for t in view.tickets if t.lease and t.state != "queued"]
+    leases = (t for t in view.tickets if t.lease and not t.lease.on_host)
+    held = [t for t in leases if t.state != "queued"]
     found["arbiter_leases"][()] = len(held)
     charged = sum(part.size_bytes for ticket in held for part in ticket.charged)
     found["arbiter_lease_bytes"][()] = charged

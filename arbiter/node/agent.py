@@ -21,6 +21,7 @@ from arbiter.core import types
 from arbiter.node import children, cleanup, procfs, spare_workers, tenant_folders, zygote_client
 from arbiter.node.device_probe import NodeProbe
 from arbiter.node.engine_processes import LOOK_AGAIN_S, EngineProcesses
+from arbiter.node.host_copies import HostCopies
 from arbiter.node.leased_processes import LeasedProcess, LeasedProcesses
 from arbiter.node.pool import Pool
 from arbiter.node.reports import Reports
@@ -49,6 +50,7 @@ class NodeAgent:
         self._pool = Pool(settings.pool_bytes, files, settings.sweep_s)
         self._reports = Reports(node, self._probe.introduction, self._probe.gpu_pids)
         self._tasks: set[asyncio.Future[None]] = set()
+        self._copies = HostCopies(node, self._folder, self._reports, self._start)
         zygote_log = log_folder / f"zygote-{node}.log"
         self._engines = EngineProcesses(
             settings,
@@ -59,6 +61,7 @@ class NodeAgent:
             self._start,
             self._probe.uuids,
             self._pool,
+            self._copies,
         )
         self._leased = LeasedProcesses()
         self._returned: list[TicketId] = []  # leases given back, until what is left is foreign
@@ -104,6 +107,8 @@ class NodeAgent:
         under a lease is not killed, but watched until its bytes are back."""
         if leased := self._leased.by_ticket.get(ticket):
             leased.leaving = True
+        elif self._copies.end(ticket):
+            return  # engines have it open
         elif self._engines.kill(ticket):
             # Its death is news by itself; a reading now would hold its memory map while it dies.
             asyncio.get_running_loop().call_later(KILL_TURN_S, self._wakeup.set)
@@ -124,9 +129,17 @@ class NodeAgent:
         self._wakeup.set()
 
     async def drop_slabs(self, owner: str) -> None:
-        """Erase what engines of a removed model left in the pool."""
+        """Erase what engines of a removed model left in the pool, and its host copy."""
         self._pool.drop_owner(owner)
+        self._copies.drop_owner(owner)
         self._wakeup.set()
+
+    async def drop_host_copy(self, key: str) -> bool:
+        """Drop a copy of a model's files in host RAM. False: it leaves with the last engine that
+        has it open. Raises UnknownHostCopy."""
+        is_gone = self._copies.drop(key)
+        self._wakeup.set()
+        return is_gone
 
     async def drop_tenant(self, tenant: str, ago: Span = Span(0)) -> None:
         """Erase what requests of a tenant left in the pool until it was removed, so long ago, and
@@ -183,6 +196,7 @@ class NodeAgent:
         self._rpc.close()
         await asyncio.to_thread(self._pool.save_idle)
         self._pool.close()
+        self._copies.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- leased processes ------------------------------------------------------------------------
@@ -254,8 +268,11 @@ class NodeAgent:
         trees = self._engines.children.trees() + self._leased.trees() + self._reports.trees()
         returned = self._returned
         self._pool.turn()
-        readings = await asyncio.to_thread(self._probe.read, trees, self._pool.allocated_bytes)
-        engines = tuple(self._judged(e) for e in readings.engines)
+        await self._copies.sweep()
+        shared_bytes = self._pool.allocated_bytes + self._copies.held_bytes
+        copies, of_copies = self._copies.readings(), self._copies.engine_readings()
+        readings = await asyncio.to_thread(self._probe.read, trees, shared_bytes)
+        engines = (*(self._judged(e) for e in readings.engines), *of_copies)
         stalls = procfs.stalled_fraction()
         slabs, dropped = self._pool.readings(), self._pool.dropped()
         said = ev.Measured(
@@ -267,6 +284,7 @@ class NodeAgent:
             slabs,
             dropped,
             self._pool.contents(),
+            copies,
         )
         self._heard = await self._reports.say((said,))
         if self._heard:

@@ -92,15 +92,15 @@ class NodeProbe:
             if not fault.is_lost
         )
 
-    def read(self, trees: list[Tree], pool_bytes: int = 0) -> Readings:
-        """Takes milliseconds per engine: call it from a thread. `pool_bytes`: RAM of slabs, which
-        is no engine's and not foreign."""
+    def read(self, trees: list[Tree], shared_bytes: int = 0) -> Readings:
+        """Takes milliseconds per engine: call it from a thread. `shared_bytes`: RAM of slabs and
+        host copies, which is no engine's and not foreign."""
         known = self._rollups
         readers = known.of, known.aside_of, known.shared_of
         memories = {tree.ticket: procfs.memory(tree.pids, *readers) for tree in trees}
         self._rollups.keep(pid for tree in trees for pid in tree.pids)
         measured = {ticket: self._ram_part(m) for ticket, m in memories.items()}
-        ours_bytes = sum(m.device_bytes + m.host_bytes for m in memories.values()) + pool_bytes
+        ours_bytes = sum(m.device_bytes + m.host_bytes for m in memories.values()) + shared_bytes
         devices = [self._ram(ours_bytes)] if self._indexes else self._ram_pair(ours_bytes)
         for index in self._indexes:
             try:

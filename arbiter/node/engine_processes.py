@@ -14,6 +14,7 @@ from arbiter.errors import ArbiterUnavailable, TicketClosed, TicketNotGranted
 from arbiter.node import children, procfs, zygote_client
 from arbiter.node.children import Restarts
 from arbiter.node.cleanup import EngineLogs
+from arbiter.node.host_copies import HostCopies
 from arbiter.node.pool import Pool
 from arbiter.node.reports import Reports
 from arbiter.node.zygote_supervisor import ZygoteSupervisor
@@ -27,7 +28,7 @@ RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the
 
 class EngineProcesses:
     """`start` runs a coroutine as a task of the agent; `uuids` names this node's GPUs; `pool` lends
-    the slabs."""
+    the slabs, `copies` the files of models in host RAM."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class EngineProcesses:
         start: Callable[[Coroutine[Any, Any, None]], None],
         uuids: Callable[[], Mapping[DeviceId, str]],
         pool: Pool,
+        copies: HostCopies,
     ) -> None:
         self.children = children.Children(folder)
         self.supervisor = ZygoteSupervisor(
@@ -51,7 +53,7 @@ class EngineProcesses:
         self.died = asyncio.Event()  # the root of an engine did, or was killed
         self.is_closing = False
         self._folder, self._logs, self._reports, self._start = folder, logs, reports, start
-        self._uuids, self._pool = uuids, pool
+        self._uuids, self._pool, self._copies = uuids, pool, copies
         self._spawning: dict[TicketId, asyncio.Task[str]] = {}
         self._killed: set[TicketId] = set()  # something of them may still live
         self._restarts = Restarts()
@@ -65,6 +67,7 @@ class EngineProcesses:
             self._watch(child)
         for child in self.children.refresh():
             self._pool.recover(child.ticket, child.members)
+            self._copies.recover(child.ticket, child.members)
 
     @property
     def are_ending(self) -> bool:
@@ -115,11 +118,12 @@ class EngineProcesses:
             path = self.children.socket(ticket)
             scratch = self.children.scratch(ticket)
             equipped = zygote_client.equipped(spec, scratch, self._uuids())
-            child = await self._fork(ticket, await self._with_slabs(ticket, equipped), path)
+            equipped = await self._with_copy(ticket, await self._with_slabs(ticket, equipped))
+            child = await self._fork(ticket, equipped, path)
         finally:
             del self._spawning[ticket]
             if ticket not in self.children.by_ticket:
-                self._pool.take_back(ticket)
+                self._take_back(ticket)
         if child is None:
             self.children.forbid_start(ticket)
             self._reports.note_ended(ticket)
@@ -145,6 +149,15 @@ class EngineProcesses:
                     **({"caps": dict(request.caps)} if request.caps else {}),
                 }
         return replace(spec, config=spec.config | {"slabs": slabs}) if slabs else spec
+
+    async def _with_copy(self, ticket: TicketId, spec: SpawnSpec) -> SpawnSpec:
+        """Tells the engine where it is handed the copy of its model's files, if there is one."""
+        lent = await self._copies.lend(ticket, spec.copy) if spec.copy else None
+        return replace(spec, config=spec.config | {"copy": lent}) if lent else spec
+
+    def _take_back(self, ticket: TicketId) -> None:
+        self._pool.take_back(ticket)
+        self._copies.take_back(ticket)
 
     async def _see_dead_writers(self, request: SlabRequest) -> None:
         """An engine that has just been killed gives its slab back once nothing of it is left, which
@@ -269,7 +282,7 @@ class EngineProcesses:
         loop = asyncio.get_running_loop()
         loop.remove_reader(child.fd)
         self.children.forget(child)
-        self._pool.take_back(child.ticket)
+        self._take_back(child.ticket)
         self._killed.discard(child.ticket)
         if child.ticket in self._restarts and not self.children.may_not_start(child.ticket):
             self._tidy(child.ticket)  # before the next process has its socket there

@@ -16,6 +16,11 @@ PROC = Path("/proc")
 # Weights of a sleeping model: a memory file of this name prefix is host RAM, not device memory.
 HOST_COPY = "host-copy"
 
+# A copy of a model's files that engines share: it is on the account of no engine, but of the
+# lease under which the node agent holds it.
+SHARED_COPY = "host-shared"
+_OF_NO_PROCESS = (slab.NAME, SHARED_COPY)
+
 # Paths of the kernel for shared memory: without a file (mmap(2), shmget(2)), and with one.
 _SHARED_MEMORY = ("/dev/zero", "/SYSV", "/dev/shm/", "/memfd:")
 _SECTOR_BYTES = 512  # the unit of st_blocks, whatever the file system (stat(2))
@@ -143,7 +148,7 @@ def rollup(pid: int) -> dict[str, int]:
 def mapped_aside(pid: int) -> int:
     """A process's part of the slabs and host copies that it has mapped, in bytes."""
     text, total = _text(pid, "smaps"), 0
-    for name in (HOST_COPY, slab.NAME):
+    for name in (HOST_COPY, *_OF_NO_PROCESS):
         for found in re.finditer(rf"/memfd:{name}.*\n(?:.*\n)*?Pss: *(\d+) kB", text):
             total += int(found[1]) * KIB
     return total
@@ -170,7 +175,7 @@ def memory(
 ) -> Memory:
     """Private pages of the processes, plus the shared memory they hold. Pages shared with the
     process they were forked from count for neither, so a fork costs what it writes. Slabs of the
-    pool are on no process's account.
+    pool, and copies that engines share, are on no process's account.
     `read` may know a rollup already, `aside` what is mapped of slabs and host copies, and `shared`
     which files of shared memory are mapped."""
     pids = list(pids)
@@ -184,9 +189,9 @@ def memory(
         shared_bytes += shmem_bytes
         files |= {key: (name, size) for key, name, size in _memory_files(pid)}
     host_bytes = sum(size for name, size in files.values() if name.startswith(HOST_COPY))
-    pool_bytes = sum(size for name, size in files.values() if name.startswith(slab.NAME))
-    file_bytes = sum(size for _, size in files.values()) - host_bytes - pool_bytes
-    aside_bytes = host_bytes + pool_bytes
+    lent_bytes = sum(size for name, size in files.values() if name.startswith(_OF_NO_PROCESS))
+    file_bytes = sum(size for _, size in files.values()) - host_bytes - lent_bytes
+    aside_bytes = host_bytes + lent_bytes
     if aside_bytes and any(shared(pid) - files.keys() for pid in pids):
         # What is held of these files need not be mapped, and would hide what is only mapped.
         aside_bytes = sum(aside(pid) for pid in pids)

@@ -10,7 +10,13 @@ from ray.exceptions import RayError
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.errors import ArbiterError, ArbiterUnavailable, TicketClosed, TicketNotGranted
+from arbiter.errors import (
+    ArbiterError,
+    ArbiterUnavailable,
+    RequestError,
+    TicketClosed,
+    TicketNotGranted,
+)
 from arbiter.node.device_probe import Tree
 from arbiter.protocol import rpc
 from arbiter.protocol.messages import NAME, NAMESPACE
@@ -21,7 +27,7 @@ logger = logging.getLogger("arbiter.agent")
 REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as away
 CONFIRM_S = 10.0  # a restart takes 1.0-2.0 s measured; as long as a holder waits for the arbiter
 CONFIRM_AGAIN_S = 0.05  # until the arbiter is back, and with it the holder of the ticket
-_AWAY = (RayError, ArbiterError, ValueError, TimeoutError)  # what a call of the arbiter raises
+AWAY = (RayError, ArbiterError, ValueError, TimeoutError)  # what a call of the arbiter raises
 
 
 class Reports:
@@ -91,7 +97,7 @@ class Reports:
                     self._epoch = epoch
                     await arbiter.call("report", self._node, epoch, (seen, *said))
                 self._told = seen.devices
-        except _AWAY as error:
+        except AWAY as error:
             self._note_away(arbiter, error)
             return False  # the next turn repeats it
         self._failure = ""
@@ -126,11 +132,24 @@ class Reports:
             async with asyncio.timeout(REPORT_S):
                 arbiter = await self._found()
                 check: types.GrantCheck = await arbiter.call("check_grant", self._node, ticket)
-        except _AWAY as error:
+        except AWAY as error:
             self._note_away(arbiter, error)
             return None
         self._failure = ""
         return check
+
+    async def call(self, name: str, *args: object) -> object:
+        """One of the arbiter's other methods for agents. Raises one of AWAY: an ArbiterError may be
+        its answer."""
+        arbiter: rpc.Peer | None = None
+        try:
+            async with asyncio.timeout(REPORT_S):
+                arbiter = await self._found()
+                return await arbiter.call(name, *args)
+        except AWAY as error:
+            if not isinstance(error, RequestError):
+                self._note_away(arbiter, error)
+            raise
 
     def _note_away(self, arbiter: rpc.Peer | None, error: Exception) -> None:
         """The next call connects anew, unless another call has done so already. A bug of the

@@ -121,6 +121,7 @@ class LeaseCall:
     pid: int | None = None  # whose tree is measured; None: the lease counts as granted, no more
     devices: tuple[DeviceBytes, ...] = ()  # as granted; empty while it waits
     deadline: Span | None = None
+    users_count: int = 0  # of a host copy: engines that have it open (D4)
     seen: str = ""  # the state it knows; answered when there is another
     wait: Span = Span(0)  # for at most this long
 
@@ -291,16 +292,29 @@ class SlabRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyRequest:
+    """Files of a model that engines of a node load from one copy in host RAM (D4)."""
+
+    owner: types.ModelName
+    folder: str  # of the model, or its one file
+    patterns: tuple[str, ...]  # of the files in it, as for Path.glob
+    for_group: bool = False  # the copy may be opened by the user's group, not by the user alone
+
+
+@dataclass(frozen=True, slots=True)
 class SpawnSpec:
     """What the node agent passes to the zygote. Where slabs are asked for and the pool has room,
     the engine's configuration has `slabs` in addition: by content the `path` of the slab, the
-    `file` that was saved of an earlier one, and `caps` by tenant."""
+    `file` that was saved of an earlier one, and `caps` by tenant. Where a copy is asked for and
+    host RAM has room, it has `copy`: the `socket` at which the engine is handed it, and its `key`.
+    """
 
     entry: str
     config: Plain
     devices: tuple[DeviceBytes, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     slabs: tuple[SlabRequest, ...] = ()  # of different contents
+    copy: CopyRequest | None = None
 
 
 def agent_name(node: NodeId) -> str:

@@ -147,7 +147,7 @@ class ArbiterActor:
         """For holders and the agent of this node."""
         node = ray_internals.own_node()
         ours = self.acquire, self.grow, self.tell, self.renew, self.listen
-        agents = self.report, self.check_grant
+        agents = self.report, self.check_grant, self.lease, self.end_lease
         offers: rpc.Offers = {f.__name__: f for f in (*ours, *agents)}
         return rpc.RpcServer(
             node, zygote_client.folder(self._boot.agent, node) / "arbiter.sock", offers
@@ -474,6 +474,11 @@ class ArbiterActor:
     async def push_pressure(self, pushed: ev.PressurePushed) -> None:
         """A person or program tells that memory is short (C5)."""
         self._shell.feed(pushed)
+
+    async def drop_host_copy(self, key: str) -> bool:
+        """Drops a copy of models' files on each node that has it (D8). False: it leaves with the
+        last engine that has it open. Raises UnknownHostCopy, ArbiterUnavailable."""
+        return await self._agents.drop_host_copy(key, self._shell.core.nodes_with_copy(key))
 
     async def remove_tenant(self, tenant: str) -> None:
         """Erases what its requests left in the pool of every node (E6). An agent that is away now

@@ -96,7 +96,7 @@ class LeaseSession:
             call.ticket,
             call.label,
             phase,
-            0,
+            call.users_count,
             Span(0),
             self.devices,
             types.Need(call.size_bytes),
@@ -137,6 +137,8 @@ class LeaseService:
         session = self._sessions.get(call.ticket) or self._open(call, is_kept)
         session.call, session.heard_s, session.is_kept = call, time.monotonic(), is_kept
         self._shell.feed(ev.Renewed(session.holder, session.held_tickets()))
+        if call.users_count and self._client_state(session) == "leaving":  # it came into use
+            self._shell.feed(ev.Busy(call.ticket, call.users_count))
         await self._wait(session, call)
         await self._adopt(session, call)
         return self._reply(session)

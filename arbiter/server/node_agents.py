@@ -11,7 +11,7 @@ import ray
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.errors import AgentAway, LeaseRefused
+from arbiter.errors import AgentAway, ArbiterUnavailable, LeaseRefused, UnknownHostCopy
 from arbiter.node.agent import NodeAgent
 from arbiter.protocol import ray_internals, rpc
 from arbiter.protocol.messages import NAMESPACE, AgentSettings, agent_name
@@ -71,6 +71,22 @@ class RayAgents:
             raise AgentAway(f"the agent of {node} failed: {error}") from error
         except TimeoutError as error:
             raise AgentAway(f"the agent of {node} did not answer within {ADOPT_S} s") from error
+
+    async def drop_host_copy(self, key: str, nodes: tuple[NodeId, ...]) -> bool:
+        """Whether it is gone everywhere; elsewhere it leaves with the last engine that has it open.
+        Raises UnknownHostCopy when no agent knows it, ArbiterUnavailable when one did not
+        answer."""
+        known: list[bool] = []
+        for node in (node for node in nodes if node in self._handles):
+            try:
+                async with asyncio.timeout(ADOPT_S):
+                    known.append(await self._handles[node].drop_host_copy.remote(key))
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                if ray_internals.raised_there(error, UnknownHostCopy) is None:
+                    raise ArbiterUnavailable(ADOPT_S) from error
+        if not known:
+            raise UnknownHostCopy(key)
+        return all(known)
 
     async def look(self, feed: Callable[[ev.Event], None]) -> None:
         """Start agents of new nodes; tell of nodes that are gone."""

@@ -75,6 +75,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         show.explain,
         plan.plan,
         show.residency,
+        show.copies,
         show.pool,
         show.adapters,
         show.clients,
@@ -85,6 +86,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         steer.grow,
         steer.shrink,
         steer.compact,
+        steer.drop_copy,
         steer.floor,
         steer.settings,
         steer.forget,
@@ -95,7 +97,8 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 }
 for panel, commands in COMMANDS.items():
     for command in commands:
-        app.command(command.__name__, rich_help_panel=panel)(command)
+        name = command.__name__.replace("_", "-")
+        app.command(name, rich_help_panel=panel)(command)
 app.add_typer(metrics.app, name="metrics", rich_help_panel="See")
 app.add_typer(tasks.app, name="task", rich_help_panel="Steer")
 app.add_typer(jobs.app, name="jobs", rich_help_panel="Steer")

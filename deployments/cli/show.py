@@ -258,6 +258,25 @@ def residency(as_json: AsJson = False, url: Url = None) -> None:
     show(as_json, models, table(heads, rows, numbers=heads[4:6]))
 
 
+def copies(as_json: AsJson = False, url: Url = None) -> None:
+    """Copies of models' files in host RAM that engines of a node share."""
+    with front(url) as f:
+        found = f.get("/arbiter/host_copies")["copies"]
+    rows = [
+        (
+            copy["key"],
+            copy["node"],
+            ", ".join("/".join(model) for model in copy["models"]),
+            size(copy["size_bytes"]),
+            ", ".join(copy["users"]) or "-",
+            "with its last user" if copy["is_leaving"] else "-",
+        )
+        for copy in found
+    ]
+    heads = ("copy", "node", "models", "takes", "used by", "leaves")
+    show(as_json, found, table(heads, rows, numbers=("takes",)))
+
+
 def pool(as_json: AsJson = False, url: Url = None) -> None:
     """What engines keep in host RAM beyond their own lives, by content and slab by slab."""
     with front(url) as f:

@@ -70,6 +70,18 @@ def compact(
     show(as_json, done, *map(cell, told))
 
 
+def drop_copy(
+    copy: Annotated[str, typer.Argument(help="Its key, as `arbiter copies` has it.")],
+    as_json: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Drop a copy of models' files in host RAM; the next load makes another."""
+    with front(url) as f:
+        done = f.send("DELETE", f"/arbiter/host_copies/{quote(copy)}")
+    later = "is dropped" if done["is_gone"] else "leaves with the last engine that has it open"
+    show(as_json, done, cell(f"{copy} {later}"))
+
+
 FLOORS = {
     "device": "it is loaded now and stays",
     "host": "it may sleep, and does not leave host RAM",

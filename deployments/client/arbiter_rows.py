@@ -44,6 +44,18 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A copy of models' files in the host RAM of a node, which its engines share."""
+
+    key: str
+    node: str
+    models: tuple[str, ...]
+    users: tuple[str, ...]  # tickets of the engines that have it open
+    size_bytes: int
+    is_leaving: bool  # with the last of its users
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """The arbiter's state. `plain` has all of it, as `arbiter status --json` shows it."""
 
@@ -91,6 +103,17 @@ def status(said: Row) -> Status:
         tuple(_taken(Ticket, row) for row in said["tickets"]),
         tuple(_taken(Waiting, row) for row in said["queue"]),
         said,
+    )
+
+
+def host_copy(said: Row) -> HostCopy:
+    return HostCopy(
+        said["key"],
+        said["node"],
+        tuple(model for _, model in said["models"]),
+        tuple(said["users"]),
+        said["size_bytes"],
+        said["is_leaving"],
     )
 
 

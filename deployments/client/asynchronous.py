@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack
+from urllib.parse import quote
 
 from arbiter import leases
 from arbiter.errors import TicketClosed
@@ -152,6 +153,17 @@ class AsyncClient(AsyncCalls):
     async def status(self) -> arbiter_rows.Status:
         """Devices, tickets and the queue, now."""
         return arbiter_rows.status(await self._connection.read(Asked("GET", "/arbiter/state")))
+
+    async def host_copies(self) -> tuple[arbiter_rows.HostCopy, ...]:
+        """Copies of models' files in host RAM, which the engines of a node share."""
+        said = await self._connection.read(Asked("GET", "/arbiter/host_copies"))
+        return tuple(arbiter_rows.host_copy(row) for row in said["copies"])
+
+    async def drop_host_copy(self, key: str) -> bool:
+        """Drops one on every node. False: it leaves with the last engine that has it open. Needs a
+        key of scope `admin`. Raises UnknownHostCopy."""
+        said = await self._connection.read(Asked("DELETE", f"/arbiter/host_copies/{quote(key)}"))
+        return bool(said["is_gone"])
 
     async def plan(
         self,

@@ -105,6 +105,8 @@ class Client(Calls):
     models = plain(AsyncClient.models)
     status = plain(AsyncClient.status)
     plan = plain(AsyncClient.plan)
+    host_copies = plain(AsyncClient.host_copies)
+    drop_host_copy = plain(AsyncClient.drop_host_copy)
     subscribe = plain_stream(AsyncClient.subscribe)
 
     def __init__(

@@ -110,9 +110,15 @@ class EngineKind:
     drafts: bool = False  # loads a drafter beside its model
     merges: bool = False  # loads a model with an adapter added to its weights (F7)
     keeps: Keeps = nothing_kept  # which slabs of the node's pool it writes (E1)
+    # Files of a model that it can load from a copy in host RAM (D4), as for Path.glob; none: it
+    # keeps its weights to itself
+    copies: tuple[str, ...] = ()
     cache_bytes: Callable[[Arguments], Bytes] = no_cache
     estimate: Estimate = weights_and_cache
 
+
+SAFETENSORS = ("**/*.safetensors",)
+WEIGHTS = (*SAFETENSORS, "**/*.gguf", "**/*.onnx", "**/*.bin")  # of an engine that is not known
 
 ENGINES: dict[str, EngineKind] = {
     "vllm": EngineKind(
@@ -135,6 +141,7 @@ ENGINES: dict[str, EngineKind] = {
         working_bytes=Bytes(32 * MIB),
         takes_turns=True,
         split=Split.PROPORTIONAL,  # transformers' device_map
+        copies=SAFETENSORS,
     ),
     "faster_whisper": EngineKind(
         "deployments.engines.faster_whisper:build",
@@ -142,6 +149,7 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(50 * MIB),
         working_bytes=Bytes(96 * MIB),  # of a minute of sound, with the times of its words
         estimate=file_and_engine(".bin"),
+        copies=("**/*.bin",),
     ),
     "vits": EngineKind(
         "deployments.engines.vits:build",
@@ -149,6 +157,7 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(84 * MIB),
         working_bytes=Bytes(128 * MIB),  # of one long clause
         estimate=file_and_engine(".onnx"),
+        copies=("**/*.onnx",),
     ),
     "kokoro": EngineKind(
         "deployments.engines.kokoro:build",
@@ -156,6 +165,7 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(120 * MIB),  # with the styles of fifty voices
         working_bytes=Bytes(320 * MIB),  # of one long clause
         estimate=file_and_engine(".onnx"),
+        copies=("**/*.onnx",),
     ),
     "silero": EngineKind(
         "deployments.engines.silero:build",
@@ -171,6 +181,7 @@ ENGINES: dict[str, EngineKind] = {
         working_bytes=Bytes(24 * MIB),
         takes_turns=True,
         estimate=weights_cache_and_slots,
+        copies=SAFETENSORS,
     ),
     "llama_server": EngineKind(
         "deployments.engines.llama_server:build",
@@ -178,6 +189,7 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(64 * MIB),  # not measured, like those of any engine outside this table
         working_bytes=Bytes(64 * MIB),
         program="llama-server",
+        copies=("**/*.gguf",),
     ),
 }
 
@@ -197,6 +209,7 @@ def engine_kind(engine: str) -> EngineKind:
             overhead,
             overhead,
             warms=True,
+            copies=WEIGHTS,
             cache_bytes=kv_cache,
             estimate=weights_cache_and_slots,
         )

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from arbiter.core.types import DeviceBytes, Need, Split
+from arbiter.core.types import DeviceBytes, ModelName, Need, Split
 from arbiter.errors import ArbiterUnavailable, LoadFailed, UnknownCapability, UnknownModel
 from arbiter.protocol.lease_schema import DEFAULT_TENANT
-from arbiter.protocol.messages import Plain
+from arbiter.protocol.messages import CopyRequest, Plain
 from arbiter.units import MIB, Bytes, Content, Span, seconds
 from deployments import prefixes
 from deployments.config.engine_kinds import engine_kind
 from deployments.config.fields import USUAL, parse_size
-from deployments.config.model_files import adapter_slots, weights_bytes
+from deployments.config.model_files import adapter_slots, slot_size, weights_bytes
 from deployments.config.schema import (
     MERGED,
     CapabilityConfig,
@@ -39,6 +39,10 @@ from deployments.prefixes import DECLARED, Cut, Prefix, prefix_of
 # What a drafter's process part holds beyond its weights: seen with vLLM's CPU build, 33 MiB in all
 # for one of 7 MiB.
 DRAFTER_WORKING_BYTES = Bytes(26 * MIB)
+
+# What a model may hold in its sleep beside a shared copy: buffers, which lie in no file. Those of
+# the embedded models take 2 to 60 KiB.
+OWN_BYTES = Bytes(MIB)
 
 # What the folder of a packaged model has in it: a model's own description, or a voice's.
 PACKAGED = ("config.json", "*.onnx.json")
@@ -58,6 +62,7 @@ class ModelPlan:
     grown: "ModelPlan | None" = None  # the same model with more (A14); None: it does not grow
     alone: "ModelPlan | None" = None  # the same model without its drafter (F9)
     stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
+    copy: CopyRequest | None = None  # of its files, in host RAM (D4)
     keeps: tuple[Content, ...] = ()  # what of it outlives its engine, in the node's pool (E1)
     warms: bool = False  # its engine may have a prefix cache
     prefixes: tuple[Prefix, ...] = ()  # declared in the configuration (G1)
@@ -68,6 +73,8 @@ def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
     """Raises ConfigError when the model's files are not there or the engine is unknown."""
     model = capability.models[name]
     made = _plan(name, model, capability)
+    if model.host_copy != "private":
+        made = _shared(made, model, capability)
     if model.drafter:
         only: dict[str, Any] = {"drafter": None, "can_sleep": False, "grow_to": {}}
         alone = _plan(name, model.model_copy(update=only), capability)
@@ -144,6 +151,36 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         prefixes=tuple(_declared(name, model)) if kind.warms else (),
         rewarm=seconds(model.rewarm_s),
     )
+
+
+def _shared(made: ModelPlan, model: ModelConfig, capability: CapabilityConfig) -> ModelPlan:
+    """The plan of a model whose engines share a host copy of its files, for which they have no host
+    RAM of their own (D4). The replica adds the capability to the copy's owner. Raises
+    ConfigError."""
+    kind, path = engine_kind(capability.engine), made.config["model"]
+    if not kind.copies:
+        raise ConfigError(f"{made.model}: engine {capability.engine!r} keeps host copies private")
+    if not Path(path).exists():
+        raise ConfigError(f"{made.model}: `host_copy` of {path!r}, which is no folder here")
+    own = Bytes(OWN_BYTES + _adapter_bytes(path, model))
+    config = made.config | {"host_copy": {"own_bytes": own}}
+    for_group = model.host_copy == "group"
+    return replace(
+        made,
+        config=config,
+        settings_key=_key(capability.engine, config),
+        need=replace(made.need, host_bytes=own if made.need.host_bytes else Bytes(0)),
+        copy=CopyRequest(
+            ModelName("", made.model), str(Path(path).absolute()), kind.copies, for_group
+        ),
+    )
+
+
+def _adapter_bytes(path: str, model: ModelConfig) -> int:
+    """Slots of adapters, which lie in none of the model's files."""
+    if model.adapters is None:
+        return 0
+    return adapter_slots(path, model) * slot_size(path, model.adapters.max_rank)
 
 
 def _declared(name: str, model: ModelConfig) -> Iterator[Prefix]:

@@ -166,6 +166,9 @@ class ModelConfig(Strict):
     batch_hours: Hours = ""  # at other times its batch requests wait; absent: the arbiter's
     allow_oversize: bool = False  # loads even where it is larger than the whole budget (B6)
     can_sleep: bool = True
+    # D4: `shared`: one copy of its files in host RAM for all engines of a node that load the same
+    # bytes; asleep they need no other. `group`: processes of our group may open it as well
+    host_copy: Literal["private", "shared", "group"] = "private"
     # What its conversations begin with, warmed at its load and again while it is resident (G1)
     stable_prefixes: list[StablePrefixConfig] = Field([], max_length=MAX_PREFIXES)
     rewarm_s: float = Field(240.0, ge=30, le=3_600)  # G5: between two sweeps that repeat it

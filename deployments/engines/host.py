@@ -33,8 +33,9 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
-from deployments.engines import asgi, linux
+from deployments.engines import asgi, linux, shared_copy
 from deployments.engines.protocol import (
+    CannotSleep,
     CapsSlabs,
     Config,
     DropsDrafter,
@@ -126,7 +127,7 @@ def _serve(spawn: Spawn, listener: socket.socket) -> None:
     with host.catch():
         module, _, function = spawn.entry.partition(":")
         build: Callable[[Config], Engine] = getattr(importlib.import_module(module), function)
-        host.engine = build(spawn.config)
+        host.engine = build(shared_copy.received(spawn.config))
     config = uvicorn.Config(
         cast(Any, host),
         loop="uvloop",
@@ -369,7 +370,3 @@ class EngineHost:
                 self.known_probe = await engine.probe()
             self.asleep = False
         return {"seconds": time.perf_counter() - began_s, "verified": verified}
-
-
-class CannotSleep(Exception):
-    """The engine has no sleep, or is not loaded."""

@@ -2,15 +2,20 @@
 
 The memfd's name starts with `host-copy`, by which the node agent charges it to the host. `offload`
 writes it through a mapping that is gone when it returns, so that the process's own bytes fall.
+What a copy that the node shares has already (shared_copy.py) is not written: a sleeping module then
+holds only what lies in no file, such as buffers.
 """
 
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 import torch
+
+from deployments.engines.protocol import CannotSleep, Config
+from deployments.engines.shared_copy import Piece, SharedCopy, mapped
 
 _ALIGN = 64  # bytes; a cache line, and enough for every dtype
 
@@ -33,6 +38,7 @@ class Place:
     size: int
     device: torch.device
     views: list[View]
+    shared: Piece | None = None  # in the node's copy, and then not in ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +57,16 @@ def own(module: torch.nn.Module) -> None:
         tensor.data = tensor.data.clone()
 
 
-def offload(module: torch.nn.Module, name: str) -> HostCopy:
-    """Copies every parameter and buffer to the host and empties it. Raises OSError."""
+def offload(module: torch.nn.Module, name: str, config: Config) -> HostCopy:
+    """Copies every parameter and buffer to the host and empties it. Raises OSError, and CannotSleep
+    for a model that was to sleep in a shared copy and has none with its bytes."""
     places, total = _lay_out(module)
+    if "host_copy" in config:
+        places, total = _left(places, config)
     fd = os.memfd_create(f"host-copy-{name}", os.MFD_CLOEXEC)
     os.truncate(fd, max(1, total))
     with _mapped(fd, total) as copy:
-        for place in places:
+        for place in (place for place in places if place.shared is None):
             storage = place.views[0].tensor.untyped_storage()
             copy[place.start : place.start + place.size].copy_(_bytes(storage))
     for view in (view for place in places for view in place.views):
@@ -67,10 +76,12 @@ def offload(module: torch.nn.Module, name: str) -> HostCopy:
 
 def restore(parked: HostCopy) -> None:
     """Fills the same tensors again, with storages shared as before, and drops the copy."""
-    with _mapped(parked.fd, parked.total) as copy:
+    with _mapped(parked.fd, parked.total) as copy, _all_mapped(parked.places) as shared:
         for place in parked.places:
             filled = torch.empty(place.size, dtype=torch.uint8, device=place.device)
-            filled.copy_(copy[place.start : place.start + place.size])
+            source = shared[place.shared.fd] if place.shared else copy
+            start = place.shared.start if place.shared else place.start
+            filled.copy_(source[start : start + place.size])
             for view in place.views:
                 empty = torch.empty(0, dtype=view.tensor.dtype, device=place.device)
                 storage = filled.untyped_storage()
@@ -96,6 +107,37 @@ def _lay_out(module: torch.nn.Module) -> tuple[list[Place], int]:
         view = View(tensor, tensor.shape, tensor.stride(), tensor.storage_offset())
         places[storage.data_ptr()].views.append(view)
     return list(places.values()), at
+
+
+def _left(places: list[Place], config: Config) -> tuple[list[Place], int]:
+    """The places with what of them the node's copy has, and the size of the rest. Raises
+    CannotSleep."""
+    copy: SharedCopy | None = config.get("shared_copy")
+    if copy is None:
+        raise CannotSleep("its files are in no host copy, so it would need one of its own")
+    found, total = [], 0
+    with ExitStack() as stack:
+        maps = {fd: stack.enter_context(mapped(fd)) for fd in copy.tensor_fds}
+        for place in places:
+            held = _bytes(place.views[0].tensor.untyped_storage()).cpu()
+            pieces = copy.candidates(place.size, held[:64].numpy().tobytes())
+            same = (p for p in pieces if torch.equal(held, maps[p.fd][p.start : p.start + p.size]))
+            piece = next(same, None)
+            found.append(replace(place, start=total, shared=piece))
+            total += 0 if piece else -(-place.size // _ALIGN) * _ALIGN
+    if total > copy.own_bytes_most:
+        raise CannotSleep(
+            f"{total} bytes of it are not as in its files, and {copy.own_bytes_most} may be beside"
+            " a shared copy; give it `host_copy: private`"
+        )
+    return found, total
+
+
+@contextmanager
+def _all_mapped(places: tuple[Place, ...]) -> Iterator[dict[int, torch.Tensor]]:
+    with ExitStack() as stack:
+        fds = {place.shared.fd for place in places if place.shared}
+        yield {fd: stack.enter_context(mapped(fd)) for fd in sorted(fds)}
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

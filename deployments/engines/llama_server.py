@@ -18,9 +18,9 @@ import subprocess
 import aiohttp
 
 from deployments.engines import asgi, command_line, linux
-from deployments.engines.host import CannotSleep
 from deployments.engines.protocol import (
     MAX_SOCKET_PATH,
+    CannotSleep,
     Config,
     LoadFailed,
     Receive,

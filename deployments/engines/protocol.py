@@ -35,7 +35,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 # JSON: {"model", "served_name", "can_sleep", "engine_args"}; of a ticket over several GPUs "parts",
 # the bytes on each; of a model that may grow "grows_to", its `engine_args` then; of one
-# with a drafter "drafter": {"model", "tokens"}.
+# with a drafter "drafter": {"model", "tokens"}; of a model that shares a host copy "host_copy": {
+# "own_bytes"}, what it may hold beside that in its sleep, and where it was lent "shared_copy".
 Config = dict[str, Any]
 
 # A header by which an engine says that it refused a request for want of memory that its
@@ -114,6 +115,10 @@ class DropsDrafter(Protocol):
     async def drop_drafter(self) -> bool:
         """Give the drafter's memory back and go on without it, until the next load. False: nothing
         has changed, and only a new process is without it."""
+
+
+class CannotSleep(Exception):
+    """The engine has no sleep, is not loaded, or has no copy to sleep in."""
 
 
 class LoadFailed(Exception):

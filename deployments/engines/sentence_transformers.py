@@ -69,7 +69,7 @@ class EmbeddingEngine:
     """One model, one worker thread, one queue."""
 
     def __init__(self, config: Config) -> None:
-        args = config.get("engine_args", {})
+        args, self.config = config.get("engine_args", {}), config
         self.path, self.name = config["model"], config.get("served_name", config["model"])
         self.can_sleep: bool = config.get("can_sleep", True)
         self.device: str | None = args.get("device")
@@ -112,7 +112,7 @@ class EmbeddingEngine:
         self.window = int(self.model.max_seq_length)
 
     async def sleep(self) -> None:
-        self.parked = await self._work(host_copy.offload, self.model, self.name)
+        self.parked = await self._work(host_copy.offload, self.model, self.name, self.config)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

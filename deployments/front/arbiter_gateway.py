@@ -74,7 +74,9 @@ class ArbiterState:
 
     @property
     def leases(self) -> Iterator[TicketRow]:
-        return (row for row in self.tickets if row.is_lease)
+        """Those of processes outside Serve. Node agents hold host copies by leases as well."""
+        held = (row for row in self.tickets if row.is_lease)
+        return (row for row in held if not row.plain["lease"].get("on_host"))
 
     def of_model(self, capability: str, model: str) -> list[TicketRow]:
         """The tickets of one model, without leases."""

@@ -7,7 +7,7 @@ Both screens draw these rows and compute nothing from the state themselves. Time
 `..._unix_s`, so that a row of what rests stays equal, and a stream of changes leaves it out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,7 +207,7 @@ def view_of(state: Mapping[str, Any], facts: Facts, now_unix_s: float) -> View:
         devices=tuple(_device(row, state["tickets"]) for row in state["devices"]),
         models=tuple(_models(state, facts, now_unix_s)),
         queue=queue,
-        leases=tuple(_lease(t, now_unix_s) for t in state["tickets"] if t["lease"]),
+        leases=tuple(_lease(t, now_unix_s) for t in _leased(state["tickets"])),
         tenants=tuple(_tenants(state)),
         slabs=tuple(_slab(row["node"], row["slab"]) for row in state["slabs"]),
         jobs=tuple(_jobs(state)),
@@ -347,6 +347,11 @@ def _queue(state: Mapping[str, Any], now_unix_s: float) -> Iterator[QueueRow]:
             None if left is None else round(now_unix_s + left, 1),
             expected is not None and (expected == 0 or (left is not None and expected > left)),
         )
+
+
+def _leased(tickets: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Those of processes outside Serve. Node agents hold host copies by leases as well."""
+    return (t for t in tickets if t["lease"] and not t["lease"].get("on_host"))
 
 
 def _lease(ticket: Mapping[str, Any], now_unix_s: float) -> LeaseRow:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from arbiter.client import gang_request
 from arbiter.core import events as ev
@@ -89,6 +90,7 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
         plan.config | parts(held.devices),
         held.devices,
         slabs=_slabs(residency, held),
+        copy=plan.copy and replace(plan.copy, owner=ModelName(residency.capability, held.model)),
     )
     held.files = await model_files.look(plan.config.get("model", ""))  # before the engine reads
     path, opened_s = await opens(held.ticket, spec), time.monotonic()

@@ -17,12 +17,12 @@ from tests.support.scripted_front import ScriptedFront
 
 PANELS = {
     "See": [
-        "status", "top", "events", "explain", "plan", "residency", "pool", "adapters", "clients",
-        "metrics",
+        "status", "top", "events", "explain", "plan", "residency", "copies", "pool", "adapters",
+        "clients", "metrics",
     ],
     "Steer": [
-        "load", "unload", "grow", "shrink", "compact", "floor", "settings", "forget", "task",
-        "jobs",
+        "load", "unload", "grow", "shrink", "compact", "drop-copy", "floor", "settings", "forget",
+        "task", "jobs",
     ],
     "Leases": ["lease", "free", "leases", "drain", "cleanup"],
     "Cluster": ["init", "check", "serve", "upgrade", "down"],

@@ -106,6 +106,13 @@ class Holder:
             parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, b"{}")]
         return int(parts[0].status)  # type: ignore[union-attr]  # the head comes first
 
+    async def post(self, name: str, path: str, body: bytes) -> bytes:
+        """The whole answer of its engine."""
+        async with self.residency.use(name) as engine:
+            headers = {"content-type": "application/json"}
+            parts = [p async for p in engine.stream("POST", path, headers, body)]
+        return b"".join(p for p in parts if isinstance(p, bytes))
+
     async def chat(self, name: str, cut: Cut, body: bytes) -> None:
         """One call that begins with a stable prefix."""
         async with self.residency.use(name) as engine:

@@ -34,9 +34,11 @@ from arbiter.units import (
     Bytes,
     DeviceId,
     Instant,
+    NodeId,
     Span,
     TicketId,
     after,
+    host_device,
     in_seconds,
     since,
 )
@@ -272,6 +274,8 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
         or state.floor_of(entry.model_name) is Floor.HOST
     )
     granted = grant_with_host_copy(state, entry) if sleeps else None
+    if sleeps and granted is None and entry.need.host_bytes:
+        release_copies(state, entry.node, Bytes(entry.need.host_bytes + entry.ram_bytes))
     notice = entry.lease.terms.notice if entry.lease else state.settings.timeouts.barrier
     barrier_until = after(state.now, notice)
     entry.begin_revocation(reason, Tier.ASLEEP if granted else Tier.GONE, barrier_until)
@@ -280,6 +284,19 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
     state.move(entry, State.DRAINING, granted)
     state.set_timer(entry, after(barrier_until, state.settings.timeouts.answer))
     send_revoke(state, entry)
+
+
+def release_copies(state: CoreState, node: NodeId, need: Bytes) -> None:
+    """Has shared copies that no engine uses leave a node's host RAM (D4), the cheapest first, until
+    `need` is free. It is for the next sleep: this one does not wait."""
+    book = state.ledger.books.get(host_device(node))
+    if book is None:
+        return
+    missing = need - book.free_bytes - returning_bytes(book)
+    for entry, option in list(ranked_victims(state, book)):
+        if missing > 0 and entry.is_host_copy and may_leave(state, entry):
+            missing -= option.freed_bytes
+            revoke(state, entry, Reason.FIT, None)
 
 
 def send_revoke(state: CoreState, entry: Ticket) -> None:

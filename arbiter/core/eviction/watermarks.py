@@ -1,7 +1,8 @@
 """Keeps watermarks (C4): above the high one of a budget idle tickets leave, down to the low one; in
 between nothing happens, so that each sleep or load does not cost another one.
 
-Host RAM: the cheapest asleep tickets let go of their copies, but never the last to fall asleep,
+Host RAM: shared copies that no engine uses leave first (D4); then the cheapest asleep tickets let
+go of their copies, but never the last to fall asleep,
 which was let in for its own sake. A device, where watermarks are switched on: only while a ticket
 waits for its bytes or wants to grow, and only victims that may leave for the first of these.
 """
@@ -54,9 +55,10 @@ def _keep_host(state: CoreState, book: DeviceAccount, marks: Watermarks) -> None
     if not _is_above(staying, book, marks):
         return
     missing = staying - share(book.budget_bytes, marks.low_fraction)
-    asleep = [(e, option) for e, option in ranked_victims(state, book) if e.state is State.ASLEEP]
+    ranked = list(ranked_victims(state, book))
+    asleep = [(e, option) for e, option in ranked if e.state is State.ASLEEP]
     newest = max((e for e, _ in asleep), key=lambda e: (e.since, e.ticket), default=None)
-    for entry, option in asleep:
+    for entry, option in [*(pair for pair in ranked if pair[0].is_host_copy), *asleep]:
         if missing > 0 and entry is not newest and may_leave(state, entry):
             missing -= option.freed_bytes
             revoke(state, entry, Reason.FIT, None)

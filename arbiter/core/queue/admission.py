@@ -4,7 +4,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import EventKind
 from arbiter.core.eviction import pressure
-from arbiter.core.queue import freeing, hours, wait_estimate
+from arbiter.core.queue import copy_grants, freeing, hours, wait_estimate
 from arbiter.core.queue.grants import age, grant_of
 from arbiter.core.queue.placement_memo import foresee_need
 from arbiter.core.records.request_queue import QueueEntry
@@ -52,6 +52,9 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
         state.answer_error_finally(event.ticket, error)
         return
     entry = _new_entry(state, state.holders[event.holder], event)
+    if event.lease and event.lease.on_host:
+        copy_grants.grant(state, entry)
+        return
     load = wait_estimate.load_span(state, entry)
     if event.deadline is not None and load > event.deadline:
         state.answer_error_finally(event.ticket, wait_estimate.too_late(entry, 0.0, load))

@@ -118,6 +118,7 @@ class RequestQueue:
         self._of_model: dict[ModelName, dict[TicketId, None]] = {}
         self._where: dict[str, Counter[NodeId]] = {}  # by quota group
         self._loads: Counter[tuple[NodeId, ModelName]] = Counter()  # in flight
+        self._copies: dict[NodeId, frozenset[ModelName]] = {}  # whose files are in host RAM
         self._sequence = 0
         self.dirty: set[NodeId] = set()
 
@@ -146,7 +147,7 @@ class RequestQueue:
         """Queues a ticket and returns its entry. `is_asleep`: it waits to be woken. `is_first`: it
         stands before every ticket that is not, aged or not."""
         self._sequence += 1
-        is_warm = is_asleep or self._loads[node, model] > 0
+        is_warm = is_asleep or self._is_warm(node, model)
         request = QueuedRequest(
             ticket, now, self._sequence, priority, is_warm, is_asleep, virtual_start_bytes
         )
@@ -224,16 +225,29 @@ class RequestQueue:
     def loading(self, node: NodeId, model: ModelName, more: int) -> None:
         """Notes that a load of a model begins (1) or ends (-1): tickets for it are warm meanwhile
         (C6)."""
-        was_warm = self._loads[node, model] > 0
         self._loads[node, model] += more
-        is_warm = self._loads[node, model] > 0
-        if not is_warm:
+        if not self._loads[node, model]:
             del self._loads[node, model]
-        if is_warm != was_warm:
-            for ticket in list(self._of_model.get(model, ())):
-                waiting = self._waiting[ticket]
-                if waiting.node == node and not waiting.request.is_asleep:
-                    self._change(waiting, waiting.request._replace(is_warm=is_warm))
+        self._rewarm(node, model)
+
+    def have_copies(self, node: NodeId, models: frozenset[ModelName]) -> None:
+        """Notes of which models a node has the files in RAM: tickets for them are warm (C6)."""
+        before = self._copies.get(node, frozenset())
+        self._copies[node] = models
+        for model in sorted(before ^ models):
+            self._rewarm(node, model)
+
+    def _is_warm(self, node: NodeId, model: ModelName) -> bool:
+        has_load = (node, model) in self._loads
+        return has_load or model in self._copies.get(node, frozenset())
+
+    def _rewarm(self, node: NodeId, model: ModelName) -> None:
+        is_warm = self._is_warm(node, model)
+        for ticket in list(self._of_model.get(model, ())):
+            waiting = self._waiting[ticket]
+            request = waiting.request
+            if waiting.node == node and not request.is_asleep and request.is_warm != is_warm:
+                self._change(waiting, request._replace(is_warm=is_warm))
 
     def count_bypasses(self, bypassed: list[QueueEntry], most_count: int) -> bool:
         """Counts for each of these that a later ticket was granted first; at `most_count` a ticket

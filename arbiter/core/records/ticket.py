@@ -309,6 +309,11 @@ class Ticket:
         return self.lease is not None and self.lease.terms.frees
 
     @property
+    def is_host_copy(self) -> bool:
+        """Says whether it is the lease of a copy that engines share in host RAM (D4)."""
+        return self.lease is not None and self.lease.terms.on_host
+
+    @property
     def grows_bytes(self) -> Bytes:
         """Returns what it waits for on top of what it has; 0 when it waits for nothing."""
         return self.growth.more_bytes if self.growth else Bytes(0)

@@ -177,6 +177,19 @@ class SlabView:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopyView:
+    """Shows one copy of models' files in host RAM (D4)."""
+
+    node: NodeId
+    key: str
+    ticket: TicketId  # of its lease
+    models: tuple[tuple[str, str], ...]  # capability and model
+    users: tuple[TicketId, ...]
+    size_bytes: Bytes
+    is_leaving: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ContentView:
     """Shows what a node's pool did with one content (E7)."""
 
@@ -218,6 +231,7 @@ class StateView:
     slabs: tuple[SlabView, ...] = ()
     contents: tuple[ContentView, ...] = ()
     hours: tuple[HoursView, ...] = ()
+    copies: tuple[HostCopyView, ...] = ()
 
 
 def view_of(state: CoreState, now: Instant) -> StateView:
@@ -253,6 +267,19 @@ def view_of(state: CoreState, now: Instant) -> StateView:
             for content in node.contents
         ),
         hours=tuple(_hours(state, now)),
+        copies=tuple(
+            HostCopyView(
+                name,
+                copy.key,
+                copy.ticket,
+                tuple((model.capability, model.model) for model in copy.models),
+                copy.users,
+                copy.size_bytes,
+                copy.is_leaving,
+            )
+            for name, node in sorted(state.nodes.items())
+            for copy in node.copies
+        ),
     )
 
 

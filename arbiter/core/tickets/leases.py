@@ -44,7 +44,7 @@ def why_not(
     if kept := _kept(state, terms.tenant):
         return HolderQuarantined(event.holder, kept)
     unlawful = _unlawful(state, event, terms)
-    if unlawful or terms.frees:  # by the operator, whom no tenant's cap binds
+    if unlawful or terms.frees or terms.on_host:  # of no tenant, whom a cap would bind
         return unlawful
     return _over_cap(state, event, terms)
 
@@ -56,7 +56,7 @@ def _unlawful(
     notice_most = state.settings.lease_notice_most
     if event.need.device_bytes <= 0:
         return nothing_to_free() if terms.frees else LeaseRefused("bytes", "must be greater than 0")
-    if not 0 < terms.term <= term_most:
+    if not 0 < terms.term <= term_most and not terms.on_host:
         return LeaseRefused("term_s", f"must be above 0 and at most {in_seconds(term_most):.0f}")
     if not 0 <= terms.notice <= notice_most:
         return LeaseRefused(
@@ -136,7 +136,7 @@ def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
     settings = state.settings
     terms = replace(
         terms,
-        term=min(terms.term, settings.lease_term_most),
+        term=terms.term if terms.on_host else min(terms.term, settings.lease_term_most),
         notice=max(Span(0), min(terms.notice, settings.lease_notice_most)),
     )
     rank = state.policies.roles[LEASE].rank

@@ -73,8 +73,8 @@ class DiffusersEngine:
             return self.pipeline.draw(*args)
 
     async def sleep(self) -> None:
-        modules = self.pipeline.modules
-        self.parked = await self.batches.work(host_copy.offload, modules, self.name)
+        parked = host_copy.offload, self.pipeline.modules, self.name, self.config
+        self.parked = await self.batches.work(*parked)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

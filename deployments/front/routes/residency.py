@@ -77,6 +77,19 @@ async def residency(front: State, _: Viewer) -> dict[str, Any]:
     return {"models": picture(front.table, await arbiter_gateway.state())}
 
 
+@router.get("/host_copies")
+async def host_copies(_: Viewer) -> dict[str, Any]:
+    """Copies of models' files in host RAM that engines of a node share: whose files, who uses them,
+    and the lease that they are on the books with."""
+    return {"copies": (await arbiter_gateway.state()).plain["copies"]}
+
+
+@router.delete("/host_copies/{key}")
+async def drop_host_copy(key: str, _: Admin) -> dict[str, Any]:
+    """Drops it on every node. `is_gone` false: it leaves with the last engine that has it open."""
+    return {"key": key, "is_gone": await call_arbiter("drop_host_copy", key)}
+
+
 @router.put("/residency/{model:path}")
 async def set_floor(model: str, body: FloorBody, front: State, _: Admin) -> dict[str, str]:
     """`device`: load it now and keep it. `host`: asleep at least. `cold`: anywhere."""

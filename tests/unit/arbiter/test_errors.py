@@ -34,6 +34,8 @@ ERRORS = [
     errors.HolderQuarantined(HolderId("h"), Bytes(5)),
     errors.LeaseRefused("pid", "1 is no process"),
     errors.UnknownLease("job"),
+    errors.HostRamShort("embedding/a", Bytes(5), Bytes(4)),
+    errors.UnknownHostCopy("0123abcd"),
     errors.GrowthRefused(TicketId("a"), Bytes(5), "it is leaving"),
     errors.NotResident("a", "text", "cold"),
     errors.UnderPressure(NodeId("n"), Bytes(5)),

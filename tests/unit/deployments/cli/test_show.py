@@ -8,6 +8,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.settings import TenantLimits
+from arbiter.core.types import ModelName
 from arbiter.errors import LoadFailed
 from arbiter.protocol.json_codec import plain
 from arbiter.units import GIB, Bytes, Content, Span, TicketId
@@ -212,6 +213,21 @@ def test_pool_shows_contents_with_their_hit_rates_and_slabs(front: ScriptedFront
     assert shown["n/1"] == "kv;text/a;idle;2.0 GiB;3.0 GiB;8;5;2;1;4;0;ab".split(";")
     found = json.loads(run("pool", "--json").stdout)
     assert found == {"contents": view["contents"], "slabs": view["slabs"]}
+
+
+@pytest.mark.spec("D8")
+def test_copies_shows_whose_files_are_in_host_ram(front: ScriptedFront, run: Run) -> None:
+    driver = CoreDriver()
+    models = (ModelName("text", "a"), ModelName("text", "b"))
+    used = ev.HostCopyReading("k1", TicketId("l1"), models, (TicketId("a-1"),), Bytes(GIB))
+    idle = ev.HostCopyReading("k2", TicketId("l2"), models[:1], (), Bytes(2 * GIB), True)
+    driver.at(1, ev.Measured(NODE, (), (), copies=(used, idle)))
+    found = plain(driver.arbiter.snapshot(s(5)))["copies"]
+    front.says("GET", "/arbiter/host_copies", {"copies": found})
+    shown = rows(run("copies", COLUMNS="200").stdout)
+    assert shown["k1"] == "n;text/a, text/b;1.0 GiB;a-1;-".split(";")
+    assert shown["k2"] == "n;text/a;2.0 GiB;-;with its last user".split(";")
+    assert json.loads(run("copies", "--json").stdout) == found
 
 
 @pytest.mark.spec("K1")

@@ -42,6 +42,18 @@ def test_a_floor_is_one_of_three(front: ScriptedFront, run: Run) -> None:
     assert wrong.exit_code == 2 and "'loft'" in wrong.stderr
 
 
+@pytest.mark.spec("D8")
+@pytest.mark.parametrize(
+    ("is_gone", "says"),
+    [(True, "k1 is dropped"), (False, "k1 leaves with the last engine that has it open")],
+)
+def test_a_host_copy_is_dropped(front: ScriptedFront, run: Run, is_gone: bool, says: str) -> None:
+    done = {"key": "k1", "is_gone": is_gone}
+    front.says("DELETE", "/arbiter/host_copies/k1", done)
+    assert run("drop-copy", "k1").stdout == says + "\n"
+    assert json.loads(run("drop-copy", "k1", "--json").stdout) == done
+
+
 SETTINGS = {"generation": 3, "settings": {"evict": "time_of_day", "arenas": {"cpu": None}}}
 
 

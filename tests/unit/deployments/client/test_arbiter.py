@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from arbiter.errors import ArbiterUnavailable, QuotaExceeded, UnknownModel
+from arbiter.errors import ArbiterUnavailable, QuotaExceeded, UnknownHostCopy, UnknownModel
 from arbiter.leases import Lease
 from deployments.client import AsyncClient, Client, asynchronous
 from deployments.client import leases as client_leases
-from deployments.client.arbiter_rows import Device, Event, Ticket, Waiting
+from deployments.client.arbiter_rows import Device, Event, HostCopy, Ticket, Waiting
 from deployments.client.told_errors import FrontUnreachable
 from deployments.front import arbiter_gateway
-from deployments.front.routes import leases, plan
+from deployments.front.routes import leases, plan, residency
 from tests.support.answering_front import MODEL, AnsweringFront, both
 from tests.support.ports import free_port
 
@@ -62,7 +62,7 @@ class Arbiter:
 @pytest.fixture
 def arbiter(monkeypatch: pytest.MonkeyPatch) -> Arbiter:
     made = Arbiter()
-    for module in (arbiter_gateway, leases, plan):
+    for module in (arbiter_gateway, leases, plan, residency):
         monkeypatch.setattr(module, "call_arbiter", made)
     return made
 
@@ -92,6 +92,23 @@ async def test_status_and_plan_are_typed(clients: dict[str, AsyncClient], arbite
         assert str(said) == "It leaves. Then there is room."
         with pytest.raises(UnknownModel):
             await client.plan("none")
+
+
+@pytest.mark.spec("D8", "J7")
+async def test_host_copies_are_seen_and_dropped(
+    clients: dict[str, AsyncClient], arbiter: Arbiter
+) -> None:
+    row = {"key": "ab12", "node": "n", "ticket": "lease:@host:c", "models": [["all", MODEL]],
+           "users": ["t"], "size_bytes": 9, "is_leaving": False}  # fmt: skip
+    arbiter.answers |= {"state": STATE | {"copies": [row]}, "drop_host_copy": False}
+    for client in clients.values():
+        assert await client.host_copies() == (HostCopy("ab12", "n", (MODEL,), ("t",), 9, False),)
+        assert await client.drop_host_copy("ab12") is False
+        assert arbiter.asked[-1] == ("drop_host_copy", "ab12")
+        arbiter.answers["drop_host_copy"] = UnknownHostCopy("ab12")
+        with pytest.raises(UnknownHostCopy, match="ab12"):
+            await client.drop_host_copy("ab12")
+        arbiter.answers["drop_host_copy"] = False
 
 
 @pytest.mark.spec("J7")

@@ -117,3 +117,32 @@ def test_an_engine_is_told_its_parts_in_the_order_in_which_it_sees_its_gpus() ->
     assert load_plan.parts(tuple(parts[:1])) == load_plan.parts(()) == {}
     assert engine_kinds.engine_kind("vllm").split is Split.EQUAL
     assert engine_kinds.engine_kind("sentence_transformers").split is Split.PROPORTIONAL
+
+
+@pytest.mark.spec("D4")
+def test_model_that_shares_a_host_copy_has_no_host_ram_of_its_own(tmp_path: Path) -> None:
+    safetensors(tmp_path, "a.safetensors", 3 * MIB)
+    own = load_plan.plan("m", capability(str(tmp_path)))
+    assert own.copy is None and own.need.host_bytes == own.need.weights_bytes
+    shared = load_plan.plan("m", capability(str(tmp_path), host_copy="shared"))
+    group = load_plan.plan("m", capability(str(tmp_path), host_copy="group"))
+    assert shared.copy and group.copy
+    assert (shared.copy.folder, shared.copy.for_group) == (str(tmp_path), False)
+    assert group.copy == replace(shared.copy, for_group=True)
+    assert shared.need == replace(own.need, host_bytes=load_plan.OWN_BYTES)
+    assert shared.config["host_copy"] == {"own_bytes": load_plan.OWN_BYTES}
+    assert shared.settings_key != own.settings_key
+    cold = load_plan.plan("m", capability(str(tmp_path), host_copy="shared", can_sleep=False))
+    assert cold.copy and cold.need.host_bytes == 0
+
+
+@pytest.mark.spec("D4")
+def test_host_copy_is_refused_where_it_cannot_be_shared(tmp_path: Path) -> None:
+    safetensors(tmp_path, "a.safetensors", 100)
+    text = capability(str(tmp_path), host_copy="shared").model_copy(update={"engine": "vllm"})
+    with pytest.raises(ConfigError, match="'vllm' keeps host copies private"):
+        load_plan.plan("m", text)
+    with pytest.raises(ConfigError, match="'hub/id', which is no folder"):
+        load_plan.plan("m", capability("hub/id", host_copy="shared", need={"weights": 1}))
+    with pytest.raises(ValueError, match="host_copy"):
+        capability(str(tmp_path), host_copy="everybody")

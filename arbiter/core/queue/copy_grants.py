@@ -1,0 +1,28 @@
+"""Grants the leases under which node agents hold copies of models' files in host RAM (D4).
+
+So a copy is on the books of the host before a byte of it is written. It is granted at once into
+free host RAM, or refused: nothing leaves for it, because without it the engine reads the files. But
+copies that no engine uses leave then, so that the next has room.
+"""
+
+from arbiter.core.eviction.eviction import release_copies
+from arbiter.core.queue.grants import charge_and_grant
+from arbiter.core.records.ticket import Ticket
+from arbiter.core.state import CoreState
+from arbiter.errors import HostRamShort
+from arbiter.units import Bytes, host_device
+
+
+def grant(state: CoreState, entry: Ticket) -> None:
+    """Answers the request for a copy's lease."""
+    book, need = state.ledger.books.get(host_device(entry.node)), entry.need.device_bytes
+    node = state.nodes.get(entry.node)
+    is_readable = book is not None and node is not None and book.device in node.readings
+    if book is None or not is_readable or not state.is_settled or book.free_bytes < need:
+        free = book.free_bytes if book else Bytes(0)
+        state.answer_error_finally(entry.ticket, HostRamShort(entry.model, need, free))
+        release_copies(state, entry.node, need)
+        return
+    state.ledger.open(entry)
+    charge_and_grant(state, entry, {book.device: need})
+    entry.note_use(1, entry.priority, state.now)  # by its agent, which is about to fill it

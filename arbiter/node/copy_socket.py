@@ -1,0 +1,74 @@
+"""The socket at which a node agent hands copies of models' files to engines (D4, L4).
+
+An engine sends one line of JSON, `{"ticket": T, "key": K}`, and is answered with one byte and the
+copy's descriptors (SCM_RIGHTS), which only read; with nothing where it was lent no such copy. Only
+processes of this user are answered, and for a copy that its group may open those of the group.
+"""
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from arbiter.node.copy_files import CopyFiles
+from arbiter.protocol.peer_credentials import peer_uid
+from arbiter.units import TicketId
+
+ANSWER_S = 10.0  # a line that takes longer is not coming
+LINE_MOST_BYTES = 1_024
+
+Finds = Callable[[TicketId, str], CopyFiles | None]
+
+
+class CopySocket:
+    """`find` knows the copies by the ticket of an engine to which they were lent, and their key."""
+
+    def __init__(self, path: Path, find: Finds) -> None:
+        """Raises OSError."""
+        self.path, self._find = path, find
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            peer, _ = await loop.sock_accept(self._listener)
+            task = asyncio.ensure_future(self._answer(peer))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, peer: socket.socket) -> None:
+        with peer:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    line = await _line(peer)
+                asked = json.loads(line)
+                copy = self._find(TicketId(asked["ticket"]), asked["key"])
+                if copy is not None and peer_uid(peer) == os.getuid():
+                    socket.send_fds(peer, [b"\n"], list(copy.fds))
+            except (OSError, TimeoutError, ValueError, KeyError, TypeError):
+                return  # it has gone, or is no engine of ours
+
+    def close(self) -> None:
+        for task in self._answering:
+            task.cancel()
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+
+
+async def _line(peer: socket.socket) -> bytes:
+    loop, read = asyncio.get_running_loop(), b""
+    while b"\n" not in read and len(read) < LINE_MOST_BYTES:
+        more = await loop.sock_recv(peer, LINE_MOST_BYTES)
+        if not more:
+            break
+        read += more
+    return read

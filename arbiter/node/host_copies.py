@@ -1,0 +1,320 @@
+"""Copies of models' files in host RAM that the engines of one node share (D4).
+
+Each is made at the first load that asks for it, under a lease of the host (copy_lease), and handed
+to engines by descriptor (copy_socket). It outlives them: it leaves when nothing uses it and host
+RAM is short, when a person drops it, when its files are replaced or its model leaves the table. A
+copy that is to leave while engines have it open leaves with the last of them.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from arbiter.core.events import EngineReading, HostCopyReading
+from arbiter.core.types import DeviceBytes, ModelName
+from arbiter.errors import UnknownHostCopy
+from arbiter.node import copy_files
+from arbiter.node.copy_files import CopyFiles, Found
+from arbiter.node.copy_lease import Calls, CopyLease
+from arbiter.node.copy_socket import CopySocket
+from arbiter.protocol.messages import CopyRequest
+from arbiter.units import Bytes, NodeId, TicketId, host_device
+
+logger = logging.getLogger("arbiter.agent")
+
+# A file's ctime may stay as it was through a second change within one tick of the kernel's clock,
+# or through a mapping that was not written back: so it is believed once it is as old as this.
+# deployments/replica/model_files.py has the sources.
+SETTLED_S = 60.0
+SWEEP_S = 60.0  # between two looks for copies of replaced files; a load looks by itself
+AGAIN_S = 10.0  # before a used copy without a lease asks for one again: as long as leases lapse
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Files on disk that had the bytes of a copy when they were looked at."""
+
+    found: Found
+    is_settled: bool  # every ctime was old enough to tell of the next change
+
+
+@dataclass(slots=True, eq=False)
+class HostCopy:
+    """One copy, and who uses it. It has no files while they are read."""
+
+    lease: CopyLease
+    size_bytes: Bytes
+    files: CopyFiles | None = None
+    models: set[ModelName] = field(default_factory=set)
+    users: set[TicketId] = field(default_factory=set)
+    sources: dict[CopyRequest, Source] = field(default_factory=dict)
+    is_leaving: bool = False
+
+    @property
+    def users_count(self) -> int:
+        return len(self.users) + (self.files is None)
+
+    @property
+    def held_bytes(self) -> Bytes:
+        return self.files.allocated_bytes if self.files else self.size_bytes
+
+    def may_serve(self, found: Found, request: CopyRequest) -> bool:
+        """By names, sizes and mode. The bytes are yet to be compared."""
+        if self.files is None or self.is_leaving:
+            return False
+        index = self.files.index
+        return index.layout == found.layout and index.for_group == request.for_group
+
+    def has(self, found: Found) -> bool:
+        """These very files, unchanged since they had its bytes."""
+        return any(s.found == found and s.is_settled for s in self.sources.values())
+
+    def take_source(self, request: CopyRequest, found: Found) -> None:
+        settled_ns = time.time_ns() - round(SETTLED_S * 1e9)
+        self.sources[request] = Source(found, found.newest_ns < settled_ns)
+        self.models.add(request.owner)
+
+    def leave_model(self, model: ModelName) -> None:
+        """Its files are others now, or it is in the table no more."""
+        self.models.discard(model)
+        self.sources = {r: s for r, s in self.sources.items() if r.owner != model}
+        self.is_leaving = self.is_leaving or not self.models
+
+
+class HostCopies:
+    """`start` runs a coroutine as a task of the agent."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        folder: Path,
+        calls: Calls,
+        start: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._node, self._calls, self._start = node, calls, start
+        self._copies: list[HostCopy] = []
+        self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by folder
+        self._swept_s = time.monotonic()
+        self._socket = CopySocket(folder / "copies.sock", self._lent)
+        start(self._socket.serve())
+
+    # -- lending ---------------------------------------------------------------------------------
+
+    async def lend(self, ticket: TicketId, request: CopyRequest) -> dict[str, Any] | None:
+        """What the engine of `ticket` is told of its copy, which it may have until it ends. None:
+        there is no room, or no such file; the engine reads the files."""
+        async with self._making[request.folder]:
+            try:
+                copy = await self._find_or_make(request)
+            except OSError as error:
+                logger.warning("no host copy of %s: %s", request.owner.path, error)
+                return None
+        if copy is None or copy.files is None:
+            return None
+        copy.users.add(ticket)
+        for other in [c for c in self._copies if c is not copy and request.owner in c.models]:
+            other.leave_model(request.owner)
+            self._drop_if_left(other)
+        return {"socket": str(self._socket.path), "key": copy.files.index.key, "ticket": ticket}
+
+    def take_back(self, ticket: TicketId) -> None:
+        """The ticket's engine has ended, or was never started."""
+        for copy in [c for c in self._copies if ticket in c.users]:
+            copy.users.discard(ticket)
+            self._drop_if_left(copy)
+
+    async def _find_or_make(self, request: CopyRequest) -> HostCopy | None:
+        """Raises OSError."""
+        found = await asyncio.to_thread(copy_files.look, request)
+        if found is None:
+            return None
+        if known := next((c for c in self._alike(found, request) if c.has(found)), None):
+            known.take_source(request, found)
+            return known
+        if self._alike(found, request):  # their bytes tell
+            key = await asyncio.to_thread(copy_files.key_of, found)
+            if await asyncio.to_thread(copy_files.look, request) != found:
+                return None
+            if same := self._of_key(key, found, request):
+                return same
+        return await self._make(request, found)
+
+    def _alike(self, found: Found, request: CopyRequest) -> list[HostCopy]:
+        return [copy for copy in self._copies if copy.may_serve(found, request)]
+
+    def _of_key(self, key: str, found: Found, request: CopyRequest) -> HostCopy | None:
+        for copy in self._alike(found, request):
+            if copy.files and copy.files.index.key == key:
+                copy.take_source(request, found)
+                return copy
+        return None
+
+    async def _make(self, request: CopyRequest, found: Found) -> HostCopy | None:
+        """Raises OSError. None: refused, or the files changed while they were read."""
+        name = _new_name()
+        lease = CopyLease(self._calls, self._node, name, request.owner.path, found.size_bytes)
+        if not await lease.acquire():
+            return None
+        copy = HostCopy(lease, found.size_bytes)
+        self._copies.append(copy)
+        self._start(self._keep(copy))
+        try:
+            files = await asyncio.to_thread(copy_files.make, found, name, request)
+            is_same = await asyncio.to_thread(copy_files.look, request) == found
+        except OSError:
+            self._drop(copy)
+            raise
+        # Another folder's load may have made the same copy meanwhile.
+        made = self._of_key(files.index.key, found, request) if is_same else None
+        copy.files = files
+        if made is not None or not is_same:
+            self._drop(copy)
+            return made
+        copy.take_source(request, found)
+        return copy
+
+    def _lent(self, ticket: TicketId, key: str) -> CopyFiles | None:
+        for copy in self._copies:
+            if ticket in copy.users and copy.files and copy.files.index.key == key:
+                return copy.files
+        return None
+
+    # -- its lease -------------------------------------------------------------------------------
+
+    async def _keep(self, copy: HostCopy) -> None:
+        """Renews its lease. A copy in use whose lease has lapsed asks for another; until it has one
+        its bytes count as foreign."""
+        while copy in self._copies:
+            if copy.lease.is_held:
+                await copy.lease.hold(
+                    lambda: copy.users_count,
+                    lambda: self._give_way(copy),
+                    lambda: copy not in self._copies,
+                )
+            elif not copy.users_count:
+                self._drop(copy)
+            elif not await copy.lease.acquire():
+                await asyncio.sleep(AGAIN_S)
+                copy.lease = copy.lease.anew(_new_name())
+
+    def _give_way(self, copy: HostCopy) -> None:
+        """Host RAM is needed. What engines have open stays."""
+        if copy in self._copies and not copy.users_count:
+            self._drop(copy)
+
+    def end(self, ticket: TicketId) -> bool:
+        """The arbiter wants the lease of this ticket ended. False: it is no copy's any more. One in
+        use stays, and asks for another lease."""
+        for copy in [c for c in self._copies if c.lease.ticket == ticket]:
+            self._give_way(copy)
+            return copy in self._copies
+        return False
+
+    def recover(self, ticket: TicketId, pids: Iterable[int]) -> None:
+        """Finds the copies again that engines had open when an earlier agent ended. Those that no
+        engine had open ended with it."""
+        for files in (files for pid in pids for files in copy_files.held_by(pid)):
+            name = files.index.lease
+            known = next((c for c in self._copies if c.files and c.files.index.lease == name), None)
+            if known is None:
+                size, label = files.allocated_bytes, files.index.owner.path
+                lease = CopyLease(self._calls, self._node, name, label, size)
+                known = HostCopy(lease, size, files, {files.index.owner})
+                self._copies.append(known)
+                self._start(self._keep(known))
+            else:
+                files.close()
+            known.users.add(ticket)
+
+    # -- leaving ---------------------------------------------------------------------------------
+
+    def drop(self, key: str) -> bool:
+        """By hand. False: it leaves with the last engine that has it open. Raises
+        UnknownHostCopy."""
+        found = [c for c in self._copies if c.files and c.files.index.key == key]
+        if not found:
+            raise UnknownHostCopy(key)
+        for copy in found:
+            copy.is_leaving = True
+            self._drop_if_left(copy)
+        return not any(copy in self._copies for copy in found)
+
+    def drop_owner(self, owner: str) -> None:
+        """The model has left the table (D9)."""
+        for copy in list(self._copies):
+            for model in [m for m in copy.models if m.path == owner]:
+                copy.leave_model(model)
+            self._drop_if_left(copy)
+
+    async def sweep(self) -> None:
+        """Lets copies of files go that have been replaced."""
+        if time.monotonic() - self._swept_s < SWEEP_S:
+            return
+        self._swept_s = time.monotonic()
+        for copy in list(self._copies):
+            for request, source in list(copy.sources.items()):
+                if await asyncio.to_thread(_has_changed, request, source.found):
+                    copy.leave_model(request.owner)
+            self._drop_if_left(copy)
+
+    def _drop_if_left(self, copy: HostCopy) -> None:
+        if copy.is_leaving and not copy.users_count and copy in self._copies:
+            self._drop(copy)
+
+    def _drop(self, copy: HostCopy) -> None:
+        self._copies.remove(copy)
+        if copy.files:
+            copy.files.close()
+        self._start(copy.lease.end())
+
+    def close(self) -> None:
+        """The arbiter ends with its agents, and the leases with it."""
+        self._socket.close()
+        for copy in self._copies:
+            if copy.files:
+                copy.files.close()
+        self._copies.clear()
+
+    # -- readings --------------------------------------------------------------------------------
+
+    @property
+    def held_bytes(self) -> Bytes:
+        return Bytes(sum(copy.held_bytes for copy in self._copies))
+
+    def engine_readings(self) -> tuple[EngineReading, ...]:
+        """What each copy takes, on the account of its lease."""
+        host = host_device(self._node)
+        return tuple(
+            EngineReading(c.lease.ticket, (DeviceBytes(host, c.held_bytes),)) for c in self._copies
+        )
+
+    def readings(self) -> tuple[HostCopyReading, ...]:
+        return tuple(
+            HostCopyReading(
+                copy.files.index.key,
+                copy.lease.ticket,
+                tuple(sorted(copy.models)),
+                tuple(sorted(copy.users)),
+                copy.held_bytes,
+                copy.is_leaving,
+            )
+            for copy in self._copies
+            if copy.files is not None
+        )
+
+
+def _new_name() -> str:
+    return f"copy-{uuid.uuid4().hex[:16]}"
+
+
+def _has_changed(request: CopyRequest, found: Found) -> bool:
+    try:
+        return copy_files.look(request) != found
+    except OSError:
+        return False  # not looked

