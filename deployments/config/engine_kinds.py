@@ -157,7 +157,6 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(84 * MIB),
         working_bytes=Bytes(128 * MIB),  # of one long clause
         estimate=file_and_engine(".onnx"),
-        copies=("**/*.onnx",),
     ),
     "kokoro": EngineKind(
         "deployments.engines.kokoro:build",
@@ -165,7 +164,6 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(120 * MIB),  # with the styles of fifty voices
         working_bytes=Bytes(320 * MIB),  # of one long clause
         estimate=file_and_engine(".onnx"),
-        copies=("**/*.onnx",),
     ),
     "silero": EngineKind(
         "deployments.engines.silero:build",

@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import socket
+import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -110,7 +111,7 @@ def received(config: Config) -> Config:
     index = json.loads(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
     files = dict(zip(index["names"], fds[1:], strict=True))
     copy = SharedCopy(index["key"], files, config["host_copy"]["own_bytes"])
-    view = linked(Path(config["model"]), Path(os.environ["TMPDIR"]) / "model", files)
+    view = linked(Path(config["model"]), Path(tempfile.mkdtemp()) / "model", files)
     return config | {"model": str(view), "shared_copy": copy}
 
 

@@ -1,5 +1,6 @@
 """Models that share a host copy of their files, on a real cluster and a real engine."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from arbiter.core.events import PressurePushed
 from arbiter.core.types import Level
 from arbiter.errors import UnknownHostCopy
 from arbiter.units import MIB, seconds
-from tests.support.live_arbiter import LiveArbiter, gone, kill, live_arbiter
+from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("D4")]
@@ -105,18 +106,19 @@ async def test_models_of_the_same_bytes_hold_them_once_and_wake_from_there(
         [woken] = await d.events("model_wake")
         assert woken["model"] == "one" and len(await d.events("lease_granted")) == 1
         await d.until(lambda s: copies(s)[0]["inflight"] == 2)
+        await d.books_are_true()
 
 
 @pytest.mark.spec("D5")
 async def test_model_replaced_on_disk_is_loaded_from_another_copy(
     folder: Path, tmp_path: Path
 ) -> None:
-    model = twin(folder, tmp_path / "one")
-    async with live_arbiter(embedding(one=model)) as d:
+    own = twin(folder, tmp_path / "one")
+    async with live_arbiter(embedding(one=own)) as d:
         holder = d.holder("embedding")
         first = await vector(holder, "one")
         [old] = copies(await d.state())
-        [changed, *_] = sorted(model.glob("*.safetensors"))
+        [changed, *_] = sorted(own.glob("*.safetensors"))
         content = bytearray(changed.read_bytes())
         content[-MIB:] = bytes(MIB)  # of the same size, as a training of it would write
         changed.write_bytes(content)
@@ -175,6 +177,28 @@ async def other_agent(d: LiveArbiter, pid: int) -> bool:
         return (await d.pids())["agent"] != pid
     except (RayError, ValueError):
         return False
+
+
+@pytest.mark.spec("C6")
+async def test_model_whose_files_are_in_host_ram_is_granted_before_one_that_came_earlier(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(MIB))
+    shared = {"source": str(tmp_path), "host_copy": "shared"}
+    table = {name: capability(**{name: model(200, can_sleep=False)}) for name in "abc"}
+    table["b"]["models"]["b"] |= shared
+    async with live_arbiter(table) as d:
+        a, b, c = (d.holder(name) for name in "abc")
+        assert await b.ask.remote("b") == 200
+        await a.keep.remote("a")
+        await d.until(lambda s: [copy["users"] for copy in s["copies"]] == [[]])
+        cold = c.ask.remote("c")
+        await d.until(lambda s: [w["model"] for w in s["queue"]] == ["c"])
+        warm = b.ask.remote("b")
+        await d.until(lambda s: [w["model"] for w in s["queue"]] == ["b", "c"])
+        await a.let_go.remote("a")
+        assert await asyncio.wait_for(asyncio.gather(cold, warm), 60) == [200, 200]
+        await d.books_are_true()
 
 
 @pytest.mark.spec("D8")
