@@ -40,10 +40,14 @@ class Copies:
         return HostCopies(NodeId("n"), folder, Grants(), start)
 
     def close(self) -> None:
-        for task in self._running:
-            self._loop.call_soon_threadsafe(task.cancel)
-        self._loop.call_soon_threadsafe(self._made.close)
+        self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _end(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._made.close()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
