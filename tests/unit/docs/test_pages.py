@@ -11,7 +11,7 @@ import yaml
 
 from arbiter.server.store import Store
 from deployments.front import keys
-from deployments.front.body_limit import MAX_BODY_BYTES
+from deployments.front.body_limit import MAX_FILE_FORM_BYTES
 from deployments.front.keys import Keyring, Scope
 from tests.support.pages import NOT_RUN, PAGES, ROOT, Block, as_checkout, blocks, run, to_paste
 
@@ -79,7 +79,7 @@ def test_block_that_fails_fails_its_test(tmp_path: Path) -> None:
 @pytest.mark.spec("M3")
 def test_proxy_for_tls_lets_through_what_the_front_takes() -> None:
     page = (ROOT / "docs" / "deploy.md").read_text()
-    assert f"client_max_body_size {MAX_BODY_BYTES >> 20}m;" in page
+    assert f"client_max_body_size {-(-MAX_FILE_FORM_BYTES >> 20)}m;" in page
     assert "proxy_set_header Host $host;" in page and "proxy_buffering off;" in page
 
 
