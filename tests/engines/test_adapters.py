@@ -1,6 +1,7 @@
 """Adapters in a vLLM child: by name from a folder, many in one batch, each failing alone."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -344,7 +345,8 @@ def test_request_whose_deadline_passes_while_it_waits_is_dropped_before_any_step
     with ThreadPoolExecutor(1) as pool:
         status, got = pool.submit(asked_by, chat, "late", "ninth", **late).result(60)
     assert (status, got["error"]["code"]) == (503, "deadline_unmet"), got
-    assert "0.5 s after it came" in got["error"]["message"]
+    # Counted from when the engine had it, which on a busy machine is some tenths after it was sent.
+    assert re.search(r"0\.[0-5] s after it came", got["error"]["message"]), got
     facts = chat.call("GET", "/admission")[1]
     assert (facts["expired"], facts["waiting"], facts["running"]) == (expired + 1, 0, len(NAMES))
     assert tier(chat, "tiny:ninth") != "hot", "it has never been in a slot"

