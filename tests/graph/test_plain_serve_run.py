@@ -86,7 +86,7 @@ def is_ready(graph: Graph) -> bool:
 @pytest.mark.spec("H0", "M1", "M2")
 def test_plain_serve_run_of_a_written_file_answers_and_is_warm() -> None:
     with plain_start() as graph:
-        until(lambda: is_ready(graph), 180, "it says that it is ready")
+        until(lambda: is_ready(graph), 400, "it says that it is ready")
         assert has_spare(graph), "the next replica starts as fast as any"
         *steps, box = said(graph).split(RULE)[:2]
         done = re.findall(r"^  ok +(\w+)", "".join(steps), re.M)

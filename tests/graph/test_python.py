@@ -15,7 +15,7 @@ from tests.graph.conftest import ROOT, Graph
 from tests.support import both_ways, python_page
 from tests.support.graph_commands import environment
 
-RUN_S = 150  # all models, one after the other: each loads in a second or two
+RUN_S = 400  # all models, one after the other: each loads in a second or two
 
 
 def run(graph: Graph, *words: str, folder: Path = ROOT) -> str:

@@ -16,7 +16,7 @@ FIRST_SEED = int(os.environ.get("SIM_FIRST_SEED", "0"))  # for runs in several p
 BATCHES_COUNT = 10  # so that a failure is seen before all seeds have run
 FAULTS_S, QUIET_S = 60, 200
 # Of one test, as in pyproject.toml; of more seeds a second for each, five times what one takes.
-TIMEOUT_S = max(300, SEEDS_COUNT // BATCHES_COUNT)
+TIMEOUT_S = max(600, SEEDS_COUNT // BATCHES_COUNT)
 # Failed once, beyond the seeds that every run has: a wake beyond its tenant's quota that waited for
 # ever, and a load that rejoined after its bytes were lent.
 FAILED_SEEDS = (2408, 3083)
