@@ -32,7 +32,7 @@ Config = dict[str, Any]
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders where the made models are looked for, with one small matrix in each."""
     named = "".join((ROOT / name).read_text() for name in SHIPPED)
-    for name in set(re.findall(r"made:([\w-]+)", named)):
+    for name in set(re.findall(r"made:([\w.-]+)", named)):
         folder = tmp_path / "models" / name
         folder.mkdir(parents=True)
         save_file({"q.weight": np.zeros((8, 8), np.float32)}, folder / "model.safetensors")
@@ -220,7 +220,7 @@ def test_a_model_whose_files_are_not_there_is_named_and_so_are_the_others(
     failed = run("check", str(ROOT / SHIPPED[0]))
     assert failed.exit_code == 1
     lines = failed.stderr.splitlines()[1:]
-    made = re.findall(r"made:([\w-]+)", (ROOT / SHIPPED[0]).read_text())
+    made = re.findall(r"made:([\w.-]+)", (ROOT / SHIPPED[0]).read_text())
     assert {"small-chat", "tiny-draw"} <= set(made)
     for model, line in zip(made, lines, strict=True):
         assert line.startswith("front.user_config.capabilities.")
