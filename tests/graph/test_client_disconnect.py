@@ -22,7 +22,7 @@ LONG = {
     "n": 16,
     "ignore_eos": True,
 }
-STOPS_WITHIN_S = 15.0  # of what takes twice as long when nobody stops it
+STOPS_WITHIN_S = 15.0  # of what takes twice as long when it is not stopped
 
 
 class Caller:

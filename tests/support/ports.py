@@ -17,7 +17,7 @@ _held: list[int] = []  # for as long as this process lives
 
 
 def free_port() -> int:
-    """One that no connection is given by itself, on which no process listens, and that no other
+    """A port that no connection is given by itself, on which no process listens, and that no other
     test process of this machine has. Raises LookupError."""
     low, high = (int(end) for end in EPHEMERAL.read_text().split())
     for port in outside(low, high):
