@@ -47,6 +47,7 @@ NEAR = {
     "arbiter/core/state.py": "arbiter/core/residency/test_heartbeats.py",
     "arbiter/core/tickets/loads.py": "arbiter/core/tickets/test_reclaim.py",
     "arbiter/client/gang_request.py": "deployments/replica/test_use_all.py",
+    "arbiter/errors/base.py": "arbiter/test_errors.py",
     "deployments/engines/vllm/admission.py": "deployments/engines/vllm/test_batch_gate.py",
     "deployments/replica/held_model.py": "deployments/replica/test_residency.py",
 }
@@ -84,7 +85,7 @@ def batches_of(tier: str, bug: Bug | None) -> list[list[str]]:
     path = Path(bug.path)
     names = UNIT / NEAR.get(bug.path, path.parent / f"test_{path.name}"), VLLM / f"test_{path.name}"
     near = [str(name) for name in names if name.exists()]
-    is_core = bug.path.startswith((*CORE_FOLDERS, "arbiter/errors.py"))
+    is_core = bug.path.startswith((*CORE_FOLDERS, "arbiter/errors/"))
     rest = core_tests if is_core else [str(UNIT / path.parts[0])]
     if bug.path.startswith("deployments/engines/vllm/"):
         rest.append(str(VLLM))

@@ -310,7 +310,7 @@ BUGS = [
     Bug("wiggle forgotten", "arbiter/core/tickets/budget.py", "lendable",
         "ours - share(ours, settings.wiggle_fraction)",
         "ours"),
-    Bug("an error loses a field in transit", "arbiter/errors.py", "ArbiterError.__reduce__",
+    Bug("an error loses a field in transit", "arbiter/errors/base.py", "ArbiterError.__reduce__",
         "self.values()",
         "self.values()[1:]"),
     Bug("news in a heartbeat overlooked", "arbiter/core/residency/heartbeats.py", "_is_nothing_new",

@@ -16,9 +16,12 @@ CODE = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 PURE_MODULES = ("arbiter.core", "arbiter.errors", "arbiter.units", "policies")
-PURE = [ROOT / "arbiter" / "errors.py", ROOT / "arbiter" / "units.py"]
-PURE += sorted((ROOT / "arbiter" / "core").rglob("*.py"))
-PURE += sorted((ROOT / "policies").rglob("*.py"))
+PURE = [ROOT / "arbiter" / "units.py"]
+PURE += sorted(
+    path
+    for folder in ("arbiter/errors", "arbiter/core", "policies")
+    for path in (ROOT / folder).rglob("*.py")
+)
 ALLOWED = {
     "bisect", "collections", "collections.abc", "dataclasses", "difflib", "enum", "functools",
     "heapq", "itertools", "math", "operator", "re", "typing",

@@ -1,0 +1,146 @@
+"""
+ArbiterError
+  RequestError            the caller can act on it; crosses process borders; maps to one HTTP status
+    UnknownCapability     404  not registered; names what is
+    UnknownModel          404  the capability has no such model; names what it has
+    UnknownRole           400  a capability names a role that no policy ranks; names those it knows
+    UnknownTicket         404  neither on the books nor remembered
+    CapabilityConflict    409  the same name registered differently
+    NeverFits             507  larger than the whole budget: change the model or the budget
+    OutsideHours          503  its model is not loaded at this time of day; says when it is
+    DeadlineUnmet         503  cannot be served, or was not granted, before its deadline
+    QueueFull             429  the bounded queue of a model or of the arbiter is full
+    ModelCoolingDown      503  its last load failed; says why and when to come back
+    LoadFailed            503  the load behind this ticket failed
+    EngineLost            503  the engine died under this request
+    CapabilityFailed      503  its deployment is broken or has no application
+    LeaseRefused          400  a lease on terms, or for a process, that cannot be
+    UnknownLease          404  no such lease of this tenant
+    HostRamShort          409  host RAM has no room for a copy of a model's files
+    UnknownHostCopy       404  no node has such a copy
+    GrowthRefused         409  a resident that wants more would wait for another that does
+    SettingsConflict      409  the settings were changed by another caller meanwhile
+    NotResident           409  a control plane says what is resident, and this model is not
+    UnderPressure         503  real memory is short on every device it could go to
+    QuotaExceeded         429  more than this tenant or client may have at once
+    RemoteBudgetSpent     429  a tenant's day at a remote has no room for this request
+    EgressRefused         503  what leaves this machine cannot be written down, so nothing leaves
+    EgressUnsettled       503  what it cost is not written down; it stays reserved, to be told again
+    TenantCoolingDown     429  over what it may hold on average, until that has fallen
+    HolderQuarantined     503  this holder did not give memory back
+    ArbiterClosing        503  shutdown has begun
+    ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
+    TicketClosed          409  use after release
+    TicketNotQueued       409  it is to be raised or cancelled, and does not wait
+    RequestCancelled      410  an operator has ended its wait
+    TicketNotGranted      409  an engine was to be spawned under a ticket without a grant
+    StaleEpoch            409  message of an earlier epoch of the arbiter
+  AgentAway               a node's agent did not answer just now; what was asked is asked again
+  SlabUnusable            a file that should hold a slab is none, or cannot be mapped
+  RowMisused              a slab's writer pinned, unpinned or freed a row out of turn: its bug
+  LedgerBroken            a bug in this package; the actor must crash, never repair
+"""
+
+from arbiter.errors.base import (
+    ArbiterError,
+    RequestError,
+    error_fields,
+)
+from arbiter.errors.host_memory import (
+    HostRamShort,
+    RowMisused,
+    SlabUnusable,
+    UnknownHostCopy,
+)
+from arbiter.errors.models import (
+    ENGINE_DIED,
+    NAMES_TOLD,
+    CapabilityConflict,
+    CapabilityFailed,
+    EngineLost,
+    LoadFailed,
+    ModelCoolingDown,
+    NotResident,
+    UnknownCapability,
+    UnknownModel,
+    UnknownRole,
+)
+from arbiter.errors.service import (
+    NEVER_JOINED,
+    AgentAway,
+    ArbiterClosing,
+    ArbiterUnavailable,
+    LedgerBroken,
+    SettingsConflict,
+    StaleEpoch,
+)
+from arbiter.errors.tenants import (
+    EgressRefused,
+    EgressUnsettled,
+    HolderQuarantined,
+    LeaseRefused,
+    QuotaExceeded,
+    RemoteBudgetSpent,
+    TenantCoolingDown,
+    UnknownLease,
+)
+from arbiter.errors.tickets import (
+    DeadlineUnmet,
+    GrowthRefused,
+    NeverFits,
+    OutsideHours,
+    QueueFull,
+    RequestCancelled,
+    TicketClosed,
+    TicketNotGranted,
+    TicketNotQueued,
+    UnderPressure,
+    UnknownTicket,
+)
+
+__all__ = [
+    "ENGINE_DIED",
+    "NAMES_TOLD",
+    "NEVER_JOINED",
+    "AgentAway",
+    "ArbiterClosing",
+    "ArbiterError",
+    "ArbiterUnavailable",
+    "CapabilityConflict",
+    "CapabilityFailed",
+    "DeadlineUnmet",
+    "EgressRefused",
+    "EgressUnsettled",
+    "EngineLost",
+    "GrowthRefused",
+    "HolderQuarantined",
+    "HostRamShort",
+    "LeaseRefused",
+    "LedgerBroken",
+    "LoadFailed",
+    "ModelCoolingDown",
+    "NeverFits",
+    "NotResident",
+    "OutsideHours",
+    "QueueFull",
+    "QuotaExceeded",
+    "RemoteBudgetSpent",
+    "RequestCancelled",
+    "RequestError",
+    "RowMisused",
+    "SettingsConflict",
+    "SlabUnusable",
+    "StaleEpoch",
+    "TenantCoolingDown",
+    "TicketClosed",
+    "TicketNotGranted",
+    "TicketNotQueued",
+    "UnderPressure",
+    "UnknownCapability",
+    "UnknownHostCopy",
+    "UnknownLease",
+    "UnknownModel",
+    "UnknownRole",
+    "UnknownTicket",
+    "error_fields",
+]

@@ -1,0 +1,137 @@
+"""Refusals about capabilities and models: their names, their loads, and their engines."""
+
+from dataclasses import field
+from difflib import get_close_matches
+
+from arbiter.errors.base import RequestError, error_fields
+from arbiter.units import TicketId
+
+# Of what there is, in a message: a terminal's height, not 10,000 adapters. GET /v1/models has all.
+NAMES_TOLD = 20
+
+
+def _names(names: tuple[str, ...]) -> str:
+    some = ", ".join(names[:NAMES_TOLD]) if names else "none yet"
+    return f"{some}, ..." if len(names) > NAMES_TOLD else some
+
+
+@error_fields
+class UnknownCapability(RequestError):
+    status_code, code, param = 404, "capability_not_found", "model"
+
+    capability: str
+    known: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"no capability {self.capability!r} is registered; there is: {_names(self.known)}"
+
+
+@error_fields
+class UnknownModel(RequestError):
+    status_code, code, param = 404, "model_not_found", "model"
+
+    model: str
+    capability: str
+    known: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = f"{self.capability} serves" if self.capability else "this system serves"
+        near = get_close_matches(self.model, self.known)
+        hint = f" did you mean {' or '.join(near)}?" if near else ""
+        return f"no model {self.model!r};{hint} {where}: {_names(self.known)}"
+
+
+@error_fields
+class UnknownRole(RequestError):
+    status_code, code = 400, "role_not_found"
+
+    role: str
+    capability: str
+    known: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"capability {self.capability!r} names role {self.role!r}, which no policy ranks;"
+            f" there is: {_names(self.known)}"
+        )
+
+
+@error_fields
+class CapabilityConflict(RequestError):
+    status_code, code = 409, "capability_conflict"
+
+    capability: str
+    difference: str  # names of the fields that differ
+
+    def __str__(self) -> str:
+        return (
+            f"capability {self.capability!r} is already registered with other {self.difference};"
+            " change it through the configuration, or register under another name"
+        )
+
+
+@error_fields
+class CapabilityFailed(RequestError):
+    status_code, code = 503, "capability_failed"
+    retry_after_s = 30.0  # a person has to mend it; probes commonly ask twice a minute
+
+    model: str
+    cause: str
+
+    def __str__(self) -> str:
+        return f"the capability that serves {self.model} failed ({self.cause}); see `serve status`"
+
+
+@error_fields
+class NotResident(RequestError):
+    status_code, code = 409, "not_resident"
+
+    model: str
+    capability: str
+    floor: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} is not resident (its floor is {self.floor}), and {self.capability} loads"
+            " nothing by itself; set its floor to device"
+        )
+
+
+@error_fields
+class ModelCoolingDown(RequestError):
+    status_code, code = 503, "model_cooling_down"
+
+    model: str
+    cause: str
+    retry_after_s: float = field()
+
+    def __str__(self) -> str:
+        return f"{self.model} failed to load ({self.cause}); next try in {self.retry_after_s:.0f} s"
+
+
+ENGINE_DIED = "the engine died while loading"  # the cause of a load that ended without a word
+
+
+@error_fields
+class LoadFailed(RequestError):
+    status_code, code = 503, "load_failed"
+    retry_after_s = 2.0  # the first cool-down; ModelCoolingDown tells of a longer one
+
+    model: str
+    cause: str
+    out_of_memory: bool
+
+    def __str__(self) -> str:
+        return f"{self.model} did not load: {self.cause}"
+
+
+@error_fields
+class EngineLost(RequestError):
+    status_code, code = 503, "engine_lost"
+    retry_after_s = 1.0
+
+    model: str
+    ticket: TicketId
+
+    def __str__(self) -> str:
+        return f"the engine of {self.model} ({self.ticket}) died under this request; send it again"
