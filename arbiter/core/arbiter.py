@@ -72,7 +72,7 @@ class Arbiter:
     def handle(self, event: ev.Event, now: Instant) -> list[Decision]:
         """Applies one event and returns the decisions that follow from it. Raises RequestError,
         having changed nothing, for an event that cannot be: a capability that differs from the
-        known one of its name, and what events.py names for events from people. `now` never goes
+        known one of its name, and what events/operators.py names for each. `now` never goes
         back."""
         state = self._state
         assert now >= state.now, "time went back"
