@@ -1,4 +1,5 @@
-"""Gives freed heap back to the system, for processes that run for weeks.
+"""Gives freed heap back to the system: in processes that run for weeks, and in engines that sleep
+or have computed.
 
 glibc keeps what was freed in the arena of the thread that had it, up to eight arenas for each core,
 and gives back by itself only what lies at an arena's end. The arbiter's process had 74 MiB of that

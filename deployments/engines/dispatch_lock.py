@@ -6,7 +6,6 @@ engine frees its scratch before it unlocks: the node agent charges scratch beyon
 foreign.
 """
 
-import ctypes
 import fcntl
 import os
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-_libc = ctypes.CDLL(None)
+from arbiter import heap
 
 
 def lock_path(name: str) -> Path:
@@ -49,4 +48,4 @@ def give_back() -> None:
     """Returns memory that the allocators keep to the device and the kernel."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    _libc.malloc_trim(0)
+    heap.trim()

@@ -33,6 +33,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
+from arbiter import heap
 from deployments.engines import asgi, linux, shared_copy
 from deployments.engines.protocol import (
     CannotSleep,
@@ -357,7 +358,7 @@ class EngineHost:
             self.asleep = True  # from here on requests are refused, not lost
             await engine.sleep()
             gc.collect()
-            linux.trim()
+            heap.trim()  # without it the kernel sees a sleep only in part
         return {"seconds": time.perf_counter() - began_s}
 
     async def _wake_up(self) -> dict[str, Any]:

@@ -224,8 +224,3 @@ class Filling:
                     return
                 length = ctypes.c_size_t(min(end - at, _FILLED_AT_ONCE))
                 _libc.madvise(ctypes.c_void_p(at), length, _POPULATE_WRITE)
-
-
-def trim() -> None:
-    """Returns freed heap to the kernel; without it the kernel sees a sleep only in part."""
-    _libc.malloc_trim(0)

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.weight_utils import safetensors_weights_it
 from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from arbiter import heap
 from deployments.engines import linux
 from deployments.engines.vllm import drafter
 
@@ -215,4 +216,4 @@ def copy_to_memory(path: Path, expected: tuple[int, ...]) -> int:
 
 def _give_back() -> None:
     gc.collect()
-    linux.trim()
+    heap.trim()
