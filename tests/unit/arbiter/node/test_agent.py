@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from arbiter import heap
 from arbiter.core import events as ev
 from arbiter.node.device_probe import Readings, Tree
 from arbiter.pool import Rows, SavedRows, Slab
 from arbiter.protocol.messages import SlabRequest, SpawnSpec
 from arbiter.units import MIB, Bytes, Content, NodeId, TicketId, seconds
 from tests.support.engine_host import is_gone, until
+from tests.support.heap_trims import begun_trims
 from tests.support.local_agent import BROKEN_ZYGOTE, FAKE_ENGINE, START_S, agent_in
 from tests.support.waits import eventually
 
@@ -215,13 +215,7 @@ async def test_copies_of_a_removed_tenants_adapters_leave_its_node(
 async def test_freed_heap_of_an_agent_is_given_back_while_it_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = asyncio.Event()
-
-    async def trim_forever() -> None:
-        begun.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(heap, "trim_forever", trim_forever)
+    begun = begun_trims(monkeypatch)
     running = agent_in(folder)
     async with asyncio.timeout(START_S):
         await begun.wait()

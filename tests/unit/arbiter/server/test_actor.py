@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from ray.exceptions import OwnerDiedError, RayActorError
 
-from arbiter import heap
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.errors import OutsideHours, SettingsConflict, StaleEpoch
@@ -20,6 +19,7 @@ from arbiter.server.store import Member, Store
 from arbiter.units import Bytes, HolderId, NodeId, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
+from tests.support.heap_trims import begun_trims
 from tests.support.hours import hours_away
 from tests.support.local_arbiter import TABLE, Running
 
@@ -264,13 +264,7 @@ async def test_metrics_count_what_the_event_log_tells(running: Running) -> None:
 async def test_freed_heap_of_the_arbiter_is_given_back_while_it_runs(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = asyncio.Event()
-
-    async def trim_forever() -> None:
-        begun.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(heap, "trim_forever", trim_forever)
+    begun = begun_trims(monkeypatch)
     async with running():
         async with asyncio.timeout(30):
             await begun.wait()

@@ -135,33 +135,31 @@ def test_bytes_given_back_by_a_tenant_start_no_grant_pass_for_others_elsewhere(
     assert granted(driver.gone(10.4, "a")) == ["e"] and set(looked) == {"o"}
 
 
-def test_asleep_bytes_in_host_ram_do_not_count_towards_a_maximum() -> None:
+def with_sleeper(size: int, keeps: int) -> CoreDriver:
+    """Tenant z may have 20 GiB. A model of y of this size sleeps, of which so much stays on the
+    device; what it made room for has failed."""
     driver = CoreDriver(device=80, host=100, settings=settings(terms("z", most=20)))
-    driver.resident(0, "a", 20, host=30, tenant="y")
-    driver.engines["a"] = {CPU: 20}
+    driver.resident(0, "a", size, host=30, tenant="y")
+    driver.engines["a"] = {CPU: size}
     driver.read(1)
-    driver.ask(20, "b", 80, tenant="y")
+    driver.ask(20, "b", 70, tenant="y")
     driver.at(21, ev.Slept(TicketId("a")))
-    driver.engines["a"] = {HOST: 30}
+    driver.engines["a"] = {CPU: keeps, HOST: 30}
     driver.read(22)
     assert driver.state_of("a") == "asleep"
     driver.at(23, ev.LoadBroke(TicketId("b"), "x", False))
     driver.gone(24, "b")
+    return driver
+
+
+def test_asleep_bytes_in_host_ram_do_not_count_towards_a_maximum() -> None:
+    driver = with_sleeper(20, keeps=0)
     assert granted(driver.ask(25, "a", 20, host=30, tenant="z")) == ["a"]
     assert (holds(driver, "z"), holds(driver, "y")) == (20, 0)
 
 
 def test_wake_beyond_the_maximum_of_its_tenant_is_refused_and_the_model_sleeps_on() -> None:
-    driver = CoreDriver(device=80, host=100, settings=settings(terms("z", most=20)))
-    driver.resident(0, "a", 21, host=30, tenant="y")
-    driver.engines["a"] = {CPU: 21}
-    driver.read(1)
-    driver.ask(20, "b", 70, tenant="y")
-    driver.at(21, ev.Slept(TicketId("a")))
-    driver.engines["a"] = {CPU: 2, HOST: 30}  # what it lacks alone would be within the maximum
-    driver.read(22)
-    driver.at(23, ev.LoadBroke(TicketId("b"), "x", False))
-    driver.gone(24, "b")
+    driver = with_sleeper(21, keeps=2)  # what it lacks alone would be within the maximum
     error = refusal(driver.ask(25, "a", 21, host=30, tenant="z"))
     assert error == QuotaExceeded("z", 0, gib(21), gib(20), "bytes")
     assert driver.state_of("a") == "asleep"
