@@ -29,7 +29,9 @@ from tests.bugs.planting import BUGS, mutated
 ROOT = Path(__file__).parents[1]
 TIERS = ("unit", "style", "model", "sim")  # the cheapest first
 UNIT = Path("tests/unit")
-VLLM = Path("tests/engines/vllm")  # the units that need vLLM itself, whose import takes 5 s
+ENGINES = Path("tests/engines")
+# The units that need vLLM or torch and transformers themselves, whose imports take 5 s.
+WITH_LIBRARIES = (ENGINES / "vllm", ENGINES / "libraries")
 BUGS_FIT = "tests/style/test_bugs.py"  # fails with each bug, because that one fits no more
 # Where the core lies, most bugs show in the tests of another rule: all of these are run.
 CORE_FOLDERS = ("arbiter/core", "policies")
@@ -83,12 +85,13 @@ def batches_of(tier: str, bug: Bug | None) -> list[list[str]]:
     if bug is None:
         return [[str(UNIT)]]
     path = Path(bug.path)
-    names = UNIT / NEAR.get(bug.path, path.parent / f"test_{path.name}"), VLLM / f"test_{path.name}"
+    names = [UNIT / NEAR.get(bug.path, path.parent / f"test_{path.name}")]
+    names += [folder / f"test_{path.name}" for folder in WITH_LIBRARIES]
     near = [str(name) for name in names if name.exists()]
     is_core = bug.path.startswith((*CORE_FOLDERS, "arbiter/errors/"))
     rest = core_tests if is_core else [str(UNIT / path.parts[0])]
     if bug.path.startswith("deployments/engines/vllm/"):
-        rest.append(str(VLLM))
+        rest += map(str, WITH_LIBRARIES)
     return [near, rest] if near else [rest]
 
 

@@ -29,6 +29,7 @@ ALLOWED = {
 }  # fmt: skip
 # A file holds one subject; most stay under 400 lines, and 600 is the wall.
 LINES_PER_FILE, LINES_PER_FUNCTION, LINES_PER_CAPABILITY = 600, 50, 150
+SLOW_LIBRARIES = {"torch", "transformers", "vllm", "diffusers", "sentence_transformers", "peft"}
 # The unit ends the name of a plain number; these count or rank things that have no unit.
 UNITS = ("_bytes", "_ns", "_s", "_fraction", "_count", "_loads", "_ticks", "_micros")
 UNITLESS = {
@@ -248,6 +249,18 @@ def imported_test_modules(path: Path) -> set[str]:
 def test_nothing_imports_from_a_test_module() -> None:
     """What several of them need lies in tests/support."""
     assert not broken_in([*TESTS, *BENCHMARKS], imported_test_modules)
+
+
+def slow_imports(path: Path) -> set[str]:
+    return {module for module in imports(path) if module.split(".")[0] in SLOW_LIBRARIES}
+
+
+def test_fast_tests_import_no_library_of_engines() -> None:
+    """Each worker of xdist imports all its tests, and torch takes seconds; such a unit's tests are
+    in tests/engines/libraries or tests/engines/vllm."""
+    fast = [p for p in TESTS if p.relative_to(ROOT / "tests").parts[0] in ("unit", "model", "sim")]
+    assert len(fast) > 200 and not broken_in(fast, slow_imports)
+    assert slow_imports(ROOT / "tests" / "engines" / "libraries" / "test_int8.py") == {"torch"}
 
 
 def reads_of_the_core(path: Path) -> list[int]:
