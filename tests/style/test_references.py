@@ -75,7 +75,7 @@ def exists(name: str) -> bool:
 
 
 def cited_in_vain(path: Path) -> list[str]:
-    text = path.read_text()
+    text = sources.text_of(path)
     gone = gone_of(text, path)
     # Code is told from prose, which takes long, only where something seems to be gone.
     return gone_of("\n".join(prose_of(text)), path) if gone and path.suffix == ".py" else gone
