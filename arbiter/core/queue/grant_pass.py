@@ -122,11 +122,11 @@ def _stays_end(state: CoreState, book: DeviceAccount, soonest: Instant) -> Insta
     may before that."""
     now, least = state.now, state.settings.min_residency
     for entry in book.entries.values():
-        moments = [entry.declined_until, priority_fades_at(state, entry) or now]
         load = entry.load if entry.state is State.RESIDENT else None
-        if load and after(load.resident_since, least) < soonest:
-            moments.append(min_residency_ends(state, entry))
-        for at in moments:
+        is_sooner = load and after(load.resident_since, least) < soonest
+        stays_until = min_residency_ends(state, entry) if is_sooner else now
+        fades_at = priority_fades_at(state, entry) or now
+        for at in (entry.declined_until, fades_at, stays_until):
             if now < at < soonest:
                 soonest = at
     return soonest
@@ -158,18 +158,20 @@ def _collations_end(
 ) -> Instant:
     """Returns when one of the first of the queue has waited as long as it must for models with
     which its own trades places (C13); `soonest` where that is not before."""
+    now, most = state.now, state.settings.collate_most
+    have_given_up = state.trades.have_given_up
     models = {entry.model_name for entry in residents}
     for waiting in state.queue.first(node, SCANNED_COUNT):
         asked = waiting.request.asked
-        if state.trades.have_given_up:
+        if have_given_up:
             asked = state.trades.waits_since((waiting.holder, waiting.model.model), asked)
-        ends_at = after(asked, state.settings.collate_most)  # sooner only by a deadline
-        if ends_at <= state.now or (ends_at >= soonest and waiting.deadline is None):
+        ends_at = after(asked, most)  # sooner only by a deadline
+        if (ends_at >= soonest and waiting.deadline is None) or ends_at <= now:
             continue
-        came = state.trades.came_among(waiting.model, models, state.now)
+        came = state.trades.came_among(waiting.model, models, now)
         asker = state.ledger.find(waiting.request.ticket) if came else None
         if asker is not None:
             traded = {entry.capability for entry in residents if entry.model_name in came}
             bounds = [trade_bound(state, capability, asker) for capability in traded]
-            soonest = min((at for at in bounds if state.now < at < soonest), default=soonest)
+            soonest = min((at for at in bounds if now < at < soonest), default=soonest)
     return soonest

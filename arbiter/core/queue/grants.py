@@ -87,7 +87,7 @@ def _finds_nothing(
         return False
     if pass_.room(book.device, entry) >= need or any(e.is_prefetch for e in book.loading.values()):
         return False
-    return not any(True for _ in victims_no_more_urgent(state, book, entry.priority))
+    return not any(True for _ in victims_no_more_urgent(state, book, waiting.request.priority))
 
 
 def _place_prefetch(
