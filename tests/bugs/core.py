@@ -335,7 +335,7 @@ BUGS = [
         "is_known and self.least_bytes >= need",
         "is_known"),
     Bug("who may not load for pressure counts as too large", "arbiter/core/queue/grants.py", "_place_on_one",
-        "usable == devices and not _is_closed_to_it_only(state, pass_, entry)",
+        "usable == devices and not _is_closed_to_it_only(state, pass_, entry, urgent)",
         "usable == devices"),
     Bug("what has room finds nothing", "arbiter/core/queue/grants.py", "_finds_nothing",
         "pass_.room(book.device, entry) >= need",

@@ -120,7 +120,8 @@ def _set_next_pass(state: CoreState, pass_: GrantPass) -> None:
 def _stays_end(state: CoreState, book: DeviceAccount, soonest: Instant) -> Instant:
     """Returns when the first ticket of a device may leave that may not now; `soonest` where none
     may before that."""
-    now, least = state.now, state.settings.min_residency
+    now = state.now
+    least = state.settings.min_residency
     for entry in book.entries.values():
         load = entry.load if entry.state is State.RESIDENT else None
         is_sooner = load and after(load.resident_since, least) < soonest
@@ -158,7 +159,8 @@ def _collations_end(
 ) -> Instant:
     """Returns when one of the first of the queue has waited as long as it must for models with
     which its own trades places (C13); `soonest` where that is not before."""
-    now, most = state.now, state.settings.collate_most
+    now = state.now
+    most = state.settings.collate_most
     have_given_up = state.trades.have_given_up
     models = {entry.model_name for entry in residents}
     for waiting in state.queue.first(node, SCANNED_COUNT):

@@ -176,7 +176,8 @@ class RequestQueue:
         """Takes a ticket out; safe for a ticket that is not queued."""
         if waiting := self._waiting.pop(ticket, None):
             self._remove(waiting)
-            model, here = waiting.model, (waiting.node, waiting.model)
+            model = waiting.model
+            here = (waiting.node, model)
             del self._of_model[model][ticket], self._here[here][ticket]
             if not self._here[here]:
                 del self._here[here]

@@ -38,7 +38,8 @@ class PricedVictim:
         self.place = (self.rank, self.cost_s / (self.freed_bytes or 1), self.ticket)
 
 
-PLACE, RANK = attrgetter("place"), attrgetter("rank")
+PLACE = attrgetter("place")
+RANK = attrgetter("rank")
 
 
 def choose(options: Iterable[PricedVictim], short: Bytes) -> list[PricedVictim]:
