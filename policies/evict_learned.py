@@ -16,4 +16,4 @@ UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to estimate from: a mid-siz
 def price(c: Candidate) -> Price:
     reload_s = in_seconds(c.reload) or UNKNOWN_LOAD_S
     cost_s = reload_s * c.reuse.chance + c.evict_cost_s
-    return Price(rank=(c.role_rank,), cost_s=cost_s, why=c.reuse)
+    return Price((c.role_rank,), cost_s, c.reuse)

@@ -16,7 +16,7 @@ from arbiter.core.decisions import Decision, EventKind, LogEvent, Refuse
 from arbiter.core.histogram import Histogram
 from arbiter.core.records.accounts import Accounts
 from arbiter.core.records.compactions import Compactions
-from arbiter.core.records.estimates import Estimates, ModelKey
+from arbiter.core.records.estimates import Estimates
 from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ledger import Ledger
 from arbiter.core.records.loading_times import LoadingTimes
@@ -366,10 +366,6 @@ class CoreState:
             if self.floors
             else dict(self.registry.configured_floors)
         )
-
-    def key_of(self, entry: Ticket) -> ModelKey:
-        """Returns the key under which the learned values of a ticket are kept."""
-        return ModelKey(entry.capability, entry.model, entry.settings_key)
 
     def mark_dirty(self, *nodes: NodeId) -> None:
         """Has these nodes looked at in this step's grant pass, because something that no book

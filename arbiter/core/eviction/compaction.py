@@ -164,7 +164,7 @@ def _free(state: CoreState, run: Compaction, entry: Ticket, asker: Ticket | None
     wasted = waste.wasted_bytes(state, entry)
     run.begin_freeing(CompactedTicket(entry.ticket, entry.holder, entry.model_name, wasted))
     state.compactions.note_waste(entry.ticket, is_enough=False)
-    state.estimates.compacted(state.key_of(entry), waste.settled_bytes(state, entry))
+    state.estimates.compacted(entry.model_key, waste.settled_bytes(state, entry))
     eviction.revoke(state, entry, Reason.COMPACT, asker)
 
 

@@ -60,7 +60,7 @@ def find_obstacle(
         return Obstacle.UNLAWFUL
     if state.tenants and quotas.is_reserved(state, entry, waiting.client.tenant):
         return Obstacle.RESERVED
-    if waiting.frees:
+    if waiting.lease and waiting.frees:
         return _why_not_freed(state, entry, waiting)
     if entry.ticket in state.queue:
         is_ahead = state.queue.is_ahead(waiting.ticket, entry.ticket)
@@ -205,17 +205,23 @@ def collation_bound(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant
     """Returns until when an asker waits for a model with which it trades places, at most: no longer
     than half of the time that its deadline leaves. A request that gave up and asks again goes on
     with its wait. Now where they do not trade."""
-    trades = state.trades.has_left_for(waiting.model_name, entry.model_name, state.now)
+    if not state.trades.has_left_for(waiting.model_name, entry.model_name, state.now):
+        return state.now
+    return trade_bound(state, entry.capability, waiting)
+
+
+def trade_bound(state: CoreState, capability: str, waiting: Ticket) -> Instant:
+    """Returns the same for a model of a capability that is known to trade places."""
     queued = state.queue.find(waiting.ticket)
-    if not trades or queued is None or not state.settings.collate_most:
+    if queued is None or not state.settings.collate_most:
         return state.now
     asked = queued.request.asked
     began = state.trades.waits_since((waiting.holder, waiting.model), asked)
     bound = after(began, state.settings.collate_most)
     if queued.deadline is None:
         return bound
-    load = state.estimates.load_time(state.key_of(waiting), waiting.need.weights_bytes)
-    turnover = state.estimates.turnover(entry.capability)
+    load = state.estimates.load_time(waiting.model_key, waiting.need.weights_bytes)
+    turnover = state.estimates.turnover(capability)
     spare = since(asked, queued.deadline) - load - turnover
     return min(bound, after(asked, Span(max(0, spare // 2))))
 

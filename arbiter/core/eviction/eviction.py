@@ -190,11 +190,10 @@ def _worth_waiting_until(
     dearest = max(option.rank for option in chosen)
     leaving = [book.entries[option.ticket] for option in chosen if option.rank == dearest]
     reload = max(
-        state.estimates.load_time(state.key_of(entry), entry.need.weights_bytes)
-        for entry in leaving
+        state.estimates.load_time(entry.model_key, entry.need.weights_bytes) for entry in leaving
     )
     turnover = state.estimates.turnover(waiting.capability)
-    load = state.estimates.load_time(state.key_of(waiting), waiting.need.weights_bytes)
+    load = state.estimates.load_time(waiting.model_key, waiting.need.weights_bytes)
     serves_at = after(until, Span(turnover + load))
     is_in_time = queued.deadline is None or serves_at <= queued.deadline
     return until if is_in_time and until <= after(queued.request.asked, reload) else None

@@ -21,9 +21,11 @@ from arbiter.units import (
 def grant_with_host_copy(state: CoreState, entry: Ticket) -> Sizes | None:
     """Returns what a ticket is granted plus its host reservation to sleep in; None when it cannot
     sleep or host RAM has no room."""
-    host = state.ledger.books.get(host_device(entry.node))
     copy = entry.need.host_bytes
-    if host is None or copy == 0 or not state.estimates.can_sleep(state.key_of(entry)):
+    if copy == 0 or not state.estimates.can_sleep(entry.model_key):
+        return None
+    host = state.ledger.books.get(host_device(entry.node))
+    if host is None:
         return None
     host_reservation = Bytes(copy + entry.ram_bytes)  # the process keeps its RAM while it sleeps
     already = entry.charge(host.device)  # the process, and a copy kept since the last sleep
@@ -99,5 +101,5 @@ def await_confirmation(state: CoreState, entry: Ticket, believe_by: Instant) -> 
 def _end_failed_sleep(state: CoreState, entry: Ticket, reason: Reason) -> None:
     wanted = state.settings.slept_fraction
     state.log(EventKind.NOT_ASLEEP, entry, size=entry.at_home_bytes, wanted_fraction=wanted)
-    state.estimates.did_not_sleep(state.key_of(entry))
+    state.estimates.did_not_sleep(entry.model_key)
     kill_and_notify(state, entry, reason)

@@ -28,13 +28,13 @@ def settled_bytes(state: CoreState, entry: Ticket) -> Bytes:
     """Returns what the model needed since its load, up to its first use: of this load, else of the
     last that was seen; 0 when none was."""
     load = entry.load
-    return (load.settled_bytes if load else None) or state.estimates.settled(state.key_of(entry))
+    return (load.settled_bytes if load else None) or state.estimates.settled(entry.model_key)
 
 
 def next_grant_bytes(state: CoreState, entry: Ticket) -> Bytes:
     """Returns what the model would be granted once compacted."""
     settled = settled_bytes(state, entry)
-    key = state.key_of(entry)
+    key = entry.model_key
     return state.estimates.size_after_compaction(key, entry.need, entry.need_is_explicit, settled)
 
 

@@ -24,9 +24,11 @@ from arbiter.units import Bytes, Instant, after
 def as_attainable(state: CoreState, event: ev.Requested) -> ev.Requested:
     """Returns the request of `arbiter free` with as many of its bytes as can be had at once; any
     other request as it is."""
+    if event.lease is None or not event.lease.frees:
+        return event
     holder = state.holders.get(event.holder)
     node = state.nodes.get(holder.node) if holder else None
-    if event.lease is None or not event.lease.frees or holder is None or node is None:
+    if holder is None or node is None:
         return event
     asker = leases.new_entry(state, holder, event, event.lease)
     books = readable_devices(state, node)

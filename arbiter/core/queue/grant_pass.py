@@ -1,26 +1,27 @@
 """Makes one pass over a node's queue: which tickets are tried, in order, and when to stop (C6)."""
 
-from collections.abc import Iterator
 from itertools import islice
 
 from arbiter.core.eviction import watermarks
-from arbiter.core.eviction.eligibility import collation_bound, min_residency_ends, pause_ends
+from arbiter.core.eviction.eligibility import min_residency_ends, pause_ends, trade_bound
 from arbiter.core.eviction.ranking import priority_fades_at
 from arbiter.core.queue.grants import place, place_gang, return_to_service, wake
 from arbiter.core.queue.outcome import PassEnd
 from arbiter.core.queue.pass_state import GrantPass
 from arbiter.core.queue.placement_memo import PlacementMemo
+from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
-from arbiter.core.records.ticket import State
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.timers import NEVER
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import (
     compute_books,
+    is_readable,
     on_demand_of,
-    readable_devices,
     watch_claims,
 )
-from arbiter.units import SECOND, Bytes, Instant, Span, after
+from arbiter.units import SECOND, Bytes, Instant, NodeId, Span, after
 
 SCANNED_COUNT = 32  # tickets on a device, looked through for the next moment at 1 us each
 
@@ -62,11 +63,11 @@ def _run_node(state: CoreState, node: Node) -> PassEnd:
 def _new_pass(state: CoreState, node: Node) -> GrantPass:
     books = compute_books(state, node)
     reserves = quotas.reserves(state)
-    most = max((on_demand_of(b) for b in books), default=Bytes(0))
+    most = max([on_demand_of(b) for b in books], default=Bytes(0))
     return GrantPass(
         node,
-        {b.device: b for b in readable_devices(state, node)},
-        max((b.budget_bytes for b in books), default=Bytes(0)),
+        {b.device: b for b in books if is_readable(state, node, b.device, state.now)},
+        max([b.budget_bytes for b in books], default=Bytes(0)),
         most,
         Bytes(most - sum(reserves.values())),
         reserves,
@@ -99,41 +100,80 @@ def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> None:
 
 def _set_next_pass(state: CoreState, pass_: GrantPass) -> None:
     """Sets when the node is looked at again, because minimum residency, refusals and urgency end by
-    themselves. Of a device with very many tickets one of these surely ends soon."""
-    moments: list[Instant] = []
+    themselves. Of a device with very many tickets one of these surely ends soon. What ends behind
+    the time that is set already is left out."""
+    subject = ("queue", pass_.node.node)
+    soonest = state.timers.at(subject)
     for book in pass_.books.values():
         if len(book.entries) > SCANNED_COUNT:
-            moments.append(after(state.now, Span(SECOND)))
-            continue
-        for entry in book.entries.values():
-            moments.append(min_residency_ends(state, entry))
-            moments.append(entry.declined_until)
-            moments.append(priority_fades_at(state, entry) or state.now)
-    moments += _collations_end(state, pass_)
-    if later := [at for at in moments if at > state.now]:
-        state.timers.set(("queue", pass_.node.node), min(later))
+            soonest = min(soonest, after(state.now, Span(SECOND)))
+        else:
+            soonest = min(soonest, _stays_end(state, book, soonest))
+    if state.trades:
+        residents = _residents(pass_)
+        soonest = min(soonest, _pauses_end(state, residents, soonest))
+        soonest = min(soonest, _collations_end(state, pass_.node.node, residents, soonest))
+    if soonest < NEVER:
+        state.timers.set(subject, soonest)
 
 
-def _collations_end(state: CoreState, pass_: GrantPass) -> Iterator[Instant]:
-    """Yields when models that trade places may have no requests any more, and when the first of the
-    queue have waited for them as long as they must (C13)."""
-    if not state.trades:
-        return
-    residents = [
+def _stays_end(state: CoreState, book: DeviceAccount, soonest: Instant) -> Instant:
+    """Returns when the first ticket of a device may leave that may not now; `soonest` where none
+    may before that."""
+    now = state.now
+    least = state.settings.min_residency
+    for entry in book.entries.values():
+        load = entry.load if entry.state is State.RESIDENT else None
+        is_sooner = load and after(load.resident_since, least) < soonest
+        stays_until = min_residency_ends(state, entry) if is_sooner else now
+        fades_at = priority_fades_at(state, entry) or now
+        for at in (entry.declined_until, fades_at, stays_until):
+            if now < at < soonest:
+                soonest = at
+    return soonest
+
+
+def _residents(pass_: GrantPass) -> list[Ticket]:
+    return [
         entry
         for book in pass_.books.values()
         for entry in islice(book.entries.values(), SCANNED_COUNT)
         if entry.state is State.RESIDENT
     ]
+
+
+def _pauses_end(state: CoreState, residents: list[Ticket], soonest: Instant) -> Instant:
+    """Returns when the first model may have no requests any more (C13); `soonest` where that is not
+    before."""
+    least = state.settings.collate_pause
     for entry in residents:
-        if not entry.inflight:
-            yield pause_ends(state, entry)
+        if not entry.inflight and after(entry.last_used, least) < soonest:
+            at = pause_ends(state, entry)
+            if state.now < at < soonest:
+                soonest = at
+    return soonest
+
+
+def _collations_end(
+    state: CoreState, node: NodeId, residents: list[Ticket], soonest: Instant
+) -> Instant:
+    """Returns when one of the first of the queue has waited as long as it must for models with
+    which its own trades places (C13); `soonest` where that is not before."""
+    now = state.now
+    most = state.settings.collate_most
+    have_given_up = state.trades.have_given_up
     models = {entry.model_name for entry in residents}
-    left = state.trades.left_models
-    queued = state.queue.first(pass_.node.node, SCANNED_COUNT)
-    for waiting in [waiting for waiting in queued if waiting.model in left]:
-        came = state.trades.came_among(waiting.model, models, state.now)
+    for waiting in state.queue.first(node, SCANNED_COUNT):
+        asked = waiting.request.asked
+        if have_given_up:
+            asked = state.trades.waits_since((waiting.holder, waiting.model.model), asked)
+        ends_at = after(asked, most)  # sooner only by a deadline
+        if (ends_at >= soonest and waiting.deadline is None) or ends_at <= now:
+            continue
+        came = state.trades.came_among(waiting.model, models, now)
         asker = state.ledger.find(waiting.request.ticket) if came else None
         if asker is not None:
-            traded = (entry for entry in residents if entry.model_name in came)
-            yield from (collation_bound(state, entry, asker) for entry in traded)
+            traded = {entry.capability for entry in residents if entry.model_name in came}
+            bounds = [trade_bound(state, capability, asker) for capability in traded]
+            soonest = min((at for at in bounds if now < at < soonest), default=soonest)
+    return soonest

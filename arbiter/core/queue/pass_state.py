@@ -122,9 +122,8 @@ def count_bypasses(state: CoreState, pass_: GrantPass, sequence: int, home: Size
     heard = {h for h in state.queue.stats(node).holders if not state.is_silent(h)}
     bypassed = [
         other
-        for other in state.queue.at(node)
-        if other.request.sequence <= sequence
-        and not (other.is_aged or other.is_held)
+        for other in state.queue.asked_before(node, sequence)
+        if not (other.is_aged or other.is_held)
         and other.holder in heard
         and (other.need_bytes <= most if other.is_plain else _could_use(state, other, home, most))
     ]

@@ -8,16 +8,23 @@ from arbiter.core.records.ticket import Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets.device_limits import on_demand_of
 from arbiter.core.view import PlacementOption
-from arbiter.units import Bytes
+from arbiter.units import Bytes, DeviceId
 
 
 def devices_for(
     state: CoreState, books: Iterable[DeviceAccount], entry: Ticket, need: Bytes
-) -> list[PlacementOption]:
+) -> list[DeviceId]:
     """Returns the devices that could ever hold a ticket and let loads begin, best first by the
     policy."""
+    able = [
+        book
+        for book in books
+        if need <= on_demand_of(book) and not pressure.is_closed_to(state, entry, book.device)
+    ]
+    if len(able) < 2:  # nothing to order, as on most nodes
+        return [book.device for book in able]
     last = state.last_home.get((entry.node, entry.model_name))
-    found = [
+    options = [
         PlacementOption(
             b.device,
             need,
@@ -26,17 +33,16 @@ def devices_for(
             tickets_count=len(b.entries),
             was_home=b.device == last,
         )
-        for b in books
-        if need <= on_demand_of(b) and not pressure.is_closed_to(state, entry, b.device)
+        for b in able
     ]
-    return sorted(found, key=state.policies.place)
+    return [option.device for option in sorted(options, key=state.policies.place)]
 
 
 def estimated_bytes(state: CoreState, entry: Ticket, largest: Bytes) -> Bytes:
     """Returns what a ticket will be granted. What was learned, of a failure for memory or of a peak
     with its headroom, never exceeds the largest device: there is nothing beyond it to try, and the
     model has run there before."""
-    estimate = state.estimates.size(state.key_of(entry), entry.need, entry.need_is_explicit)
+    estimate = state.estimates.size(entry.model_key, entry.need, entry.need_is_explicit)
     if estimate.source in ("corrected", "learned") and largest >= entry.need.device_bytes:
         return min(estimate.device_bytes, largest)
     return estimate.device_bytes

@@ -58,7 +58,7 @@ def too_late(entry: Ticket, waited_s: float, predicted: Span) -> DeadlineUnmet:
 
 def load_span(state: CoreState, entry: Ticket) -> Span:
     """Returns how long a ticket's wake or load takes; 0 when nothing is known."""
-    key = state.key_of(entry)
+    key = entry.model_key
     woken = state.estimates.wake_time(key) if entry.state is not State.QUEUED else Span(0)
     return woken or state.estimates.load_time(key, entry.need.weights_bytes)
 

@@ -219,8 +219,9 @@ class Estimates:
     def load_time(self, key: ModelKey, weights: Bytes = Bytes(0)) -> Span:
         """Returns how long a load takes: as it took so far, else as others of its capability took
         for as many bytes, else 0."""
-        if weights == 0 or key in self._loads:
-            return self._loads.of(key)
+        took = self._loads.of(key)
+        if took or weights == 0 or key in self._loads:
+            return took
         return self._predictor.seconds(key.capability, weights)
 
     def wake_time(self, key: ModelKey) -> Span:

@@ -116,6 +116,7 @@ class RequestQueue:
         self._walked: set[NodeId] = set()  # see walk
         self._stats: dict[NodeId, QueueStats] = {}
         self._of_model: dict[ModelName, dict[TicketId, None]] = {}
+        self._here: dict[tuple[NodeId, ModelName], dict[TicketId, None]] = {}
         self._where: dict[str, Counter[NodeId]] = {}  # by quota group
         self._loads: Counter[tuple[NodeId, ModelName]] = Counter()  # in flight
         self._copies: dict[NodeId, frozenset[ModelName]] = {}  # whose files are in host RAM
@@ -164,6 +165,7 @@ class RequestQueue:
         )
         self._waiting[ticket] = waiting
         self._of_model.setdefault(model, {})[ticket] = None
+        self._here.setdefault((node, model), {})[ticket] = None
         if quota_group not in self._where:
             self._where[quota_group] = Counter()
         self._where[quota_group][node] += 1
@@ -174,9 +176,13 @@ class RequestQueue:
         """Takes a ticket out; safe for a ticket that is not queued."""
         if waiting := self._waiting.pop(ticket, None):
             self._remove(waiting)
-            del self._of_model[waiting.model][ticket]
-            if not self._of_model[waiting.model]:
-                del self._of_model[waiting.model]
+            model = waiting.model
+            here = (waiting.node, model)
+            del self._of_model[model][ticket], self._here[here][ticket]
+            if not self._here[here]:
+                del self._here[here]
+            if not self._of_model[model]:
+                del self._of_model[model]
             where = self._where[waiting.quota_group]
             where[waiting.node] -= 1
             if not where[waiting.node]:
@@ -243,10 +249,10 @@ class RequestQueue:
 
     def _rewarm(self, node: NodeId, model: ModelName) -> None:
         is_warm = self._is_warm(node, model)
-        for ticket in list(self._of_model.get(model, ())):
+        for ticket in list(self._here.get((node, model), ())):
             waiting = self._waiting[ticket]
             request = waiting.request
-            if waiting.node == node and not request.is_asleep and request.is_warm != is_warm:
+            if not request.is_asleep and request.is_warm != is_warm:
                 self._change(waiting, request._replace(is_warm=is_warm))
 
     def count_bypasses(self, bypassed: list[QueueEntry], most_count: int) -> bool:
@@ -286,6 +292,12 @@ class RequestQueue:
     def at(self, node: NodeId) -> list[QueueEntry]:
         """Returns the entries of a node, first to last."""
         return [waiting for _, _, waiting in self._order.get(node, ())]
+
+    def asked_before(self, node: NodeId, sequence: int) -> list[QueueEntry]:
+        """Returns the entries of a node that asked no later than the one of this sequence, first to
+        last."""
+        order = self._order.get(node, ())
+        return [waiting for _, _, waiting in order if waiting.request.sequence <= sequence]
 
     def walk(self, node: NodeId) -> Iterator[QueueEntry]:
         """Yields the entries of a node as they stand when the walk begins; an entry that has left

@@ -11,10 +11,9 @@ use or a load takes the same time however many models there are.
 out; half and double of them change the gap closed there by 0.01 (docs/benchmarks.md).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp, isfinite, log
-from operator import mul
 from typing import Any, NamedTuple
 
 from arbiter.core.records.usage_rates import UsageCounts
@@ -80,7 +79,7 @@ class ReuseLearner:
 
     def __init__(self, born: Features = BORN, doubt: Features = DOUBT) -> None:
         self.clock: Turnovers = 0.0
-        self._doubt = doubt
+        self._most = [d**2 for d in doubt]  # variances
         self._models: dict[ModelName, ModelUses] = {}
         self._order: list[ModelName] = []  # as they were first used: whose turn it is to be asked
         self._turn = 0
@@ -104,9 +103,9 @@ class ReuseLearner:
         open question is left open until silence has answered it."""
         if not self._order:
             return
-        for a in PLACES:
-            if self._covariance[a][a] < self._doubt[a] ** 2:
-                self._covariance[a][a] += DRIFT
+        for a, (row, most) in enumerate(zip(self._covariance, self._most, strict=True)):
+            if row[a] < most:
+                row[a] += DRIFT
         count, first = len(self._order), self._turn + 1
         asked_count = 0
         for turn in range(first, first + min(TRIES_COUNT, count)):
@@ -178,10 +177,12 @@ class ReuseLearner:
         return Reuse(self._chance(features), features)
 
     def _chance(self, features: Features) -> float:
-        a, b, c, d, e, f, g, h, i = self._weights
-        r, s, t, u, v, w, x, y, z = features
-        odds = a * r + b * s + c * t + d * u + e * v + f * w + g * x + h * y + i * z
-        return 1 / (1 + exp(-min(ODDS_MOST, max(-ODDS_MOST, odds))))
+        odds = _product(self._weights, features)
+        if odds > ODDS_MOST:
+            odds = ODDS_MOST
+        elif odds < -ODDS_MOST:
+            odds = -ODDS_MOST
+        return 1 / (1 + exp(-odds))
 
     def _features(self, name: ModelName, uses: ModelUses, counts: UsageCounts) -> Features:
         age = self.clock - uses.last
@@ -217,15 +218,12 @@ class ReuseLearner:
         features = uses.asked
         chance = self._chance(features)
         steep = max(1e-4, chance * (1 - chance))
-        spread = [sum(map(mul, row, features)) for row in self._covariance]
-        scale = 1 + steep * sum(map(mul, spread, features))
+        spread = [_product(row, features) for row in self._covariance]
+        scale = 1 + steep * _product(spread, features)
+        missed = answer - chance
         for a, wide in enumerate(spread):
-            self._weights[a] += wide / scale * (answer - chance)
-            pull = steep / scale * wide
-            row = self._covariance[a]
-            self._covariance[a] = [
-                value - pull * other for value, other in zip(row, spread, strict=True)
-            ]
+            self._weights[a] += wide / scale * missed
+            self._covariance[a] = _less(self._covariance[a], steep / scale * wide, spread)
 
     def _note_recent(self, name: ModelName, uses: ModelUses) -> None:
         """Counts a model as follower of what was used since its own last use."""
@@ -236,7 +234,8 @@ class ReuseLearner:
         for before in recent[:at]:
             _count_follower(self._models[before].followers, name)
         uses.visits_count += 1
-        self._recent = [name, *(other for other in recent if other != name)][:RECENT_COUNT]
+        del recent[at : at + 1], recent[RECENT_COUNT - 1 :]
+        recent.insert(0, name)
         self._note_leaders()
 
     def _note_leaders(self) -> None:
@@ -279,15 +278,53 @@ class ReuseLearner:
         self._note_leaders()
 
 
+# A step of learning makes ten products of nine numbers and nine rows: written out, these take two
+# thirds and one third of the time that `sum`, `map` and `zip` take.
+
+
+def _product(row: Sequence[float], other: Sequence[float]) -> float:
+    """Returns the sum of nine products, place by place."""
+    a, b, c, d, e, f, g, h, i = row
+    r, s, t, u, v, w, x, y, z = other
+    return a * r + b * s + c * t + d * u + e * v + f * w + g * x + h * y + i * z
+
+
+def _less(row: Sequence[float], k: float, other: Sequence[float]) -> list[float]:
+    """Returns a row less `k` times another."""
+    a, b, c, d, e, f, g, h, i = row
+    r, s, t, u, v, w, x, y, z = other
+    return [
+        a - k * r,
+        b - k * s,
+        c - k * t,
+        d - k * u,
+        e - k * v,
+        f - k * w,
+        g - k * x,
+        h - k * y,
+        i - k * z,
+    ]
+
+
 def _above(value: float, least: float) -> str:
     return f"{max(0.0, value - least):.2g}"
 
 
 def _count_follower(followers: dict[ModelName, int], name: ModelName) -> None:
     """Counts a follower; of more than FOLLOWERS_COUNT the rarest goes, the oldest of equals."""
-    if name not in followers and len(followers) >= FOLLOWERS_COUNT:
-        del followers[min(followers, key=followers.__getitem__)]
-    followers[name] = followers.get(name, 0) + 1
+    if count := followers.get(name):
+        followers[name] = count + 1
+        return
+    if len(followers) >= FOLLOWERS_COUNT:
+        del followers[_rarest(followers)]
+    followers[name] = 1
+
+
+def _rarest(followers: dict[ModelName, int]) -> ModelName:
+    """Returns the rarest of some followers, the oldest of equals; by place, because a name hashes
+    slowly, and with each use eight models count it."""
+    counts = list(followers.values())
+    return list(followers)[counts.index(min(counts))]
 
 
 def _row(name: ModelName, uses: ModelUses) -> list[Any]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from arbiter.core.decisions import Reason, Tier
+from arbiter.core.records.estimates import ModelKey
 from arbiter.core.types import ANYBODY, Client, LeaseConditions, ModelName, Need, Priority, Split
 from arbiter.units import (
     Bytes,
@@ -176,10 +177,13 @@ class Ticket:
     kill_at: Instant = Instant(0)  # in RECLAIMING: its engine is killed again then
     reclaim_late: bool = False  # reclaim took too long; its holder is quarantined
 
+    # Made once, because each rule asks for them.
     model_name: ModelName = field(init=False)
+    model_key: ModelKey = field(init=False)  # what was learned of it is kept under this
 
     def __post_init__(self) -> None:
-        self.model_name = ModelName(self.capability, self.model)  # once: each rule asks for it
+        self.model_name = ModelName(self.capability, self.model)
+        self.model_key = ModelKey(self.capability, self.model, self.settings_key)
 
     # -- configuration -------------------------------------------------------------------------
 

@@ -3,9 +3,11 @@ outside.
 """
 
 import heapq
+import sys
 
 from arbiter.units import Instant
 
+NEVER = Instant(sys.maxsize)  # 292 years
 Subject = tuple[str, str]  # kind and id: ("ticket", id), ("holder", id), ("node", id), ...
 
 
@@ -24,6 +26,10 @@ class Timers:
         if armed is None or at < armed:
             self._at[subject] = at
             heapq.heappush(self._heap, (at, subject))
+
+    def at(self, subject: Subject) -> Instant:
+        """Returns the time of a subject; NEVER where none is set."""
+        return self._at.get(subject, NEVER)
 
     def __contains__(self, subject: Subject) -> bool:
         return subject in self._at

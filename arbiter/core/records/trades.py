@@ -84,10 +84,17 @@ class Trades:
         if len(self._gave_up) > KEPT_COUNT:
             self._gave_up.popitem(last=False)
 
+    @property
+    def have_given_up(self) -> bool:
+        """Says whether any request is remembered that gave up."""
+        return bool(self._gave_up)
+
     def waits_since(self, waiter: Waiter, asked: Instant) -> Instant:
         """Returns since when a request has waited that asked at `asked`, with what it had waited
         when it gave up shortly before."""
-        began, until = self._gave_up.get(waiter, (asked, asked))
+        if (gave_up := self._gave_up.get(waiter)) is None:
+            return asked
+        began, until = gave_up
         return min(began, asked) if asked <= until else asked
 
     def granted(self, waiter: Waiter) -> None:

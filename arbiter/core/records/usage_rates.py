@@ -27,8 +27,10 @@ class UsageRates:
 
     def recent(self, name: ModelName, now: Instant) -> float:
         """Returns the uses in one window up to now; 0 for a model never used."""
-        count, at = self._seen.get(name, (0.0, now))
-        return count * exp((at - now) / self.window) if count else 0.0
+        if (seen := self._seen.get(name)) is None:
+            return 0.0
+        count, at = seen
+        return count * exp((at - now) / self.window)
 
     def forget(self, name: ModelName) -> None:
         """Forgets the uses of a model."""
@@ -81,6 +83,7 @@ class DailyCounts:
     hours_count: int
     counts: list[float] = field(default_factory=lambda: [0.0] * HOURS_COUNT)
     open_count: float = 0.0
+    answer: tuple[int, float] | None = None  # to `seen`, and the hour asked for, until it is used
 
     def used(self, hour: int, times_count: int) -> None:
         """Counts uses in an hour; a new hour makes those of the last one part of the habit."""
@@ -91,9 +94,16 @@ class DailyCounts:
             self.hours_count = hour
             self.open_count = 0.0
         self.open_count += times_count
+        self.answer = None
 
     def seen(self, hour: int) -> float:
-        """Returns the uses on earlier days in the hours ahead of `hour`."""
+        """Returns the uses on earlier days in the hours ahead of `hour`. Each price asks for it,
+        and between two uses the answer changes with the hour only."""
+        if self.answer is None or self.answer[0] != hour:
+            self.answer = hour, self._seen(hour)
+        return self.answer[1]
+
+    def _seen(self, hour: int) -> float:
         found = 0.0
         for ahead in range(hour, hour + AHEAD_COUNT):
             found += self.counts[ahead % HOURS_COUNT]

@@ -9,6 +9,7 @@ ranks are all alike (cost_aware) a sum.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
+from operator import attrgetter
 
 from arbiter.core.view import Key
 from arbiter.units import Bytes, TicketId
@@ -19,9 +20,10 @@ COST_LEAST = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PricedVictim:
-    """Describes a lawful victim and its price."""
+    """Describes a lawful victim and its price. Nothing writes to it, but it is not frozen: each
+    price needs a new one, and a frozen dataclass takes four times as long to make."""
 
     ticket: TicketId
     freed_bytes: Bytes
@@ -32,32 +34,36 @@ class PricedVictim:
     place: Key = field(init=False)
 
     def __post_init__(self) -> None:
-        place = (self.rank, self.cost_s / (self.freed_bytes or 1), self.ticket)
-        object.__setattr__(self, "place", place)  # once: each search of an order asks for it
+        # Once, because each search of an order asks for it.
+        self.place = (self.rank, self.cost_s / (self.freed_bytes or 1), self.ticket)
+
+
+PLACE = attrgetter("place")
+RANK = attrgetter("rank")
 
 
 def choose(options: Iterable[PricedVictim], short: Bytes) -> list[PricedVictim]:
     """Returns the cheapest set that frees `short` bytes, cheapest first; empty when all of them
     together do not."""
-    ranked = sorted(options, key=lambda o: o.place)
+    ranked = sorted(options, key=PLACE)
     cheaper = freed(ranked)
     missing = int(short)
     if cheaper < missing:
         return []
     chosen: list[PricedVictim] = []
-    groups = [list(members) for _, members in groupby(ranked, key=lambda o: o.rank)]
+    groups = [list(members) for _, members in groupby(ranked, key=RANK)]
     for group in reversed(groups):  # the dearest rank says first what it must give
         cheaper -= freed(group)
         if missing > cheaper:
             part = _cheapest_cover(group, missing - cheaper)
             chosen += part
             missing -= freed(part)
-    return sorted(chosen, key=lambda o: o.place)
+    return sorted(chosen, key=PLACE)
 
 
 def freed(options: Iterable[PricedVictim]) -> int:
     """Returns the bytes that all of these free."""
-    return sum(o.freed_bytes for o in options)
+    return sum([o.freed_bytes for o in options])
 
 
 def _cheapest_cover(group: list[PricedVictim], short: int) -> list[PricedVictim]:
@@ -93,7 +99,7 @@ def _minimal_greedy(group: list[PricedVictim], short: int) -> list[PricedVictim]
 def _cost(options: list[PricedVictim]) -> tuple[float, int]:
     """Orders sets by cost; of equals the set that frees more comes first, because cheaper ranks
     then give less."""
-    return sum(o.cost_s for o in options), -freed(options)
+    return sum([o.cost_s for o in options]), -freed(options)
 
 
 class _Search:

@@ -143,7 +143,7 @@ def _grow(state: CoreState, entry: Ticket) -> None:
     entry.note_grown(more, shrinks_from=after(state.now, late))
     devices = tuple(types.DeviceBytes(d, size) for d, size in sorted(home.items()))
     load_by = after(state.now, state.settings.timeouts.load)
-    time = state.estimates.load_time(state.key_of(entry))  # growing may be a restart of the engine
+    time = state.estimates.load_time(entry.model_key)  # growing may be a restart of the engine
     state.decide(Grant(entry.ticket, devices, load_by, time))
     state.log(EventKind.GROWTH_GRANTED, entry, size=more)
 

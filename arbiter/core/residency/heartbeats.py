@@ -111,7 +111,7 @@ def _tell_runs(state: CoreState, holder: Holder, event: ev.Renewed) -> None:
         state.decide(LogEvent(EventKind.CAPABILITY_RUN, {**what}, run.ticket, took=run.took))
         entry = state.ledger.find(run.ticket) if run.ticket and run.ran is not None else None
         if entry is not None and run.ran is not None and run.outcome == ANSWERED:
-            state.estimates.ran(state.key_of(entry), run.ran)
+            state.estimates.ran(entry.model_key, run.ran)
     if event.runs_dropped_count:
         state.decide(
             LogEvent(EventKind.RUNS_DROPPED, {**about, "dropped": event.runs_dropped_count})

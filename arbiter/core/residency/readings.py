@@ -246,7 +246,7 @@ def _learn(state: CoreState, entry: Ticket) -> None:
     held = Bytes(entry.at_home_bytes - shared)
     entry.note_reading(held)
     load = entry.last_load
-    key = state.key_of(entry)
+    key = entry.model_key
     if load.readings_count < LEARNED_AFTER or held == 0:
         return
     state.estimates.saw_peak(key, load.peak_bytes)

@@ -20,11 +20,11 @@ def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = T
     _first_use(state, entry)
     state.note_loaded(entry)
     if entry.wakes_count == 0:
-        state.estimates.loaded(state.key_of(entry), took, entry.need.weights_bytes)
+        state.estimates.loaded(entry.model_key, took, entry.need.weights_bytes)
         if state.settings.compact_every_loads_count:
             state.compactions.loads_count.update(list(entry.home))
     elif verified:
-        state.estimates.woke(state.key_of(entry), took)
+        state.estimates.woke(entry.model_key, took)
     else:
         state.log(EventKind.WAKE_UNVERIFIED, entry, took=took)
     state.failures.pop(entry.model_name, None)
@@ -63,7 +63,7 @@ def learn_failure(state: CoreState, entry: Ticket, cause: str, out_of_memory: bo
     state.log(EventKind.LOAD_FAILED, entry, cause=cause, out_of_memory=out_of_memory)
     if out_of_memory:
         held = Bytes(max(entry.home_bytes, entry.at_home_bytes))
-        state.estimates.ran_out(state.key_of(entry), held)
+        state.estimates.ran_out(entry.model_key, held)
         if entry.attempt == 1:
             state.failures.pop(entry.model_name, None)
     if entry.attempt == 1 and (out_of_memory or cause == ENGINE_DIED):
@@ -85,7 +85,7 @@ def note_cause(state: CoreState, event: ev.LoadBroke) -> None:
     if entry is None:
         return
     if event.out_of_memory:
-        state.estimates.ran_out(state.key_of(entry), entry.home_bytes)
+        state.estimates.ran_out(entry.model_key, entry.home_bytes)
     failure = state.failures.get(entry.model_name)
     if failure and event.out_of_memory and entry.attempt == 1:
         del state.failures[entry.model_name]

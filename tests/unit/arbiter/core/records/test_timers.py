@@ -1,6 +1,6 @@
 """Timers: due once, in order."""
 
-from arbiter.core.records.timers import Timers
+from arbiter.core.records.timers import NEVER, Timers
 from arbiter.units import (
     Instant,
 )
@@ -12,7 +12,8 @@ def test_timers_are_due_once_in_order_and_never_late() -> None:
     timers.set(("ticket", "a"), Instant(7))
     timers.set(("ticket", "a"), Instant(3))  # earlier wins
     timers.set(("ticket", "b"), Instant(9))  # later is looked at when the first rings
-    assert timers.next() == 3
+    assert timers.next() == timers.at(("ticket", "a")) == 3
+    assert timers.at(("ticket", "c")) == NEVER
     assert timers.due(Instant(2)) == []
     assert timers.due(Instant(6)) == [("ticket", "a"), ("ticket", "b")]
     assert timers.next() is None
