@@ -2,8 +2,9 @@
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` (`arbiter serve` sets it; it is read when Ray starts).
 
 Without them two requests get Serve's bare 500: a request in flight when the front's process dies,
-and a request with a header of Serve's own that Serve cannot decode. A response that has begun is
-cut where the front dies. A request that finds no front waits for one without a bound, because the
+and a request with a header of Serve's own that Serve cannot decode. Serve's own 503, of an
+application that failed, would not say when to come back. A response that has begun is cut where the
+front dies. A request that finds no front waits for one without a bound, because the
 only bound that Serve has is on the whole of a request, its stream included.
 
 Event streams come from their engine's socket where that is on this node (side_stream); without
@@ -30,6 +31,8 @@ from deployments.front.front_client import NoFront
 
 # A front starts in two seconds, and on a busy machine in ten times as long.
 TAKEN_S = 30.0
+# When to ask again for what Serve has not started: that takes it seconds, or never succeeds.
+AWAY_S, TEMPORARY = 10.0, (429, 503)
 # Of each method the paths whose answers may be large. Serve's queue of a response has no bound: the
 # front would hold what its client has not read yet.
 LARGE = {"POST": ("/v1/",), "GET": ("/v1/files/", "/v1/jobs/", "/v1/responses/")}
@@ -50,7 +53,7 @@ class FrontLost(RequestError):
 class FrontAway(RequestError):
     """Serve has no front that takes requests, and has not started another in TAKEN_S."""
 
-    code, retry_after_s = "front_away", 10.0
+    code, retry_after_s = "front_away", AWAY_S
 
     def __str__(self) -> str:
         return (
@@ -104,7 +107,7 @@ class UndecodableHeader(RequestError):
 
 
 class ProxyErrors:
-    """An ASGI middleware around Serve's proxy."""
+    """An ASGI middleware around Serve's proxy. Each 429 and 503 that goes out has a Retry-After."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -122,11 +125,22 @@ class ProxyErrors:
         async def noted(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
-            await send(message)
+            await send(_with_retry_after(message))
 
         await self._app({**scope, "headers": kept}, receive, noted)
         if not has_begun:
             await _refuse(FrontLost(), scope, receive, send)
+
+
+def _with_retry_after(message: Message) -> Message:
+    """The message, with a Retry-After where it begins a temporary refusal that has none: a refusal
+    of Serve's own, which does not know when its deployment is back."""
+    if message.get("status") not in TEMPORARY:
+        return message
+    headers = message.get("headers", ())
+    if any(name.lower() == b"retry-after" for name, _ in headers):
+        return message
+    return {**message, "headers": [*headers, (b"retry-after", b"%d" % AWAY_S)]}
 
 
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -39,12 +39,26 @@ BROKEN = '''"""A builder that fails as one does whose library is not installed."
 
 import a_library_that_is_not_installed
 '''
+FAILS = '''"""A deployment that Serve tries to start once."""
+
+from ray import serve
+
+
+@serve.deployment(max_constructor_retry_count=1)
+class Fails:
+    def __init__(self) -> None:
+        raise RuntimeError("told to fail")
+
+
+app = Fails.bind()
+'''
 
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     outside = package(tmp_path_factory.mktemp("outside"))
     (outside / "my_package" / "broken.py").write_text(BROKEN)
+    (outside / "my_package" / "fails.py").write_text(FAILS)
     (outside / "parrot").mkdir()
 
     def change(config: dict[str, Any]) -> None:
@@ -53,10 +67,10 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         capabilities["echo"]["models"]["parrot"]["source"] = str(outside / "parrot")
         models = {"none": {"source": str(outside), "need": {"weights": "1 MiB"}}}
         capabilities["broken"] = {**capabilities["echo"], "models": models}
-        fails = {"source": str(outside), "need": {"weights": "1 MiB"}}
-        fails["engine_args"] = {"fail": "error"}
+        bad = {"source": str(outside), "need": {"weights": "1 MiB"}}
+        bad["engine_args"] = {"fail": "error"}
         engine = "tests.support.fake_engine:FakeEngine"
-        sick = {"role": "text", "engine": engine, "paths": ["/v1/sick"], "models": {"sick": fails}}
+        sick = {"role": "text", "engine": engine, "paths": ["/v1/sick"], "models": {"sick": bad}}
         capabilities["sick"] = sick
         quick = {"source": str(outside), "need": {"weights": "1 MiB"}, "keep_warm_s": 1}
         mirror = {"engine": "tests.support.mirror_engine:build", "paths": ["/v1/mirror"]}
@@ -80,7 +94,8 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         narrow = json.loads(json.dumps(held).replace("held", "narrow"))
         narrow["deployments"][0] |= {"max_ongoing_requests": 1, "max_queued_requests": QUEUED}
         broken |= {"args": {"capability": "broken"}}
-        config["applications"] = [front, held, narrow, broken]
+        fails = {"name": "fails", "route_prefix": "/fails", "import_path": "my_package.fails:app"}
+        config["applications"] = [front, held, narrow, broken, fails]
         table = front["deployments"][0]["user_config"]
         table["capabilities"] = capabilities
         table["arbiter"] |= {"evict": POLICY, "pipelines": []}
@@ -191,6 +206,22 @@ def test_failed_application_and_failed_load_read_failed_with_their_cause(extende
     answer = post(extended, "/v1/sick", b'{"model": "sick"}', "application/json")
     assert (answer.status, json.load(answer)["error"]["code"]) == (503, "load_failed")
     assert "told to fail" in failed("sick")
+
+
+@pytest.mark.spec("J8")
+def test_application_that_failed_is_503_with_when_to_come_back_by_serve_itself(
+    extended: Graph,
+) -> None:
+    def refused() -> tuple[int, int, str] | None:
+        """Until Serve has given the deployment up, a request waits for a replica of it."""
+        connection = patient(extended)
+        connection.request("GET", "/fails")
+        answer = answer_of(connection)
+        return answer if "front_away" not in answer[2] else None
+
+    status, retry_after, said = until(refused, 120, "Serve has given it up")
+    assert (status, retry_after) == (503, FrontAway.retry_after_s)
+    assert "Fails" in said and "failed to deploy" in said
 
 
 @pytest.mark.spec("A2", "M2")

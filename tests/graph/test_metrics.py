@@ -3,10 +3,8 @@
 import contextlib
 import json
 import re
-import subprocess
 import tempfile
 import urllib.error
-import urllib.request
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -14,46 +12,17 @@ from typing import Any
 import pytest
 import yaml
 from openai import OpenAI
-from prometheus_client.parser import text_string_to_metric_families as families_of
 from ray._common.utils import get_default_ray_temp_dir
 
 from arbiter.metrics.table import FRONT, TABLE, Kind
-from tests.graph.conftest import BIN, Graph, until
+from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import read_command
+from tests.support.graph_metrics import ray_answer, ray_targets, scrape
 
 CHAT = "tiny-chat"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
 NAMES = re.compile(r"\b(?:ray_)?arbiter_\w+")
 REPORT_S = 10.0  # of Ray's metrics; ours are set each 5 s
-
-
-def scrape(url: str) -> dict[str, list[Any]]:
-    """The samples of each series' name."""
-    with urllib.request.urlopen(url, timeout=60) as answer:
-        text = answer.read().decode()
-    found: dict[str, list[Any]] = {}
-    for family in families_of(text):
-        for sample in family.samples:
-            found.setdefault(sample.name, []).append(sample)
-    return found
-
-
-def ray_answer(graph: Graph, path: str) -> Any:
-    """Of Ray's dashboard."""
-    token = subprocess.run(
-        [BIN / "ray", "get-auth-token"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    request = urllib.request.Request(
-        f"{graph.dashboard}{path}", headers={"Authorization": f"Bearer {token}"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
-
-
-def ray_targets(graph: Graph) -> list[str]:
-    """What Prometheus is told to scrape of this cluster."""
-    groups = ray_answer(graph, "/api/prometheus/sd")
-    return [target for group in groups for target in group["targets"]]
 
 
 @pytest.mark.spec("K2")

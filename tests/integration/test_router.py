@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import itertools
 import json
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +54,7 @@ class Chat(Capability):
 @contextlib.asynccontextmanager
 async def two() -> AsyncIterator[tuple[LiveArbiter, Any]]:
     async with live_arbiter(
-        {"chat": capability(a=model(40, chunks=1000, chunk_seconds=0.05))}
+        {"chat": capability(a=model(40, chunks=10_000, chunk_seconds=0.05))}
     ) as d:
         app = Chat.bind("chat")
         handle = await asyncio.to_thread(serve.run, app, name="chat", route_prefix=None)
@@ -95,6 +97,26 @@ async def begun(
     return (await anext(parts)).headers["replica"], parts
 
 
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """A call in a replica until a test ends it. Its answer ends; it is not cancelled, because Ray
+    leaves the generator of a call suspended that is cancelled while a piece is on its way: the
+    replica would be busy for a while that nobody knows."""
+
+    replica: str
+    parts: AsyncGenerator[Any, None]
+    gate: Path
+
+    def end(self) -> None:
+        self.gate.touch()
+
+
+async def opened(d: LiveArbiter, handle: Any, asked: messages.InferenceCall) -> OpenStream:
+    gate = d.folder / uuid.uuid4().hex
+    body = json.loads(asked.body) | {"stream": True, "until": str(gate)}
+    return OpenStream(*await begun(handle, replace(asked, body=json.dumps(body).encode())), gate)
+
+
 async def replica_of(handle: Any, asked: messages.InferenceCall) -> str:
     replica, parts = await begun(handle, asked)
     async for _ in parts:
@@ -108,24 +130,23 @@ async def test_concurrent_requests_load_a_model_once_and_a_conversation_keeps_it
             requests = (replica_of(handle, call()) for _ in range(OVERLOAD_COUNT))
             [first] = set(await asyncio.gather(*requests))
         assert len((await d.state())["tickets"]) == 1
-        stream = b'{"stream": true}'
-        held = [await begun(handle, call(body=stream))]
-        while held[-1][0] == first:  # until it has no room, and a second copy is loaded
+        held = [await opened(d, handle, call())]
+        while held[-1].replica == first:  # until it has no room, and a second copy is loaded
             assert len(held) <= ROOM
-            held.append(await begun(handle, call("talk", stream)))
-        other, answer = held[-1]
+            held.append(await opened(d, handle, call("talk")))
+        other = held[-1].replica
         assert len(held) > OVERLOAD_COUNT
-        await anext(answer)  # it has its model
-        for _, parts in held[1:]:
-            parts.cancel()
+        await anext(held[-1].parts)  # it has its model
+        for one in held[1:]:
+            one.end()
         # Once the router has heard that both have the model, the idle one is preferred.
         await eventually(lambda: _goes_to(handle, call(), other))
-        held[0][1].cancel()
-        busy = [await begun(handle, call("talk", stream)) for _ in range(OVERLOAD_COUNT)]
-        assert {name for name, _ in busy} == {other}  # though the first is idle
+        held[0].end()
+        busy = [await opened(d, handle, call("talk")) for _ in range(OVERLOAD_COUNT)]
+        assert {one.replica for one in busy} == {other}  # though the first is idle
         await eventually(lambda: _goes_to(handle, call("talk"), first))  # too far behind now
-        for _, parts in busy:
-            parts.cancel()
+        for one in busy:
+            one.end()
 
 
 async def _goes_to(handle: Any, asked: messages.InferenceCall, replica: str) -> bool:
@@ -151,47 +172,48 @@ RULES = " ".join(f"Law {number}: be kind." for number in range(300))
 
 
 async def idle(d: LiveArbiter, count: int = 2) -> None:
-    """So many replicas compute nothing: what they say next of their queue counts no call that was
-    cancelled."""
+    """So many replicas compute nothing: what they say next of their queue counts no call that has
+    ended."""
     await d.until(lambda s: sum(t["idle_s"] is not None for t in s["tickets"]) == count)
 
 
 async def both_loaded(d: LiveArbiter, handle: Any) -> tuple[str, str]:
     """The replicas, when both have the model: the first was sent MANUAL, and the other one RULES
     when the first was full."""
-    held = [await begun(handle, await asked(d, MANUAL, "Go on.", stream=True))]
-    first = held[0][0]
-    await anext(held[0][1])  # it has its model
-    while held[-1][0] == first:
+    held = [await opened(d, handle, await asked(d, MANUAL, "Go on."))]
+    first = held[0].replica
+    await anext(held[0].parts)  # it has its model
+    while held[-1].replica == first:
         assert len(held) <= ROOM
-        held.append(await begun(handle, await asked(d, RULES, "Go on.", stream=True)))
-    await anext(held[-1][1])
-    for _, parts in held[:-1]:
-        parts.cancel()
+        held.append(await opened(d, handle, await asked(d, RULES, "Go on.")))
+    *others, last = held
+    await anext(last.parts)
+    for one in others:
+        one.end()
     await idle(d, 1)
     await eventually(lambda: _goes_to(handle, call(), first))  # once its router knows the model
-    held[-1][1].cancel()
+    last.end()
     await idle(d)
-    return first, held[-1][0]
+    return first, last.replica
 
 
 async def test_new_conversation_goes_where_its_prompt_is_known_unless_that_is_overloaded() -> None:
     async with two() as (d, handle):
         first, other = await both_loaded(d, handle)
-        busy = [await begun(handle, await asked(d, MANUAL, "Go on.", "busy-0", stream=True))]
-        assert busy[0][0] == first
+        busy = [await opened(d, handle, await asked(d, MANUAL, "Go on.", "busy-0"))]
+        assert busy[0].replica == first
         await eventually(lambda: _goes_to(handle, call(), other))  # it has less to do
         known = await asked(d, MANUAL, "And what does rule 7 say?", "new")
         assert await replica_of(handle, known) == first
         assert await replica_of(handle, await asked_in_part(d, 7, 10)) == first
         await _goes_by_load(d, handle, other)
         for number in range(1, OVERLOAD_COUNT):
-            more = await asked(d, MANUAL, "Go on.", f"busy-{number}", stream=True)
-            busy.append(await begun(handle, more))
-        assert {name for name, _ in busy} == {first}
+            more = await asked(d, MANUAL, "Go on.", f"busy-{number}")
+            busy.append(await opened(d, handle, more))
+        assert {one.replica for one in busy} == {first}
         moved = await _one_that_moves(d, handle, other)
-        for _, parts in busy:
-            parts.cancel()
+        for one in busy:
+            one.end()
         keys = ({"x_conversation_id": moved}, {"stable": True}, {"x_prefix_id": "p"})
         places = [await _stays(d, handle, key) for key in (*keys, {"prompt_cache_key": "k"})]
         assert places[0] == other
@@ -238,14 +260,14 @@ async def _stays(d: LiveArbiter, handle: Any, key: dict[str, Any]) -> str:
     """The replica to which requests of a key go each time, although another has less to do."""
     await idle(d)
     asks = await asked(d, "Be brief.", "Why?", **key)
-    held = [await begun(handle, replace(asks, body=b'{"stream": true}')) for _ in range(2)]
-    [place] = {name for name, _ in held}
+    held = [await opened(d, handle, asks) for _ in range(2)]
+    [place] = {one.replica for one in held}
 
     async def goes_elsewhere() -> bool:
         return await replica_of(handle, call()) != place
 
     await eventually(goes_elsewhere)
     assert await replica_of(handle, asks) == place
-    for _, parts in held:
-        parts.cancel()
+    for one in held:
+        one.end()
     return place

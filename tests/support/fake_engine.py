@@ -6,7 +6,8 @@ streamed answer, stays (ends neither with its lifeline nor on SIGTERM, and says 
 a temporary file), forget (its probe changes after a wake), sick (its health), told (a file that
 says how this load fails; empty: it does not), gate (a file for which a load waits at its end, and
 says so by a file beside it), purged (a file that is there once its caches are emptied),
-prewarm_fails (why), hoard (bytes that it keeps from its second request on).
+prewarm_fails (why), hoard (bytes that it keeps from its second request on). A body's `until` names
+a file at which its stream ends before all chunks.
 """
 
 import asyncio
@@ -96,7 +97,10 @@ class FakeEngine:
             return await respond(send, 200, self._chat("message", self.args.get("chunks", 1)))
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        until = body.get("until")
         for _ in range(self.args.get("chunks", 1)):
+            if until is not None and Path(until).exists():
+                break
             await asyncio.sleep(float(self.args.get("chunk_seconds", 0)))
             data = f"data: {json.dumps(self._chat('delta', 1))}\n\n".encode()
             await send({"type": "http.response.body", "body": data, "more_body": True})

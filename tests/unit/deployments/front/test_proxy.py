@@ -56,6 +56,31 @@ async def test_response_that_was_sent_is_left_alone() -> None:
     assert (answer.status_code, answer.content) == (418, b"x")
 
 
+@pytest.mark.spec("J8")
+@pytest.mark.parametrize(
+    ("status", "given", "told"),
+    [
+        (503, [], "10"),
+        (429, [], "10"),
+        (503, [(b"Retry-After", b"7")], "7"),
+        (429, [(b"retry-after", b"0")], "0"),
+        (500, [], None),
+        (200, [], None),
+    ],
+)
+async def test_temporary_refusal_of_serve_itself_says_when_to_come_back(
+    status: int, given: list[tuple[bytes, bytes]], told: str | None
+) -> None:
+    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": given})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async with around(answers) as client:
+        answer = await client.get("/")
+    assert (answer.status_code, answer.content) == (status, b"x")
+    assert answer.headers.get_list("retry-after") == ([told] if told else [])
+
+
 class Serve:
     """Serve's proxy: a request waits in its router until a front takes it."""
 
