@@ -58,7 +58,6 @@ DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the executor be `uni` on the CPU build
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `auto` wants a memory node for each process of a model
     "KMP_BLOCKTIME": "0",  # an idle OpenMP thread must not spin on a shared core
 }
 

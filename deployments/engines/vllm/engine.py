@@ -172,17 +172,9 @@ def _defaults(config: Config) -> dict[str, Any]:
         return shared | {"enable_sleep_mode": config.get("can_sleep", True)}
     return shared | {
         "enforce_eager": True,  # nothing is compiled; with explicit KV bytes no warm-up
-        "distributed_executor_backend": "mp" if _is_parallel(config) else "uni",
+        "distributed_executor_backend": "uni",
         "worker_cls": _CPU_WORKER,
     }
-
-
-def _is_parallel(config: Config) -> bool:
-    """Whether several processes compute the model. The only worker of `uni` would wait without end
-    for the others of its group."""
-    given = config.get("engine_args", {})
-    sizes = (given.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
-    return len(config.get("parts", [])) > 1 or any(int(size) > 1 for size in sizes)
 
 
 def _adapter_arguments(config: Config) -> dict[str, Any]:
