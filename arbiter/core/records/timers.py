@@ -3,11 +3,10 @@ outside.
 """
 
 import heapq
-import sys
 
 from arbiter.units import Instant
 
-NEVER = Instant(sys.maxsize)  # 292 years
+NEVER = Instant(2**63 - 1)  # 292 years
 Subject = tuple[str, str]  # kind and id: ("ticket", id), ("holder", id), ("node", id), ...
 
 

@@ -83,7 +83,7 @@ class DailyCounts:
     hours_count: int
     counts: list[float] = field(default_factory=lambda: [0.0] * HOURS_COUNT)
     open_count: float = 0.0
-    answer: tuple[int, float] | None = None  # to `seen`, and the hour asked for, until it is used
+    seen_count: tuple[int, float] | None = None  # by the hour last asked for, until a use
 
     def used(self, hour: int, times_count: int) -> None:
         """Counts uses in an hour; a new hour makes those of the last one part of the habit."""
@@ -94,14 +94,14 @@ class DailyCounts:
             self.hours_count = hour
             self.open_count = 0.0
         self.open_count += times_count
-        self.answer = None
+        self.seen_count = None
 
     def seen(self, hour: int) -> float:
         """Returns the uses on earlier days in the hours ahead of `hour`. Each price asks for it,
         and between two uses the answer changes with the hour only."""
-        if self.answer is None or self.answer[0] != hour:
-            self.answer = hour, self._seen(hour)
-        return self.answer[1]
+        if self.seen_count is None or self.seen_count[0] != hour:
+            self.seen_count = hour, self._seen(hour)
+        return self.seen_count[1]
 
     def _seen(self, hour: int) -> float:
         found = 0.0
