@@ -3,9 +3,9 @@
 pytest -p tests.support.lanes -n 2
 
 Most of these tests wait for processes, so two clusters of Ray run side by side on two cores. The
-folder of the graph is one piece of work, because it shares one running system, and so is that of
-the simulation, because its tests share the seeds that ran. Files of the graph that start a system
-of their own are pieces by themselves, and so is each file of the other folders.
+folder of the graph is one piece of work, because all of it shares one running system, and so is
+that of the simulation, because its tests share the seeds that ran; of the other folders each file
+is one.
 """
 
 import pytest
@@ -13,13 +13,11 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 WHOLE_FOLDERS = ("tests/graph", "tests/sim")
-# The longest piece begins first; the files of one fixture of the session stay close together. Files
-# that start a system of their own lie far apart, so that no three systems start side by side.
+# The longest piece begins first; the files of one fixture of the session stay close together.
 ORDER = (
-    "tests/graph", "tests/integration", "tests/graph/test_additions.py", "tests/faults",
-    "tests/graph/test_gpu_config.py", "tests/contracts", "tests/notebooks",
-    "tests/graph/test_plain_serve_run.py", "tests/engines", "tests/golden", "tests/commands",
-    "tests/training", "tests/browser", "tests/sim", "tests/model",
+    "tests/graph", "tests/integration", "tests/faults", "tests/contracts", "tests/notebooks",
+    "tests/engines", "tests/golden", "tests/commands", "tests/training", "tests/browser",
+    "tests/sim", "tests/model",
 )  # fmt: skip
 
 
@@ -27,20 +25,16 @@ def folder_of(nodeid: str) -> str:
     return "/".join(nodeid.split("/")[:2])
 
 
-def file_of(nodeid: str) -> str:
-    return nodeid.split("::", 1)[0]
-
-
 def piece_of(nodeid: str) -> str:
     """Names the folder or the file whose tests stay on one worker."""
-    folder, file = folder_of(nodeid), file_of(nodeid)
-    return folder if folder in WHOLE_FOLDERS and file not in ORDER else file
+    folder = folder_of(nodeid)
+    return folder if folder in WHOLE_FOLDERS else nodeid.split("::", 1)[0]
 
 
 def turn_of(nodeid: str) -> int:
-    """The place of a test's file or folder in ORDER; folders that it does not name come last."""
-    named = [name for name in (file_of(nodeid), folder_of(nodeid)) if name in ORDER]
-    return ORDER.index(named[0]) if named else len(ORDER)
+    """The place of a test's folder in ORDER; folders that it does not name come last."""
+    folder = folder_of(nodeid)
+    return ORDER.index(folder) if folder in ORDER else len(ORDER)
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
