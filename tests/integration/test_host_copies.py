@@ -89,13 +89,21 @@ def on_host(ticket: dict[str, Any], of: str = "measured") -> int:
     return sum(size for device, size in ticket[f"{of}_bytes"].items() if device.endswith("/host"))
 
 
+def _on_cpu(state: dict[str, Any], model: str) -> int:
+    """What a model was seen to hold of the CPU's budget, with its process."""
+    measured = [t["measured_bytes"] for t in state["tickets"] if t["model"] == model]
+    return sum(size for of in measured for device, size in of.items() if device.endswith("/cpu:0"))
+
+
 async def test_models_of_the_same_bytes_hold_them_once_and_wake_from_there(
     folder: Path, tmp_path: Path
 ) -> None:
     table = embedding(one=folder, two=twin(folder, tmp_path / "two"))
-    async with live_arbiter(table, 250) as d:
+    # Room for one awake and the process of one that sleeps, but not for two awake.
+    async with live_arbiter(table, 310) as d:
         holder = d.holder("embedding")
         first = await vector(holder, "one")
+        await d.until(lambda s: _on_cpu(s, "one") > file_bytes(folder) + 8 * MIB)
         assert await vector(holder, "two") == first
         state = await d.until(sleeping)
         [copy], [asleep], size = copies(state), sleeping(state), file_bytes(folder)

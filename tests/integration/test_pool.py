@@ -146,12 +146,20 @@ async def _lend(d: LiveArbiter, *names: str) -> None:
 
 def _writer(agent: int, name: str) -> contextlib.closing[Slab]:
     """The slab of a model, opened as its engine would."""
-    files = Path(f"/proc/{agent}/fd").iterdir()
     [path, *_] = [
-        f for f in files if os.readlink(f).split(" ")[0].endswith(f".key-{name}.chat/{name}")
+        f
+        for f in Path(f"/proc/{agent}/fd").iterdir()
+        if _target(f).split(" ")[0].endswith(f".key-{name}.chat/{name}")
     ]
     row, extent = Bytes(64 * KIB), Bytes(MIB)
     return contextlib.closing(Slab(path, KEPT[name], b"n" * 32, row, extent_bytes=extent))
+
+
+def _target(descriptor: Path) -> str:
+    """What a descriptor of another process is open on; nothing once it has closed it."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.readlink(descriptor)
+    return ""
 
 
 def _grow(slab: Slab, percent: int) -> None:
