@@ -99,7 +99,7 @@ async def test_models_of_the_same_bytes_hold_them_once_and_wake_from_there(
     folder: Path, tmp_path: Path
 ) -> None:
     table = embedding(one=folder, two=twin(folder, tmp_path / "two"))
-    # Room for one awake and the process of one that sleeps, but not for two awake.
+    # Room for an awake engine and the process of a sleeper, but not for two awake engines.
     async with live_arbiter(table, 310) as d:
         holder = d.holder("embedding")
         first = await vector(holder, "one")

@@ -101,7 +101,7 @@ async def begun(
 class OpenStream:
     """A call in a replica until a test ends it. Its answer ends; it is not cancelled, because Ray
     leaves the generator of a call suspended that is cancelled while a piece is on its way: the
-    replica would be busy for a while that nobody knows."""
+    replica would count a call for a while that has no reader."""
 
     replica: str
     parts: AsyncGenerator[Any, None]

@@ -53,9 +53,6 @@ def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry
             return outcome
     if not waiting.is_aged and pass_.memo.covers(need, entry.priority, waiting.quota_group):
         return pass_.defer(waiting, ())
-    if _finds_nothing(state, pass_, entry, waiting, need):
-        pass_.memo.note(need, entry.priority, waiting.quota_group)
-        return pass_.defer(waiting, ())
     urgent = _urgency(state, pass_, waiting)
     limits = pass_.limits(state, entry, need)
     outcome = _hold_to_quota(state, pass_, entry, limits, urgent)
@@ -65,29 +62,6 @@ def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry
     if swap_within_role(state, entry, urgent) is Outcome.DEFERRED:
         return pass_.defer(waiting, devices)
     return _place_on_one(state, pass_, entry, waiting, limits, devices)
-
-
-def _finds_nothing(
-    state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, need: Bytes
-) -> bool:
-    """Says whether the only device of a node has neither room for a plain request nor anything that
-    may leave for one so urgent. A pass ends with such a ticket nearly always, and one look at the
-    device costs a fifth of what `_place_on_one` takes to find the same."""
-    if (
-        len(pass_.books) != 1
-        or pass_.reserved_devices
-        or state.tenants
-        or state.compactions.wasteful
-    ):
-        return False
-    if waiting.is_aged or entry.lease or entry.role in state.settings.one_resident_roles:
-        return False
-    [book] = pass_.books.values()
-    if need > on_demand_of(book) or pressure.is_closed_to(state, entry, book.device):
-        return False
-    if pass_.room(book.device, entry) >= need or any(e.is_prefetch for e in book.loading.values()):
-        return False
-    return not any(True for _ in victims_no_more_urgent(state, book, waiting.request.priority))
 
 
 def _place_prefetch(
