@@ -53,10 +53,11 @@ def test_a_deadline_its_load_cannot_meet_is_refused_at_once_with_the_estimate(
     until(lambda: level(graph) == "device", 60, "it is resident")
     until(lambda: read_command(graph, "unload", CHAT) and level(graph) == "cold", 60, "it is gone")
     loads = [e for e in graph.events() if e["kind"] == "model_load" and e["model"] == CHAT]
+    quickest_s = min(load["took_s"] for load in loads)  # the estimate is of several
     hello: Any = [{"role": "user", "content": "Quick!"}]
     with pytest.raises(APIStatusError) as caught:
         client.chat.completions.create(
-            model=CHAT, messages=hello, extra_body={"x_deadline_s": loads[-1]["took_s"] / 2}
+            model=CHAT, messages=hello, extra_body={"x_deadline_s": quickest_s / 2}
         )
     error = caught.value
     assert (error.status_code, error.code) == (503, "deadline_unmet")
