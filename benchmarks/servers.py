@@ -36,11 +36,11 @@ TRANSPORTS: dict[str, dict[str, str]] = {
 }
 
 
-def wait_for(url: str, within_s: float, process: subprocess.Popen[bytes]) -> float:
+def wait_for(url: str, within_s: float, process: subprocess.Popen[bytes] | None = None) -> float:
     """Seconds until the address answers 200. Raises RuntimeError when it never does."""
     start = time.perf_counter()
     while time.perf_counter() - start < within_s:
-        if process.poll() is not None:
+        if process is not None and process.poll() is not None:
             raise RuntimeError(f"the server behind {url} ended with {process.returncode}")
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
             with urllib.request.urlopen(url, timeout=5) as answer:
