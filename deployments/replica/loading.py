@@ -58,11 +58,15 @@ async def _load_once(residency: ResidencyApi, held: HeldModel) -> None:
     try:
         async with asyncio.timeout(in_seconds(granted.load_within)):
             opened_s = await start_engine(residency, held, residency.client().spawn)
+            took_s = time.monotonic() - opened_s
+            is_outdated = await were_replaced(held)
     except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
         if isinstance(error, (TicketClosed, ArbiterUnavailable)):
             raise  # no fault of the model, which need not cool down
         raise await _broke(residency, held, error) from error
-    serve(residency, held, time.monotonic() - opened_s)
+    if is_outdated:
+        return unloading.end_outdated(residency, held)
+    serve(residency, held, took_s)
 
 
 async def _acquire(residency: ResidencyApi, held: HeldModel) -> Granted:
@@ -100,6 +104,15 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
     return opened_s
 
 
+async def were_replaced(held: HeldModel) -> bool:
+    """Whether the model's files changed since its engine began to read them. Raises EngineLost: the
+    look takes a moment, in which nobody else notices the engine's end."""
+    is_outdated = await model_files.were_replaced(held.files)
+    if held.link is None or not held.link.is_held:
+        raise EngineLost(held.model, held.ticket)
+    return is_outdated
+
+
 def _slabs(residency: ResidencyApi, held: HeldModel) -> tuple[SlabRequest, ...]:
     """Asks for the slabs that the last engine of these settings has left, or empty ones."""
     owner, key = ModelName(residency.capability, held.model).path, held.plan.settings_key
@@ -110,8 +123,7 @@ def _slabs(residency: ResidencyApi, held: HeldModel) -> tuple[SlabRequest, ...]:
 async def wake(residency: ResidencyApi, held: HeldModel) -> None:
     """ASLEEP -> RESIDENT under the same ticket. `Residency.begin` has queued it."""
     if await model_files.is_stale(held.files):
-        unloading.outdate(residency, held)
-        return unloading.end(residency, held, Reason.MANUAL)
+        return unloading.end_outdated(residency, held)
     try:
         asked = held.request(residency.holder, residency.capability)
         granted = await residency.client().acquire(asked)
@@ -127,10 +139,14 @@ async def wake(residency: ResidencyApi, held: HeldModel) -> None:
     try:
         async with asyncio.timeout(in_seconds(granted.load_within)):
             woken = await held.link.wake()
+            took_s = time.monotonic() - began_s
+            is_outdated = await were_replaced(held)
     except (TimeoutError, LoadRefused, EngineLost) as error:
         failed = await _broke(residency, held, error)
         return unloading.end(residency, held, Reason.FAILED, failed)
-    serve(residency, held, time.monotonic() - began_s, woken.verified)
+    if is_outdated:
+        return unloading.end_outdated(residency, held)
+    serve(residency, held, took_s, woken.verified)
 
 
 def _hold(residency: ResidencyApi, held: HeldModel, granted: Granted) -> None:

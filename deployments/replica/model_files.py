@@ -141,6 +141,14 @@ async def has_moved(loaded: LoadedFiles) -> bool:
     return await asyncio.to_thread(differ, loaded)
 
 
+async def were_replaced(loaded: LoadedFiles) -> bool:
+    """Whether they changed since the look before the load: its engine may have read some old files
+    and some new ones, or half of one."""
+    if loaded.is_untold:
+        return await asyncio.to_thread(_differ_there, loaded)
+    return await has_moved(loaded)
+
+
 async def is_outdated(loaded: LoadedFiles) -> bool:
     """Before a request, of files of which the kernel does not tell; of others False."""
     return loaded.is_untold and await loaded.looks.ask(lambda: _differ_there(loaded))

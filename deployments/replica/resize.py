@@ -254,7 +254,8 @@ async def _is_emptied(held: HeldModel, barrier: Span) -> bool:
 
 async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, within: Span) -> None:
     """One process goes and another takes its place, socket and ticket. Raises LoadFailed;
-    ArbiterUnavailable when the node agent found no arbiter to ask, and the model goes on."""
+    TicketClosed where the files were replaced meanwhile; ArbiterUnavailable when the node agent
+    found no arbiter to ask, and the model goes on."""
     old, began_s = held.link, time.monotonic()
     before = held.link, held.plan, held.files
     held.move(HolderState.LOADING)
@@ -263,6 +264,7 @@ async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
     try:
         async with asyncio.timeout(in_seconds(within)):
             await loading.start_engine(residency, held, residency.client().respawn)
+            is_outdated = await loading.were_replaced(held)
     except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
         if isinstance(error, ArbiterUnavailable) and old.is_held:
             held.link, held.plan, held.files = before
@@ -274,6 +276,9 @@ async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
     finally:
         if held.link is not old:
             old.cut()
+    if is_outdated:
+        unloading.end_outdated(residency, held)
+        raise TicketClosed(held.ticket)
     _serve(held)
     await old.closed()
 

@@ -104,6 +104,15 @@ def outdate(residency: ResidencyApi, held: HeldModel) -> None:
         del residency.models[held.model]
 
 
+def end_outdated(residency: ResidencyApi, held: HeldModel) -> None:
+    """Its files were replaced before it served: those who wait for it load the new ones, and so
+    does a pin."""
+    logger.warning("%s: its files were replaced meanwhile; they are loaded anew", held.ticket)
+    residency.plans.forget(held.model)
+    end(residency, held, Reason.MANUAL)
+    residency.pin_again(held.model, 0.0)
+
+
 def cut_off(residency: ResidencyApi, held: HeldModel) -> None:
     """Closes the way to the engine, which ends it."""
     residency.tickets.pop(held.ticket, None)

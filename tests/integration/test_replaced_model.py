@@ -11,6 +11,7 @@ from deployments.replica import remote_files
 from tests.support.engine_host import until
 from tests.support.live_arbiter import capability, live_arbiter, model
 from tests.support.tools import tool
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -36,6 +37,28 @@ async def test_a_model_replaced_on_disk_is_loaded_anew_awake_or_asleep(tmp_path:
         weights.write_bytes(b"newer")
         assert await chat.ask.remote("a") == 200
         assert len(await d.events("model_load")) == 4 and not await d.events("model_wake")
+        await d.books_are_true()
+
+
+@pytest.mark.spec("D5")
+async def test_request_that_waits_for_a_load_gets_the_files_that_came_meanwhile(
+    tmp_path: Path,
+) -> None:
+    gate, weights = tmp_path / "gate", tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"old")
+    slow = model(50, gate=str(gate)) | {"source": str(weights.parent)}
+    async with live_arbiter({"chat": capability(a=slow)}) as d:
+        waiting = d.holder().ask.remote("a")
+        await eventually(gate.with_suffix(".reached").exists, 60)
+        [first] = await d.engines()
+        weights.write_bytes(b"newer")
+        gate.touch()
+        assert await waiting == 200
+        [second] = await d.engines()
+        assert second != first, "the engine that had read the old files never answers"
+        [load] = await d.events("model_load")
+        assert load["ticket"] == second
         await d.books_are_true()
 
 

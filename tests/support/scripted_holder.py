@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class ScriptedEngine:
         self.warms.set()
         self.warmed: tuple[int, Any] = (200, {"prompt_tokens": 300, "cached_tokens": 0})
         self.drops_drafter: bool | None = False  # None: it fails over it
+        self.on_wake: Callable[[], object] = lambda: None
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/control/lifeline":
@@ -53,6 +54,8 @@ class ScriptedEngine:
         self.acts.append(request.path)
         if request.path == "/control/drop_drafter":
             return self._drop_drafter()
+        if request.path == "/control/wake":
+            self.on_wake()
         if request.path.startswith("/control/"):
             if request.can_read_body:
                 self.told.append(await request.json())

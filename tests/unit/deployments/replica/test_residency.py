@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -566,6 +567,32 @@ async def test_end_of_a_replaced_engine_does_not_affect_its_successor() -> None:
         assert held.state is HolderState.CLOSED and arbiter.told[-1] == ev.Released(ticket, "lost")
         old.cut()
         await old.closed()
+
+
+@pytest.mark.spec("D5")
+async def test_files_replaced_during_a_load_or_wake_are_loaded_anew_before_any_answer(
+    tmp_path: Path,
+) -> None:
+    weights = tmp_path / "weights"
+    weights.write_bytes(b"old")
+    async with holder(loaded=False) as (residency, arbiter, engine):
+        row = TABLE["capabilities"]["c"] | {"models": {"a": MODEL | {"source": str(tmp_path)}}}
+        residency._obey(messages.ConfigChanged({"capabilities": {"c": row}}))
+        waiting = asyncio.ensure_future(use(residency))
+        await until(lambda: engine.asked_if_ready)
+        weights.write_bytes(b"newer")
+        engine.loaded.set()
+        served = await waiting
+        first, second = arbiter.asked
+        assert served == second and ev.Released(first, "manual") in arbiter.told
+        loads = [event.ticket for event in arbiter.told if isinstance(event, ev.Loaded)]
+        assert loads == [second], "what was read half old and half new never serves"
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: "Slept" in arbiter.kinds())
+        engine.on_wake = lambda: weights.write_bytes(b"newest")
+        third = await use(residency)
+        assert third not in (first, second) and ev.Released(second, "manual") in arbiter.told
+        assert engine.acts == ["/control/sleep", "/control/wake"]
 
 
 @pytest.mark.spec("E6")

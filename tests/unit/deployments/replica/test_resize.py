@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from arbiter.errors import ArbiterUnavailable, GrowthRefused, LoadFailed, Ticket
 from arbiter.protocol import messages
 from arbiter.units import Bytes, Span, TicketId, seconds
 from deployments.config.boot import configuration
-from deployments.config.load_plan import plan
+from deployments.config.load_plan import ModelPlan, plan
 from deployments.config.schema import ConfigError, parse_table
 from deployments.replica import resize
 from deployments.replica.held_model import HeldModel, HolderState, Uses
@@ -221,6 +222,30 @@ async def test_a_restart_that_fails_ends_the_ticket_and_the_next_load_is_as_the_
             await resize.grow(residency, "a")
         assert await use(residency) != first
         assert residency.models["a"].plan.grown is not None
+
+
+@pytest.mark.spec("D5")
+async def test_files_replaced_while_a_model_grows_are_loaded_anew_before_any_answer(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "weights").write_bytes(b"old")
+    async with resident() as (residency, growth, _):
+        held = residency.models["a"]
+        held.plan = replace(held.plan, grown=with_folder(held.plan.grown, tmp_path))
+        growth.may_start.clear()
+        growing = asyncio.ensure_future(resize.grow(residency, "a"))
+        await until(lambda: growth.spawned)
+        waiting = asyncio.ensure_future(use(residency))
+        (tmp_path / "weights").write_bytes(b"newer")
+        growth.may_start.set()
+        with pytest.raises(TicketClosed):
+            await growing
+        assert await waiting != held.ticket and held.state is HolderState.CLOSED
+
+
+def with_folder(plan: ModelPlan | None, folder: Path) -> ModelPlan:
+    assert plan is not None
+    return replace(plan, config={**plan.config, "model": str(folder)})
 
 
 @pytest.mark.spec("A18")
