@@ -21,10 +21,10 @@ from deployments.client.answers import (
 from deployments.client.arbiter_rows import Device, Event, Plan, Status, Ticket, Waiting
 from deployments.client.asynchronous import AsyncClient, AsyncHeld
 from deployments.client.batches import AsyncBatch, BatchStatus, Line, LineResult
-from deployments.client.later import AsyncJob, JobStatus
+from deployments.client.jobs import AsyncJob, JobStatus
 from deployments.client.media import Audio, Picture
 from deployments.client.synchronous import Batch, Client, Held, Job
-from deployments.client.told_errors import FrontUnreachable, ToldError
+from deployments.client.typed_errors import FrontUnreachable, ToldError
 
 __all__ = [
     "Answer",

@@ -17,11 +17,11 @@ from urllib.parse import quote
 from arbiter import leases
 from arbiter.errors import TicketClosed
 from arbiter.units import TicketId
-from deployments.client import arbiter_rows, batches, later
+from deployments.client import arbiter_rows, batches, jobs
 from deployments.client.calls import AsyncCalls, Budget
 from deployments.client.connection import Asked, Connection
 from deployments.client.fields import Fields, Json
-from deployments.client.told_errors import FrontUnreachable
+from deployments.client.typed_errors import FrontUnreachable
 from deployments.environment import Environment
 from deployments.messages import ACQUIRE, ACQUIRE_S
 
@@ -109,22 +109,22 @@ class AsyncClient(AsyncCalls):
 
     async def submit(
         self, call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> later.AsyncJob[T]:
+    ) -> jobs.AsyncJob[T]:
         """Has the front keep a call of this client, `submit(client.chat, "Hello")`, and returns at
         once: it is made with priority batch (else `x_priority`), and survives every process.
         Streams cannot be kept. Raises RequestError for what is wrong with the request."""
-        return await later.submit(call, *args, **kwargs)
+        return await jobs.submit(call, *args, **kwargs)
 
-    def job(self, job_id: str) -> later.AsyncJob[Json | bytes]:
+    def job(self, job_id: str) -> jobs.AsyncJob[Json | bytes]:
         """A job that was submitted before, here or elsewhere. Its result is the fields of the
         answer's JSON, or its bytes."""
-        return later.known(self._connection, job_id)
+        return jobs.known(self._connection, job_id)
 
     async def line(
         self, custom_id: str, call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> batches.Line[T]:
         """A call of this client as a line of a batch; nothing is sent. Raises BadRequest."""
-        found = await later.withheld(call, *args, **kwargs)
+        found = await jobs.withheld(call, *args, **kwargs)
         return batches.Line.of(custom_id, found.asked, found.read)
 
     async def submit_batch(

@@ -17,8 +17,8 @@ from arbiter.errors import RequestError
 from deployments.client.answers import Usage
 from deployments.client.connection import Asked, Connection, Files, Read, of_json
 from deployments.client.fields import Json
-from deployments.client.later import AWAY_S, FINISHED
-from deployments.client.told_errors import made, told, told_in_stream
+from deployments.client.jobs import AWAY_S, FINISHED
+from deployments.client.typed_errors import made, told, told_in_stream
 from deployments.front.request import BadRequest
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import httpx
 
 from arbiter.leases import LeaseTransport
 from deployments.client import leases
-from deployments.client.told_errors import FrontUnreachable, told, told_in_stream
+from deployments.client.typed_errors import FrontUnreachable, told, told_in_stream
 
 CONNECT_S = 5.0
 END = "[DONE]"  # OpenAI's last event

@@ -9,7 +9,7 @@ import httpx
 
 from arbiter.errors import ArbiterUnavailable, RequestError
 from arbiter.leases import HTTP_S, Plain
-from deployments.client.told_errors import told
+from deployments.client.typed_errors import told
 from deployments.front.by_handle import HandleRequest
 
 Said = tuple[int, dict[str, str], bytes]  # status, headers, body

@@ -26,7 +26,7 @@ from deployments.client.asynchronous import WITHIN_S, AsyncClient, AsyncHeld
 from deployments.client.batches import AsyncBatch, BatchStatus, Line, LineResult
 from deployments.client.calls import AsyncCalls
 from deployments.client.fields import Fields, Json
-from deployments.client.later import AsyncJob, JobStatus
+from deployments.client.jobs import AsyncJob, JobStatus
 from deployments.messages import ACQUIRE_S
 
 P = ParamSpec("P")

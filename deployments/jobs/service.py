@@ -27,14 +27,14 @@ from typing import Any
 
 from deployments.config.jobs_section import JobsConfig
 from deployments.front.service import InferenceService
-from deployments.jobs import removal, rows_of
+from deployments.jobs import operator_rows, removal
 from deployments.jobs.batch_runner import BatchRunner
 from deployments.jobs.batch_store import Batch, BatchStore, NewBatch
 from deployments.jobs.bodies import Bodies
 from deployments.jobs.database import Database
 from deployments.jobs.errors import NotFound, Refused, StorageFailed, StorageFull
 from deployments.jobs.file_store import BATCH, File, FileStore, NewFile
-from deployments.jobs.kept import KeptAnswers
+from deployments.jobs.kept_answers import KeptAnswers
 from deployments.jobs.runner import Blocking, Runner
 from deployments.jobs.store import EventPage, Job, JobStore, NewJob
 from deployments.jobs.sweep import sweep
@@ -243,7 +243,7 @@ class JobsService:
         """The newest batches and jobs of all tenants, and how many calls they have in flight."""
         batches = await self.batches(None, "", limit)
         jobs = await self.page(None, None, "", limit)
-        rows = [*map(rows_of.batch, batches), *map(rows_of.job, jobs)]
+        rows = [*map(operator_rows.batch, batches), *map(operator_rows.job, jobs)]
         rows.sort(key=lambda row: -row["created_s"])
         calls = {"batch_calls": self._batch_runner.in_flight, "job_calls": self._runner.in_flight}
         return {"jobs": rows[:limit], **calls}
@@ -251,15 +251,15 @@ class JobsService:
     async def row(self, any_id: str) -> dict[str, Any]:
         """A batch or job of any tenant. Raises NotFound."""
         if (tenant := await self._blocking(self._batches.tenant_of, any_id)) is not None:
-            return rows_of.batch(await self.batch(tenant, any_id))
-        return rows_of.job(await self._blocking(self._store.of_any, any_id))
+            return operator_rows.batch(await self.batch(tenant, any_id))
+        return operator_rows.job(await self._blocking(self._store.of_any, any_id))
 
     async def cancel_any(self, any_id: str) -> dict[str, Any]:
         """Of any tenant. Raises NotFound."""
         tenant = (await self.row(any_id))["tenant"]
         if any_id.startswith(BATCH_PREFIX):
-            return rows_of.batch(await self.cancel_batch(tenant, any_id))
-        return rows_of.job(await self.cancel(tenant, any_id))
+            return operator_rows.batch(await self.cancel_batch(tenant, any_id))
+        return operator_rows.job(await self.cancel(tenant, any_id))
 
     async def remove_tenant(self, tenant: str) -> int:
         """Ends the tenant's work and erases its jobs, batches, files and responses. Returns how

@@ -14,7 +14,7 @@ from arbiter.leases import Lease
 from deployments.client import AsyncClient, Client, asynchronous
 from deployments.client import leases as client_leases
 from deployments.client.arbiter_rows import Device, Event, HostCopy, Ticket, Waiting
-from deployments.client.told_errors import FrontUnreachable
+from deployments.client.typed_errors import FrontUnreachable
 from deployments.front import arbiter_gateway
 from deployments.front.routes import leases, plan, residency
 from tests.support.answering_front import MODEL, AnsweringFront, both

@@ -17,7 +17,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from deployments.client.calls import AsyncCalls
 from deployments.client.connection import Asked, Connection, Read
 from deployments.client.fields import Json
-from deployments.client.told_errors import FrontUnreachable
+from deployments.client.typed_errors import FrontUnreachable
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from arbiter.errors import RequestError, UnknownModel
-from deployments.client import AsyncClient, Client, FrontUnreachable, later
+from deployments.client import AsyncClient, Client, FrontUnreachable, jobs
 from tests.support.scripted_front import Answer, ScriptedFront
 
 CHAT, JOB = "/v1/chat/completions", "/v1/jobs/job_1"
@@ -60,7 +60,7 @@ async def test_kept_call_says_that_it_may_be_kept_and_is_read_as_the_call_would_
         assert request.headers["prefer"] == "respond-async" and request.body["n"] == 2
         assert (await kept.result()).text == "Hi."
         assert await client.job(kept.id).result() == SAID
-        assert await kept.status() == later.JobStatus("job_1", "completed", "m", None, 0, None, "")
+        assert await kept.status() == jobs.JobStatus("job_1", "completed", "m", None, 0, None, "")
 
 
 @pytest.mark.spec("J7", "J4")
@@ -91,7 +91,7 @@ async def test_what_is_wrong_is_told_at_once_and_what_went_wrong_with_the_result
 async def test_result_waits_until_the_job_is_finished_although_the_front_breaks_off(
     front: ScriptedFront, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(later, "AGAIN_S", 0.0)
+    monkeypatch.setattr(jobs, "AGAIN_S", 0.0)
     front.says("GET", JOB, job("in_progress"))
     front.streams(f"{JOB}/events", ": waiting\n\n")
     looks = 0
@@ -118,8 +118,8 @@ async def test_result_waits_until_the_job_is_finished_although_the_front_breaks_
 async def test_result_gives_up_when_no_front_has_answered_for_long(
     front: ScriptedFront, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(later, "AGAIN_S", 0.0)
-    monkeypatch.setattr(later, "AWAY_S", 0.0)
+    monkeypatch.setattr(jobs, "AGAIN_S", 0.0)
+    monkeypatch.setattr(jobs, "AWAY_S", 0.0)
     with front.serving() as url:
         client = AsyncClient(url, model="m")
         kept = await client.submit(client.chat, "Hello")
