@@ -10,13 +10,16 @@ class HostRamShort(RequestError):
 
     status_code, code = 409, "host_ram_short"
 
-    copy: str  # of what
+    copy: str  # the name of the model's files
     need_bytes: Bytes
     free_bytes: Bytes
 
     def __str__(self) -> str:
         need, free = human(self.need_bytes), human(self.free_bytes)
-        return f"no host copy of {self.copy}: it needs {need} of host RAM, and {free} are free"
+        return (
+            f"no host copy of {self.copy}: it needs {need} of host RAM, and {free} are free;"
+            " its engine reads the files instead; `arbiter.arenas.host` bounds what copies may have"
+        )
 
 
 @error_fields

@@ -59,7 +59,8 @@ class QuotaExceeded(RequestError):
 
         return (
             f"{self.tenant} has {amount(self.has)} and asks for {amount(self.wants)} more;"
-            f" it may have {amount(self.bound)}"
+            f" it may have {amount(self.bound)}; end some of its work, or change the limits of"
+            " tenants or leases in the configuration"
         )
 
 

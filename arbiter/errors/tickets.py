@@ -94,7 +94,8 @@ class UnderPressure(RequestError):
     def __str__(self) -> str:
         return (
             f"memory is critically short on {self.node} ({human(self.free_bytes)} free);"
-            " nothing but text is loaded there until that is over"
+            f" nothing but text is loaded there until that is over: ask again in"
+            f" {self.retry_after_s:.0f} s, or end what fills its memory (`arbiter status`)"
         )
 
 
@@ -109,7 +110,10 @@ class GrowthRefused(RequestError):
     cause: str
 
     def __str__(self) -> str:
-        return f"{self.ticket} gets no {human(self.more_bytes)} more: {self.cause}"
+        return (
+            f"{self.ticket} gets no {human(self.more_bytes)} more and goes on with what it has:"
+            f" {self.cause}"
+        )
 
 
 @error_fields

@@ -53,7 +53,10 @@ class RequestFailed(RequestError):
     status_code, code = 500, "engine_failed"
 
     def __str__(self) -> str:
-        return "the engine failed with this request; the cause is in its log (`arbiter logs`)"
+        return (
+            "the engine failed with this request and goes on; the cause is in its log,"
+            " /tmp/ray/session_latest/logs/engine-TICKET.log on its node"
+        )
 
 
 class TypedFailures(AbstractAsyncContextManager["TypedFailures", bool]):

@@ -103,7 +103,10 @@ class UndecodableHeader(RequestError):
         self.param = name
 
     def __str__(self) -> str:
-        return f"`{self.param}`: the value of this header is not UTF-8; Ray Serve reads it as that"
+        return (
+            f"`{self.param}`: the value of this header is not UTF-8, as which Ray Serve reads it;"
+            " encode it as UTF-8 or leave it out"
+        )
 
 
 class ProxyErrors:

@@ -24,7 +24,10 @@ class StorageFailed(RequestError):
     status_code, code, retry_after_s = 503, "storage_failed", 5.0
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.why}"
+        return (
+            f"{self.path} cannot be read or written just now: {self.why}; send the request again in"
+            f" {self.retry_after_s:.0f} s, or check its disk and permissions"
+        )
 
 
 @error_fields
