@@ -1,5 +1,5 @@
-"""`arbiter jobs list|show|cancel|tail`: batches and single jobs of all tenants, without what they
-say."""
+"""`arbiter jobs list|show|cancel|tail`: batches and single jobs of all tenants, without the texts
+of their requests and answers."""
 
 import time
 from collections.abc import Iterator
@@ -14,18 +14,20 @@ from deployments.cli.output import AsJson, cell, clean, show, show_line, span, t
 
 app = typer.Typer(no_args_is_help=True, help="Batches and jobs: list, show, cancel, follow.")
 
-JobId = Annotated[str, typer.Argument(metavar="ID", help="As `arbiter jobs list` has it.")]
+JobId = Annotated[
+    str, typer.Argument(metavar="ID", help="The id of a batch or job, from `arbiter jobs list`.")
+]
 TAIL_S = 1.0  # between two looks
 ENDED = ("completed", "failed", "cancelled", "expired")
 
 
 @app.command("list")
 def list_(
-    limit: Annotated[int, typer.Option(min=1, max=1_000, help="The newest so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="How many, at most.")] = 50,
     as_json: AsJson = False,
     url: Url = None,
 ) -> None:
-    """The newest first."""
+    """Batches and jobs of all tenants, the newest first."""
     with front(url) as f:
         found = f.get(f"/arbiter/jobs?limit={limit}")
     heads = ("id", "state", "done", "failed", "of", "tenant", "path", "models", "since")
@@ -42,7 +44,7 @@ def list_(
 
 @app.command("show")
 def show_(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
-    """One of them, with what was wrong with it."""
+    """State, counts and errors of one batch or job."""
     with front(url) as f:
         found = f.get(f"/arbiter/jobs/{job_id}")
     show(as_json, found, *_lines(found))
@@ -50,7 +52,7 @@ def show_(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
 
 @app.command()
 def cancel(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
-    """End what runs of it. Results that it has stay."""
+    """End a batch or job. The results it has so far stay."""
     with front(url) as f:
         found = f.send("DELETE", f"/arbiter/jobs/{job_id}")
     show(as_json, found, *_lines(found))
@@ -58,7 +60,7 @@ def cancel(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
 
 @app.command()
 def tail(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
-    """Follow its counts until it has ended; the exit status is 1 where it did not complete."""
+    """Follow a batch or job until it has ended. The exit status is 1 if it did not complete."""
     before = None
     with front(url) as f:
         while True:

@@ -168,7 +168,8 @@ def explain(
     as_json: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Why a ticket waits, or for whom and at which price it went; of a task, whom it asks first."""
+    """Why a ticket waits, or for which ticket and at what price its model left. Of a task: which
+    model would be asked first."""
     with front(url) as f:
         found = f.get(f"/arbiter/explain/{quote(ticket, safe='')}")
     rungs = [_rungs(found["rungs"])] if "rungs" in found else []
@@ -195,7 +196,7 @@ def _seconds(took_s: float | None) -> str:
 
 
 def clients(as_json: AsJson = False, url: Url = None) -> None:
-    """Who has used what, and what each tenant may have."""
+    """What each client has used, and what each tenant may have."""
     with front(url) as f:
         state = f.get("/arbiter/state")
     found = {"tenants": state["tenants"], "clients": state["clients"]}
