@@ -19,6 +19,9 @@ from arbiter.units import Bytes
 
 
 class EgressBook:
+    """Budgets of tenants at remotes, per day of UTC: tokens are counts, money is in millionths of
+    the operator's currency. `tell` gets a line of the event log for each egress and each end."""
+
     def __init__(
         self,
         store: Store,

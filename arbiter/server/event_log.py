@@ -31,6 +31,9 @@ FILE_MOST_BYTES = 64 << 20  # then the file starts over, its predecessor kept as
 
 
 class EventLog:
+    """The newest KEPT lines of one epoch, and apart from them the newest KEPT lines about single
+    requests. `path`: a file of JSON lines that gets every line as well; None: no file."""
+
     def __init__(self, epoch: Epoch, path: Path | None = None) -> None:
         self._epoch = epoch
         self._lines: deque[Plain] = deque(maxlen=KEPT)
@@ -43,6 +46,7 @@ class EventLog:
         self.sequence = int(epoch) * 1_000_000
 
     def tell(self, said: LogEvent) -> None:
+        """Adds a line with the next sequence number, and wakes the subscribers."""
         self.sequence += 1
         line: Plain = {"seq": self.sequence, "epoch": int(self._epoch), "unix_s": time.time()}
         line |= {"kind": str(said.kind), "ticket": said.ticket, "size_bytes": said.size_bytes}

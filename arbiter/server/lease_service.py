@@ -114,6 +114,10 @@ class LeaseSession:
 
 
 class LeaseService:
+    """All leases of the cluster, one LeaseSession each. Sizes are in bytes, terms and waits in
+    seconds. Calls raise LeaseRefused or UnknownLease; a grant that the core refuses is the lease's
+    `error`. `known` is the state file, which keeps the leases for the next epoch."""
+
     def __init__(self, shell: Shell, agents: Adopts, known: LeaseStore) -> None:
         self._shell, self._agents, self._known = shell, agents, known
         self._expected = {member.holder for member in known.members()}  # of the last epoch

@@ -147,6 +147,9 @@ def in_zone(hours: str, zone: str) -> str:
 
 
 class ArbiterConfig(Strict):
+    """The section `arbiter` of the table: policies, shares of memory, bounds and times. Names that
+    end in `_s` are seconds; sizes are bytes, or texts such as `8 GiB`."""
+
     evict: str = "learned"
     admit: str = "fair_share"
     roles: dict[str, RoleConfig] = Field({})  # C1
@@ -225,6 +228,7 @@ class ArbiterConfig(Strict):
         return ROLES[role].keep_warm_s if role in ROLES else None
 
     def as_settings(self) -> core.Settings:
+        """The same as the core's settings, in which times are Spans and sizes Bytes."""
         return core.Settings(
             evict=self.evict,
             arenas=self.arenas.as_arenas(),

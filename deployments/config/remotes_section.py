@@ -85,6 +85,9 @@ class RemoteBounds(Strict):
 
 
 class RemoteConfig(Strict):
+    """One row of `remotes`: the endpoint, its key, its models, and each tenant's budget of a day.
+    The bounds beside them are in seconds and bytes. docs/remotes.md explains each field."""
+
     url: str  # up to and with `/v1`
     models: dict[str, RemoteModel] = Field(min_length=1)
     budget: BudgetConfig  # of each tenant and day

@@ -145,6 +145,9 @@ class DrafterConfig(Strict):
 
 
 class ModelConfig(Strict):
+    """One model of a capability: its files, its engine's arguments, and how long it stays. Names
+    that end in `_s` are seconds; sizes are bytes, or texts such as `8 GiB`."""
+
     source: str  # `made:NAME` (models/make_models.py), `package:NAME`, a folder, or a hub id
     engine_args: dict[str, Any] = Field({})
     # A14: arguments that take the place of these while it is grown, which it is when a request

@@ -53,6 +53,9 @@ class Refused(Exception):
 
 
 class Exchange:
+    """One use of a remote: iterate `parts` once, then read what it cost. `resolver`: of host names,
+    in place of the system's."""
+
     def __init__(
         self,
         row: RemoteConfig,
