@@ -124,7 +124,7 @@ class Rows:
         self._counts[Count.HITS if is_hit else Count.MISSES] += 1
 
     def keys(self) -> list[bytes]:
-        """Of all READY rows, the least recently used first."""
+        """The keys of all READY rows, the least recently used first."""
         return list(self._ready)
 
     def is_reserved(self, key: bytes) -> bool:

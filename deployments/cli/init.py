@@ -49,7 +49,8 @@ class Machine:
 
 
 def find_machine(wants_gpu: bool | None) -> Machine:
-    """By NVML and the kernel. `wants_gpu`: None leaves it to what there is. Raises CommandError."""
+    """Reads NVML and the kernel. `wants_gpu`: None leaves it to what there is. Raises
+    CommandError."""
     from arbiter.node import nvml, procfs
 
     ram, _ = procfs.ram()

@@ -72,7 +72,8 @@ class Exchange:
 
     @property
     def prompt_tokens(self) -> int:
-        """As the remote says, else about; 0 where it bills nothing."""
+        """Tokens of the prompt as the remote counted them, else estimated; 0 where it bills
+        nothing."""
         if not self._is_billed:
             return 0
         return self._usage.get("prompt_tokens", self._call.prompt_tokens)

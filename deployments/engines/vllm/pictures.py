@@ -87,7 +87,8 @@ class Pictures:
         return json.dumps(fields).encode() if found else body
 
     def identity(self, url: Any, tenant: bytes, place: str) -> str:
-        """Of one picture: the pixels that vLLM's own reader will give. Raises BadField."""
+        """The identity of one picture: the pixels that vLLM's own reader will give. Raises
+        BadField."""
         if not isinstance(url, str) or not url[:5].lower() == "data:":
             raise _bad(place, "pictures come as data: URIs")
         try:
