@@ -72,7 +72,9 @@ class LeasedProcesses:
             return None
         taken = not_these | {p for o in self.by_ticket.values() for p in o.members}
         if known or pid in taken:
-            raise LeaseRefused("pid", f"{pid} belongs to another ticket, or this one to another")
+            raise LeaseRefused(
+                "pid", f"{pid} has another lease, or this lease another process; take one for each"
+            )
         try:
             fd = os.pidfd_open(pid)
         except (OSError, OverflowError) as error:

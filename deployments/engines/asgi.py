@@ -31,7 +31,7 @@ class BodyTooLarge(ValueError):
         self.most_bytes = most_bytes
 
     def __str__(self) -> str:
-        return f"larger than {self.most_bytes} bytes"
+        return f"the body is larger than {self.most_bytes} bytes, the most that the engine reads"
 
 
 class BadField(RequestError):

@@ -39,7 +39,10 @@ class AnswerTooLarge(RequestError):
     status_code, code = 507, "answer_too_large"
 
     def __str__(self) -> str:
-        return f"the answer has over {self.size_bytes} bytes; at most {self.most_bytes} are kept"
+        return (
+            f"the answer has over {self.size_bytes} bytes, and at most {self.most_bytes} are kept;"
+            " ask for less in one call"
+        )
 
 
 OnEvents = Callable[[list[str]], Awaitable[object]]
