@@ -154,7 +154,7 @@ class Slab:
 
     @property
     def allocated_bytes(self) -> Bytes:
-        """So many bytes of the rows have pages, counted from the first row."""
+        """The bytes of the rows that have pages, counted from the first row."""
         return Bytes(self.file.counts[Count.ALLOCATED])
 
     @property

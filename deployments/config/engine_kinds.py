@@ -81,8 +81,9 @@ def weights_cache_and_slots(kind: "EngineKind", path: str, model: ModelConfig) -
 
 
 def file_and_engine(ending: str) -> Estimate:
-    """Of models in one large file of that ending, which is no safetensors. A model without such
-    a file has no weights: its source may be a word that the engine knows (`espeak-ng`)."""
+    """Makes the estimate for models in one large file of that ending, which is no safetensors. A
+    model without such a file has no weights: its source may be a word that the engine knows
+    (`espeak-ng`)."""
 
     def estimate(kind: "EngineKind", path: str, model: ModelConfig) -> Need:
         found = [Path(path)] if path.endswith(ending) else Path(path).glob(f"*{ending}")

@@ -51,7 +51,8 @@ OnProgress = Callable[[messages.Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of a stream of events: the status alone, because its events were told one by one."""
+    """The answer to a call; of a stream of events only the status, because its events were told one
+    by one."""
 
     status: int
     body: bytes

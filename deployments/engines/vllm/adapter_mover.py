@@ -185,8 +185,8 @@ class AdapterMover:
         return self._counted
 
     async def forget(self) -> None:
-        """Before a sleep: returns once no adapter is on its way to a slot. None is brought until a
-        request asks for it."""
+        """Called before a sleep: returns once no adapter is on its way to a slot. None is brought
+        until a request asks for it."""
         self._sleeps += 1
         async with self._moving:
             self._wanted.clear()

@@ -156,8 +156,8 @@ class NamedMessages(AnthropicServingMessages):
 
 
 def content_hash(folder: Path) -> str:
-    """Of a model: names and sizes of its files, small ones whole, and pieces all over each large
-    one: weights that were trained or converted anew differ in every piece."""
+    """The hash of a model's content: names and sizes of its files, small ones whole, and pieces all
+    over each large one: weights that were trained or converted anew differ in every piece."""
     digest = hashlib.sha256(str(folder).encode() if not folder.is_dir() else b"")
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         size = path.stat().st_size
