@@ -115,9 +115,7 @@ class Child:
 
 
 def serve(
-    file: Annotated[Path, typer.Argument(help="As `serve run` takes it.")] = Path(
-        "serve_config.yaml"
-    ),
+    file: Annotated[Path, typer.Argument(help="A configuration.")] = Path("serve_config.yaml"),
     as_json: AsJson = False,
 ) -> None:
     """Start all that a configuration names, and say when it is ready; Ctrl-C ends it."""
