@@ -110,7 +110,7 @@ def _answer(body: bytes) -> Plain:
 
 
 class RayTransport:
-    """From within the cluster. The process is measured on its own node."""
+    """Calls the arbiter from within the cluster. The process is measured on its own node."""
 
     def put(self, lease: str, body: Plain) -> Plain:
         from arbiter.protocol import ray_internals
@@ -221,7 +221,7 @@ class Lease:
 
     @property
     def left_s(self) -> float | None:
-        """Until the memory must be back; None before notice."""
+        """Seconds until the memory must be back; None before notice."""
         return None if self.gone_by_s is None else max(0.0, self.gone_by_s - time.monotonic())
 
     def release(self) -> None:

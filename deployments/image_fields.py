@@ -20,8 +20,8 @@ Format = Literal["png", "jpeg", "webp"]
 
 
 class ImageFields(BaseModel):
-    """Of generations and edits. OpenAI's `quality`, `style`, `moderation` and `user` are accepted
-    and have no effect."""
+    """Fields of generations and edits. OpenAI's `quality`, `style`, `moderation` and `user` are
+    accepted and have no effect."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -63,6 +63,6 @@ class ImageFields(BaseModel):
 
 
 class VariationFields(ImageFields):
-    """Of variations, which begin with a picture and have no prompt."""
+    """Fields of variations, which begin with a picture and have no prompt."""
 
     prompt: Literal[""] = Field("", description="of an edit, not of a variation")

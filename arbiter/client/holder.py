@@ -161,7 +161,7 @@ class HolderClient:
         return path
 
     async def respawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
-        """As `spawn`, in the place of the process that the ticket has."""
+        """Replaces the process that the ticket has by a new one; otherwise as `spawn`."""
         path: str = await self._agent.call("respawn", ticket, spec)
         return path
 

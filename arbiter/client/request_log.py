@@ -17,7 +17,8 @@ CLIENTS_MOST = 256  # told apart between two heartbeats; further ones count for 
 
 
 class RequestLog:
-    """One per holder, on its event loop."""
+    """The finished requests that no heartbeat has told the arbiter yet. One log per holder, on its
+    event loop; `most`: how many it keeps one by one, beyond which they are only counted."""
 
     def __init__(self, most: int = RUNS_MOST) -> None:
         self._most = most
@@ -50,15 +51,15 @@ class RequestLog:
         return tuple(self._kept), self._dropped
 
     def usage(self) -> tuple[Usage, ...]:
-        """And how many requests of each client."""
+        """How many requests of each client the next heartbeat tells of."""
         return tuple(Usage(client, count) for client, count in self._requests.items())
 
     def times(self) -> tuple[RequestTimes, ...]:
-        """And how long all of them took."""
+        """How long these requests took, as a histogram per outcome."""
         return tuple(RequestTimes(outcome, taken.read()) for outcome, taken in self._times.items())
 
     def said(self, renewed: Renewed) -> None:
-        """This heartbeat has arrived, so the next one does not repeat it."""
+        """Drops what a heartbeat told that has arrived, so that the next one does not repeat it."""
         for _ in renewed.runs:
             self._kept.popleft()
         self._dropped -= renewed.runs_dropped_count

@@ -53,7 +53,7 @@ class Child:
 
 
 class Children:
-    """By ticket, mirrored as one small file each in the socket folder."""
+    """The engine processes by ticket, each mirrored as a small file in the socket folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -156,7 +156,7 @@ class Children:
         return ticket in self._ended
 
     def forget(self, child: Child) -> None:
-        """It is gone: drop its descriptor."""
+        """Drops the descriptor of a process that is gone."""
         del self.by_ticket[child.ticket]
         os.close(child.fd)
 

@@ -23,7 +23,8 @@ class EngineLogs:
         return self._folder / f"engine-{ticket}.log"
 
     def link(self, ticket: str, written: Path) -> None:
-        """While it is written. What an earlier process of the ticket wrote stays beside it."""
+        """Links an engine's log here while it is written. What an earlier process of the ticket
+        wrote stays beside it."""
         place = self._place(ticket)
         if place.is_symlink():
             return
@@ -32,7 +33,7 @@ class EngineLogs:
         place.symlink_to(written)
 
     def keep(self, ticket: str, written: Path) -> None:
-        """The engine is gone; what it wrote stays where people look, the newest of them."""
+        """Moves the log of an engine that is gone here; the newest LOGS_KEPT of a node stay."""
         if not written.exists():
             return
         place = self._place(ticket)

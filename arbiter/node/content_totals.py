@@ -22,7 +22,8 @@ class ContentTotals:
         self._saves[content] += was_saved
 
     def readings(self, slabs: Iterable[tuple[Content, SlabView]]) -> tuple[ContentReading, ...]:
-        """In the order of contents; those that never had a slab are left out."""
+        """A reading of each content, in their order; contents that never had a slab are left
+        out."""
         totals = {content: Counter(counts) for content, counts in self._left.items()}
         taken: Counter[Content] = Counter()
         for content, view in slabs:

@@ -115,7 +115,8 @@ def _row(root: Path, path: Path) -> FileRow:
 
 
 def key_of(found: Found) -> str:
-    """Of the files as they are now: a hash of version, names, sizes and bytes. Raises OSError."""
+    """The key of the files as they are now: a hash of version, names, sizes and bytes. Raises
+    OSError."""
     return _hashed(found, [None] * len(found.rows))
 
 

@@ -28,7 +28,8 @@ class Calls(Protocol):
 
 
 class CopyLease:
-    """From its first call to its end. No byte of the copy is written before `acquire` returns."""
+    """The lease of one copy, from its first call to its end. No byte of the copy is written before
+    `acquire` returns."""
 
     def __init__(
         self,

@@ -55,7 +55,8 @@ class LeasedProcess:
 
 
 class LeasedProcesses:
-    """By ticket. Not kept on disk: heartbeats of the lease name the process again."""
+    """The leased processes by ticket. Not kept on disk: heartbeats of the lease name the process
+    again."""
 
     def __init__(self) -> None:
         self.by_ticket: dict[TicketId, LeasedProcess] = {}
@@ -71,7 +72,9 @@ class LeasedProcesses:
             return None
         taken = not_these | {p for o in self.by_ticket.values() for p in o.members}
         if known or pid in taken:
-            raise LeaseRefused("pid", f"{pid} belongs to another ticket, or this one to another")
+            raise LeaseRefused(
+                "pid", f"{pid} has another lease, or this lease another process; take one for each"
+            )
         try:
             fd = os.pidfd_open(pid)
         except (OSError, OverflowError) as error:
@@ -116,7 +119,8 @@ class LeasedProcesses:
         return [leased.tree() for leased in self.by_ticket.values()]
 
     def given_back(self, engines: tuple[EngineReading, ...]) -> list[LeasedProcess]:
-        """Those that leave and hold no more than before they came, by a reading just taken."""
+        """The leaving processes that hold no more than before their lease, by a reading just
+        taken."""
         read = {e.ticket: e.measured for e in engines}
         return [
             o

@@ -103,7 +103,7 @@ def _words(path: Path) -> list[bytes]:
 
 
 def command(pid: int) -> bytes:
-    """As it was started, or as it has named itself since; empty when it is gone."""
+    """The process's command line, or the name it gave itself since; empty when it is gone."""
     try:
         return (PROC / str(pid) / "cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

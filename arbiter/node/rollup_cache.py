@@ -108,7 +108,7 @@ class _Believed(Generic[T]):
 
 
 class Rollups:
-    """Of the processes that are asked for again and again."""
+    """Readings of the processes that are asked for again and again."""
 
     def __init__(
         self,
@@ -123,15 +123,16 @@ class Rollups:
         self._shared = _Believed(mark, shared, _files_moved, clock)
 
     def of(self, pid: int) -> dict[str, int]:
-        """As procfs.rollup."""
+        """The reading of procfs.rollup, perhaps from the cache."""
         return self._rollups.of(pid)
 
     def aside_of(self, pid: int) -> int:
-        """As procfs.mapped_aside."""
+        """The reading of procfs.mapped_aside, perhaps from the cache."""
         return self._asides.of(pid)
 
     def shared_of(self, pid: int) -> frozenset[tuple[int, int]]:
-        """As procfs.shared_files. What is mapped and holds no page yet may be missing."""
+        """The reading of procfs.shared_files, perhaps from the cache. What is mapped and holds no
+        page yet may be missing."""
         return self._shared.of(pid)
 
     def keep(self, pids: Iterable[int]) -> None:

@@ -89,8 +89,9 @@ class SpareWorkers:
         self.is_settled = not count  # the first were seen, or do not come
 
     async def keep(self) -> None:
-        """For ever: asks for another while fewer are found. If asking brings none the next time is
-        twice as far, so that a sign that Ray has changed costs a worker now and then."""
+        """Keeps the count of spare workers, for ever: asks for another while fewer are found. If
+        asking brings none the next time is twice as far, so that a sign that Ray has changed costs
+        a worker now and then."""
         if not self._count:
             return
         await self._begin()

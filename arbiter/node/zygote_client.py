@@ -161,8 +161,8 @@ def tail(log: Path, from_bytes: int) -> str:
 
 
 def folder(settings: AgentSettings, node: NodeId) -> Path:
-    """Of the sockets of one node, made. Every step of the way must be ours alone, or a stranger
-    could put another in its place."""
+    """Makes the folder of one node's sockets. Every step of the way must be ours alone, or a
+    stranger could put another in its place."""
     if settings.folder:
         return private_folder(Path(settings.folder))
     return private_folder(private_folder(Path(f"/tmp/arbiter-{os.getuid()}")) / node)

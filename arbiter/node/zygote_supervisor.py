@@ -44,7 +44,7 @@ class ZygoteSupervisor:
         self.news = asyncio.Event()
 
     def is_alive(self) -> bool:
-        """As the kernel says now, which may be news to this process."""
+        """True if the kernel says now that the zygote lives."""
         return self.known is not None and children.lives(*self.known)
 
     async def keep(self) -> None:

@@ -124,7 +124,7 @@ class Rows:
         self._counts[Count.HITS if is_hit else Count.MISSES] += 1
 
     def keys(self) -> list[bytes]:
-        """Of all READY rows, the least recently used first."""
+        """The keys of all READY rows, the least recently used first."""
         return list(self._ready)
 
     def is_reserved(self, key: bytes) -> bool:
@@ -279,7 +279,7 @@ class Rows:
         self._counts[Count.STORED] += 1
 
     def mark_restored(self, saved: Mark) -> None:
-        """As `mark_ready`, of a row that came back from a file: it keeps its tenant, its class and
+        """Marks a row READY that came back from a file: it keeps its tenant, its class and
         its expiry until the asker uses it. Raises RowMisused."""
         _, used = self._times(Term.LONG)
         self._show(saved._replace(used_s=used))

@@ -154,7 +154,7 @@ class Slab:
 
     @property
     def allocated_bytes(self) -> Bytes:
-        """Of the rows: from the first one on, so many bytes have pages."""
+        """The bytes of the rows that have pages, counted from the first row."""
         return Bytes(self.file.counts[Count.ALLOCATED])
 
     @property

@@ -61,7 +61,7 @@ class Erasure:
         self._numbers = buffer[start : start + 16].cast("Q")
 
     def order(self, removal: Removal) -> bool:
-        """By the owner. False: an earlier order is still open."""
+        """Orders a removal; the slab's owner calls this. False: an earlier order is still open."""
         if self.removal is not None:
             return False
         self._tenant[:], self._until[0] = removal
@@ -76,7 +76,8 @@ class Erasure:
         return Removal(bytes(self._tenant), self._until[0])
 
     def finish(self) -> None:
-        """By the writer, once none of these rows is left."""
+        """Marks the removal as done; the slab's writer calls this once none of these rows is
+        left."""
         self._numbers[1] = self._numbers[0]
 
     def release(self) -> None:

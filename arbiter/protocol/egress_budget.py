@@ -24,12 +24,12 @@ def refusal(egress: Egress, spent: DaySpent, now: datetime) -> RemoteBudgetSpent
 
 
 def day_of(now: datetime) -> str:
-    """As `2026-11-23`, in UTC."""
+    """The day in UTC, as `2026-11-23`."""
     return now.astimezone(UTC).date().isoformat()
 
 
 def left_of_day_s(now: datetime) -> float:
-    """Until midnight UTC."""
+    """Seconds until midnight UTC."""
     today = now.astimezone(UTC)
     midnight = datetime.combine(today.date() + timedelta(days=1), datetime.min.time(), UTC)
     return (midnight - today).total_seconds()

@@ -13,8 +13,8 @@ from arbiter.units import Span, in_seconds
 
 
 def to_json(value: Any) -> Any:
-    """By the fields of its dataclasses. What `from_json` reads equals what was written; only a
-    union of dataclasses needs the class named, which is the caller's to write."""
+    """A JSON value with the fields of the dataclasses. What `from_json` reads equals what was
+    written; only a union of dataclasses needs the class named, which is the caller's to write."""
     return msgspec.to_builtins(value)
 
 

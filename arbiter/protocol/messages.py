@@ -71,7 +71,7 @@ class Configuration:
     generation: Generation = Generation(0)  # counts changes of it, by file or at runtime
 
     def numbered(self, generation: int) -> "Configuration":
-        """As it came from a file."""
+        """This configuration as it came from a file, with its generation."""
         return replace(self, written=self.table, generation=Generation(generation))
 
 
@@ -198,7 +198,7 @@ CacheCommand = PurgeCommand | PrewarmCommand | ForgetTenantCommand
 
 
 class ModelSize(Enum):
-    """Of a resident that may change its size (A14)."""
+    """The sizes between which a resident model may change (A14)."""
 
     FIRST = "first"  # as it was loaded
     GROWN = "grown"
@@ -250,7 +250,7 @@ class EgressEnd:
 
 @dataclass(frozen=True, slots=True)
 class DaySpent:
-    """Of a tenant at a remote, today: spent, and reserved by what is under way."""
+    """What a tenant has spent at a remote today, and what requests under way have reserved."""
 
     tokens_count: int
     money_micros: int

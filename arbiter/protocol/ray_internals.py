@@ -31,12 +31,12 @@ def session_name() -> str:
 
 
 def logs_folder() -> Path:
-    """What lies here, the dashboard shows."""
+    """Ray's log folder on this node; the dashboard shows what lies here."""
     return Path(ray._private.worker._global_node.get_logs_dir_path())
 
 
 def session_folder() -> Path | None:
-    """Of this node's part of the cluster; None in a process of none."""
+    """Ray's session folder on this node; None in a process outside a cluster."""
     node = ray._private.worker._global_node
     return Path(node.get_session_dir_path()) if node is not None else None
 

@@ -196,7 +196,8 @@ class RpcServer:
         self._opening = asyncio.ensure_future(self._listen())
 
     async def address(self) -> dict[str, str] | None:
-        """For `connect_to_socket`; None when it could not be opened, and Ray carries everything."""
+        """The address for `connect_to_socket`; None when the socket could not be opened: Ray
+        carries all."""
         await asyncio.wait({self._opening})
         is_open = not self._opening.cancelled() and self._opening.exception() is None
         return {"node": self._node, "path": str(self._path)} if is_open else None

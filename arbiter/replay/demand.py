@@ -52,7 +52,7 @@ class Uses:
 
     @property
     def end(self) -> Instant:
-        """Of the last request; 0 when there is none."""
+        """The instant of the last request; 0 when there is none."""
         return Instant(self._at[-1] if self._at else 0)
 
 

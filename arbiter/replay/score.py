@@ -84,7 +84,7 @@ def _part(worse: int, best: int, value: int) -> float | None:
 
 
 def as_plain(score: Score) -> dict[str, float]:
-    """For JSON: counts and bytes as they are, times in seconds."""
+    """The score for JSON: counts and bytes as they are, times in seconds."""
     plain: dict[str, float] = {f.name: getattr(score, f.name) for f in fields(score)}
     plain["waited_s"] = in_seconds(Span(int(plain.pop("waited"))))
     plain["loading_s"] = in_seconds(Span(int(plain.pop("loading"))))

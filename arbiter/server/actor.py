@@ -195,7 +195,7 @@ class ArbiterActor:
     # -- holders -------------------------------------------------------------------------------
 
     async def hello(self) -> messages.Plain:
-        """For the version handshake: plain values only, whatever code the caller runs."""
+        """Answers the version handshake in plain values only, whatever code the caller runs."""
         return {
             "identity": messages.identity(),
             "epoch": int(self._shell.epoch),
@@ -317,15 +317,15 @@ class ArbiterActor:
     # -- nodes ---------------------------------------------------------------------------------
 
     async def report(self, node: NodeId, epoch: Epoch | None, said: tuple[ev.Event, ...]) -> Epoch:
-        """From a node agent. The events of an agent that believes in another epoch are dropped: it
-        introduces its node first."""
+        """Takes the events of a node agent. The events of an agent that believes in another epoch
+        are dropped: it introduces its node first."""
         if epoch == self._shell.epoch:
             for event in said:
                 self._shell.feed(event)
         return self._shell.epoch
 
     async def check_grant(self, node: NodeId, ticket: TicketId) -> types.GrantCheck:
-        """From a node agent, before it spawns an engine under this ticket (A3)."""
+        """Tells a node agent whether it may spawn an engine under this ticket (A3)."""
         self._shell.calls_count += 1
         return self._shell.core.check_grant(ticket, node)
 
@@ -367,7 +367,7 @@ class ArbiterActor:
     # -- people --------------------------------------------------------------------------------
 
     async def configure(self, configuration: messages.Configuration) -> None:
-        """As the front reads it from its file. An unchanged file takes back no
+        """Takes the table that the front read from its file. An unchanged file takes back no
         change made at runtime since (C12)."""
         if configuration.table != self._configuration.written:
             self._choose(configuration.numbered(self._configuration.generation + 1))
@@ -437,11 +437,11 @@ class ArbiterActor:
         self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
 
     async def unload(self, ticket: TicketId) -> None:
-        """By hand; one in use stays."""
+        """Unloads a model by hand; a model in use stays."""
         self._shell.feed(ev.UnloadAsked(ticket))
 
     async def raise_priority(self, ticket: TicketId, priority: types.Priority) -> None:
-        """Of a queued ticket, by hand. Raises UnknownTicket, TicketNotQueued."""
+        """Raises the priority of a queued ticket by hand. Raises UnknownTicket, TicketNotQueued."""
         self._shell.feed(ev.PriorityRaised(ticket, priority))
 
     async def cancel(self, ticket: TicketId) -> None:
@@ -454,8 +454,8 @@ class ArbiterActor:
         self._store.save_floors(self._shell.core.export_floors())
 
     async def load(self, capability: str, model: str) -> None:
-        """By hand, without a request. Raises UnknownCapability, UnknownModel, NotResident,
-        OutsideHours."""
+        """Loads a model by hand, without a request. Raises UnknownCapability, UnknownModel,
+        NotResident, OutsideHours."""
         self._shell.feed(ev.LoadAsked(capability, model))
 
     async def compact(
@@ -467,8 +467,8 @@ class ArbiterActor:
         return await self._shell.compact(ev.CompactAsked(request, models), wait_s)
 
     async def resize(self, command: messages.Resize) -> None:
-        """By hand; a resident that cannot change its size goes on as it is, and the event log tells
-        why (A14)."""
+        """Changes a model's size by hand; a resident that cannot change its size goes on as it is,
+        and the event log tells why (A14)."""
         self._shell.command_all(command)
 
     async def push_pressure(self, pushed: ev.PressurePushed) -> None:

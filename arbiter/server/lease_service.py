@@ -162,7 +162,9 @@ class LeaseService:
             if call.ticket not in self._sessions:  # it was refused, or is over
                 self._plans.pop(call.ticket, None)
         if state.state == "ended":
-            raise LeaseRefused("id", f"names a lease that is over ({state.reason})")
+            raise LeaseRefused(
+                "id", f"names a lease that is over ({state.reason}); ask again under a new id"
+            )
         return {"plan": made, "lease": plain(state)}
 
     def give_back(self, lease: str, tenant: str) -> None:
@@ -228,7 +230,7 @@ class LeaseService:
 
     def _open(self, call: messages.LeaseCall, is_kept: bool) -> LeaseSession:
         if not NAME.fullmatch(call.lease):
-            raise LeaseRefused("id", "has letters, digits and . _ - inside, 64 at most")
+            raise LeaseRefused("id", "must be letters and digits with . _ - inside, 64 at most")
         node = call.node or self._only_node()
         session = LeaseSession(call, HolderId(call.ticket), node)
         if session.holder in self._expected:

@@ -118,7 +118,7 @@ class RayAgents:
         return gone
 
     async def readiness(self) -> dict[str, dict[str, str]]:
-        """Of each living node, whether engines start there as fast as they can."""
+        """Says of each living node whether engines start there as fast as they can."""
         nodes = sorted(self._nodes)
         said = await asyncio.gather(*(self._readiness_of(node) for node in nodes))
         return dict(zip(nodes, said, strict=True))

@@ -116,7 +116,8 @@ class Recorder:
         self._write({"heading": to_json(heading)})
 
     def event(self, event: ev.Event, at: Instant) -> None:
-        """Before the core sees it, so that the event that breaks a core is in the file."""
+        """Writes an event before the core sees it, so that an event which breaks the core is in
+        the file."""
         line = {"at": at, "kind": type(event).__name__, "so_far": str(self._sum)}
         self._write(line | {"event": to_json(event)})
 

@@ -262,7 +262,8 @@ class Shell:
                     del self._waiting[ticket]
 
     async def grow(self, event: ev.GrowthAsked) -> messages.Granted:
-        """For a resident: refused, it goes on as it is; cancelled, it wants no more."""
+        """Asks for more memory for a resident model and waits for the answer. Refused, the model
+        goes on as it is; cancelled, the wish is withdrawn. Raises what the core refuses with."""
         ticket = event.ticket
         waiter = self._waiting.setdefault(ticket, asyncio.get_running_loop().create_future())
         try:

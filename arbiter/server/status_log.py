@@ -34,7 +34,7 @@ class StatusLog:
         self._due: asyncio.TimerHandle | None = None
 
     def note(self, kind: EventKind) -> None:
-        """After a line of the event log: has the messages looked at soon, unless it is a request's,
+        """Looks at the messages soon after a line of the event log, unless it is a request's,
         which changes no bytes."""
         if kind not in REQUESTS and self._due is None:
             self._due = asyncio.get_running_loop().call_later(self._settle_s, self._tell)
@@ -51,8 +51,8 @@ class StatusLog:
 
 
 def opened(core: Arbiter, epoch: Epoch, clock: Callable[[], Instant]) -> StatusLog | None:
-    """Of this arbiter; None outside a cluster. A folder that cannot be written costs the messages,
-    not the arbiter."""
+    """The status log of this arbiter; None outside a cluster. A folder that cannot be written costs
+    the messages, not the arbiter."""
     session = ray_internals.session_folder()
     if session is None:
         return None

@@ -144,7 +144,7 @@ class Catalogue:
         return None
 
     def entries(self, names: Iterable[str], tenant: str = "") -> list[Entry]:
-        """Those of the names that mean an adapter which can be read."""
+        """The entries of those names that mean an adapter which can be read."""
         found = []
         for name in names:
             with contextlib.suppress(AdapterInvalid, AdapterAmbiguous):

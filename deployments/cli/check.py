@@ -45,7 +45,7 @@ BROKEN = (
 
 
 def check(
-    file: Annotated[Path, typer.Argument(help="As `serve run` takes it: serve_config.yaml.")],
+    file: Annotated[Path, typer.Argument(help="A configuration, such as serve_config.yaml.")],
     as_json: AsJson = False,
 ) -> None:
     """Name every wrong key of a configuration, and what each model needs."""

@@ -33,18 +33,19 @@ def _term(text: str) -> str:
 
 def free(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[COMMAND]", help="After `--`.")
+        list[str] | None, typer.Argument(metavar="[COMMAND]", help="A command, after `--`.")
     ] = None,
     gb: Annotated[float, typer.Option(help="GiB to free on one device.")] = 0.0,
     term_text: Annotated[
-        str, typer.Option("--for", metavar="TIME", callback=_term, help="90s, 30m, 2h.")
+        str,
+        typer.Option("--for", metavar="TIME", callback=_term, help="How long, as 90s, 30m or 2h."),
     ] = "1h",
-    name: Annotated[str, typer.Option(help="What people see.")] = "hold",
+    name: Annotated[str, typer.Option(help="The lease's name in lists.")] = "hold",
     node: Annotated[
-        str | None, typer.Option(help="Of several, as `arbiter status` has it.")
+        str | None, typer.Option(help="The node, from `arbiter status`, if there are several.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would leave and what stays, no more.")
+        bool, typer.Option("--dry-run", help="Only say what would leave and what stays.")
     ] = False,
     as_json: AsJson = False,
     url: Url = None,

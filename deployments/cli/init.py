@@ -49,7 +49,8 @@ class Machine:
 
 
 def find_machine(wants_gpu: bool | None) -> Machine:
-    """By NVML and the kernel. `wants_gpu`: None leaves it to what there is. Raises CommandError."""
+    """Reads NVML and the kernel. `wants_gpu`: None leaves it to what there is. Raises
+    CommandError."""
     from arbiter.node import nvml, procfs
 
     ram, _ = procfs.ram()
@@ -69,10 +70,10 @@ def find_machine(wants_gpu: bool | None) -> Machine:
 def init(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("serve_config.yaml"),
     gpu: Annotated[
-        bool | None, typer.Option("--gpu/--cpu", help="Default: --gpu where NVML finds one.")
+        bool | None, typer.Option("--gpu/--cpu", help="Default: --gpu if NVML finds a GPU.")
     ] = None,
     capabilities: Annotated[
-        str, typer.Option(help="Those to serve, as chat,embedding; default: all there are.")
+        str, typer.Option(help="Capabilities to serve, as chat,embedding. Default: all.")
     ] = "",
     model: Annotated[
         list[str] | None,
@@ -81,7 +82,7 @@ def init(
             " capability's own models."
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65_535, help="Of the API.")] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65_535, help="The port of the API.")] = 8000,
     force: Annotated[bool, typer.Option(help="Replace the file where it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -41,12 +41,14 @@ def _signal(name: str) -> str:
 
 
 def lease(
-    words: Annotated[list[str], typer.Argument(metavar="COMMAND", help="After `--`.")],
+    words: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command, after `--`.")],
     gb: Annotated[float | None, typer.Option(help="GiB that the command will hold.")] = None,
     size_text: Annotated[
         str | None, typer.Option("--size", help="The same with a unit: 500MiB, 2GiB, 4GB.")
     ] = None,
-    name: Annotated[str, typer.Option(help="What people see. Default: the command.")] = "",
+    name: Annotated[
+        str, typer.Option(help="The lease's name in lists. Default: the command.")
+    ] = "",
     preemptible: Annotated[
         bool, typer.Option("--preemptible", help="The command may be ended for models.")
     ] = False,
@@ -56,10 +58,11 @@ def lease(
         float | None, typer.Option(help="Give up when it is not granted within so many seconds.")
     ] = None,
     node: Annotated[
-        str | None, typer.Option(help="This machine's, of several, as `arbiter status` has it.")
+        str | None,
+        typer.Option(help="This machine's node, from `arbiter status`, if there are several."),
     ] = None,
     signal_name: Annotated[
-        str, typer.Option("--signal", callback=_signal, help="Sent as notice.")
+        str, typer.Option("--signal", callback=_signal, help="The signal sent as notice.")
     ] = "TERM",
     as_json: Annotated[
         bool,

@@ -40,7 +40,7 @@ class Commands(TyperGroup):
     """What a command fails with becomes a line on stderr and the exit status 1."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """By panel; typer would list groups of commands last."""
+        """Sorts commands by panel; typer would list groups of commands last."""
         return sorted(self.commands, key=lambda name: PANELS.index(self._panel(name)))
 
     def _panel(self, name: str) -> str:

@@ -147,8 +147,8 @@ def among(what: str, names: Callable[[], list[str]]) -> Callable[[list[str] | No
 
 
 def discard_stdout() -> None:
-    """After the reader of a pipe has left: what Python writes at its end goes nowhere, instead of
-    ending in a traceback (docs.python.org/3/library/signal.html#note-on-sigpipe)."""
+    """Called once the reader of a pipe has left: what Python writes at its end goes nowhere,
+    instead of ending in a traceback (docs.python.org/3/library/signal.html#note-on-sigpipe)."""
     if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
 

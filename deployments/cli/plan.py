@@ -32,7 +32,7 @@ def plan(
         typer.Option(metavar="PRIORITY", help="urgent, high, normal, low or batch."),
     ] = "normal",
     node: Annotated[
-        str | None, typer.Option(help="Of several, as `arbiter status` has it.")
+        str | None, typer.Option(help="The node, from `arbiter status`, if there are several.")
     ] = None,
     as_json: AsJson = False,
     url: Url = None,

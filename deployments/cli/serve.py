@@ -48,7 +48,7 @@ class Configured:
 
     @property
     def url(self) -> str:
-        """For a client on this machine."""
+        """The front's URL for a client on this machine."""
         name = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
         return f"http://{f'[{name}]' if ':' in name else name}:{self.port}"
 
@@ -94,7 +94,7 @@ class Child:
         return self.log.read_text(errors="replace")
 
     def show_as_it_comes(self) -> None:
-        """With VERBOSE=1: copies the file to the terminal."""
+        """Copies the log to the terminal as it grows (VERBOSE=1)."""
 
         def copy() -> None:
             with self.log.open(errors="replace") as lines:
@@ -115,9 +115,7 @@ class Child:
 
 
 def serve(
-    file: Annotated[Path, typer.Argument(help="As `serve run` takes it.")] = Path(
-        "serve_config.yaml"
-    ),
+    file: Annotated[Path, typer.Argument(help="A configuration.")] = Path("serve_config.yaml"),
     as_json: AsJson = False,
 ) -> None:
     """Start all that a configuration names, and say when it is ready; Ctrl-C ends it."""

@@ -124,8 +124,10 @@ def _queue(queue: list[dict[str, Any]]) -> RenderableType:
 
 
 def events(
-    follow: Annotated[bool, typer.Option("--follow", help="Go on as things happen.")] = False,
-    after: Annotated[int, typer.Option(help="Begin behind this sequence number.")] = 0,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on with new events as they happen.")
+    ] = False,
+    after: Annotated[int, typer.Option(help="Begin after this sequence number.")] = 0,
     as_json: AsJson = False,
     url: Url = None,
 ) -> None:

@@ -11,7 +11,7 @@ from arbiter.units import Bytes, human
 from deployments.cli.http import Url, front
 from deployments.cli.output import AsJson, CommandError, cell, show
 
-Model = Annotated[str, typer.Argument(help="A model's name, as `arbiter residency` has it.")]
+Model = Annotated[str, typer.Argument(help="A model's name, from `arbiter residency`.")]
 
 
 def load(model: Model, as_json: AsJson = False, url: Url = None) -> None:
@@ -71,7 +71,7 @@ def compact(
 
 
 def drop_copy(
-    copy: Annotated[str, typer.Argument(help="Its key, as `arbiter copies` has it.")],
+    copy: Annotated[str, typer.Argument(help="The key of a copy, from `arbiter copies`.")],
     as_json: AsJson = False,
     url: Url = None,
 ) -> None:
@@ -107,7 +107,10 @@ def floor(
 def settings(
     changes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="All of them or none; `KEY=`: as by default."),
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Changes, all or none of which are made; `KEY=` restores the default.",
+        ),
     ] = None,
     generation: Annotated[
         int | None, typer.Option(help="Refuse the change if settings have changed since this one.")

@@ -22,7 +22,10 @@ def add(
         list[str], typer.Argument(metavar="MODEL...", help="The primary first, then its stand-ins.")
     ],
     pin_primary: Annotated[
-        bool, typer.Option("--pin-primary", help="No warm stand-in for a cold primary.")
+        bool,
+        typer.Option(
+            "--pin-primary", help="Wait for a cold primary; no warm model answers in its place."
+        ),
     ] = False,
     budget_s: Annotated[
         float | None, typer.Option(help="Seconds in which an answer should be complete.")
@@ -31,9 +34,11 @@ def add(
         float, typer.Option(help="Seconds before the model that answered counts as idle.")
     ] = 0.0,
     step_s: Annotated[
-        float, typer.Option(help="Seconds of waiting that a place in the ladder is worth.")
+        float, typer.Option(help="Seconds of waiting that one place in the ladder is worth.")
     ] = 1.0,
-    local: Annotated[bool, typer.Option("--local", help="No remote but the primary.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Use no remote, unless it is the primary.")
+    ] = False,
     as_json: AsJson = False,
     url: Url = None,
 ) -> None:

@@ -86,7 +86,8 @@ class Watch:
             raise self._failure
 
     def run(self) -> None:
-        """Until `ended` is set. A front that is away is asked again; a refusal ends it."""
+        """Follows the view until `ended` is set. A front that is away is asked again; a refusal
+        ends it."""
         while not self.ended.is_set():
             try:
                 self._follow()

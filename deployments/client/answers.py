@@ -46,7 +46,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of a chat, a description or a completion; `choices` has several where `n` asked for them."""
+    """The answer to a chat, a description or a completion; `choices` has several where `n` asked
+    for them."""
 
     model: str
     choices: tuple[Choice, ...]
@@ -96,7 +97,7 @@ class Embeddings:
 
     @property
     def vector(self) -> list[float]:
-        """Of the first text."""
+        """The vector of the first text."""
         return self.vectors[0]
 
 
@@ -153,7 +154,7 @@ class Speech:
 
 
 def answer(said: Row) -> Answer:
-    """Of a chat or a completion."""
+    """Reads the answer to a chat or a completion."""
     choices = tuple(_choice(row) for row in said["choices"])
     return Answer(said["model"], choices, _usage(said))
 
@@ -170,7 +171,7 @@ def _choice(row: Row) -> Choice:
 
 
 def deltas(said: Row) -> list[Delta]:
-    """Of one event of a chat or a completion; the last event of a stream has none."""
+    """Reads one event of a chat or a completion; the last event of a stream has none."""
     return [_delta(row) for row in said.get("choices", ())]
 
 
@@ -215,7 +216,7 @@ def pictures(said: Row) -> tuple[Picture, ...]:
 
 
 def drawn(said: Row) -> Picture:
-    """Of one event of a stream of pictures."""
+    """Reads the picture of one event of a stream."""
     is_final = str(said["type"]).endswith(".completed")
     return Picture(base64.b64decode(said["b64_json"]), is_final)
 

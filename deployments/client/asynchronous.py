@@ -237,7 +237,7 @@ class AsyncHeld(AsyncCalls):
 
     @property
     def has_ended(self) -> bool:
-        """It was released, its term is over, or the arbiter took the model back."""
+        """True once it was released, its term is over, or the arbiter took the model back."""
         return self._following is None or self._following.done()
 
     async def release(self) -> None:

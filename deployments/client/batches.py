@@ -73,7 +73,7 @@ class Line(Generic[T]):
         return cls(custom_id, asked.path, asked.json, read)
 
     def written(self) -> bytes:
-        """As a line of the file."""
+        """This line as the input file has it."""
         row = {"custom_id": self.custom_id, "method": "POST", "url": self.path, "body": self.body}
         return json.dumps(row).encode() + b"\n"
 

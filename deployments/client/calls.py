@@ -87,7 +87,8 @@ class AsyncCalls:
     async def stream_chat(
         self, said: Messages, *, model: str | None = None, **fields: Unpack[ChatFields]
     ) -> AsyncGenerator[answers.Delta]:
-        """As `chat`, while it is written. A caller that stops early ends the work."""
+        """Yields the answer of `chat` while it is written. A caller that stops early ends the
+        work."""
         body = {"messages": messages.written(said), "stream": True}
         async for event in self._events(CHAT, model, fields, body):
             for delta in answers.deltas(event):
@@ -102,7 +103,7 @@ class AsyncCalls:
     async def stream_complete(
         self, prompt: str, *, model: str | None = None, **fields: Unpack[CompletionFields]
     ) -> AsyncGenerator[answers.Delta]:
-        """As `complete`, while it is written."""
+        """Yields the answer of `complete` while it is written."""
         body = {"prompt": prompt, "stream": True}
         async for event in self._events(COMPLETE, model, fields, body):
             for delta in answers.deltas(event):
@@ -153,7 +154,7 @@ class AsyncCalls:
         mask: Seen | None = None,
         **fields: Unpack[ImageFields],
     ) -> AsyncGenerator[Picture]:
-        """As `images`, with so many previews of each, whose `is_final` is False."""
+        """Yields pictures as `images` does, each after `previews` with `is_final` False."""
         path, files = await _drawn_from(picture, mask)
         body = {"prompt": prompt, "stream": True, "partial_images": previews}
         async for event in self._events(path, model, fields, body, files):
@@ -178,7 +179,7 @@ class AsyncCalls:
         model: str | None = None,
         **fields: Unpack[ChatFields],
     ) -> AsyncGenerator[answers.Delta]:
-        """As `describe`, while it is written."""
+        """Yields the answer of `describe` while it is written."""
         shown = await _shown(pictures, question)
         async for delta in self.stream_chat(shown, model=model, **fields):
             yield delta
@@ -202,7 +203,7 @@ class AsyncCalls:
     async def stream_transcribe(
         self, sound: Heard, *, model: str | None = None, **fields: Unpack[TranscriptionFields]
     ) -> AsyncGenerator[answers.Delta]:
-        """As `transcribe`, segment by segment."""
+        """Yields the answer of `transcribe` segment by segment."""
         files = await _heard(sound)
         async for event in self._events(TRANSCRIBE, model, fields, {"stream": True}, files):
             if "delta" in event:
@@ -219,8 +220,8 @@ class AsyncCalls:
     async def stream_speak(
         self, text: str, *, model: str | None = None, **fields: Unpack[SpeechFields]
     ) -> AsyncGenerator[Audio]:
-        """As `speak`, clause by clause; as bare samples (`pcm`) unless `response_format` says
-        otherwise. The pieces one after the other are the whole."""
+        """Yields the sound of `speak` clause by clause; as bare samples (`pcm`) unless
+        `response_format` says otherwise. The pieces one after the other are the whole."""
         body = {"input": text, "response_format": "pcm"}
         asked, _ = await self._asked(SPEAK, model, fields, body, None)
         async for piece, kind in self._connection.pieces(asked):

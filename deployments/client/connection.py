@@ -24,7 +24,7 @@ Read = Callable[[bytes, str], T]  # of a body and its content type
 
 
 def of_json(read: Callable[[Any], T]) -> Read[T]:
-    """Of a JSON body."""
+    """Makes a reader of JSON bodies."""
     return lambda raw, _: read(json.loads(raw))
 
 
@@ -98,7 +98,7 @@ class Connection:
                 yield piece, kind
 
     async def rows(self, asked: Asked) -> AsyncGenerator[dict[str, Any]]:
-        """Of a file that has a JSON object on each line. Raises RequestError."""
+        """Yields the rows of a file with a JSON object on each line. Raises RequestError."""
         async with self.opened(asked) as response:
             async for line in response.aiter_lines():
                 yield json.loads(line)

@@ -14,7 +14,7 @@ Messages = str | Sequence[Mapping[str, Any]]
 
 
 class Fields(TypedDict, total=False):
-    """Of every call."""
+    """Optional fields of every call."""
 
     x_client_id: str
     x_conversation_id: str
@@ -29,7 +29,7 @@ class Fields(TypedDict, total=False):
 
 
 class TextFields(Fields, total=False):
-    """Of what writes text."""
+    """Optional fields of calls that write text."""
 
     temperature: float
     top_p: float
@@ -45,7 +45,7 @@ class TextFields(Fields, total=False):
 
 
 class ChatFields(TextFields, total=False):
-    """Of `chat` and `describe`."""
+    """Optional fields of `chat` and `describe`."""
 
     max_completion_tokens: int
     logprobs: bool
@@ -56,26 +56,26 @@ class ChatFields(TextFields, total=False):
 
 
 class CompletionFields(TextFields, total=False):
-    """Of `complete`."""
+    """Optional fields of `complete`."""
 
     logprobs: int
     echo: bool
 
 
 class EmbeddingFields(Fields, total=False):
-    """Of `embed`."""
+    """Optional fields of `embed`."""
 
     dimensions: int
 
 
 class RerankFields(Fields, total=False):
-    """Of `rerank`."""
+    """Optional fields of `rerank`."""
 
     top_n: int
 
 
 class ImageFields(Fields, total=False):
-    """Of `images`."""
+    """Optional fields of `images`."""
 
     n: int
     size: str
@@ -90,7 +90,7 @@ class ImageFields(Fields, total=False):
 
 
 class TranscriptionFields(Fields, total=False):
-    """Of `transcribe`."""
+    """Optional fields of `transcribe`."""
 
     language: str
     prompt: str
@@ -99,7 +99,7 @@ class TranscriptionFields(Fields, total=False):
 
 
 class SpeechFields(Fields, total=False):
-    """Of `speak`."""
+    """Optional fields of `speak`."""
 
     voice: str
     response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
@@ -107,7 +107,7 @@ class SpeechFields(Fields, total=False):
 
 
 class VadFields(Fields, total=False):
-    """Of `vad`."""
+    """Optional fields of `vad`."""
 
     threshold: float
     min_speech_ms: float

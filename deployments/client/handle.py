@@ -16,7 +16,7 @@ BROKEN = (RayError, RayServeException, RequestError)  # the last breaks a stream
 
 
 def front_handle(application: str = "front") -> Any:
-    """Of the front's deployment; this process is connected to Ray. Raises RayServeException where
+    """The handle of the front; this process is connected to Ray. Raises RayServeException where
     there is no such application."""
     from ray import serve
 

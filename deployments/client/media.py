@@ -38,20 +38,21 @@ class Picture:
 
     @classmethod
     def of(cls, image: Image.Image, form: str = "PNG") -> "Picture":
-        """Of an image that pillow has."""
+        """Makes a picture of pillow's image."""
         file = io.BytesIO()
         image.save(file, form)
         return cls(file.getvalue())
 
     def save(self, path: FileName) -> Path:
-        """In the form that it has, whatever the name ends with. Raises OSError."""
+        """Writes the data in the format that it has, whatever the name ends with. Raises
+        OSError."""
         file = Path(path)
         file.write_bytes(self.data)
         return file
 
     @property
     def image(self) -> Image.Image:
-        """For pillow. Raises PIL.UnidentifiedImageError."""
+        """The picture as pillow's image. Raises PIL.UnidentifiedImageError."""
         return Image.open(io.BytesIO(self.data))
 
     @property
@@ -61,12 +62,12 @@ class Picture:
 
     @property
     def content_type(self) -> str:
-        """As `image/png`."""
+        """The MIME type, as `image/png`."""
         return Image.MIME[self.image.format or "PNG"]
 
     @property
     def uri(self) -> str:
-        """As it stands in a message."""
+        """The picture as a `data:` URL, as it stands in a message."""
         return f"data:{self.content_type};base64,{base64.b64encode(self.data).decode()}"
 
     def _repr_mimebundle_(self, **_: Any) -> Mapping[str, str]:
@@ -88,7 +89,8 @@ class Audio:
         return cls(file.read_bytes(), kind)
 
     def save(self, path: FileName) -> Path:
-        """In the form that it has, whatever the name ends with. Raises OSError."""
+        """Writes the data in the format that it has, whatever the name ends with. Raises
+        OSError."""
         file = Path(path)
         file.write_bytes(self.data)
         return file

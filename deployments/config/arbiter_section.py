@@ -102,7 +102,8 @@ class ShortageConfig(Strict):
 
 
 class StallConfig(Strict):
-    """From `low` of the last ten seconds on, in which some task waited for memory, it is short."""
+    """The shares of the last ten seconds in which some task waited for memory, from which on memory
+    counts as short."""
 
     low: float = Field(gt=0, le=1)
     critical: float = Field(gt=0, le=1)

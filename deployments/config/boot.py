@@ -57,7 +57,7 @@ def _slabs_folder(table: Table) -> Path:
 
 
 def read(plain: dict[str, Any]) -> StartConfig:
-    """From what `as_plain` made, perhaps by other code. Raises ConfigError."""
+    """Reads what `as_plain` made, perhaps in other code. Raises ConfigError."""
     return boot(parse_table(plain, "the arbiter's table"))
 
 

@@ -29,7 +29,7 @@ Keeps = Callable[[str, ModelConfig], tuple[Content, ...]]  # from folder and con
 
 
 def no_cache(arguments: Arguments) -> Bytes:
-    """Of an engine that allocates no cache of a configured size."""
+    """The cache of an engine that allocates none of a configured size: 0."""
     return Bytes(0)
 
 
@@ -39,7 +39,7 @@ def kv_cache(arguments: Arguments) -> Bytes:
 
 
 def nothing_kept(path: str, model: ModelConfig) -> tuple[Content, ...]:
-    """Of an engine that writes no slab."""
+    """What an engine keeps that writes no slab: nothing."""
     return ()
 
 
@@ -68,8 +68,9 @@ def weights_and_cache(kind: "EngineKind", path: str, model: ModelConfig) -> Need
 
 
 def weights_cache_and_slots(kind: "EngineKind", path: str, model: ModelConfig) -> Need:
-    """And caches of pictures, and slots of adapters, with as many adapters again in vLLM's own
-    cache on the host, which without a GPU is the same RAM; with one it is slack."""
+    """Adds to weights and cache: caches of pictures, and slots of adapters, with as many adapters
+    again in vLLM's own cache on the host, which without a GPU is the same RAM; with one it is
+    slack."""
     need = weights_and_cache(kind, path, model)
     pictures = picture_bytes(Path(path), model.engine_args)
     need = replace(need, working_bytes=Bytes(need.working_bytes + pictures))
@@ -80,8 +81,9 @@ def weights_cache_and_slots(kind: "EngineKind", path: str, model: ModelConfig) -
 
 
 def file_and_engine(ending: str) -> Estimate:
-    """Of models in one large file of that ending, which is no safetensors. A model without such
-    a file has no weights: its source may be a word that the engine knows (`espeak-ng`)."""
+    """Makes the estimate for models in one large file of that ending, which is no safetensors. A
+    model without such a file has no weights: its source may be a word that the engine knows
+    (`espeak-ng`)."""
 
     def estimate(kind: "EngineKind", path: str, model: ModelConfig) -> Need:
         found = [Path(path)] if path.endswith(ending) else Path(path).glob(f"*{ending}")

@@ -98,8 +98,8 @@ def slot_size(path: str, max_rank: int) -> int:
 
 
 def adapter_slots(path: str, model: ModelConfig) -> int:
-    """As many as configured; else as many as their share of the weights' bytes pays for. Raises
-    ConfigError."""
+    """The slots for adapters: as many as configured; else as many as their share of the weights'
+    bytes pays for. Raises ConfigError."""
     given = model.adapters
     assert given is not None
     if given.slots:

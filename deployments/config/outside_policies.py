@@ -20,5 +20,5 @@ def imported(path: str) -> Callable[..., Any]:
 
 
 def outside(settings: Settings) -> dict[str, Callable[..., Any]]:
-    """Those that the settings name, by the name they have there. Raises ValueError."""
+    """The policies of other packages that the settings name, by that name. Raises ValueError."""
     return {path: imported(path) for path in (settings.evict, settings.admit) if ":" in path}

@@ -121,7 +121,7 @@ class RemoteConfig(Strict):
 
     @property
     def host(self) -> str:
-        """As in the URL, without the port. Empty where there is none."""
+        """The host as in the URL, without the port. Empty where there is none."""
         return urlsplit(self.url).hostname or ""
 
     def endpoint(self, path: str) -> str:

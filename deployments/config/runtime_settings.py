@@ -50,7 +50,7 @@ async def read() -> Plain:
 
 
 async def change(generation: int, wanted: Plain) -> Plain:
-    """Of the settings of this generation so many others; None: as by default. Returns what `read`
+    """Changes some of the settings of this generation; None: the default. Returns what `read`
     does. Raises ConfigError naming each wrong key, SettingsConflict, ArbiterUnavailable."""
     _check(wanted)
     state = await call_arbiter("state")
@@ -65,7 +65,8 @@ async def read_config() -> Config:
 
 
 async def change_config(generation: int, settings: Plain, tasks: Plain | None) -> Config:
-    """As `change`, and `tasks` in place of all tasks; None: they stay. Both or neither are done."""
+    """Changes settings as `change` does and replaces all tasks (None: they stay), both or
+    neither."""
     _check(settings)
     plain = (await call_arbiter("state"))["table"]
     wanted = plain if tasks is None else plain | {"tasks": tasks}

@@ -51,13 +51,13 @@ class Tensor:
 
 
 def read(file: Path) -> dict[str, Tensor]:
-    """By name. Raises BadHeader, OSError."""
+    """The tensors of a file by name. Raises BadHeader, OSError."""
     return _read(file)[0]
 
 
 def check(file: Path) -> dict[str, Tensor]:
-    """As `read`, and checks that the tensors have the sizes of their shapes and fill the file
-    without gap or overlap. Raises BadHeader, OSError."""
+    """Reads as `read` does, and checks that the tensors have the sizes of their shapes and fill the
+    file without gap or overlap. Raises BadHeader, OSError."""
     found, data_bytes = _read(file)
     at = 0
     for name, one in sorted(found.items(), key=lambda item: item[1].start):

@@ -32,7 +32,7 @@ def speakers(file: Path, description: dict[str, Any]) -> dict[str, int]:
 
 
 class KokoroFiles(NamedTuple):
-    """Of one model, in one folder."""
+    """The files of one model of Kokoro's class, in one folder."""
 
     graph: Path
     styles: Path  # .npz, also named .bin: one array for each voice
@@ -40,7 +40,7 @@ class KokoroFiles(NamedTuple):
 
 
 def kokoro_files(source: Path) -> KokoroFiles:
-    """From the path of the graph or that of its folder. Raises ConfigError."""
+    """Finds the files by the path of the graph or of its folder. Raises ConfigError."""
     folder = source.parent if source.suffix == ".onnx" else source
     graphs = [source] if source.suffix == ".onnx" else sorted(folder.glob("*.onnx"))
     styles = sorted(file for ending in ("npz", "bin") for file in folder.glob(f"*.{ending}"))

@@ -31,7 +31,7 @@ class BodyTooLarge(ValueError):
         self.most_bytes = most_bytes
 
     def __str__(self) -> str:
-        return f"larger than {self.most_bytes} bytes"
+        return f"the body is larger than {self.most_bytes} bytes, the most that the engine reads"
 
 
 class BadField(RequestError):
@@ -60,7 +60,7 @@ class RequestFailed(RequestError):
 
 
 class TypedFailures(AbstractAsyncContextManager["TypedFailures", bool]):
-    """In place of the `send` of an application that is not ours: what fails there with a request
+    """Wraps the `send` of an application that is not ours: what fails there with a request
     reaches the client as OpenAI's error object, so that it can read every error alike. That is a
     plain 500 of the application's framework, or an exception before it has answered."""
 

@@ -43,7 +43,7 @@ class Espeak:
         self._voice = ""
 
     def choose(self, voice: str) -> None:
-        """For all that follows. Raises NoSuchVoice."""
+        """Sets the voice of all that follows. Raises NoSuchVoice."""
         if voice == self._voice:
             return
         known = _NAME.fullmatch(voice) and not self._library.espeak_SetVoiceByName(voice.encode())
@@ -52,7 +52,7 @@ class Espeak:
         self._voice = voice
 
     def phonemes(self, text: str) -> str:
-        """In IPA. Punctuation is not in it."""
+        """The phonemes of a text in IPA, without punctuation."""
         found, left = [], ctypes.c_char_p(text.encode())
         while left.value is not None:  # a call reads up to the end of a clause
             said = self._library.espeak_TextToPhonemes(ctypes.byref(left), _UTF8, _IPA)

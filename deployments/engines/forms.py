@@ -22,7 +22,7 @@ class Form:
         return self.texts.get(name, [default])[-1] or default
 
     def all(self, name: str) -> list[str]:
-        """Of a list: `name[]`, as OpenAI's clients write it, or `name`."""
+        """The values of a list field: `name[]`, as OpenAI's clients write it, or `name`."""
         return self.texts.get(f"{name}[]", []) + self.texts.get(name, [])
 
     def file(self, name: str) -> bytes:

@@ -101,7 +101,7 @@ def read_vocabulary(file: Path) -> dict[str, int]:
 
 
 def read_styles(file: Path) -> dict[str, np.ndarray]:
-    """By the name of the voice. Raises LoadFailed."""
+    """The style vectors by the name of the voice. Raises LoadFailed."""
     try:
         with zipfile.ZipFile(file) as packed:
             size_bytes = sum(one.file_size for one in packed.infolist())

@@ -54,12 +54,13 @@ def build(config: Config) -> "EmbeddingEngine":
 
 
 def spread(parts: list[int]) -> dict[str, Any]:
-    """For transformers: layers over the GPUs of a ticket, on each as many bytes as it grants."""
+    """Arguments by which transformers spreads layers over the GPUs of a ticket; `parts`: bytes on
+    each."""
     return {"device_map": "auto", "max_memory": dict(enumerate(parts))} if parts else {}
 
 
 def module_folders(model: Path) -> list[Path]:
-    """Those that the library reads: the model's own, and one for each of its modules."""
+    """The folders that the library reads: the model's own, and one for each of its modules."""
     listed = model / "modules.json"
     modules = json.loads(listed.read_text()) if listed.is_file() else []
     return [model, *(model / module["path"] for module in modules if module["path"])]

@@ -94,7 +94,7 @@ class SideStream:
 
 
 class SideStreams:
-    """Of one engine process."""
+    """The side streams of one engine process."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, SideStream] = {}

@@ -82,7 +82,7 @@ def load(folder: Path) -> SileroVad:
 
 
 def probabilities(model: SileroVad, samples: np.ndarray) -> Iterator[list[float]]:
-    """Of int16 samples at 16 kHz, for each FRAME of them, part by part."""
+    """Yields part by part, for each FRAME of int16 samples at 16 kHz, the probability of speech."""
     state = (torch.zeros(1, 1, WIDTH), torch.zeros(1, 1, WIDTH))
     context = torch.zeros(CONTEXT)
     for begin in range(0, len(samples), PART_FRAMES * FRAME):

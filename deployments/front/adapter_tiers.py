@@ -20,7 +20,7 @@ ORDER = ("hot", "warm")  # of a list, before all others
 async def tiers_of(
     service: InferenceService, viewing: Viewing, names: Sequence[str], most: int, tenant: str
 ) -> dict[str, str]:
-    """By full name the tiers, where they are known, of the first `most` names and of all that are
+    """The tiers by full name, where they are known, of the first `most` names and of all that are
     hot in the models of the names. An engine is asked where it is loaded. Without it none is hot,
     and all are cold unless the node's pool has images of the model, of which only the engine knows
     the names."""

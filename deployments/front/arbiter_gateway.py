@@ -74,7 +74,7 @@ class ArbiterState:
 
     @property
     def leases(self) -> Iterator[TicketRow]:
-        """Those of processes outside Serve. Node agents hold host copies by leases as well."""
+        """The leases of processes outside Serve. Node agents hold host copies by leases as well."""
         held = (row for row in self.tickets if row.is_lease)
         return (row for row in held if not row.plain["lease"].get("on_host"))
 
@@ -94,7 +94,7 @@ class ArbiterState:
         return None
 
     def times(self) -> dict[tuple[str, str], ModelTimes]:
-        """By (capability, model); a model that never loaded is not in it."""
+        """Load times by (capability, model); a model that never loaded is not in it."""
         return {
             (row["capability"], row["model"]): ModelTimes(
                 row["load_s"], row.get("run_s"), row.get("run_long_s")
@@ -103,7 +103,7 @@ class ArbiterState:
         }
 
     def presences(self, homes: Mapping[str, str]) -> dict[str, Presence]:
-        """Of each model of `homes`, which says its capability."""
+        """Where each model of `homes` is; `homes` says its capability."""
         took = {(row["capability"], row["model"]): row for row in self.plain["load_times"]}
         predicted = {row["ticket"]: row["predicted_s"] for row in self.plain["queue"]}
         blocked = {

@@ -29,7 +29,7 @@ RESPOND_ASYNC = "respond-async"
 
 
 def prefers_async(prefers: list[str]) -> bool:
-    """By the `Prefer` headers of a request (RFC 7240)."""
+    """True if the `Prefer` headers of a request ask for `respond-async` (RFC 7240)."""
     said = [one.partition(";")[0].strip().lower() for line in prefers for one in line.split(",")]
     return RESPOND_ASYNC in said
 

@@ -65,7 +65,8 @@ class Authenticator:
             caller = self._keyring.caller(token) if token else None
             is_open = caller is None and scope in OPEN_SCOPES and self._keyring.is_open
         except KeysBroken as error:
-            raise Denied(503, "keys_unreadable", "the file of API keys cannot be read") from error
+            said = "the file of API keys cannot be read; repair it (`front.keys_file`)"
+            raise Denied(503, "keys_unreadable", said) from error
         if is_open:
             return Caller(DEFAULT_TENANT, OPEN_SCOPES)
         if caller is None:

@@ -52,7 +52,7 @@ State = Annotated[FrontState, Depends(front_state)]
 
 
 async def check_site(request: Request, front: State) -> None:
-    """Of every route. Raises Denied: see Authenticator.check_site."""
+    """A dependency of every route. Raises Denied: see Authenticator.check_site."""
     front.auth.check_site(request)
 
 

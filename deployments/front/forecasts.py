@@ -39,7 +39,7 @@ Plan = Callable[[PlanQuestion], Awaitable[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of one model."""
+    """When one model could begin with a request, and how long it would take."""
 
     predicted: Prediction
     context: int | None = None  # tokens that it reads; None: not known
@@ -79,7 +79,8 @@ class Forecasts:
         self._reading: asyncio.Task[None] | None = None
 
     async def read(self, table: Table, models: Iterable[str]) -> Mapping[str, Forecast]:
-        """Of each of these models of the table."""
+        """Forecasts of these models of the table, at most STALE_S old; UNSEEN for a model of which
+        nothing came within WAIT_S."""
         if table is not self._table:
             self._table, self._found, self._files, self._reading = table, {}, {}, None
         now_s = self._clock()

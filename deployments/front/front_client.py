@@ -63,7 +63,7 @@ async def _connected(path: Path) -> "_Connection":
 
 
 class FrontGone(Exception):
-    """It died in the middle of a response."""
+    """The front died in the middle of a response."""
 
 
 class _Connection(asyncio.Protocol):

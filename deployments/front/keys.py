@@ -151,7 +151,7 @@ _FILE = TypeAdapter(list[Key])
 
 
 def load(path: Path) -> dict[str, Key]:
-    """By id; empty when there is no file. Raises KeysBroken."""
+    """The keys by id; empty when there is no file. Raises KeysBroken."""
     try:
         with path.open("rb") as stream:
             found = os.fstat(stream.fileno())

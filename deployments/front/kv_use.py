@@ -40,8 +40,8 @@ def key_of(checked: Body, run: StableRun | None) -> str:
 
 
 def asked_term(checked: Body) -> KvTerm | None:
-    """For how long a request asks that its KV stays after it, our own field first; None: it does
-    not say."""
+    """The term for which a request asks that its KV stays after it, our own field first; None: it
+    does not say."""
     if checked.x_kv_term is not None or not isinstance(checked, Generates):
         return checked.x_kv_term
     said = checked.prompt_cache_retention
@@ -49,8 +49,8 @@ def asked_term(checked: Body) -> KvTerm | None:
 
 
 def term_of(asked: KvTerm | None, usual: KvTerm, longest: KvTerm) -> KvTerm:
-    """For how long the KV of a request stays after it (SPEC G4). `usual`: its model's; `longest`:
-    its tenant's."""
+    """The term for which the KV of a request stays after it (SPEC G4). `usual`: its model's;
+    `longest`: its tenant's."""
     return min(asked or usual, longest, key=TERMS.index)
 
 

@@ -40,7 +40,7 @@ BY_PATH = {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Of one model."""
+    """What clients are told of one model."""
 
     capabilities: tuple[str, ...]
     context_length: int | None  # tokens; None: not known, or it reads none
@@ -58,7 +58,7 @@ class Facts:
 
 
 def together(rungs: Sequence[Facts]) -> Facts:
-    """Of several models of which any may answer: at least one."""
+    """The facts of several models of which any may answer; at least one."""
     words = tuple(dict.fromkeys(word for one in rungs for word in one.capabilities))
     contexts = [one.context_length for one in rungs if one.context_length is not None]
     best = min((one.presence for one in rungs), key=soonest)
@@ -66,7 +66,7 @@ def together(rungs: Sequence[Facts]) -> Facts:
 
 
 async def facts(table: Table, models: Iterable[str]) -> dict[str, Facts]:
-    """Of each of these models of the table. Reads headers of files, and asks the arbiter, without
+    """Facts of these models of the table. Reads headers of files, and asks the arbiter, without
     which models are in an unknown state."""
     homes = {model: table.homes[model] for model in models}
     try:

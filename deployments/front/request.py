@@ -69,7 +69,7 @@ class ParsedRequest:
 
     @property
     def priority(self) -> Priority | None:
-        """As the client or its profile asks."""
+        """The priority that the client or its profile asks for."""
         word = self.checked.x_priority or self.profile.priority
         return Priority[word.upper()] if word else None
 
@@ -174,7 +174,7 @@ def _engine_fields(
 
 
 def headers_for_later(headers: Mapping[str, str]) -> dict[str, str]:
-    """Those that `parse` reads: of a call that is made again when its client may be gone."""
+    """The headers that `parse` reads, kept for a call that is made when its client may be gone."""
     names = (*FORWARDED, "x-request-id", *(name.replace("_", "-") for name in _EXTENSIONS))
     return {name: headers[name] for name in names if name in headers}
 

@@ -74,12 +74,12 @@ class InferenceService:
         self.configure(Table(capabilities={}))
 
     def configure(self, table: Table) -> None:
-        """From the next call on."""
+        """Takes a table, which holds from the next call on."""
         self._table, self.names = table, ModelNames(table)
         self.remotes.configure(table.remotes)
 
     def take_tasks(self, tasks: Mapping[str, TaskConfig]) -> None:
-        """In place of all there are, from the next call on; adapters and names stay as read."""
+        """Replaces all tasks, from the next call on; adapters and names stay as read."""
         self._table = self._table.model_copy(update={"tasks": dict(tasks)})
 
     @property

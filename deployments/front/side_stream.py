@@ -27,7 +27,7 @@ MOST_HELD_BYTES = 1 << 18
 
 
 class SideStreamLost(Exception):
-    """It ended before its end, or was not to be had. The replica knows why."""
+    """The stream broke off or could not be opened. The replica knows why."""
 
 
 def word() -> str:

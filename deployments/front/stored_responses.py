@@ -183,7 +183,9 @@ class StoredResponses:
         the background."""
         job = await self.job(response_id)
         if not job.meta["background"]:
-            raise BadRequest("only a response of the background can be cancelled", "response_id")
+            raise BadRequest(
+                "only a response made with `background: true` can be cancelled", "response_id"
+            )
         return await self.shown(await async_calls.cancelled(self._jobs, self._tenant, job.id))
 
     async def delete(self, response_id: str) -> None:

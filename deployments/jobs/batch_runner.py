@@ -61,7 +61,7 @@ class BatchRunner:
         self._wake.set()
 
     async def run(self) -> None:
-        """For as long as this process has the jobs. Raises Superseded."""
+        """Runs batches for as long as this process has the jobs. Raises Superseded."""
         await rounds(self._round, self._wake, "batches")
 
     async def close(self) -> None:

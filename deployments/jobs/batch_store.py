@@ -266,7 +266,8 @@ class BatchStore:
             self._enter(row[0], BatchState.FINALIZING, "expired")
 
     def clear_lines(self, batch_id: str) -> None:
-        """Of a validation that did not come to its end, or that found an error."""
+        """Deletes the lines of a validation that did not come to its end, or that found an
+        error."""
         with self._db.writing() as db:
             db.execute("DELETE FROM batch_lines WHERE batch = ?", (batch_id,))
 
@@ -306,7 +307,7 @@ class BatchStore:
             )
 
     def lines(self, batch_id: str, model: str, served: str, after: int, limit: int) -> list[Line]:
-        """Those of one model that have no result yet, with a number above `after`."""
+        """The lines of one model that have no result yet, with a number above `after`."""
         rows = self._db.rows(
             "SELECT number, offset, length, model, served FROM batch_lines WHERE batch = ?"
             " AND model = ? AND served = ? AND number > ? ORDER BY number LIMIT ?",

@@ -70,7 +70,7 @@ class Bodies:
             os.fsync(file)
 
     def adopt(self, draft: str, name: str) -> None:
-        """In place of what has the name."""
+        """Gives a draft its name, in place of what has the name."""
         with self._translated():
             self.path(draft + PART).rename(self.path(name))
             self._sync_folder()
@@ -111,7 +111,7 @@ class Bodies:
                 self.path(name).unlink(missing_ok=True)
 
     def names(self) -> set[str]:
-        """Of bodies; what a person or a file system put beside them is left alone."""
+        """The names of all bodies; what a person or a file system put beside them is left alone."""
         with self._translated(), os.scandir(self.folder) as entries:
             files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
         return {name for name in files if NAME.fullmatch(name)}

@@ -39,7 +39,10 @@ class AnswerTooLarge(RequestError):
     status_code, code = 507, "answer_too_large"
 
     def __str__(self) -> str:
-        return f"the answer has over {self.size_bytes} bytes; at most {self.most_bytes} are kept"
+        return (
+            f"the answer has over {self.size_bytes} bytes, and at most {self.most_bytes} are kept;"
+            " ask for less in one call"
+        )
 
 
 OnEvents = Callable[[list[str]], Awaitable[object]]
@@ -48,7 +51,8 @@ OnProgress = Callable[[messages.Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of a stream of events: the status alone, because its events were told one by one."""
+    """The answer to a call; of a stream of events only the status, because its events were told one
+    by one."""
 
     status: int
     body: bytes

@@ -37,7 +37,10 @@ class JobsAway(RequestError):
     status_code, code, retry_after_s = 503, "jobs_unavailable", 2.0
 
     def __str__(self) -> str:
-        return f"files, batches and jobs cannot be reached just now: {self.why}"
+        return (
+            f"files, batches and jobs cannot be reached just now: {self.why}; send the request"
+            f" again in {self.retry_after_s:.0f} s, or see `serve status`"
+        )
 
 
 class JobsClient:

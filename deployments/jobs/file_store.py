@@ -143,8 +143,8 @@ class FileStore:
     def page(
         self, tenant: str, purpose: str | None, after: str, limit: int, order: str
     ) -> list[File]:
-        """By the time of their making; `order` is `asc` or `desc`. `after`: the id of the last
-        one seen."""
+        """A tenant's files by the time they were made; `order` is `asc` or `desc`. `after`: the id
+        of the last one seen."""
         wheres = ["tenant = ?", "state = ?", "coalesce(expires_s, 9e99) > ?"]
         values: list[Any] = [tenant, PROCESSED, self._clock()]
         if purpose:

@@ -96,8 +96,9 @@ class LineQueue:
         self._tenants[batch.tenant] -= 1
 
     def put_back(self, batch: Batch, line: Line, not_before_s: float) -> None:
-        """It is to be tried again; its model gets no line of its tenant before then: a quota that
-        is used up is the tenant's alone, and for a model that fails each tenant finds it out."""
+        """Puts back a line that is to be tried again. Until `not_before_s` no line of this tenant
+        goes to its model: a quota that is used up is the tenant's alone, and whether a model fails
+        each tenant finds out by itself."""
         self._not_before[_key(batch, line.model)] = not_before_s
         for group in self._groups.get(batch.id, ()):
             if (group.model, group.served) == (line.model, line.served):

@@ -133,7 +133,7 @@ class ResponseKind:
     """How the runner keeps the result of a background response."""
 
     def request(self, job: Job, body: bytes) -> bytes:
-        """As it was kept."""
+        """The request as it was kept."""
         return body
 
     def answer(self, job: Job, answer: Answer, events: list[str]) -> Answer:
@@ -155,7 +155,7 @@ class StreamKind:
     """How the runner keeps the result of any other call: a stream of events as it was."""
 
     def request(self, job: Job, body: bytes) -> bytes:
-        """As it was kept."""
+        """The request as it was kept."""
         return body
 
     def answer(self, job: Job, answer: Answer, events: list[str]) -> Answer:

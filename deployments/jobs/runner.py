@@ -119,7 +119,7 @@ class Runner:
             task.cancel()
 
     async def run(self) -> None:
-        """For as long as this process has the jobs. Raises Superseded."""
+        """Runs jobs for as long as this process has them. Raises Superseded."""
         await self._blocking(self._store.recover)
         await rounds(self._round, self._wake, "jobs")
 

@@ -93,7 +93,7 @@ class JobsServer(JobsService):
 
 
 def scaling_of(table: Table) -> dict[str, object]:
-    """By which one deployment of jobs differs from another: the state file and this code."""
+    """What makes one deployment of jobs differ from another: the state file and this code."""
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     digest = hashlib.sha256(code).hexdigest()[:16]
     said = {"state_file": table.arbiter.state_file or "", "digest": digest}

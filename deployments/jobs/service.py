@@ -50,7 +50,7 @@ ServiceOf = Callable[[], Awaitable[InferenceService]]
 
 
 def folder_of(state_file: Path) -> Path:
-    """Where bodies are, beside the state file."""
+    """The folder of bodies, beside the state file."""
     return state_file.with_name("jobs")
 
 
@@ -255,7 +255,7 @@ class JobsService:
         return operator_rows.job(await self._blocking(self._store.of_any, any_id))
 
     async def cancel_any(self, any_id: str) -> dict[str, Any]:
-        """Of any tenant. Raises NotFound."""
+        """Cancels a job or batch of any tenant. Raises NotFound."""
         tenant = (await self.row(any_id))["tenant"]
         if any_id.startswith(BATCH_PREFIX):
             return operator_rows.batch(await self.cancel_batch(tenant, any_id))

@@ -143,7 +143,7 @@ class JobStore:
         return self._own(self._find(job_id), tenant, job_id)
 
     def of_any(self, job_id: str) -> Job:
-        """Of any tenant. Raises NotFound."""
+        """The job with this id, of any tenant. Raises NotFound."""
         row = self._find(job_id)
         if row is None:
             raise NotFound("job", job_id)
@@ -200,7 +200,7 @@ class JobStore:
         return self._bodies.read(job_id + RESULT, offset)
 
     def events(self, tenant: str, job_id: str, after: int = 0) -> EventPage:
-        """Those with a number above `after`, as many as one message takes. Raises NotFound."""
+        """Events with a number above `after`, as many as one message takes. Raises NotFound."""
         job = self.get(tenant, job_id)
         found: list[tuple[int, str]] = []
         size = 0
@@ -310,7 +310,7 @@ class JobStore:
         return bool(ended)
 
     def requeue(self, job_id: str) -> None:
-        """It is to be tried again; a cancelling one is cancelled instead."""
+        """Queues a job that is to be tried again; a job that is being cancelled is cancelled."""
         with self._db.writing() as db:
             db.execute(
                 "UPDATE jobs SET state = iif(state = 'cancelling', 'cancelled', 'queued'),"

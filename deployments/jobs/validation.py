@@ -80,7 +80,7 @@ async def pieces_of_lines(read: Read) -> AsyncIterator[tuple[int, bytes]]:
 
 
 class Validator:
-    """Of one batch: give it each line in order."""
+    """Validates the input file of one batch: give it each line in order."""
 
     def __init__(self, batch: Batch, service: InferenceService) -> None:
         self._batch, self._service = batch, service
@@ -97,7 +97,7 @@ class Validator:
 
     @property
     def all_errors(self) -> list[LineError]:
-        """Of the lines, or that there is none."""
+        """The errors of the lines, or the error that the file has no line."""
         if self.total == 0:
             return [LineError("empty_file", "the input file has no request")]
         return self.errors

@@ -216,7 +216,7 @@ def view_of(state: Mapping[str, Any], facts: Facts, now_unix_s: float) -> View:
 
 
 def to_plain(view: View) -> dict[str, Any]:
-    """As JSON has it."""
+    """The view as plain values for JSON."""
     plain: dict[str, Any] = msgspec.to_builtins(view)
     return plain
 

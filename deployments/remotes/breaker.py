@@ -49,7 +49,7 @@ TRIAL_S = 1.0  # told while another request tries
 
 
 class Breaker:
-    """Of one remote, in one front."""
+    """The circuit breaker of one remote, in one front."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s

@@ -26,8 +26,8 @@ class KeyUnusable(Exception):
 def session(
     row: RemoteConfig, resolver: aiohttp.abc.AbstractResolver | None = None
 ) -> aiohttp.ClientSession:
-    """For one request. `resolver`: absent: the system's. Raises OSError for a `ca_file` that cannot
-    be read."""
+    """A client session for one request. `resolver`: None: the system's. Raises OSError for a
+    `ca_file` that cannot be read."""
     connector = aiohttp.TCPConnector(
         ssl=_tls(row.ca_file),
         resolver=resolver,

@@ -72,15 +72,16 @@ class Exchange:
 
     @property
     def prompt_tokens(self) -> int:
-        """As the remote says, else about; 0 where it bills nothing."""
+        """Tokens of the prompt as the remote counted them, else estimated; 0 where it bills
+        nothing."""
         if not self._is_billed:
             return 0
         return self._usage.get("prompt_tokens", self._call.prompt_tokens)
 
     @property
     def answer_tokens(self) -> int:
-        """As the remote says; else about, of a whole answer. Of a broken answer, or where the
-        client left, as many as it might have had: the remote may have billed them all."""
+        """Tokens of the answer as the remote counted them, else estimated. Of a broken answer, or
+        where the client left, as many as it might have had: the remote may have billed them all."""
         if not self._is_billed:
             return 0
         about = -(-self._counted_bytes // BYTES_PER_TOKEN)

@@ -78,7 +78,7 @@ class Remotes:
         self.configure(RemotesConfig())
 
     def configure(self, config: RemotesConfig) -> None:
-        """From the next offer, call and run on."""
+        """Takes a table, which holds from the next offer, call and run on."""
         self._config, self._homes = config, config.homes
         self._secrets = Secrets(config.secrets) if config.rows else None
 
@@ -86,7 +86,7 @@ class Remotes:
         return model in self._homes
 
     def names(self, caller: Caller) -> list[str]:
-        """Of the models that this caller may use."""
+        """The names of the models that this caller may use."""
         is_open = not self._config.nothing_leaves and Scope.CLOUD in caller.scopes
         return sorted(self._homes) if is_open else []
 

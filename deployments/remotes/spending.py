@@ -77,7 +77,7 @@ class Spending:
             pause_s = min(2 * pause_s, AGAIN_MOST_S)
 
     def refusal(self, egress: Egress) -> RemoteBudgetSpent | None:
-        """As far as is known here."""
+        """The refusal of an egress, as far as is known here."""
         known = self._of_today().get((egress.tenant, egress.remote), DaySpent(0, 0))
         return refusal(egress, known, self._now())
 

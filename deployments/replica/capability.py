@@ -170,10 +170,10 @@ class Capability:
     ) -> AsyncGenerator[messages.ResponseHead | bytes, None]:
         if call.path == messages.ACQUIRE:
             return acquired.events(use, call.body)
-        told = _told(call, began_s)
+        headers = _engine_headers(call, began_s)
         if call.reader_node and call.reader_node == self._node:
-            told[messages.SIDE_STREAM] = secrets.token_hex(16)
-        return self._pace.follow(use.stream("POST", call.path, told, call.body))
+            headers[messages.SIDE_STREAM] = secrets.token_hex(16)
+        return self._pace.follow(use.stream("POST", call.path, headers, call.body))
 
     def served_by(self, call: messages.InferenceCall) -> str:
         """The held model that answers the call; another than the call's only where that is
@@ -210,7 +210,7 @@ def _left_s(call: messages.InferenceCall, began_s: float) -> float | None:
     return None if call.deadline_s is None else call.deadline_s - (time.monotonic() - began_s)
 
 
-def _told(call: messages.InferenceCall, began_s: float) -> dict[str, str]:
+def _engine_headers(call: messages.InferenceCall, began_s: float) -> dict[str, str]:
     """The headers for the engine, whose own queue goes by priority and deadline too."""
     told = call.headers | {messages.PRIORITY_HEADER: str(int(call.priority))}
     if (left_s := _left_s(call, began_s)) is not None:

@@ -74,7 +74,7 @@ class LoadedFiles:
 
     @property
     def settles_in_s(self) -> float:
-        """Until every ctime is old enough; 0 once it is."""
+        """Seconds until every ctime is old enough; 0 once it is."""
         newest_ns = max((ctime_ns for _, ctime_ns in self.large()), default=0)
         return max(0.0, SETTLED_S - (time.time_ns() - newest_ns) / 1e9)
 
@@ -127,7 +127,7 @@ def pieces(size_bytes: int) -> list[tuple[int, int]]:
 
 
 async def look(model: str) -> LoadedFiles:
-    """Before an engine reads them: what changes from now on is noticed. Raises OSError."""
+    """Looks at the files before an engine reads them; later changes are noticed. Raises OSError."""
     seen = LoadedFiles(model, seen_ns=time.time_ns())
     seen.is_untold = await asyncio.to_thread(remote_files.is_remote, model)
     seen.rows = await asyncio.to_thread(files, model)
@@ -137,7 +137,8 @@ async def look(model: str) -> LoadedFiles:
 
 
 async def has_moved(loaded: LoadedFiles) -> bool:
-    """By names, sizes, times and inodes. A model whose plan names no folder never has."""
+    """True if names, sizes, times or inodes differ. A model whose plan names no folder never
+    has."""
     return await asyncio.to_thread(differ, loaded)
 
 
@@ -150,7 +151,7 @@ async def were_replaced(loaded: LoadedFiles) -> bool:
 
 
 async def is_outdated(loaded: LoadedFiles) -> bool:
-    """Before a request, of files of which the kernel does not tell; of others False."""
+    """Looks before a request at files of which the kernel does not tell; of others False."""
     return loaded.is_untold and await loaded.looks.ask(lambda: _differ_there(loaded))
 
 
@@ -177,9 +178,9 @@ def _are_others(loaded: LoadedFiles, now: Files) -> bool:
 
 
 async def is_stale(loaded: LoadedFiles) -> bool:
-    """Before a wake: by rows, by pieces, and by all bytes of the files that are not settled. A
-    large unsettled file that was never read whole counts as changed, because nothing tells that it
-    is not: its model is loaded anew, from files that lie in the page cache still."""
+    """Compares before a wake: by rows, by pieces, and by all bytes of the files that are not
+    settled. A large unsettled file that was never read whole counts as changed, because nothing
+    tells that it is not: its model is loaded anew, from files that lie in the page cache still."""
     if await has_moved(loaded):
         return True
     try:

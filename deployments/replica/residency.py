@@ -249,7 +249,7 @@ class Residency:
         self.on_tenant_removed(tenant)
         for held in self.tickets.values():
             if held.link is not None:
-                self.background.begin(_told(held, held.link.forget_tenant(tenant)))
+                self.background.begin(_warn_if_refused(held, held.link.forget_tenant(tenant)))
 
     def tell_caps(self, held: HeldModel) -> None:
         """See ResidencyApi."""
@@ -257,7 +257,7 @@ class Residency:
         lives = held.state in (HolderState.RESIDENT, HolderState.DRAINING, HolderState.ASLEEP)
         if held.slab_caps != caps and lives and held.link is not None:
             held.slab_caps = caps
-            self.background.begin(_told(held, held.link.cap_slabs(dict(caps))))
+            self.background.begin(_warn_if_refused(held, held.link.cap_slabs(dict(caps))))
 
     def _take_table(self, raw: messages.Plain) -> None:
         """Tickets held stay; what is loaded next follows the new table. Caps of tenants hold for
@@ -291,17 +291,17 @@ class Residency:
 
 
 async def _purge(held: HeldModel, *, only_slabs: bool) -> None:
-    """Of a model that serves. Asleep it has no caches but its slabs, and elsewhere it is about to
-    end."""
+    """Empties the caches of a model that serves. Asleep it has none but its slabs, and in every
+    other state it is about to end."""
     is_asleep = held.state is HolderState.ASLEEP
     is_served = held.state is HolderState.RESIDENT or (is_asleep and only_slabs)
     if held.link is None or not is_served:
         return
-    await _told(held, held.link.shrink_slabs() if only_slabs else held.link.purge())
+    await _warn_if_refused(held, held.link.shrink_slabs() if only_slabs else held.link.purge())
 
 
-async def _told(held: HeldModel, call: Coroutine[Any, Any, None]) -> None:
-    """An engine that fails at it goes on as it is."""
+async def _warn_if_refused(held: HeldModel, call: Coroutine[Any, Any, None]) -> None:
+    """Awaits a call of the engine. A failure is logged, and the engine goes on as it is."""
     try:
         await call
     except (EngineLost, LoadRefused) as error:

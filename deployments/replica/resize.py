@@ -50,7 +50,7 @@ def asks_for_more(part: object) -> bool:
 
 
 def unmarked(part: Progress | ResponseHead | bytes) -> Progress | ResponseHead | bytes:
-    """As a client may see it."""
+    """The part without the mark by which an engine asks for growth."""
     if not isinstance(part, ResponseHead) or COULD_GROW not in part.headers:
         return part
     kept = {name: value for name, value in part.headers.items() if name != COULD_GROW}

@@ -87,7 +87,7 @@ class SeenPieces:
             seen.popitem(last=False)
 
     def share(self, replica: str, model: str, pieces: Sequence[bytes]) -> float:
-        """Of a prompt's pieces, how many from its beginning on a replica was sent: 0 to 1."""
+        """The fraction of a prompt, from its beginning on, that a replica was sent: 0 to 1."""
         seen = self._seen.get((replica, model))
         if not seen or not pieces:
             return 0.0

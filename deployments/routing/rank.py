@@ -91,7 +91,7 @@ def rank(
 
 
 class RoutingHistory:
-    """Where calls of one capability went. Times are seconds of any one clock."""
+    """Remembers where calls of one capability went. Times are seconds of any one clock."""
 
     def __init__(self) -> None:
         self._sent: dict[str, tuple[str, float]] = {}  # by model

@@ -66,8 +66,8 @@ def unfit(needs: Needs, name: str, capability: CapabilityConfig, context: int | 
 
 
 def served_paths(capability: CapabilityConfig) -> frozenset[str]:
-    """As the table lists them, else as the class of the capability does; empty: a class from
-    elsewhere says, which only its replica imports."""
+    """The paths as the table lists them, else as the class of the capability does; empty: a class
+    of another package says, which only its replica imports."""
     if capability.paths:
         return frozenset(capability.paths)
     try:

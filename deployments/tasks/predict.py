@@ -19,7 +19,7 @@ REPLICA_S = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one model. None: nothing was measured that would tell."""
+    """What is known of one model's answer. None: nothing was measured that would tell."""
 
     state: str  # of its ticket; `cold` without one, `remote`, `unknown` while no arbiter answers
     wait_s: float | None
@@ -28,12 +28,12 @@ class Prediction:
 
     @property
     def begins_s(self) -> float | None:
-        """Until the model works on the request."""
+        """Seconds until the model works on the request."""
         return None if self.wait_s is None or self.load_s is None else self.wait_s + self.load_s
 
     @property
     def total_s(self) -> float | None:
-        """Until the answer is complete; without a run that was seen, until it begins."""
+        """Seconds until the answer is complete; without a run that was seen, until it begins."""
         return None if self.begins_s is None else self.begins_s + (self.run_s or 0.0)
 
 
@@ -41,16 +41,16 @@ NOTHING = Prediction(UNKNOWN, None, None, None)
 
 
 def of_presence(state: str, serves_in_s: float | None, run_s: float | None) -> Prediction:
-    """Of a model with a ticket that serves, loads or is queued. `serves_in_s`: until it serves, by
-    the arbiter's state."""
+    """Predicts for a model with a ticket that serves, loads or is queued. `serves_in_s`: until it
+    serves, by the arbiter's state."""
     return Prediction(state, 0.0 if serves_in_s is not None else None, serves_in_s, run_s)
 
 
 def of_plan(
     state: str, plan: Mapping[str, Any], load_s: float | None, run_s: float | None
 ) -> Prediction:
-    """Of a model that a request would load or wake. `plan`: the arbiter's dry run of it, as JSON,
-    in which a load of 0 says nothing. `load_s`: as loads took so far."""
+    """Predicts for a model that a request would load or wake. `plan`: the arbiter's dry run of it,
+    as JSON, in which a load of 0 says nothing. `load_s`: as loads took so far."""
     if plan["is_resident"]:
         return Prediction(RESIDENT, 0.0, 0.0, run_s)
     starts_s = REPLICA_S if plan["starts_replica"] else 0.0

@@ -40,8 +40,8 @@ class UsageRates:
         return iter(self._seen)
 
     def export(self, names: Iterable[ModelName]) -> list[list[Any]]:
-        """Of those of these models that were used: capability, model, uses, and the instant up to
-        which those have faded."""
+        """Returns a row for each of these models that was used: capability, model, uses, and the
+        instant up to which the uses have faded."""
         found = ((name, self._seen.get(name)) for name in names)
         return [[*name, *seen] for name, seen in found if seen]
 

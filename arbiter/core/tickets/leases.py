@@ -67,7 +67,10 @@ def _unlawful(
 
 def nothing_to_free() -> LeaseRefused:
     """Returns the error of `arbiter free` where there is nothing to be had."""
-    why = "nothing is free there, and nothing idle may leave; `arbiter status` shows what stays"
+    why = (
+        "cannot be had: nothing is free there, and nothing idle may leave; `arbiter status` shows"
+        " what stays"
+    )
     return LeaseRefused("bytes", why)
 
 

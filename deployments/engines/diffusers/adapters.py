@@ -42,7 +42,8 @@ class AdapterShelf:
         return str((await self._checked.take(entry)).path) if entry else ""
 
     async def published(self, names: list[str], tenant: str) -> dict[str, str]:
-        """By full name the folders of those that this tenant may see; empty: it has no copy yet."""
+        """The folders of the adapters this tenant may see, by full name; empty: it has no copy
+        yet."""
         entries = self._catalogue.entries(names, tenant)
         found = await self._checked.peek(entries)
         folders = dict.fromkeys((entry.full_name for entry in entries), "")
@@ -58,11 +59,12 @@ class LoadedAdapters:
 
     @property
     def folders(self) -> frozenset[str]:
-        """Those in slots."""
+        """The folders of the adapters in slots."""
         return frozenset(self._loaded)
 
     def use(self, folder: str) -> None:
-        """From the next call of the pipeline on; empty: the base alone, as if none were loaded."""
+        """Sets the adapter of the pipeline's next calls; empty: the base alone, as if none were
+        loaded."""
         if not folder:
             if self._loaded:
                 self._denoiser.disable_lora()

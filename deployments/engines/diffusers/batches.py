@@ -116,7 +116,7 @@ class Batches:
         self._arrived = asyncio.Event()
 
     async def events(self, order: Order) -> AsyncGenerator[Event, None]:
-        """Until all pictures are drawn. Raises DrawingFailed."""
+        """Yields events until all pictures of the order are drawn. Raises DrawingFailed."""
         self._waiting += [Picture(order, number) for number in range(len(order.seeds))]
         self._arrived.set()
         missing = len(order.seeds)
@@ -136,7 +136,7 @@ class Batches:
         return await asyncio.get_running_loop().run_in_executor(self.worker, function, *args)
 
     async def run(self) -> None:
-        """For ever."""
+        """Draws batch after batch, for ever."""
         while True:
             batch = await self._next()
             work = asyncio.ensure_future(self.work(self._draw, batch, self._teller(batch)))

@@ -87,8 +87,8 @@ class DiffusersEngine:
         self.removed_tenants.clear()
 
     async def forget_tenant(self, tenant: str) -> None:
-        """After the batch under way. Asleep, the weights lie in a copy of a fixed shape: then with
-        the wake."""
+        """Drops the tenant's adapters after the batch under way. Asleep, the weights lie in a copy
+        of a fixed shape: then the wake drops them."""
         if self.parked is not None:
             self.removed_tenants.append(tenant)
         else:

@@ -157,8 +157,8 @@ class Pipeline:
         self.adapters.forget(tenant)
 
     def tokens(self, prompt: str) -> int:
-        """Of the first text encoder, its special ones included, whether or not it reads all; 0
-        where diffusers has the encoder under a name of its own."""
+        """Counts tokens of the first text encoder, its special ones included, whether or not it
+        reads all; 0 where diffusers has the encoder under a name of its own."""
         tokenizer = self._counting
         return len(tokenizer(prompt, truncation=False).input_ids) if tokenizer else 0
 

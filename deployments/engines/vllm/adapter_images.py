@@ -112,7 +112,8 @@ class SlotImages:
             self._owners.pop(key, None)
 
     def load(self, request: LoRARequest) -> LoRAModel:
-        """In the place of `_load_adapter`: no file is read where there is an image."""
+        """Loads an adapter in place of vLLM's `_load_adapter`: where there is an image, no file is
+        read."""
         key = key_of(request)
         if key is not None and key in self.rows:
             return Image(request, key)
@@ -122,14 +123,15 @@ class SlotImages:
         return lora
 
     def add(self, lora: LoRAModel) -> None:
-        """In the place of `_add_adapter`, which would look for weights to merge."""
+        """Adds an adapter in place of vLLM's `_add_adapter`, which would look for weights to
+        merge."""
         if isinstance(lora, Image):
             self._manager._registered_adapters[lora.id] = lora
         else:
             self._add(lora)
 
     def activate(self, number: int) -> bool:
-        """In the place of `activate_adapter`: fills a slot from the slab."""
+        """Fills a slot from the slab, in place of vLLM's `activate_adapter`."""
         manager = self._manager
         lora = manager._registered_adapters.get(number)
         if number not in manager._active_adapters and isinstance(lora, Image):
@@ -349,8 +351,8 @@ def _slots_of(stack: torch.Tensor) -> Any:
 
 
 def namespace(vllm_config: VllmConfig, parts: list[Part]) -> bytes:
-    """Of what gives the bytes of an image their meaning. The weights of the base are not in it: an
-    image holds an adapter alone."""
+    """The hash of what gives the bytes of an image their meaning. The weights of the base are not
+    in it: an image holds an adapter alone."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     assert vllm_config.lora_config is not None
     facts = [

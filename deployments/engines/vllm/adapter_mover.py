@@ -185,8 +185,8 @@ class AdapterMover:
         return self._counted
 
     async def forget(self) -> None:
-        """Before a sleep: returns once no adapter is on its way to a slot. None is brought until a
-        request asks for it."""
+        """Called before a sleep: returns once no adapter is on its way to a slot. None is brought
+        until a request asks for it."""
         self._sleeps += 1
         async with self._moving:
             self._wanted.clear()
@@ -225,9 +225,9 @@ class AdapterMover:
 
     @property
     def hot(self) -> frozenset[str]:
-        """As of the last look."""
+        """The digests of the adapters in slots, as of the last look."""
         return self._hot
 
     def tier(self, digest: str) -> str:
-        """As of the last look."""
+        """The tier of an adapter, as of the last look."""
         return HOT if digest in self._hot else WARM if digest in self._warm else COLD

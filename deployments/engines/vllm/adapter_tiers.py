@@ -28,7 +28,7 @@ class Uses:
         self._times.setdefault(adapter, deque(maxlen=_MOST_USES)).append(now_s)
 
     def counts(self, now_s: float) -> dict[str, int]:
-        """Of all with a use, the least used first. Forgets what is older."""
+        """Uses within the window, by adapter, the least used first. Forgets older uses."""
         for adapter, times in list(self._times.items()):
             while times and times[0] <= now_s - WINDOW_S:
                 times.popleft()

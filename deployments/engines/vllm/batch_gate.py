@@ -116,7 +116,7 @@ class BatchGate:
         return one
 
     def check_deadline(self, one: Waiting, name: str) -> None:
-        """Of a request that has a place and waited for something else there. Raises
+        """Checks a request that has a place and waited for something else there. Raises
         RequestExpired."""
         now_s = time.monotonic()
         if now_s >= one.expires_s:

@@ -37,8 +37,8 @@ class HoldTrace:
 
 
 class BatchHold:
-    """In place of the scheduler's own `schedule`. At most BYPASSES steps in a row leave out what is
-    held, so that an engine that is never without urgent prompts goes on with the batch."""
+    """Takes the place of the scheduler's own `schedule`. At most BYPASSES steps in a row leave out
+    what is held, so that an engine that is never without urgent prompts goes on with the batch."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.trace = HoldTrace()

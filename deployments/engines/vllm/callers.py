@@ -80,7 +80,8 @@ async def place(gate: BatchGate, adapter: str, name: str, tokens: int) -> AsyncI
 
 
 def noted(error: RequestError) -> RequestError:
-    """For what ends a wait within `generate`, where vLLM would answer with a status of its own."""
+    """Notes the error that ends a wait within `generate`, where vLLM would answer with a status of
+    its own."""
     current().refused = error
     return error
 

@@ -51,8 +51,8 @@ def refuse_embeddings(vllm_config: VllmConfig, config: Config) -> None:
 
 
 def weights_digest(source: Path) -> str | None:
-    """Of a folder's files of weights, or of one file: names, sizes, times of change, and the begin
-    and the end of each. None where there are none."""
+    """The digest of a folder's files of weights, or of one file: names, sizes, times of change, and
+    the begin and the end of each. None where there are none."""
     files = [source] if source.is_file() else sorted(source.glob("*"))
     weights = [path for path in files if path.suffix in _WEIGHTS]
     digest = hashlib.sha256()

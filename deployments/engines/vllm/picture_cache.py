@@ -30,7 +30,7 @@ class Asked:
 
     @property
     def keys(self) -> list[bytes]:
-        """Of its rows, in order."""
+        """The keys of its rows, in order."""
         head = hashlib.sha256(self.identity.encode()).digest()
         head += self.count.to_bytes(_COUNT_BYTES)
         return [head + part.to_bytes(_PART_BYTES) for part in range(_parts(self.count))]
@@ -51,7 +51,7 @@ class Copy:
 
 @dataclass(slots=True)
 class Copies:
-    """Of one step of the engine."""
+    """The copies that one step of the engine makes."""
 
     loads: list[Copy] = field(default_factory=list)
     saves: list[Copy] = field(default_factory=list)
@@ -112,7 +112,7 @@ class PictureCache:
         self._copies.saves.append(Copy(picture, rows))
 
     def count_hit(self) -> None:
-        """Of a picture that the device has, because another request reads it."""
+        """Counts a picture that the device has, because another request reads it."""
         self.rows.count_use(is_hit=True)
 
     def end_step(self) -> Copies:

@@ -156,7 +156,7 @@ class PictureConnector(ECConnectorBase):
     # -- a worker's side -------------------------------------------------------------------------
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """Before the model runs: puts the step's known pictures where its encoder would."""
+        """Called before the model runs: puts the step's known pictures where its encoder would."""
         step = self._get_connector_metadata()
         assert isinstance(step, Step)
         copies = step.copies
@@ -171,7 +171,8 @@ class PictureConnector(ECConnectorBase):
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
     ) -> None:
-        """After the encoder: all workers have the same embeddings, and the first one writes."""
+        """Called after the encoder: all workers have the same embeddings, and the first one
+        writes."""
         if self._done is None or get_tensor_model_parallel_rank() != 0:
             return
         assert self._copier is not None
@@ -192,7 +193,7 @@ def spare_measuring() -> None:
 
 
 def row_bytes(width: int, dtype: torch.dtype) -> Bytes:
-    """Of ROW_EMBEDDINGS embeddings, in whole kernel pages."""
+    """The size of ROW_EMBEDDINGS embeddings, in whole kernel pages."""
     return whole_pages(ROW_EMBEDDINGS * width * dtype.itemsize)
 
 

@@ -112,8 +112,8 @@ def refusal(vllm_config: VllmConfig) -> str | None:
 
 
 def width(model: ModelConfig) -> int:
-    """Of an embedding as the encoder gives it: the text part's, as often again as DeepStack adds
-    layers of the encoder. Embeddings of another width are not kept."""
+    """The width of an embedding as the encoder gives it: the text part's, as often again as
+    DeepStack adds layers of the encoder. Embeddings of another width are not kept."""
     vision = getattr(model.hf_config, "vision_config", None)
     layers = getattr(vision, "deepstack_visual_indexes", None) or ()
     return int(model.get_inputs_embeds_size()) * (1 + len(layers))

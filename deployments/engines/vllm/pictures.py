@@ -87,7 +87,8 @@ class Pictures:
         return json.dumps(fields).encode() if found else body
 
     def identity(self, url: Any, tenant: bytes, place: str) -> str:
-        """Of one picture: the pixels that vLLM's own reader will give. Raises BadField."""
+        """The identity of one picture: the pixels that vLLM's own reader will give. Raises
+        BadField."""
         if not isinstance(url, str) or not url[:5].lower() == "data:":
             raise _bad(place, "pictures come as data: URIs")
         try:
@@ -155,8 +156,8 @@ class NamedMessages(AnthropicServingMessages):
 
 
 def content_hash(folder: Path) -> str:
-    """Of a model: names and sizes of its files, small ones whole, and pieces all over each large
-    one: weights that were trained or converted anew differ in every piece."""
+    """The hash of a model's content: names and sizes of its files, small ones whole, and pieces all
+    over each large one: weights that were trained or converted anew differ in every piece."""
     digest = hashlib.sha256(str(folder).encode() if not folder.is_dir() else b"")
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         size = path.stat().st_size

@@ -40,7 +40,7 @@ class Form:
     with_text: bool = True
 
     def answer(self, said: dict[str, Any]) -> Any:
-        """From vLLM's."""
+        """The answer to the client, from vLLM's."""
         if self.is_tei:
             return [self._row(result) for result in said["results"]]
         if not self.with_text:

@@ -47,7 +47,7 @@ class Answer:
         self._calls: dict[int, Fields] = {}  # of tools, as their pieces come
 
     def whole(self, said: Mapping[str, Any]) -> Fields:
-        """From the JSON of a chat completion or a completion."""
+        """Ollama's answer, from the JSON of a chat completion or a completion."""
         choice = said["choices"][0]
         message = choice.get("message") or {"content": choice.get("text")}
         self._usage = said.get("usage") or {}
@@ -108,14 +108,14 @@ class Answer:
 
 
 def load_ns(headers: Mapping[str, str]) -> int:
-    """Until the model served; 0 where it was resident."""
+    """Nanoseconds until the model served; 0 where it was resident."""
     return int(float(headers.get(WAITED, 0)) * 1e9)
 
 
 def embedded(
     model: str, said: Mapping[str, Any], headers: Mapping[str, str], began_ns: int
 ) -> Fields:
-    """From OpenAI's vectors."""
+    """Ollama's answer with embeddings, from OpenAI's vectors."""
     return {
         "model": model,
         "embeddings": [row["embedding"] for row in said["data"]],

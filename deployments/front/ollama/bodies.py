@@ -68,7 +68,7 @@ class Generates(Asked):
     think: bool | str | None = None
 
     def fields(self) -> Fields:
-        """Of a chat, without its messages."""
+        """OpenAI's fields of a chat, without its messages."""
         found = self.common()
         if isinstance(self.format, dict):
             schema = {"name": "answer", "schema": self.format}
@@ -120,7 +120,7 @@ class Generate(Generates):
     template: Literal[""] | None = Field(None, description="not served")
 
     def openai(self) -> Fields:
-        """Of a chat with this one message; `raw` has no template."""
+        """OpenAI's fields of a chat with this one message; of a completion if `raw`."""
         if self.raw:
             return self.fields() | {"prompt": self.prompt}
         system = [Message(role="system", content=self.system)] if self.system else []

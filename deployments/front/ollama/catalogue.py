@@ -65,7 +65,7 @@ def _row(table: Table, ticket: Mapping[str, Any], gpus: set[str]) -> Fields:
 
 
 def abilities(table: Table, model: str) -> list[str]:
-    """In Ollama's words, by which its clients choose what to offer."""
+    """What a model can do, in Ollama's words, by which its clients choose what to offer."""
     capability = table.capabilities[table.homes[model]]
     found = ABILITIES.get(capability.role, [])
     calls = capability.models[model].engine_args.get("enable_auto_tool_choice")

@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1/audio")
 
 @router.get("/voices", responses=refusals(401, 403))
 async def voices(caller: Inferrer, front: State) -> dict[str, Any]:
-    """Of each model that speaks, what `voice` of POST /v1/audio/speech may be."""
+    """The values that `voice` of POST /v1/audio/speech may have, for each model that speaks."""
     found = await asyncio.to_thread(_rows, front)
     return {"object": "list", "data": found, "voices": sorted({row["id"] for row in found})}
 

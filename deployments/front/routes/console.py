@@ -50,7 +50,7 @@ class File:
 
 @cache
 def files() -> dict[str, File]:
-    """By their path under `/console/`; the page itself is `index.html`."""
+    """The console's files by their path under `/console/`; the page itself is `index.html`."""
     found = (path for path in FOLDER.rglob("*") if path.suffix in SUFFIXES)
     return {str(path.relative_to(FOLDER)): _file(path) for path in sorted(found)}
 

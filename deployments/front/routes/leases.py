@@ -20,7 +20,7 @@ from deployments.front.schemas import refusals
 router = APIRouter(
     prefix="/arbiter/leases", route_class=JsonRoute, responses=refusals(400, 401, 403, 503)
 )
-LeaseId = Annotated[str, Path(description="letters, digits and . _ - inside")]
+LeaseId = Annotated[str, Path(description="Letters and digits, with . _ - inside")]
 
 
 @router.get("")
@@ -36,7 +36,7 @@ async def leases(caller: Lessee) -> dict[str, Any]:
 async def hear(lease: LeaseId, body: LeaseBody, caller: Lessee) -> JSONResponse:
     """Requests the lease, renews it and waits for news: the client repeats the same body."""
     if not NAME.fullmatch(lease):
-        raise BadRequest("`id` of a lease: use letters, digits, and . _ - inside", "id")
+        raise BadRequest("`id` of a lease: use letters and digits, with . _ - inside", "id")
     said = body.model_copy(update={"tenant": caller.tenant})
     return JSONResponse(plain(await call_arbiter("lease", said.as_call(lease))))
 

@@ -73,7 +73,7 @@ def _model(model: str, capability: str, state: ArbiterState) -> dict[str, Any]:
 
 @router.get("/residency")
 async def residency(front: State, _: Viewer) -> dict[str, Any]:
-    """Of each model its level, floor, tickets, host copy, and the seconds of a load in flight."""
+    """Level, floor, tickets and host copy of each model, and the seconds of a load in flight."""
     return {"models": picture(front.table, await arbiter_gateway.state())}
 
 

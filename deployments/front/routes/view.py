@@ -42,8 +42,8 @@ async def view(front: State, _: Viewer) -> JSONResponse:
 async def stream(
     front: State, _: Viewer, after: int = 0, last_event_id: Annotated[str, Header()] = ""
 ) -> StreamingResponse:
-    """As SSE: first all rows and events after `after`, then what changes. All streams share one
-    subscription at the arbiter. `Last-Event-ID` resumes."""
+    """The view as SSE: first all rows and events after `after`, then what changes. All streams
+    share one subscription at the arbiter. `Last-Event-ID` resumes."""
     number = arbiter_gateway.event_number(last_event_id, after)
     return ClosingStream(_sse(front, number), media_type="text/event-stream")
 
