@@ -1,7 +1,7 @@
 """Copies of models' files in host RAM that the engines of one node share (D4).
 
 Each is made at the first load that asks for it, under a lease of the host (copy_lease), and handed
-to engines by descriptor (copy_socket). It outlives them: it leaves when nothing uses it and host
+to engines by descriptor (lending_socket). It outlives them: it leaves when nothing uses it and host
 RAM is short, when a person drops it, when its files are replaced or its model leaves the table. A
 copy that is to leave while engines have it open leaves with the last of them.
 """
@@ -22,7 +22,7 @@ from arbiter.errors import UnknownHostCopy
 from arbiter.node import copy_files
 from arbiter.node.copy_files import CopyFiles, Found
 from arbiter.node.copy_lease import Calls, CopyLease
-from arbiter.node.copy_socket import CopySocket
+from arbiter.node.lending_socket import LendingSocket
 from arbiter.protocol.messages import CopyRequest
 from arbiter.units import Bytes, NodeId, TicketId, host_device
 
@@ -101,7 +101,7 @@ class HostCopies:
         self._copies: list[HostCopy] = []
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by folder
         self._swept_s = time.monotonic()
-        self._socket = CopySocket(folder / "copies.sock", self._lent)
+        self._socket = LendingSocket(folder / "copies.sock", self._lent)
         start(self._socket.serve())
 
     # -- lending ---------------------------------------------------------------------------------
@@ -179,11 +179,12 @@ class HostCopies:
         copy.take_source(request, found)
         return copy
 
-    def _lent(self, ticket: TicketId, key: str) -> CopyFiles | None:
+    def _lent(self, ticket: TicketId, key: str) -> tuple[int, ...]:
+        """Descriptors that only read."""
         for copy in self._copies:
             if ticket in copy.users and copy.files and copy.files.index.key == key:
-                return copy.files
-        return None
+                return copy.files.fds
+        return ()
 
     # -- its lease -------------------------------------------------------------------------------
 

@@ -163,10 +163,10 @@ class Pool:
 
     # -- lending ---------------------------------------------------------------------------------
 
-    def lend(self, ticket: TicketId, request: SlabRequest) -> str | None:
-        """Returns the path at which an engine of this node opens the slab that it may write until
-        it ends: an idle one of the same content and key, else a new one. None: there is no pool,
-        or the machine has no memory for another slab, without which the engine loads as well."""
+    def lend(self, ticket: TicketId, request: SlabRequest) -> int | None:
+        """Returns the descriptor of the slab that the ticket's engine may write until it ends: an
+        idle one of the same content and key, else a new one. None: there is no pool, or the machine
+        has no memory for another slab, without which the engine loads as well."""
         if self.budget_bytes < _LEAST_BYTES:
             return None
         idle = [s for s in self._slabs if s.ticket is None and s.request.place == request.place]
@@ -178,7 +178,14 @@ class Pool:
         slab.end_save()
         slab.ticket = ticket
         self._set_limits()
-        return f"/proc/{os.getpid()}/fd/{slab.fd}"
+        return slab.fd
+
+    def lent(self, ticket: TicketId, content: str) -> tuple[int, ...]:
+        """The descriptor of the slab that a ticket's engine may write; none without one."""
+        for slab in self._slabs:
+            if slab.ticket == ticket and slab.request.content == content:
+                return (slab.fd,)
+        return ()
 
     def file_for(self, request: SlabRequest) -> str | None:
         """The path of the file with what an earlier slab of that key held, if there is one."""

@@ -17,11 +17,11 @@ import pytest_asyncio
 
 from arbiter.core.types import DeviceBytes, ModelName
 from arbiter.errors import ArbiterUnavailable, HostRamShort, UnknownHostCopy
-from arbiter.node import copy_files, copy_lease, copy_socket, host_copies, procfs
+from arbiter.node import copy_files, copy_lease, host_copies, lending_socket, procfs
 from arbiter.node.host_copies import HostCopies
 from arbiter.protocol.messages import CopyRequest, LeaseCall, LeaseState
 from arbiter.units import Bytes, NodeId, TicketId
-from deployments.engines.shared_copy import receive
+from deployments.engines.lent import receive
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("D4")
@@ -153,7 +153,7 @@ async def test_another_users_process_is_handed_nothing(
 ) -> None:
     lent = await node.lend("t", request(model))
     assert lent and stat.S_IMODE(Path(lent["socket"]).stat().st_mode) == 0o600
-    monkeypatch.setattr(copy_socket, "peer_uid", lambda _: os.getuid() + 1)
+    monkeypatch.setattr(lending_socket, "peer_uid", lambda _: os.getuid() + 1)
     with pytest.raises(FileNotFoundError):
         await handed(lent)
 
