@@ -13,6 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from arbiter.node import copy_files
 from arbiter.node.copy_files import CopyFiles, Found
 from arbiter.node.copy_lease import Calls, CopyLease
 from arbiter.node.lending_socket import LendingSocket
+from arbiter.node.pool import IdleCopy
 from arbiter.protocol.messages import CopyRequest
 from arbiter.units import Bytes, NodeId, TicketId, host_device
 
@@ -55,6 +57,8 @@ class HostCopy:
     users: set[TicketId] = field(default_factory=set)
     sources: dict[CopyRequest, Source] = field(default_factory=dict)
     is_leaving: bool = False
+    loads_count: int = 0  # the first of them made it
+    idle_since_s: float = 0.0  # while it has no user
 
     @property
     def users_count(self) -> int:
@@ -118,6 +122,7 @@ class HostCopies:
         if copy is None or copy.files is None:
             return None
         copy.users.add(ticket)
+        copy.loads_count += 1
         for other in [c for c in self._copies if c is not copy and request.owner in c.models]:
             other.leave_model(request.owner)
             self._drop_if_left(other)
@@ -127,6 +132,7 @@ class HostCopies:
         """The ticket's engine has ended, or was never started."""
         for copy in [c for c in self._copies if ticket in c.users]:
             copy.users.discard(ticket)
+            copy.idle_since_s = time.monotonic()
             self._drop_if_left(copy)
 
     async def _find_or_make(self, request: CopyRequest) -> HostCopy | None:
@@ -226,7 +232,7 @@ class HostCopies:
             if known is None:
                 size, label = files.allocated_bytes, files.index.owner.path
                 lease = CopyLease(self._calls, self._node, name, label, size)
-                known = HostCopy(lease, size, files, {files.index.owner})
+                known = HostCopy(lease, size, files, {files.index.owner}, loads_count=1)
                 self._copies.append(known)
                 self._start(self._keep(known))
             else:
@@ -263,6 +269,20 @@ class HostCopies:
                 if await asyncio.to_thread(_has_changed, request, source.found):
                     copy.leave_model(request.owner)
             self._drop_if_left(copy)
+
+    def idle(self) -> tuple[IdleCopy, ...]:
+        """Those that may leave now."""
+        return tuple(
+            IdleCopy(
+                copy.files.index.key,
+                copy.files.index.owner.path,
+                copy.held_bytes,
+                copy.idle_since_s,
+                partial(self._drop, copy),
+            )
+            for copy in self._copies
+            if copy.files and not copy.users
+        )
 
     def _drop_if_left(self, copy: HostCopy) -> None:
         if copy.is_leaving and not copy.users_count and copy in self._copies:
@@ -304,6 +324,8 @@ class HostCopies:
                 tuple(sorted(copy.users)),
                 copy.held_bytes,
                 copy.is_leaving,
+                files_count=len(copy.files.index.names),
+                hits_count=copy.loads_count - 1,
             )
             for copy in self._copies
             if copy.files is not None

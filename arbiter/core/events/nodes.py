@@ -117,7 +117,7 @@ class ContentReading:
 
 @dataclass(frozen=True, slots=True)
 class SlabDropped:
-    """Says that an idle slab left the pool, and why."""
+    """Says that an idle slab, or a copy of a model's files, left a node's RAM, and why."""
 
     slab: str
     content: Content
@@ -137,6 +137,8 @@ class HostCopyReading:
     users: tuple[TicketId, ...]  # engines that have it open
     size_bytes: Bytes
     is_leaving: bool = False  # with the last of its users
+    files_count: int = 0
+    hits_count: int = 0  # loads that found it
 
 
 @dataclass(frozen=True, slots=True)

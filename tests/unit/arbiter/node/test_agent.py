@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from arbiter.core import events as ev
+from arbiter.core.types import ModelName
+from arbiter.node import procfs, reports
 from arbiter.node.device_probe import Readings, Tree
 from arbiter.pool import Rows, SavedRows, Slab
-from arbiter.protocol.messages import SlabRequest, SpawnSpec
+from arbiter.protocol.messages import CopyRequest, SlabRequest, SpawnSpec
 from arbiter.units import MIB, Bytes, Content, NodeId, TicketId, seconds
 from deployments.engines.lent import receive
 from tests.support.engine_host import is_gone, until
 from tests.support.heap_trims import begun_trims
+from tests.support.host_copies import Grants
 from tests.support.local_agent import BROKEN_ZYGOTE, FAKE_ENGINE, START_S, agent_in
 from tests.support.waits import eventually
 
@@ -189,6 +192,50 @@ async def test_engine_is_handed_its_slabs_by_descriptor_and_no_other_is(folder: 
             await eventually(lambda: not running._pool.lent(T, "kv"))
             with pytest.raises(FileNotFoundError):
                 await asyncio.to_thread(receive, slabs, T, "kv")
+    finally:
+        await running.close()
+
+
+@pytest.mark.spec("E4")
+async def test_idle_copy_of_weights_leaves_behind_adapters_and_before_kv_where_ram_is_short(
+    no_arbiter: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[ev.SlabDropped] = []
+
+    async def hear(events: tuple[ev.Event, ...]) -> bool:
+        dropped.extend(d for e in events if isinstance(e, ev.Measured) for d in e.dropped)
+        return True
+
+    monkeypatch.setattr(reports.Reports, "say", staticmethod(hear))
+    monkeypatch.setattr(reports.Reports, "call", staticmethod(Grants().call))
+    running = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB), disk_bytes=Bytes(0))
+    try:
+        for content in (Content.KV, Content.ADAPTER):
+            fd = running._pool.lend(T, SlabRequest(content, "chat/m", "key"))
+            assert fd is not None
+            with contextlib.closing(Slab(fd, content, b"n" * 32, Bytes(MIB))) as slab:
+                assert slab.grow()
+        (folder / "model.safetensors").write_bytes(bytes(12 * MIB))
+        wanted = CopyRequest(ModelName("chat", "w"), str(folder), ("*.safetensors",))
+        assert await running._copies.lend(T, wanted)
+        running._engines._take_back(T)
+        taken = running._pool.allocated_bytes
+        all_bytes = taken + running._copies.held_bytes
+        running._pool._kept_free_bytes = taken // 2  # so that 0.6 of it must go
+
+        def ram() -> tuple[Bytes, Bytes]:
+            held = running._pool.allocated_bytes + running._copies.held_bytes
+            return Bytes(10**12), Bytes(all_bytes - held)
+
+        monkeypatch.setattr(procfs, "ram", ram)
+        await running.probe()
+        await eventually(lambda: len(dropped) == 2)
+        assert [(d.content, d.owner, d.reason) for d in dropped] == [
+            ("adapter", "chat/m", "pressure"),
+            ("weights", "chat/w", "pressure"),
+        ]
+        assert 12 * MIB <= dropped[1].size_bytes <= 13 * MIB and not running._copies.readings()
+        assert [s.content for s in running._pool.readings()] == ["kv"]
     finally:
         await running.close()
 

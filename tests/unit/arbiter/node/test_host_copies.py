@@ -338,6 +338,25 @@ async def test_copy_outlives_its_engines_until_host_ram_is_needed(node: Node, mo
     await eventually(lambda: not node.copies.readings() and not node.arbiter.held)
 
 
+@pytest.mark.spec("E1", "E4")
+async def test_idle_copy_is_offered_to_leave_and_counts_the_loads_that_found_it(
+    node: Node, model: Path
+) -> None:
+    await node.lend("t1", request(model))
+    await node.lend("t2", request(model))
+    node.back("t1")
+    assert node.copies.idle() == ()
+    node.back("t2")
+    [reading] = node.copies.readings()
+    assert (reading.files_count, reading.hits_count) == (2, 1)
+    [idle] = node.copies.idle()
+    assert (idle.key, idle.owner, idle.size_bytes) == (reading.key, ONE.path, reading.size_bytes)
+    assert idle.idle_since_s > 0
+    idle.drop()
+    assert not node.copies.readings() and not node.copies.idle()
+    await eventually(lambda: not node.arbiter.held)
+
+
 async def test_load_that_ended_while_the_copy_was_filled_leaves_it_for_the_next(
     node: Node, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from arbiter.node import pool as pools
 from arbiter.node import slab_files
-from arbiter.node.pool import Pool
+from arbiter.node.pool import IdleCopy, Pool
 from arbiter.node.slab_files import SlabFiles
 from arbiter.pool import Removal, Rows, SavedRows, Slab, slab_file
 from arbiter.pool.layout import tenant_digest
@@ -113,6 +114,47 @@ def fill(rows: Rows) -> None:
     """As far as it may."""
     for key in rows.reserve([str(n).encode() for n in range(200)]).rows:
         rows.mark_ready(key)
+
+
+@pytest.mark.spec("E4")
+@pytest.mark.parametrize(
+    ("short_fraction", "gone"),
+    [
+        (0.2, ["adapter"]),
+        (0.5, ["adapter", "weights"]),
+        (0.7, ["adapter", "weights", "weights"]),
+        (0.9, ["adapter", "weights", "weights", "kv"]),
+    ],
+)
+def test_idle_copies_of_weights_leave_behind_adapters_and_before_kv(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, short_fraction: float, gone: list[str]
+) -> None:
+    for ticket, content in ((A, Content.KV), (B, Content.ADAPTER)):
+        opened(pool.lend(ticket, SlabRequest(content, "chat/m", content)), content).reserve([b"a"])
+        pool.take_back(ticket)
+    size, left = Bytes(pool.allocated_bytes // 6), list[str]()
+    copies = [
+        IdleCopy(key, "chat/w", size, since_s, partial(left.append, key))
+        for key, since_s in (("newer", 2.0), ("older", 1.0))
+    ]
+    monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
+    pool._kept_free_bytes = int(short_fraction * pool.allocated_bytes)
+    pool.turn(copies)
+    assert [each.content for each in pool.dropped()] == gone
+    assert {each.reason for each in pool.dropped()} == {"pressure"}
+    assert left == ["older", "newer"][: gone.count("weights")]
+
+
+@pytest.mark.spec("E4")
+def test_full_pool_drops_no_copy_of_weights_because_they_are_not_in_its_budget(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(pool.lend(A, CHAT), "x")
+    pool.take_back(A)
+    monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(10**12)))
+    pool.budget_bytes = Bytes(pool.allocated_bytes - 1)
+    pool.turn([IdleCopy("k", "chat/w", Bytes(MIB), 0.0, lambda: pytest.fail("it left"))])
+    assert [(each.content, each.reason) for each in pool.dropped()] == [("kv", "full")]
 
 
 @pytest.mark.spec("E4")
