@@ -49,11 +49,13 @@ class LendingSocket:
     async def _answer(self, peer: socket.socket) -> None:
         with peer:
             try:
+                if peer_uid(peer) != os.getuid():
+                    return  # before a byte of it is read (adr/0005)
                 async with asyncio.timeout(ANSWER_S):
                     line = await _line(peer)
                 asked = json.loads(line)
                 fds = self._find(TicketId(asked["ticket"]), asked["key"])
-                if fds and peer_uid(peer) == os.getuid():
+                if fds:
                     socket.send_fds(peer, [b"\n"], list(fds))
             except (OSError, TimeoutError, ValueError, KeyError, TypeError):
                 return  # it has gone, or is no engine of ours

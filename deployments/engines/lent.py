@@ -6,23 +6,26 @@ import json
 import logging
 import os
 import socket
+import time
 
 from arbiter.protocol.peer_credentials import peer_uid
 from deployments.engines.protocol import Config
 
 logger = logging.getLogger("arbiter.engine")
 
-# The agent answers in a millisecond; on a busy node it takes seconds. One that ended refuses at
-# once.
-CALL_S = 30.0
+# For a copy, and for all slabs together: so long an agent that hangs delays a load. A living one
+# answers in a millisecond, on a busy node in seconds; the socket of an ended one refuses at once.
+CALL_S = 10.0
 FILES_MOST = 253  # descriptors in one message (SCM_MAX_FD)
 _LINE_BYTES = 64
 
 
-def receive(path: str, ticket: str, key: str) -> list[int]:
+def receive(path: str, ticket: str, key: str, within_s: float = CALL_S) -> list[int]:
     """The descriptors of what was lent under that key. Raises OSError, also where nothing was."""
+    if within_s <= 0:
+        raise TimeoutError("the node agent has not answered before")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
-        agent.settimeout(CALL_S)
+        agent.settimeout(within_s)
         agent.connect(path)
         if peer_uid(agent) != os.getuid():
             raise PermissionError(f"{path} belongs to user {peer_uid(agent)}")
@@ -40,15 +43,18 @@ def with_slabs(config: Config) -> Config:
     at which it hands them over. The path is of the descriptor in this process, so that the engine's
     core and its workers open the slab although the agent may end meanwhile. The engine loads
     without a slab that it is not handed."""
+    if "slabs" not in config:
+        return config
     slabs: dict[str, Config] = {}
-    for content, told in config.get("slabs", {}).items():
+    ends_s = time.monotonic() + CALL_S
+    for content, told in config["slabs"].items():
         if "socket" not in told:
             slabs[content] = told
             continue
         try:
-            [fd] = receive(told["socket"], told["ticket"], content)
+            [fd] = receive(told["socket"], told["ticket"], content, ends_s - time.monotonic())
         except OSError as error:
-            logger.warning("has no slab for %s: %s", content, error)
+            logger.warning("keeps no %s in a slab, because it was handed none: %s", content, error)
             continue
         rest = {name: told[name] for name in told.keys() - {"socket", "ticket"}}
         slabs[content] = rest | {"path": f"/proc/{os.getpid()}/fd/{fd}"}
