@@ -283,7 +283,7 @@ class NodeAgent:
             readings.unreadable,
             slabs,
             dropped,
-            self._pool.contents(),
+            self._pool.contents() + self._copies.contents(),
             copies,
         )
         self._heard = await self._reports.say((said,))

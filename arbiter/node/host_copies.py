@@ -10,14 +10,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arbiter.core.events import EngineReading, HostCopyReading
+from arbiter.core.events import ContentReading, EngineReading, HostCopyReading
 from arbiter.core.types import DeviceBytes, ModelName
 from arbiter.errors import UnknownHostCopy
 from arbiter.node import copy_files
@@ -26,7 +26,7 @@ from arbiter.node.copy_lease import Calls, CopyLease
 from arbiter.node.lending_socket import LendingSocket
 from arbiter.node.pool import IdleCopy
 from arbiter.protocol.messages import CopyRequest
-from arbiter.units import Bytes, NodeId, TicketId, host_device
+from arbiter.units import Bytes, Content, NodeId, Span, TicketId, host_device
 
 logger = logging.getLogger("arbiter.agent")
 
@@ -63,6 +63,10 @@ class HostCopy:
     @property
     def users_count(self) -> int:
         return len(self.users) + (self.files is None)
+
+    @property
+    def files_count(self) -> int:
+        return len(self.files.index.names) if self.files else 0
 
     @property
     def held_bytes(self) -> Bytes:
@@ -103,6 +107,7 @@ class HostCopies:
     ) -> None:
         self._node, self._calls, self._start = node, calls, start
         self._copies: list[HostCopy] = []
+        self._counts: Counter[str] = Counter()  # of loads and files, also of copies that have left
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by folder
         self._swept_s = time.monotonic()
         self._socket = LendingSocket(folder / "copies.sock", self._lent)
@@ -118,10 +123,12 @@ class HostCopies:
                 copy = await self._find_or_make(request)
             except OSError as error:
                 logger.warning("no host copy of %s: %s", request.owner.path, error)
-                return None
+                copy = None
         if copy is None or copy.files is None:
+            self._counts.update(misses=1, refused=1)
             return None
         copy.users.add(ticket)
+        self._counts["hits" if copy.loads_count else "misses"] += 1
         copy.loads_count += 1
         for other in [c for c in self._copies if c is not copy and request.owner in c.models]:
             other.leave_model(request.owner)
@@ -183,6 +190,7 @@ class HostCopies:
             self._drop(copy)
             return made
         copy.take_source(request, found)
+        self._counts["stored"] += copy.files_count
         return copy
 
     def _lent(self, ticket: TicketId, key: str) -> tuple[int, ...]:
@@ -213,6 +221,7 @@ class HostCopies:
     def _give_way(self, copy: HostCopy) -> None:
         """Host RAM is needed. What engines have open stays."""
         if copy in self._copies and not copy.users_count:
+            self._counts["evicted"] += copy.files_count
             self._drop(copy)
 
     def end(self, ticket: TicketId) -> bool:
@@ -278,7 +287,7 @@ class HostCopies:
                 copy.files.index.owner.path,
                 copy.held_bytes,
                 copy.idle_since_s,
-                partial(self._drop, copy),
+                partial(self._give_way, copy),
             )
             for copy in self._copies
             if copy.files and not copy.users
@@ -324,11 +333,33 @@ class HostCopies:
                 tuple(sorted(copy.users)),
                 copy.held_bytes,
                 copy.is_leaving,
-                files_count=len(copy.files.index.names),
+                files_count=copy.files_count,
                 hits_count=copy.loads_count - 1,
             )
             for copy in self._copies
             if copy.files is not None
+        )
+
+    def contents(self) -> tuple[ContentReading, ...]:
+        """What was done with weights since this agent began (E7): a row is a file, and a load that
+        finds its copy a hit. Nothing before the first load that asks for one."""
+        if not self._counts and not self._copies:
+            return ()
+        return (
+            ContentReading(
+                Content.WEIGHTS,
+                self.held_bytes,
+                rows_count=sum(copy.files_count for copy in self._copies),
+                hits_count=self._counts["hits"],
+                misses_count=self._counts["misses"],
+                stored_count=self._counts["stored"],
+                evicted_count=self._counts["evicted"],
+                refused_count=self._counts["refused"],
+                restored_count=0,
+                saves_count=0,
+                load=Span(0),
+                restore=Span(0),
+            ),
         )
 
 

@@ -98,9 +98,12 @@ def test_shared_copy_is_seen_and_dropped_by_http_command_and_python(
 
 def is_listed_in_the_pool(graph: Graph, used: dict[str, Any]) -> None:
     """By the command, and in the view that the console draws."""
-    [row] = [s for s in read_command(graph, "pool")["slabs"] if s["slab"]["content"] == "weights"]
+    shown = read_command(graph, "pool")
+    [row] = [s for s in shown["slabs"] if s["slab"]["content"] == "weights"]
     assert row["slab"]["owner"] == f"embedding/{SHARED}" and row["users"] == used["users"]
     assert row["slab"]["rows_count"] > 0 and used["key"].startswith(row["slab"]["namespace"])
     assert row["slab"]["allocated_bytes"] == used["size_bytes"]
+    [total] = [c["content"] for c in shown["contents"] if c["content"]["content"] == "weights"]
+    assert total["allocated_bytes"] == used["size_bytes"] and total["misses_count"] > 0
     [drawn] = [s for s in send(graph, "GET", "/arbiter/view")["slabs"] if s["content"] == "weights"]
     assert (drawn["owner"], drawn["users"]) == (f"embedding/{SHARED}", used["users"])

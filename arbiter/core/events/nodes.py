@@ -92,7 +92,7 @@ class SlabReading:
 @dataclass(frozen=True, slots=True)
 class ContentReading:
     """Sums up what a node's pool did with one content since its agent started, slabs that have left
-    among it (E7)."""
+    among it (E7). Of weights: shared copies, of which a row is a file and a lookup a load."""
 
     content: Content
     allocated_bytes: Bytes
@@ -153,7 +153,7 @@ class Measured:
     unreadable: tuple[DeviceUnreadable, ...] = ()
     slabs: tuple[SlabReading, ...] = ()
     dropped: tuple[SlabDropped, ...] = ()  # slabs since the last reading that was heard
-    contents: tuple[ContentReading, ...] = ()  # of the slabs, and of those that left
+    contents: tuple[ContentReading, ...] = ()  # of slabs and copies, and of those that left
     copies: tuple[HostCopyReading, ...] = ()  # shared by engines (D4)
 
 

@@ -20,7 +20,7 @@ from arbiter.errors import ArbiterUnavailable, HostRamShort, UnknownHostCopy
 from arbiter.node import copy_files, copy_lease, host_copies, lending_socket, procfs
 from arbiter.node.host_copies import HostCopies
 from arbiter.protocol.messages import CopyRequest, LeaseCall, LeaseState
-from arbiter.units import Bytes, NodeId, TicketId
+from arbiter.units import Bytes, Content, NodeId, TicketId
 from deployments.engines.lent import receive
 from tests.support.waits import eventually
 
@@ -355,6 +355,28 @@ async def test_idle_copy_is_offered_to_leave_and_counts_the_loads_that_found_it(
     idle.drop()
     assert not node.copies.readings() and not node.copies.idle()
     await eventually(lambda: not node.arbiter.held)
+
+
+@pytest.mark.spec("E7")
+async def test_loads_are_counted_by_whether_they_found_a_copy_also_of_one_that_has_left(
+    node: Node, model: Path
+) -> None:
+    assert node.copies.contents() == ()
+    for ticket in ("t1", "t2", "t3"):
+        await node.lend(ticket, request(model))
+    [weights] = node.copies.contents()
+    assert (weights.content, weights.rows_count, weights.stored_count) == (Content.WEIGHTS, 2, 2)
+    assert (weights.hits_count, weights.misses_count) == (2, 1)
+    assert weights.allocated_bytes == node.copies.held_bytes > 0
+    for ticket in ("t1", "t2", "t3"):
+        node.back(ticket)
+    [idle] = node.copies.idle()
+    idle.drop()
+    node.arbiter.refuses = HostRamShort("m", Bytes(2), Bytes(1))
+    assert await node.lend("t4", request(model)) is None
+    [weights] = node.copies.contents()
+    assert (weights.rows_count, weights.allocated_bytes, weights.evicted_count) == (0, 0, 2)
+    assert (weights.hits_count, weights.misses_count, weights.refused_count) == (2, 2, 1)
 
 
 async def test_load_that_ended_while_the_copy_was_filled_leaves_it_for_the_next(
