@@ -125,7 +125,7 @@ REPLAYS = (
     _gauge("replay_moved_bytes", "bytes", POLICY, "What its loads and wakes move to devices."),
 )
 POOLS = (
-    _gauge("pool_bytes", "bytes", POOL, "RAM of the slabs."),
+    _gauge("pool_bytes", "bytes", POOL, "RAM of the slabs, or of shared copies."),
     _gauge("pool_rows", "", POOL, "Rows that are ready."),
     _gauge("pool_hot_rows", "", POOL, "Rows in engines' slots now."),
     _counter("pool_hits", "", POOL, "Lookups that found a row."),

@@ -267,7 +267,7 @@ class NodeAgent:
         await self._reports.say_all_gone()
         trees = self._engines.children.trees() + self._leased.trees() + self._reports.trees()
         returned = self._returned
-        self._pool.turn()
+        self._pool.turn(self._copies.idle())
         await self._copies.sweep()
         shared_bytes = self._pool.allocated_bytes + self._copies.held_bytes
         copies, of_copies = self._copies.readings(), self._copies.engine_readings()
@@ -283,7 +283,7 @@ class NodeAgent:
             readings.unreadable,
             slabs,
             dropped,
-            self._pool.contents(),
+            self._pool.contents() + self._copies.contents(),
             copies,
         )
         self._heard = await self._reports.say((said,))

@@ -15,6 +15,7 @@ from arbiter.node import children, procfs, zygote_client
 from arbiter.node.children import Restarts
 from arbiter.node.cleanup import EngineLogs
 from arbiter.node.host_copies import HostCopies
+from arbiter.node.lending_socket import LendingSocket
 from arbiter.node.pool import Pool
 from arbiter.node.reports import Reports
 from arbiter.node.zygote_supervisor import ZygoteSupervisor
@@ -54,6 +55,8 @@ class EngineProcesses:
         self.is_closing = False
         self._folder, self._logs, self._reports, self._start = folder, logs, reports, start
         self._uuids, self._pool, self._copies = uuids, pool, copies
+        self._slab_socket = LendingSocket(folder / "slabs.sock", pool.lent)
+        start(self._slab_socket.serve())
         self._spawning: dict[TicketId, asyncio.Task[str]] = {}
         self._killed: set[TicketId] = set()  # something of them may still live
         self._restarts = Restarts()
@@ -136,15 +139,16 @@ class EngineProcesses:
         return str(path)
 
     async def _with_slabs(self, ticket: TicketId, spec: SpawnSpec) -> SpawnSpec:
-        """Tells the engine where the slabs are that it asked for, as far as there is a pool, and
-        where files with more rows are."""
+        """Tells the engine where it is handed the slabs that it asked for, as far as there is a
+        pool, and where files with more rows are."""
         slabs: dict[str, dict[str, Any]] = {}
         for request in spec.slabs:
             await self._see_dead_writers(request)
-            if path := self._pool.lend(ticket, request):
+            if self._pool.lend(ticket, request) is not None:
                 file = self._pool.file_for(request)
                 slabs[request.content] = {
-                    "path": path,
+                    "socket": str(self._slab_socket.path),
+                    "ticket": ticket,
                     **({"file": file} if file else {}),
                     **({"caps": dict(request.caps)} if request.caps else {}),
                 }
@@ -302,6 +306,7 @@ class EngineProcesses:
         while self.children.by_ticket:
             self.collect_dead(*await asyncio.to_thread(children.find_processes), kill_all=True)
             await asyncio.sleep(LOOK_AGAIN_S)
+        self._slab_socket.close()
         self.supervisor.end()
 
     # -- the zygote ------------------------------------------------------------------------------

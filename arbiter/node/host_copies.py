@@ -1,7 +1,7 @@
 """Copies of models' files in host RAM that the engines of one node share (D4).
 
 Each is made at the first load that asks for it, under a lease of the host (copy_lease), and handed
-to engines by descriptor (copy_socket). It outlives them: it leaves when nothing uses it and host
+to engines by descriptor (lending_socket). It outlives them: it leaves when nothing uses it and host
 RAM is short, when a person drops it, when its files are replaced or its model leaves the table. A
 copy that is to leave while engines have it open leaves with the last of them.
 """
@@ -10,21 +10,23 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arbiter.core.events import EngineReading, HostCopyReading
+from arbiter.core.events import ContentReading, EngineReading, HostCopyReading
 from arbiter.core.types import DeviceBytes, ModelName
 from arbiter.errors import UnknownHostCopy
 from arbiter.node import copy_files
 from arbiter.node.copy_files import CopyFiles, Found
 from arbiter.node.copy_lease import Calls, CopyLease
-from arbiter.node.copy_socket import CopySocket
+from arbiter.node.lending_socket import LendingSocket
+from arbiter.node.pool import IdleCopy
 from arbiter.protocol.messages import CopyRequest
-from arbiter.units import Bytes, NodeId, TicketId, host_device
+from arbiter.units import Bytes, Content, NodeId, Span, TicketId, host_device
 
 logger = logging.getLogger("arbiter.agent")
 
@@ -55,10 +57,16 @@ class HostCopy:
     users: set[TicketId] = field(default_factory=set)
     sources: dict[CopyRequest, Source] = field(default_factory=dict)
     is_leaving: bool = False
+    loads_count: int = 0  # the first of them made it
+    idle_since_s: float = 0.0  # while it has no user
 
     @property
     def users_count(self) -> int:
         return len(self.users) + (self.files is None)
+
+    @property
+    def files_count(self) -> int:
+        return len(self.files.index.names) if self.files else 0
 
     @property
     def held_bytes(self) -> Bytes:
@@ -99,9 +107,10 @@ class HostCopies:
     ) -> None:
         self._node, self._calls, self._start = node, calls, start
         self._copies: list[HostCopy] = []
+        self._counts: Counter[str] = Counter()  # of loads and files, also of copies that have left
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by folder
         self._swept_s = time.monotonic()
-        self._socket = CopySocket(folder / "copies.sock", self._lent)
+        self._socket = LendingSocket(folder / "copies.sock", self._lent)
         start(self._socket.serve())
 
     # -- lending ---------------------------------------------------------------------------------
@@ -114,10 +123,13 @@ class HostCopies:
                 copy = await self._find_or_make(request)
             except OSError as error:
                 logger.warning("no host copy of %s: %s", request.owner.path, error)
-                return None
+                copy = None
         if copy is None or copy.files is None:
+            self._counts.update(misses=1, refused=1)
             return None
         copy.users.add(ticket)
+        self._counts["hits" if copy.loads_count else "misses"] += 1
+        copy.loads_count += 1
         for other in [c for c in self._copies if c is not copy and request.owner in c.models]:
             other.leave_model(request.owner)
             self._drop_if_left(other)
@@ -127,6 +139,7 @@ class HostCopies:
         """The ticket's engine has ended, or was never started."""
         for copy in [c for c in self._copies if ticket in c.users]:
             copy.users.discard(ticket)
+            copy.idle_since_s = time.monotonic()
             self._drop_if_left(copy)
 
     async def _find_or_make(self, request: CopyRequest) -> HostCopy | None:
@@ -177,13 +190,15 @@ class HostCopies:
             self._drop(copy)
             return made
         copy.take_source(request, found)
+        self._counts["stored"] += copy.files_count
         return copy
 
-    def _lent(self, ticket: TicketId, key: str) -> CopyFiles | None:
+    def _lent(self, ticket: TicketId, key: str) -> tuple[int, ...]:
+        """Descriptors that only read."""
         for copy in self._copies:
             if ticket in copy.users and copy.files and copy.files.index.key == key:
-                return copy.files
-        return None
+                return copy.files.fds
+        return ()
 
     # -- its lease -------------------------------------------------------------------------------
 
@@ -206,6 +221,7 @@ class HostCopies:
     def _give_way(self, copy: HostCopy) -> None:
         """Host RAM is needed. What engines have open stays."""
         if copy in self._copies and not copy.users_count:
+            self._counts["evicted"] += copy.files_count
             self._drop(copy)
 
     def end(self, ticket: TicketId) -> bool:
@@ -225,7 +241,7 @@ class HostCopies:
             if known is None:
                 size, label = files.allocated_bytes, files.index.owner.path
                 lease = CopyLease(self._calls, self._node, name, label, size)
-                known = HostCopy(lease, size, files, {files.index.owner})
+                known = HostCopy(lease, size, files, {files.index.owner}, loads_count=1)
                 self._copies.append(known)
                 self._start(self._keep(known))
             else:
@@ -262,6 +278,20 @@ class HostCopies:
                 if await asyncio.to_thread(_has_changed, request, source.found):
                     copy.leave_model(request.owner)
             self._drop_if_left(copy)
+
+    def idle(self) -> tuple[IdleCopy, ...]:
+        """Those that may leave now."""
+        return tuple(
+            IdleCopy(
+                copy.files.index.key,
+                copy.files.index.owner.path,
+                copy.held_bytes,
+                copy.idle_since_s,
+                partial(self._give_way, copy),
+            )
+            for copy in self._copies
+            if copy.files and not copy.users
+        )
 
     def _drop_if_left(self, copy: HostCopy) -> None:
         if copy.is_leaving and not copy.users_count and copy in self._copies:
@@ -303,9 +333,33 @@ class HostCopies:
                 tuple(sorted(copy.users)),
                 copy.held_bytes,
                 copy.is_leaving,
+                files_count=copy.files_count,
+                hits_count=copy.loads_count - 1,
             )
             for copy in self._copies
             if copy.files is not None
+        )
+
+    def contents(self) -> tuple[ContentReading, ...]:
+        """What was done with weights since this agent began (E7): a row is a file, and a load that
+        finds its copy a hit. Nothing before the first load that asks for one."""
+        if not self._counts and not self._copies:
+            return ()
+        return (
+            ContentReading(
+                Content.WEIGHTS,
+                self.held_bytes,
+                rows_count=sum(copy.files_count for copy in self._copies),
+                hits_count=self._counts["hits"],
+                misses_count=self._counts["misses"],
+                stored_count=self._counts["stored"],
+                evicted_count=self._counts["evicted"],
+                refused_count=self._counts["refused"],
+                restored_count=0,
+                saves_count=0,
+                load=Span(0),
+                restore=Span(0),
+            ),
         )
 
 

@@ -10,7 +10,7 @@ RAM is saved to a file first (G4), unless there is no time.
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,22 @@ _LEAST_BYTES = 2 * EXTENT_BYTES  # a pool that holds less serves nothing
 _STEP_BYTES = 2 * EXTENT_BYTES  # what a writer may grow by until the next turn
 _NAME_MOST = 160  # characters of what a slab is for, in its name; the kernel allows 249 in all
 _MARK = f"/memfd:{NAME}-"
+
+
+@dataclass(frozen=True, slots=True)
+class IdleCopy:
+    """A copy of models' files in host RAM that no engine has open (host_copies). It is in no slab
+    and not within the pool's budget, but where RAM is short it leaves in one order with slabs."""
+
+    key: str
+    owner: str
+    size_bytes: Bytes
+    idle_since_s: float
+    drop: Callable[[], None]
+
+    @property
+    def value(self) -> tuple[int, float]:
+        return Content.WEIGHTS.rank, self.idle_since_s
 
 
 @dataclass(slots=True)
@@ -163,10 +179,10 @@ class Pool:
 
     # -- lending ---------------------------------------------------------------------------------
 
-    def lend(self, ticket: TicketId, request: SlabRequest) -> str | None:
-        """Returns the path at which an engine of this node opens the slab that it may write until
-        it ends: an idle one of the same content and key, else a new one. None: there is no pool,
-        or the machine has no memory for another slab, without which the engine loads as well."""
+    def lend(self, ticket: TicketId, request: SlabRequest) -> int | None:
+        """Returns the descriptor of the slab that the ticket's engine may write until it ends: an
+        idle one of the same content and key, else a new one. None: there is no pool, or the machine
+        has no memory for another slab, without which the engine loads as well."""
         if self.budget_bytes < _LEAST_BYTES:
             return None
         idle = [s for s in self._slabs if s.ticket is None and s.request.place == request.place]
@@ -178,7 +194,14 @@ class Pool:
         slab.end_save()
         slab.ticket = ticket
         self._set_limits()
-        return f"/proc/{os.getpid()}/fd/{slab.fd}"
+        return slab.fd
+
+    def lent(self, ticket: TicketId, content: str) -> tuple[int, ...]:
+        """The descriptor of the slab that a ticket's engine may write; none without one."""
+        for slab in self._slabs:
+            if slab.ticket == ticket and slab.request.content == content:
+                return (slab.fd,)
+        return ()
 
     def file_for(self, request: SlabRequest) -> str | None:
         """The path of the file with what an earlier slab of that key held, if there is one."""
@@ -242,8 +265,9 @@ class Pool:
 
     # -- keeping to the budget -------------------------------------------------------------------
 
-    def turn(self) -> None:
-        """Drops what is to go, and tells every writer how much it may take."""
+    def turn(self, copies: Sequence[IdleCopy] = ()) -> None:
+        """Drops what is to go, of slabs and of `copies`, and tells every writer how much it may
+        take."""
         self._drop_saved()
         _, available_bytes = procfs.ram()
         taken = self.allocated_bytes
@@ -252,7 +276,10 @@ class Pool:
         most = max(0, min(self.budget_bytes, physical))
         if taken > HIGH_FRACTION * most:
             has_time = available_bytes >= CRITICAL_FRACTION * self._kept_free_bytes
-            self._drop_until(LOW_FRACTION * most, reason, self.files if has_time else None)
+            leaving: list[PooledSlab | IdleCopy] = [s for s in self._slabs if s.ticket is None]
+            leaving += copies if reason == "pressure" else ()
+            files = self.files if has_time else None
+            self._drop_some(leaving, taken - LOW_FRACTION * most, reason, files)
         if time.monotonic() - self._swept_s > self._sweep_s:
             self._sweep()
         self._set_limits(most)
@@ -307,15 +334,32 @@ class Pool:
         if self.files:
             self.files.close()
 
-    def _drop_until(self, goal_bytes: float, reason: str, files: SlabFiles | None) -> None:
+    def _drop_some(
+        self,
+        leaving: Iterable[PooledSlab | IdleCopy],
+        excess_bytes: float,
+        reason: str,
+        files: SlabFiles | None,
+    ) -> None:
         """One after the other, so that no more goes than must. With `files`, KV is saved first: it
         and what would follow it stay until a later turn."""
-        for slab in sorted((s for s in self._slabs if s.ticket is None), key=lambda s: s.value):
-            if self.allocated_bytes <= goal_bytes:
+        for each in sorted(leaving, key=lambda each: each.value):
+            if excess_bytes <= 0:
                 return
-            if files is not None and slab.may_be_saved:
-                return self._begin_save(slab, reason, files)
-            self._drop(slab, reason)
+            if isinstance(each, IdleCopy):
+                excess_bytes -= each.size_bytes
+                self._drop_copy(each, reason)
+            elif files is not None and each.may_be_saved:
+                return self._begin_save(each, reason, files)
+            else:
+                excess_bytes -= each.view.allocated_bytes
+                self._drop(each, reason)
+
+    def _drop_copy(self, copy: IdleCopy, reason: str) -> None:
+        copy.drop()
+        name = f"copy-{copy.key[:8]}"
+        told = SlabDropped(name, Content.WEIGHTS, copy.owner, copy.size_bytes, reason)
+        self._dropped.append(told)
 
     def _begin_save(self, slab: PooledSlab, reason: str, files: SlabFiles) -> None:
         """Unless another one is under way."""

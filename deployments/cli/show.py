@@ -320,7 +320,7 @@ def _slabs(slabs: list[dict[str, Any]]) -> RenderableType:
             f"{s['node']}/{s['slab']['slab']}",
             s["slab"]["content"],
             s["slab"]["owner"],
-            s["slab"]["ticket"] or "idle",
+            ", ".join(s["users"]) or "idle",
             size(s["slab"]["allocated_bytes"]),
             size(s["slab"]["limit_bytes"]),
             s["slab"]["rows_count"],
@@ -334,7 +334,7 @@ def _slabs(slabs: list[dict[str, Any]]) -> RenderableType:
         for s in slabs
     ]
     numbers = ("takes", "of", "rows", "hits", "misses", "evicted", "refused", "restored")
-    heads = ("slab", "content", "owner", "written by", *numbers, "namespace")
+    heads = ("slab", "content", "owner", "used by", *numbers, "namespace")
     return table(heads, rows, numbers=numbers)
 
 

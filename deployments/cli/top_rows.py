@@ -253,14 +253,14 @@ def leases(rows: Iterable[LeaseRow], now_unix_s: float) -> Rows:
 
 
 def pool(rows: Iterable[SlabRow]) -> Rows:
-    head = ("slab", "content", "owner", "written by", "namespace")
+    head = ("slab", "content", "owner", "used by", "namespace")
     numbers = ("takes", "of", "rows", "hits", "misses")
     found: list[tuple[Value, ...]] = [
         (
             row.slab,
             row.content,
             row.owner,
-            row.ticket or "idle",
+            ", ".join(row.users) or "idle",
             row.namespace or None,
             size(row.allocated_bytes),
             size(row.limit_bytes),

@@ -34,7 +34,7 @@ from types import TracebackType
 from typing import Any, NoReturn, cast
 
 from arbiter import heap
-from deployments.engines import asgi, linux, shared_copy
+from deployments.engines import asgi, lent, linux, shared_copy
 from deployments.engines.protocol import (
     CannotSleep,
     CapsSlabs,
@@ -128,7 +128,7 @@ def _serve(spawn: Spawn, listener: socket.socket) -> None:
     with host.catch():
         module, _, function = spawn.entry.partition(":")
         build: Callable[[Config], Engine] = getattr(importlib.import_module(module), function)
-        host.engine = build(shared_copy.received(spawn.config))
+        host.engine = build(shared_copy.received(lent.with_slabs(spawn.config)))
     config = uvicorn.Config(
         cast(Any, host),
         loop="uvloop",

@@ -10,7 +10,6 @@ import json
 import logging
 import mmap
 import os
-import socket
 import tempfile
 import warnings
 from collections import defaultdict
@@ -20,14 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arbiter.protocol.peer_credentials import peer_uid
+from deployments.engines.lent import receive
 from deployments.engines.protocol import Config
 
 logger = logging.getLogger("arbiter.engine")
 
-CALL_S = 10.0  # the agent answers in a millisecond; on a busy node it takes a second
-FILES_MOST = 253  # descriptors in one message (SCM_MAX_FD)
-_LINE_BYTES = 64
 _PREFIX_BYTES = 64  # of a tensor, by which it is looked for
 
 
@@ -113,23 +109,6 @@ def received(config: Config) -> Config:
     copy = SharedCopy(index["key"], files, config["host_copy"]["own_bytes"])
     view = linked(Path(config["model"]), Path(tempfile.mkdtemp()) / "model", files)
     return config | {"model": str(view), "shared_copy": copy}
-
-
-def receive(path: str, ticket: str, key: str) -> list[int]:
-    """The descriptors of a copy, the index first. Raises OSError, also where there is no such
-    copy."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
-        agent.settimeout(CALL_S)
-        agent.connect(path)
-        if peer_uid(agent) != os.getuid():
-            raise PermissionError(f"{path} belongs to user {peer_uid(agent)}")
-        agent.sendall(json.dumps({"ticket": ticket, "key": key}).encode() + b"\n")
-        _, fds, _, _ = socket.recv_fds(agent, _LINE_BYTES, FILES_MOST)
-    if not fds:
-        raise FileNotFoundError(f"the node agent lent {ticket} no copy {key}")
-    for fd in fds:
-        os.set_inheritable(fd, False)
-    return fds
 
 
 def linked(model: Path, folder: Path, files: Mapping[str, int]) -> Path:

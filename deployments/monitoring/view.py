@@ -140,12 +140,12 @@ class TenantRow:
 
 @dataclass(frozen=True, slots=True)
 class SlabRow:
-    """Describes one slab of a node's pool."""
+    """Describes one slab of a node's pool, or a copy of models' files in its host RAM."""
 
     slab: str  # NODE/number
     content: str
     owner: str
-    ticket: str | None
+    users: tuple[str, ...]  # the engine that writes it, or those that have the copy open
     allocated_bytes: int
     limit_bytes: int
     rows_count: int
@@ -209,7 +209,7 @@ def view_of(state: Mapping[str, Any], facts: Facts, now_unix_s: float) -> View:
         queue=queue,
         leases=tuple(_lease(t, now_unix_s) for t in _leased(state["tickets"])),
         tenants=tuple(_tenants(state)),
-        slabs=tuple(_slab(row["node"], row["slab"]) for row in state["slabs"]),
+        slabs=tuple(map(_slab, state["slabs"])),
         jobs=tuple(_jobs(state)),
         alerts=tuple(alerts_of(state)),
     )
@@ -393,6 +393,7 @@ def _jobs(state: Mapping[str, Any]) -> list[JobRow]:
     return sorted(made, key=lambda row: (row.ended_unix_s is not None, -row.created_unix_s))
 
 
-def _slab(node: str, slab: Mapping[str, Any]) -> SlabRow:
-    names = SlabRow.__dataclass_fields__.keys() - {"slab"}
-    return SlabRow(slab=f"{node}/{slab['slab']}", **{name: slab[name] for name in names})
+def _slab(row: Mapping[str, Any]) -> SlabRow:
+    slab, users = row["slab"], tuple(row["users"])
+    rest = {name: slab[name] for name in SlabRow.__dataclass_fields__.keys() - {"slab", "users"}}
+    return SlabRow(slab=f"{row['node']}/{slab['slab']}", users=users, **rest)

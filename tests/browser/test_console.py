@@ -335,6 +335,19 @@ def test_each_listed_adapter_has_its_tier_and_the_hot_ones_are_first(
     expect(page.locator(".names .tag")).to_have_count(0)
 
 
+@pytest.mark.spec("E1", "K4")
+def test_pool_lists_slabs_and_shared_copies_with_who_uses_them(
+    tab: Tab, front: ConsoleFront
+) -> None:
+    front.arbiter.books.has_adapters("talk", hot=0, images=2)
+    front.arbiter.books.has_copy("draw", users=("draw-1", "draw-2"))
+    rows = tab.open("leases").get_by_role("region", name="Slabs").get_by_role("row")
+    expect(rows.filter(has_text="adapter")).to_contain_text("idle")
+    copy = rows.filter(has_text="copy-1")
+    for told in ("weights", "chat/draw", "draw-1, draw-2", "c0ffee", "90.0 MiB"):
+        expect(copy).to_contain_text(told)
+
+
 @pytest.mark.spec("K4")
 def test_the_page_runs_no_inline_script_and_asks_no_other_site(
     tab: Tab, front: ConsoleFront

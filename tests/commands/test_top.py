@@ -115,8 +115,8 @@ def test_a_frame_says_what_the_view_says(view: View) -> None:
 @pytest.mark.spec("E1", "K4")
 def test_pool_has_a_row_for_each_slab(view: View) -> None:
     assert "no engine keeps anything" in text(top_rows.pool(()).drawn())
-    row = SlabRow("n1/1", "kv", "chat/tiny", None, 3 << 20, 9 << 20, 7, 5, 2, "a1b2c3")
-    rows = (row, replace(row, slab="n1/2", ticket="tiny-1", namespace=""))
+    row = SlabRow("n1/1", "kv", "chat/tiny", (), 3 << 20, 9 << 20, 7, 5, 2, "a1b2c3")
+    rows = (row, replace(row, slab="n1/2", users=("tiny-1",), namespace=""))
     drawn = text(top_rows.chosen(replace(view, slabs=rows), [], Choice("pool"), NOW).drawn())
     first, second = (line.split() for line in drawn.splitlines()[-2:])
     assert first == "n1/1 kv chat/tiny idle a1b2c3 3.0 MiB 9.0 MiB 7 5 2".split()

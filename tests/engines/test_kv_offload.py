@@ -193,8 +193,9 @@ def test_conversation_that_had_to_leave_the_ram_comes_back_from_its_file(
 def lent(pool: Pool, ticket: TicketId, model: Path) -> dict[str, Any]:
     """The configuration of an engine, with what the pool lends to it."""
     wanted = SlabRequest(Content.KV, "chat/tiny", "key")
-    path, file = pool.lend(ticket, wanted), pool.file_for(wanted)
-    given: dict[str, str | None] = {"path": path} | ({"file": file} if file else {})
+    fd, file = pool.lend(ticket, wanted), pool.file_for(wanted)
+    assert fd is not None
+    given = {"path": path_of(fd)} | ({"file": file} if file else {})
     return {**config(model, None), "slabs": {"kv": given}}
 
 

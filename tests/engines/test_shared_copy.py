@@ -46,6 +46,7 @@ def sleep_and_wake(child: Child, wants_mib: int) -> None:
     assert child.call("POST", "/control/wake")[1]["verified"] is True
 
 
+@pytest.mark.spec("E10")
 def test_embeddings_sleep_in_the_copy_though_their_files_have_gone(
     engines: ZygoteUnderTest, copies: Copies, tmp_path: Path
 ) -> None:

@@ -116,6 +116,14 @@ class Books:
         )  # fmt: skip
         self.slabs.append(SlabView(NODE, reading))
 
+    def has_copy(self, model: str, users: tuple[str, ...] = ()) -> None:
+        """Of the model's files, which these engines have open."""
+        reading = SlabReading(
+            "copy-1", Content.WEIGHTS, f"chat/{model}", "c0ffee", None, size(90), size(90), 3,
+            2, 0, 3, 0, 0,
+        )  # fmt: skip
+        self.slabs.append(SlabView(NODE, reading, tuple(map(TicketId, users))))
+
     def leaves(self, model: str) -> None:
         del self.tickets[TicketId(f"{model}-1")]
         self.queue = [row for row in self.queue if row.model != model]

@@ -92,7 +92,7 @@ class SlabReading:
 @dataclass(frozen=True, slots=True)
 class ContentReading:
     """Sums up what a node's pool did with one content since its agent started, slabs that have left
-    among it (E7)."""
+    among it (E7). Of weights: shared copies, of which a row is a file and a lookup a load."""
 
     content: Content
     allocated_bytes: Bytes
@@ -117,7 +117,7 @@ class ContentReading:
 
 @dataclass(frozen=True, slots=True)
 class SlabDropped:
-    """Says that an idle slab left the pool, and why."""
+    """Says that an idle slab, or a copy of a model's files, left a node's RAM, and why."""
 
     slab: str
     content: Content
@@ -137,6 +137,8 @@ class HostCopyReading:
     users: tuple[TicketId, ...]  # engines that have it open
     size_bytes: Bytes
     is_leaving: bool = False  # with the last of its users
+    files_count: int = 0
+    hits_count: int = 0  # loads that found it
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class Measured:
     unreadable: tuple[DeviceUnreadable, ...] = ()
     slabs: tuple[SlabReading, ...] = ()
     dropped: tuple[SlabDropped, ...] = ()  # slabs since the last reading that was heard
-    contents: tuple[ContentReading, ...] = ()  # of the slabs, and of those that left
+    contents: tuple[ContentReading, ...] = ()  # of slabs and copies, and of those that left
     copies: tuple[HostCopyReading, ...] = ()  # shared by engines (D4)
 
 

@@ -6,19 +6,20 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from arbiter.core.events import ContentReading, ForeignProcess, SlabReading
+from arbiter.core.events import ContentReading, ForeignProcess, HostCopyReading, SlabReading
 from arbiter.core.eviction.pressure import level_of, stalled_fraction
 from arbiter.core.eviction.waste import wasted_bytes
 from arbiter.core.records.accounts import byte_seconds
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Sizes, Ticket
 from arbiter.core.residency.loading_share import loading_fraction
-from arbiter.core.state import CoreState
+from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.device_limits import is_readable
 from arbiter.core.tickets.reclaim import kept_bytes
 from arbiter.core.types import DeviceBytes, DeviceKind, LeaseConditions, ModelName
 from arbiter.units import (
     Bytes,
+    Content,
     DeviceId,
     Epoch,
     HolderId,
@@ -170,10 +171,12 @@ class TenantView:
 
 @dataclass(frozen=True, slots=True)
 class SlabView:
-    """Shows one slab of a node's pool (E1)."""
+    """Shows one slab of a node's pool (E1). A copy of models' files in host RAM is shown as one of
+    the content `weights`, with a row for each file."""
 
     node: NodeId
     slab: SlabReading
+    users: tuple[TicketId, ...] = ()  # its writer; of a copy the engines that have it open
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +260,7 @@ def view_of(state: CoreState, now: Instant) -> StateView:
             for name, (load, wake) in sorted(state.estimates.times().items())
         ),
         slabs=tuple(
-            SlabView(name, slab)
-            for name, node in sorted(state.nodes.items())
-            for slab in node.slabs
+            slab for name, node in sorted(state.nodes.items()) for slab in _slabs(name, node)
         ),
         contents=tuple(
             ContentView(name, content, content.hit_fraction)
@@ -280,6 +281,32 @@ def view_of(state: CoreState, now: Instant) -> StateView:
             for name, node in sorted(state.nodes.items())
             for copy in node.copies
         ),
+    )
+
+
+def _slabs(name: NodeId, node: Node) -> Iterator[SlabView]:
+    for slab in node.slabs:
+        yield SlabView(name, slab, (slab.ticket,) if slab.ticket else ())
+    for copy in node.copies:
+        yield SlabView(name, _weights(copy), copy.users)
+
+
+def _weights(copy: HostCopyReading) -> SlabReading:
+    """Sealed, it has no writer and never another size."""
+    return SlabReading(
+        f"copy-{copy.key[:8]}",
+        Content.WEIGHTS,
+        owner=", ".join(f"{model.capability}/{model.model}" for model in copy.models),
+        namespace=copy.key[:12],
+        ticket=None,
+        allocated_bytes=copy.size_bytes,
+        limit_bytes=copy.size_bytes,
+        rows_count=copy.files_count,
+        hits_count=copy.hits_count,
+        misses_count=0,
+        stored_count=copy.files_count,
+        evicted_count=0,
+        refused_count=0,
     )
 
 

@@ -101,7 +101,7 @@ export const Leases = () => {
 			text("tenant"), size("holds", "held_bytes"), size("maximum", "most_bytes"), size("reserved", "reserved_bytes"),
 			count("requests", "requests_count"), ["GiB seconds", (r) => (r.byte_seconds_count / 2 ** 30).toFixed(1), 1]], "No client has used anything yet.")}
 		<h2>Pool</h2>${table("Slabs", view.slabs, [
-			text("slab"), text("content"), text("owner"), text("namespace"), size("takes", "allocated_bytes"), size("of", "limit_bytes"),
+			text("slab"), text("content"), text("owner"), ["used by", (r) => r.users.join(", ") || "idle"], text("namespace"), size("takes", "allocated_bytes"), size("of", "limit_bytes"),
 			count("rows", "rows_count"), count("hits", "hits_count"), count("misses", "misses_count")], "No engine keeps anything beyond its life.")}`;
 };
 

@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 
 from arbiter.core import events as ev
+from arbiter.core.types import ModelName
+from arbiter.node import procfs, reports
 from arbiter.node.device_probe import Readings, Tree
 from arbiter.pool import Rows, SavedRows, Slab
-from arbiter.protocol.messages import SlabRequest, SpawnSpec
+from arbiter.protocol.messages import CopyRequest, SlabRequest, SpawnSpec
 from arbiter.units import MIB, Bytes, Content, NodeId, TicketId, seconds
+from deployments.engines.lent import receive
 from tests.support.engine_host import is_gone, until
 from tests.support.heap_trims import begun_trims
+from tests.support.host_copies import Grants
 from tests.support.local_agent import BROKEN_ZYGOTE, FAKE_ENGINE, START_S, agent_in
 from tests.support.waits import eventually
 
@@ -103,17 +107,17 @@ async def test_engine_is_told_of_its_slab_and_of_the_file_of_an_earlier_one(
         "a:b", {"model": "m"}, slabs=(request, replace(request, content=Content.ADAPTER))
     )
     told = (await running._engines._with_slabs(T, spec)).config
-    paths = {content: {"path": slab["path"]} for content, slab in told["slabs"].items()}
-    slabs_of = {content: path | {"caps": {"acme": 0.25}} for content, path in paths.items()}
-    assert told == {"model": "m", "slabs": slabs_of} and paths.keys() == {"kv", "adapter"}
-    assert paths["kv"] != paths["adapter"]
+    lent = {"socket": str(folder / "n" / "slabs.sock"), "ticket": T, "caps": {"acme": 0.25}}
+    assert told == {"model": "m", "slabs": {"kv": lent, "adapter": lent}}
+    assert running._pool.lent(T, "kv") != running._pool.lent(T, "adapter")
     files = running._pool.files
     assert files is not None
     files._path(request).touch()
     told = (await running._engines._with_slabs(T, spec)).config
-    assert told["slabs"]["kv"].keys() == {"path", "file", "caps"}
+    assert told["slabs"]["kv"].keys() == {"socket", "ticket", "file", "caps"}
     assert Path(told["slabs"]["kv"]["file"]).parent == slabs
-    with contextlib.closing(Slab(told["slabs"]["kv"]["path"], Content.KV, b"n" * 32, Bytes(MIB))):
+    [fd] = running._pool.lent(T, "kv")
+    with contextlib.closing(Slab(fd, Content.KV, b"n" * 32, Bytes(MIB))):
         await running.drop_tenant("acme")
     erasing = [slab.must_erase for slab in running._pool.readings()]
     assert sorted(erasing) == [False] * 3 + [True], "only one was ever written"
@@ -129,9 +133,9 @@ async def test_end_of_an_agent_leaves_files_of_what_its_engines_kept(
     slabs = folder / "slabs"
     running = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB), slabs_folder=str(slabs))
     request = SlabRequest(Content.KV, "chat/m", "k")
-    path = running._pool.lend(T, request)
-    assert path is not None
-    with contextlib.closing(Slab(path, Content.KV, b"n" * 32, Bytes(MIB))) as slab:
+    fd = running._pool.lend(T, request)
+    assert fd is not None
+    with contextlib.closing(Slab(fd, Content.KV, b"n" * 32, Bytes(MIB))) as slab:
         rows = Rows(slab, 100.0, time.time)
         rows.reserve([b"key"])
         rows.mark_ready(b"key")
@@ -167,6 +171,83 @@ async def test_engine_in_the_place_of_a_killed_one_finds_its_slab(folder: Path) 
                 until(lambda pid=pid: is_gone(pid), START_S)  # the agent had no turn to see it
     finally:
         await running.close()
+
+
+@pytest.mark.spec("E1", "L4")
+async def test_engine_is_handed_its_slabs_by_descriptor_and_no_other_is(folder: Path) -> None:
+    running = agent_in(folder)
+    wanted = tuple(SlabRequest(c, "chat/m", "key") for c in (Content.KV, Content.ADAPTER))
+    slabs = str(folder / "n" / "slabs.sock")
+    try:
+        async with asyncio.timeout(START_S):
+            await running.spawn(T, replace(FAKE_ENGINE, slabs=wanted))
+            [pid, *_] = (await running.engines())[T]
+            lent = {os.fstat(*running._pool.lent(T, each.content)).st_ino for each in wanted}
+            assert len(lent) == 2
+            await eventually(lambda: slabs_open_in(pid) == lent)
+            for ticket, key in (("other", "kv"), (T, "picture")):
+                with pytest.raises(FileNotFoundError):
+                    await asyncio.to_thread(receive, slabs, ticket, key)
+            await running.kill(T)
+            await eventually(lambda: not running._pool.lent(T, "kv"))
+            with pytest.raises(FileNotFoundError):
+                await asyncio.to_thread(receive, slabs, T, "kv")
+    finally:
+        await running.close()
+
+
+@pytest.mark.spec("E4")
+async def test_idle_copy_of_weights_leaves_behind_adapters_and_before_kv_where_ram_is_short(
+    no_arbiter: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[ev.SlabDropped] = []
+
+    async def hear(events: tuple[ev.Event, ...]) -> bool:
+        dropped.extend(d for e in events if isinstance(e, ev.Measured) for d in e.dropped)
+        return True
+
+    monkeypatch.setattr(reports.Reports, "say", staticmethod(hear))
+    monkeypatch.setattr(reports.Reports, "call", staticmethod(Grants().call))
+    running = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB), disk_bytes=Bytes(0))
+    try:
+        for content in (Content.KV, Content.ADAPTER):
+            fd = running._pool.lend(T, SlabRequest(content, "chat/m", "key"))
+            assert fd is not None
+            with contextlib.closing(Slab(fd, content, b"n" * 32, Bytes(MIB))) as slab:
+                assert slab.grow()
+        (folder / "model.safetensors").write_bytes(bytes(12 * MIB))
+        wanted = CopyRequest(ModelName("chat", "w"), str(folder), ("*.safetensors",))
+        assert await running._copies.lend(T, wanted)
+        running._engines._take_back(T)
+        taken = running._pool.allocated_bytes
+        all_bytes = taken + running._copies.held_bytes
+        running._pool._kept_free_bytes = taken // 2  # so that 0.6 of it must go
+
+        def ram() -> tuple[Bytes, Bytes]:
+            held = running._pool.allocated_bytes + running._copies.held_bytes
+            return Bytes(10**12), Bytes(all_bytes - held)
+
+        monkeypatch.setattr(procfs, "ram", ram)
+        await running.probe()
+        await eventually(lambda: len(dropped) == 2)
+        assert [(d.content, d.owner, d.reason) for d in dropped] == [
+            ("adapter", "chat/m", "pressure"),
+            ("weights", "chat/w", "pressure"),
+        ]
+        assert 12 * MIB <= dropped[1].size_bytes <= 13 * MIB and not running._copies.readings()
+        assert [s.content for s in running._pool.readings()] == ["kv"]
+    finally:
+        await running.close()
+
+
+def slabs_open_in(pid: int) -> set[int]:
+    """Their inodes."""
+    found = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(path).startswith("/memfd:host-pool-"):
+                found.add(path.stat().st_ino)
+    return found
 
 
 @pytest.mark.spec("M1")

@@ -17,11 +17,11 @@ import pytest_asyncio
 
 from arbiter.core.types import DeviceBytes, ModelName
 from arbiter.errors import ArbiterUnavailable, HostRamShort, UnknownHostCopy
-from arbiter.node import copy_files, copy_lease, copy_socket, host_copies, procfs
+from arbiter.node import copy_files, copy_lease, host_copies, lending_socket, procfs
 from arbiter.node.host_copies import HostCopies
 from arbiter.protocol.messages import CopyRequest, LeaseCall, LeaseState
-from arbiter.units import Bytes, NodeId, TicketId
-from deployments.engines.shared_copy import receive
+from arbiter.units import Bytes, Content, NodeId, TicketId
+from deployments.engines.lent import receive
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("D4")
@@ -153,8 +153,8 @@ async def test_another_users_process_is_handed_nothing(
 ) -> None:
     lent = await node.lend("t", request(model))
     assert lent and stat.S_IMODE(Path(lent["socket"]).stat().st_mode) == 0o600
-    monkeypatch.setattr(copy_socket, "peer_uid", lambda _: os.getuid() + 1)
-    with pytest.raises(FileNotFoundError):
+    monkeypatch.setattr(lending_socket, "peer_uid", lambda _: os.getuid() + 1)
+    with pytest.raises((ConnectionError, FileNotFoundError)):
         await handed(lent)
 
 
@@ -336,6 +336,47 @@ async def test_copy_outlives_its_engines_until_host_ram_is_needed(node: Node, mo
     assert node.copies.readings()
     node.arbiter.wants.add(name)
     await eventually(lambda: not node.copies.readings() and not node.arbiter.held)
+
+
+@pytest.mark.spec("E1", "E4")
+async def test_idle_copy_is_offered_to_leave_and_counts_the_loads_that_found_it(
+    node: Node, model: Path
+) -> None:
+    await node.lend("t1", request(model))
+    await node.lend("t2", request(model))
+    node.back("t1")
+    assert node.copies.idle() == ()
+    node.back("t2")
+    [reading] = node.copies.readings()
+    assert (reading.files_count, reading.hits_count) == (2, 1)
+    [idle] = node.copies.idle()
+    assert (idle.key, idle.owner, idle.size_bytes) == (reading.key, ONE.path, reading.size_bytes)
+    assert idle.idle_since_s > 0
+    idle.drop()
+    assert not node.copies.readings() and not node.copies.idle()
+    await eventually(lambda: not node.arbiter.held)
+
+
+@pytest.mark.spec("E7")
+async def test_loads_are_counted_by_whether_they_found_a_copy_also_of_one_that_has_left(
+    node: Node, model: Path
+) -> None:
+    assert node.copies.contents() == ()
+    for ticket in ("t1", "t2", "t3"):
+        await node.lend(ticket, request(model))
+    [weights] = node.copies.contents()
+    assert (weights.content, weights.rows_count, weights.stored_count) == (Content.WEIGHTS, 2, 2)
+    assert (weights.hits_count, weights.misses_count) == (2, 1)
+    assert weights.allocated_bytes == node.copies.held_bytes > 0
+    for ticket in ("t1", "t2", "t3"):
+        node.back(ticket)
+    [idle] = node.copies.idle()
+    idle.drop()
+    node.arbiter.refuses = HostRamShort("m", Bytes(2), Bytes(1))
+    assert await node.lend("t4", request(model)) is None
+    [weights] = node.copies.contents()
+    assert (weights.rows_count, weights.allocated_bytes, weights.evicted_count) == (0, 0, 2)
+    assert (weights.hits_count, weights.misses_count, weights.refused_count) == (2, 2, 1)
 
 
 async def test_load_that_ended_while_the_copy_was_filled_leaves_it_for_the_next(

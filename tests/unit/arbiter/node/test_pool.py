@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -17,12 +18,13 @@ import pytest
 
 from arbiter.node import pool as pools
 from arbiter.node import slab_files
-from arbiter.node.pool import Pool
+from arbiter.node.pool import IdleCopy, Pool
 from arbiter.node.slab_files import SlabFiles
 from arbiter.pool import Removal, Rows, SavedRows, Slab, slab_file
 from arbiter.pool.layout import tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
+from tests.support.slabs import path_of
 
 SPACE = b"n" * 32
 SLOT = 2 * MIB
@@ -43,18 +45,18 @@ def pool() -> Iterator[Pool]:
         _OPEN.pop().close()
 
 
-def write(path: str | None, *keys: str) -> Rows:
+def write(fd: int | None, *keys: str) -> Rows:
     """As an engine does."""
-    rows = opened(path)
+    rows = opened(fd)
     for key, row in rows.reserve([key.encode() for key in keys]).rows.items():
         rows.slab.row(row)[:] = (key * SLOT)[:SLOT]
         rows.mark_ready(key)
     return rows
 
 
-def opened(path: str | None, content: Content = Content.KV) -> Rows:
-    assert path is not None
-    _OPEN.append(Slab(path, content, SPACE, Bytes(SLOT)))
+def opened(fd: int | None, content: Content = Content.KV) -> Rows:
+    assert fd is not None
+    _OPEN.append(Slab(fd, content, SPACE, Bytes(SLOT)))
     return Rows(_OPEN[-1], term_s=3600.0, clock=time.time)
 
 
@@ -115,6 +117,47 @@ def fill(rows: Rows) -> None:
 
 
 @pytest.mark.spec("E4")
+@pytest.mark.parametrize(
+    ("short_fraction", "gone"),
+    [
+        (0.2, ["adapter"]),
+        (0.5, ["adapter", "weights"]),
+        (0.7, ["adapter", "weights", "weights"]),
+        (0.9, ["adapter", "weights", "weights", "kv"]),
+    ],
+)
+def test_idle_copies_of_weights_leave_behind_adapters_and_before_kv(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, short_fraction: float, gone: list[str]
+) -> None:
+    for ticket, content in ((A, Content.KV), (B, Content.ADAPTER)):
+        opened(pool.lend(ticket, SlabRequest(content, "chat/m", content)), content).reserve([b"a"])
+        pool.take_back(ticket)
+    size, left = Bytes(pool.allocated_bytes // 6), list[str]()
+    copies = [
+        IdleCopy(key, "chat/w", size, since_s, partial(left.append, key))
+        for key, since_s in (("newer", 2.0), ("older", 1.0))
+    ]
+    monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
+    pool._kept_free_bytes = int(short_fraction * pool.allocated_bytes)
+    pool.turn(copies)
+    assert [each.content for each in pool.dropped()] == gone
+    assert {each.reason for each in pool.dropped()} == {"pressure"}
+    assert left == ["older", "newer"][: gone.count("weights")]
+
+
+@pytest.mark.spec("E4")
+def test_full_pool_drops_no_copy_of_weights_because_they_are_not_in_its_budget(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(pool.lend(A, CHAT), "x")
+    pool.take_back(A)
+    monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(10**12)))
+    pool.budget_bytes = Bytes(pool.allocated_bytes - 1)
+    pool.turn([IdleCopy("k", "chat/w", Bytes(MIB), 0.0, lambda: pytest.fail("it left"))])
+    assert [(each.content, each.reason) for each in pool.dropped()] == [("kv", "full")]
+
+
+@pytest.mark.spec("E4")
 def test_writers_together_stay_within_the_budget(pool: Pool) -> None:
     first, second = opened(pool.lend(A, CHAT)), opened(pool.lend(B, OTHER))
     for _ in range(5):
@@ -166,8 +209,7 @@ def test_contents_leave_in_their_order_however_recently_used(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for ticket, content in ((A, Content.KV), (B, Content.TEMPORARY)):
-        path = pool.lend(ticket, SlabRequest(content, "chat/m", content))
-        opened(path, content).reserve([b"a"])
+        opened(pool.lend(ticket, SlabRequest(content, "chat/m", content)), content).reserve([b"a"])
         pool.take_back(ticket)
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
     pool._kept_free_bytes = int(0.2 * pool.allocated_bytes)
@@ -222,10 +264,10 @@ def engine() -> Iterator[Callable[[str], int]]:
 def test_next_agent_finds_the_slabs_that_engines_have_open(
     pool: Pool, engine: Callable[[str], int]
 ) -> None:
-    path = pool.lend(A, CHAT)
-    assert path is not None
-    write(path, "x")
-    pids = [engine(path), engine(path)]  # the parts of one engine
+    fd = pool.lend(A, CHAT)
+    assert fd is not None
+    write(fd, "x")
+    pids = [engine(path_of(fd)), engine(path_of(fd))]  # the parts of one engine
     pool.close()
     after = Pool(Bytes(256 * MIB))
     after.recover(A, pids)
@@ -418,8 +460,8 @@ def test_slab_that_cannot_be_saved_is_dropped_all_the_same(
 def test_contents_that_are_soon_made_anew_are_not_saved(
     saving: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saving.lend(A, SlabRequest(Content.TEMPORARY, "chat/m", "k"))
-    opened(path, Content.TEMPORARY).reserve([b"a"])
+    slab = saving.lend(A, SlabRequest(Content.TEMPORARY, "chat/m", "k"))
+    opened(slab, Content.TEMPORARY).reserve([b"a"])
     saving.take_back(A)
     squeeze(saving, monkeypatch)
     saving.turn()
@@ -523,8 +565,8 @@ def test_folder_is_given_a_share_of_the_disk_at_most_or_is_none(tmp_path: Path) 
 @pytest.mark.spec("G4")
 def test_end_of_an_agent_saves_idle_kv_and_nothing_else(saving: Pool) -> None:
     idle(saving, CHAT)
-    path = saving.lend(A, SlabRequest(Content.TEMPORARY, "chat/m", "k"))
-    opened(path, Content.TEMPORARY).reserve([b"a"])
+    slab = saving.lend(A, SlabRequest(Content.TEMPORARY, "chat/m", "k"))
+    opened(slab, Content.TEMPORARY).reserve([b"a"])
     saving.take_back(A)
     write(saving.lend(B, OTHER), "x")  # an engine has it
     saving.save_idle()
@@ -581,9 +623,9 @@ def test_sweep_is_as_often_as_it_is_set(tmp_path: Path) -> None:
 ACME = tenant_digest("acme")
 
 
-def write_of(path: str | None, *keys: str) -> Rows:
+def write_of(fd: int | None, *keys: str) -> Rows:
     """Rows of a tenant's requests."""
-    rows = opened(path)
+    rows = opened(fd)
     for key in rows.reserve([key.encode() for key in keys], tenant=ACME).rows:
         rows.mark_ready(key, ACME)
     return rows
@@ -599,17 +641,17 @@ def test_removed_tenant_leaves_idle_slabs_and_files_and_others_stay(
     saving: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for request, others in ((CHAT, ["x"]), (OTHER, [])):
-        path = saving.lend(A, request)
-        write_of(path, "a", "b")
-        write(path, *others)
+        slab = saving.lend(A, request)
+        write_of(slab, "a", "b")
+        write(slab, *others)
         saving.take_back(A)
     squeeze(saving, monkeypatch)
     until(saving, lambda: len(saving.dropped()) == 2)
     assert [len(saved_keys(saving.file_for(r))) for r in (CHAT, OTHER)] == [3, 2]
     monkeypatch.undo()
-    path = saving.lend(B, CHAT)
-    write_of(path, "c")
-    write(path, "y")
+    slab = saving.lend(B, CHAT)
+    write_of(slab, "c")
+    write(slab, "y")
     saving.take_back(B)
     saving.drop_tenant(Removal(ACME))
     assert keys_in(saving, "chat/m") == [b"y"]
@@ -625,10 +667,10 @@ def test_removed_tenant_leaves_idle_slabs_and_files_and_others_stay(
 def test_file_keeps_what_a_tenant_stored_after_its_removal(
     saving: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saving.lend(A, CHAT)
-    write_of(path, "old")
+    slab = saving.lend(A, CHAT)
+    write_of(slab, "old")
     removal = Removal(ACME, time.time())
-    write_of(path, "new")
+    write_of(slab, "new")
     saving.take_back(A)
     squeeze(saving, monkeypatch)
     until(saving, lambda: len(saving.dropped()) == 1)

@@ -75,10 +75,10 @@ class Chaos:
         request = self.random.choice(REQUESTS)
         self.ticket_count += 1
         ticket = TicketId(str(self.ticket_count))
-        path, file = self.pool.lend(ticket, request), self.pool.file_for(request)
-        if path is None:
+        fd, file = self.pool.lend(ticket, request), self.pool.file_for(request)
+        if fd is None:
             return
-        slab = Slab(path, Content.KV, SPACE, ROW)
+        slab = Slab(fd, Content.KV, SPACE, ROW)
         rows = Rows(slab, 3600.0, time.time)
         self.writers[ticket] = request, slab, rows
         self.look(rows, request.owner)

@@ -205,12 +205,19 @@ def test_pool_shows_contents_with_their_hit_rates_and_slabs(front: ScriptedFront
     slab = ev.SlabReading("1", Content.KV, "text/a", "ab", None, *kept, 8, 5, 2, 10, 1, 4)
     times = (Span(1_500_000_000), Span(250_000_000))
     done = ev.ContentReading(Content.KV, kept[0], 8, 30, 10, 20, 1, 4, 6, 2, *times)
-    driver.at(1, ev.Measured(NODE, (), (), slabs=(slab,), contents=(done,)))
+    models = (ModelName("text", "a"), ModelName("text", "b"))
+    lease, users = TicketId("l"), (TicketId("a-1"), TicketId("b-1"))
+    copy = ev.HostCopyReading(
+        "0123456789abcdef", lease, models, users, Bytes(GIB), files_count=3, hits_count=6
+    )
+    driver.at(1, ev.Measured(NODE, (), (), slabs=(slab,), contents=(done,), copies=(copy,)))
     view = plain(driver.arbiter.snapshot(s(5)))
     front.says("GET", "/arbiter/state", view)
     shown = rows(run("pool", COLUMNS="200").stdout)
     assert shown["n"] == "kv;2.0 GiB;75.0%;20;1;4;2;6;1.5 s;0.2 s".split(";")
     assert shown["n/1"] == "kv;text/a;idle;2.0 GiB;3.0 GiB;8;5;2;1;4;0;ab".split(";")
+    weights = "weights;text/a, text/b;a-1, b-1;1.0 GiB;1.0 GiB;3;6;0;0;0;0;0123456789ab"
+    assert shown["n/copy-01234567"] == weights.split(";")
     found = json.loads(run("pool", "--json").stdout)
     assert found == {"contents": view["contents"], "slabs": view["slabs"]}
 

@@ -1,29 +1,30 @@
-"""The socket at which a node agent hands copies of models' files to engines (D4, L4).
+"""A socket at which a node agent hands open files to its engines (L4): slabs, and copies of
+models' files.
 
 An engine sends one line of JSON, `{"ticket": T, "key": K}`, and is answered with one byte and the
-copy's descriptors (SCM_RIGHTS), which only read; with nothing where it was lent no such copy. Only
-processes of this user are answered, and for a copy that its group may open those of the group.
+descriptors of what it was lent under that key (SCM_RIGHTS); with nothing where it was lent no such
+thing. Only processes of this user are answered.
 """
 
 import asyncio
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from arbiter.node.copy_files import CopyFiles
 from arbiter.protocol.peer_credentials import peer_uid
 from arbiter.units import TicketId
 
 ANSWER_S = 10.0  # a line that takes longer is not coming
 LINE_MOST_BYTES = 1_024
 
-Finds = Callable[[TicketId, str], CopyFiles | None]
+Finds = Callable[[TicketId, str], Sequence[int]]
 
 
-class CopySocket:
-    """`find` knows the copies by the ticket of an engine to which they were lent, and their key."""
+class LendingSocket:
+    """`find` knows the descriptors by the ticket of an engine to which they were lent, and their
+    key; none for what was not lent."""
 
     def __init__(self, path: Path, find: Finds) -> None:
         """Raises OSError."""
@@ -48,12 +49,14 @@ class CopySocket:
     async def _answer(self, peer: socket.socket) -> None:
         with peer:
             try:
+                if peer_uid(peer) != os.getuid():
+                    return  # before a byte of it is read (adr/0005)
                 async with asyncio.timeout(ANSWER_S):
                     line = await _line(peer)
                 asked = json.loads(line)
-                copy = self._find(TicketId(asked["ticket"]), asked["key"])
-                if copy is not None and peer_uid(peer) == os.getuid():
-                    socket.send_fds(peer, [b"\n"], list(copy.fds))
+                fds = self._find(TicketId(asked["ticket"]), asked["key"])
+                if fds:
+                    socket.send_fds(peer, [b"\n"], list(fds))
             except (OSError, TimeoutError, ValueError, KeyError, TypeError):
                 return  # it has gone, or is no engine of ours
 

@@ -1,0 +1,61 @@
+"""What the node agent lends to an engine, handed over by descriptor at the engine's start (L4): the
+slabs that it may write, and a copy of its model's files (shared_copy), which it may read.
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+
+from arbiter.protocol.peer_credentials import peer_uid
+from deployments.engines.protocol import Config
+
+logger = logging.getLogger("arbiter.engine")
+
+# For a copy, and for all slabs together: so long an agent that hangs delays a load. A living one
+# answers in a millisecond, on a busy node in seconds; the socket of an ended one refuses at once.
+CALL_S = 10.0
+FILES_MOST = 253  # descriptors in one message (SCM_MAX_FD)
+_LINE_BYTES = 64
+
+
+def receive(path: str, ticket: str, key: str, within_s: float = CALL_S) -> list[int]:
+    """The descriptors of what was lent under that key. Raises OSError, also where nothing was."""
+    if within_s <= 0:
+        raise TimeoutError("the node agent has not answered before")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+        agent.settimeout(within_s)
+        agent.connect(path)
+        if peer_uid(agent) != os.getuid():
+            raise PermissionError(f"{path} belongs to user {peer_uid(agent)}")
+        agent.sendall(json.dumps({"ticket": ticket, "key": key}).encode() + b"\n")
+        _, fds, _, _ = socket.recv_fds(agent, _LINE_BYTES, FILES_MOST)
+    if not fds:
+        raise FileNotFoundError(f"the node agent lent {ticket} nothing under the key {key}")
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return fds
+
+
+def with_slabs(config: Config) -> Config:
+    """Has the `path` of each slab that the agent lent to this engine, in the place of the `socket`
+    at which it hands them over. The path is of the descriptor in this process, so that the engine's
+    core and its workers open the slab although the agent may end meanwhile. The engine loads
+    without a slab that it is not handed."""
+    if "slabs" not in config:
+        return config
+    slabs: dict[str, Config] = {}
+    ends_s = time.monotonic() + CALL_S
+    for content, told in config["slabs"].items():
+        if "socket" not in told:
+            slabs[content] = told
+            continue
+        try:
+            [fd] = receive(told["socket"], told["ticket"], content, ends_s - time.monotonic())
+        except OSError as error:
+            logger.warning("keeps no %s in a slab, because it was handed none: %s", content, error)
+            continue
+        rest = {name: told[name] for name in told.keys() - {"socket", "ticket"}}
+        slabs[content] = rest | {"path": f"/proc/{os.getpid()}/fd/{fd}"}
+    return config | {"slabs": slabs}
