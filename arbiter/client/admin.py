@@ -98,7 +98,8 @@ def record_arbiter(path: str | None) -> messages.Plain:
     handle = find_arbiter()
     if handle is None:
         raise ArbiterUnavailable(0.0)
-    _settled(lambda: handle.record.remote(path), START_S)
+    before = _settled(handle.hello.remote, START_S)["epoch"]
+    _settled(lambda: handle.record.remote(path, before), START_S)
     return {"recording": path or "no longer"}
 
 

@@ -406,8 +406,11 @@ class ArbiterActor:
         if (old.settings, old.policies) != (configuration.settings, configuration.policies):
             self._begin_anew("settings changed")
 
-    async def record(self, path: str | None) -> None:
-        """Every event from the next epoch on, which begins now; None: no longer."""
+    async def record(self, path: str | None, of: Epoch) -> None:
+        """Every event from the epoch after `of` on; None: no longer. The next epoch begins now.
+        Repeated, it is done once: the answer may be lost as this process ends."""
+        if of < self._shell.epoch and self._store.recording() == path:
+            return
         self._store.save_recording(path)
         self._begin_anew("recording" if path else "no longer recording")
 

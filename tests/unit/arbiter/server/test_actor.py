@@ -16,7 +16,7 @@ from arbiter.server import shell
 from arbiter.server.actor import ArbiterActor
 from arbiter.server.node_agents import RayAgents
 from arbiter.server.store import Member, Store
-from arbiter.units import Bytes, HolderId, NodeId, TicketId, seconds
+from arbiter.units import Bytes, Epoch, HolderId, NodeId, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
 from tests.support.heap_trims import begun_trims
@@ -74,6 +74,29 @@ async def test_settings_change_once_per_generation_and_a_reread_file_undoes_noth
         await actor.configure(again)
         assert actor._configuration.settings.bypass_count == 5
         assert (await actor.state())["generation"] == first + 2
+
+
+@pytest.mark.spec("A18", "K3")
+async def test_recording_begins_one_epoch_though_it_is_asked_for_again(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its client does where the answer was lost: the arbiter ends right after it."""
+    begun: list[str] = []
+    monkeypatch.setattr(ArbiterActor, "_begin_anew", lambda self, why: begun.append(why))
+    file = str(tmp_path / "recording")
+    for path in (file, None):
+        async with running() as actor:
+            of = actor._shell.epoch
+            await actor.record(path, of)
+            async with running() as successor:
+                await successor.record(path, of)
+    assert begun == ["recording", "no longer recording"]
+    async with running() as actor:  # another caller's, of another epoch
+        of = actor._shell.epoch
+        await actor.record(file, Epoch(of - 1))
+        async with running() as successor:
+            await successor.record(None, of)
+    assert begun[2:] == ["recording", "no longer recording"]
 
 
 @pytest.mark.spec("A18")
