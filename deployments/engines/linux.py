@@ -58,6 +58,7 @@ DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the executor be `uni` on the CPU build
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `auto` wants a memory node for each process of a model
     "KMP_BLOCKTIME": "0",  # an idle OpenMP thread must not spin on a shared core
 }
 
@@ -171,6 +172,15 @@ def share_code() -> None:
         if mode in ("r-xp", "r--p") and _HOT_CODE.search(path):
             start, end = (int(part, 16) for part in span.split("-"))
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ)
+
+
+def unname_shared_memory() -> None:
+    """Takes the names of the shared memory that this process has mapped, once all processes that
+    share it have: it then goes with the last of them, also when they are killed."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if path.startswith("/dev/shm/psm_"):  # of Python's multiprocessing.shared_memory
+            Path(path).unlink(missing_ok=True)
 
 
 def _whole_pages(address: int, size: int) -> tuple[int, int]:

@@ -188,6 +188,15 @@ def test_ticket_parts_become_tensor_parallel_ways_with_their_share_of_kv_cache()
     assert (alone.tensor_parallel_size, alone.kv_cache_memory_bytes) == (1, 1_000)
 
 
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU has a ticket's parts instead")
+def test_processes_of_a_cpu_divide_the_kv_cache_of_their_ticket() -> None:
+    args = {"kv_cache_memory_bytes": 1_000}
+    two = arguments({"model": "m", "engine_args": {**args, "tensor_parallel_size": 2}})
+    assert (two.kv_cache_memory_bytes, two.distributed_executor_backend) == (500, "mp")
+    one = arguments({"model": "m", "engine_args": args})
+    assert (one.kv_cache_memory_bytes, one.distributed_executor_backend) == (1_000, "uni")
+
+
 @pytest.mark.spec("B5")
 def test_transformers_spreads_a_model_by_bytes_for_each_gpu() -> None:
     assert spread([7, 5]) == {"device_map": "auto", "max_memory": {0: 7, 1: 5}} and not spread([])

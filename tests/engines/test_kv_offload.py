@@ -423,6 +423,7 @@ OTHER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "block": {"block_size": BLOCK // 2},
     "precision": {"dtype": "bfloat16"},
     "hash": {"prefix_caching_hash_algo": "sha256_cbor"},
+    "parallelism": {"tensor_parallel_size": 2},
 }
 
 

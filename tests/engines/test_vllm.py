@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from arbiter.node import procfs
 from deployments import messages
 from tests.support.engine_host import (
     Child,
@@ -19,6 +20,7 @@ from tests.support.engine_host import (
     device_bytes,
     host_bytes,
     is_gone,
+    kill,
     served,
     tree,
     until,
@@ -246,6 +248,36 @@ def test_a_killed_frontend_takes_its_core_along(engines: ZygoteUnderTest, tiny: 
     _, core = tree(child.pid)
     os.kill(child.pid, signal.SIGKILL)
     until(lambda: is_gone(core), 60)
+
+
+@pytest.mark.spec("A19")
+def test_model_of_two_processes_answers_as_one_and_leaves_nothing_when_its_frontend_is_killed(
+    engines: ZygoteUnderTest, tiny: Path, chat: Child
+) -> None:
+    """Half of its KV cache is in each, both are on its account, and it does not sleep: each would
+    have a copy of all weights."""
+    child = engines.spawn("two", VLLM, config(tiny, tensor_parallel_size=2)).hold()
+    try:
+        status, said = child.ready()
+        assert (status, said["can_sleep"]) == (200, False), (said, child.log[-2000:])
+        assert answer(child)[0]["message"] == answer(chat)[0]["message"]
+        members = tree(child.pid)
+        workers = [p for p in members if procfs.name(p).startswith("VLLM::Worker")]
+        assert len(workers) == 2
+
+        def is_counted() -> bool:
+            rest = [p for p in members if p not in workers]
+            more = procfs.memory(members).device_bytes - procfs.memory(rest).device_bytes
+            return more >= 64 * MIB
+
+        until(is_counted, 60)
+        maps = "".join(Path(f"/proc/{p}/maps").read_text() for p in workers)
+        shared = [line for line in maps.splitlines() if "/dev/shm/" in line]
+        assert shared and all(line.endswith("(deleted)") for line in shared)
+        os.kill(child.pid, signal.SIGKILL)
+        until(lambda: all(is_gone(p) for p in members), 60)
+    finally:
+        kill(child)
 
 
 @pytest.mark.spec("A12")

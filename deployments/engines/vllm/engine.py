@@ -6,6 +6,7 @@ on a GPU `device_ids: [2]`, `gpu_memory_utilization: 0.4`).
 """
 
 import asyncio
+import math
 import os
 from argparse import Namespace
 from functools import cache
@@ -69,6 +70,9 @@ def build(config: Config) -> "VllmEngine":
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
+    if _on_cpu():
+        # vLLM would start each process of a parallel model by spawn, which imports everything anew.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     kv_offload.settle(vllm_config, config)
     picture_slab.settle(vllm_config, config)
     core = fork_core(
@@ -79,7 +83,10 @@ def build(config: Config) -> "VllmEngine":
         images=(images := adapter_images.take(config)),
     )
     gate = _gate(config, vllm_config)
-    engine = VllmEngine(args, vllm_config, core, gate, can_sleep=config.get("can_sleep", True))
+    # Each process of a CPU would have a copy of all weights in host RAM, which counts one.
+    is_whole = not _on_cpu() or _processes_count(config) == 1
+    can_sleep = is_whole and config.get("can_sleep", True)
+    engine = VllmEngine(args, vllm_config, core, gate, can_sleep=can_sleep)
     engine.has_slab = images is not None or kv_offload.has_slab(vllm_config)
     engine.most_tokens = int(config.get("grows_to", {}).get("max_model_len", 0))
     if "adapters" in config:
@@ -115,7 +122,8 @@ def arguments(config: Config) -> Namespace:
     _refuse_pickles(config, given)
     if "kv_cache_memory_bytes" not in given:
         raise LoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
-    if ways := len(config.get("parts", [])):  # vLLM counts KV bytes per GPU, a ticket in total
+    ways = _processes_count(config) if _on_cpu() else len(config.get("parts", []))
+    if ways > 1:  # vLLM counts KV bytes per GPU, or per process of a CPU, a ticket in total
         given["kv_cache_memory_bytes"] = int(given["kv_cache_memory_bytes"]) // ways
     if isinstance(modules := given.get("lora_modules"), dict):
         given["lora_modules"] = [f"{adapter}={folder}" for adapter, folder in modules.items()]
@@ -172,9 +180,18 @@ def _defaults(config: Config) -> dict[str, Any]:
         return shared | {"enable_sleep_mode": config.get("can_sleep", True)}
     return shared | {
         "enforce_eager": True,  # nothing is compiled; with explicit KV bytes no warm-up
-        "distributed_executor_backend": "uni",
+        # The only worker of `uni` would wait without end for the others of its group.
+        "distributed_executor_backend": "mp" if _processes_count(config) > 1 else "uni",
         "worker_cls": _CPU_WORKER,
     }
+
+
+def _processes_count(config: Config) -> int:
+    """How many processes a CPU computes the model with: one for each part of it."""
+    given = config.get("engine_args", {})
+    if parts := len(config.get("parts", [])):
+        return parts
+    return math.prod(int(given.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline"))
 
 
 def _adapter_arguments(config: Config) -> dict[str, Any]:
