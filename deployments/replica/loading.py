@@ -106,7 +106,7 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
 
 async def were_replaced(held: HeldModel) -> bool:
     """Whether the model's files changed since its engine began to read them. Raises EngineLost: the
-    look takes a moment, in which nobody else notices the engine's end."""
+    look takes a moment, in which an end of the engine is noticed by nothing else."""
     is_outdated = await model_files.were_replaced(held.files)
     if held.link is None or not held.link.is_held:
         raise EngineLost(held.model, held.ticket)
