@@ -15,6 +15,7 @@ from typing import Protocol
 
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.core.decisions import Reason
 from arbiter.core.records.ticket import State
 from arbiter.core.reports.plan import PlanQuestion
 from arbiter.core.tickets.leases import LEASE
@@ -145,6 +146,8 @@ class LeaseService:
             self._shell.feed(ev.Busy(call.ticket, call.users_count))
         await self._wait(session, call)
         await self._adopt(session, call)
+        if self._client_state(session) == "held":  # it was in use, and goes on
+            self._note_drained(call.ticket, is_drained=False)
         return self._reply(session)
 
     async def free(self, call: messages.LeaseCall, *, is_kept: bool) -> messages.Plain:
@@ -240,6 +243,8 @@ class LeaseService:
         if not is_kept:  # the next epoch waits for no process that does not exist
             self._known.add_member(Member(session.holder, node))
         self._begin(session)
+        if (granted := self._granted.get(call.ticket)) and granted.is_drained:
+            self._shell.feed(ev.UnloadAsked(call.ticket))  # the last epoch's notice ended with it
         return session
 
     def _return(self, granted: GrantedLease) -> None:
@@ -276,7 +281,7 @@ class LeaseService:
             self._note_granted(session)
             session.notify()
         ack = 0
-        while True:
+        while session.call.ticket in self._sessions:
             for command in await self._shell.listen(session.holder, ack):
                 ack = command.sequence
                 self._on_command(session, command.command)
@@ -293,6 +298,12 @@ class LeaseService:
         )
         self._save()
 
+    def _note_drained(self, ticket: TicketId, *, is_drained: bool) -> None:
+        granted = self._granted.get(ticket)
+        if granted is not None and granted.is_drained is not is_drained:
+            self._granted[ticket] = replace(granted, is_drained=is_drained)
+            self._save()
+
     def _save(self) -> None:
         self._known.save_leases(tuple(self._granted.values()))
 
@@ -303,6 +314,8 @@ class LeaseService:
             session.notify()
             if session.is_kept:  # no process has bytes to give back; the next epoch forgets it
                 self._end(session, session.reason)
+            elif command.reason is Reason.MANUAL:
+                self._note_drained(command.ticket, is_drained=True)
 
     async def _adopt(self, session: LeaseSession, call: messages.LeaseCall) -> None:
         """With each call: an agent that restarted has forgotten."""
@@ -326,8 +339,14 @@ class LeaseService:
         within_s = min(WAIT_MOST_S, in_seconds(call.wait))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while session.error is None and self._client_state(session) == call.seen:
+                while session.error is None and self._has_no_news(session, call.seen):
                     await session.news.wait()
+
+    def _has_no_news(self, session: LeaseSession, seen: str) -> bool:
+        """Whether its holder knows its state, or a notice is on its way with the time that is
+        left."""
+        state = self._client_state(session)
+        return state == seen or (state == "leaving" and session.gone_by_s is None)
 
     def _client_state(self, session: LeaseSession) -> str:
         if session.error:

@@ -89,6 +89,7 @@ class GrantedLease:
     ends_unix_s: float  # of the wall clock: a monotonic one ends with its machine
     is_kept: bool  # no process beats for it
     history: LeaseHistory
+    is_drained: bool = False  # by hand, and its holder has not yet given it back
 
 
 class Store:

@@ -380,6 +380,23 @@ async def test_a_drained_lease_that_no_process_holds_is_not_held_by_the_next_epo
 
 
 @pytest.mark.spec("A18")
+async def test_notice_by_hand_that_its_holder_has_not_heard_is_given_by_the_next_epoch(
+    harness: LeaseServiceHarness,
+) -> None:
+    await harness.call(wait=seconds(3), seen="queued")
+    harness.shell.feed(ev.UnloadAsked(JOB))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    held = harness.granted[0].devices
+    after = LeaseServiceHarness(frozenset({HolderId(JOB)}), harness.granted)
+    said = await after.call(devices=held, seen="held", wait=seconds(3))
+    assert (said.state, said.reason) == ("leaving", "manual")
+    assert (await after.call(devices=held, users_count=1)).state == "held", "it is in use"
+    last = LeaseServiceHarness(frozenset({HolderId(JOB)}), after.granted)
+    assert (await last.call(devices=held)).state == "held", "and the notice was answered"
+
+
+@pytest.mark.spec("A18")
 @pytest.mark.parametrize("is_kept", [True, False])
 async def test_what_left_for_a_lease_returns_after_it_also_in_the_next_epoch(is_kept: bool) -> None:
     """Its term was over before the arbiter was back, and so perhaps was its process."""
