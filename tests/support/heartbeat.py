@@ -1,4 +1,5 @@
-"""A pytest plugin of `make test`: a test that takes long is named, so that no run looks hung.
+"""A pytest plugin of `make test`: a test that takes long is named, so that no run looks hung, and
+one that fails at once, so that nobody waits for the end of a long run to look for the cause.
 
 pytest -p tests.support.heartbeat
 """
@@ -36,6 +37,11 @@ class Heartbeat:
         self._began_s.pop("collecting", None)
         self._began_s[nodeid] = time.monotonic()
         self._next.set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._writer.line()
+            self._writer.line(f"  FAILED {report.when}  {report.nodeid}")
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._began_s.pop(nodeid, None)

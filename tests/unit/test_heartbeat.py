@@ -51,3 +51,13 @@ def test_each_test_that_runs_is_named_and_no_other() -> None:
     named = [line.split()[-1] for line in writer.lines]
     last = len(named) - 1 - named[::-1].index("test_slow")
     assert named[last - 1] == "test_first"
+
+
+def test_failure_is_named_at_once_and_a_passed_test_is_not() -> None:
+    writer = Writer()
+    made = Heartbeat(Config(writer), silence_s=60)  # type: ignore[arg-type]
+    for name, outcome in (("test_good", "passed"), ("test_bad", "failed")):
+        report = pytest.TestReport(name, ("", 0, ""), {}, outcome, None, "call")  # type: ignore[arg-type]
+        made.pytest_runtest_logreport(report)
+    made.pytest_unconfigure()
+    assert writer.lines == ["  FAILED call  test_bad"]
