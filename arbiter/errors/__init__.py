@@ -54,7 +54,9 @@ from arbiter.errors.host_memory import (
 )
 from arbiter.errors.models import (
     ENGINE_DIED,
+    FILES_REPLACED,
     NAMES_TOLD,
+    TRIED_AGAIN,
     CapabilityConflict,
     CapabilityFailed,
     EngineLost,
@@ -100,8 +102,10 @@ from arbiter.errors.tickets import (
 
 __all__ = [
     "ENGINE_DIED",
+    "FILES_REPLACED",
     "NAMES_TOLD",
     "NEVER_JOINED",
+    "TRIED_AGAIN",
     "AgentAway",
     "ArbiterClosing",
     "ArbiterError",

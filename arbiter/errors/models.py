@@ -110,6 +110,9 @@ class ModelCoolingDown(RequestError):
 
 
 ENGINE_DIED = "the engine died while loading"  # the cause of a load that ended without a word
+FILES_REPLACED = "its files were replaced while they were read"
+# Causes that may be gone at once: a first load that failed of them is tried again.
+TRIED_AGAIN = frozenset({ENGINE_DIED, FILES_REPLACED})
 
 
 @error_fields

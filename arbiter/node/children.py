@@ -25,6 +25,7 @@ from arbiter.units import Bytes, DeviceId, TicketId
 
 # Reaped tickets remembered, so that a late spawn cannot start one: a day of a swap every 10 s.
 ENDED_KEPT = 10_000
+_SHARED_MEMORY = Path("/dev/shm")
 _NAME_BYTES = 6  # of a scratch folder's name: ten thousand tickets share one at odds of 2e-7
 
 
@@ -162,10 +163,12 @@ class Children:
 
     def unlink(self, ticket: TicketId) -> None:
         """Everything of that name: an engine has sockets of its own beside the one we gave it,
-        and has left what libraries leave."""
+        and has left what libraries leave, files and shared memory."""
         for path in self._folder.glob(f"{glob.escape(ticket)}.*"):
             path.unlink(missing_ok=True)
-        shutil.rmtree(self.scratch(ticket), ignore_errors=True)
+        shutil.rmtree(scratch := self.scratch(ticket), ignore_errors=True)
+        for path in _SHARED_MEMORY.glob(f"{scratch.stem}-*"):
+            path.unlink(missing_ok=True)
 
     def trees(self) -> list[Tree]:
         return [child.tree() for child in self.by_ticket.values()]

@@ -270,21 +270,19 @@ class Pool:
         take."""
         self._drop_saved()
         _, available_bytes = procfs.ram()
-        taken = self.allocated_bytes
-        physical = taken + available_bytes - self._kept_free_bytes
-        reason = "full" if physical >= self.budget_bytes else "pressure"
-        most = max(0, min(self.budget_bytes, physical))
-        if taken > HIGH_FRACTION * most:
+        physical = self.allocated_bytes + available_bytes - self._kept_free_bytes
+        if self.allocated_bytes > HIGH_FRACTION * self._most(physical):
             has_time = available_bytes >= CRITICAL_FRACTION * self._kept_free_bytes
-            leaving: list[PooledSlab | IdleCopy] = [s for s in self._slabs if s.ticket is None]
-            leaving += copies if reason == "pressure" else ()
-            files = self.files if has_time else None
-            self._drop_some(leaving, taken - LOW_FRACTION * most, reason, files)
+            physical = self._drop_some(copies, physical, self.files if has_time else None)
         if time.monotonic() - self._swept_s > self._sweep_s:
             self._sweep()
-        self._set_limits(most)
+        self._set_limits(self._most(physical))
         for slab in self._slabs:
             slab.order_erasures()
+
+    def _most(self, physical_bytes: int) -> int:
+        """What the slabs may take in all, where so much of the RAM could be theirs."""
+        return max(0, min(self.budget_bytes, physical_bytes))
 
     def drop_tenant(self, removal: Removal) -> None:
         """Erases what leaves with a removed tenant (E6): in idle slabs now, in files soon, and in
@@ -334,26 +332,26 @@ class Pool:
         if self.files:
             self.files.close()
 
-    def _drop_some(
-        self,
-        leaving: Iterable[PooledSlab | IdleCopy],
-        excess_bytes: float,
-        reason: str,
-        files: SlabFiles | None,
-    ) -> None:
-        """One after the other, so that no more goes than must. With `files`, KV is saved first: it
-        and what would follow it stay until a later turn."""
-        for each in sorted(leaving, key=lambda each: each.value):
-            if excess_bytes <= 0:
-                return
+    def _drop_some(self, copies: Iterable[IdleCopy], physical: int, files: SlabFiles | None) -> int:
+        """Drops one after the other down to the low mark, so that no more goes than must. With
+        `files`, KV is saved first: it and what would follow it stay until a later turn. Returns
+        what of the RAM could be the slabs' now: more than before where a copy has left, which is of
+        use to them only up to their budget."""
+        idle: list[PooledSlab | IdleCopy] = [s for s in self._slabs if s.ticket is None]
+        for each in sorted([*idle, *copies], key=lambda each: each.value):
+            if self.allocated_bytes <= LOW_FRACTION * self._most(physical):
+                break
+            reason = "full" if physical >= self.budget_bytes else "pressure"
             if isinstance(each, IdleCopy):
-                excess_bytes -= each.size_bytes
-                self._drop_copy(each, reason)
+                if reason == "pressure":
+                    self._drop_copy(each, reason)
+                    physical += each.size_bytes
             elif files is not None and each.may_be_saved:
-                return self._begin_save(each, reason, files)
+                self._begin_save(each, reason, files)
+                break
             else:
-                excess_bytes -= each.view.allocated_bytes
                 self._drop(each, reason)
+        return physical
 
     def _drop_copy(self, copy: IdleCopy, reason: str) -> None:
         copy.drop()

@@ -147,6 +147,7 @@ class LeaseService:
         await self._wait(session, call)
         await self._adopt(session, call)
         if self._client_state(session) == "held":  # it was in use, and goes on
+            session.reason = session.gone_by_s = None
             self._note_drained(call.ticket, is_drained=False)
         return self._reply(session)
 

@@ -13,8 +13,9 @@ from deployments.engines.protocol import Config
 
 logger = logging.getLogger("arbiter.engine")
 
-# For a copy, and for all slabs together: so long an agent that hangs delays a load. A living one
-# answers in a millisecond, on a busy node in seconds; the socket of an ended one refuses at once.
+# For all slabs together, and once more for a copy: so long an agent that hangs delays a load. A
+# living one answers in a millisecond, on a busy node in seconds; the socket of an ended one refuses
+# at once.
 CALL_S = 10.0
 FILES_MOST = 253  # descriptors in one message (SCM_MAX_FD)
 _LINE_BYTES = 64

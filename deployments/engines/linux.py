@@ -12,8 +12,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from multiprocessing import shared_memory
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from deployments.engines.protocol import BadSpawn
 
@@ -24,6 +25,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23
 # A third of what a thread of nice 0 gets beside it; at 19 a busy node starved it for minutes, and
 # what a model holds is learned from its first seconds.
 _FILLING_NICE = 5
+_RANDOM_BYTES = 8  # in the name of a block of shared memory
 _FILLED_AT_ONCE = 4 << 20  # bytes: a millisecond or two, after which a sleep may stop it
 _HOT_CODE = re.compile(
     r"/(torch|vllm|tokenizers|pydantic_core|numpy/_core|safetensors|sentencepiece|uvloop)/.*\.so"
@@ -137,6 +139,7 @@ def take_environment(own: Mapping[str, str]) -> None:
     os.environ.update(own)
     if scratch := own.get("TMPDIR"):
         Path(scratch).mkdir(mode=0o700, exist_ok=True)
+        _name_shared_memory(Path(scratch).stem)
     tempfile.tempdir = None  # looked up anew: it was before the fork
 
 
@@ -174,12 +177,21 @@ def share_code() -> None:
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ)
 
 
+def _name_shared_memory(scratch: str) -> None:
+    """Has the shared memory of Python's multiprocessing named for the engine, as its temporary
+    files are: the node agent removes what a killed engine has left (`Children.unlink`)."""
+    names: Any = shared_memory
+    names._SHM_NAME_PREFIX = f"/{scratch}-"
+    names._SHM_SAFE_NAME_LENGTH = len(names._SHM_NAME_PREFIX) + 2 * _RANDOM_BYTES
+
+
 def unname_shared_memory() -> None:
     """Takes the names of the shared memory that this process has mapped, once all processes that
-    share it have: it then goes with the last of them, also when they are killed."""
+    share it have: it then goes with the last of them, also when they and the agent are killed."""
+    names: Any = shared_memory
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
-        if path.startswith("/dev/shm/psm_"):  # of Python's multiprocessing.shared_memory
+        if path.startswith(f"/dev/shm{names._SHM_NAME_PREFIX}"):
             Path(path).unlink(missing_ok=True)
 
 

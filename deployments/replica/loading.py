@@ -10,7 +10,8 @@ from arbiter.core import events as ev
 from arbiter.core.decisions import Reason
 from arbiter.core.types import ModelName
 from arbiter.errors import (
-    ENGINE_DIED,
+    FILES_REPLACED,
+    TRIED_AGAIN,
     ArbiterUnavailable,
     EngineLost,
     LoadFailed,
@@ -33,13 +34,13 @@ SAY_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the end
 
 
 async def load(residency: ResidencyApi, held: HeldModel) -> None:
-    """QUEUED -> RESIDENT. A load that failed for memory, or whose engine died without a word, is
-    tried once more."""
+    """QUEUED -> RESIDENT. A load that failed for memory, whose engine died without a word, or whose
+    files were replaced meanwhile, is tried once more."""
     try:
         try:
             await _load_once(residency, held)
         except LoadFailed as failed:
-            if not failed.out_of_memory and failed.cause != ENGINE_DIED:
+            if not failed.out_of_memory and failed.cause not in TRIED_AGAIN:
                 raise
             held.try_again()
             await _load_once(residency, held)
@@ -59,13 +60,12 @@ async def _load_once(residency: ResidencyApi, held: HeldModel) -> None:
         async with asyncio.timeout(in_seconds(granted.load_within)):
             opened_s = await start_engine(residency, held, residency.client().spawn)
             took_s = time.monotonic() - opened_s
-            is_outdated = await were_replaced(held)
+            if await were_replaced(held):
+                raise LoadRefused(FILES_REPLACED, False)
     except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
         if isinstance(error, (TicketClosed, ArbiterUnavailable)):
             raise  # no fault of the model, which need not cool down
         raise await _broke(residency, held, error) from error
-    if is_outdated:
-        return unloading.end_outdated(residency, held)
     serve(residency, held, took_s)
 
 
@@ -96,7 +96,9 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
         slabs=_slabs(residency, held),
         copy=plan.copy and replace(plan.copy, owner=ModelName(residency.capability, held.model)),
     )
+    before = held.files
     held.files = await model_files.look(plan.config.get("model", ""))  # before the engine reads
+    held.files.is_untold |= before.is_untold and before.model == held.files.model
     path, opened_s = await opens(held.ticket, spec), time.monotonic()
     held.link = link = EngineLink(held.model, held.ticket, path)
     await link.hold(lambda: unloading.lose(residency, held, link))

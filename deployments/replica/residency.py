@@ -268,11 +268,11 @@ class Residency:
         for model in pinned:
             self.background.begin(self._bring_back(model))
 
-    def pin_again(self, model: str, after_s: float | None) -> None:
+    def pin_again(self, model: str, after_s: float | None, *, is_wanted: bool = False) -> None:
         """See ResidencyApi."""
 
         def bring() -> None:
-            if model in self._pinned and not self._closed:
+            if (is_wanted or model in self._pinned) and not self._closed:
                 self.background.begin(self._bring_back(model))
 
         if after_s is not None:

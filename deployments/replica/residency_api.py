@@ -34,5 +34,6 @@ class ResidencyApi(Protocol):
     def tell_caps(self, held: HeldModel) -> None:
         """Has the engine follow caps of tenants that have changed since it was told them."""
 
-    def pin_again(self, model: str, after_s: float | None) -> None:
-        """Brings a pinned model back, once that may help; None: never."""
+    def pin_again(self, model: str, after_s: float | None, *, is_wanted: bool = False) -> None:
+        """Brings a model back that is pinned, or wanted without a request, once that may help;
+        None: never."""

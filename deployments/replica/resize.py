@@ -277,6 +277,7 @@ async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
         if held.link is not old:
             old.cut()
     if is_outdated:
+        residency.background.begin(old.closed())
         unloading.end_outdated(residency, held)
         raise TicketClosed(held.ticket)
     _serve(held)

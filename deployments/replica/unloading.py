@@ -105,12 +105,13 @@ def outdate(residency: ResidencyApi, held: HeldModel) -> None:
 
 
 def end_outdated(residency: ResidencyApi, held: HeldModel) -> None:
-    """Its files were replaced before it served: those who wait for it load the new ones, and so
-    does a pin."""
+    """Its files were replaced while it slept, woke or grew: those who wait for it load the new
+    ones, and so does who wants it without a request."""
     logger.warning("%s: its files were replaced meanwhile; they are loaded anew", held.ticket)
     residency.plans.forget(held.model)
+    is_wanted = held.demand.is_wanted
     end(residency, held, Reason.MANUAL)
-    residency.pin_again(held.model, 0.0)
+    residency.pin_again(held.model, 0.0, is_wanted=is_wanted)
 
 
 def cut_off(residency: ResidencyApi, held: HeldModel) -> None:

@@ -169,7 +169,7 @@ BUGS = [
         "held.state is HolderState.RESIDENT",
         "held.state in (HolderState.RESIDENT, HolderState.DRAINING)"),
     Bug("every failed load is tried twice", "deployments/replica/loading.py", "load",
-        "if not failed.out_of_memory and failed.cause != ENGINE_DIED:\n"
+        "if not failed.out_of_memory and failed.cause not in TRIED_AGAIN:\n"
         "    raise",
         ""),
     Bug("a second try under the first one's ticket", "deployments/replica/held_model.py", "HeldModel.try_again",

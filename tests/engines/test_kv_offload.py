@@ -475,6 +475,19 @@ def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
         assert answer == known.answer or change == "precision"
 
 
+@pytest.mark.spec("E2", "G4")
+def test_rows_of_a_model_of_two_processes_are_found_by_the_next_of_two(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    """Of each row either process has its part."""
+    two = config(tiny, slab, tensor_parallel_size=2)
+    with served(engines, "two-first", VLLM, two) as child:
+        cold = ask(child, prompt(5))
+        await_rows(child, STORED)
+    with served(engines, "two-next", VLLM, two) as child:
+        assert ask(child, prompt(5)) == (cold[0], STORED * BLOCK)
+
+
 def spoil_header(memory: mmap.mmap) -> None:
     memory[0:64] = bytes(range(64))
 

@@ -21,6 +21,8 @@ from arbiter.node.zygote_client import private_folder
 
 ROOT = Path(__file__).parents[2]
 
+LOAD_S = 300.0  # of several processes, on a busy machine
+
 
 class Connection(http.client.HTTPConnection):
     """HTTP over a unix socket."""
@@ -55,9 +57,14 @@ class Child:
         self.lifeline.close()
 
     def call(
-        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        headers: dict[str, str] | None = None,
+        within_s: float = 60.0,
     ) -> tuple[int, Any]:
-        conn = Connection(self.path)
+        conn = Connection(self.path, within_s)
         data = None if body is None else json.dumps(body)
         conn.request(method, path, data, {"content-type": "application/json"} | (headers or {}))
         answer = conn.getresponse()
@@ -67,7 +74,7 @@ class Child:
         return answer.status, json.loads(raw) if is_json else raw
 
     def ready(self) -> tuple[int, Any]:
-        return self.call("GET", "/control/ready")
+        return self.call("GET", "/control/ready", within_s=LOAD_S)
 
     @property
     def log(self) -> str:

@@ -3,19 +3,21 @@
 It holds real, touched, private bytes, so the kernel measures it. In `engine_args`: bytes and
 kv_cache_memory_bytes, load_seconds, fail (memory, error, hang), chunks and chunk_seconds of a
 streamed answer, stays (ends neither with its lifeline nor on SIGTERM, and says so), litter (leaves
-a temporary file), forget (its probe changes after a wake), sick (its health), told (a file that
-says how this load fails; empty: it does not), gate (a file for which a load waits at its end, and
-says so by a file beside it), purged (a file that is there once its caches are emptied),
-prewarm_fails (why), hoard (bytes that it keeps from its second request on). A body's `until` names
-a file at which its stream ends before all chunks.
+a temporary file and a block of shared memory), forget (its probe changes after a wake), sick (its
+health), told (a file that says how this load fails; empty: it does not), gate (a file for which a
+load waits at its end, and says so by a file beside it), purged (a file that is there once its
+caches are emptied), prewarm_fails (why), hoard (bytes that it keeps from its second request on). A
+body's `until` names a file at which its stream ends before all chunks.
 """
 
+import _posixshmem  # type: ignore[import-not-found]
 import asyncio
 import json
 import mmap
 import os
 import signal
 import tempfile
+from multiprocessing import shared_memory
 from pathlib import Path
 
 from deployments.engines import linux
@@ -41,6 +43,8 @@ class FakeEngine:
             signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM: stays", flush=True))
             linux.end = _stay  # type: ignore[assignment]
         if self.args.get("litter"):
+            name = shared_memory._make_filename()  # type: ignore[attr-defined]
+            os.close(_posixshmem.shm_open(name, os.O_CREAT | os.O_RDWR, 0o600))
             os.close(tempfile.mkstemp()[0])
         await asyncio.sleep(float(self.args.get("load_seconds", 0)))
         if gate := self.args.get("gate"):

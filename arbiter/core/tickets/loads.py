@@ -7,7 +7,7 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, EvictedFor, EvictedForKey, Failure
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, reclaim
-from arbiter.errors import ENGINE_DIED, LoadFailed, TicketClosed
+from arbiter.errors import TRIED_AGAIN, LoadFailed, TicketClosed
 from arbiter.units import Bytes, HolderId, Span, after, since
 
 
@@ -58,15 +58,15 @@ def on_load_failed(state: CoreState, entry: Ticket, cause: str, out_of_memory: b
 def learn_failure(state: CoreState, entry: Ticket, cause: str, out_of_memory: bool) -> None:
     """Learns from a failed load. A first failure for memory may be tried again at once with a
     corrected estimate, and a first death without a word as it was, because the engine may have been
-    killed from outside. Any other failure cools the model down and refuses every ticket that waits
-    for it."""
+    killed from outside; so may a first load whose files were replaced meanwhile. Any other failure
+    cools the model down and refuses every ticket that waits for it."""
     state.log(EventKind.LOAD_FAILED, entry, cause=cause, out_of_memory=out_of_memory)
     if out_of_memory:
         held = Bytes(max(entry.home_bytes, entry.at_home_bytes))
         state.estimates.ran_out(entry.model_key, held)
         if entry.attempt == 1:
             state.failures.pop(entry.model_name, None)
-    if entry.attempt == 1 and (out_of_memory or cause == ENGINE_DIED):
+    if entry.attempt == 1 and (out_of_memory or cause in TRIED_AGAIN):
         _restore_later(state, (entry.holder, entry.model))
         return
     _cool_down(state, entry, cause)
@@ -91,7 +91,7 @@ def note_cause(state: CoreState, event: ev.LoadBroke) -> None:
         del state.failures[entry.model_name]
     elif failure:
         failure.cause = event.cause
-    elif not event.out_of_memory and event.cause != ENGINE_DIED:  # it was not killed from outside
+    elif not event.out_of_memory and event.cause not in TRIED_AGAIN:
         _cool_down(state, entry, event.cause)
         _give_up(state, entry, LoadFailed(entry.model, event.cause, False))
 

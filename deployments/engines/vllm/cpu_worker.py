@@ -8,6 +8,7 @@ go, to come back as zeros when they are touched: a wake costs the weights, howev
 """
 
 import gc
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -35,19 +36,16 @@ class SleepingCpuWorker(CPUWorker):
         # The only place vLLM asks which LoRA kernel to use.
         type(current_platform).get_punica_wrapper = classmethod(lambda cls: _KERNEL)
         super().__init__(*args, **kwargs)
-        if self._is_one_of_several:
-            linux.die_with_parent(os.getppid())  # vLLM's own notice of its end comes after the load
+        core = multiprocessing.parent_process()
+        if core is not None and self.parallel_config.world_size > 1:
+            # vLLM's own notice of the core's end comes after the load.
+            linux.die_with_parent(core.pid or 0)
         if self.model_config.enforce_eager:
             # Else the first request for logprobs compiles one small helper: 2-3 s, 90 MB.
             torch._dynamo.config.disable = True
         self.emptied: list[tuple[torch.UntypedStorage, int]] = []
         self.copies: list[int] = []
         self.filling = linux.Filling()
-
-    @property
-    def _is_one_of_several(self) -> bool:
-        """Whether it is a process by itself, forked from the core."""
-        return bool(self.parallel_config.world_size > 1)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """vLLM asks here which memory the KV cache comes from: from pages that are not zeroed yet.
@@ -57,7 +55,7 @@ class SleepingCpuWorker(CPUWorker):
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's last call of a load."""
         found = super().compile_or_warm_up_model()
-        if self._is_one_of_several:
+        if self.parallel_config.world_size > 1:
             linux.unname_shared_memory()
         caches = (tensor.untyped_storage() for tensor in self.model_runner.kv_caches)
         spans = {storage.data_ptr(): storage.nbytes() for storage in caches}

@@ -105,14 +105,14 @@ def _gate(config: Config, vllm_config: VllmConfig) -> BatchGate:
 
 def compute_threads(config: Config) -> int | None:
     """The configured number; else, without a GPU, as many as `vllm serve` would bind on this node:
-    one for each core of the first memory node except the scheduler's."""
+    one for each core of the first memory node except the scheduler's, divided by the processes."""
     if "threads" in config:
         return int(config["threads"])
     if not current_platform.is_cpu():
         return None
     cpus = get_allowed_cpu_list()
     cores = {cpu.physical_core for cpu in cpus if cpu.numa_node == cpus[0].numa_node}
-    return max(1, len(cores) - 1)
+    return max(1, (len(cores) - 1) // _processes_count(config))
 
 
 def arguments(config: Config) -> Namespace:
@@ -191,7 +191,9 @@ def _processes_count(config: Config) -> int:
     given = config.get("engine_args", {})
     if parts := len(config.get("parts", [])):
         return parts
-    return math.prod(int(given.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline"))
+    return math.prod(
+        int(given.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline")
+    )
 
 
 def _adapter_arguments(config: Config) -> dict[str, Any]:

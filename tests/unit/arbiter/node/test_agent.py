@@ -81,7 +81,9 @@ async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_l
         await running.close()
 
 
-async def test_temporary_folder_of_an_engine_is_removed_with_it(folder: Path) -> None:
+async def test_what_an_engine_leaves_in_its_folder_and_in_shared_memory_is_removed_with_it(
+    folder: Path,
+) -> None:
     running = agent_in(folder)
     scratch = running._engines.children.scratch(T)
     spec_that_litters = SpawnSpec(
@@ -91,8 +93,9 @@ async def test_temporary_folder_of_an_engine_is_removed_with_it(folder: Path) ->
         await running.spawn(T, spec_that_litters)
         await eventually(lambda: scratch.exists() and [p.name for p in scratch.iterdir()])
         assert scratch.stat().st_mode & 0o077 == 0
+        [block] = Path("/dev/shm").glob(f"{scratch.stem}-*")
         await running.kill(T)
-        await eventually(lambda: not scratch.exists())
+        await eventually(lambda: not scratch.exists() and not block.exists())
         await running.close()
 
 

@@ -146,6 +146,29 @@ def test_idle_copies_of_weights_leave_behind_adapters_and_before_kv(
 
 
 @pytest.mark.spec("E4")
+def test_no_more_copies_leave_than_bring_the_slabs_to_their_budget(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a copy gives back beyond that is of no use to them, so KV leaves for the rest."""
+    write(pool.lend(A, CHAT), "x")
+    pool.take_back(A)
+    left = list[str]()
+    copies = [
+        IdleCopy(key, "chat/w", Bytes(64 * MIB), since_s, partial(left.append, key))
+        for key, since_s in (("older", 1.0), ("newer", 2.0))
+    ]
+    pool.budget_bytes = pool.allocated_bytes
+    monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
+    pool._kept_free_bytes = MIB
+    pool.turn(copies)
+    assert left == ["older"]
+    assert [(e.content, e.reason) for e in pool.dropped()] == [
+        ("weights", "pressure"),
+        ("kv", "full"),
+    ]
+
+
+@pytest.mark.spec("E4")
 def test_full_pool_drops_no_copy_of_weights_because_they_are_not_in_its_budget(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,18 @@ def test_engine_killed_while_loading_is_retried_once_then_its_model_cools_down()
     assert "died" in refusal(driver.ask(2.1, "a3", 1)).args[1]
 
 
+@pytest.mark.spec("D5", "A12")
+def test_load_whose_files_were_replaced_is_retried_once_then_its_model_cools_down() -> None:
+    driver = CoreDriver()
+    driver.ask(0, "a1", 40)
+    driver.at(1, ev.LoadBroke(TicketId("a1"), errors.FILES_REPLACED, False))
+    driver.gone(1.1, "a1")
+    assert "cool_down" not in driver.kinds()
+    assert is_granted(driver.ask(1.2, "a2", 40, attempt=2), "a2")
+    driver.at(2, ev.LoadBroke(TicketId("a2"), errors.FILES_REPLACED, False))
+    assert "replaced" in refusal(driver.ask(2.1, "a3", 1)).args[1]
+
+
 @pytest.mark.spec("A12")
 def test_an_engine_that_dies_while_loading_is_a_failed_load_if_its_cause_follows() -> None:
     driver = CoreDriver()
