@@ -60,29 +60,31 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     (outside / "my_package" / "broken.py").write_text(BROKEN)
     (outside / "my_package" / "fails.py").write_text(FAILS)
     (outside / "parrot").mkdir()
+    files = outside / "files"  # a folder of models in which nothing is written while they load
+    files.mkdir()
 
     def change(config: dict[str, Any]) -> None:
         added = addition()
         capabilities = added["capabilities"]
         capabilities["echo"]["models"]["parrot"]["source"] = str(outside / "parrot")
-        models = {"none": {"source": str(outside), "need": {"weights": "1 MiB"}}}
+        models = {"none": {"source": str(files), "need": {"weights": "1 MiB"}}}
         capabilities["broken"] = {**capabilities["echo"], "models": models}
-        bad = {"source": str(outside), "need": {"weights": "1 MiB"}}
+        bad = {"source": str(files), "need": {"weights": "1 MiB"}}
         bad["engine_args"] = {"fail": "error"}
         engine = "tests.support.fake_engine:FakeEngine"
         sick = {"role": "text", "engine": engine, "paths": ["/v1/sick"], "models": {"sick": bad}}
         capabilities["sick"] = sick
-        quick = {"source": str(outside), "need": {"weights": "1 MiB"}, "keep_warm_s": 1}
+        quick = {"source": str(files), "need": {"weights": "1 MiB"}, "keep_warm_s": 1}
         mirror = {"engine": "tests.support.mirror_engine:build", "paths": ["/v1/mirror"]}
         models = {name: {**quick, "can_sleep": False} for name in ("mirror", "brief")}
         capabilities["mirror"] = {"role": "text", "models": models} | mirror
-        models = {"unbuilt": {"source": str(outside), "need": {"weights": "1 MiB"}}}
+        models = {"unbuilt": {"source": str(files), "need": {"weights": "1 MiB"}}}
         unbuilt = {"class": "my_package.nowhere:Patient", "models": models}
         capabilities["unbuilt"] = {**capabilities["echo"], **unbuilt}
-        models = {"held": {"source": str(outside), "need": {"weights": "1 MiB"}}}
+        models = {"held": {"source": str(files), "need": {"weights": "1 MiB"}}}
         row = {"paths": ["/v1/held"], "managed": "external", "models": models}
         capabilities["held"] = {"role": "text", "engine": engine} | row
-        gated = {"source": str(outside), "need": {"weights": "1 MiB"}}
+        gated = {"source": str(files), "need": {"weights": "1 MiB"}}
         gated["engine_args"] = {"gate": str(outside / GATE)}
         row = {"engine": engine, "paths": ["/v1/narrow"], "models": {"narrow": gated}}
         capabilities["narrow"] = {"role": "text", **row}
@@ -341,7 +343,8 @@ def test_requests_in_a_front_that_dies_are_503(extended: Graph) -> None:
 @pytest.mark.spec("J8")
 def test_full_queue_of_serve_is_429_and_what_it_holds_is_answered(extended: Graph) -> None:
     """One request is in the replica, where its model loads; the others are in Serve's queue."""
-    gate = Path(extended.table["capabilities"]["narrow"]["models"]["narrow"]["source"]) / GATE
+    narrow = extended.table["capabilities"]["narrow"]["models"]["narrow"]
+    gate = Path(narrow["engine_args"]["gate"])
 
     def asked() -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(urllib.parse.urlsplit(extended.url).netloc)

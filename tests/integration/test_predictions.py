@@ -117,7 +117,7 @@ async def test_a_size_comes_from_headers_else_files_else_the_name_and_then_from_
                 assert await granted(d, holder, "other") == about_peak != weights_bytes + OVERHEAD
                 await new_epoch(d)  # knows it as well
             await d.unload(name)
-            assert peak <= await granted(d, holder, name) <= 1.06 * peak, "with some headroom"
+            assert peak <= await granted(d, holder, name) <= 1.12 * peak, "with some headroom"
         await d.books_are_true()
 
 
@@ -138,7 +138,7 @@ async def test_size_of_a_hubs_model_is_that_of_its_list_of_files_until_it_was_me
         assert await granted(d, holder, "toy") == 52 * MIB + CONTEXT
         peak = await measured(d, "toy")
         await d.unload("toy")
-        assert 52 * MIB + CONTEXT < peak <= await granted(d, holder, "toy") <= 1.06 * peak
+        assert 52 * MIB + CONTEXT < peak <= await granted(d, holder, "toy") <= 1.12 * peak
         await d.books_are_true()
 
 
