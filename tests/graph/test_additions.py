@@ -54,14 +54,17 @@ app = Fails.bind()
 '''
 
 
-@pytest.fixture(scope="module")
-def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
-    outside = package(tmp_path_factory.mktemp("outside"))
+def _write(outside: Path) -> None:
     (outside / "my_package" / "broken.py").write_text(BROKEN)
     (outside / "my_package" / "fails.py").write_text(FAILS)
     (outside / "parrot").mkdir()
-    files = outside / "files"  # a folder of models in which nothing is written while they load
-    files.mkdir()
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
+    outside = package(tmp_path_factory.mktemp("outside"))
+    (files := outside / "files").mkdir()  # of models: nothing is written there while they load
+    _write(outside)
 
     def change(config: dict[str, Any]) -> None:
         added = addition()
