@@ -4,8 +4,8 @@
 
 Both are up at once and loaded in turn; the engine behind the graph and the one asked directly are
 forks of the same program with the same model. Each client sends its next sentence when its last is
-answered. A third side is two plain deployments of Serve, one that takes the request and one that
-asks the engine's socket, behind the same proxy and with nothing of ours.
+answered. A third side is two plain deployments of Serve behind the same proxy,
+with nothing of ours: the first takes the request, the second asks the engine's socket.
 """
 
 import argparse

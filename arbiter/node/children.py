@@ -162,8 +162,8 @@ class Children:
         os.close(child.fd)
 
     def unlink(self, ticket: TicketId) -> None:
-        """Everything of that name: an engine has sockets of its own beside the one we gave it,
-        and has left what libraries leave, files and shared memory."""
+        """Removes everything of that name: an engine has sockets of its own beside the one we gave
+        it, and libraries leave files and shared memory."""
         for path in self._folder.glob(f"{glob.escape(ticket)}.*"):
             path.unlink(missing_ok=True)
         shutil.rmtree(scratch := self.scratch(ticket), ignore_errors=True)

@@ -280,7 +280,7 @@ class HostCopies:
             self._drop_if_left(copy)
 
     def idle(self) -> tuple[IdleCopy, ...]:
-        """Those that may leave now."""
+        """The copies that may leave now, since no engine has them open."""
         return tuple(
             IdleCopy(
                 copy.files.index.key,

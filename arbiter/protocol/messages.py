@@ -306,9 +306,8 @@ class SpawnSpec:
     """What the node agent passes to the zygote. Where slabs are asked for and the pool has room,
     the engine's configuration has `slabs` in addition: by content the `socket` at which the engine
     of the `ticket` is handed it, the `file` that was saved of an earlier one, and `caps` by tenant.
-    Where a copy is asked for and
-    host RAM has room, it has `copy`: the `socket` at which the engine is handed it, and its `key`.
-    """
+    Where a copy is asked for and host RAM has room, it has `copy`: the `socket` at which the engine
+    is handed it, and its `key`."""
 
     entry: str
     config: Plain

@@ -18,7 +18,16 @@ from deployments.client.answers import (
     Transcript,
     Usage,
 )
-from deployments.client.arbiter_rows import Device, Event, Plan, Status, Ticket, Waiting
+from deployments.client.arbiter_rows import (
+    Device,
+    Event,
+    HostCopy,
+    ModelResidency,
+    Plan,
+    Status,
+    Ticket,
+    Waiting,
+)
 from deployments.client.asynchronous import AsyncClient, AsyncHeld
 from deployments.client.batches import AsyncBatch, BatchStatus, Line, LineResult
 from deployments.client.jobs import AsyncJob, JobStatus
@@ -43,10 +52,12 @@ __all__ = [
     "Event",
     "FrontUnreachable",
     "Held",
+    "HostCopy",
     "Job",
     "JobStatus",
     "Line",
     "LineResult",
+    "ModelResidency",
     "Picture",
     "Plan",
     "Ranked",

@@ -56,6 +56,18 @@ class HostCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelResidency:
+    """Where a model is, and where it is to be."""
+
+    model: str
+    capability: str
+    level: str  # device, loading, host or cold
+    floor: str  # the lowest level to which it may go: device, host or cold
+    host_copy_bytes: int
+    loading_s: float | None  # how long its load has been under way; None: none is
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """The arbiter's state. `plain` has all of it, as `arbiter status --json` shows it."""
 
@@ -115,6 +127,11 @@ def host_copy(said: Row) -> HostCopy:
         said["size_bytes"],
         said["is_leaving"],
     )
+
+
+def residency(said: Row) -> dict[str, ModelResidency]:
+    rows = ((model, {"model": model, **row}) for model, row in said["models"].items())
+    return {model: _taken(ModelResidency, row) for model, row in rows}
 
 
 def event(said: Row) -> Event:

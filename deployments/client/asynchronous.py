@@ -154,6 +154,29 @@ class AsyncClient(AsyncCalls):
         """Devices, tickets and the queue, now."""
         return arbiter_rows.status(await self._connection.read(Asked("GET", "/arbiter/state")))
 
+    async def residency(self) -> dict[str, arbiter_rows.ModelResidency]:
+        """Where each model is, its floor, its host copy and its load in flight, by its name."""
+        said = await self._connection.read(Asked("GET", "/arbiter/residency"))
+        return arbiter_rows.residency(said)
+
+    async def set_floor(self, model: str, floor: Literal["device", "host", "cold"]) -> None:
+        """Sets the lowest level to which a model may go: `device` loads it now and keeps it, `host`
+        keeps it asleep at least, `cold` lets it go. Survives restarts. Needs a key of scope
+        `admin`. Raises UnknownModel."""
+        body: Json = {"floor": floor}
+        await self._connection.read(Asked("PUT", f"/arbiter/residency/{quote(model)}", json=body))
+
+    async def load(self, model: str) -> None:
+        """Begins to load a model without a request, and does not wait for it. Needs a key of scope
+        `admin`. Raises UnknownModel, NotResident, OutsideHours."""
+        await self._connection.read(Asked("POST", f"/arbiter/models/load/{quote(model)}"))
+
+    async def unload(self, model: str) -> tuple[str, ...]:
+        """Unloads a model where it is idle. Returns its tickets, of which those in use stay. Needs
+        a key of scope `admin`. Raises UnknownModel."""
+        said = await self._connection.read(Asked("POST", f"/arbiter/models/unload/{quote(model)}"))
+        return tuple(said["tickets"])
+
     async def host_copies(self) -> tuple[arbiter_rows.HostCopy, ...]:
         """Copies of models' files in host RAM, which the engines of a node share."""
         said = await self._connection.read(Asked("GET", "/arbiter/host_copies"))

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from deployments.client import Client, ModelResidency
 from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import (
     CHAT,
     EMBEDDING,
+    environment,
     level,
     read_command,
     run_command,
@@ -29,6 +31,28 @@ def test_a_model_is_loaded_and_unloaded_by_hand(graph: Graph, client: OpenAI) ->
     until(lambda: read_command(graph, "unload", CHAT) and level(graph) == "cold", 60, "it is gone")
     hello = [{"role": "user", "content": "Who holds the memory?"}]
     assert client.chat.completions.create(model=CHAT, messages=hello, max_tokens=2).choices  # type: ignore[arg-type]
+
+
+@pytest.mark.spec("D8")
+def test_python_reads_and_sets_where_a_model_is(graph: Graph) -> None:
+    until(lambda: unload_all(graph), 60, "nothing is loaded, so nothing is about to leave")
+    with Client(graph.url, key=environment(graph)["ARBITER_KEY"]) as python:
+
+        def seen() -> ModelResidency:
+            return python.residency()[CHAT]
+
+        assert (seen().level, seen().floor, seen().loading_s) == ("cold", "cold", None)
+        python.load(CHAT)
+        loads = until(lambda: [s.loading_s for s in [seen()] if s.loading_s], 60, "it loads")
+        assert loads[0] > 0
+        until(lambda: seen().level == "device", 60, "it is resident")
+        assert read_command(graph, "residency")[CHAT]["level"] == "device"
+        try:
+            python.set_floor(CHAT, "device")
+            assert seen().floor == "device"
+        finally:
+            python.set_floor(CHAT, "cold")
+        until(lambda: python.unload(CHAT) == () and seen().level == "cold", 60, "it is gone")
 
 
 @pytest.mark.spec("D8", "C5")

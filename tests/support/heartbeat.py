@@ -1,5 +1,5 @@
-"""A pytest plugin of `make test`: a test that takes long is named, so that no run looks hung, and
-one that fails at once, so that nobody waits for the end of a long run to look for the cause.
+"""A pytest plugin of `make test`: a test that takes long is named, so that no run looks hung. A
+failure is named at once, so that its cause can be looked for before a long run ends.
 
 pytest -p tests.support.heartbeat
 """

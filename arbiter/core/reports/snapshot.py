@@ -292,7 +292,7 @@ def _slabs(name: NodeId, node: Node) -> Iterator[SlabView]:
 
 
 def _weights(copy: HostCopyReading) -> SlabReading:
-    """Sealed, it has no writer and never another size."""
+    """Shows a copy as a slab. It is sealed, so it has no writer and keeps its size."""
     return SlabReading(
         f"copy-{copy.key[:8]}",
         Content.WEIGHTS,

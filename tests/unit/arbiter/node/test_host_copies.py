@@ -116,7 +116,7 @@ async def handed(lent: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.spec("L4")
-async def test_engine_is_handed_files_that_nobody_can_change(node: Node, model: Path) -> None:
+async def test_files_that_an_engine_is_handed_cannot_be_changed(node: Node, model: Path) -> None:
     lent = await node.lend("t", request(model))
     assert lent
     index, *fds = await handed(lent)

@@ -116,6 +116,14 @@ def fill(rows: Rows) -> None:
         rows.mark_ready(key)
 
 
+def idle_copies(size_bytes: Bytes, left: list[str]) -> list[IdleCopy]:
+    """Two copies, which note in `left` that they left."""
+    return [
+        IdleCopy(key, "chat/w", size_bytes, since_s, partial(left.append, key))
+        for key, since_s in (("newer", 2.0), ("older", 1.0))
+    ]
+
+
 @pytest.mark.spec("E4")
 @pytest.mark.parametrize(
     ("short_fraction", "gone"),
@@ -132,11 +140,8 @@ def test_idle_copies_of_weights_leave_behind_adapters_and_before_kv(
     for ticket, content in ((A, Content.KV), (B, Content.ADAPTER)):
         opened(pool.lend(ticket, SlabRequest(content, "chat/m", content)), content).reserve([b"a"])
         pool.take_back(ticket)
-    size, left = Bytes(pool.allocated_bytes // 6), list[str]()
-    copies = [
-        IdleCopy(key, "chat/w", size, since_s, partial(left.append, key))
-        for key, since_s in (("newer", 2.0), ("older", 1.0))
-    ]
+    left = list[str]()
+    copies = idle_copies(Bytes(pool.allocated_bytes // 6), left)
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
     pool._kept_free_bytes = int(short_fraction * pool.allocated_bytes)
     pool.turn(copies)
@@ -153,10 +158,7 @@ def test_no_more_copies_leave_than_bring_the_slabs_to_their_budget(
     write(pool.lend(A, CHAT), "x")
     pool.take_back(A)
     left = list[str]()
-    copies = [
-        IdleCopy(key, "chat/w", Bytes(64 * MIB), since_s, partial(left.append, key))
-        for key, since_s in (("older", 1.0), ("newer", 2.0))
-    ]
+    copies = idle_copies(Bytes(64 * MIB), left)
     pool.budget_bytes = pool.allocated_bytes
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
     pool._kept_free_bytes = MIB

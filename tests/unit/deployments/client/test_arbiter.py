@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 
+from arbiter.core.types import Floor
 from arbiter.errors import ArbiterUnavailable, QuotaExceeded, UnknownHostCopy, UnknownModel
 from arbiter.leases import Lease
 from deployments.client import AsyncClient, Client, asynchronous
 from deployments.client import leases as client_leases
-from deployments.client.arbiter_rows import Device, Event, HostCopy, Ticket, Waiting
+from deployments.client.arbiter_rows import (
+    Device,
+    Event,
+    HostCopy,
+    ModelResidency,
+    Ticket,
+    Waiting,
+)
 from deployments.client.typed_errors import FrontUnreachable
 from deployments.front import arbiter_gateway
 from deployments.front.routes import leases, plan, residency
@@ -92,6 +100,30 @@ async def test_status_and_plan_are_typed(clients: dict[str, AsyncClient], arbite
         assert str(said) == "It leaves. Then there is room."
         with pytest.raises(UnknownModel):
             await client.plan("none")
+
+
+@pytest.mark.spec("D8", "J7")
+async def test_where_models_are_is_read_and_set(
+    clients: dict[str, AsyncClient], arbiter: Arbiter
+) -> None:
+    arbiter.answers |= dict.fromkeys(("set_floor", "load", "unload"))
+    loading = STATE | {"tickets": [STATE["tickets"][0] | {"state": "loading"}]}
+    for client in clients.values():
+        arbiter.answers["state"] = STATE
+        where = (await client.residency())[MODEL]
+        assert where == ModelResidency(MODEL, "all", "device", "cold", 0, None)
+        assert await client.unload(MODEL) == ("t",) and arbiter.asked[-1] == ("unload", "t")
+        arbiter.answers["state"] = loading
+        where = (await client.residency())[MODEL]
+        assert (where.level, where.loading_s) == ("loading", 1.0)
+        await client.load(MODEL)
+        assert arbiter.asked[-1] == ("load", "all", MODEL)
+        await client.set_floor(MODEL, "host")
+        assert arbiter.asked[-1] == ("set_floor", "all", MODEL, Floor.HOST)
+        arbiter.answers["load"] = UnknownModel("none", "", (MODEL,))
+        with pytest.raises(UnknownModel):
+            await client.load("none")
+        arbiter.answers["load"] = None
 
 
 @pytest.mark.spec("D8", "J7")

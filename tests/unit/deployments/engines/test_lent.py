@@ -19,7 +19,7 @@ from deployments.engines import lent
 from tests.support.slabs import lent_slab
 
 pytestmark = pytest.mark.spec("L4")
-NOBODY = 65_534
+OTHER_USER = 65_534  # without rights, and on each machine
 # A process that the agent hangs up on, or that cannot reach it, is handed nothing too.
 ASKS = """
 import contextlib, os, socket, sys
@@ -68,7 +68,7 @@ async def test_process_of_another_user_that_can_reach_the_socket_is_handed_nothi
     assert await asyncio.to_thread(handed_to, os.getuid(), agent) == 1
     Path(agent).parent.chmod(0o755)
     Path(agent).chmod(0o666)
-    assert await asyncio.to_thread(handed_to, NOBODY, agent) == 0
+    assert await asyncio.to_thread(handed_to, OTHER_USER, agent) == 0
 
 
 def handed_to(uid: int, path: str) -> int:
@@ -105,7 +105,7 @@ def test_agent_that_hangs_delays_a_load_once_and_not_for_each_slab(
 
 
 def hanging(folder: str) -> socket.socket:
-    """The socket of an agent that has stopped: the kernel takes connections, and nobody answers."""
+    """The socket of an agent that has stopped: the kernel takes connections, none is answered."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(Path(folder, "slabs.sock")))
     listener.listen()
