@@ -4,8 +4,9 @@
 
 Both are up at once and loaded in turn; the engine behind the graph and the one asked directly are
 forks of the same program with the same model. Each client sends its next sentence when its last is
-answered. A third side is two plain deployments of Serve behind the same proxy,
-with nothing of ours: the first takes the request, the second asks the engine's socket.
+answered. A third side is two plain deployments of Serve behind the same proxy, with nothing of
+ours: the first takes the request, the second asks the engine's socket. A fourth asks our front for
+a model that there is not, which it refuses by itself: what proxy and front take of a request.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import copy
 import random
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import yaml
@@ -45,12 +46,20 @@ def graph_config(port: int, socket: str) -> dict[str, Any]:
     return config
 
 
-async def requests_per_s(url: str, streams: int, count: int, seed: int) -> float:
-    """A closed loop. `url` may be `unix:PATH`, an engine's own socket. Raises aiohttp.ClientError
-    and RuntimeError."""
+class Side(NamedTuple):
+    """Where requests go, for which model, and the status that they are to have."""
+
+    url: str  # `unix:PATH`: an engine's own socket
+    model: str = MODEL
+    status: int = 200
+
+
+async def requests_per_s(side: Side, streams: int, count: int, seed: int) -> float:
+    """A closed loop. Raises aiohttp.ClientError and RuntimeError."""
     dice = random.Random(seed)
     waiting = [load.prompt(dice, words=12) for _ in range(count)]
     connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=streams)
+    url = side.url
     if url.startswith("unix:"):
         connector = aiohttp.UnixConnector(path=url.removeprefix("unix:"), limit=streams)
         url = "http://engine"
@@ -58,9 +67,9 @@ async def requests_per_s(url: str, streams: int, count: int, seed: int) -> float
 
         async def client() -> None:
             while waiting:
-                body = {"model": MODEL, "input": waiting.pop()}
+                body = {"model": side.model, "input": waiting.pop()}
                 async with http.post(f"{url}/v1/embeddings", json=body) as response:
-                    if response.status != 200:
+                    if response.status != side.status:
                         text = (await response.text())[:300]
                         raise RuntimeError(f"{url}: {response.status}: {text}")
                     await response.read()
@@ -72,17 +81,17 @@ async def requests_per_s(url: str, streams: int, count: int, seed: int) -> float
         return count / (time.perf_counter() - start)
 
 
-async def rounds(urls: dict[str, str], args: argparse.Namespace, streams: int) -> dict[str, Any]:
+async def rounds(sides: dict[str, Side], args: argparse.Namespace, streams: int) -> dict[str, Any]:
     """Interleaved runs of each side at one number of streams."""
-    rates: dict[str, list[float]] = {side: [] for side in urls}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(args.pairs + 1):
-        for side in sorted(urls, reverse=bool(number % 2)):
+        for name in sorted(sides, reverse=bool(number % 2)):
             count = max(args.least, args.rounds * streams)
-            rate = await requests_per_s(urls[side], streams, count, args.seed + number)
+            rate = await requests_per_s(sides[name], streams, count, args.seed + number)
             if number:  # the first round warms each
-                rates[side].append(rate)
+                rates[name].append(rate)
     row: dict[str, Any] = {
-        f"requests_per_s_{side}": report.Sample(tuple(values)) for side, values in rates.items()
+        f"requests_per_s_{name}": report.Sample(tuple(values)) for name, values in rates.items()
     }
     row["ratio"] = report.paired_ratio(rates["ours"], rates["engine"])
     row["ratio_of_plain_serve"] = report.paired_ratio(rates["plain_serve"], rates["engine"])
@@ -107,9 +116,14 @@ def main() -> None:
         with servers.our_graph(graph_config(18_406, str(child.path)), "default") as ours:
             plain = f"{ours}{plain_embeddings.PATH}"
             servers.wait_for(plain, 60)
-            urls = {"ours": ours, "engine": f"unix:{child.path}", "plain_serve": plain}
+            sides = {
+                "ours": Side(ours),
+                "engine": Side(f"unix:{child.path}"),
+                "plain_serve": Side(plain),
+                "refused_by_the_front": Side(ours, "no-such-model", 404),
+            }
             for streams in args.streams:
-                row = asyncio.run(rounds(urls, args, streams))
+                row = asyncio.run(rounds(sides, args, streams))
                 figures[f"streams_{streams}"] = row
                 print(f"{streams:>3} streams: {row['requests_per_s_ours']} requests a second,")
                 print(f"             {row['ratio']} of the engine's own socket,")
