@@ -24,6 +24,7 @@ class Reason(Enum):
     FREE = "free"  # for `arbiter free` (A15)
     HOURS = "hours"  # it is outside its hours (C13)
     COMPACT = "compact"  # to be loaded again, because it holds more than it needs (D7)
+    REPLACED = "replaced"  # its files on disk are others now (D5)
 
     @property
     def only_if_idle(self) -> bool:

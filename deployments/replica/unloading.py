@@ -92,7 +92,7 @@ def end(
             work.cancel()
     close(residency, held)
     held.turn_back(error)
-    if reason in (Reason.LOST, Reason.FAILED):
+    if reason in (Reason.LOST, Reason.FAILED, Reason.REPLACED):
         residency.pin_again(held.model, 0.0 if error is None else error.retry_after_s)
 
 
@@ -110,8 +110,9 @@ def end_outdated(residency: ResidencyApi, held: HeldModel) -> None:
     logger.warning("%s: its files were replaced meanwhile; they are loaded anew", held.ticket)
     residency.plans.forget(held.model)
     is_wanted = held.demand.is_wanted
-    end(residency, held, Reason.MANUAL)
-    residency.pin_again(held.model, 0.0, is_wanted=is_wanted)
+    end(residency, held, Reason.REPLACED)
+    if is_wanted:
+        residency.pin_again(held.model, 0.0, is_wanted=True)
 
 
 def cut_off(residency: ResidencyApi, held: HeldModel) -> None:

@@ -54,10 +54,10 @@ async def watch_files(held: HeldModel, outdate: Outdate, close: Close) -> None:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         for look in both:
             look.cancel()
-    logger.warning("%s: its files were replaced; the next request loads them", held.ticket)
+    logger.warning("%s: its files were replaced; it is loaded anew when it is wanted", held.ticket)
     outdate(held)
     await held.uses.all_ended()
-    close(held, Reason.MANUAL)
+    close(held, Reason.REPLACED)
 
 
 async def _until_moved(held: HeldModel, outdate: Outdate) -> None:

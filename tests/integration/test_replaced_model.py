@@ -62,6 +62,27 @@ async def test_request_that_waits_for_a_load_gets_the_files_that_came_meanwhile(
         await d.books_are_true()
 
 
+@pytest.mark.spec("D5", "D1")
+@pytest.mark.parametrize("wish", [{"pinned": True}, {"floor": "device"}], ids=["pinned", "floor"])
+async def test_model_that_is_to_stay_loaded_is_back_with_its_new_files_without_a_request(
+    tmp_path: Path, wish: dict[str, object]
+) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"old")
+    table = {"chat": capability(a=model(50) | {"source": str(tmp_path)} | wish)}
+    async with live_arbiter(table) as d:
+        d.holder()
+        await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["resident"])
+        [first] = await d.engines()
+        weights.write_bytes(b"newer")
+        await d.until(
+            lambda s: [t["state"] for t in s["tickets"] if t["ticket"] != first] == ["resident"]
+        )
+        [unload] = await eventually(lambda: d.events("model_unload"))
+        assert (unload["ticket"], unload["reason"]) == (first, "replaced")
+        await d.books_are_true()
+
+
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """A folder, and the same one behind FUSE, where the kernel tells nothing of its changes."""

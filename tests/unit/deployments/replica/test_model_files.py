@@ -113,4 +113,4 @@ async def test_byte_changed_while_asleep_ends_the_model_where_times_tell_nothing
     assert not await is_stale(held.files) and not ends
     held.state = HolderState.ASLEEP
     await asyncio.wait_for(watching, 90)
-    assert ends == [Reason.MANUAL]
+    assert ends == [Reason.REPLACED]
