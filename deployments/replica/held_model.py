@@ -19,7 +19,7 @@ from arbiter.units import Bytes, HolderId, Span, TicketId, in_seconds, seconds
 from deployments.config.load_plan import ModelPlan
 from deployments.prefixes import Cut
 from deployments.replica.engine_client import EngineLink
-from deployments.replica.model_files import LoadedFiles
+from deployments.replica.loaded_files import LoadedFiles
 
 logger = logging.getLogger("arbiter.residency")
 

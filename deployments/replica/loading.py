@@ -22,7 +22,7 @@ from arbiter.node.zygote_client import ZygoteError
 from arbiter.protocol.messages import Granted, SlabRequest, SpawnSpec
 from arbiter.units import in_seconds, seconds
 from deployments.config.load_plan import parts
-from deployments.replica import model_files, unloading, watchdog
+from deployments.replica import loaded_files, unloading, watchdog
 from deployments.replica.engine_client import EngineLink, LoadRefused, why
 from deployments.replica.held_model import HeldModel, HolderState, Opens
 from deployments.replica.prefix_warmer import PrefixWarmer
@@ -97,7 +97,7 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
         copy=plan.copy and replace(plan.copy, owner=ModelName(residency.capability, held.model)),
     )
     before = held.files
-    held.files = await model_files.look(plan.config.get("model", ""))  # before the engine reads
+    held.files = await loaded_files.look(plan.config.get("model", ""))  # before the engine reads
     held.files.is_untold |= before.is_untold and before.model == held.files.model
     path, opened_s = await opens(held.ticket, spec), time.monotonic()
     held.link = link = EngineLink(held.model, held.ticket, path)
@@ -109,7 +109,7 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
 async def were_replaced(held: HeldModel) -> bool:
     """Whether the model's files changed since its engine began to read them. Raises EngineLost: the
     look takes a moment, in which an end of the engine is noticed by nothing else."""
-    is_outdated = await model_files.were_replaced(held.files)
+    is_outdated = await loaded_files.were_replaced(held.files)
     if held.link is None or not held.link.is_held:
         raise EngineLost(held.model, held.ticket)
     return is_outdated
@@ -124,7 +124,7 @@ def _slabs(residency: ResidencyApi, held: HeldModel) -> tuple[SlabRequest, ...]:
 
 async def wake(residency: ResidencyApi, held: HeldModel) -> None:
     """ASLEEP -> RESIDENT under the same ticket. `Residency.begin` has queued it."""
-    if await model_files.is_stale(held.files):
+    if await loaded_files.is_stale(held.files):
         return unloading.end_outdated(residency, held)
     try:
         asked = held.request(residency.holder, residency.capability)

@@ -30,7 +30,7 @@ from arbiter.protocol import messages
 from arbiter.units import HolderId, TicketId
 from deployments.config.load_plan import ModelPlan, Plans
 from deployments.messages import ResponseHead
-from deployments.replica import loading, model_files, resize, unloading
+from deployments.replica import loaded_files, loading, resize, unloading
 from deployments.replica.background import BackgroundTasks, detached_task
 from deployments.replica.engine_client import LoadRefused
 from deployments.replica.held_model import UNDER_WAY, HeldModel, HolderState, new_ticket
@@ -138,7 +138,7 @@ class Residency:
 
     async def _is_current(self, held: HeldModel) -> bool:
         """Whether it still serves, from the files that are there now."""
-        if await model_files.is_outdated(held.files):
+        if await loaded_files.is_outdated(held.files):
             unloading.outdate(self, held)
         return held.state is HolderState.RESIDENT
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from arbiter.core.decisions import Reason
 from arbiter.errors import EngineLost
-from deployments.replica import file_events, model_files
+from deployments.replica import file_events, loaded_files
 from deployments.replica.background import detached_task, log_failure
 from deployments.replica.engine_client import LoadRefused
 from deployments.replica.held_model import HeldModel, HolderState
-from deployments.replica.model_files import LoadedFiles
+from deployments.replica.loaded_files import LoadedFiles
 
 logger = logging.getLogger("arbiter.residency")
 
@@ -66,14 +66,14 @@ async def _until_moved(held: HeldModel, outdate: Outdate) -> None:
     is_outdated = asyncio.Event()
 
     def look() -> None:
-        if _is_whole(held) and model_files.differ(held.files):
+        if _is_whole(held) and loaded_files.differ(held.files):
             outdate(held)
             is_outdated.set()
 
     async with file_events.told(held.files.model, look) as has_room:
         held.files.is_untold = held.files.is_untold or not has_room
         while not is_outdated.is_set():
-            if await model_files.has_moved(held.files) and _is_whole(held):
+            if await loaded_files.has_moved(held.files) and _is_whole(held):
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(is_outdated.wait(), LOOK_S)
@@ -94,7 +94,7 @@ async def _until_other_bytes(held: HeldModel) -> None:
         turn = held.files, held.files.settles_in_s == 0.0
         if _is_whole(held) and (turn != read_as or (is_asleep and not was_asleep)):
             read_as = turn
-            changed = turn[0] if await model_files.read_whole(turn[0]) else changed
+            changed = turn[0] if await loaded_files.read_whole(turn[0]) else changed
         was_asleep = is_asleep
         await asyncio.sleep(LOOK_S)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.replica import model_files, remote_files
+from deployments.replica import loaded_files, remote_files
 from deployments.replica.remote_files import SharedLooks, fresh_stat, is_remote
 from tests.support.scripted_holder import holder, use
 from tests.support.waits import eventually
@@ -39,7 +39,7 @@ async def test_request_after_a_change_of_remote_files_loads_them_and_others_do_n
     (tmp_path / "weights").write_bytes(b"old")
     async with holder() as (residency, _, _):
         first = await use(residency)
-        residency.models["a"].files = seen = await model_files.look(str(tmp_path))
+        residency.models["a"].files = seen = await loaded_files.look(str(tmp_path))
         assert await use(residency) == first and not looked
         seen.is_untold = True
         assert await use(residency) == first and looked

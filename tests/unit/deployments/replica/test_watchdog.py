@@ -15,9 +15,9 @@ import pytest
 from arbiter.core.types import Need
 from arbiter.units import Bytes, TicketId
 from deployments.config.load_plan import ModelPlan
-from deployments.replica import file_events, model_files, watchdog
+from deployments.replica import file_events, loaded_files, watchdog
 from deployments.replica.held_model import HeldModel, HolderState
-from deployments.replica.model_files import WHOLE_BYTES, LoadedFiles, contents, files, pieces
+from deployments.replica.loaded_files import WHOLE_BYTES, LoadedFiles, contents, files, pieces
 from deployments.replica.watchdog import start_watchdog
 from tests.support.waits import eventually
 
@@ -64,12 +64,14 @@ async def test_other_bytes_with_the_same_name_size_and_times_are_noticed_before_
 ) -> None:
     plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
     held = HeldModel(plan, TicketId("a-1"))
-    held.files = await model_files.look(str(model))
-    assert not await model_files.is_stale(held.files)
-    monkeypatch.setattr(model_files, "files", lambda _: held.files.rows)  # as a coarse clock has it
-    assert not await model_files.is_stale(held.files)
+    held.files = await loaded_files.look(str(model))
+    assert not await loaded_files.is_stale(held.files)
+    monkeypatch.setattr(
+        loaded_files, "files", lambda _: held.files.rows
+    )  # as a coarse clock has it
+    assert not await loaded_files.is_stale(held.files)
     (model / "deep" / "model.safetensors").write_bytes(b"12345679")
-    assert not await model_files.has_moved(held.files) and await model_files.is_stale(held.files)
+    assert not await loaded_files.has_moved(held.files) and await loaded_files.is_stale(held.files)
 
 
 def test_the_same_bytes_have_the_same_hash_whatever_their_times(model: Path) -> None:
@@ -102,16 +104,16 @@ def test_a_model_in_one_file_is_watched_like_a_folder(tmp_path: Path) -> None:
 async def loaded(model: Path) -> HeldModel:
     plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
     held = HeldModel(plan, TicketId("a-1"), HolderState.RESIDENT)
-    held.files = await model_files.look(str(model))
+    held.files = await loaded_files.look(str(model))
     return held
 
 
 async def test_replaced_file_is_noticed_beside_an_unreadable_link(model: Path) -> None:
     (model / "loop").symlink_to("loop")
     held = await loaded(model)
-    assert not await model_files.is_stale(held.files)
+    assert not await loaded_files.is_stale(held.files)
     (model / "config.json").write_text("{ }")
-    assert await model_files.is_stale(held.files)
+    assert await loaded_files.is_stale(held.files)
 
 
 def rewritten(model: Path) -> None:
@@ -161,10 +163,10 @@ async def test_request_that_comes_in_after_a_change_finds_the_model_outdated(
     looks: list[bool] = []
 
     async def noted(loaded: LoadedFiles) -> bool:
-        looks.append(await asyncio.to_thread(model_files.differ, loaded))
+        looks.append(await asyncio.to_thread(loaded_files.differ, loaded))
         return looks[-1]
 
-    monkeypatch.setattr(model_files, "has_moved", noted)
+    monkeypatch.setattr(loaded_files, "has_moved", noted)
     monkeypatch.setattr(watchdog, "LOOK_S", 600)
     held, outdated, loop = await loaded(linked), asyncio.Event(), asyncio.get_running_loop()
     watching = asyncio.ensure_future(
@@ -220,12 +222,12 @@ async def test_failed_file_check_changes_nothing_and_the_watch_goes_on(
     monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
     held, found = await loaded(model), asyncio.Event()
     server = Broken(how, monkeypatch)
-    assert not await model_files.has_moved(held.files)
+    assert not await loaded_files.has_moved(held.files)
     watching = asyncio.ensure_future(
         watchdog.watch_files(held, lambda _: found.set(), lambda _, reason: None)
     )
     (model / "config.json").write_text("{ }")
-    assert not await model_files.has_moved(held.files) and not found.is_set()
+    assert not await loaded_files.has_moved(held.files) and not found.is_set()
     server.is_broken = False
     async with asyncio.timeout(60):
         await found.wait()
@@ -237,10 +239,10 @@ async def test_unreadable_files_before_a_wake_do_not_count_as_changed(
 ) -> None:
     held = await loaded(model)
     server = Broken("open", monkeypatch)
-    assert not await model_files.is_stale(held.files)
+    assert not await loaded_files.is_stale(held.files)
     unread = await loaded(model)
     server.is_broken = False
-    assert not await model_files.is_stale(unread.files) and unread.files.pieces == ""
+    assert not await loaded_files.is_stale(unread.files) and unread.files.pieces == ""
 
 
 async def test_watch_that_ends_by_a_bug_is_logged(

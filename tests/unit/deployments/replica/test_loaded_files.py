@@ -10,9 +10,9 @@ from arbiter.core.decisions import Reason
 from arbiter.core.types import Need
 from arbiter.units import MIB, Bytes, TicketId
 from deployments.config.load_plan import ModelPlan
-from deployments.replica import model_files, watchdog
+from deployments.replica import loaded_files, watchdog
 from deployments.replica.held_model import HeldModel, HolderState
-from deployments.replica.model_files import LoadedFiles, is_stale, look, pieces, read_whole
+from deployments.replica.loaded_files import LoadedFiles, is_stale, look, pieces, read_whole
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("D5")
@@ -22,7 +22,7 @@ SIZE_BYTES = 64 * MIB
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A large file, read as fast as it goes."""
-    monkeypatch.setattr(model_files, "READ_BYTES_PER_S", float("inf"))
+    monkeypatch.setattr(loaded_files, "READ_BYTES_PER_S", float("inf"))
     path = tmp_path / "model.safetensors"
     with path.open("wb") as stream:
         stream.truncate(SIZE_BYTES)
@@ -42,11 +42,11 @@ def change_a_byte(weights: Path) -> None:
 
 def hide_times(loaded: LoadedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """As within one tick of the clock, or on a file system that keeps no ctime."""
-    monkeypatch.setattr(model_files, "files", lambda _: loaded.rows)
+    monkeypatch.setattr(loaded_files, "files", lambda _: loaded.rows)
 
 
 def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "SETTLED_S", 0.0)
+    monkeypatch.setattr(loaded_files, "SETTLED_S", 0.0)
 
 
 async def test_byte_changed_in_the_middle_of_a_large_file_is_noticed_before_a_wake(
@@ -65,7 +65,7 @@ async def test_byte_changed_right_after_the_file_was_written_is_noticed_without_
     hide_times(loaded, monkeypatch)
     assert not await read_whole(loaded) and not await is_stale(loaded)
     change_a_byte(weights)
-    assert not await model_files.has_moved(loaded) and await is_stale(loaded)
+    assert not await loaded_files.has_moved(loaded) and await is_stale(loaded)
 
 
 async def test_large_file_just_written_and_never_read_whole_counts_as_changed(
