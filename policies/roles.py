@@ -21,7 +21,7 @@ ROLES: dict[str, Role] = {
     "speaker-id": Role(18, "its labels are missing until it is back", keep_warm_s=300),
     "vision": Role(
         20,
-        "drops its cache of image embeddings",
+        "drops its cache of image embeddings, but for what the pool of its node keeps",
         keep_warm_s=60,
         evict_cost_s=PICTURE_FROM_POOL_S,
     ),
@@ -33,6 +33,9 @@ ROLES: dict[str, Role] = {
     "asr": Role(40, "speech waits for a load", keep_warm_s=300),
     "tts": Role(50, "answers wait for a voice", keep_warm_s=300),
     "text": Role(
-        100, "drops its KV cache; every conversation waits", keep_warm_s=300, is_spared=True
+        100,
+        "drops its KV cache, but for what the pool of its node keeps; every conversation waits",
+        keep_warm_s=300,
+        is_spared=True,
     ),
 }
