@@ -145,6 +145,10 @@ class Demand:
     client: Client = ANYBODY  # of the last request
     is_wanted: bool = False  # even while no request waits: pinned, or brought back
 
+    @property
+    def is_any(self) -> bool:
+        return bool(self.waiters) or self.is_wanted
+
 
 @dataclass(slots=True)
 class LoadNotes:
@@ -204,6 +208,7 @@ class HeldModel:
     gang: Gang | None = None  # until the grant: the tickets requested together
     slab_caps: tuple[tuple[str, float], ...] = ()  # of tenants, as its engine was told them
     files: LoadedFiles = field(default_factory=LoadedFiles)
+    outdated: asyncio.Event = field(default_factory=asyncio.Event)  # its files were replaced
     uses: Uses = field(default_factory=Uses)
     demand: Demand = field(default_factory=Demand)
     load: LoadNotes = field(default_factory=LoadNotes)

@@ -155,6 +155,12 @@ async def is_outdated(loaded: LoadedFiles) -> bool:
     return loaded.is_untold and await loaded.looks.ask(lambda: _differ_there(loaded))
 
 
+async def have_changed(loaded: LoadedFiles) -> bool:
+    """Looks before a model serves on that was not watched meanwhile. False where its server is away
+    for longer than a look may take."""
+    return await loaded.looks.ask(lambda: (_differ_there if loaded.is_untold else differ)(loaded))
+
+
 def differ(loaded: LoadedFiles) -> bool:
     """`has_moved` at once, of files of which this machine's kernel has told."""
     try:
@@ -218,7 +224,9 @@ async def _hash_of(loaded: LoadedFiles, name: str, pause_s: float) -> str:
         while await asyncio.to_thread(_feed, digest, stream):
             await asyncio.sleep(pause_s)
     finally:
-        stream.close()
+        # In a thread too, and not waited for: closing waits for a read under way, which takes
+        # minutes where a file server is away, and this task may be cancelled in the middle of one.
+        asyncio.get_running_loop().run_in_executor(None, stream.close)
     return digest.hexdigest()
 
 

@@ -35,12 +35,13 @@ SAY_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the end
 
 async def load(residency: ResidencyApi, held: HeldModel) -> None:
     """QUEUED -> RESIDENT. A load that failed for memory, whose engine died without a word, or whose
-    files were replaced meanwhile, is tried once more."""
+    files were replaced meanwhile, is tried once more where somebody still wants it."""
     try:
         try:
             await _load_once(residency, held)
         except LoadFailed as failed:
-            if not failed.out_of_memory and failed.cause not in TRIED_AGAIN:
+            is_tried_again = failed.out_of_memory or failed.cause in TRIED_AGAIN
+            if not (is_tried_again and held.demand.is_any):
                 raise
             held.try_again()
             await _load_once(residency, held)

@@ -164,7 +164,7 @@ class Merging:
             if not self._is_of_use(copy):
                 copy.over.set()
             if copy.over.is_set() and held.state is HolderState.RESIDENT:
-                unloading.outdate(self._residency, held)
+                unloading.retire(self._residency, held)
                 await held.uses.all_ended()
                 return unloading.end(self._residency, held, Reason.MANUAL)
             if copy.over.is_set() and held.state in (HolderState.QUEUED, HolderState.LOADING):

@@ -40,6 +40,7 @@ logger = logging.getLogger("arbiter.residency")
 
 # A model may go again before this request's turn; a longer chain is a fault that it hears of.
 TURNS = 5
+AGAIN_S = 10.0  # a model without a plan; its files may just be being copied
 
 
 class Residency:
@@ -144,15 +145,18 @@ class Residency:
 
     async def _wait(self, held: HeldModel, until_s: float | None) -> bool:
         """True: in flight. False: look again. Raises what the load failed with, DeadlineUnmet."""
-        waiter = held.wait(until_s)
+        waiter: asyncio.Future[bool] | None = None
         try:
+            waiter = held.wait(until_s)
             return await waiter
         except (asyncio.CancelledError, DeadlineUnmet):
-            held.demand.waiters.pop(waiter, None)
-            if waiter.done() and not waiter.cancelled() and not waiter.exception():
+            if waiter is not None and _is_answered(waiter):
                 if waiter.result():
                     held.leave()
-            elif not held.demand.waiters:
+                raise
+            if waiter is not None:
+                held.demand.waiters.pop(waiter, None)
+            if not held.demand.waiters:
                 self._abandon(held)
             raise
 
@@ -196,6 +200,7 @@ class Residency:
         wake."""
         if held.state is HolderState.ASLEEP:
             held.move(HolderState.QUEUED)
+            held.load.serves_at_ns = 0  # of a wake that was refused before
         held.work = detached_task(work)
         held.work.add_done_callback(lambda ended: self._note_end(held, ended))
 
@@ -284,10 +289,15 @@ class Residency:
             held = await self._open(model)
         except RequestError as error:
             logger.warning("%s is not brought back: %s", model, error)
-            return
+            again_s = error.retry_after_s
+            return self.pin_again(model, None if again_s is None else max(again_s, AGAIN_S))
         if held.state is HolderState.ASLEEP:
             self.begin(held, loading.wake(self, held))
         held.demand.is_wanted = held.state in (HolderState.QUEUED, HolderState.LOADING)
+
+
+def _is_answered(waiter: asyncio.Future[bool]) -> bool:
+    return waiter.done() and not waiter.cancelled() and waiter.exception() is None
 
 
 async def _purge(held: HeldModel, *, only_slabs: bool) -> None:

@@ -234,8 +234,7 @@ async def _restart(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
     held.growth.is_restart = True
     try:
         if not await _is_emptied(held, barrier):
-            held.move(HolderState.RESIDENT)
-            held.admit()
+            await unloading.serve_on(residency, held)
             cause = f"what is in flight did not end in {in_seconds(barrier):.0f} s"
             raise GrowthRefused(held.ticket, plan.need.device_bytes, cause)
         await _replace(residency, held, plan, within)

@@ -8,6 +8,7 @@ from arbiter.core.decisions import Reason, Tier
 from arbiter.errors import EngineLost, LoadFailed, RequestError
 from arbiter.protocol.messages import RevokeCommand
 from arbiter.units import Span, in_seconds
+from deployments.replica import loaded_files
 from deployments.replica.engine_client import EngineLink, LoadRefused
 from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.residency_api import ResidencyApi
@@ -40,14 +41,26 @@ async def drain(residency: ResidencyApi, held: HeldModel, order: RevokeCommand) 
     """New requests wait behind the barrier until this returns."""
     client = residency.client()
     if not await held.uses.ended_within(order.barrier):
-        held.move(HolderState.RESIDENT)
         client.tell(ev.BarrierDropped(held.ticket, held.uses.inflight))
-        return held.admit()
+        return await serve_on(residency, held)
     held.move(HolderState.UNLOADING)
     if order.to is Tier.GONE or not await _fell_asleep(held, client.timeouts.unload):
         return end(residency, held, order.reason)
     held.move(HolderState.ASLEEP)
     client.tell(ev.Slept(held.ticket))
+    held.turn_back()
+
+
+async def serve_on(residency: ResidencyApi, held: HeldModel) -> None:
+    """DRAINING -> RESIDENT, because what is in flight outlived the barrier. The watchdog does not
+    look at a model that drains, so its files are looked at before a request gets it."""
+    is_outdated = await loaded_files.have_changed(held.files)
+    if held.state is not HolderState.DRAINING:
+        return  # it ended meanwhile
+    held.move(HolderState.RESIDENT)
+    if not is_outdated:
+        return held.admit()
+    outdate(residency, held)
     held.turn_back()
 
 
@@ -96,12 +109,18 @@ def end(
         residency.pin_again(held.model, 0.0 if error is None else error.retry_after_s)
 
 
-def outdate(residency: ResidencyApi, held: HeldModel) -> None:
-    """The model's files were replaced: no request that comes from here on gets the old model."""
-    residency.plans.forget(held.model)
+def retire(residency: ResidencyApi, held: HeldModel) -> None:
+    """No request that comes from here on gets this model; those in flight finish with it."""
     if held.state is HolderState.RESIDENT:
         held.move(HolderState.DRAINING)
         del residency.models[held.model]
+
+
+def outdate(residency: ResidencyApi, held: HeldModel) -> None:
+    """Retires a model whose files were replaced. Its watchdog ends it once nothing is in flight."""
+    residency.plans.forget(held.model)
+    retire(residency, held)
+    held.outdated.set()
 
 
 def end_outdated(residency: ResidencyApi, held: HeldModel) -> None:

@@ -62,21 +62,21 @@ async def watch_files(held: HeldModel, outdate: Outdate, close: Close) -> None:
 
 async def _until_moved(held: HeldModel, outdate: Outdate) -> None:
     """Looks when the kernel tells of a change, and outdates the model before another request gets
-    it; and every LOOK_S, because the kernel does not know of all."""
-    is_outdated = asyncio.Event()
+    it; and every LOOK_S, because the kernel does not know of all. Returns too where others have
+    found it outdated."""
 
     def look() -> None:
         if _is_whole(held) and loaded_files.differ(held.files):
             outdate(held)
-            is_outdated.set()
+            held.outdated.set()
 
     async with file_events.told(held.files.model, look) as has_room:
         held.files.is_untold = held.files.is_untold or not has_room
-        while not is_outdated.is_set():
+        while not held.outdated.is_set():
             if await loaded_files.has_moved(held.files) and _is_whole(held):
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(is_outdated.wait(), LOOK_S)
+                await asyncio.wait_for(held.outdated.wait(), LOOK_S)
 
 
 def _is_whole(held: HeldModel) -> bool:
@@ -111,8 +111,9 @@ async def watch_engine(held: HeldModel, close: Close) -> None:
             async with asyncio.timeout(HUNG_S):
                 await link.health()
         except EngineLost:
-            if held.link is link:
+            if not link.is_held:
                 return  # the lifeline says so as well
+            # Else a connection failed, for want of descriptors or by an old one that was closed.
         except (TimeoutError, LoadRefused) as error:
             if held.link is link and held.state in (HolderState.RESIDENT, HolderState.DRAINING):
                 logger.warning("the engine of %s does not serve: %r", held.ticket, error)

@@ -16,9 +16,11 @@ from arbiter.core.state import CoreState
 from arbiter.core.tickets.device_limits import cap_pins
 from arbiter.core.types import Floor, ModelName
 from arbiter.errors import NotResident, OutsideHours, UnknownCapability, UnknownModel
-from arbiter.units import Span, in_seconds, since
+from arbiter.units import Span, after, in_seconds, seconds, since
 
 HERE = (State.QUEUED, State.LOADING, State.RESIDENT)
+# A holder finds no plan while the model's files are just being copied, and asks for no ticket then.
+LOOK_AGAIN = seconds(10)
 LEAST_RETRY_S = 1.0  # of hours that begin at any moment
 AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # a draining ticket may yet decline
 
@@ -144,6 +146,8 @@ def load(state: CoreState, name: ModelName) -> None:
         return
     asleep = [e.holder for e in _entries(state, name) if e.state is State.ASLEEP]
     state.decide(LoadModel(asleep[0] if asleep else able[0].holder, name.model))
+    if state.floor_of(name) is Floor.DEVICE:
+        state.timers.set(("floors", ""), after(state.now, LOOK_AGAIN))
 
 
 def enforce(state: CoreState) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import sys
 from pathlib import Path
+from traceback import walk_stack
 
 import pytest
 
@@ -114,3 +116,26 @@ async def test_byte_changed_while_asleep_ends_the_model_where_times_tell_nothing
     held.state = HolderState.ASLEEP
     await asyncio.wait_for(watching, 90)
     assert ends == [Reason.REPLACED]
+
+
+async def test_end_of_a_model_does_not_wait_for_a_read_of_its_files(tmp_path: Path) -> None:
+    """The server of the files is away, and the read does not return."""
+    os.mkfifo(tmp_path / "weights")
+    writer = os.open(tmp_path / "weights", os.O_RDWR)  # opens need not wait, and reads do
+    try:
+        reading = asyncio.ensure_future(
+            loaded_files._hash_of(LoadedFiles(str(tmp_path)), "weights", 0.0)
+        )
+        await eventually(lambda: threads_in("_feed"))
+        reading.cancel()
+        await asyncio.wait({reading}, timeout=60)
+        assert reading.cancelled() and threads_in("_feed"), "it ended before the read did"
+    finally:
+        os.close(writer)
+    await eventually(lambda: not threads_in("_feed"))
+
+
+def threads_in(function: str) -> bool:
+    """Whether a thread is in a call of this name."""
+    frames = [frame for top in sys._current_frames().values() for frame, _ in walk_stack(top)]
+    return any(frame.f_code.co_name == function for frame in frames)

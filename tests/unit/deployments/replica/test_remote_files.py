@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from arbiter.core import events as ev
 from deployments.replica import loaded_files, remote_files
 from deployments.replica.remote_files import SharedLooks, fresh_stat, is_remote
-from tests.support.scripted_holder import holder, use
+from tests.support.scripted_holder import holder, until, use
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("D5")
@@ -37,7 +38,7 @@ async def test_request_after_a_change_of_remote_files_loads_them_and_others_do_n
 
     monkeypatch.setattr(remote_files, "fresh_stat", noted)
     (tmp_path / "weights").write_bytes(b"old")
-    async with holder() as (residency, _, _):
+    async with holder() as (residency, arbiter, _):
         first = await use(residency)
         residency.models["a"].files = seen = await loaded_files.look(str(tmp_path))
         assert await use(residency) == first and not looked
@@ -45,6 +46,7 @@ async def test_request_after_a_change_of_remote_files_loads_them_and_others_do_n
         assert await use(residency) == first and looked
         (tmp_path / "weights").write_bytes(b"new, and longer")
         assert await use(residency) != first
+        await until(lambda: ev.Released(first, "replaced") in arbiter.told)
 
 
 class Look:

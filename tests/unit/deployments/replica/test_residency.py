@@ -4,7 +4,6 @@ import asyncio
 import contextvars
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason, Tier
 from arbiter.errors import (
-    FILES_REPLACED,
     ArbiterUnavailable,
     DeadlineUnmet,
     EngineLost,
@@ -568,77 +566,6 @@ async def test_end_of_a_replaced_engine_does_not_affect_its_successor() -> None:
         assert held.state is HolderState.CLOSED and arbiter.told[-1] == ev.Released(ticket, "lost")
         old.cut()
         await old.closed()
-
-
-def with_source(folder: Path) -> messages.ConfigChanged:
-    row = TABLE["capabilities"]["c"] | {"models": {"a": MODEL | {"source": str(folder)}}}
-    return messages.ConfigChanged({"capabilities": {"c": row}})
-
-
-@pytest.mark.spec("D5")
-async def test_files_replaced_during_a_load_or_wake_are_loaded_anew_before_any_answer(
-    tmp_path: Path,
-) -> None:
-    weights = tmp_path / "weights"
-    weights.write_bytes(b"old")
-    async with holder(loaded=False) as (residency, arbiter, engine):
-        residency._obey(with_source(tmp_path))
-        waiting = asyncio.ensure_future(use(residency))
-        await until(lambda: engine.asked_if_ready)
-        weights.write_bytes(b"newer")
-        engine.loaded.set()
-        served = await waiting
-        first, second = arbiter.asked
-        assert served == second and ev.LoadBroke(first, FILES_REPLACED, False) in arbiter.told
-        loads = [event.ticket for event in arbiter.told if isinstance(event, ev.Loaded)]
-        assert loads == [second], "what was read half old and half new never serves"
-        revoke(residency, Reason.SWAP, Tier.ASLEEP)
-        await until(lambda: "Slept" in arbiter.kinds())
-        engine.on_wake = lambda: weights.write_bytes(b"newest")
-        third = await use(residency)
-        assert third not in (first, second) and ev.Released(second, "manual") in arbiter.told
-        assert engine.acts == ["/control/sleep", "/control/wake"]
-
-
-@pytest.mark.spec("D5", "A12")
-async def test_files_that_go_on_changing_fail_the_second_load(tmp_path: Path) -> None:
-    """And the model cools down: it is not loaded again and again while they are written."""
-    weights = tmp_path / "weights"
-    weights.write_bytes(b"")
-    async with holder() as (residency, arbiter, _):
-        residency._obey(with_source(tmp_path))
-        spawn = arbiter.spawn
-
-        async def and_write(ticket: TicketId, spec: messages.SpawnSpec) -> str:
-            with weights.open("ab") as stream:
-                stream.write(b"more")
-            return await spawn(ticket, spec)
-
-        arbiter.spawn = and_write  # type: ignore[method-assign]
-        with pytest.raises(LoadFailed, match="replaced"):
-            await use(residency)
-        assert [ev.LoadBroke(t, FILES_REPLACED, False) in arbiter.told for t in arbiter.asked] == [
-            True,
-            True,
-        ]
-
-
-@pytest.mark.spec("D5", "A12")
-async def test_model_that_is_brought_back_without_a_request_is_loaded_from_replaced_files(
-    tmp_path: Path,
-) -> None:
-    weights = tmp_path / "weights"
-    weights.write_bytes(b"old")
-    async with holder() as (residency, arbiter, _):
-        residency._obey(with_source(tmp_path))
-        first = await use(residency)
-        revoke(residency, Reason.SWAP, Tier.ASLEEP)
-        await until(lambda: "Slept" in arbiter.kinds())
-        weights.write_bytes(b"newer")
-        residency._obey(messages.ReloadCommand("a"))
-        await until(lambda: len(arbiter.asked) > 1 and "a" in residency.models)
-        await until(lambda: residency.models["a"].state is HolderState.RESIDENT)
-        assert residency.models["a"].ticket != first
 
 
 @pytest.mark.spec("E6")

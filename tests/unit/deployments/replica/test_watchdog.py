@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from arbiter.core.decisions import Reason
 from arbiter.core.types import Need
+from arbiter.errors import EngineLost
 from arbiter.units import Bytes, TicketId
 from deployments.config.load_plan import ModelPlan
 from deployments.replica import file_events, loaded_files, watchdog
@@ -66,9 +68,7 @@ async def test_other_bytes_with_the_same_name_size_and_times_are_noticed_before_
     held = HeldModel(plan, TicketId("a-1"))
     held.files = await loaded_files.look(str(model))
     assert not await loaded_files.is_stale(held.files)
-    monkeypatch.setattr(
-        loaded_files, "files", lambda _: held.files.rows
-    )  # as a coarse clock has it
+    monkeypatch.setattr(loaded_files, "files", lambda _: held.files.rows)  # as a coarse clock
     assert not await loaded_files.is_stale(held.files)
     (model / "deep" / "model.safetensors").write_bytes(b"12345679")
     assert not await loaded_files.has_moved(held.files) and await loaded_files.is_stale(held.files)
@@ -255,3 +255,35 @@ async def test_watch_that_ends_by_a_bug_is_logged(
     task = start_watchdog(await loaded(model), lambda _: None, lambda _, reason: None)
     await asyncio.wait({task}, timeout=60)
     assert "nobody thought of this" in caplog.text
+
+
+class HangsLater:
+    """An engine of which one question fails for want of a connection, and the next has no end."""
+
+    is_held = True
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def health(self) -> None:
+        self.asked += 1
+        if self.asked == 1:
+            raise EngineLost("a", TicketId("a-1"))
+        await asyncio.Event().wait()
+
+
+@pytest.mark.spec("H9")
+async def test_engine_that_hangs_after_a_failed_connection_is_ended(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "ASK_S", 0.0)
+    monkeypatch.setattr(watchdog, "HUNG_S", 0.05)
+    held, ends = await loaded(model), list[Reason]()
+    engine: Any = HangsLater()
+    held.link = engine
+    watching = watchdog.watch_engine(held, lambda _, reason: ends.append(reason))
+    await asyncio.wait_for(watching, 60)
+    assert ends == [Reason.LOST] and engine.asked == 2
+    engine.is_held, engine.asked = False, 0
+    await asyncio.wait_for(watchdog.watch_engine(held, lambda _, reason: ends.append(reason)), 60)
+    assert ends == [Reason.LOST], "its lifeline tells of its end"

@@ -1,0 +1,78 @@
+"""Nothing is loaded or woken for requests that nobody waits for any more (A8, A21)."""
+
+import asyncio
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core.decisions import Reason, Tier
+from arbiter.errors import DeadlineUnmet
+from arbiter.protocol import messages
+from arbiter.units import TicketId, seconds
+from deployments.replica import loading
+from deployments.replica.engine_client import LoadRefused
+from deployments.replica.held_model import HolderState
+from tests.support.scripted_holder import holder, revoke, until, use
+
+
+@pytest.mark.spec("A21", "D1")
+async def test_wait_estimate_of_a_refused_wake_does_not_refuse_the_next_request() -> None:
+    async with holder() as (residency, arbiter, _):
+        first = await use(residency)
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: "Slept" in arbiter.kinds())
+        held, granted = residency.models["a"], arbiter.acquire
+
+        async def refused(requested: ev.Requested) -> messages.Granted:
+            residency._obey(messages.WaitEstimate(requested.ticket, seconds(60)))
+            raise DeadlineUnmet(requested.ticket, 0.0, 60.0, 60.0)
+
+        arbiter.acquire = refused  # type: ignore[method-assign]
+        with pytest.raises(DeadlineUnmet):
+            async with residency.use("a", deadline_s=5):
+                pass
+        await until(lambda: held.state is HolderState.ASLEEP)
+        arbiter.acquire = granted  # type: ignore[method-assign]
+        async with residency.use("a", deadline_s=30) as woken:
+            assert woken.ticket == first
+
+
+@pytest.mark.spec("A8", "A21")
+async def test_wake_is_withdrawn_when_the_only_request_is_refused_before_it_waits() -> None:
+    async with holder() as (residency, arbiter, _):
+        await use(residency)
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: "Slept" in arbiter.kinds())
+        arbiter.grants_at_once = False
+        held = residency.models["a"]
+        held.demand.is_wanted = True  # a wake under way for nobody in particular
+        residency.begin(held, loading.wake(residency, held))
+        await until(lambda: "a" in arbiter.answers and len(arbiter.asked) == 2)
+        held.demand.is_wanted = False
+        residency._obey(messages.WaitEstimate(held.ticket, seconds(60)))
+        with pytest.raises(DeadlineUnmet):
+            async with residency.use("a", deadline_s=30):
+                pass
+        await until(lambda: ev.Withdrawn(held.ticket) in arbiter.told)
+        assert held.state is HolderState.ASLEEP
+
+
+@pytest.mark.spec("A8", "A12")
+async def test_load_that_all_have_left_is_not_tried_again_when_it_fails_for_memory() -> None:
+    async with holder() as (residency, arbiter, _):
+        spawn, reached, fails = arbiter.spawn, asyncio.Event(), asyncio.Event()
+
+        async def full(ticket: TicketId, spec: messages.SpawnSpec) -> str:
+            arbiter.spawn = spawn  # type: ignore[method-assign]
+            reached.set()
+            await fails.wait()
+            raise LoadRefused("no room", out_of_memory=True)
+
+        arbiter.spawn = full  # type: ignore[method-assign]
+        waiting = asyncio.ensure_future(use(residency))
+        await reached.wait()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        fails.set()
+        await until(lambda: "a" not in residency.models)
+        assert len(arbiter.asked) == 1
