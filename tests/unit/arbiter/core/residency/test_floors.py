@@ -251,6 +251,18 @@ def test_model_with_a_device_floor_is_retried_after_each_cool_down() -> None:
     assert d.woke(4.1) == [LoadModel(H, "a")]
 
 
+@pytest.mark.spec("D8", "D5")
+def test_model_with_a_device_floor_for_which_no_ticket_came_is_asked_for_again() -> None:
+    """Its holder found no plan, because the files were just being copied."""
+    d = CoreDriver()
+    assert floor(d, 0, "a", Floor.DEVICE) == [LoadModel(H, "a")]
+    d.beat(5)
+    assert d.woke(9) == []
+    assert d.woke(10) == [LoadModel(H, "a")]
+    d.resident(11, "a", 30)
+    assert d.woke(20) == d.woke(30) == []
+
+
 @pytest.mark.spec("D9")
 def test_removed_model_asleep_on_its_floor_leaves_with_its_floor() -> None:
     d = CoreDriver(host=80)
