@@ -35,7 +35,7 @@ SAY_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the end
 
 async def load(residency: ResidencyApi, held: HeldModel) -> None:
     """QUEUED -> RESIDENT. A load that failed for memory, whose engine died without a word, or whose
-    files were replaced meanwhile, is tried once more where somebody still wants it."""
+    files were replaced meanwhile, is tried once more where it is still wanted."""
     try:
         try:
             await _load_once(residency, held)

@@ -111,9 +111,9 @@ async def watch_engine(held: HeldModel, close: Close) -> None:
             async with asyncio.timeout(HUNG_S):
                 await link.health()
         except EngineLost:
-            if not link.is_held:
+            if held.link is link and not link.is_held:
                 return  # the lifeline says so as well
-            # Else a connection failed, for want of descriptors or by an old one that was closed.
+            # Else it was replaced, or only a connection failed, as for want of descriptors.
         except (TimeoutError, LoadRefused) as error:
             if held.link is link and held.state in (HolderState.RESIDENT, HolderState.DRAINING):
                 logger.warning("the engine of %s does not serve: %r", held.ticket, error)
