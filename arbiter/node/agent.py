@@ -73,7 +73,7 @@ class NodeAgent:
         spare_workers.end_from_before(settings.spares_since_unix_s)
         self._spares = spare_workers.SpareWorkers(settings.spares_count)
         keeps = (self._engines.supervisor.keep(), self._spares.keep(), heap.trim_forever())
-        for work in (self._turns(), self._see_ends(), *keeps):
+        for work in (self._turns(), self._see_ends(), self._copies.keep_swept(), *keeps):
             self._start(work)
         calls = (self.spawn, self.respawn, self.kill, self.probe, self.drop_slabs, self.drop_tenant)
         offers = {call.__name__: call for call in calls}
@@ -268,7 +268,6 @@ class NodeAgent:
         trees = self._engines.children.trees() + self._leased.trees() + self._reports.trees()
         returned = self._returned
         self._pool.turn(self._copies.idle())
-        await self._copies.sweep()
         shared_bytes = self._pool.allocated_bytes + self._copies.held_bytes
         copies, of_copies = self._copies.readings(), self._copies.engine_readings()
         readings = await asyncio.to_thread(self._probe.read, trees, shared_bytes)

@@ -109,7 +109,6 @@ class HostCopies:
         self._copies: list[HostCopy] = []
         self._counts: Counter[str] = Counter()  # of loads and files, also of copies that have left
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by folder
-        self._swept_s = time.monotonic()
         self._socket = LendingSocket(folder / "copies.sock", self._lent)
         start(self._socket.serve())
 
@@ -268,11 +267,15 @@ class HostCopies:
                 copy.leave_model(model)
             self._drop_if_left(copy)
 
+    async def keep_swept(self) -> None:
+        """Sweeps for ever. A file server that is away keeps a look for minutes, so nothing else may
+        wait for one."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self.sweep()
+
     async def sweep(self) -> None:
         """Lets copies of files go that have been replaced."""
-        if time.monotonic() - self._swept_s < SWEEP_S:
-            return
-        self._swept_s = time.monotonic()
         for copy in list(self._copies):
             for request, source in list(copy.sources.items()):
                 if await asyncio.to_thread(_has_changed, request, source.found):

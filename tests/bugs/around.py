@@ -413,6 +413,10 @@ BUGS = [
     Bug("an agent that hangs delays a load for each slab", "deployments/engines/lent.py", "with_slabs",
         "ends_s - time.monotonic()",
         "CALL_S"),
+    Bug("a file server that hangs stops the readings of its node", "arbiter/node/agent.py", "NodeAgent._report",
+        "self._pool.turn(self._copies.idle())",
+        "self._pool.turn(self._copies.idle())\n"
+        "await self._copies.sweep()"),
     Bug("a process of another user is handed slabs", "arbiter/node/lending_socket.py", "LendingSocket._answer",
         "peer_uid(peer) != os.getuid()",
         "False"),

@@ -13,7 +13,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.types import ModelName
-from arbiter.node import procfs, reports
+from arbiter.node import host_copies, procfs, reports
 from arbiter.node.device_probe import Readings, Tree
 from arbiter.pool import Rows, SavedRows, Slab
 from arbiter.protocol.messages import CopyRequest, SlabRequest, SpawnSpec
@@ -240,6 +240,41 @@ async def test_idle_copy_of_weights_leaves_behind_adapters_and_before_kv_where_r
         assert 12 * MIB <= dropped[1].size_bytes <= 13 * MIB and not running._copies.readings()
         assert [s.content for s in running._pool.readings()] == ["kv"]
     finally:
+        await running.close()
+
+
+@pytest.mark.spec("B1", "D4")
+async def test_server_of_a_copys_files_that_hangs_stops_no_reading(
+    no_arbiter: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, answers = threading.Event(), threading.Event()
+    readings: list[ev.Event] = []
+
+    async def hear(events: tuple[ev.Event, ...]) -> bool:
+        readings.extend(e for e in events if isinstance(e, ev.Measured))
+        return True
+
+    def hangs(*_: object) -> bool:
+        looked.set()
+        answers.wait(START_S)
+        return False
+
+    monkeypatch.setattr(reports.Reports, "say", staticmethod(hear))
+    monkeypatch.setattr(reports.Reports, "call", staticmethod(Grants().call))
+    monkeypatch.setattr(host_copies, "SWEEP_S", 0.01)
+    monkeypatch.setattr(host_copies, "_has_changed", hangs)
+    running = agent_in(folder, BROKEN_ZYGOTE)
+    try:
+        (folder / "model.safetensors").write_bytes(b"weights")
+        wanted = CopyRequest(ModelName("chat", "w"), str(folder), ("*.safetensors",))
+        assert await running._copies.lend(T, wanted)
+        await eventually(looked.is_set)
+        known_count = len(readings)
+        for count in (1, 2):
+            await running.probe()
+            await eventually(lambda count=count: len(readings) >= known_count + count, START_S / 3)
+    finally:
+        answers.set()
         await running.close()
 
 

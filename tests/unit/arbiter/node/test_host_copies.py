@@ -311,10 +311,7 @@ async def test_files_that_change_while_they_are_read_give_no_copy(
 
 
 @pytest.mark.spec("D5")
-async def test_sweep_lets_a_copy_of_replaced_files_go(
-    node: Node, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_copies, "SWEEP_S", 0.0)
+async def test_sweep_lets_a_copy_of_replaced_files_go(node: Node, model: Path) -> None:
     await node.lend("t", request(model))
     node.back("t")
     await node.copies.sweep()
