@@ -18,8 +18,8 @@ from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.protocol.peer_credentials import peer_uid
 from arbiter.units import DeviceId, NodeId, TicketId
 
-# An answer other than to the first ping is a fork away; imports of a cold disk can take a minute,
-# and a message sent meanwhile waits for them.
+# An answer other than to the first ping is a fork away, or two where a message waits for the answer
+# to another. Imports of a cold disk can take a minute, and a message sent meanwhile waits for them.
 ANSWER_S = 10.0
 IMPORTS_S = 180.0
 TAIL_LINES, TAIL_BYTES = 3, 4_096  # of its log, in an error that a client may read
@@ -55,13 +55,14 @@ class Zygote:
         self._lock = asyncio.Lock()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ping(self, within_s: float = ANSWER_S) -> int:
+    async def ping(self, within_s: float) -> int:
         """Its pid, once its imports are done. Raises ZygoteError."""
         reply = await self._ask({"op": "ping"}, within_s)
         return int(reply["pid"])
 
     async def spawn(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> int:
-        """Pid of the new child; the old one's when the ticket has a child already."""
+        """Pid of the new child; the old one's when the ticket has a child already. Ask only a zygote
+        that has answered a ping."""
         message = {
             "op": "spawn",
             "ticket": ticket,
@@ -70,7 +71,7 @@ class Zygote:
             "env": spec.env,
             "socket": str(path),
         }
-        return int((await self._ask(message, IMPORTS_S))["pid"])
+        return int((await self._ask(message, ANSWER_S))["pid"])
 
     async def list(self) -> tuple[ChildRow, ...]:
         reply = await self._ask({"op": "list"}, ANSWER_S)
@@ -85,28 +86,28 @@ class Zygote:
             self._streams = None
 
     async def _ask(self, message: dict[str, Any], within_s: float) -> dict[str, Any]:
-        async with self._lock:
-            try:
-                async with asyncio.timeout(within_s):
-                    reply = await self._round_trip(message)
-            except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
-                self.close()
-                raise ZygoteError(f"{message['op']}: {error!r}", is_away=True) from error
-            except asyncio.CancelledError:
-                self.close()  # its answer would be taken for the next one's
-                raise
+        """The wait for the answers to earlier messages counts: a zygote that hangs gives none."""
+        try:
+            async with asyncio.timeout(within_s), self._lock:
+                reply = await self._round_trip(message)
+        except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
+            raise ZygoteError(f"{message['op']}: {error!r}", is_away=True) from error
         if "error" in reply:
             raise ZygoteError(str(reply["error"]))
         return reply
 
     async def _round_trip(self, message: dict[str, Any]) -> dict[str, Any]:
-        if self._streams is None:
-            self._streams = await _connect(self._path)
-        reader, writer = self._streams
-        writer.write(json.dumps(message).encode() + b"\n")
-        await writer.drain()
-        line = await reader.readuntil(b"\n")
-        reply: dict[str, Any] = json.loads(line)
+        try:
+            if self._streams is None:
+                self._streams = await _connect(self._path)
+            reader, writer = self._streams
+            writer.write(json.dumps(message).encode() + b"\n")
+            await writer.drain()
+            line = await reader.readuntil(b"\n")
+            reply: dict[str, Any] = json.loads(line)
+        except (OSError, ValueError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            self.close()  # its answer would be taken for the next one's
+            raise
         return reply
 
 

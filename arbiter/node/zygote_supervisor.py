@@ -14,7 +14,7 @@ logger = logging.getLogger("arbiter.agent")
 TURN_S = 1.0  # between pings; a death is seen at once, by pidfd
 BACKOFF_FIRST_S, BACKOFF_MOST_S = 0.1, 5.0  # between starts of a zygote that will not stay up
 RETRY_S = 0.02  # between tries to reach a zygote that starts; its imports take seconds
-PINGS_MISSED = 3  # a zygote that answers none of these, seconds apart, is hung
+PINGS_MISSED = 3  # a zygote that answers none of these is hung, which half a minute tells
 STARTS_FAILED = 3  # in a row: not a machine short of memory for a moment, but a broken import
 
 
@@ -125,7 +125,7 @@ class ZygoteSupervisor:
 
     async def _answers(self) -> bool:
         try:
-            await self.zygote.ping()
+            await self.zygote.ping(zygote_client.ANSWER_S)
         except zygote_client.ZygoteError:
             return False
         return True

@@ -417,6 +417,9 @@ BUGS = [
         "self._pool.turn(self._copies.idle())",
         "self._pool.turn(self._copies.idle())\n"
         "await self._copies.sweep()"),
+    Bug("a zygote that hangs over a spawn misses no ping", "arbiter/node/zygote_client.py", "Zygote._ask",
+        "async with asyncio.timeout(within_s), self._lock: ...",
+        "async with self._lock, asyncio.timeout(within_s): ..."),
     Bug("a process of another user is handed slabs", "arbiter/node/lending_socket.py", "LendingSocket._answer",
         "peer_uid(peer) != os.getuid()",
         "False"),

@@ -1,16 +1,19 @@
-"""The node's zygote: found, started, and given up on with its own last words."""
+"""The node's zygote: found, started, and given up on, with its own last words or without any."""
 
 import asyncio
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
 
 from arbiter.core import events as ev
 from arbiter.errors import TicketClosed
-from arbiter.node import zygote_client
+from arbiter.node import procfs, zygote_client
 from arbiter.node import zygote_supervisor as module
-from arbiter.protocol.messages import SpawnSpec
+from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.units import NodeId, TicketId
+from tests.support.hung_zygote import HungZygote
 from tests.support.local_agent import BROKEN_ZYGOTE, START_S, agent_in
 from tests.support.waits import eventually
 
@@ -44,3 +47,41 @@ async def test_kill_ends_a_spawn_that_waits_for_a_zygote(
             await spawning
     assert running._reports.gone[T] == ev.EngineGone(NodeId("n"), T, bytes_back=True)
     await running.close()
+
+
+async def nothing() -> None: ...
+
+
+def supervisor(folder: Path) -> module.ZygoteSupervisor:
+    """Of the zygote that serves `zygote.sock` there."""
+    settings, log = AgentSettings("no.zygote"), folder / "zygote.log"
+    return module.ZygoteSupervisor(settings, folder / "zygote.sock", log, nothing, lambda: None)
+
+
+@pytest.mark.spec("A19")
+async def test_zygote_that_hangs_over_a_spawn_is_given_up_after_three_pings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the spawn is asked for again and again, as the agent does."""
+    monkeypatch.setattr(module, "TURN_S", 0.01)
+    monkeypatch.setattr(zygote_client, "ANSWER_S", 0.05)
+    hangs = supervisor(folder)
+    own = procfs.process(os.getpid())
+    assert own is not None
+    hangs.known = (own.pid, own.start_ticks)  # it lives
+
+    async def spawn() -> None:
+        while True:
+            with contextlib.suppress(zygote_client.ZygoteError):
+                await hangs.zygote.spawn(T, SPEC, folder / "t.sock")
+            await asyncio.sleep(0)
+
+    async with HungZygote(folder) as hung:
+        spawning = asyncio.ensure_future(spawn())
+        try:
+            async with asyncio.timeout(60):
+                await hung.asked.wait()
+                await hangs._stays_up()
+        finally:
+            spawning.cancel()
+            hangs.zygote.close()
