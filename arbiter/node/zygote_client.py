@@ -61,8 +61,8 @@ class Zygote:
         return int(reply["pid"])
 
     async def spawn(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> int:
-        """Pid of the new child; the old one's when the ticket has a child already. Ask only a zygote
-        that has answered a ping."""
+        """Pid of the new child; the old one's when the ticket has a child already. The caller knows
+        that its imports are done."""
         message = {
             "op": "spawn",
             "ticket": ticket,
@@ -137,20 +137,23 @@ def equipped(spec: SpawnSpec, scratch: Path, uuids: Mapping[DeviceId, str]) -> S
 def start(settings: AgentSettings, path: Path, log: Path) -> int:
     """Exec a zygote that serves `path`; its pid. It is no child of ours and has a session of its
     own, so that neither Ray, which ends the children of a dying worker, nor the agent's death takes
-    it along: its children are engines with requests in flight."""
+    it along: its children are engines with requests in flight. Raises ZygoteError, OSError."""
     command = [sys.executable, "-m", settings.zygote_module]
     command += ["--socket", str(path), "--preload", ",".join(settings.preload)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    started = subprocess.run(
-        ["/bin/sh", "-c", '"$@" >>"$0" 2>&1 & echo $!', str(log), *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env=environment,  # what this process can import, the zygote can
-        start_new_session=True,
-        check=True,
-        timeout=ANSWER_S,
-    )
-    return int(started.stdout)
+    try:
+        started = subprocess.run(
+            ["/bin/sh", "-c", '"$@" >>"$0" 2>&1 & echo $!', str(log), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=environment,  # what this process can import, the zygote can
+            start_new_session=True,
+            check=True,
+            timeout=ANSWER_S,
+        )
+        return int(started.stdout)
+    except (subprocess.SubprocessError, ValueError) as error:
+        raise ZygoteError(f"its shell failed: {error!r}", is_away=True) from error
 
 
 def tail(log: Path, from_bytes: int) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,35 @@ async def test_zygote_that_hangs_over_a_spawn_is_given_up_after_three_pings(
         finally:
             spawning.cancel()
             hangs.zygote.close()
+
+
+@pytest.mark.spec("A19")
+@pytest.mark.parametrize(
+    "shell",
+    [
+        subprocess.TimeoutExpired("sh", 10),
+        subprocess.CalledProcessError(2, "sh"),
+        BlockingIOError("no process can be forked"),
+        subprocess.CompletedProcess("sh", 0, stdout=b""),
+    ],
+    ids=["slow", "failed", "not forked", "silent"],
+)
+async def test_start_that_fails_in_the_shell_is_tried_again_and_then_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shell: Exception | object
+) -> None:
+    """As on a machine that is short of memory."""
+    tries: list[object] = []
+
+    def run(*_: object, **__: object) -> object:
+        tries.append(shell)
+        if isinstance(shell, Exception):
+            raise shell
+        return shell
+
+    monkeypatch.setattr(zygote_client.subprocess, "run", run)
+    starts = supervisor(folder)
+    keeping = asyncio.ensure_future(starts.keep())
+    await eventually(lambda: starts.trouble or keeping.done())
+    assert not keeping.done(), keeping.exception()
+    assert "does not start" in str(starts.trouble) and len(tries) >= module.STARTS_FAILED
+    keeping.cancel()
