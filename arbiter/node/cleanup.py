@@ -1,10 +1,15 @@
 """What engines and agents leave on disk: logs that people read, and folders of no further use."""
 
+import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger("arbiter.agent")
 
 # Of each node. A model that breaks at each load is tried again after 2 s to 5 min, so this is at
 # least an hour of one and a day of most; a log is some kB, so a few MB.
@@ -26,26 +31,38 @@ class EngineLogs:
         """Links an engine's log here while it is written. What an earlier process of the ticket
         wrote stays beside it."""
         place = self._place(ticket)
-        if place.is_symlink():
-            return
-        if place.exists():
-            place.rename(place.with_suffix(".before.log"))
-        place.symlink_to(written)
+        with _warns(ticket):
+            if place.is_symlink():
+                return
+            if place.exists():
+                place.rename(place.with_suffix(".before.log"))
+            place.symlink_to(written)
 
     def keep(self, ticket: str, written: Path) -> None:
         """Moves the log of an engine that is gone here; the newest LOGS_KEPT of a node stay."""
-        if not written.exists():
-            return
         place = self._place(ticket)
-        place.unlink(missing_ok=True)
-        shutil.move(written, place)
-        self._drop_oldest()
+        with _warns(ticket):
+            if not written.exists():
+                return
+            place.unlink(missing_ok=True)
+            shutil.move(written, place)
+            self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         ended = [p for p in self._folder.glob("engine-*.log") if not p.is_symlink()]
         ended.sort(key=lambda p: p.stat().st_mtime_ns, reverse=True)
         for path in ended[LOGS_KEPT:]:
             path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _warns(ticket: str) -> Iterator[None]:
+    """A disk that is full costs a log, and neither a load nor the agent; nor does a file that the
+    agent of another node of this machine removed first."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("the log of engine %s may be lost: %s", ticket, error)
 
 
 def sweep(own: Path) -> None:
@@ -56,11 +73,11 @@ def sweep(own: Path) -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    if time.time() - folder.stat().st_mtime < ABANDONED_AFTER_S:
-        return False
     try:
+        if time.time() - folder.stat().st_mtime < ABANDONED_AFTER_S:
+            return False
         lock = os.open(folder / "zygote.lock", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except FileNotFoundError:  # the lock, or the whole folder
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

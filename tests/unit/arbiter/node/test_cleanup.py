@@ -1,5 +1,7 @@
 """What the node agent removes: folders of nodes that are gone, old logs."""
 
+import errno
+import json
 import os
 import time
 from pathlib import Path
@@ -7,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from arbiter.node import cleanup
+from arbiter.node.children import Children
 from arbiter.node.cleanup import EngineLogs, sweep
+from arbiter.units import TicketId
+
+T = TicketId("t")
 
 
 def test_folders_of_nodes_that_are_gone_are_removed_and_others_are_not(tmp_path: Path) -> None:
@@ -42,3 +48,66 @@ def test_only_the_newest_logs_of_ended_engines_are_kept(
     left = {p.name for p in tmp_path.glob("engine-*.log")}
     assert left == {"engine-living.log", "engine-newer.log", "engine-newest.log"}
     assert (tmp_path / "engine-newest.log").read_text() == "newest"
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the logs go."""
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cleanup.shutil, "move", fails)
+    monkeypatch.setattr(Path, "symlink_to", fails)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_log_that_finds_no_room_costs_no_engine_and_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs, written = EngineLogs(tmp_path / "logs"), tmp_path / "t.log"
+    written.touch()
+    logs.link(T, written)
+    logs.keep(T, written)
+    warned = [r.getMessage() for r in caplog.records]
+    assert len(warned) == 2 and all("engine t" in w and "No space left" in w for w in warned)
+
+
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.spec("A18")
+def test_agent_starts_and_removes_what_dead_engines_left_though_their_logs_find_no_room(
+    tmp_path: Path,
+) -> None:
+    left = [tmp_path / f"{T}.{kind}" for kind in ("child", "log", "sock")]
+    for path in left:
+        path.touch()
+    named = {"ticket": T, "pid": os.getpid(), "start_ticks": 1, "granted": []}  # another's pid
+    left[0].write_text(json.dumps(named))
+    logs = EngineLogs(tmp_path / "logs")
+    assert Children(tmp_path).recover(logs.keep) == (T,)
+    assert not any(path.exists() for path in left)
+
+
+def test_log_that_another_agent_of_the_machine_drops_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of a cluster may be on one machine, and have one folder of logs."""
+    logs, written, other = EngineLogs(tmp_path), tmp_path / "t.log", tmp_path / "engine-other.log"
+    written.touch()
+    other.touch()
+    real = Path.stat
+
+    def stat(path: Path, **how: bool) -> os.stat_result:
+        if path == other:
+            other.unlink(missing_ok=True)
+        return real(path, **how)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    logs.keep(T, written)
+    assert (tmp_path / f"engine-{T}.log").exists()
+
+
+def test_folder_that_another_agent_of_the_machine_removes_meanwhile_is_no_error(
+    tmp_path: Path,
+) -> None:
+    assert cleanup._is_abandoned(tmp_path / "gone")
