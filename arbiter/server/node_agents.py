@@ -4,7 +4,8 @@ with it."""
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
+from functools import partial
 from typing import Any
 
 import ray
@@ -37,7 +38,8 @@ class RayAgents:
         self._nodes: frozenset[NodeId] = frozenset()  # that lived at the last look
         self._handles: dict[NodeId, Any] = {}  # of their agents; none while one is to be started
         self._peers: dict[NodeId, rpc.Peer] = {}  # the shortest way to each
-        self._pending: set[asyncio.Future[Any]] = set()
+        # What each has not answered yet, by node, call and arguments.
+        self._pending: dict[tuple[Hashable, ...], asyncio.Future[None]] = {}
         self._causes: dict[NodeId, str] = {}  # why each agent ended last, until one answers
         self._pauses_s: dict[NodeId, float] = {}  # before the next start of it, likewise
         self._next_start_s: dict[NodeId, float] = {}  # monotonic
@@ -101,7 +103,7 @@ class RayAgents:
         for node in filter(self._may_start, living.keys() - self._handles.keys()):
             self._handles[node] = await asyncio.to_thread(self._start, node, living[node])
         for node in tuple(self._handles):
-            self._send(node, self._look_at(node, self._handles[node]))
+            self._send(node, "look", partial(self._look_at, node, self._handles[node]))
 
     async def dead(self, members: list[Member]) -> list[HolderId]:
         """Holders known to be dead: their node is gone, or its agent sees no such process."""
@@ -153,11 +155,11 @@ class RayAgents:
         if peer := self._peers.pop(node, None):
             peer.close()
 
-    def _say(self, node: NodeId, name: str, *args: Any) -> None:
+    def _say(self, node: NodeId, name: str, *args: Hashable) -> None:
         handle, peer = self._handles.get(node), self._peers.get(node)
         if handle is not None:
             nearest = peer if peer and peer.is_open else rpc.RayPeer(handle)
-            self._send(node, nearest.call(name, *args))
+            self._send(node, name, partial(nearest.call, name), *args)
 
     async def _look_at(self, node: NodeId, handle: Any) -> None:
         """Asks by Ray whether the agent lives, and connects to its socket on this node."""
@@ -168,10 +170,15 @@ class RayAgents:
             own_node = ray_internals.own_node()
             self._peers[node] = await rpc.connect_to_socket(handle, address, own_node)
 
-    def _send(self, node: NodeId, said: Awaitable[None]) -> None:
-        sent = asyncio.ensure_future(self._sent(node, said))
-        self._pending.add(sent)
-        sent.add_done_callback(self._pending.discard)
+    def _send(
+        self, node: NodeId, name: str, call: Callable[..., Awaitable[None]], *args: Hashable
+    ) -> None:
+        """Unless the same waits for its answer: what is repeated to an agent that hangs would pile
+        up without end."""
+        key = (node, name, *args)
+        if key not in self._pending:
+            self._pending[key] = sent = asyncio.ensure_future(self._sent(node, call(*args)))
+            sent.add_done_callback(lambda _: self._pending.pop(key))
 
     async def _sent(self, node: NodeId, said: Awaitable[None]) -> None:
         try:

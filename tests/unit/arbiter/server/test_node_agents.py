@@ -136,7 +136,7 @@ async def test_agent_that_cannot_start_is_started_at_growing_intervals(
 
     async def look() -> None:
         await made.look(lambda event: None)
-        await asyncio.gather(*made._pending)
+        await asyncio.gather(*made._pending.values())
 
     monkeypatch.setattr(node_agents.ray_internals, "own_node", lambda: N)
     monkeypatch.setattr(node_agents.ray_internals, "living_nodes", lambda: {N: "n"})
@@ -152,6 +152,37 @@ async def test_agent_that_cannot_start_is_started_at_growing_intervals(
     await look()  # it has lived, so it is started at once
     await look()
     assert starts_s[-2:] == [300, 300] and len(starts_s) == 12
+
+
+@pytest.mark.spec("A18", "J8")
+async def test_agent_that_hangs_is_asked_each_thing_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it answers, and then anew; however often the nodes are looked at or a kill repeated."""
+    asked, goes_on = list[tuple[object, ...]](), asyncio.Event()
+
+    async def ask(*said: object) -> None:
+        asked.append(said)
+        await goes_on.wait()
+
+    async def repeat() -> None:
+        for ticket in (JOB, JOB, TicketId("other")) * 5:
+            await made.look(lambda event: None)
+            made.kill(N, ticket)
+            made.probe(N)
+
+    monkeypatch.setattr(node_agents.ray_internals, "own_node", lambda: N)
+    monkeypatch.setattr(node_agents.ray_internals, "living_nodes", lambda: {N: "n"})
+    made = RayAgents(AgentSettings("no.zygote"))
+    made._handles[N] = FakeArbiter(rpc_address=ask, kill=ask, probe=ask)
+    await repeat()
+    expected = [(), (), (TicketId("other"),), (JOB,)]
+    assert sorted(asked) == sorted(expected) and len(made._pending) == len(expected)
+    goes_on.set()
+    await asyncio.gather(*made._pending.values())
+    await asyncio.sleep(0)
+    assert not made._pending
+    await repeat()
+    await asyncio.gather(*made._pending.values())
+    assert len(asked) > 2 * len(expected) and set(asked) == set(expected)
 
 
 @pytest.mark.spec("M1")
