@@ -137,7 +137,7 @@ class RayAgents:
 
     async def close(self) -> None:
         """End all agents and every engine and zygote of theirs."""
-        for node, handle in self._handles.items():
+        for node, handle in tuple(self._handles.items()):  # a call that fails takes one out
             self._forget_way(node)
             try:
                 async with asyncio.timeout(CLOSE_S):

@@ -185,6 +185,25 @@ async def test_agent_that_hangs_is_asked_each_thing_once(monkeypatch: pytest.Mon
     assert len(asked) > 2 * len(expected) and set(asked) == set(expected)
 
 
+@pytest.mark.spec("A19")
+async def test_every_agent_is_closed_though_another_ends_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, closed = RayAgents(AgentSettings("no.zygote")), list[str]()
+
+    def agent(name: str) -> FakeArbiter:
+        async def close() -> None:
+            closed.append(name)
+            made._handles.pop(NodeId("c"), None)  # a call to it has failed: it died
+
+        return FakeArbiter(close=close)
+
+    monkeypatch.setattr(node_agents.ray, "kill", lambda handle, no_restart: None)
+    made._handles = {NodeId(name): agent(name) for name in "abc"}
+    await made.close()
+    assert closed[:2] == ["a", "b"] and not made._handles
+
+
 @pytest.mark.spec("M1")
 async def test_readiness_of_a_node_is_its_agents_word_and_starting_without_it() -> None:
     async def warm() -> dict[str, str]:
