@@ -92,8 +92,9 @@ class Reports:
                 arbiter, seen = await self._found(), self._introduction()
                 has_changed = self._told not in (None, seen.devices)
                 news = (seen, *said) if has_changed else said
-                epoch = await arbiter.call("report", self._node, self._epoch, news)
-                if epoch != self._epoch:
+                sent = self._epoch
+                epoch = await arbiter.call("report", self._node, sent, news)
+                if epoch != sent:  # it was dropped, though another report may know the epoch by now
                     self._epoch = epoch
                     await arbiter.call("report", self._node, epoch, (seen, *said))
                 self._told = seen.devices

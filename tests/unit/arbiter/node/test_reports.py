@@ -148,6 +148,25 @@ async def test_new_epoch_is_told_the_devices_first() -> None:
     assert receiver.heard == [(said,), (SEEN, said)]
 
 
+@pytest.mark.spec("A18")
+async def test_reports_beside_each_other_are_both_heard_in_a_new_epoch() -> None:
+    """The arbiter drops what is said to an earlier one, and both were sent to that."""
+    receiver, both_sent, heard = ReportReceiver(), asyncio.Barrier(2), list[ev.Event]()
+
+    async def report(_: NodeId, epoch: Epoch, said: tuple[ev.Event, ...]) -> Epoch:
+        if epoch == 5:
+            await both_sent.wait()
+        else:
+            heard.extend(said)
+        return Epoch(6)
+
+    receiver.reports._arbiter = RayPeer(FakeArbiter(report=report))
+    gone = [ev.EngineGone(N, TicketId(name), True) for name in ("t", "u")]
+    async with asyncio.timeout(60):
+        assert await asyncio.gather(*(receiver.reports.say((one,)) for one in gone)) == [True, True]
+    assert heard == [SEEN, gone[0], SEEN, gone[1]] or heard == [SEEN, gone[1], SEEN, gone[0]]
+
+
 @pytest.mark.spec("B1")
 async def test_devices_that_have_changed_are_told_with_what_is_said_next() -> None:
     receiver, said = ReportReceiver(), ev.EngineGone(N, T, True)
