@@ -4,6 +4,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import ray
 from ray.exceptions import RayError
@@ -46,6 +48,8 @@ class Reports:
         self._told: tuple[types.DeviceSpec, ...] | None = None  # devices the arbiter heard of last
         self._arbiter: rpc.Peer | None = None
         self._finding = asyncio.Lock()
+        # One thread: Ray may take a minute, while reports give up sooner and ask again.
+        self._lookups = ThreadPoolExecutor(1, "arbiter-lookup")
         self._epoch: Epoch | None = None
         self._failure = ""  # of the arbiter, as logged last
 
@@ -167,7 +171,8 @@ class Reports:
         """Raises RayError, ValueError when there is no arbiter."""
         async with self._finding:
             if self._arbiter is None:
-                handle = ray.get_actor(NAME, namespace=NAMESPACE)
+                look_up = partial(ray.get_actor, NAME, namespace=NAMESPACE)
+                handle = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
                 address = (await handle.hello.remote()).get("rpc_address")
                 self._arbiter = await rpc.connect_to_socket(handle, address, self._node)
             return self._arbiter

@@ -1,6 +1,7 @@
 """What a node agent still has to say is said until somebody has heard it."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.node import reports
 from arbiter.node.device_probe import Tree
 from arbiter.node.reports import Reports
 from arbiter.protocol.rpc import ConnectionLost, RayPeer
@@ -115,6 +117,32 @@ async def test_broken_call_closes_no_connection_made_since() -> None:
     old.breaks["check_grant"].set()
     assert await checked is None
     assert receiver.reports._arbiter is new and old.is_closed and not new.is_closed
+
+
+@pytest.mark.spec("A10", "A18")
+async def test_ray_that_does_not_say_where_the_arbiter_is_stops_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One thread waits for it, however many reports have given up."""
+    receiver, has_turn, answers = ReportReceiver(), threading.Event(), threading.Event()
+    had_turn: list[bool] = []
+
+    def get_actor(*_: object, **__: object) -> None:
+        had_turn.append(has_turn.wait(5))
+        answers.wait(60)
+        raise ValueError("no arbiter")
+
+    monkeypatch.setattr(reports.ray, "get_actor", get_actor)
+    monkeypatch.setattr(reports, "REPORT_S", 0.05)
+    receiver.reports._arbiter = None
+    asyncio.get_running_loop().call_soon(has_turn.set)
+    try:
+        for _ in range(3):
+            assert not await receiver.reports.say(())
+        await eventually(lambda: had_turn)
+        assert had_turn == [True]
+    finally:
+        answers.set()
 
 
 @pytest.mark.spec("A18")
