@@ -103,7 +103,9 @@ class HolderClient:
             return None
         self.calls_count += 1
         try:
-            granted: messages.Granted = await arbiter.call("acquire", epoch, requested)
+            granted: messages.Granted = await self.session.call(
+                arbiter, "acquire", epoch, requested
+            )
         except StaleEpoch as stale:
             self.session.lose(epoch)
             if stale.sent == stale.current:  # we were counted as dead, and the ticket with us
@@ -122,7 +124,9 @@ class HolderClient:
         if arbiter is None or not await self._flushed():  # that it gave back goes first
             raise ArbiterUnavailable(0.0)
         try:
-            granted: messages.Granted = await arbiter.call("grow", self.epoch, self.holder, asked)
+            granted: messages.Granted = await self.session.call(
+                arbiter, "grow", self.epoch, self.holder, asked
+            )
         except rpc.ConnectionLost:
             raise ArbiterUnavailable(0.0) from None
         except asyncio.CancelledError:

@@ -104,6 +104,24 @@ class Session:
                 wait.cancel()
         return event.is_set()
 
+    async def call(
+        self, arbiter: rpc.Peer, name: str, *args: Any, within_s: float | None = None
+    ) -> Any:
+        """As `Peer.call`. Raises ConnectionLost also when the epoch ended before the answer, which
+        Ray does not tell of an arbiter that hangs, and when there is none within this time."""
+        answer = asyncio.ensure_future(arbiter.call(name, *args))
+        lost = asyncio.ensure_future(self.lost.wait())
+        try:
+            await asyncio.wait(
+                {answer, lost}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            answer.cancel()  # unless it is done
+            lost.cancel()
+        if not answer.done():
+            raise rpc.ConnectionLost(name)
+        return answer.result()
+
     def lose(self, epoch: Epoch) -> None:
         """A call failed: that epoch is over, or this holder is not in it."""
         if self.epoch == epoch:
@@ -231,7 +249,7 @@ class Session:
             counted = self.runs.usage(), self.runs.times()
             renewed = ev.Renewed(self.holder, self._held_tickets(), runs, dropped, *counted)
             try:
-                await arbiter.call("renew", epoch, renewed)
+                await self.call(arbiter, "renew", epoch, renewed, within_s=ANSWER_S)
             except (StaleEpoch, rpc.ConnectionLost, rpc.RemoteError):
                 self.lose(epoch)
             else:
@@ -281,7 +299,7 @@ class Session:
     async def _send_first(self, epoch: Epoch, arbiter: rpc.Peer) -> None:
         event = self._outbox[0]
         try:
-            await arbiter.call("tell", epoch, self.holder, event)
+            await self.call(arbiter, "tell", epoch, self.holder, event, within_s=ANSWER_S)
         except (StaleEpoch, rpc.ConnectionLost):
             return self.lose(epoch)
         except (rpc.RemoteError, RequestError) as error:

@@ -15,8 +15,10 @@ from arbiter.core import types
 from arbiter.core.settings import Timeouts
 from arbiter.errors import ArbiterUnavailable, StaleEpoch, TicketClosed
 from arbiter.protocol import messages
+from arbiter.protocol.rpc import RayPeer
 from arbiter.units import Bytes, Epoch, HolderId, Span, TicketId, seconds
 from tests.support.fake_arbiter import FakeArbiter, joined_client, let_go
+from tests.support.waits import eventually
 
 HASTY = Timeouts(barrier=seconds(1))
 ASKED = ev.Requested(TicketId("t"), HolderId("h"), "chat", "m", types.Need(Bytes(1)))
@@ -38,6 +40,35 @@ async def test_request_behind_unsent_messages_fails_when_the_arbiter_stays_unrea
         with pytest.raises(ArbiterUnavailable):
             await client.acquire(ASKED)
     await client.close()
+
+
+@pytest.mark.spec("A18")
+async def test_request_to_an_arbiter_that_hangs_is_asked_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By Ray, whose calls end with the process they went to. A growth is refused meanwhile."""
+    monkeypatch.setattr(HolderClient.joined, "__defaults__", (60.0,))
+    client, asked = joined_client(FakeArbiter()), list[object]()
+
+    async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:
+        asked.append(epoch)
+        return given(requested, epoch)
+
+    async with asyncio.timeout(60):
+        asking = asyncio.ensure_future(client.acquire(ASKED))
+        growing = asyncio.ensure_future(client.grow(TicketId("t"), Bytes(5), Span(7)))
+        await eventually(lambda: client.calls_count == 1)
+        client.session.lose(Epoch(5))  # another call has found it
+        with pytest.raises(ArbiterUnavailable):
+            await growing
+        assert not asking.done()
+        client.session.arbiter = RayPeer(FakeArbiter(acquire=acquire))
+        client.session.epoch = Epoch(6)
+        client.session.lost.clear()
+        client.session.joined.set()
+        assert (await asking).epoch == 6
+    assert asked == [6]
+    await let_go(client)
 
 
 @pytest.mark.spec("A14")

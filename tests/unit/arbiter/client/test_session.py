@@ -86,6 +86,35 @@ async def test_outbox_of_withdrawals_alone_is_bounded(monkeypatch: pytest.Monkey
     await let_go(client)
 
 
+@pytest.mark.spec("A18")
+@pytest.mark.parametrize("hangs", ["renew", "tell"])
+async def test_epoch_of_an_arbiter_that_hangs_is_over(
+    monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    """By Ray, whose calls nothing else ends."""
+    monkeypatch.setattr(session, "RENEW_S", 0.01)
+    monkeypatch.setattr(session, "ANSWER_S", 0.05)
+
+    async def answers(*_: object) -> None: ...
+
+    [other] = {"renew", "tell"} - {hangs}
+    client = joined_client(FakeArbiter(**{other: answers}))
+    client.tell(ev.Withdrawn(TicketId("t")))
+    async with asyncio.timeout(60):
+        await client.session.lost.wait()
+    assert client.epoch is None
+    told: list[object] = []
+
+    async def tell(*said: object) -> None:
+        told.append(said)
+
+    monkeypatch.setattr(session, "ANSWER_S", 60.0)
+    rejoin(client, FakeArbiter(renew=answers, tell=tell))
+    await client.flush(60)
+    assert told == ([(6, "h", ev.Withdrawn(TicketId("t")))] if hangs == "tell" else [])
+    await let_go(client)
+
+
 async def test_connection_ended_by_a_bug_is_raised_by_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
