@@ -83,7 +83,8 @@ class ArbiterActor:
             self._hours,
             boot.usage_looks_count,
         )
-        self._start(self._watch.run())
+        self._start(self._watch.watch_nodes())
+        self._start(self._watch.keep())
         self._start(export_forever(self._shell.samples))
         self._start(heap.trim_forever())
 

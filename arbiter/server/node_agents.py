@@ -2,6 +2,7 @@
 with it."""
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Hashable
@@ -109,15 +110,18 @@ class RayAgents:
         """Holders known to be dead: their node is gone, or its agent sees no such process."""
         asked = [m for m in members if m.node in self._handles and m.pid]
         gone = [m.holder for m in members if m.node not in self._nodes]
-        for node in {m.node for m in asked}:
-            here = [m for m in asked if m.node == node]
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    living = await self._handles[node].living.remote([m.pid for m in here])
-            except (ray.exceptions.RayError, TimeoutError, KeyError):
-                continue  # asked again at the next look
-            gone += [m.holder for m in here if living.get(m.pid) != m.start_ticks]
-        return gone
+        nodes = {m.node for m in asked}
+        told = (self._dead_on(node, [m for m in asked if m.node == node]) for node in nodes)
+        return gone + list(itertools.chain(*await asyncio.gather(*told)))
+
+    async def _dead_on(self, node: NodeId, here: list[Member]) -> list[HolderId]:
+        """None of an agent that does not answer: it is asked again at the next look."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                living = await self._handles[node].living.remote([m.pid for m in here])
+        except (ray.exceptions.RayError, TimeoutError, KeyError):
+            return []
+        return [m.holder for m in here if living.get(m.pid) != m.start_ticks]
 
     async def readiness(self) -> dict[str, dict[str, str]]:
         """Says of each living node whether engines start there as fast as they can."""

@@ -33,8 +33,9 @@ class NodeAgents(Protocol):
 
 
 class NodeWatch:
-    """Runs until it is cancelled. `sweep`: forgets what ended while no client asked.
-    `usage_looks_count`: as StartConfig has it."""
+    """`watch_nodes` and `keep` run until they are cancelled. `sweep`: keeps leases that no process
+    holds, and forgets what ended while no client asked. `usage_looks_count`: as StartConfig has
+    it."""
 
     def __init__(
         self,
@@ -57,13 +58,19 @@ class NodeWatch:
         self._usage_parts: list[list[ModelName]] = []  # that are looked at next
         self._usage_part = 0  # the first of them
 
-    async def run(self) -> None:
-        for looks_count in itertools.count(1):
+    async def watch_nodes(self) -> None:
+        """Waits for Ray and for agents, which may take long to answer."""
+        while True:
             try:
                 await self._agents.look(self._shell.feed)
                 await self.drop_dead_holders()
             except ray.exceptions.RayError as error:
                 logger.warning("cannot see the nodes: %r; next look in %.0f s", error, LOOK_S)
+            await asyncio.sleep(LOOK_S)
+
+    async def keep(self) -> None:
+        """Waits for nothing, because leases end that are not kept each second."""
+        for looks_count in itertools.count(1):
             self.save_learned()
             if self._usage_parts or looks_count % self._usage_looks_count == 0:
                 self.save_usage()

@@ -14,11 +14,13 @@ from arbiter.metrics.samples import from_plain
 from arbiter.protocol import messages
 from arbiter.server import shell
 from arbiter.server.actor import ArbiterActor
+from arbiter.server.lease_service import LeaseService
 from arbiter.server.node_agents import RayAgents
 from arbiter.server.store import Member, Store
 from arbiter.units import Bytes, Epoch, HolderId, NodeId, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
+from tests.support.fake_arbiter import never
 from tests.support.heap_trims import begun_trims
 from tests.support.hours import hours_away
 from tests.support.local_arbiter import TABLE, Running
@@ -48,6 +50,20 @@ async def test_ended_session_leaves_no_pending_keepalive(running: Running) -> No
         await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
         await ended(second)
         assert not actor._session_ends
+
+
+@pytest.mark.spec("A15", "A18")
+async def test_leases_are_looked_at_while_ray_does_not_say_what_nodes_there_are(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept = asyncio.Event()
+    monkeypatch.setattr(RayAgents, "look", never)
+    monkeypatch.setattr(LeaseService, "sweep", lambda service: swept.set())
+    async with running():
+        for _ in range(2):
+            async with asyncio.timeout(60):
+                await swept.wait()
+            swept.clear()
 
 
 @pytest.mark.spec("C12")

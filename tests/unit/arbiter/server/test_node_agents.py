@@ -91,6 +91,22 @@ async def test_agent_identifies_dead_holders_by_pid_and_start_time() -> None:
     assert sorted(await agents.dead(asked)) == ["elsewhere", "gone", "replaced"]
 
 
+@pytest.mark.spec("A18")
+async def test_agents_are_asked_for_dead_holders_beside_each_other() -> None:
+    """Each may take seconds not to answer."""
+    all_asked = asyncio.Barrier(3)
+
+    async def living(pids: list[int]) -> dict[int, int]:
+        await all_asked.wait()
+        return {}
+
+    agents, nodes = RayAgents(AgentSettings("no.zygote")), [NodeId(name) for name in "abc"]
+    agents._nodes = frozenset(nodes)
+    agents._handles = {node: FakeArbiter(living=living) for node in nodes}
+    asked = [Member(HolderId(f"of {node}"), node, 7, 9) for node in nodes]
+    assert sorted(await agents.dead(asked)) == ["of a", "of b", "of c"]
+
+
 @pytest.mark.spec("B1")
 async def test_an_agent_that_cannot_start_says_why_once_until_one_answers(
     monkeypatch: pytest.MonkeyPatch,
