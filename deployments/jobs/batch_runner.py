@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from arbiter.errors import RequestError
@@ -22,7 +23,7 @@ from deployments.jobs.calls import Again, Answer, attempt
 from deployments.jobs.errors import StorageFailed, StorageFull, Superseded, TooMuch
 from deployments.jobs.line_queue import LineQueue
 from deployments.jobs.runner import STORAGE_AGAIN_S, SWEEP_S, Blocking, rounds
-from deployments.replica.background import log_failure
+from deployments.replica.background import BackgroundTasks, log_failure
 
 logger = logging.getLogger("ray.serve")
 
@@ -46,6 +47,7 @@ class BatchRunner:
         self._service, self._config = service, config
         self._queue = LineQueue(store.lines, time.monotonic)
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._endings = BackgroundTasks()  # of lines; nothing cancels them
         self._steps: dict[str, asyncio.Task[None]] = {}  # a batch's validation or end
         self._finished: list[Finished] = []
         self._flushing: asyncio.Task[None] | None = None
@@ -70,6 +72,7 @@ class BatchRunner:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        await self._endings.done()
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -204,6 +207,16 @@ class BatchRunner:
             task = asyncio.create_task(self._carry(batch, line))
             self._running[batch.id, line.number] = task
             task.add_done_callback(log_failure)
+            # No `finally` of the task: a cancelled one would not end what it has in hand there.
+            task.add_done_callback(partial(self._ended, batch, line))
+
+    def _ended(self, batch: Batch, line: Line, task: asyncio.Task[None]) -> None:
+        del self._running[batch.id, line.number]
+        self._endings.begin(self._end_line(batch))
+
+    async def _end_line(self, batch: Batch) -> None:
+        await self._blocking(self._queue.end, batch)
+        self.wake()
 
     @property
     def _is_stuck(self) -> bool:
@@ -234,10 +247,6 @@ class BatchRunner:
         except (StorageFull, StorageFailed) as error:
             logger.error("%s line %d waits: %s", batch.id, line.number, error)
             await self._put_back(batch, line, STORAGE_AGAIN_S)
-        finally:
-            await self._blocking(self._queue.end, batch)
-            del self._running[batch.id, line.number]
-            self.wake()
 
     async def _put_back(self, batch: Batch, line: Line, after_s: float) -> None:
         await self._blocking(self._queue.put_back, batch, line, time.monotonic() + after_s)

@@ -42,6 +42,10 @@ BUGS = [
     Bug("a call goes on for a client that left", "deployments/front/service.py", "_translated",
         "response.cancel()",
         "pass"),
+    Bug("a line that was cancelled keeps its place", "deployments/jobs/batch_runner.py", "BatchRunner._ended",
+        "del self._running[batch.id, line.number]",
+        "if not task.cancelled():\n"
+        "    del self._running[batch.id, line.number]"),
     Bug("a full replica is asked", "deployments/routing/rank.py", "rank.price",
         "one.is_full",
         ""),
