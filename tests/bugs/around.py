@@ -46,6 +46,12 @@ BUGS = [
         "del self._running[batch.id, line.number]",
         "if not task.cancelled():\n"
         "    del self._running[batch.id, line.number]"),
+    Bug("a line that a bug ends runs again at once", "deployments/jobs/batch_runner.py", "BatchRunner._go_on",
+        "return self._step(batch, asyncio.sleep(FAILED_AGAIN_S))",
+        "return None"),
+    Bug("a line that a bug ends runs again for ever", "deployments/jobs/batch_runner.py", "BatchRunner._ended",
+        "self._failures[batch.id, line.number] += 1",
+        "pass"),
     Bug("a full replica is asked", "deployments/routing/rank.py", "rank.price",
         "one.is_full",
         ""),

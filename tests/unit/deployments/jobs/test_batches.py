@@ -216,6 +216,30 @@ async def test_lines_that_end_while_their_batch_is_cancelled_leave_room_for_othe
     assert not +runner._queue._in_flight and not +runner._queue._tenants
 
 
+@pytest.mark.spec("J4", "L3")
+async def test_line_whose_calls_a_bug_ends_is_tried_three_times_and_harms_no_other(
+    service: JobsService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, tries = batch_runner.attempt, []
+
+    async def fails_for_one(service: Any, path: str, body: bytes, *rest: Any, **named: Any) -> Any:
+        if b"poison" in body:
+            tries.append(time.monotonic())
+            raise ValueError("a bug")
+        return await attempt(service, path, body, *rest, **named)
+
+    monkeypatch.setattr(batch_runner, "attempt", fails_for_one)
+    monkeypatch.setattr(batch_runner, "FAILED_AGAIN_S", 0.2)
+    await begin(service, [line("a"), line("poison"), line("b")])
+    plain = (await ended(service)).plain
+    assert (plain["status"], plain["request_counts"]["completed"]) == ("completed", 2)
+    [row] = await results(service, plain["error_file_id"])
+    assert (row["custom_id"], row["error"]["code"]) == ("poison", "internal_error")
+    assert len(tries) == batch_runner.FAILED_TRIES
+    assert tries[-1] - tries[0] >= 0.4, "not at once"
+    assert not service._batch_runner._failures
+
+
 def until(look: Callable[[], object]) -> None:
     """Blocks a thread until `look` is true."""
     deadline_s = time.monotonic() + WAIT_S
