@@ -139,7 +139,7 @@ class Generates(Streams):
 class Samples(Generates):
     stream_options: dict[str, Any] | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: str | list[str] | None = Field(None, max_length=MAX_STOPS)
+    stop: Annotated[list[str], Field(max_length=MAX_STOPS)] | str | None = None
     seed: int | None = None
     max_tokens: int | None = Field(None, ge=0)
     presence_penalty: float | None = None

@@ -168,6 +168,12 @@ async def test_a_wrong_field_is_named_before_anything_is_loaded(field: str, valu
     assert await refused(PLAIN | {field: value}) == field
 
 
+@pytest.mark.spec("J1")
+@pytest.mark.parametrize("stop", ["<|end_of_my_long_answer|>" * 40, ["<|end|>" * 40] * 16, ""])
+async def test_how_long_a_stop_text_is_counts_for_nothing(stop: Any) -> None:
+    assert (await call(PLAIN | {"stop": stop}))[1]["stop"] == stop
+
+
 @pytest.mark.spec("L3")
 @pytest.mark.parametrize("field", sorted(PRIVATE))
 async def test_fields_that_act_on_the_engine_are_refused(field: str) -> None:
