@@ -275,11 +275,27 @@ class Reranks(Body):
         return value
 
 
+_NOT_TAKEN = Field(None, description="not taken; give `text_1` and `text_2`")
+
+
 class Scores(Body):
     """POST /v1/score: one text against one or many, or as many against each other."""
 
     text_1: str | list[str] = Field(min_length=1)
     text_2: str | list[str] = Field(min_length=1)
+    # vLLM's other names of the two, which it prefers, and in which it takes pictures.
+    queries: None = _NOT_TAKEN
+    documents: None = _NOT_TAKEN
+    items: None = _NOT_TAKEN
+    data_1: None = _NOT_TAKEN
+    data_2: None = _NOT_TAKEN
+
+    @field_validator("queries", "documents", "items", "data_1", "data_2", mode="before")
+    @classmethod
+    def _not_taken(cls, value: object) -> object:
+        if value is not None:
+            raise ValueError("is not taken; give texts as `text_1` and `text_2`")
+        return value
 
     @field_validator("text_2")
     @classmethod

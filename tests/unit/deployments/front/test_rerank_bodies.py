@@ -9,6 +9,8 @@ from deployments.front.request import BadRequest, parse
 
 RERANK, SCORE, CLASSIFY = "/v1/rerank", "/v1/score", "/v1/classify"
 ASKED = {"model": "m", "query": "which?"}
+# What vLLM would fetch.
+SEEN = {"content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}
 
 
 async def read(path: str, body: dict[str, Any]) -> Any:
@@ -32,7 +34,7 @@ async def test_each_form_is_taken(path: str, body: dict[str, Any]) -> None:
     assert (await read(path, body)).fields == body
 
 
-@pytest.mark.spec("H7", "L3")
+@pytest.mark.spec("H7", "L2", "L3")
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -49,6 +51,11 @@ async def test_each_form_is_taken(path: str, body: dict[str, Any]) -> None:
         (SCORE, {"model": "m", "text_2": "a"}, "text_1"),
         (SCORE, {"model": "m", "text_1": "a", "text_2": []}, "text_2"),
         (SCORE, {"model": "m", "text_1": ["a", "b"], "text_2": ["b", "c", "d"]}, "text_2"),
+        *[
+            (path, {"model": "m", "text_1": "a", "text_2": "b", name: SEEN}, name)
+            for path in (SCORE, "/score")
+            for name in ("queries", "documents", "items", "data_1", "data_2")
+        ],
         (CLASSIFY, {"model": "m"}, "input"),
         (CLASSIFY, {"model": "m", "input": {"a": 1}}, "input"),
     ],
