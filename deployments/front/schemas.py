@@ -275,6 +275,12 @@ class Reranks(Body):
     """POST /v1/rerank: `documents`, as Jina and Cohere have it, or `texts`, as text-embeddings-
     inference (TEI) does, whose answer is then given."""
 
+    model: str = Field(
+        "",
+        min_length=1,
+        max_length=MAX_NAME,
+        description="absent, as TEI's clients have it: the only model here that reranks",
+    )
     query: str = Field(min_length=1)
     texts: list[str] | None = Field(
         None, min_length=1, max_length=MAX_DOCUMENTS, description="TEI's form, for `documents`"

@@ -42,6 +42,8 @@ async def test_each_form_is_taken(path: str, body: dict[str, Any]) -> None:
     ("path", "body", "field"),
     [
         (RERANK, {"model": "m", "documents": ["a"]}, "query"),
+        (RERANK, {"model": "", "query": "x", "texts": ["a"]}, "model"),
+        (RERANK, {"model": 7, "query": "x", "texts": ["a"]}, "model"),
         (RERANK, {"model": "m", "query": "", "documents": ["a"]}, "query"),
         (RERANK, ASKED, "documents"),
         (RERANK, ASKED | {"documents": ["a"], "texts": ["a"]}, "documents"),
