@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from deployments.jobs.line_queue import LineQueue
 from deployments.jobs.service import JobsService
 from tests.support.jobs import (
     CHAT,
-    WAIT_S,
     Capability,
     begin,
     ended,
@@ -30,7 +29,7 @@ from tests.support.jobs import (
     results,
     upload,
 )
-from tests.support.waits import eventually
+from tests.support.waits import eventually, wait_in_thread
 
 
 @pytest.fixture
@@ -197,11 +196,11 @@ async def test_lines_that_end_while_their_batch_is_cancelled_leave_room_for_othe
 
     def removed(queue: LineQueue, batch_id: str) -> None:
         loop.call_soon_threadsafe(capability.gate.set)
-        until(lambda: runner._finished)
+        wait_in_thread(lambda: runner._finished)
         remove(queue, batch_id)
 
     def ended_late(queue: LineQueue, batch: Batch) -> None:
-        until(lambda: all(task.done() for task in list(runner._running.values())))
+        wait_in_thread(lambda: all(task.done() for task in list(runner._running.values())))
         end(queue, batch)
 
     monkeypatch.setattr(LineQueue, "remove", removed)
@@ -238,14 +237,6 @@ async def test_line_whose_calls_a_bug_ends_is_tried_three_times_and_harms_no_oth
     assert len(tries) == batch_runner.FAILED_TRIES
     assert tries[-1] - tries[0] >= 0.4, "not at once"
     assert not service._batch_runner._failures
-
-
-def until(look: Callable[[], object]) -> None:
-    """Blocks a thread until `look` is true."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not look():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 @pytest.mark.spec("J4")
