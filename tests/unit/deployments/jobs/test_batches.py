@@ -179,6 +179,9 @@ async def test_cancelled_batch_keeps_the_results_it_has(
     assert len(found) == plain["request_counts"]["completed"] >= 2
     assert capability.cancelled_count == 1
     assert (await service.cancel_batch("t", "batch_b")).state == "cancelled"
+    capability.gate.set()
+    await begin(service, [line("a")], "batch_c")
+    assert (await ended(service, "batch_c")).completed == 1, "the only place is free again"
 
 
 @pytest.mark.spec("J4", "L1")
