@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -28,7 +29,11 @@ from deployments.messages import ACQUIRE, ACQUIRE_S
 # does the front), 20 alternatives per token. MAX_MESSAGES is far above any use seen.
 MAX_CHOICES, MAX_TOOLS, MAX_STOPS, MAX_LOGPROBS = 128, 128, 16, 20
 MAX_MESSAGES = 10_000
-MAX_DOCUMENTS = 2_048  # of one rerank, score or classify: Jina's bound; Cohere advises 1,000
+# Texts of one embedding (OpenAI's bound), rerank, score or classify (Jina's; Cohere advises 1,000).
+MAX_DOCUMENTS = 2_048
+# Prompts of one completion. Each takes a place among the 2,000 that wait for an engine
+# (deployments.engines.vllm.batch_gate.MAX_WAITING), which other tenants' requests need, too.
+MAX_PROMPTS = 128
 MAX_SPOKEN = 4_096  # characters of one speech: OpenAI's bound
 MAX_PROMPT = 10_000  # characters before a transcript; Whisper reads the last 224 tokens of them
 MAX_CACHE_KEY = 512  # of `prompt_cache_key`; OpenAI takes 64
@@ -67,6 +72,22 @@ Message = Annotated[
         }
     ),
 ]
+
+
+def _at_most(most: int) -> AfterValidator:
+    """Bounds a list of inputs that is not empty; a list of numbers is one input, by its tokens."""
+
+    def checked(value: str | list[Any]) -> str | list[Any]:
+        is_one = isinstance(value, str) or isinstance(value[0], int)
+        if not is_one and len(value) > most:
+            raise ValueError(f"{len(value)} inputs; at most {most} in one request")
+        return value
+
+    return AfterValidator(checked)
+
+
+_NOT_EMPTY = Field(min_length=1)
+Texts = Annotated[str | list[str], _NOT_EMPTY, _at_most(MAX_DOCUMENTS)]
 
 
 class Body(BaseModel):
@@ -139,7 +160,7 @@ class Generates(Streams):
 class Samples(Generates):
     stream_options: dict[str, Any] | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: str | list[str] | None = Field(None, max_length=MAX_STOPS)
+    stop: Annotated[list[str], Field(max_length=MAX_STOPS)] | str | None = None
     seed: int | None = None
     max_tokens: int | None = Field(None, ge=0)
     presence_penalty: float | None = None
@@ -181,7 +202,7 @@ class Acquire(Body):
 class Completion(Samples):
     """POST /v1/completions"""
 
-    prompt: str | list[Any] = Field(min_length=1)
+    prompt: Annotated[str | list[Any], _NOT_EMPTY, _at_most(MAX_PROMPTS)]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
 
@@ -237,7 +258,7 @@ class CountTokens(Body):
 class Embeddings(Body):
     """POST /v1/embeddings"""
 
-    input: str | list[Any] = Field(min_length=1)
+    input: Annotated[str | list[Any], _NOT_EMPTY, _at_most(MAX_DOCUMENTS)]
     dimensions: int | None = Field(None, ge=1)
     encoding_format: Literal["float", "base64"] | None = None
 
@@ -254,6 +275,12 @@ class Reranks(Body):
     """POST /v1/rerank: `documents`, as Jina and Cohere have it, or `texts`, as text-embeddings-
     inference (TEI) does, whose answer is then given."""
 
+    model: str = Field(
+        "",
+        min_length=1,
+        max_length=MAX_NAME,
+        description="absent, as TEI's clients have it: the only model here that reranks",
+    )
     query: str = Field(min_length=1)
     texts: list[str] | None = Field(
         None, min_length=1, max_length=MAX_DOCUMENTS, description="TEI's form, for `documents`"
@@ -275,11 +302,27 @@ class Reranks(Body):
         return value
 
 
+_NOT_TAKEN = Field(None, description="not taken; give `text_1` and `text_2`")
+
+
 class Scores(Body):
     """POST /v1/score: one text against one or many, or as many against each other."""
 
-    text_1: str | list[str] = Field(min_length=1)
-    text_2: str | list[str] = Field(min_length=1)
+    text_1: Texts
+    text_2: Texts
+    # vLLM's other names of the two, which it prefers, and in which it takes pictures.
+    queries: None = _NOT_TAKEN
+    documents: None = _NOT_TAKEN
+    items: None = _NOT_TAKEN
+    data_1: None = _NOT_TAKEN
+    data_2: None = _NOT_TAKEN
+
+    @field_validator("queries", "documents", "items", "data_1", "data_2", mode="before")
+    @classmethod
+    def _not_taken(cls, value: object) -> object:
+        if value is not None:
+            raise ValueError("is not taken; give texts as `text_1` and `text_2`")
+        return value
 
     @field_validator("text_2")
     @classmethod
@@ -294,7 +337,7 @@ class Scores(Body):
 class Classifies(Body):
     """POST /v1/classify"""
 
-    input: str | list[str] = Field(min_length=1)
+    input: Texts
 
 
 def _uploaded(size: object) -> object:

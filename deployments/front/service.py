@@ -39,11 +39,12 @@ from deployments.config.task_section import TaskConfig
 from deployments.front.keys import Caller, Scope
 from deployments.front.kv_use import KeyTerms, asked_term, keeps_kv, term_of
 from deployments.front.model_names import ModelNames, Target
-from deployments.front.request import ParsedRequest, call_of
+from deployments.front.request import BadRequest, ParsedRequest, call_of
 from deployments.remotes.offers import RemoteCall
 from deployments.remotes.remotes import Remotes
 from deployments.replica.background import BackgroundTasks
 from deployments.tasks.climb import TaskCall, climb
+from deployments.tasks.fit import served_paths
 
 logger = logging.getLogger("ray.serve")
 
@@ -123,9 +124,9 @@ class InferenceService:
     ) -> messages.InferenceCall:
         """`scopes`: of the caller's key. `model`: in place of the one asked for, of which it is a
         rung. Raises UnknownModel, AdapterAmbiguous, AdapterInvalid; NotServedHere where the table
-        lists other paths for the model's capability; for a remote model what Remotes.call
-        raises."""
-        name = model or asked.model
+        lists other paths for the model's capability; BadRequest where no model is named and not
+        just one serves the path; for a remote model what Remotes.call raises."""
+        name = model or asked.model or self._only(asked.path)
         if self.remotes.has(name):
             return self.remotes.call(asked, name, Caller(tenant, scopes))
         target = self.names.find(name, tenant)
@@ -136,6 +137,19 @@ class InferenceService:
         config = capability.models[target.model]
         term = self._term(asked, target, config, tenant) if keeps_kv(capability, config) else None
         return call_of(asked, target, config, tenant, term=term)
+
+    def _only(self, path: str) -> str:
+        """The model of a request that names none, as those of TEI's clients. Raises BadRequest."""
+        found = sorted(
+            model
+            for capability in self._table.capabilities.values()
+            if path in served_paths(capability)
+            for model in capability.models
+        )
+        if len(found) != 1:
+            which = f"name one of {', '.join(found)}" if found else f"no model here serves {path}"
+            raise BadRequest(f"`model`: {which}", "model")
+        return found[0]
 
     def _term(
         self, asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str

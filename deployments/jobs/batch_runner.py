@@ -8,7 +8,9 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from arbiter.errors import RequestError
@@ -22,13 +24,18 @@ from deployments.jobs.calls import Again, Answer, attempt
 from deployments.jobs.errors import StorageFailed, StorageFull, Superseded, TooMuch
 from deployments.jobs.line_queue import LineQueue
 from deployments.jobs.runner import STORAGE_AGAIN_S, SWEEP_S, Blocking, rounds
-from deployments.replica.background import log_failure
+from deployments.replica.background import BackgroundTasks, log_failure
 
 logger = logging.getLogger("ray.serve")
 
 CHUNK = 500  # lines in one transaction, of validation and of expiry
 ROOM_AGAIN_S = 30.0  # between two looks whether a tenant's files leave room for results
+FAILED_TRIES, FAILED_AGAIN_S = 3, 5.0  # of a line whose calls a bug ends, and between two of them
 YIELD_EVERY = 20  # lines checked between two looks at other work: some ms
+_FAILED = {
+    "code": "internal_error",
+    "message": f"This request failed {FAILED_TRIES} times by an error in the server; see its log.",
+}
 
 
 class BatchRunner:
@@ -46,6 +53,8 @@ class BatchRunner:
         self._service, self._config = service, config
         self._queue = LineQueue(store.lines, time.monotonic)
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._failures: Counter[tuple[str, int]] = Counter()  # bugs that ended a line's call
+        self._endings = BackgroundTasks()  # of lines; nothing cancels them
         self._steps: dict[str, asyncio.Task[None]] = {}  # a batch's validation or end
         self._finished: list[Finished] = []
         self._flushing: asyncio.Task[None] | None = None
@@ -70,6 +79,7 @@ class BatchRunner:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        await self._endings.done()
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -98,15 +108,16 @@ class BatchRunner:
 
     async def _go_on(self, batch: Batch) -> None:
         """Finalizes it when each line has its result. Lines are left where a bug ended their calls
-        without one: they are run again."""
+        without one: they run again, FAILED_TRIES times in all."""
         is_new = batch.id not in self._queue.batches
         if not is_new and await self._is_open(batch):
             return
         if await self._blocking(self._store.some_lines, batch.id, 1):
-            await self._blocking(self._queue.add, batch)
             if not is_new:
                 logger.error("batch %s has lines that got no result; they run again", batch.id)
-                return  # at the next look, not at once
+                await self._blocking(self._queue.remove, batch.id)
+                return self._step(batch, asyncio.sleep(FAILED_AGAIN_S))
+            await self._blocking(self._queue.add, batch)
             self.wake()
             return
         await self._blocking(self._queue.remove, batch.id)
@@ -173,6 +184,7 @@ class BatchRunner:
         for task in mine:
             task.cancel()
         await asyncio.gather(*mine, return_exceptions=True)
+        self._failures = Counter({k: n for k, n in self._failures.items() if k[0] != batch.id})
         await self._flush()
         while batch.outcome == "expired":
             lines = await self._blocking(self._store.some_lines, batch.id, CHUNK)
@@ -204,6 +216,18 @@ class BatchRunner:
             task = asyncio.create_task(self._carry(batch, line))
             self._running[batch.id, line.number] = task
             task.add_done_callback(log_failure)
+            # No `finally` of the task: a cancelled one would not end what it has in hand there.
+            task.add_done_callback(partial(self._ended, batch, line))
+
+    def _ended(self, batch: Batch, line: Line, task: asyncio.Task[None]) -> None:
+        del self._running[batch.id, line.number]
+        if not task.cancelled() and task.exception() is not None:
+            self._failures[batch.id, line.number] += 1
+        self._endings.begin(self._end_line(batch))
+
+    async def _end_line(self, batch: Batch) -> None:
+        await self._blocking(self._queue.end, batch)
+        self.wake()
 
     @property
     def _is_stuck(self) -> bool:
@@ -217,6 +241,9 @@ class BatchRunner:
             most = self._config().tenant_bytes
             await self._blocking(self._store.check_room, batch.tenant, most)
             custom_id, body = await self._request(batch, line)
+            if self._failures[batch.id, line.number] >= FAILED_TRIES:
+                self._finished.append(_finished(batch, line, custom_id, None, _FAILED))
+                return self._begin_flush()
             service = await self._table()
             headers = validation.JSON_HEADERS
             answer = await attempt(
@@ -234,10 +261,6 @@ class BatchRunner:
         except (StorageFull, StorageFailed) as error:
             logger.error("%s line %d waits: %s", batch.id, line.number, error)
             await self._put_back(batch, line, STORAGE_AGAIN_S)
-        finally:
-            await self._blocking(self._queue.end, batch)
-            del self._running[batch.id, line.number]
-            self.wake()
 
     async def _put_back(self, batch: Batch, line: Line, after_s: float) -> None:
         await self._blocking(self._queue.put_back, batch, line, time.monotonic() + after_s)

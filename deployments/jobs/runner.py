@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from arbiter.core.types import Priority
@@ -20,7 +21,7 @@ from deployments import messages
 from deployments.front.forecasts import Forecasts
 from deployments.front.service import InferenceService
 from deployments.jobs import responses
-from deployments.jobs.calls import Again, Answer, Cut, attempt, refused
+from deployments.jobs.calls import AGAIN_MOST_S, Again, Answer, Cut, attempt, refused
 from deployments.jobs.errors import Conflict, StorageFailed, StorageFull, Superseded
 from deployments.jobs.store import Job, JobStore
 from deployments.replica.background import log_failure
@@ -149,10 +150,12 @@ class Runner:
             self._running[job_id] = task
             task.add_done_callback(log_failure)
             # No `finally` of the task, because a task cancelled before its first step has none.
-            task.add_done_callback(lambda _: self._ended(job_id))
+            task.add_done_callback(partial(self._ended, job_id))
 
-    def _ended(self, job_id: str) -> None:
+    def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
         del self._running[job_id]
+        if not task.cancelled() and task.exception() is not None:  # a bug, or nothing is stored
+            self._not_before[job_id] = time.monotonic() + AGAIN_MOST_S
         self.progress.pop(job_id, None)
         self._on_change()
         self.wake()

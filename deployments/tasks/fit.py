@@ -3,7 +3,7 @@ but for the import of a capability's class, which says its paths.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -86,22 +86,31 @@ def _paths_of(place: str) -> frozenset[str]:
 
 def _chars(said: object) -> int:
     """Of all text within, without pictures and sound; a token by number counts as one."""
-    match said:
-        case str():
-            return len(said)
-        case int():
-            return TOKEN_CHARS
-        case list():
-            return sum(_chars(one) for one in said)
-        case dict():
-            texts = (value for name, value in said.items() if name in ("content", "text"))
-            return sum(_chars(value) for value in texts)
-    return 0
+    count = 0
+    for one in _nested(said, ("content", "text")):
+        match one:
+            case str():
+                count += len(one)
+            case int():
+                count += TOKEN_CHARS
+    return count
 
 
 def _has_pictures(said: object) -> bool:
-    if isinstance(said, list):
-        return any(_has_pictures(one) for one in said)
-    if not isinstance(said, dict):
-        return False
-    return said.get("type") in _PICTURES or _has_pictures(said.get("content"))
+    return any(
+        isinstance(one, dict) and str(one.get("type")) in _PICTURES
+        for one in _nested(said, ("content",))
+    )
+
+
+def _nested(said: object, fields: tuple[str, ...]) -> Iterator[object]:
+    """All values within, of objects those of these fields; the stack is our own, because a client
+    chooses how deep it nests."""
+    waiting = [said]
+    while waiting:
+        yield (one := waiting.pop())
+        match one:
+            case list():
+                waiting += one
+            case dict():
+                waiting += [one[name] for name in fields if name in one]

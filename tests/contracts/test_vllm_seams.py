@@ -2,12 +2,14 @@
 
 import inspect
 import json
+from base64 import b64encode
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from PIL import Image
 from vllm import plugins
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -23,6 +25,7 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers import utils as linear_layers
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+from vllm.multimodal.media import MediaConnector
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -46,6 +49,7 @@ from deployments.engines.vllm.cpu_worker import SleepingCpuWorker
 from deployments.engines.vllm.engine import arguments
 from deployments.engines.vllm.lora_cpu import SegmentedPunica
 from deployments.engines.vllm.pictures import NamedMessages
+from tests.support.pictures import png
 
 
 def names(function: object) -> list[str]:
@@ -186,6 +190,22 @@ def test_ticket_parts_become_tensor_parallel_ways_with_their_share_of_kv_cache()
     assert (found.tensor_parallel_size, found.kv_cache_memory_bytes) == (2, 500)
     alone = arguments({key: value for key, value in two.items() if key != "parts"})
     assert (alone.tensor_parallel_size, alone.kv_cache_memory_bytes) == (1, 1_000)
+
+
+@pytest.mark.spec("L2")
+async def test_no_engine_fetches_pictures() -> None:
+    """Whatever reaches it past the front's checks: of a list of domains that do not exist, `data:`
+    URIs alone pass."""
+    args = arguments({"model": "m", "engine_args": {"kv_cache_memory_bytes": 1_000}})
+    domains = AsyncEngineArgs.from_cli_args(args).allowed_media_domains
+    connector = MediaConnector(allowed_media_domains=domains)
+    for url in ("http://127.0.0.1:1/a.png", "https://127.0.0.1:1/a.png"):
+        with pytest.raises(ValueError, match="must be from one of the allowed domains"):
+            await connector.fetch_image_async(url)
+    with pytest.raises(RuntimeError, match="Cannot load local files"):
+        await connector.fetch_image_async("file:///etc/passwd")
+    pixel = b64encode(png(Image.new("RGB", (2, 3)))).decode()
+    assert (await connector.fetch_image_async(f"data:image/png;base64,{pixel}")).size == (2, 3)
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU has a ticket's parts instead")

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -20,3 +21,12 @@ async def eventually(look: Callable[[], T | Awaitable[T]], within_s: float = WIT
             if found:
                 return found
             await asyncio.sleep(0.01)
+
+
+def wait_in_thread(look: Callable[[], object], within_s: float = WITHIN_S) -> None:
+    """Blocks this thread until `look` gives something true. Raises TimeoutError."""
+    deadline_s = time.monotonic() + within_s
+    while not look():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not within {within_s:.0f} s")
+        time.sleep(0.001)

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from arbiter.errors import RequestError
+
 Fields = dict[str, Any]
 Spoken = Callable[[str, str, list[Fields]], Fields]  # of content, thinking and tool calls
 
@@ -58,12 +60,16 @@ class Answer:
 
     async def streamed(self, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Lines of JSON from server-sent events. A break is a line with its error."""
-        async for event in events(parts):
-            if "error" in event:
-                yield _line({"error": event["error"].get("message", "")})
-                return
-            if spoken := self._piece(event):
-                yield _line(self._head() | spoken | {"done": False})
+        try:
+            async for event in events(parts):
+                if "error" in event:
+                    yield _line({"error": event["error"].get("message", "")})
+                    return
+                if spoken := self._piece(event):
+                    yield _line(self._head() | spoken | {"done": False})
+        except RequestError as error:  # the front lost the replica, or the remote
+            yield _line({"error": str(error)})
+            return
         if self._calls:
             calls = [_call(self._calls[number]) for number in sorted(self._calls)]
             yield _line(self._head() | self._spoken("", "", calls) | {"done": False})

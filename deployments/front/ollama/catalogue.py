@@ -6,8 +6,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from deployments.config.load_plan import plan
+from deployments.config.remotes_section import RemoteModel
 from deployments.config.schema import CapabilityConfig, ConfigError, Table
-from deployments.front.model_cards import Facts, context
+from deployments.front.model_cards import Facts, context, remote_facts
 from deployments.front.model_names import Target
 
 Fields = dict[str, Any]
@@ -97,6 +98,21 @@ def card(table: Table, target: Target, known: Facts, started_unix_s: int) -> Fie
     }
 
 
+def remote_card(remote: str, model: RemoteModel, started_unix_s: int) -> Fields:
+    """A model on another machine, of which nothing but the operator's table is known."""
+    known = remote_facts(model)
+    words = {"chat": "completion", "completions": "completion", "embeddings": "embedding"}
+    return {
+        "modified_at": _time(started_unix_s),
+        "parameters": "",
+        "template": "",
+        "details": _in_detail(remote, ""),
+        "model_info": {f"{remote}.context_length": known.context_length or 0},
+        **_facts(known),
+        "capabilities": list(dict.fromkeys(words.get(word, word) for word in known.capabilities)),
+    }
+
+
 def _weights_bytes(table: Table, model: str) -> int:
     """0 where the files are not on this node."""
     try:
@@ -111,11 +127,15 @@ def _base(table: Table, name: str) -> str:
 
 
 def _details(capability: CapabilityConfig) -> Fields:
+    return _in_detail(capability.engine, "safetensors")
+
+
+def _in_detail(family: str, form: str) -> Fields:
     return {
         "parent_model": "",
-        "format": "safetensors",
-        "family": capability.engine,
-        "families": [capability.engine],
+        "format": form,
+        "family": family,
+        "families": [family],
         "parameter_size": "",
         "quantization_level": "",
     }

@@ -65,7 +65,10 @@ async def ps(caller: Inferrer, front: State) -> dict[str, Any]:
 @router.post("/show")
 async def show(body: bodies.Show, caller: Inferrer, front: State) -> dict[str, Any]:
     """Raises UnknownModel, AdapterAmbiguous, AdapterInvalid."""
-    target = front.service.names.find(_name(front, body.model, caller), caller.tenant)
+    name = _name(front, body.model, caller)
+    if name in front.service.remotes.names(caller):
+        return catalogue.remote_card(*front.service.remotes.model(name), front.started_unix_s)
+    target = front.service.names.find(name, caller.tenant)
     known = (await model_cards.facts(front.table, [target.model]))[target.model]
     return await asyncio.to_thread(catalogue.card, front.table, target, known, front.started_unix_s)
 
@@ -172,12 +175,15 @@ async def _run(
 
 def _name(front: FrontState, name: str, caller: Caller) -> str:
     """Ollama's clients add `:latest` to a name without a tag."""
-    plain = name.removesuffix(":latest")
+    plain, service = name.removesuffix(":latest"), front.service
+    is_alias = any(plain in profile.aliases for profile in service.profiles.values())
+    if is_alias or service.remotes.has(plain):
+        return plain
     try:
         if (task := task_of(plain)) is not None:
             front.tasks.find(task)
             return plain
-        front.service.names.find(plain, caller.tenant)
+        service.names.find(plain, caller.tenant)
     except UnknownModel:
         return name
     return plain

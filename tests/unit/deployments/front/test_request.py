@@ -14,9 +14,10 @@ from arbiter.errors import UnknownModel
 from deployments import messages
 from deployments.config.fields import KvTerm
 from deployments.config.schema import Table, parse_table
+from deployments.engines.vllm.batch_gate import MAX_WAITING
 from deployments.front.model_names import ModelNames
 from deployments.front.request import BadRequest, ParsedRequest, call_of, parse
-from deployments.front.schemas import PRIVATE
+from deployments.front.schemas import MAX_PROMPTS, PRIVATE
 from deployments.routing.pieces import HASH_BYTES
 from tests.support.examples import examples
 
@@ -166,6 +167,26 @@ async def test_an_extension_may_be_a_header_and_the_body_wins() -> None:
 )  # fmt: skip
 async def test_a_wrong_field_is_named_before_anything_is_loaded(field: str, value: Any) -> None:
     assert await refused(PLAIN | {field: value}) == field
+
+
+@pytest.mark.spec("J1")
+@pytest.mark.parametrize("stop", ["<|end_of_my_long_answer|>" * 40, ["<|end|>" * 40] * 16, ""])
+async def test_how_long_a_stop_text_is_counts_for_nothing(stop: Any) -> None:
+    assert (await call(PLAIN | {"stop": stop}))[1]["stop"] == stop
+
+
+@pytest.mark.spec("J8", "L3")
+@pytest.mark.parametrize("prompts", [["a"] * MAX_PROMPTS, [7] * 1_000, [[7] * 9] * MAX_PROMPTS])
+async def test_prompts_of_one_completion_leave_places_for_other_requests(prompts: Any) -> None:
+    said = {"model": "tiny", "prompt": prompts}
+    it = await read(json.dumps(said).encode(), path="/v1/completions")
+    assert it.fields == said and 8 * MAX_PROMPTS <= MAX_WAITING
+    if isinstance(prompts[0], int):
+        return
+    said["prompt"] = [*prompts, prompts[0]]
+    with pytest.raises(BadRequest, match=f"{MAX_PROMPTS + 1} inputs; at most {MAX_PROMPTS}") as no:
+        await read(json.dumps(said).encode(), path="/v1/completions")
+    assert (no.value.status_code, no.value.param) == (400, "prompt")
 
 
 @pytest.mark.spec("L3")

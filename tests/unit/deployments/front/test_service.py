@@ -8,7 +8,7 @@ import pytest
 from arbiter.errors import CapabilityFailed, QueueFull, UnknownModel
 from deployments import messages
 from deployments.config.schema import ConfigError, parse_table
-from deployments.front.request import parse
+from deployments.front.request import BadRequest, parse
 from deployments.front.service import InferenceService
 from tests.support.speaker import AUDIO, BODY, FORM, SPEAK, Speaker, table
 
@@ -93,6 +93,32 @@ async def test_no_request_keeps_kv_longer_than_its_tenant_may(service: Inference
     talk = {"x_conversation_id": "c-1"}
     assert await term("default", **talk, x_kv_term="short") == "short"
     assert await term("default", **talk) == "short", "a conversation keeps its term"
+
+
+@pytest.mark.spec("J1", "H7")
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
+async def test_rerank_of_teis_clients_goes_to_the_only_model_that_reranks(
+    service: InferenceService, path: str
+) -> None:
+    """TEI serves one model, so its clients name none; the body is theirs, unchanged."""
+    tei = {"query": "which?", "texts": ["a"], "raw_scores": False, "return_text": False}
+    body = json.dumps(tei | {"truncate": True, "truncation_direction": "Right"}).encode()
+    chat = {"role": "text", "engine": "vllm", "models": {"m": {"source": "x"}}}
+    embed = {"role": "embedding", "engine": "vllm", "models": {"e": {"source": "x"}}}
+
+    async def asked(*names: str) -> messages.InferenceCall:
+        models = {name: {"source": "x"} for name in names}
+        ranks = {"role": "embedding", "class": "rerank", "engine": "vllm", "models": models}
+        capabilities = {"chat": chat, "embed": embed} | ({"ranks": ranks} if names else {})
+        service.configure(parse_table({"capabilities": capabilities}))
+        return service.call(await parse(path, body, {}, service.profiles), "default")
+
+    found = await asked("ranker")
+    assert (found.model, json.loads(found.body)["model"]) == ("ranker", "ranker")
+    for names, said in ((("b", "a"), "one of a, b"), ((), f"serves {path}")):
+        with pytest.raises(BadRequest, match=said) as caught:
+            await asked(*names)
+        assert (caught.value.status_code, caught.value.param) == (400, "model")
 
 
 async def test_capability_without_an_application_is_a_typed_error(speaker: Speaker) -> None:

@@ -115,6 +115,23 @@ async def test_no_key_without_cloud_and_no_local_only_request_leaves(
     assert remote.seen == []
 
 
+@pytest.mark.spec("J5", "J1")
+@pytest.mark.parametrize("name", [FAR, f"{FAR}:latest"])
+async def test_ollamas_routes_take_a_remote_model_and_show_it_to_keys_that_may_use_it(
+    client: AsyncClient, remote: GoodRemote, tmp_path: Path, name: str
+) -> None:
+    said = {"model": name, **HELLO, "stream": False}
+    answer = await client.post("/api/chat", json=said)
+    assert (answer.status_code, answer.json()["message"]["content"]) == (200, "".join(WORDS))
+    assert [one.body["model"] for one in remote.seen] == ["their-chat"]
+    card = (await client.post("/api/show", json={"model": name})).json()
+    assert card["details"]["family"] == "cloud" and card["capabilities"] == ["completion"]
+    poor = {"authorization": f"Bearer {key(tmp_path, Scope.INFER)}"}
+    assert (await client.post("/api/chat", json=said, headers=poor)).status_code == 403
+    shown = await client.post("/api/show", json={"model": name}, headers=poor)
+    assert shown.status_code == 404
+
+
 @pytest.mark.spec("J5")
 async def test_without_cloud_fallback_a_remote_is_asked_as_primary_only(
     client: AsyncClient, front: FrontState, remote: GoodRemote

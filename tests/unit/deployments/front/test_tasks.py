@@ -210,6 +210,10 @@ async def test_ollamas_routes_take_a_task_and_name_the_rung(client: AsyncClient)
     assert (answer.status_code, answer.json()["model"]) == (200, "warm")
     tagged = {"model": "task:sum:latest", "prompt": "Who?", "stream": False}
     assert (await client.post("/api/generate", json=tagged)).json()["model"] == "warm"
+    named = tagged | {"model": "gpt-4o:latest"}  # an alias of this profile
+    answer = await client.post("/api/generate", json=named, headers={"x-client-id": "old"})
+    assert answer.json()["model"] == "warm"
+    assert (await client.post("/api/generate", json=named)).status_code == 404
 
 
 @pytest.mark.spec("J5")

@@ -1,6 +1,8 @@
 """Batches in process: the front's service, a real state file and folder, scripted engines."""
 
+import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,9 +14,10 @@ from arbiter.core.types import Priority
 from arbiter.errors import EngineLost, NeverFits
 from arbiter.units import Bytes, TicketId
 from deployments.jobs import batch_runner, batch_store, calls
-from deployments.jobs.batch_store import NewBatch
+from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.errors import Conflict, NotFound, Refused, TooMuch
 from deployments.jobs.file_store import NewFile
+from deployments.jobs.line_queue import LineQueue
 from deployments.jobs.service import JobsService
 from tests.support.jobs import (
     CHAT,
@@ -26,7 +29,7 @@ from tests.support.jobs import (
     results,
     upload,
 )
-from tests.support.waits import eventually
+from tests.support.waits import eventually, wait_in_thread
 
 
 @pytest.fixture
@@ -176,6 +179,67 @@ async def test_cancelled_batch_keeps_the_results_it_has(
     assert len(found) == plain["request_counts"]["completed"] >= 2
     assert capability.cancelled_count == 1
     assert (await service.cancel_batch("t", "batch_b")).state == "cancelled"
+    capability.gate.set()
+    await begin(service, [line("a")], "batch_c")
+    assert (await ended(service, "batch_c")).completed == 1, "the only place is free again"
+
+
+@pytest.mark.spec("J4", "L1")
+async def test_lines_that_end_while_their_batch_is_cancelled_leave_room_for_other_batches(
+    service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer comes after the batch was found to be cancelling and before its calls are ended:
+    what the line's end has to do in the thread of the store is not done by then."""
+    service.config = service.config.model_copy(update={"in_flight": 1})
+    capability.gate.clear()
+    await begin(service, [line("a"), line("b")])
+    await eventually(lambda: capability.at_gate == 1)
+    runner, loop = service._batch_runner, asyncio.get_running_loop()
+    remove, end = LineQueue.remove, LineQueue.end
+
+    def removed(queue: LineQueue, batch_id: str) -> None:
+        loop.call_soon_threadsafe(capability.gate.set)
+        wait_in_thread(lambda: runner._finished)
+        remove(queue, batch_id)
+
+    def ended_late(queue: LineQueue, batch: Batch) -> None:
+        wait_in_thread(lambda: all(task.done() for task in list(runner._running.values())))
+        end(queue, batch)
+
+    monkeypatch.setattr(LineQueue, "remove", removed)
+    monkeypatch.setattr(LineQueue, "end", ended_late)
+    await service.cancel_batch("t", "batch_a")
+    plain = (await ended(service)).plain
+    assert (plain["status"], plain["request_counts"]["completed"]) == ("cancelled", 1)
+    monkeypatch.undo()
+    await begin(service, [line("c")], "batch_b")
+    assert (await ended(service, "batch_b")).completed == 1
+    await eventually(lambda: runner.in_flight == 0)
+    assert not +runner._queue._in_flight and not +runner._queue._tenants
+
+
+@pytest.mark.spec("J4", "L3")
+async def test_line_whose_calls_a_bug_ends_is_tried_three_times_and_harms_no_other(
+    service: JobsService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, tries = batch_runner.attempt, []
+
+    async def fails_for_one(service: Any, path: str, body: bytes, *rest: Any, **named: Any) -> Any:
+        if b"poison" in body:
+            tries.append(time.monotonic())
+            raise ValueError("a bug")
+        return await attempt(service, path, body, *rest, **named)
+
+    monkeypatch.setattr(batch_runner, "attempt", fails_for_one)
+    monkeypatch.setattr(batch_runner, "FAILED_AGAIN_S", 0.2)
+    await begin(service, [line("a"), line("poison"), line("b")])
+    plain = (await ended(service)).plain
+    assert (plain["status"], plain["request_counts"]["completed"]) == ("completed", 2)
+    [row] = await results(service, plain["error_file_id"])
+    assert (row["custom_id"], row["error"]["code"]) == ("poison", "internal_error")
+    assert len(tries) == batch_runner.FAILED_TRIES
+    assert tries[-1] - tries[0] >= 0.4, "not at once"
+    assert not service._batch_runner._failures
 
 
 @pytest.mark.spec("J4")

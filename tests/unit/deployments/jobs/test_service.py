@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from arbiter.core.types import Priority
 from arbiter.errors import ModelCoolingDown
-from deployments.jobs import calls
+from deployments.jobs import calls, runner
 from deployments.jobs.errors import NotFound, Superseded
 from deployments.jobs.service import JobsService
 from deployments.jobs.store import Job, JobState, NewJob
@@ -127,6 +128,26 @@ async def test_job_that_is_cancelled_before_its_first_step_keeps_no_place(
     job = await finished(service)
     assert (cancelled, job.state, job.attempts) == ([True], JobState.COMPLETED, 2)
     assert len(capability.calls) == 1
+
+
+@pytest.mark.spec("J4", "L3")
+async def test_job_whose_call_a_bug_ends_is_tried_again_but_not_at_once(
+    service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+
+    async def fails_twice(*said: Any, **named: Any) -> Any:
+        tries.append(time.monotonic())
+        if len(tries) < 3:
+            raise ValueError("a bug")
+        return await calls.attempt(*said, **named)
+
+    monkeypatch.setattr(runner, "attempt", fails_twice)
+    monkeypatch.setattr(runner, "AGAIN_MOST_S", 0.2)
+    await create(service)
+    job = await finished(service)
+    assert (job.state, job.attempts) == (JobState.COMPLETED, 3)
+    assert tries[-1] - tries[0] >= 0.4
 
 
 @pytest.mark.spec("J4")

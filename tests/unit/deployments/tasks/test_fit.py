@@ -61,3 +61,13 @@ def test_pictures_and_tools_need_a_model_for_them() -> None:
 @pytest.mark.spec("J5")
 def test_prewarm_needs_what_its_chat_does() -> None:
     assert needs_of("/v1/prewarm", {}, generates=True).path == CHAT
+
+
+@pytest.mark.spec("J5", "L3")
+def test_how_deep_a_client_nests_and_what_type_it_says_are_no_matter() -> None:
+    deep: Any = "four"
+    for _ in range(100_000):
+        deep = [deep]
+    assert needs_of("/v1/completions", {"prompt": deep}, generates=True).tokens_count == 1
+    assert not asks(messages=deep).has_pictures
+    assert not asks(messages=[{"type": ["image_url"], "content": deep}]).has_pictures

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from arbiter.errors import EngineLost
+from arbiter.units import TicketId
 from deployments.front.ollama.answers import WAITED, Answer, in_chat, in_generate
 
 
@@ -72,6 +74,18 @@ async def test_break_of_a_stream_is_a_line_with_its_error() -> None:
     first, broken = await lines(sse(delta(content="a"), {"error": {"message": "engine lost"}}))
     assert first["message"]["content"] == "a"
     assert broken == {"error": "engine lost"}
+
+
+@pytest.mark.spec("J1", "J8")
+async def test_stream_that_the_front_loses_ends_with_a_line_with_its_error() -> None:
+    async def breaks() -> AsyncIterator[bytes]:
+        yield sse(delta(content="a")).removesuffix(b"data: [DONE]\n\n")
+        raise EngineLost("m", TicketId("t"))
+
+    answer = Answer("m", in_chat, {}, time.monotonic_ns())
+    first, broken = [json.loads(line) async for line in answer.streamed(breaks())]
+    assert first["message"]["content"] == "a"
+    assert broken == {"error": str(EngineLost("m", TicketId("t")))}
 
 
 @pytest.mark.spec("J1")
