@@ -1,6 +1,5 @@
 """What routes ask FastAPI for: the front's state, and a caller whose key has a scope."""
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -56,22 +55,23 @@ async def check_site(request: Request, front: State) -> None:
     front.auth.check_site(request)
 
 
-# Only described here, so that /openapi.json says which routes take a key; `require` judges it.
+# Only described here, so that /openapi.json says which routes take a key; `Require` judges it.
 _bearer = HTTPBearer(auto_error=False, description="`arbiter key add` makes an API key")
 
 
-def require(scope: Scope) -> Callable[..., Awaitable[Caller]]:
+class Require:
     """A dependency that gives the Caller. It raises Denied without a key of that scope."""
 
-    async def caller(
-        request: Request, front: State, _: Annotated[object, Depends(_bearer)]
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    async def __call__(
+        self, request: Request, front: State, _: Annotated[object, Depends(_bearer)]
     ) -> Caller:
-        return front.auth.require(request, scope)
-
-    return caller
+        return front.auth.require(request, self.scope)
 
 
-Viewer = Annotated[Caller, Depends(require(Scope.VIEW))]
-Lessee = Annotated[Caller, Depends(require(Scope.LEASE))]
-Admin = Annotated[Caller, Depends(require(Scope.ADMIN))]
-Inferrer = Annotated[Caller, Depends(require(Scope.INFER))]
+Viewer = Annotated[Caller, Depends(Require(Scope.VIEW))]
+Lessee = Annotated[Caller, Depends(Require(Scope.LEASE))]
+Admin = Annotated[Caller, Depends(Require(Scope.ADMIN))]
+Inferrer = Annotated[Caller, Depends(Require(Scope.INFER))]
