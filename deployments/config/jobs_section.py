@@ -14,6 +14,8 @@ class JobsConfig(Strict):
     turn_s: float = Field(300.0, ge=1, le=LONGEST_S)  # lines of one model, while others wait
     tenant_bytes: Size = 4 << 30  # of one tenant's files
     tenant_files: int = Field(10_000, ge=1)
+    # Being read at once: each may take 512 MiB beside the state file before its quota is known
+    tenant_uploads: int = Field(4, ge=1, le=64)
     tenant_batches: int = Field(100, ge=1)  # unfinished
     # Finished jobs and stored responses of one tenant; the oldest are forgotten first
     tenant_results: int = Field(10_000, ge=1)

@@ -18,8 +18,9 @@ MAX_BODY_BYTES = 32 << 20
 MAX_STEERING_BYTES = 16 << 10  # a lease, a floor, some settings: a few words and numbers
 MAX_CONFIG_BYTES = 512 << 10  # 256 tasks of 16 rungs with names of a hundred letters
 STEERING, CONFIG = "/arbiter/", "/api/v1/config"
-# A file and the form around it; the parser holds 1 MB of it at a time.
-FILES, MAX_FILE_FORM_BYTES = "/v1/files", FILE_MOST_BYTES + (64 << 10)
+FORM_BYTES = 64 << 10  # around a file: its other fields, their heads
+# The parser holds 1 MB of it at a time.
+FILES, MAX_FILE_FORM_BYTES = "/v1/files", FILE_MOST_BYTES + FORM_BYTES
 
 
 ENCODING = "content-encoding"

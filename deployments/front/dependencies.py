@@ -15,6 +15,7 @@ from deployments.front.metrics_page import MetricsPage
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
 from deployments.front.tasks import Tasks
+from deployments.front.uploads import Uploads
 from deployments.front.viewing import Viewing
 from deployments.jobs.client import JobsClient
 
@@ -32,6 +33,7 @@ class FrontState:
     viewing: Viewing = field(default_factory=Viewing)
     forecasts: Forecasts = field(default_factory=Forecasts)
     jobs: JobsClient = field(default_factory=JobsClient)
+    uploads: Uploads = field(default_factory=Uploads)
     tasks: Tasks = field(init=False)
 
     def __post_init__(self) -> None:
