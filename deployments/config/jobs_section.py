@@ -23,3 +23,4 @@ class JobsConfig(Strict):
     # What an absent `store` of POST /v1/responses means; OpenAI's is true
     stores_responses: bool = True
     tenant_jobs: int = Field(1_000, ge=1)  # unfinished
+    tenant_job_bytes: Size = 1 << 30  # of their requests: 32 of the longest

@@ -98,8 +98,8 @@ class JobsService:
 
     async def create(self, new: NewJob, body: bytes) -> Job:
         """Queues it; the second time it returns the first. Raises TooMuch, StorageFull."""
-        most = self.config.tenant_jobs
-        job = await self._blocking(self._store.create, new, body, most)
+        most = self.config.tenant_jobs, self.config.tenant_job_bytes
+        job = await self._blocking(self._store.create, new, body, *most)
         self._runner.wake()
         await self._trim(new.tenant)
         return job
