@@ -350,6 +350,10 @@ class FrontConfig(Strict):
     # Requests in flight over all models; each costs the front some 50 kB, and beyond them a client
     # does better to retry. A capability's replica takes 256 and lets 512 wait.
     in_flight: int = Field(1_000, ge=1, le=1_000)
+    # Of a request's body: seconds until its next piece comes, and until it is whole. The longest is
+    # 32 MiB, which takes 270 s at 1 Mbit/s; an upload to /v1/files has an hour.
+    body_piece_s: float = Field(20.0, gt=0, le=600)
+    body_s: float = Field(300.0, gt=0, le=3_600)
     keys_file: str | None = None  # API keys, mode 0600; default: beside the arbiter's state
     hosts: tuple[str, ...] = ()  # names this front is called by, besides addresses and localhost
     origins: tuple[str, ...] = ()  # other sites whose pages may call it, as `https://name:port`

@@ -26,8 +26,13 @@ from deployments.engines import asgi, dispatch_lock, host_copy, pickles
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
-MAX_BODY_BYTES = 32 << 20  # 2,048 texts of 16 KB; longer texts exceed any model's window
 MAX_TEXTS = 2048  # OpenAI's own bound on one request
+MAX_CHARS = 8 << 20  # of all texts of a request: 2,048 of 4,096 characters, or of 1,000 tokens
+MAX_BODY_BYTES = 32 << 20  # these characters, where each has four bytes
+# To count the tokens of a text takes 500 bytes and 2 us for each, so a text far beyond the window
+# is refused by its length. Prose has 4 to 6 characters a token, and the words of vocabularies have
+# up to 20; the rest is for runs of blanks, and for words that are one unknown token at any length.
+MAX_CHARS_PER_TOKEN = 64
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may carry half of a pair; no tokenizer takes it
 _PROBE = "The probe of an embedding model."
 
@@ -82,6 +87,7 @@ class EmbeddingEngine:
         self.parked: host_copy.HostCopy | None = None
         self.model: Any = None
         self._counting: Any = None
+        self._counter = ThreadPoolExecutor(1, "count")  # starts its thread with the first request
         self.worker: ThreadPoolExecutor | None = None
         self.batching: asyncio.Task[None] | None = None
 
@@ -179,25 +185,36 @@ class EmbeddingEngine:
             if body is None:
                 return
             asked = parse(body, self.width, matryoshka=self.matryoshka)
-            tokens = self._count(asked.texts)
+            check_lengths(asked.texts, self.window)
+            tokens = await asgi.until_disconnected(self._counted(asked.texts), receive)
         except asgi.BodyTooLarge as error:
             return await asgi.refuse(send, 413, str(error), param="body")
         except BadField as error:
             return await asgi.refuse_request(send, error)
+        if tokens is None:
+            return
         vectors = await self._embed_for(receive, asked.texts)
         if vectors is not None:
             short = shorten(vectors, asked.dimensions)
             await asgi.respond(send, 200, self._answer(short, asked, tokens))
 
+    async def _counted(self, texts: list[str]) -> int:
+        """`_count` off the loop, and beside the worker. Raises BadField."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._counter, self._count, texts)
+
     def _count(self, texts: list[str]) -> int:
         """Tokens of all texts. Raises BadField for one longer than the model's window: a vector of
-        its beginning would say nothing of the rest."""
-        counts = [len(ids) for ids in self._counting(texts, truncation=False)["input_ids"]]
-        for number, count in enumerate(counts):
+        its beginning would say nothing of the rest. One text at a time, so that no more than one
+        text's tokens are in RAM, and none behind the first text that is too long."""
+        total = 0
+        for number, text in enumerate(texts):
+            count = len(self._counting(text, truncation=False)["input_ids"])
             if count > self.window:
-                text = f"input {number} has {count} tokens; this model reads at most {self.window}"
-                raise BadField("input", text)
-        return sum(counts)
+                said = f"input {number} has {count} tokens; this model reads at most {self.window}"
+                raise BadField("input", said)
+            total += count
+        return total
 
     def _answer(self, vectors: np.ndarray, asked: Asked, tokens: int) -> dict[str, Any]:
         encode = _base64 if asked.as_base64 else _floats
@@ -245,6 +262,18 @@ def _texts(given: object) -> list[str]:
         if not text.isascii() and _SURROGATE.search(text):
             raise BadField("input", f"input {number} is not Unicode text: half of a pair in it")
     return texts
+
+
+def check_lengths(texts: list[str], window: int) -> None:
+    """Refuses what is too long to count its tokens. Raises BadField."""
+    most = window * MAX_CHARS_PER_TOKEN
+    for number, text in enumerate(texts):
+        if len(text) > most:
+            said = f"input {number} has {len(text)} characters; this model reads at most {window}"
+            raise BadField("input", f"{said} tokens, and texts of {most} characters are counted")
+    if (total := sum(map(len, texts))) > MAX_CHARS:
+        said = f"the texts have {total} characters; at most {MAX_CHARS} in one request"
+        raise BadField("input", said)
 
 
 def _dimensions(given: object, width: int, *, matryoshka: bool) -> int | None:

@@ -5,7 +5,7 @@ What a client can write freely decides nothing: neither its address nor X-Forwar
 this machine, or posts across sites, does not act for the user. An address as `Host` is allowed,
 because no attacker can point a name at an address that is not in the request.
 
-A route declares what it needs: `caller: Annotated[Caller, Depends(require(Scope.LEASE))]`
+A route declares what it needs: `caller: Annotated[Caller, Depends(Require(Scope.LEASE))]`
 (deployments.front.dependencies).
 """
 

@@ -1,6 +1,5 @@
 """What routes ask FastAPI for: the front's state, and a caller whose key has a scope."""
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from deployments.front.metrics_page import MetricsPage
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
 from deployments.front.tasks import Tasks
+from deployments.front.uploads import Uploads
 from deployments.front.viewing import Viewing
 from deployments.jobs.client import JobsClient
 
@@ -33,6 +33,7 @@ class FrontState:
     viewing: Viewing = field(default_factory=Viewing)
     forecasts: Forecasts = field(default_factory=Forecasts)
     jobs: JobsClient = field(default_factory=JobsClient)
+    uploads: Uploads = field(default_factory=Uploads)
     tasks: Tasks = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,22 +57,23 @@ async def check_site(request: Request, front: State) -> None:
     front.auth.check_site(request)
 
 
-# Only described here, so that /openapi.json says which routes take a key; `require` judges it.
+# Only described here, so that /openapi.json says which routes take a key; `Require` judges it.
 _bearer = HTTPBearer(auto_error=False, description="`arbiter key add` makes an API key")
 
 
-def require(scope: Scope) -> Callable[..., Awaitable[Caller]]:
+class Require:
     """A dependency that gives the Caller. It raises Denied without a key of that scope."""
 
-    async def caller(
-        request: Request, front: State, _: Annotated[object, Depends(_bearer)]
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    async def __call__(
+        self, request: Request, front: State, _: Annotated[object, Depends(_bearer)]
     ) -> Caller:
-        return front.auth.require(request, scope)
-
-    return caller
+        return front.auth.require(request, self.scope)
 
 
-Viewer = Annotated[Caller, Depends(require(Scope.VIEW))]
-Lessee = Annotated[Caller, Depends(require(Scope.LEASE))]
-Admin = Annotated[Caller, Depends(require(Scope.ADMIN))]
-Inferrer = Annotated[Caller, Depends(require(Scope.INFER))]
+Viewer = Annotated[Caller, Depends(Require(Scope.VIEW))]
+Lessee = Annotated[Caller, Depends(Require(Scope.LEASE))]
+Admin = Annotated[Caller, Depends(Require(Scope.ADMIN))]
+Inferrer = Annotated[Caller, Depends(Require(Scope.INFER))]

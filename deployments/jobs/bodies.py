@@ -20,6 +20,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}(\.[a-z]+)?")
 PART = ".part"  # of a body that is being written
 
 
+def folder_of(state_file: Path) -> Path:
+    """The folder of bodies, beside the state file."""
+    return state_file.with_name("jobs")
+
+
 class Bodies:
     """Every method blocks. Raises StorageFull, StorageFailed."""
 

@@ -77,6 +77,19 @@ class FileStore:
     ) -> None:
         self._db, self._bodies, self._clock = db, bodies, clock
 
+    def check_room(
+        self, tenant: str, size_bytes: int, most_bytes: int, most_files: int, file_id: str = ""
+    ) -> None:
+        """Raises TooMuch where a tenant may not keep another file of this size. `file_id`: of the
+        file itself, which does not count."""
+        mine = (tenant, file_id)
+        said = "SELECT count(*) FROM job_files WHERE tenant = ? AND id != ?"
+        if (count := self._db.rows(said, *mine)[0][0]) >= most_files:
+            raise TooMuch(f"{count} files", most_files)
+        size = self._db.rows(KEPT_BYTES, *mine, tenant)[0][0]
+        if size + size_bytes > most_bytes:
+            raise TooMuch(f"files of {size} bytes and adds {size_bytes}", most_bytes)
+
     def begin(self, new: NewFile, most_bytes: int, most_files: int) -> None:
         """Makes room for an upload. Raises Refused, TooMuch."""
         most = BATCH_MOST_BYTES if new.purpose == BATCH else FILE_MOST_BYTES
@@ -88,13 +101,7 @@ class FileStore:
             after_s = BATCH_KEPT_S
         ends_s = None if after_s is None else now_s + after_s
         with self._db.writing() as db:
-            mine = (new.tenant, new.id)
-            said = "SELECT count(*) FROM job_files WHERE tenant = ? AND id != ?"
-            if (count := db.execute(said, mine).fetchone()[0]) >= most_files:
-                raise TooMuch(f"{count} files", most_files)
-            size = db.execute(KEPT_BYTES, (*mine, new.tenant)).fetchone()[0]
-            if size + new.size_bytes > most_bytes:
-                raise TooMuch(f"files of {size} bytes and adds {new.size_bytes}", most_bytes)
+            self.check_room(new.tenant, new.size_bytes, most_bytes, most_files, new.id)
             db.execute(
                 "INSERT OR IGNORE INTO job_files VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (

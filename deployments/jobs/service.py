@@ -30,7 +30,7 @@ from deployments.front.service import InferenceService
 from deployments.jobs import operator_rows, removal
 from deployments.jobs.batch_runner import BatchRunner
 from deployments.jobs.batch_store import Batch, BatchStore, NewBatch
-from deployments.jobs.bodies import Bodies
+from deployments.jobs.bodies import Bodies, folder_of
 from deployments.jobs.database import Database
 from deployments.jobs.errors import NotFound, Refused, StorageFailed, StorageFull
 from deployments.jobs.file_store import BATCH, File, FileStore, NewFile
@@ -47,11 +47,6 @@ REMOVE_EVERY_S = 0.5  # the same while work of a removed tenant comes to its end
 REMOVED_WITHIN_S = 10.0  # a caller waits so long for that, well below the 30 s of any call
 BATCH_PREFIX = "batch_"  # of a batch's id
 ServiceOf = Callable[[], Awaitable[InferenceService]]
-
-
-def folder_of(state_file: Path) -> Path:
-    """The folder of bodies, beside the state file."""
-    return state_file.with_name("jobs")
 
 
 class JobsService:
@@ -103,8 +98,8 @@ class JobsService:
 
     async def create(self, new: NewJob, body: bytes) -> Job:
         """Queues it; the second time it returns the first. Raises TooMuch, StorageFull."""
-        most = self.config.tenant_jobs
-        job = await self._blocking(self._store.create, new, body, most)
+        most = self.config.tenant_jobs, self.config.tenant_job_bytes
+        job = await self._blocking(self._store.create, new, body, *most)
         self._runner.wake()
         await self._trim(new.tenant)
         return job
@@ -171,6 +166,11 @@ class JobsService:
         return await self._blocking(self._store.events, tenant, job_id, after)
 
     # -- files ---------------------------------------------------------------------------------
+
+    async def check_upload(self, tenant: str, size_bytes: int) -> None:
+        """Asked before an upload of at least this size is read. Raises TooMuch."""
+        most = self.config.tenant_bytes, self.config.tenant_files
+        await self._blocking(self._files.check_room, tenant, size_bytes, *most)
 
     async def begin_file(self, new: NewFile) -> None:
         """Makes room for an upload. Raises Refused, TooMuch."""

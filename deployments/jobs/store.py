@@ -109,25 +109,36 @@ class JobStore:
 
     # -- what clients ask ----------------------------------------------------------------------
 
-    def create(self, new: NewJob, body: bytes, most_unfinished: int = 1_000) -> Job:
-        """Queues it; the second time it returns the first. Raises TooMuch, StorageFull."""
+    def create(
+        self,
+        new: NewJob,
+        body: bytes,
+        most_unfinished: int = 1_000,
+        most_bytes: int = 1 << 30,
+    ) -> Job:
+        """Queues it; the second time it returns the first. Raises TooMuch, beyond `most_bytes` of
+        the tenant's unfinished bodies as well; StorageFull."""
         if (found := self._find(new.id)) is not None:
             return self._own(found, new.tenant, new.id)
         self._bodies.write(new.id + REQUEST, body)
         try:
-            self._insert(new, len(body), most_unfinished)
+            self._insert(new, len(body), most_unfinished, most_bytes)
         except TooMuch:
             self._bodies.remove(new.id + REQUEST)
             raise
         return self.get(new.tenant, new.id)
 
-    def _insert(self, new: NewJob, body_bytes: int, most_unfinished: int) -> None:
+    def _insert(self, new: NewJob, body_bytes: int, most_unfinished: int, most_bytes: int) -> None:
         now_s = self._clock()
         with self._db.writing() as db:
             unfinished = "tenant = ? AND state IN ('queued', 'in_progress', 'cancelling')"
-            count = db.execute(f"SELECT count(*) FROM jobs WHERE {unfinished}", (new.tenant,))
-            if (waiting := count.fetchone()[0]) >= most_unfinished:
+            sums = f"SELECT count(*), coalesce(sum(body_bytes), 0) FROM jobs WHERE {unfinished}"
+            waiting, size = db.execute(sums, (new.tenant,)).fetchone()
+            if waiting >= most_unfinished:
                 raise TooMuch(f"{waiting} unfinished jobs", most_unfinished)
+            if size + body_bytes > most_bytes:
+                said = f"unfinished jobs of {size} bytes and adds {body_bytes}"
+                raise TooMuch(said, most_bytes)
             db.execute(
                 "INSERT INTO jobs (id, tenant, kind, path, model, headers, meta, state, created_s,"
                 " deadline_s, keep_s, body_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",

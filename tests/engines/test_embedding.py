@@ -16,6 +16,7 @@ import pytest
 
 from deployments.engines import dispatch_lock
 from deployments.engines import sentence_transformers as module
+from tests.support import archives
 from tests.support.engine_host import (
     Child,
     ZygoteUnderTest,
@@ -86,6 +87,16 @@ def test_bad_input_is_refused_by_field(minilm: Child, change: dict[str, Any], fi
     assert embed(minilm, "fine")[0] == 200
 
 
+@pytest.mark.spec("L3")
+def test_text_of_a_million_tokens_is_refused_without_their_cost(minilm: Child) -> None:
+    """Counted, they took 540 MiB."""
+    with archives.growth(minilm.pid) as grown:
+        status, got = embed(minilm, "a " * (1 << 20))
+        assert grown() < archives.MOST_GROWN_BYTES
+    assert (status, got["error"]["param"]) == (400, "input")
+    assert embed(minilm, "fine")[0] == 200
+
+
 def test_the_native_width_may_be_asked_for(minilm: Child) -> None:
     assert embed(minilm, "fine", dimensions=384)[0] == 200
 
@@ -108,8 +119,8 @@ def test_embedding_body_that_is_not_a_json_object_is_refused(raw: bytes) -> None
 async def test_request_that_is_counted_while_a_batch_is_padded_changes_nothing_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tokens are counted on the loop; here at the moment between a batch's padding being set in
-    its tokenizer and its texts being encoded."""
+    """Tokens are counted beside the worker; here at the moment between a batch's padding being set
+    in its tokenizer and its texts being encoded."""
     engine = module.build({"model": PATH})
     await engine.load()
     texts = ["short", "a text of so many more words that the other one is padded to its length"]

@@ -6,13 +6,13 @@ from fastapi import APIRouter, Depends, Header
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from deployments.front import arbiter_gateway
-from deployments.front.dependencies import State, Viewer, require
+from deployments.front.dependencies import Require, State, Viewer
 from deployments.front.keys import Scope
 from deployments.front.relay import ClosingStream
 from deployments.front.schemas import refusals
 from deployments.front.tasks import task_of
 
-router = APIRouter(prefix="/arbiter", dependencies=[Depends(require(Scope.VIEW))])
+router = APIRouter(prefix="/arbiter", dependencies=[Depends(Require(Scope.VIEW))])
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }

@@ -1,20 +1,20 @@
 """OpenAI's files: uploaded for batches, read back as their results; each tenant has its own."""
 
-import tempfile
 import uuid
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.datastructures import FormData, UploadFile
 
+from deployments.front.body_limit import FORM_BYTES
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.request import FORM, BadRequest
 from deployments.front.schemas import refusals
-from deployments.jobs.bodies import PIECE_BYTES
-from deployments.jobs.database import storage_error
+from deployments.front.uploads import read_form
+from deployments.jobs.bodies import PIECE_BYTES, folder_of
+from deployments.jobs.database import state_path, storage_error
 from deployments.jobs.file_store import PURPOSES, File, NewFile
 
 router = APIRouter(prefix="/v1/files", responses=refusals(400, 401, 403, 404, 503))
@@ -45,14 +45,27 @@ FILE_FORM = {
 
 @router.post("", openapi_extra=FILE_FORM, responses=refusals(409, 413, 429, 507))
 async def upload(request: Request, caller: Inferrer, front: State) -> dict[str, Any]:
-    """Keeps a file, of 512 MiB at most and of 200 MiB for a batch. Raises StorageFull, TooMuch."""
+    """Keeps a file, of 512 MiB at most and of 200 MiB for a batch. What finds no room by its
+    declared length is refused unread. Raises StorageFull, TooMuch."""
     if not request.headers.get("content-type", "").lower().startswith(FORM):
         raise BadRequest(f"this route takes {FORM}", None)
-    try:
-        async with request.form(max_files=1, max_fields=FIELDS_MOST) as form:
-            return (await _keep(form, caller.tenant, front)).plain
-    except OSError as error:  # the parser writes what is large to a file of its own
-        raise storage_error(Path(tempfile.gettempdir()), error) from error
+    folder = folder_of(state_path(front.table.arbiter.state_file))
+    with front.uploads.one(caller.tenant, front.table.jobs.tenant_uploads):
+        await front.jobs.call("check_upload", caller.tenant, _least_bytes(request))
+        try:
+            form = await read_form(request, folder, FIELDS_MOST)
+            try:
+                return (await _keep(form, caller.tenant, front)).plain
+            finally:
+                await form.close()
+        except OSError as error:  # the parser writes what is large to a file of its own
+            raise storage_error(folder, error) from error
+
+
+def _least_bytes(request: Request) -> int:
+    """Of the file within the form, by the length that the client declares; at least 1."""
+    declared = request.headers.get("content-length", "")
+    return max(1, int(declared) - FORM_BYTES) if declared.isdecimal() else 1
 
 
 async def _keep(form: FormData, tenant: str, front: FrontState) -> File:

@@ -9,8 +9,9 @@ import pytest
 
 from deployments.jobs import removal
 from deployments.jobs import service as jobs
+from deployments.jobs.bodies import folder_of
 from deployments.jobs.errors import NotFound
-from deployments.jobs.service import JobsService, folder_of
+from deployments.jobs.service import JobsService
 from deployments.jobs.store import JobState, NewJob
 from tests.support.jobs import CHAT, Capability, begin, chat, ended, jobs_service, line, upload
 from tests.support.waits import eventually

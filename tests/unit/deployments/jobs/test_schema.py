@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from deployments.jobs import schema
-from deployments.jobs.bodies import Bodies
+from deployments.jobs.bodies import Bodies, folder_of
 from deployments.jobs.client import JobsClient
 from deployments.jobs.database import Database
 from deployments.jobs.errors import NewerStateFile, StorageFailed
 from deployments.jobs.server import JobsServer
-from deployments.jobs.service import JobsService, folder_of
+from deployments.jobs.service import JobsService
 from deployments.jobs.store import REQUEST, RESULT, JobState
 from tests.support.jobs import CHAT, Capability, chat, ended, jobs_service, line, results
 from tests.support.waits import eventually

@@ -12,7 +12,7 @@ import pytest
 from arbiter.core.types import Priority
 from arbiter.errors import ModelCoolingDown
 from deployments.jobs import calls, runner
-from deployments.jobs.errors import NotFound, Superseded
+from deployments.jobs.errors import NotFound, Superseded, TooMuch
 from deployments.jobs.service import JobsService
 from deployments.jobs.store import Job, JobState, NewJob
 from tests.support.jobs import CHAT, WAIT_S, Capability, chat, jobs_service
@@ -214,3 +214,17 @@ async def test_superseded_process_is_unhealthy_and_its_heir_is_not(
         await service.check_health()
     await heir.check_health()
     await heir.close()
+
+
+@pytest.mark.spec("J4", "J8")
+async def test_job_beyond_the_bytes_of_its_tenant_is_refused(
+    service: JobsService, capability: Capability
+) -> None:
+    capability.gate.clear()
+    await create(service, "a")
+    service.config = service.config.model_copy(update={"tenant_job_bytes": 100})
+    with pytest.raises(TooMuch):
+        await create(service, "b")
+    capability.gate.set()
+    await finished(service, "a")
+    await create(service, "b")

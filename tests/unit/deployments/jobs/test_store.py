@@ -241,6 +241,26 @@ def test_refused_job_leaves_no_body(desk: Desk) -> None:
     assert desk.bodies.names() == {"a-request"}
 
 
+@pytest.mark.spec("J4", "J8")
+def test_unfinished_jobs_of_a_tenant_have_so_many_bytes_at_most(desk: Desk) -> None:
+    def create(name: str, tenant: str = "t") -> Job:
+        new = NewJob(name, tenant, "async", "/v1/x", "one")
+        return desk.store.create(new, b"x" * 600, most_bytes=1_000)
+
+    create("a")
+    with pytest.raises(TooMuch) as caught:
+        create("b")
+    assert caught.value.status_code == 429 and "600 bytes" in str(caught.value)
+    assert desk.bodies.names() == {"a-request"}
+    create("a")  # asked for twice
+    create("c", tenant="other")
+    desk.store.begin("a")
+    with pytest.raises(TooMuch):
+        create("b")
+    desk.store.complete("a", 200, b"answer")
+    create("b")
+
+
 @pytest.mark.spec("J4")
 def test_what_is_no_body_is_left_alone_in_the_folder(desk: Desk) -> None:
     desk.create()

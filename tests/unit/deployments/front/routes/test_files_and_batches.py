@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from deployments.config.jobs_section import JobsConfig
 from deployments.front import application, keys
 from deployments.front.auth import Authenticator
 from deployments.front.dependencies import FrontState
@@ -31,7 +33,9 @@ class Front:
         self.full: str | None = None  # a method that finds the disk full
         self.keys = folder / "keys.json"
         state = FrontState(0, auth=Authenticator(Keyring(self.keys)))
-        state.service.configure(table())
+        plain = table()
+        arbiter = plain.arbiter.model_copy(update={"state_file": str(folder / "arbiter.sqlite")})
+        state.service.configure(plain.model_copy(update={"arbiter": arbiter}))
         state.jobs = JobsClient(self._send)
         self._app = application.build(state)
 
@@ -228,3 +232,96 @@ async def test_operator_sees_and_cancels_any_job_without_its_words(front: Front)
     assert answer.json()["state"] == "cancelling"
     answer = await front.http(admin).get("http://localhost/arbiter/jobs/job-none")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+HEAD = (
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nassistants\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+)
+END = b"\r\n--b--\r\n"
+FORM = {"content-type": "multipart/form-data; boundary=b"}
+
+
+async def unread() -> AsyncIterator[bytes]:
+    raise AssertionError("the upload is read")
+    yield b""
+
+
+@pytest.mark.spec("J4", "J8")
+@pytest.mark.parametrize(
+    ("bound", "declared"),
+    [
+        ({"tenant_files": 1}, {}),
+        ({"tenant_bytes": 100}, {}),
+        ({"tenant_bytes": 1 << 20}, {"content-length": str(2 << 20)}),
+    ],
+)
+async def test_upload_that_finds_no_room_is_refused_before_it_is_read(
+    front: Front, bound: dict[str, int], declared: dict[str, str]
+) -> None:
+    await front.client().files.create(file=("a", b"x" * 100), purpose="assistants")
+    front.service.config = front.service.config.model_copy(update=bound)
+    answer = await front.http().post("/files", content=unread(), headers=FORM | declared)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "quota_exceeded")
+    assert answer.headers["retry-after"]
+
+
+@pytest.mark.spec("J4", "J8")
+async def test_tenant_has_so_many_uploads_at_once_at_most(front: Front) -> None:
+    one = keys.add(front.keys, "a", "acme", frozenset({Scope.INFER}))
+    two = keys.add(front.keys, "b", "other", frozenset({Scope.INFER}))
+    go_on, begun = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def held() -> AsyncIterator[bytes]:
+        yield HEAD
+        begun.release()
+        await go_on.wait()
+        yield b"content" + END
+
+    def post(key: str, content: AsyncIterator[bytes]) -> asyncio.Task[httpx.Response]:
+        asking = front.http(key).post("/files", content=content, headers=FORM, timeout=60)
+        return asyncio.create_task(asking)
+
+    most = JobsConfig().tenant_uploads
+    uploads = [post(one, held()) for _ in range(most)]
+    async with asyncio.timeout(60):
+        for _ in uploads:
+            await begun.acquire()
+        answer = await post(one, unread())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "quota_exceeded")
+        uploads.append(post(two, held()))
+        await begun.acquire()
+        go_on.set()
+        assert [(await upload).status_code for upload in uploads] == [200] * (most + 1)
+        assert (await post(one, held())).status_code == 200
+
+
+@pytest.mark.spec("J4", "L1")
+async def test_upload_waits_in_the_folder_of_the_bodies_and_leaves_nothing_there(
+    front: Front, tmp_path: Path
+) -> None:
+    """Not where Ray keeps what it spills, which may be RAM."""
+    folder, seen = tmp_path / "jobs", list[str]()
+
+    def opened() -> list[str]:
+        links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+        return [link for link in links if "deleted" in link and link.startswith(f"{tmp_path}/")]
+
+    async def large() -> AsyncIterator[bytes]:
+        yield HEAD
+        for _ in range(3):
+            yield b"x" * (1 << 20)
+        seen.extend(opened())
+        yield END
+
+    answer = await front.http().post("/files", content=large(), headers=FORM)
+    assert answer.json()["bytes"] == 3 << 20
+    assert [Path(link).parent for link in seen] == [folder]
+    assert opened() == [] and [path.name for path in folder.iterdir()] == [answer.json()["id"]]
+
+
+@pytest.mark.spec("J4", "L3")
+@pytest.mark.parametrize("body", [b"--c\r\n", HEAD.replace(b'name="file"; ', b""), HEAD + HEAD])
+async def test_form_that_cannot_be_read_is_400(front: Front, body: bytes) -> None:
+    answer = await front.http().post("/files", content=body, headers=FORM)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
