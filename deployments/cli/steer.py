@@ -20,7 +20,7 @@ def load(model: Model, as_json: AsJson = False, url: Url = None) -> None:
 
 
 def unload(model: Model, as_json: AsJson = False, url: Url = None) -> None:
-    """Unload a model as soon as it is idle."""
+    """Unload a model: at once if it is idle, after its load if it loads. In use it stays."""
     _by_hand("unload", model, as_json, url)
 
 
@@ -43,7 +43,7 @@ def _by_hand(act: str, model: str, as_json: bool, url: str | None) -> None:
 ASKED: dict[str, Callable[[dict[str, Any]], str]] = {
     "load": lambda done: f"{done['model']} is asked for; `arbiter residency` shows it come",
     "unload": lambda done: (
-        f"{done['model']} leaves when it is idle: {', '.join(done['tickets'])}"
+        f"{done['model']} leaves unless it is in use: {', '.join(done['tickets'])}"
         if done["tickets"]
         else f"{done['model']} is not loaded"
     ),

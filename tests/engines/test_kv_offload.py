@@ -199,7 +199,7 @@ def lent(pool: Pool, ticket: TicketId, model: Path) -> dict[str, Any]:
     return {**config(model, None), "slabs": {"kv": given}}
 
 
-@pytest.mark.spec("E4", "G4")
+@pytest.mark.spec("E4", "E7", "G4")
 def test_pool_under_pressure_saves_what_the_next_engine_restores(
     engines: ZygoteUnderTest, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +242,7 @@ def test_conversations_asked_at_once_come_back_together(
         assert {cached for _, cached in found.values()} == {STORED * BLOCK}
 
 
-@pytest.mark.spec("E6", "G2", "G4")
+@pytest.mark.spec("E6", "E7", "G2", "G4")
 def test_rows_name_tenant_and_term_and_no_tenant_gets_those_of_another_from_a_file(
     engines: ZygoteUnderTest, tiny: Path, slab: int, next_slab: int, tmp_path: Path
 ) -> None:
@@ -306,7 +306,7 @@ def test_every_route_that_generates_takes_the_term(
         assert set(terms_of(slab)) == {(bytes(16), Term.SHORT)}
 
 
-@pytest.mark.spec("E6")
+@pytest.mark.spec("E6", "E7")
 def test_tenant_has_no_more_rows_than_its_cap_and_leaves_none_when_it_is_removed(
     engines: ZygoteUnderTest, tiny: Path, slab: int
 ) -> None:
@@ -546,7 +546,7 @@ def test_answers_stay_equal_however_often_an_engine_is_killed_in_mid_traffic(
         assert facts(child)["loaded"] > 0
 
 
-@pytest.mark.spec("E3", "E4", "E5")
+@pytest.mark.spec("E3", "E4", "E5", "E7")
 def test_full_slab_evicts_and_every_answer_stays_right(
     engines: ZygoteUnderTest, tiny: Path, slab: int
 ) -> None:

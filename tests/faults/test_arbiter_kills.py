@@ -137,6 +137,7 @@ async def test_restarted_arbiter_grants_nothing_before_known_living_holders_rejo
         await d.books_are_true()
 
 
+@pytest.mark.spec("B7")
 async def test_silent_holder_delays_a_restarted_arbiter_and_its_bytes_are_foreign() -> None:
     both = {"chat": capability(a=model(50)), "other": capability(b=model(50))}
     async with live_arbiter(both) as d:

@@ -34,6 +34,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 KEEP_WARM_S, DOWNSCALE_S = 6, 4
+EVENT_FILE = "events.jsonl"
 GROWN_TOKENS = 1_024
 MERGED_AFTER = 16  # requests for one adapter and nothing else
 IN_FLIGHT = 17  # of the front; no other test has more than 16
@@ -253,6 +254,7 @@ def started(
     for random in make_models.RANDOM:
         make_models.make(make_models.default_folder(), random)
     table["arbiter"]["state_file"] = str(folder / "arbiter.sqlite")
+    table["arbiter"]["event_file"] = str(folder / EVENT_FILE)
     models = table["capabilities"]["chat"]["models"]
     elsewhere = f"file://{folder}/elsewhere/"
     models["tiny-chat"]["adapters"] |= {"folder": str(folder / "adapters"), "urls": [elsewhere]}

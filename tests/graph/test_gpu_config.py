@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from arbiter.units import MIB
+from deployments.client import Client
 from deployments.config.fields import parse_size
 from deployments.front import keys
 from tests.graph.conftest import (
@@ -23,11 +24,13 @@ from tests.graph.conftest import (
     served,
     until,
 )
+from tests.support.graph_commands import environment, send
 from tests.support.ports import free_port
 
 SMALLER = 100  # a GPU's 20 GiB are 200 MiB of this machine
 CHAT, OTHER, EMBEDDING = "qwen3-8b", "qwen3-4b", "bge-m3"
 DRAW = "sdxl"
+GATE = "gate"  # a load of OTHER ends once it is there
 COLD_S = 90  # a replica starts for the request, and its holder gives the arbiter up after 10 s
 HELLO = {"model": CHAT, "messages": [{"role": "user", "content": "Who holds the memory?"}]}
 
@@ -43,6 +46,8 @@ def with_fake_engines(config: dict[str, Any], folder: Path) -> dict[str, Any]:
             need = {part: parse_size(size) // SMALLER for part, size in model["need"].items()}
             model["need"] = need | {"context": 24 * MIB}
             model["source"], model["engine_args"] = "fake", {"bytes": need["weights"]}
+    (gate := folder / GATE).touch()
+    table["capabilities"]["chat"]["models"][OTHER]["engine_args"]["gate"] = str(gate)
     return config
 
 
@@ -144,6 +149,38 @@ def test_the_command_sets_a_floor(gpus: Graph) -> None:
     failed = arbiter(gpus, "floor", "no-such-model", "device")
     assert failed.returncode == 1
     assert "no-such-model was refused (404 " in failed.stderr
+
+
+@pytest.mark.spec("D8")
+def test_load_in_flight_is_read_everywhere_and_unloaded_by_hand_it_leaves_once_loaded(
+    gpus: Graph,
+) -> None:
+    def seen() -> dict[str, Any]:
+        found: dict[str, Any] = send(gpus, "GET", "/arbiter/residency")["models"][OTHER]
+        return found
+
+    (gpus.folder / GATE).unlink()
+    try:
+        assert send(gpus, "POST", f"/arbiter/models/load/{OTHER}") == {"model": OTHER}
+        [ticket] = until(lambda: seen()["loading_s"] and seen()["tickets"], 60, "it loads")
+        shown = said(gpus, "residency")[OTHER]
+        assert (shown["level"], shown["tickets"]) == ("loading", {ticket: "loading"})
+        with Client(gpus.url, key=environment(gpus)["ARBITER_KEY"]) as python:
+            row = python.residency()[OTHER]
+            assert row.level == "loading" and row.loading_s and row.loading_s > shown["loading_s"]
+        assert said(gpus, "unload", OTHER) == {"model": OTHER, "tickets": [ticket]}
+    finally:
+        (gpus.folder / GATE).touch()
+    ends = ("model_load", "eviction", "model_unload")
+
+    def told() -> list[dict[str, Any]]:
+        return [e for e in gpus.events() if e["ticket"] == ticket and e["kind"] in ends]
+
+    until(lambda: len(told()) == len(ends), 60, "it has come and gone")
+    assert [(e["kind"], e.get("reason")) for e in told()] == [
+        ("model_load", None), ("eviction", "manual"), ("model_unload", "manual")
+    ]  # fmt: skip
+    assert seen()["level"] == "cold"
 
 
 @pytest.mark.spec("K3")

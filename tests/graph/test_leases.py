@@ -85,7 +85,9 @@ def test_cleanup_ends_a_lease_whose_holder_has_gone(graph: Graph) -> None:
 
 
 @pytest.mark.spec("A15")
-def test_freed_memory_is_held_for_its_term_and_what_left_returns(graph: Graph) -> None:
+def test_freed_memory_is_held_until_its_lease_is_drained_and_what_left_returns(
+    graph: Graph,
+) -> None:
     assert "nothing leaves" in run_command(graph, "free", "--gb", "0.01", "--dry-run")
     print(graph.post("/v1/chat/completions", HELLO), graph.state()["tickets"])
     body = {"gb": more_than_free(graph, CHAT), "term_s": 600}

@@ -18,13 +18,14 @@ import pytest
 from openai import OpenAI
 
 from deployments.client import Client
-from tests.graph.conftest import BIN, DOWNSCALE_S, KEEP_WARM_S, Graph, until
+from tests.graph.conftest import BIN, DOWNSCALE_S, EVENT_FILE, KEEP_WARM_S, Graph, until
 from tests.support.graph_commands import environment, run_command, send, unload_all
 from tests.support.graph_processes import log_of, victims
 
 CHAT, LEFT = "tiny-chat", "left-chat"
 VAD, RERANK, EMBEDDING = "silero-vad", "minilm-reranker", "all-minilm-l6-v2"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
+PRIVATE = "The key is under the third stone. "
 
 
 OFFERED = """
@@ -264,19 +265,25 @@ def test_events_tell_of_loads_with_bytes_and_seconds(graph: Graph, client: OpenA
 
 
 @pytest.mark.spec("K1")
-def test_event_of_a_finished_request_does_not_contain_its_text(
-    graph: Graph, client: OpenAI
-) -> None:
-    name = {"x-request-id": "the-one-told"}
-    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2, extra_headers=name)
+def test_no_event_and_no_line_of_the_event_file_has_a_text_of_a_request(graph: Graph) -> None:
+    """Of one that was answered, and of one that its engine refused because it is too long."""
+    for name, times, status in (("the-one-told", 1, 200), ("the-one-refused", 400, 400)):
+        said = [{"role": "user", "content": PRIVATE * times}]
+        body = {"model": CHAT, "messages": said, "max_tokens": 2}
+        headers = {"x-request-id": name}
+        assert graph.post("/v1/chat/completions", body, headers=headers)[0] == status
 
-    def runs() -> list[dict[str, Any]]:
-        return [e for e in graph.events() if e.get("request_id") == "the-one-told"]
+    def run_of(name: str) -> list[dict[str, Any]]:
+        return [e for e in graph.events() if e.get("request_id") == name]
 
-    (run,) = until(runs, 60, "the request is told")
+    (run,) = until(lambda: run_of("the-one-told"), 60, "the request is told")
     assert (run["kind"], run["model"], run["outcome"]) == ("capability_run", CHAT, "answered")
     assert run["took_s"] > 0 and run["ticket"]
-    assert HELLO[0]["content"] not in json.dumps(run)
+    until(lambda: run_of("the-one-refused"), 60, "the refused request is told")
+    lines = (graph.folder / EVENT_FILE).read_text()
+    assert "the-one-told" in lines and "the-one-refused" in lines
+    for text in (PRIVATE.strip(), HELLO[0]["content"]):
+        assert text not in json.dumps(graph.events()) and text not in lines
 
 
 @pytest.mark.spec("K1")

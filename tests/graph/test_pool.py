@@ -141,7 +141,7 @@ def test_next_agent_finds_the_slabs_of_living_engines(
 
 
 @pytest.mark.spec("E1", "B4")
-def test_slabs_are_on_the_books_of_the_nodes_ram_and_on_no_engines(
+def test_slabs_of_a_living_engine_are_on_no_tickets_account(
     graph: Graph, client: OpenAI, kept: str
 ) -> None:
     state = graph.state()

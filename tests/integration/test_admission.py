@@ -67,25 +67,36 @@ async def test_ticket_is_bypassed_no_more_once_it_has_waited_as_long_as_the_sett
 async def test_equals_are_granted_as_they_came_and_first_while_another_load_of_theirs_runs(
     tmp_path: Path,
 ) -> None:
+    """Of `u`, `a`, `c` and `e` two fit, so what is granted first is not what fits beside others."""
     gate = tmp_path / "gate"
     table = {name: capability(**{name: model(150, can_sleep=False)}) for name in "uce"}
-    table["chat"] = capability(a=model(100, gate=str(gate)))
+    table["chat"] = capability(a=model(150, can_sleep=False, gate=str(gate)))
     async with live_arbiter(table, barrier_s=60) as d:
-        u, c, e, first, second = (d.holder(name) for name in ("u", "c", "e", "chat", "chat"))
+        u, c, e = (d.holder(name) for name in "uce")
+        first, second, third = (d.holder("chat") for _ in range(3))
         await u.keep.remote("u")
-        asked = [first.ask.remote("a")]
+        kept = [first.keep.remote("a")]
         await eventually(gate.with_suffix(".reached").exists)
-        for holder, name, queue in ((c, "c", "c"), (e, "e", "ce"), (second, "a", "ace")):
-            asked.append(holder.ask.remote(name))
-            await queue_is(d, *queue)
-        gate.touch()
-        await queue_is(d, "c", "e", "a")  # its load has ended
+        asked = [c.ask.remote("c")]
+        await queue_is(d, "c")
+        asked.append(e.ask.remote("e"))
+        await queue_is(d, "c", "e")
+        kept.append(second.keep.remote("a"))
+        await queue_is(d, "a", "c", "e")
         timeouts = await message_counter.ask(u, arbiters_timeouts)
         assert in_seconds(timeouts.bypass) == 30  # where nothing is set
         await u.let_go.remote("u")
-        assert await asyncio.wait_for(asyncio.gather(*asked), 60) == [200] * 4
+        await queue_is(d, "c", "e")
+        asked.append(third.ask.remote("a"))
+        await queue_is(d, "a", "c", "e")
+        gate.touch()
+        await queue_is(d, "c", "e", "a")  # its loads have ended
+        await asyncio.wait_for(asyncio.gather(*kept), 60)
+        for holder in (first, second):
+            await holder.let_go.remote("a")
+        assert await asyncio.wait_for(asyncio.gather(*asked), 60) == [200] * 3
         granted = [line["model"] for line in await d.events("ticket_granted")]
-        assert granted[:3] == ["u", "a", "c"] and granted[3:].count("e") == 1
+        assert granted[:4] == ["u", "a", "a", "c"] and sorted(granted[4:]) == ["a", "e"]
         await d.books_are_true()
 
 
@@ -109,6 +120,9 @@ async def test_model_that_sleeps_is_granted_before_a_cold_model_that_came_earlie
         await queue_is(d, "b", "c")
         await a.let_go.remote("a")
         assert await asyncio.wait_for(asyncio.gather(cold, warm), 90) == [200, 200]
+        [woke] = await d.events("model_wake")
+        [loaded] = [e for e in await d.events("ticket_granted") if e["model"] == "c"]
+        assert woke["model"] == "b" and woke["seq"] < loaded["seq"]
         await d.books_are_true()
 
 

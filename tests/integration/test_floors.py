@@ -9,6 +9,7 @@ import pytest
 from arbiter.client.admin import call_arbiter
 from arbiter.core.types import Floor
 from arbiter.errors import NotResident, UnknownModel
+from arbiter.units import MIB
 from deployments.config import boot
 from tests.support.live_arbiter import capability, first, live_arbiter, model
 from tests.support.waits import eventually
@@ -48,7 +49,7 @@ async def test_configured_floor_loads_its_model_unasked_and_a_table_without_it_l
         await d.books_are_true()
 
 
-@pytest.mark.spec("D1")
+@pytest.mark.spec("D1", "B4")
 async def test_model_with_the_host_floor_sleeps_when_its_keep_warm_time_is_over() -> None:
     table = {"chat": capability(a=model(50, floor="host", keep_warm_s=0.5))}
     async with live_arbiter(table) as d:
@@ -60,6 +61,8 @@ async def test_model_with_the_host_floor_sleeps_when_its_keep_warm_time_is_over(
             assert (unload["reason"], unload["to"]) == ("idle", "asleep")
         assert len(await d.events("model_load")) == len(await d.events("model_wake")) == 1
         [ticket] = state["tickets"]
+        [host] = [x for x in state["devices"] if x["kind"] == "host"]
+        assert host["charged_bytes"] == ticket["charged_bytes"][host["device"]] >= 50 * MIB
         await call_arbiter("set_floor", "chat", "a", Floor.COLD)
         await d.until(lambda s: not s["tickets"])
         assert ticket["ticket"] not in await d.engines()

@@ -15,6 +15,8 @@ from arbiter.core.events import PressurePushed
 from arbiter.core.types import Level
 from arbiter.errors import UnknownHostCopy
 from arbiter.units import MIB, seconds
+from deployments.config import boot
+from tests.support.engine_host import shared_copy_bytes
 from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
 from tests.support.waits import eventually
 
@@ -206,7 +208,39 @@ async def test_model_whose_files_are_in_host_ram_is_granted_before_one_that_came
         await d.until(lambda s: [w["model"] for w in s["queue"]] == ["b", "c"])
         await a.let_go.remote("a")
         assert await asyncio.wait_for(asyncio.gather(cold, warm), 60) == [200, 200]
+        granted = [e["model"] for e in await d.events("ticket_granted") if e["model"] in table]
+        assert granted == ["b", "a", "b", "c"]
         await d.books_are_true()
+
+
+@pytest.mark.spec("D9")
+async def test_copies_of_removed_models_leave_whether_an_engine_has_them_open_or_none(
+    tmp_path: Path,
+) -> None:
+    """An idle copy outlives its engines (D4), and not its model."""
+    models = {"c": model(20)}
+    for name in "ab":
+        (folder := tmp_path / name).mkdir()
+        (folder / "model.safetensors").write_bytes(name.encode() * MIB)
+        models[name] = model(20) | {"source": str(folder), "host_copy": "shared"}
+    async with live_arbiter({"chat": capability(**models)}) as d:
+        holder = d.holder()
+        for name in "abc":
+            assert await holder.ask.remote(name) == 200
+        await d.unload("a")
+        await d.until(lambda s: sorted((c["models"], bool(c["users"])) for c in s["copies"]) == [
+            ([["chat", "a"]], False), ([["chat", "b"]], True)
+        ])  # fmt: skip
+        agent = (await d.pids())["agent"]
+        assert shared_copy_bytes(agent) >= 2 * MIB
+        table = d.table.model_dump(mode="json", exclude_defaults=True)
+        for name in "ab":
+            del table["capabilities"]["chat"]["models"][name]
+        await call_arbiter("configure", boot.configuration(type(d.table).model_validate(table)))
+        await d.until(lambda s: not s["copies"] and [t["model"] for t in s["tickets"]] == ["c"])
+        await d.until(lambda s: host(s)["charged_bytes"] == 0)
+        await eventually(lambda: shared_copy_bytes(agent) == 0)
+        assert await holder.ask.remote("c") == 200
 
 
 @pytest.mark.spec("D8")

@@ -211,3 +211,25 @@ async def test_freeing_leaves_a_model_in_use_where_it_is_and_lends_the_rest() ->
         assert (await d.engines())[used] == engine
         assert {e["model"] for e in await d.events("eviction")} == {"b"}
         await d.books_are_true()
+
+
+async def test_memory_freed_for_a_term_is_lent_until_that_is_over_and_what_left_returns() -> None:
+    terms = LeaseConditions("default", seconds(2), seconds(0), frees=True)
+    call = LeaseCall("hold", Bytes(350 * MIB), terms, "hold", seen="queued", wait=seconds(10))
+    async with live_arbiter({"chat": capability(a=model(100, can_sleep=False))}) as d:
+        assert await d.holder().ask.remote("a") == 200
+        await d.until(lambda s: s["tickets"][0]["idle_s"] is not None)
+        answer = await call_arbiter("free", call, True)
+        assert [victim["model"] for victim in answer["plan"]["victims"]] == ["a"]
+        end = await ended(d)
+        assert (end["ticket"], end["reason"]) == (lease_ticket("default", "hold"), "term")
+        await d.until(lambda s: {t["model"]: t["state"] for t in s["tickets"]} == {"a": "resident"})
+        told = [(e["kind"], e.get("reason")) for e in await d.events() if e["kind"] in OF_A_HOLD]
+        assert told[:3] == [("model_load", None), ("eviction", "free"), ("lease_granted", None)]
+        assert told[3] == ("eviction", "term")  # of the lease
+        assert {*told[4:6]} == {("lease_ended", "term"), ("freed_return", None)}
+        assert told[6:] == [("model_load", None)]
+        await d.books_are_true()
+
+
+OF_A_HOLD = frozenset({"model_load", "eviction", "lease_granted", "lease_ended", "freed_return"})

@@ -105,19 +105,23 @@ async def test_idle_slabs_leave_in_the_order_of_their_contents_between_the_water
 
 
 @pytest.mark.spec("B4")
-async def test_budgets_of_ram_fall_by_what_a_slab_takes_of_it() -> None:
+async def test_budgets_of_ram_fall_by_what_slabs_of_each_content_take_of_it() -> None:
     """So that they lend no more and no less than before of what is free, whatever else takes RAM
     meanwhile."""
-    async with live_arbiter({"chat": capability(talk=model(50))}, arenas={}) as d:
-        await _lend(d, "talk")
+    names = ("talk", "law", "eyes")
+    table = {"chat": capability(**{name: model(50) for name in names})}
+    async with live_arbiter(table, arenas={}) as d:
+        await _lend(d, *names)
         before = _beyond_free(await d.until(lambda s: not s["tickets"]))
         agent = (await (await d.agent()).pids.remote())["agent"]
-        with _writer(agent, "talk") as slab:
-            _grow(slab, 100)
-            state = await d.until(lambda s: _filled(s) >= 1)
-            assert before.keys() == {"cpu", "host"}
-            for kind, size in _beyond_free(state).items():
-                assert abs(size - before[kind]) <= 2 * MIB
+        with contextlib.ExitStack() as stack:
+            for count, name in enumerate(names, start=1):
+                slab = stack.enter_context(_writer(agent, name))
+                _grow(slab, 50)
+                state = await _filled_to(d, count / 2)
+                assert before.keys() == {"cpu", "host"}
+                for kind, size in _beyond_free(state).items():
+                    assert abs(size - before[kind]) <= 2 * MIB, (name, kind)
 
 
 def _beyond_free(state: dict[str, Any]) -> dict[str, int]:
@@ -177,6 +181,10 @@ def _idle(state: dict[str, Any]) -> set[str]:
 def _filled(state: dict[str, Any]) -> float:
     """The part of the budget that all slabs take."""
     return float(sum(row["slab"]["allocated_bytes"] for row in state["slabs"]) / BUDGET)
+
+
+async def _filled_to(d: LiveArbiter, part: float) -> dict[str, Any]:
+    return await d.until(lambda s: _filled(s) >= part)
 
 
 def _save_row_of(tenant: str, file: Path) -> None:

@@ -19,6 +19,7 @@ from tests.support.waits import eventually
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("C5")]
 
 
+@pytest.mark.spec("K1")
 async def test_pressure_evicts_idle_models_that_are_not_text_and_blocks_other_loads() -> None:
     both = {
         "chat": capability(a=model(50)),

@@ -2,8 +2,10 @@
 
 import pytest
 
+from arbiter.client.admin import call_arbiter
+from deployments.config import boot
 from deployments.prefixes import Cut
-from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
+from tests.support.live_arbiter import LiveArbiter, capability, first, live_arbiter, model
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("G1", "G5", "G6")]
@@ -67,6 +69,31 @@ async def test_sweep_does_not_warm_again_the_prefix_that_a_request_has_used_late
         declared = "__system_prefix__"
         names = [event["prefix"] for event in await d.events("prewarm")]
         assert names[:2] == [declared] * 2 and set(names[2:]) == {declared, "lately"}
+
+
+@pytest.mark.spec("D9")
+async def test_model_removed_and_added_again_knows_no_prefix_of_earlier_requests() -> None:
+    async with live_arbiter({"mouth": capability(b=model(50, **PREFIXES), c=model(50))}) as d:
+        mouth = d.holder("mouth")
+        assert await mouth.ask.remote("b") == 200
+        await prewarms(d, "b", "load")
+        said = b'{"messages": [{"role": "system", "content": "be kind"}]}'
+        await mouth.chat.remote("b", Cut(1, key="lately"), said)
+        await mouth.shift_clock.remote(240)
+        await prewarms(d, "b", "load", "sweep", "sweep")
+        seen = (await d.state())["sequence"]
+        table = d.table.model_dump(mode="json", exclude_defaults=True)
+        del table["capabilities"]["mouth"]["models"]["b"]
+        await call_arbiter("configure", boot.configuration(type(d.table).model_validate(table)))
+        assert (await first("model_removed", seen))["model"] == "b"
+        await call_arbiter("configure", boot.configuration(d.table))
+        await call_arbiter("load", "mouth", "b")  # its holder hears of it after the table
+        await prewarms(d, "b", "load", "sweep", "sweep", "load")
+        await mouth.shift_clock.remote(240)
+        await prewarms(d, "b", "load", "sweep", "sweep", "load", "sweep")
+        declared = "__system_prefix__"
+        names = [event["prefix"] for event in await d.events("prewarm")]
+        assert {*names[1:3]} == {declared, "lately"} and names[3:] == [declared] * 2
 
 
 async def test_prewarm_that_fails_is_one_event_until_the_next_load() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from arbiter.core.types import Priority
 from tests.support.live_arbiter import capability, live_arbiter, model, two
 from tests.support.waits import eventually
 
@@ -142,18 +143,28 @@ async def test_victims_are_the_cheapest_set_that_suffices_and_none_besides() -> 
         await d.books_are_true()
 
 
-@pytest.mark.spec("C1")
-async def test_model_of_the_lowest_role_leaves_first_though_it_was_used_last() -> None:
+@pytest.mark.spec("C1", "C2")
+async def test_lowest_role_leaves_first_and_a_less_urgent_model_of_any_role_before_it() -> None:
     roles = {"chat": "text", "hearing": "asr", "seeing": "vision"}
     table = {name: capability(role, **{name: model(100)}) for name, role in roles.items()}
     table["other"] = capability(x=model(100))
     async with live_arbiter(table) as d:
-        for name in roles:
-            assert await d.holder(name).ask.remote(name) == 200
+        holders = {name: d.holder(name) for name in roles}
+        for name, holder in holders.items():
+            assert await holder.ask.remote(name) == 200
         await d.until(lambda s: all((t["idle_s"] or 0) > 2 for t in s["tickets"]))
         assert await d.holder("other").ask.remote("x") == 200
         [eviction] = await d.events("eviction")
         assert eviction["model"] == "seeing" and "image embeddings" in eviction["act"]
+        assert await holders["chat"].ask.remote("chat", priority=Priority.LOW) == 200
+        await d.until(  # it has heard of all five requests, and with the last of its priority
+            lambda s: (
+                sum(row["requests_count"] for row in s["clients"]) == 5
+                and all(t["idle_s"] is not None for t in s["tickets"])
+            )
+        )
+        assert await holders["seeing"].ask.remote("seeing") == 200
+        assert [e["model"] for e in await d.events("eviction")] == ["seeing", "chat"]
         await d.books_are_true()
 
 

@@ -1,5 +1,7 @@
 """Tenants, and settings that change while the system runs, on a real cluster."""
 
+from typing import Any
+
 import pytest
 
 from arbiter.client.admin import call_arbiter
@@ -11,6 +13,13 @@ from tests.support.live_arbiter import capability, kill, live_arbiter, model
 
 pytestmark = pytest.mark.usefixtures("cluster")
 PHONE, OTHER = Client("acme", "phone"), Client("other")
+WRONG: tuple[dict[str, Any], ...] = (
+    {"bypass_count": 3, "barrier_s": -1},
+    {"nothing": 1},
+    {"state_file": "x"},
+    {"host_marks": {"high": 0.5, "low": 0.6}},
+    {"device_marks": {"low": 0.95}},  # above the high one of the default
+)
 TENANTS = {"acme": {"maximum": "150 MiB"}, "saver": {"reserved": "100 MiB"}}
 
 
@@ -36,14 +45,16 @@ async def test_tenant_at_its_maximum_evicts_only_its_own_models_and_its_account_
         await d.books_are_true()
 
 
-@pytest.mark.spec("C12")
+@pytest.mark.spec("C12", "C4")
 async def test_settings_change_whole_once_per_generation_and_outlive_the_arbiter() -> None:
     async with live_arbiter() as d:
         holder = d.holder()
         assert await holder.ask.remote("a") == 200
         engines, first = await d.engines(), await runtime_settings.read()
         generation = first["generation"]
-        for wanted in ({"bypass_count": 3, "barrier_s": -1}, {"nothing": 1}, {"state_file": "x"}):
+        marks = [first["settings"][name] for name in ("host_marks", "device_marks")]
+        assert marks == [{"high": 0.9, "low": 0.8}, None]  # of devices: off
+        for wanted in WRONG:
             with pytest.raises(ConfigError, match=next(reversed(wanted))):
                 await runtime_settings.change(generation, wanted)
         assert await runtime_settings.read() == first

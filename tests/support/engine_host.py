@@ -217,6 +217,11 @@ def host_bytes(pid: int) -> int:
     return _memfds(pid, lambda name: "host-copy" in name)
 
 
+def shared_copy_bytes(pid: int) -> int:
+    """Of the copies of models' files, shared among engines, that a process tree has open."""
+    return _memfds(pid, lambda name: "host-shared" in name)
+
+
 def slab_bytes(pid: int) -> int:
     """Of the slabs that a process tree has open."""
     return _memfds(pid, lambda name: "host-pool" in name)

@@ -169,7 +169,8 @@ class Ticket:
     wakes_count: int = 0  # granted so far; above zero the present load is a wake
     growth: PendingGrowth | None = None
     grown: Grown | None = None  # None: it never grew
-    settles: bool = False  # its floor was lowered: it goes down to it once it is idle
+    # Its floor was lowered, or it was unloaded during its load: once idle it goes to its floor
+    settles: bool = False
     leaving: Reason | None = None  # why it drains or is reclaimed
     revoked_at: Instant | None = None  # when it was last asked to leave, unless it declined
     revocation: Revocation | None = None  # None unless it drains

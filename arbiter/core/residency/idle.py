@@ -49,11 +49,14 @@ def _leave_outside_hours(state: CoreState, entry: Ticket) -> None:
 
 
 def on_unload_asked(state: CoreState, ticket: TicketId) -> None:
-    """Unloads a model by hand. A model in use stays, and the event log says so."""
-    entry = state.live(ticket, State.RESIDENT, State.ASLEEP)
+    """Unloads a model by hand; a load goes on, and its model leaves once it is idle. A model in use
+    stays, and the event log says so."""
+    entry = state.live(ticket, State.LOADING, State.RESIDENT, State.ASLEEP)
     if entry is None:
         return
-    if entry.inflight > 0 or entry.ticket in state.queue:
+    if entry.state is State.LOADING:
+        entry.settle_when_idle(True)
+    elif entry.inflight > 0 or entry.ticket in state.queue:
         state.log(EventKind.UNLOAD_REFUSED, entry, inflight=entry.inflight)
     else:
         eviction.revoke(state, entry, Reason.MANUAL, None)

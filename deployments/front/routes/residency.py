@@ -106,7 +106,7 @@ async def load(model: str, front: State, _: Admin) -> dict[str, str]:
 
 @router.post("/models/unload/{model:path}")
 async def unload(model: str, front: State, _: Admin) -> dict[str, Any]:
-    """Unloads its idle tickets; tickets in use stay."""
+    """Unloads its idle tickets; those that load leave once loaded and idle; those in use stay."""
     capability = _home(front.table, model)
     mine = [row.ticket for row in (await arbiter_gateway.state()).of_model(capability, model)]
     for ticket in mine:

@@ -88,6 +88,7 @@ def test_prefix_of_the_asker_is_no_victim_of_its_own_tail(rows: Rows) -> None:
     assert (found.rows, found.evicted) == ({}, [])
 
 
+@pytest.mark.spec("E6")
 def test_what_finds_no_room_is_left_out_from_the_end_and_counted(fd: int, rows: Rows) -> None:
     pinned = keys(FULL - 2)
     store(rows, *pinned)

@@ -17,7 +17,7 @@ from tests.support.scripted_front import ScriptedFront
         (
             "unload",
             {"model": "org/m", "tickets": ["t1", "t2"]},
-            "org/m leaves when it is idle: t1, t2",
+            "org/m leaves unless it is in use: t1, t2",
         ),
         ("grow", {"model": "org/m", "size": "grown"}, "org/m is told to grow"),
         ("shrink", {"model": "org/m", "size": "first"}, "org/m is told to give back"),

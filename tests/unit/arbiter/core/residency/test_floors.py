@@ -166,6 +166,21 @@ def test_load_by_hand_of_a_resident_keeps_it_warm_as_a_use_does() -> None:
     assert revoked(d.woke(110)) == [("a", "idle", "gone")]
 
 
+@pytest.mark.spec("D8")
+@pytest.mark.parametrize(("loads_again", "leaves"), [(False, ["manual"]), (True, [])])
+def test_model_unloaded_by_hand_while_it_loads_leaves_once_it_is_idle_unless_loaded_again(
+    loads_again: bool, leaves: list[str]
+) -> None:
+    d = CoreDriver()
+    assert granted(d.ask(0, "a", 30)) == ["a"]
+    assert d.at(1, ev.UnloadAsked(TicketId("a"))) == []
+    if loads_again:
+        assert d.at(2, ev.LoadAsked("text", "a")) == []
+    assert d.at(3, ev.Loaded(TicketId("a"), units.seconds(3))) == []
+    assert d.beat(4, "a", inflight=1) == [], "the request that waited for it is answered"
+    assert [reason for _, reason, _ in revoked(d.beat(5, "a"))] == leaves
+
+
 def learned_models(d: CoreDriver) -> list[dict[str, Any]]:
     """Rows of models, without those of whole capabilities."""
     return [row for row in d.arbiter.export_learned() if row["model"]]
