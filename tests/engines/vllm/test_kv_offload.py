@@ -122,7 +122,7 @@ def test_engine_whose_blocks_lack_layers_stores_none_and_still_loads(manager: Sl
     assert manager.lookup(b"before", asked) is LookupResult.HIT
 
 
-@pytest.mark.spec("G4")
+@pytest.mark.spec("G2", "G4")
 def test_blocks_of_a_request_expire_together_by_the_longest_term_of_their_uses(
     clock: Clock, manager: SlabManager
 ) -> None:
