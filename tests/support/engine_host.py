@@ -213,6 +213,35 @@ def device_bytes(pid: int) -> int:
     return sum(_private(p) for p in tree(pid)) + own
 
 
+def disk_reads(pid: int) -> tuple[int, int]:
+    """Bytes fetched from storage, and bytes asked for by read calls, by a process tree."""
+    found = [Path(f"/proc/{p}/io").read_text().split() for p in tree(pid)]
+    return sum(int(f[f.index("read_bytes:") + 1]) for f in found), sum(int(f[1]) for f in found)
+
+
+@contextlib.contextmanager
+def reads_no_weights(pid: int, model: Path) -> Iterator[None]:
+    """Within it the process tree fetches less from storage, and asks read calls for less, than a
+    tenth of the model's weights; the rest is code."""
+    weights = forget_weights(model)
+    before = disk_reads(pid)
+    yield
+    disk, called = (now - then for now, then in zip(disk_reads(pid), before, strict=True))
+    assert max(disk, called) < weights / 10, f"{disk} of storage, {called} by calls, of {weights}"
+
+
+def forget_weights(model: Path) -> int:
+    """Has the kernel keep no page of a model's weights that no process has mapped, so that to map
+    them again fetches them from storage. Returns how many bytes they are."""
+    weights = 0
+    for file in model.rglob("*.safetensors"):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())  # pages that are not written yet would stay
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            weights += os.fstat(stream.fileno()).st_size
+    return weights
+
+
 def host_bytes(pid: int) -> int:
     return _memfds(pid, lambda name: "host-copy" in name)
 

@@ -48,6 +48,19 @@ def books_are_true(graph: Graph) -> bool:
     return bool(close and is_charged and cpu["free_bytes"] >= 0)
 
 
+def logs_naming(graph: Graph, *words: str) -> dict[str, list[Path]]:
+    """Of each word the logs that have it: those of Ray, Serve and their processes, and what `serve
+    run` printed."""
+    front = log_of(graph, "front")
+    files = [graph.folder / "serve.log", *(front.parents[1].rglob("*.*") if front else ())]
+    found: dict[str, list[Path]] = {}
+    for file in filter(Path.is_file, files):
+        text = file.read_text(errors="replace")
+        for word in (word for word in words if word in text):
+            found.setdefault(word, []).append(file)
+    return found
+
+
 def log_of(graph: Graph, replica: str) -> Path | None:
     """The file that Serve gave a replica, as the kernel knows it."""
     for pid in graph.workers():
