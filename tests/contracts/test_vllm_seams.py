@@ -197,8 +197,8 @@ async def test_no_engine_fetches_pictures() -> None:
     """Whatever reaches it past the front's checks: of a list of domains that do not exist, `data:`
     URIs alone pass."""
     args = arguments({"model": "m", "engine_args": {"kv_cache_memory_bytes": 1_000}})
-    domains = AsyncEngineArgs.from_cli_args(args).allowed_media_domains
-    connector = MediaConnector(allowed_media_domains=domains)
+    assert "allowed_media_domains" in AsyncEngineArgs.__dataclass_fields__
+    connector = MediaConnector(allowed_media_domains=args.allowed_media_domains)
     for url in ("http://127.0.0.1:1/a.png", "https://127.0.0.1:1/a.png"):
         with pytest.raises(ValueError, match="must be from one of the allowed domains"):
             await connector.fetch_image_async(url)
