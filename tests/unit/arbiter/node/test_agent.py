@@ -93,7 +93,7 @@ async def test_what_an_engine_leaves_in_its_folder_and_in_shared_memory_is_remov
         await running.spawn(T, spec_that_litters)
         await eventually(lambda: scratch.exists() and [p.name for p in scratch.iterdir()])
         assert scratch.stat().st_mode & 0o077 == 0
-        [block] = Path("/dev/shm").glob(f"{scratch.stem}-*")
+        [block] = await eventually(lambda: [*Path("/dev/shm").glob(f"{scratch.stem}-*")])
         await running.kill(T)
         await eventually(lambda: not scratch.exists() and not block.exists())
         await running.close()
