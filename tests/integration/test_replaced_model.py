@@ -63,7 +63,7 @@ async def test_request_that_waits_for_a_load_gets_the_files_that_came_meanwhile(
 
 
 @pytest.mark.spec("D5", "D1")
-@pytest.mark.parametrize("wish", [{"pinned": True}, {"floor": "device"}], ids=["pinned", "floor"])
+@pytest.mark.parametrize("wish", [{"pin": True}, {"floor": "device"}], ids=["pinned", "floor"])
 async def test_model_that_is_to_stay_loaded_is_back_with_its_new_files_without_a_request(
     tmp_path: Path, wish: dict[str, object]
 ) -> None:
