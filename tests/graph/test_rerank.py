@@ -33,7 +33,8 @@ def test_documents_are_ranked_for_a_query_in_each_clients_form(graph: Graph) -> 
     assert first["relevance_score"] > 0.5 > second["relevance_score"]
     [only] = said(graph, "/v2/rerank", JINA | {"top_n": 1, "return_documents": False})["results"]
     assert only == {"index": 1, "relevance_score": pytest.approx(first["relevance_score"])}
-    tei = {"query": QUERY, "texts": [FOREIGN, FITTING], "truncate": False}  # its clients' own
+    # Its clients name no model, which does where only one serves the path; here two do.
+    tei = {"model": MODEL, "query": QUERY, "texts": [FOREIGN, FITTING], "truncate": False}
     rows = said(graph, "/rerank", tei)
     assert rows[0] == {"index": 1, "score": pytest.approx(first["relevance_score"])}
     pair = {"model": MODEL, "text_1": QUERY, "text_2": FITTING, "x_priority": "low"}
