@@ -177,7 +177,7 @@ BUGS = [
     Bug("a wake waits as long as the refused one before it", "deployments/replica/residency.py", "Residency.begin",
         "held.load.serves_at_ns = 0",
         ""),
-    Bug("nobody ends what a request found outdated", "deployments/replica/unloading.py", "outdate",
+    Bug("what a request found outdated does not end", "deployments/replica/unloading.py", "outdate",
         "held.outdated.set()",
         ""),
     Bug("after a barrier that dropped the files are not looked at", "deployments/replica/unloading.py", "serve_on",

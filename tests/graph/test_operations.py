@@ -266,7 +266,7 @@ def test_events_tell_of_loads_with_bytes_and_seconds(graph: Graph, client: OpenA
 
 @pytest.mark.spec("K1")
 def test_no_event_and_no_line_of_the_event_file_has_a_text_of_a_request(graph: Graph) -> None:
-    """Of one that was answered, and of one that its engine refused because it is too long."""
+    """Of a request that was answered, and of a request that its engine refused as too long."""
     for name, times, status in (("the-one-told", 1, 200), ("the-one-refused", 400, 400)):
         said = [{"role": "user", "content": PRIVATE * times}]
         body = {"model": CHAT, "messages": said, "max_tokens": 2}

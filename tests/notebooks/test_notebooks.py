@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, without a display; the one that reads a trace with a
+"""Every notebook runs from top to bottom, without a display; the notebook that reads a trace with a
 small one, too."""
 
 import csv

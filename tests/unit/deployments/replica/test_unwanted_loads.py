@@ -1,4 +1,4 @@
-"""Nothing is loaded or woken for requests that nobody waits for any more (A8, A21)."""
+"""Nothing is loaded or woken for requests whose clients have all left (A8, A21)."""
 
 import asyncio
 
@@ -45,7 +45,7 @@ async def test_wake_is_withdrawn_when_the_only_request_is_refused_before_it_wait
         await until(lambda: "Slept" in arbiter.kinds())
         arbiter.grants_at_once = False
         held = residency.models["a"]
-        held.demand.is_wanted = True  # a wake under way for nobody in particular
+        held.demand.is_wanted = True  # a wake under way without a request
         residency.begin(held, loading.wake(residency, held))
         await until(lambda: "a" in arbiter.answers and len(arbiter.asked) == 2)
         held.demand.is_wanted = False
