@@ -54,9 +54,14 @@ DEFAULTS = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "OMP_NUM_THREADS": "1",  # until an engine sets what its model is to compute with
     "OPENBLAS_NUM_THREADS": "1",  # its pool would start at import, and a fork needs one thread
+    # pandas brings pyarrow, which would start a thread at its import
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "HF_HUB_OFFLINE": "1",  # models are folders on disk; a start must not wait for a network
     "THP_MEM_ALLOC_ENABLE": "1",  # torch takes huge pages: KV is there 10x sooner
     "TOKENIZERS_PARALLELISM": "false",  # its thread pool deadlocks after a fork
+    # Whether there is a GPU is asked of NVML. CUDA itself, asked by a library at its import, would
+    # then work in no process that is forked from the zygote.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the executor be `uni` on the CPU build
@@ -153,9 +158,11 @@ def close_all_but(*keep: int) -> None:
             continue
 
 
-def thread_count() -> int:
-    """Threads of this process as the kernel sees them, native ones included."""
-    return len(os.listdir("/proc/self/task"))
+def threads() -> list[str]:
+    """The names of this process's threads as the kernel has them, native ones included, the first
+    thread's first."""
+    folder = Path("/proc/self/task")
+    return [(folder / n / "comm").read_text().strip() for n in sorted(os.listdir(folder), key=int)]
 
 
 def end(status: int) -> NoReturn:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from arbiter.protocol.peer_credentials import peer_uid
-from deployments.engines import host, linux
+from deployments.engines import host, linux, nvidia
 from deployments.engines.protocol import MAX_LINE_BYTES, BadSpawn, Spawn, parse_spawn
 
 # After this long without a connection, a zygote checks whether an agent can still find it. An agent
@@ -118,7 +118,7 @@ class Zygote:
         if op == "list":
             return {"children": [self._row(pid, spawn) for pid, spawn in self.children.values()]}
         if op == "ping":
-            return {"ready": True, "pid": os.getpid(), "threads": linux.thread_count()}
+            return {"ready": True, "pid": os.getpid(), "threads": len(linux.threads())}
         return {"error": f"no op {op!r}; there is: ping, spawn, list"}
 
     def _row(self, pid: int, spawn: Spawn) -> dict[str, Any]:
@@ -130,8 +130,13 @@ class Zygote:
             return known[0]
         linux.refuse_environment(spawn.env)
         linux.require_private(spawn.socket.parent)
-        if linux.thread_count() != 1:
-            raise BadSpawn("the zygote has threads, so a fork would not be sound; restart it")
+        if others := [name for name in linux.threads()[1:] if not nvidia.may_stay(name)]:
+            raise BadSpawn(
+                f"the zygote has threads beside its own ({', '.join(others[:5])}), so that no fork"
+                " would be sound. A library that it imported has started them; some are imported only"
+                " where another package has brought them. Uninstall that package, or keep it from"
+                " starting threads, and restart the zygote"
+            )
         listener = bind(spawn.socket)
         pid = os.fork()
         if pid == 0:
@@ -215,6 +220,7 @@ def main() -> None:
     host.preload()
     for module in filter(None, args.preload.split(",")):
         importlib.import_module(module)
+    nvidia.close_nvml()
     linux.share_code()
     gc.collect()
     gc.freeze()  # a child's collector then leaves the shared pages untouched

@@ -14,6 +14,7 @@ import pytest
 
 from deployments.engines import zygote as module
 from deployments.engines.linux import allowed_environment
+from tests.support import nvml
 from tests.support.engine_host import (
     ROOT,
     Child,
@@ -44,6 +45,50 @@ def fake(light: ZygoteUnderTest, ticket: str, **args: Any) -> Child:
 def test_the_zygote_is_single_threaded_so_that_its_forks_are_sound(light: ZygoteUnderTest) -> None:
     reply = light.ask({"op": "ping"})
     assert reply == {"ready": True, "pid": light.process.pid, "threads": 1}
+
+
+@pytest.mark.spec("L4")
+def test_zygote_with_a_librarys_thread_names_it_and_forks_nothing() -> None:
+    with zygote("tests.support.threaded_library") as threaded:
+        fields = {"ticket": "t", "entry": FAKE, "config": {}, "env": {}}
+        socket_path = str(threaded.folder / "t.sock")
+        reply = threaded.ask({"op": "spawn", "socket": socket_path, **fields})
+    assert "threads beside its own (library_thread)" in reply["error"]
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> dict[str, str]:
+    """The environment of a zygote on a node with GPUs."""
+    nvml.build(tmp_path)
+    fake = nvml.FakeNvml(tmp_path / "nvml")
+    return {"LD_LIBRARY_PATH": str(tmp_path), "ARBITER_FAKE_NVML": str(fake.folder)}
+
+
+@pytest.mark.spec("B1")
+def test_engine_can_ask_nvml_although_a_library_of_the_zygote_did(driver: dict[str, str]) -> None:
+    with zygote("tests.support.nvml_at_import", driver) as running:
+        child = running.spawn("t", "tests.support.nvml_at_import:build", {}).hold()
+        assert child.ready()[0] == 200, child.log
+
+
+CUDA = "int cuDeviceGetCount(int *count) { *count = 1; return %d; }"
+
+
+@pytest.mark.spec("B1")
+@pytest.mark.parametrize(("code", "forks"), [(3, True), (0, False)])
+def test_zygote_with_a_thread_of_the_driver_forks_unless_cuda_is_initialised(
+    tmp_path: Path, code: int, forks: bool
+) -> None:
+    (tmp_path / "cuda.c").write_text(CUDA % code)
+    command = ["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "cuda.c"]
+    subprocess.run(command, check=True)
+    env = {"LD_LIBRARY_PATH": str(tmp_path), "ARBITER_LOADS": "libcuda.so.1"}
+    with zygote("tests.support.threaded_library", env | {"ARBITER_THREAD": "cuda00001800007"}) as z:
+        socket_path = str(z.folder / "t.sock")
+        fields = {"ticket": "t", "entry": FAKE, "config": {}, "env": {}, "socket": socket_path}
+        reply = z.ask({"op": "spawn", **fields})
+        z.spawned += [reply["pid"]] if "pid" in reply else []
+    assert ("pid" in reply) is forks, reply
 
 
 @pytest.mark.spec("L4")

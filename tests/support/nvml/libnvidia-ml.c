@@ -14,8 +14,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9 };
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, INSUFFICIENT_SIZE = 7,
+       DRIVER_NOT_LOADED = 9, OPERATING_SYSTEM = 17 };
 enum { GPUS = 8, PROCESSES = 64, WORD = 96, PATH = 512, NONE = -1 };
 #define NOT_AVAILABLE 0xFFFFFFFFFFFFFFFFULL /* pynvml turns it into None */
 
@@ -28,6 +30,8 @@ typedef struct { int known, hidden; bytes total, used; char uuid[WORD], name[WOR
 
 static _Thread_local struct { int gpus, processes, faults; gpu_t gpu[GPUS]; process_t process[PROCESSES];
                               fault_t fault[PROCESSES]; } now;
+static int opened; /* how often */
+static pid_t opener;
 static int handles[GPUS]; /* a device's handle is the address of its place here */
 
 /* A zombie has given its memory back. */
@@ -95,6 +99,7 @@ static int answer(const char *call, int gpu) {
     snprintf(path, sizeof path, "%s/gpus", folder ? folder : "");
     FILE *file = folder ? fopen(path, "r") : NULL;
     if (!file) return DRIVER_NOT_LOADED;
+    if (opened && opener != getpid()) return fclose(file), OPERATING_SYSTEM; /* inherited by a fork */
     while (fgets(line, sizeof line, file)) read_line(line);
     fclose(file);
     read_held(folder);
@@ -107,9 +112,14 @@ static int answer(const char *call, int gpu) {
 
 static int index_of(const int *handle) { return (int)(handle - handles); }
 
-int nvmlInitWithFlags(unsigned flags) { (void)flags; return answer("nvmlInit", NONE); }
+int nvmlInitWithFlags(unsigned flags) {
+    (void)flags;
+    int code = answer("nvmlInit", NONE);
+    if (code == SUCCESS && opened++ == 0) opener = getpid();
+    return code;
+}
 
-int nvmlShutdown(void) { return SUCCESS; }
+int nvmlShutdown(void) { return opened && opened-- ? SUCCESS : UNINITIALIZED; }
 
 const char *nvmlErrorString(int code) { (void)code; return "a return code of the fake library"; }
 
