@@ -1,6 +1,7 @@
 """What an engine does with a host copy of its model's files."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,59 @@ def test_engine_that_is_handed_nothing_reads_its_files(tmp_path: Path) -> None:
     lent = {"socket": str(tmp_path / "none.sock"), "ticket": "t", "key": "k"}
     config = {"model": "m", "copy": lent, "host_copy": {"own_bytes": 1}}
     assert received(config)["model"] == "m" and "shared_copy" not in received(config)
+
+
+class Driver:
+    """Stands in for CUDA's runtime: notes what is pinned. `code`: what it answers."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.calls = code, list[tuple[str, int, int]]()
+
+    def cudaHostRegister(  # noqa: N802
+        self, address: int, size: int, flags: int
+    ) -> int:
+        self.calls.append(("pin", address, size))
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append(("unpin", address, 0))
+        return 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Modules of a CPU are taken for those of a GPU."""
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(host_copy, "_uses_gpu", lambda places: True)
+    return driver
+
+
+@pytest.mark.spec("D3")
+def test_copy_that_a_gpu_reads_is_pinned_for_as_long_as_the_module_sleeps(gpu: Driver) -> None:
+    net = module()
+    before = values(net)
+    parked = host_copy.offload(net, "m", {})
+    ((call, address, size),) = gpu.calls
+    assert (call, size) == ("pin", parked.total)
+    host_copy.restore(parked)
+    for thread in threading.enumerate():
+        if thread.name == "unpin":
+            thread.join()
+    assert gpu.calls[1:] == [("unpin", address, 0)]
+    assert all(torch.equal(a, b) for a, b in zip(before, values(net), strict=True))
+
+
+@pytest.mark.spec("D3")
+def test_module_sleeps_and_wakes_where_the_driver_pins_nothing(
+    gpu: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.code = 2
+    net = module()
+    before = values(net)
+    parked = host_copy.offload(net, "m", {})
+    assert f"{parked.total} bytes are not pinned (CUDA error 2)" in caplog.text
+    host_copy.restore(parked)
+    assert [name for name, _, _ in gpu.calls] == ["pin"]
+    assert all(torch.equal(a, b) for a, b in zip(before, values(net), strict=True))
