@@ -151,7 +151,9 @@ class Pipeline:
                 output_type="latent",
             ).images
         on_cpu = latents.float().cpu()
-        return str(on_cpu.numpy().tobytes().hex() if self.device == "cpu" else on_cpu.round(2))
+        if self.device == "cpu":
+            return str(on_cpu.numpy().tobytes().hex())
+        return str(on_cpu.round(decimals=2).tolist())
 
     def forget_tenant(self, tenant: str) -> None:
         self.adapters.forget(tenant)
