@@ -59,6 +59,9 @@ ROUTES = frozenset(
 _PICKLED_FORMATS = ("pt", "npcache")
 _PROBE = "The answer is"
 _DEAD_S = 0.5  # for so long a frontend whose core is dead still answers its requests
+# vLLM does not start unless this part of a GPU is free, whatever it is to take: by default 0.92, so
+# that no model would load beside another. What is free is the arbiter's to judge.
+_LEAST_PART = 0.01
 _CPU_WORKER = "deployments.engines.vllm.cpu_worker.SleepingCpuWorker"
 
 
@@ -179,7 +182,10 @@ def _defaults(config: Config) -> dict[str, Any]:
     if ways := len(config.get("parts", [])):
         shared["tensor_parallel_size"] = ways
     if not current_platform.is_cpu():
-        return shared | {"enable_sleep_mode": config.get("can_sleep", True)}
+        return shared | {
+            "enable_sleep_mode": config.get("can_sleep", True),
+            "gpu_memory_utilization": _LEAST_PART,
+        }
     return shared | {
         "enforce_eager": True,  # nothing is compiled; with explicit KV bytes no warm-up
         # The only worker of `uni` would wait without end for the others of its group.
