@@ -28,7 +28,7 @@ from deployments.config import load_plan
 from tests.support.engine_host import Child, ZygoteUnderTest, kill, until, zygote
 from tests.support.slabs import lent_slab, path_of
 
-BLOCK = 128  # tokens, of the CPU build
+BLOCK = 128  # tokens; what the CPU build has by default
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = 8, 384, 64
 TURN_TOKENS, ANSWER_TOKENS = 48, 16
 PARTS = ("first", "store", "hits")
@@ -53,6 +53,8 @@ class Engines:
             "max_num_seqs": 32,
             "max_num_batched_tokens": 2048,
             "enable_prompt_tokens_details": True,
+            "block_size": BLOCK,
+            "enforce_eager": True,
         }
         config: dict[str, Any] = {"model": self._path, "served_name": "m", "engine_args": args}
         if slab is not None:

@@ -1,0 +1,505 @@
+"""What only a GPU can tell, of the whole graph on one: bytes that NVML names against the books, and
+models that load, sleep, wake, are killed and make room for each other and for strangers.
+
+    python -m benchmarks.on_gpu --seconds 20
+
+It takes some three minutes, of which the models take one; `--only-make` makes them beforehand. Two
+Llamas of 1.1 billion random weights share room for one of them with an encoder of 0.3 billion
+and the tiny models of pictures. The steps run one after the other; one that fails is told with its
+error, and the next goes on. With neither GPU nor driver it stops at once.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from arbiter.units import GIB, MIB
+from benchmarks import report, servers
+from benchmarks.calls import FACT, LOOK, TOKENS, Call, answer
+from benchmarks.first_token import until
+from deployments.front import keys
+from models.make_models import Shape, default_folder, is_made, make
+
+PORT = 18_430
+ONE, TWO = (
+    Shape(f"gpu-{name}", 24, 2048, 5504, heads=32, kv_heads=8, adapters=0, seed=seed)
+    for name, seed in (("one", 1), ("two", 2))
+)
+WIDTH, LAYERS = 1024, 24  # of the encoder
+STAYS_S = 600
+BACK_WITHIN_S = 30.0
+# A Llama's cache is large beside its context of 0.7 GiB, which no sleep gives back: a model counts
+# as asleep when nine tenths of its ticket have fallen. The room is for one of them, awake.
+ARENA = "20 GiB"
+NEED = {"weights": "2.2 GiB", "working": "10.2 GiB", "context": "0.8 GiB"}
+ENGINE_ARGS = {"max_model_len": 4096, "max_num_seqs": 32, "kv_cache_memory_bytes": "10 GiB"}
+LONG = " ".join(f"the {number}th part of memory is lent," for number in range(250))
+
+
+class Gpu:
+    """The first GPU of this machine, asked of NVML."""
+
+    def __init__(self) -> None:
+        pynvml.nvmlInit()
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+
+    def used(self) -> int:
+        """Bytes, the driver's own included."""
+        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    def total(self) -> int:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).total)
+
+    def by_pid(self) -> dict[int, int]:
+        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        return {process.pid: int(process.usedGpuMemory or 0) for process in listed}
+
+
+def make_encoder(folder: Path) -> None:
+    """A sentence-transformers model of random weights."""
+    if (folder / "modules.json").exists():
+        return
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    tokenizer = AutoTokenizer.from_pretrained(default_folder() / ONE.name)
+    tokenizer.model_max_length = 512
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=WIDTH // 64,
+        intermediate_size=4 * WIDTH,
+    )
+    with tempfile.TemporaryDirectory() as plain:
+        bert: Any = BertModel(config)  # type: ignore[no-untyped-call]
+        bert.save_pretrained(plain)
+        tokenizer.save_pretrained(plain)
+        modules = [Transformer(plain), Pooling(WIDTH)]
+        SentenceTransformer(modules=modules, device="cpu").save(str(folder))
+
+
+def make_all() -> Path:
+    """The models, made unless they are there; returns the encoder's folder."""
+    for shape in (ONE, TWO):
+        if not is_made(default_folder(), shape):
+            make(default_folder(), shape)
+    folder = default_folder() / "gpu-encoder"
+    make_encoder(folder)
+    return folder
+
+
+def configured(encoder: Path, state_file: Path) -> dict[str, Any]:
+    def capability(role: str, engine: str, **models: Any) -> dict[str, Any]:
+        times = {"keep_warm_s": STAYS_S, "downscale_to_zero_s": STAYS_S}
+        return {"role": role, "engine": engine, **times, "models": models}
+
+    eager = {"enforce_eager": True}
+    tiny = {"max_model_len": 512, "max_num_seqs": 16, "kv_cache_memory_bytes": "64 MiB", **eager}
+    llamas = {
+        shape.name: {
+            "source": f"made:{shape.name}",
+            "need": NEED,
+            "engine_args": {**ENGINE_ARGS, **eager},
+        }
+        for shape in (ONE, TWO)
+    }
+    adapters = default_folder() / "small-chat-adapters"
+    chat = {
+        "source": "made:small-chat",
+        "need": {"weights": "16 MiB", "working": "0.6 GiB", "context": "0.8 GiB"},
+        "can_sleep": False,
+        "adapters": {"folder": str(adapters), "slots": 8},
+        "engine_args": {
+            "max_model_len": 2048,
+            "kv_cache_memory_bytes": "0.3 GiB",
+            "max_num_seqs": 32,
+            **eager,
+        },
+    }
+    table = {
+        "arbiter": {
+            "state_file": str(state_file),
+            "arenas": {"gpu": ARENA, "host": "64 GiB"},
+        },
+        "capabilities": {
+            "chat": capability("text", "vllm", **llamas, **{"small-chat": chat}),
+            "embedding": capability(
+                "embedding",
+                "sentence_transformers",
+                encoder={
+                    "source": str(encoder),
+                    "need": {"weights": "1.2 GiB", "working": "0.2 GiB", "context": "0.7 GiB"},
+                },
+            ),
+            "vision": capability(
+                "vision",
+                "vllm",
+                **{
+                    "tiny-describe": {
+                        "source": "made:tiny-describe",
+                        "need": {"weights": "8 MiB", "working": "0.4 GiB", "context": "0.8 GiB"},
+                        "can_sleep": False,
+                        "engine_args": {**tiny, "limit_mm_per_prompt": {"image": 2}},
+                    }
+                },
+            ),
+            "image": capability(
+                "image",
+                "diffusers",
+                **{
+                    "tiny-draw": {
+                        "source": "made:tiny-draw",
+                        "need": {"weights": "8 MiB", "working": "0.2 GiB", "context": "0.7 GiB"},
+                        "engine_args": {"steps": 10, "guidance": 2.0, "max_batch": 8},
+                    }
+                },
+            ),
+        },
+    }
+    front = {"name": "front", "user_config": table}
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": PORT},
+        "applications": [
+            {
+                "name": "front",
+                "route_prefix": "/",
+                "import_path": "deployments.app:front",
+                "deployments": [front],
+            }
+        ],
+    }
+
+
+class Graph:
+    """The running system, as its owner asks it."""
+
+    def __init__(self, url: str, state_file: Path, gpu: Gpu) -> None:
+        self.url, self.gpu = url, gpu
+        self._key = keys.first_key_path(keys.keys_path(None, str(state_file))).read_text().strip()
+
+    def send(self, method: str, path: str, body: object = None) -> Any:
+        head = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, head, method=method)
+        with urllib.request.urlopen(request, timeout=60) as said:
+            return json.load(said)
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.send("GET", "/arbiter/state")
+        return found
+
+    def device(self) -> dict[str, Any]:
+        found: dict[str, Any] = next(d for d in self.state()["devices"] if "gpu:" in d["device"])
+        return found
+
+    def ticket(self, model: str) -> dict[str, Any] | None:
+        return next((t for t in self.state()["tickets"] if t["model"] == model), None)
+
+    def level(self, model: str) -> str:
+        found = self.ticket(model)
+        return "gone" if found is None else str(found["state"])
+
+    def events(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.send("GET", "/arbiter/events/recent")["events"]
+        return found
+
+    def unload(self, model: str) -> None:
+        self.send("POST", f"/arbiter/models/unload/{model}")
+
+    def chat(self, model: str, text: str = "Who holds the memory?", **more: Any) -> Any:
+        messages = [{"role": "user", "content": text}]
+        fields = {"messages": messages, **TOKENS, **more}
+        said, took_s = answer(self.url, Call("/v1/chat/completions", fields), model)
+        return json.loads(said), took_s
+
+    def text(self, model: str, **more: Any) -> str:
+        return str(self.chat(model, **more)[0]["choices"][0]["message"]["content"])
+
+    def books(self) -> dict[str, Any]:
+        """The device as the arbiter has it, beside NVML."""
+        time.sleep(1.5)  # a reading each second
+        row = self.device()
+        kept = "budget_bytes measured_bytes foreign_bytes free_bytes is_exact".split()
+        pids = {str(pid): size // MIB for pid, size in self.gpu.by_pid().items()}
+        tickets = [
+            {k: t[k] for k in ("model", "state", "need_bytes", "measured_bytes")}
+            for t in self.state()["tickets"]
+        ]
+        return {
+            "nvml_used_mib": self.gpu.used() // MIB,
+            "nvml_by_pid_mib": pids,
+            "device": {name: row.get(name) for name in kept},
+            "tickets": tickets,
+        }
+
+
+# -- the steps -------------------------------------------------------------------------------------
+
+
+def introduced(graph: Graph) -> dict[str, Any]:
+    until(lambda: any("gpu:" in d["device"] for d in graph.state()["devices"]), 60, "a GPU")
+    return {"device": graph.device(), **graph.books()}
+
+
+def loaded(graph: Graph) -> dict[str, Any]:
+    """First loads, the zygote's imports among them."""
+    found: dict[str, Any] = {}
+    for shape in (ONE, TWO, ONE):
+        _, took_s = graph.chat(shape.name)
+        found.setdefault(f"{shape.name}_s", []).append(took_s)
+        found[f"after_{shape.name}"] = graph.books()
+    return found
+
+
+def woken(graph: Graph, rounds: int = 5) -> dict[str, Any]:
+    """Each request puts the other to sleep. Answers of one model stay the same."""
+    texts: dict[str, set[str]] = {ONE.name: set(), TWO.name: set()}
+    times = []
+    for _ in range(rounds):
+        for shape in (TWO, ONE):
+            said, took_s = graph.chat(shape.name)
+            texts[shape.name].add(said["choices"][0]["message"]["content"])
+            times.append(took_s)
+    kinds = [e for e in graph.events() if e["kind"] in ("model_load", "model_unload", "wake")]
+    return {
+        "swap_s": report.Sample(tuple(times)),
+        "different_answers": {name: len(found) for name, found in texts.items()},
+        "last_events": kinds[-8:],
+    }
+
+
+def under_load(graph: Graph, seconds: float, clients: int = 4) -> dict[str, Any]:
+    """Clients of both models at once: evictions under load, and no request lost."""
+    ends_s = time.monotonic() + seconds
+    times: dict[str, list[float]] = {ONE.name: [], TWO.name: []}
+    failures: list[str] = []
+
+    def ask(model: str) -> None:
+        while time.monotonic() < ends_s:
+            try:
+                times[model].append(graph.chat(model, max_tokens=32)[1])
+            except (RuntimeError, OSError) as error:
+                failures.append(repr(error)[:300])
+
+    before = len([e for e in graph.events() if e["kind"] == "eviction"])
+    threads = [threading.Thread(target=ask, args=(shape.name,)) for shape in (ONE, TWO) * clients]
+    most = 0
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        most = max(most, graph.gpu.used())
+        time.sleep(0.02)
+    evictions = [e for e in graph.events() if e["kind"] == "eviction"]
+    return {
+        "answers": {model: len(found) for model, found in times.items()},
+        "seconds": {m: report.Sample(tuple(found)) for m, found in times.items() if found},
+        "failures": failures,
+        "evictions": len(evictions) - before,
+        "most_used_mib": most // MIB,
+        **graph.books(),
+    }
+
+
+def small_ones(graph: Graph) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    embed = Call("/v1/embeddings", {"input": "a ticket"})
+    draw = Call("/v1/images/generations", {"prompt": FACT.caption, "x_seed": 3})
+    look = Call("/v1/chat/completions", {"messages": LOOK, **TOKENS})
+    for model, call in (("encoder", embed), ("tiny-draw", draw), ("tiny-describe", look)):
+        found[model] = [answer(graph.url, call, model)[1] for _ in range(3)]
+    found["seen"] = graph.text("tiny-describe", messages=LOOK)
+    return {**found, **graph.books()}
+
+
+def adapters(graph: Graph) -> dict[str, Any]:
+    """The base and eight adapters at once, and each alone."""
+    folder = default_folder() / "small-chat-adapters"
+    found = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    names = ["small-chat", *(f"small-chat:{name}" for name in found)]
+    alone = {name: graph.text(name, max_tokens=32) for name in names}
+    together: dict[str, str] = {}
+    threads = [
+        threading.Thread(target=lambda n=name: together.update({n: graph.text(n, max_tokens=32)}))
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    same = sum(alone[name] == together.get(name) for name in names)
+    return {
+        "names": len(names),
+        "answer_as_alone": same,
+        "different_texts": len(set(alone.values())),
+    }
+
+
+def conversation(graph: Graph) -> dict[str, Any]:
+    """Known tokens of a long prompt while its engine lives, and after it was unloaded."""
+    found: dict[str, Any] = {}
+    for when in ("cold", "warm", "next_engine"):
+        if when == "next_engine":
+            time.sleep(2)
+            graph.unload(ONE.name)
+            until(lambda: graph.level(ONE.name) == "gone", BACK_WITHIN_S, "unloaded")
+            graph.text(ONE.name)
+        said, took_s = graph.chat(ONE.name, text=LONG)
+        details = said["usage"].get("prompt_tokens_details") or {}
+        found[when] = {
+            "seconds": took_s,
+            "prompt": said["usage"]["prompt_tokens"],
+            "known": details.get("cached_tokens"),
+        }
+    return found
+
+
+def killed(graph: Graph) -> dict[str, Any]:
+    """SIGKILL of an engine: seconds until NVML has its bytes back, and until the books have."""
+    graph.text(ONE.name)
+    held, pid = max((size, pid) for pid, size in graph.gpu.by_pid().items())  # it is the largest
+    before = graph.gpu.used()
+    start_s = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: graph.gpu.used() <= before - 0.9 * held, BACK_WITHIN_S, "bytes are back")
+    back_s = time.monotonic() - start_s
+    until(lambda: graph.level(ONE.name) != "resident", BACK_WITHIN_S, "the books know")
+    booked_s = time.monotonic() - start_s
+    again = graph.text(ONE.name)
+    return {"held_mib": held // MIB, "back_s": back_s, "booked_s": booked_s, "again": again}
+
+
+STRANGER = """
+import sys, torch
+held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def stranger(size_bytes: int) -> Iterator[int]:
+    """A process without a ticket that holds so much; yields its pid."""
+    command = [sys.executable, "-c", STRANGER, str(size_bytes)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        if process.stdout.readline().strip() != b"held":
+            raise RuntimeError("the stranger got no memory")
+        yield process.pid
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def foreign(graph: Graph) -> dict[str, Any]:
+    """What a process without a ticket holds is named, and charged."""
+    before = graph.device()["foreign_bytes"]
+    with stranger(4 * GIB) as pid:
+        held = graph.gpu.by_pid()[pid]
+        start_s = time.monotonic()
+
+        def named() -> bool:
+            processes = graph.device()["foreign_processes"]
+            return any(p["pid"] == pid for p in processes)
+
+        until(named, BACK_WITHIN_S, "the stranger is named")
+        seen_s = time.monotonic() - start_s
+        row = graph.device()
+    return {"held_mib": held // MIB, "seen_s": seen_s, "before": before, "device": row}
+
+
+def pressed(graph: Graph) -> dict[str, Any]:
+    """A stranger takes nearly all of the card: idle models that are not text leave, and NVML's
+    bytes of ours fall."""
+    answer(graph.url, Call("/v1/embeddings", {"input": "a ticket"}), "encoder")
+    graph.text(ONE.name)
+    time.sleep(3)
+    before, levels = graph.books(), {m: graph.level(m) for m in ("encoder", ONE.name)}
+    with stranger(graph.gpu.total() - graph.gpu.used() - 4 * GIB):
+        start_s = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            until(lambda: graph.level("encoder") != "resident", BACK_WITHIN_S, "it left")
+        took_s = time.monotonic() - start_s
+        during = graph.books()
+        after = {m: graph.level(m) for m in ("encoder", ONE.name)}
+    events = [e for e in graph.events() if "pressure" in json.dumps(e)]
+    return {
+        "before": before,
+        "during": during,
+        "levels": [levels, after],
+        "took_s": took_s,
+        "events": events[-6:],
+    }
+
+
+def emptied(graph: Graph) -> dict[str, Any]:
+    """What is left on the card once every model was unloaded."""
+    for ticket in graph.state()["tickets"]:
+        graph.unload(ticket["model"])
+    until(lambda: not graph.state()["tickets"], 60, "all are gone")
+    return graph.books()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=20, help="of load")
+    parser.add_argument("--only-make", action="store_true", help="the models")
+    args = parser.parse_args()
+    encoder = make_all()
+    if args.only_make:
+        return
+    gpu = Gpu()
+    figures: dict[str, Any] = {"used_before_mib": gpu.used() // MIB}
+    steps: list[tuple[str, Callable[[Graph], dict[str, Any]]]] = [
+        ("introduced", introduced),
+        ("loaded", loaded),
+        ("woken", woken),
+        ("under_load", lambda graph: under_load(graph, args.seconds)),
+        ("small_ones", small_ones),
+        ("adapters", adapters),
+        ("conversation", conversation),
+        ("killed", killed),
+        ("foreign", foreign),
+        ("pressed", pressed),
+        ("emptied", emptied),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        state_file = Path(folder) / "arbiter.sqlite"
+        config = configured(encoder, state_file)
+        with servers.our_graph(config, "default") as url:
+            graph = Graph(url, state_file, gpu)
+            for name, step in steps:
+                start_s = time.monotonic()
+                try:
+                    figures[name] = step(graph)
+                except (RuntimeError, OSError, LookupError, ValueError) as error:
+                    traceback.print_exc()
+                    figures[name] = {"failed": repr(error)}
+                took_s = time.monotonic() - start_s
+                told = json.dumps(figures[name], default=str)
+                print(f"{name} ({took_s:.1f} s): {told}", flush=True)
+    report.write("on_gpu", figures)
+
+
+if __name__ == "__main__":
+    main()
