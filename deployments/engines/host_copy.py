@@ -3,7 +3,7 @@
 The memfd's name starts with `host-copy`, by which the node agent charges it to the host. `offload`
 writes it through a mapping that is gone when it returns, so that the process's own bytes fall. Of a
 module on a GPU the mapping stays, and is pinned: pages that the kernel may move are read at an
-eighth of the link's speed (7 of 55 GB/s on an H200), and to pin them takes longer than to copy them.
+eighth of the link's speed (H200: 7 of 55 GB/s), and to pin them takes longer than to copy them.
 What a copy that the node shares has already (shared_copy.py) is not written: a sleeping module then
 holds only what lies in no file, such as buffers.
 """

@@ -133,9 +133,9 @@ class Zygote:
         if others := [name for name in linux.threads()[1:] if not nvidia.may_stay(name)]:
             raise BadSpawn(
                 f"the zygote has threads beside its own ({', '.join(others[:5])}), so that no fork"
-                " would be sound. A library that it imported has started them; some are imported only"
-                " where another package has brought them. Uninstall that package, or keep it from"
-                " starting threads, and restart the zygote"
+                " would be sound. A library that it imported has started them; some are imported"
+                " only where another package has brought them. Uninstall that package, or keep it"
+                " from starting threads, and restart the zygote"
             )
         listener = bind(spawn.socket)
         pid = os.fork()
