@@ -43,6 +43,7 @@ THINKS = " think" * 4
 LABELLED, LABELS = "tiny-classifier", ("calm", "glad", "cross")
 # Where a row of remotes finds its key: in the environment in which Ray is started.
 REMOTE_KEY = ("GRAPH_REMOTE_KEY", "key-of-a-remote-of-the-environment")
+HUB_TOKEN = ("HF_TOKEN", "hf_token-of-a-hub-of-the-environment")
 INSTRUCTIONS = "Say who holds the memory of which device, and since when. " * 40
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -282,7 +283,7 @@ def started(
     table["capabilities"]["asr"]["models"]["whisper-base"] = spoken  # of many languages
     table["remotes"] = itself_as_remote(config["http_options"]["port"], folder / "remote.key")
     change(config)
-    with served(folder, config, **dict([REMOTE_KEY])) as running:
+    with served(folder, config, **dict([REMOTE_KEY, HUB_TOKEN])) as running:
         yield running
 
 

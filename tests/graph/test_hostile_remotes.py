@@ -16,7 +16,8 @@ from anyio.from_thread import start_blocking_portal
 from openai import APIError, APIStatusError, OpenAI
 
 from deployments.front import keys
-from tests.graph.conftest import REMOTE_KEY, Graph, until
+from tests.graph.conftest import HUB_TOKEN, REMOTE_KEY, Graph, until
+from tests.support.graph_processes import logs_naming
 from tests.support.graph_remotes import CLOUD, HELLO, all_events, client_of, egress, owner_reads
 from tests.support.graph_tasks import TINY, tasks
 from tests.support.hostile_remotes import (
@@ -55,6 +56,8 @@ KINDS = {
 # The same, of a stream that has begun.
 STREAMS = {"breaks": "broken", "endless-events": "protocol"}
 SECRETS = [r"ACME-\d{4}", r"(z|zz)+$"]  # the second takes for ever over many z
+FILE_KEY = "key-of-a-remote-of-a-file"
+KEYED = {"keyed-by-variable": REMOTE_KEY[1], "keyed-by-file": FILE_KEY}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,7 @@ def hostile(graph: Graph, seen: list[str]) -> Iterator[None]:
             "fails": (says(FAILED), None),
             "slow": (drips, None),
             "refuses-the-key": (says(KEY_REFUSED), None),
+            **{name: (says(KEY_REFUSED), None) for name in KEYED},
             "forged": (says(JSON + b"\r\n{}"), certified),
             "within": (says(JSON + b"\r\n{}"), certified),
             "breaks": (resets(SSE + b"\r\n" + EVENT), None),
@@ -90,13 +94,23 @@ def hostile(graph: Graph, seen: list[str]) -> Iterator[None]:
         with listening(answers) as ports:
             config = copy.deepcopy(graph.config)
             table = config["applications"][0]["deployments"][0]["user_config"]
-            table["remotes"]["rows"] |= {name: row(name, port) for name, port in ports.items()}
+            rows = {name: row(name, port) for name, port in ports.items()}
+            rows["keyed-by-variable"]["key_env"] = REMOTE_KEY[0]
+            rows["keyed-by-file"]["key_file"] = str(key_file(graph))
+            table["remotes"]["rows"] |= rows
             table["remotes"]["secrets"] = SECRETS
             try:
                 deploy(graph, config, "breaks")
                 yield
             finally:
                 deploy(graph, graph.config, "elsewhere")
+
+
+def key_file(graph: Graph) -> Path:
+    path = graph.folder / "hostile.key"
+    path.touch(0o600)
+    path.write_text(FILE_KEY)
+    return path
 
 
 def row(name: str, port: int) -> dict[str, Any]:
@@ -241,6 +255,29 @@ def test_secret_of_the_operators_and_text_that_takes_too_long_to_search_stay(
             model="task:far", messages=[{"role": "user", "content": text}], max_tokens=1
         )
     assert stayed.headers["x-arbiter-served-by"] == TINY and egress(graph) == before
+
+
+@pytest.mark.spec("L2")
+def test_no_key_of_a_remote_or_hub_and_no_text_that_is_refused_for_one_is_in_a_log(
+    graph: Graph, hostile: None, bea: OpenAI
+) -> None:
+    for name in KEYED:
+        found = refusal(bea, f"{name}-chat", extra_headers={"x-request-id": f"by-{name}"})
+        assert (found.code, remotes(graph)[name]["cause"]) == ("remote_failed", "key")
+    secret = "it is ACME-4321"
+    asked: Any = [{"role": "user", "content": secret}]
+    with pytest.raises(APIStatusError, match="secret"):
+        bea.chat.completions.create(model="breaks-chat", messages=asked, max_tokens=4)
+    told = {"x-request-id": "its-secret-stays"}
+    with tasks(graph, far={"ladder": ["breaks-chat", TINY], "pin_primary": True}):
+        bea.chat.completions.create(
+            model="task:far", messages=asked, max_tokens=1, extra_headers=told
+        )
+    names = {*(f"by-{name}" for name in KEYED), *told.values()}
+    until(lambda: logs_naming(graph, *names).keys() == names, 60, "the requests are in a log")
+    found_in = logs_naming(graph, *KEYED.values(), HUB_TOKEN[1], secret)
+    assert not found_in
+    assert not [word for word in (*KEYED.values(), secret) if word in str(all_events(graph))]
 
 
 @pytest.fixture
