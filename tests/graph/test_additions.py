@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ollama import Client
 
 from deployments.front.proxy import TAKEN_S, FrontAway
 from tests.graph.conftest import (
@@ -78,8 +79,9 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         sick = {"role": "text", "engine": engine, "paths": ["/v1/sick"], "models": {"sick": bad}}
         capabilities["sick"] = sick
         quick = {"source": str(files), "need": {"weights": "1 MiB"}, "keep_warm_s": 1}
-        mirror = {"engine": "tests.support.mirror_engine:build", "paths": ["/v1/mirror"]}
-        models = {name: {**quick, "can_sleep": False} for name in ("mirror", "brief")}
+        paths = ["/v1/mirror", "/v1/completions"]
+        mirror = {"engine": "tests.support.mirror_engine:build", "paths": paths}
+        models = {name: {**quick, "can_sleep": False} for name in ("mirror", "kept", "brief")}
         capabilities["mirror"] = {"role": "text", "models": models} | mirror
         models = {"unbuilt": {"source": str(files), "need": {"weights": "1 MiB"}}}
         unbuilt = {"class": "my_package.nowhere:Patient", "models": models}
@@ -156,7 +158,7 @@ def in_flight(graph: Graph, ticket: str) -> int:
     return sum(t["inflight"] for t in graph.state()["tickets"] if t["ticket"] == ticket)
 
 
-@pytest.mark.spec("J2")
+@pytest.mark.spec("J1", "J2")
 def test_no_extension_field_reaches_the_engine_and_stay_warm_keeps_its_model(
     extended: Graph,
 ) -> None:
@@ -170,10 +172,11 @@ def test_no_extension_field_reaches_the_engine_and_stay_warm_keeps_its_model(
         assert status == 200
         assert json.loads(answer["body"]) == {"model": "mirror"}
         assert not headers.keys() & answer["headers"].keys()
-    for _ in range(3):  # both have a keep-warm of a second
+    Client(host=extended.url, timeout=60).generate("kept", "", keep_alive="10m")  # Ollama's
+    for _ in range(3):  # all have a keep-warm of a second
         assert extended.post("/v1/mirror", {"model": "brief"})[0] == 200
         until(lambda: "brief" not in models_of(extended), 60, "its keep-warm time is over")
-        assert "mirror" in models_of(extended)
+        assert {"mirror", "kept"} <= models_of(extended)
 
 
 def models_of(graph: Graph) -> set[str]:
@@ -192,7 +195,7 @@ def test_outside_path_and_policy_are_described(extended: Graph) -> None:
     assert "/v1/echo" in extended.get("/openapi.json")["paths"]
     assert extended.state()["table"]["arbiter"]["evict"] == POLICY
     assert {card["id"] for card in extended.get("/v1/models")["data"]} == {
-        "parrot", "none", "unbuilt", "sick", "held", "narrow", "mirror", "brief",
+        "parrot", "none", "unbuilt", "sick", "held", "narrow", "mirror", "kept", "brief",
     }  # fmt: skip
 
 
@@ -272,17 +275,29 @@ def applications(graph: Graph) -> set[str]:
 
 @pytest.mark.spec("J1", "L3")
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", "/v1/none", 404), ("POST", "/none", 404), ("GET", "/v1/echo", 405)],
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/none", 404, "invalid_request_error"),
+        ("POST", "/none", 404, "invalid_request_error"),
+        ("GET", "/v1/echo", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/none", 404, "not_found_error"),  # Anthropic's
+        ("GET", "/api/none", 404, None),  # Ollama's has no type
+        ("POST", "/api/none", 404, None),
+    ],
 )
-def test_unknown_paths_answer_in_openais_form_with_the_requests_id(
-    extended: Graph, method: str, path: str, status: int
+def test_unknown_paths_answer_in_the_form_of_their_api_with_the_requests_id(
+    extended: Graph, method: str, path: str, status: int, kind: str | None
 ) -> None:
     connection = http.client.HTTPConnection(urllib.parse.urlsplit(extended.url).netloc, timeout=60)
     connection.request(method, path, headers={"x-request-id": "mine-1"})
     answer = connection.getresponse()
     assert (answer.status, answer.headers["x-request-id"]) == (status, "mine-1")
-    assert json.load(answer)["error"]["type"] == "invalid_request_error"
+    said = json.load(answer)
+    if kind is None:
+        assert path in said.pop("error") and not said
+    else:
+        assert said["error"]["type"] == kind
+        assert said.get("type") == ("error" if kind == "not_found_error" else None)
 
 
 @pytest.mark.spec("L3")
