@@ -1,5 +1,6 @@
-"""A configuration that `arbiter init` wrote, as a person starts it: by `make serve`, which ends in
-`arbiter serve`, which is `serve run` with its lines in a file."""
+"""The system as a person starts it: by `serve run` of the shipped file with no variable set, or by
+`make serve` of a file that `arbiter init` wrote. `make serve` ends in `arbiter serve`, which is
+`serve run` with its lines in a file."""
 
 import contextlib
 import os
@@ -13,10 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deployments.cli.serve import RULE
+from deployments.cli.serve import RULE, ask_ready
 from models import shipped
 from models.make_models import default_folder
-from tests.graph.conftest import ROOT, Graph, command_of, stop, until
+from tests.graph.conftest import BIN, ROOT, Graph, command_of, stop, until
 from tests.support.ports import free_port
 
 ARBITER = [sys.executable, "-m", "deployments.cli"]
@@ -24,8 +25,8 @@ MAKE = ["make", "--no-print-directory", "serve", f"VENV={sys.prefix}"]
 HELLO = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "small-chat", "messages": HELLO, "max_tokens": 2, "temperature": 0}
 EMBED = {"model": "all-minilm-l6-v2", "input": "hi"}
-# What Ray and Serve take where nothing is set: none of what `arbiter serve` sets is needed, and it
-# leaves alone what a person has set.
+# What a person may have set before `make serve`, which leaves it alone: of some variables of
+# deployments/start_variables.py what Ray and Serve take without them.
 RAYS_OWN = {
     "RAY_preload_python_modules": "",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "0",
@@ -39,34 +40,43 @@ RAYS_OWN = {
 
 
 @contextlib.contextmanager
-def plain_start() -> Iterator[Graph]:
-    """With a home and a place for temporary files of its own, by which Ray finds no other cluster,
-    and no other variable than those, the PATH and Ray's own values of what is set else."""
+def own_home() -> Iterator[tuple[Path, dict[str, str]]]:
+    """A home and a place for temporary files, by which Ray finds no other cluster; and an
+    environment of those and the PATH alone."""
     with tempfile.TemporaryDirectory(prefix="plain-", ignore_cleanup_errors=True) as folder:
         home = Path(folder)
         made = home / ".cache" / "serve-arbiter"
         made.mkdir(parents=True)
         shipped.unpack_all(default_folder())  # as `make models` does
         (made / "models").symlink_to(default_folder())
-        port, file = free_port(), home / "serve_config.yaml"
-        env = {"HOME": folder, "TMPDIR": folder, "PATH": os.environ["PATH"], **RAYS_OWN}
-        words = ["init", str(file), "--cpu", "--port", str(port)]
+        (home / ".ray").mkdir()
+        (home / ".ray" / "config.json").write_text('{"usage_stats": false}')  # no report goes out
+        yield home, {"HOME": folder, "TMPDIR": folder, "PATH": os.environ["PATH"]}
+
+
+@contextlib.contextmanager
+def running(command: list[str], file: Path, env: dict[str, str]) -> Iterator[Graph]:
+    """What the command starts of a configuration, until the test is over."""
+    home, config = file.parent, yaml.safe_load(file.read_text())
+    with (home / "said.log").open("wb") as said:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True
+        )
+    port = config["http_options"]["port"]
+    try:
+        yield Graph(f"http://127.0.0.1:{port}", process, home, config)
+    finally:
+        stop(process)
+
+
+@contextlib.contextmanager
+def plain_start() -> Iterator[Graph]:
+    with own_home() as (home, bare):
+        env, file = bare | RAYS_OWN, home / "serve_config.yaml"
+        words = ["init", str(file), "--cpu", "--port", str(free_port())]
         subprocess.run([*ARBITER, *words], cwd=ROOT, env=env, timeout=60, check=True)
-        with (home / "said.log").open("wb") as said:
-            process = subprocess.Popen(
-                [*MAKE, f"CONFIG={file}"],
-                cwd=ROOT,
-                env=env,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            )
-        config = yaml.safe_load(file.read_text())
-        running = Graph(f"http://127.0.0.1:{port}", process, home, config)
-        try:
-            yield running
-        finally:
-            stop(process)
+        with running([*MAKE, f"CONFIG={file}"], file, env) as graph:
+            yield graph
 
 
 def said(graph: Graph) -> str:
@@ -81,6 +91,27 @@ def has_spare(graph: Graph) -> bool:
 def is_ready(graph: Graph) -> bool:
     assert graph.process.poll() is None, f"make serve ended: {said(graph)[-2000:]}"
     return said(graph).count(RULE) == 2
+
+
+def is_warm(graph: Graph) -> bool:
+    assert graph.process.poll() is None, f"serve run ended: {said(graph)[-2000:]}"
+    nodes = (ask_ready(graph.url) or {"nodes": {}})["nodes"]
+    return bool(nodes) and all(row["state"] == "ready" for row in nodes.values())
+
+
+@pytest.mark.spec("H0")
+def test_serve_run_of_the_shipped_file_answers_with_no_variable_set() -> None:
+    """But for the port, which another may have."""
+    whole = (ROOT / "serve_config.yaml").read_text()
+    text = whole.replace("  port: 8000\n", f"  port: {free_port()}\n")
+    assert text != whole
+    with own_home() as (home, env):
+        (file := home / "serve_config.yaml").write_text(text)
+        with running([str(BIN / "serve"), "run", str(file)], file, env) as graph:
+            until(lambda: is_warm(graph), 400, "its front and its node are ready")
+            status, answer = graph.post("/v1/chat/completions", CHAT)
+            assert status == 200, answer
+            assert answer["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.spec("H0", "M1", "M2")
