@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
+from arbiter.core.settings import Settings
+from arbiter.core.tickets.budget import lendable
+from arbiter.core.types import DeviceKind
 from arbiter.units import GIB, MIB, Bytes, human
 from deployments.cli import config_text
 from deployments.cli.output import AsJson, CommandError, show, table, working
@@ -200,7 +203,8 @@ def _fitted(
 
 def _room(machine: Machine) -> int:
     """What one model may take: of all GPUs together, because vLLM divides a model over several."""
-    return int(LENT * (sum(machine.gpus) or machine.largest_bytes))
+    lent = (lendable(Bytes(size), DeviceKind.GPU, Settings()) for size in machine.gpus)
+    return sum(lent) or int(LENT * machine.largest_bytes)
 
 
 def _needs(machine: Machine, kept: dict[str, config_text.Entry]) -> dict[str, int]:

@@ -11,6 +11,10 @@ and its client may leave between two segments.
 Source: github.com/SYSTRAN/faster-whisper, platform.openai.com/docs/api-reference/audio.
 """
 
+import contextlib
+import ctypes
+import importlib.util
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +26,15 @@ from faster_whisper import WhisperModel
 from deployments.engines import asgi, forms, sound
 from deployments.engines.asgi import BadField
 from deployments.engines.one_thread import OneThread, compute_threads
-from deployments.engines.protocol import Config, Receive, Scope, Send
+from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
 from deployments.engines.sound import HEARD_HZ
 from deployments.engines.transcript import WRITE, Asked, Transcript, events
 from deployments.environment import Environment
 
+logger = logging.getLogger("arbiter.engine")
+
+# What CTranslate2 computes with on a GPU, also beside a torch for CUDA 13.
+CUBLAS, BRINGS_CUBLAS = "libcublas.so.12", "`pip install nvidia-cublas-cu12` brings it"
 MAX_SECONDS = 1_800.0  # of one file: half an hour
 PIECE_S, CUT_S = 60, 15  # a piece of sound, and its last part, in which it may be cut
 PAUSE_S = 2.0  # a longer one is skipped with `vad_filter`
@@ -37,6 +45,28 @@ STREAMED = ("json", "text")  # whose events OpenAI defines
 GRANULARITIES = ("segment", "word")
 # Whisper's own order: greedy, and warmer where that repeats itself or is unsure.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+def default_device() -> str:
+    """A GPU where there is one that the library can compute on."""
+    if ctranslate2.get_cuda_device_count() == 0:
+        return "cpu"
+    if has_cublas():
+        return "cuda"
+    logger.warning("Whisper computes on the CPU, without %s: %s", CUBLAS, BRINGS_CUBLAS)
+    return "cpu"
+
+
+def has_cublas() -> bool:
+    """CTranslate2 opens it by that name at its first product, and every request fails without it.
+    Where pip has it, it is in no folder that the linker knows, so it is opened for it here."""
+    found = importlib.util.find_spec("nvidia")
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    for path in (CUBLAS, *(f"{folder}/cublas/lib/{CUBLAS}" for folder in folders)):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            return True
+    return False
 
 
 def build(config: Config) -> "WhisperEngine":
@@ -51,8 +81,9 @@ class WhisperEngine:
     def __init__(self, config: Config) -> None:
         args = config.get("engine_args", {})
         self.path, self.name = config["model"], config.get("served_name", config["model"])
-        has_gpu = ctranslate2.get_cuda_device_count() > 0
-        self.device: str = args.get("device") or ("cuda" if has_gpu else "cpu")
+        self.device: str = args.get("device") or default_device()
+        if self.device == "cuda" and not has_cublas():
+            raise LoadFailed("NoDevice", f"`device: cuda` takes {CUBLAS}: {BRINGS_CUBLAS}", False)
         on_cpu = self.device == "cpu"
         self.compute_type: str = args.get("compute_type") or ("int8" if on_cpu else "float16")
         self.threads = compute_threads(config)

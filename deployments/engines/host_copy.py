@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -73,14 +73,13 @@ def offload(module: torch.nn.Module, name: str, config: Config) -> HostCopy:
         places, total = _left(places, config)
     fd = os.memfd_create(f"host-copy-{name}", os.MFD_CLOEXEC)
     os.truncate(fd, max(1, total))
-    pinned = _pinned(fd, total) if _uses_gpu(places) and total else None
+    pinned = _pinned(fd, total) if _gpus(places) and total else None
     with _mapped(fd, total, pinned) as copy:
         for place in (place for place in places if place.shared is None):
             held = _bytes(place.views[0].tensor.untyped_storage())
             target = copy[place.start : place.start + place.size]
             target.copy_(held, non_blocking=pinned is not None)
-        if pinned is not None:
-            torch.cuda.synchronize()
+        _await_gpus(places)
     for view in (view for place in places for view in place.views):
         view.tensor.data = torch.empty(0, dtype=view.tensor.dtype, device=view.tensor.device)
     return HostCopy(fd, total, tuple(places), pinned)
@@ -100,8 +99,7 @@ def restore(parked: HostCopy) -> None:
                 empty = torch.empty(0, dtype=view.tensor.dtype, device=place.device)
                 storage = filled.untyped_storage()
                 view.tensor.data = empty.set_(storage, view.offset, view.shape, view.stride)
-        if is_pinned:
-            torch.cuda.synchronize()
+        _await_gpus(parked.places)
     if parked.pinned is None:
         os.close(parked.fd)
         return
@@ -164,8 +162,14 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _uses_gpu(places: list[Place]) -> bool:
-    return any(place.device.type == "cuda" for place in places)
+def _gpus(places: Iterable[Place]) -> set[torch.device]:
+    return {place.device for place in places if place.device.type == "cuda"}
+
+
+def _await_gpus(places: Iterable[Place]) -> None:
+    """Returns once every copy to and from them is done; each GPU has its own order."""
+    for gpu in _gpus(places):
+        torch.cuda.synchronize(gpu)
 
 
 def _pinned(fd: int, size: int) -> mmap.mmap | None:

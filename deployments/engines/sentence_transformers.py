@@ -130,7 +130,9 @@ class EmbeddingEngine:
 
     async def probe(self) -> str:
         vectors = await self._embed([_PROBE])
-        return str(vectors[0].tobytes().hex() if _on_cpu(self.model) else vectors[0].round(3))
+        if _on_cpu(self.model):
+            return str(vectors[0].tobytes().hex())
+        return str(vectors[0].round(4).tolist())  # whole: numpy would print six numbers of many
 
     async def health(self) -> None:
         assert self.batching and not self.batching.done(), "the batching task has ended"

@@ -2,6 +2,7 @@
 
 import inspect
 
+import pytest
 from vllm.config import ECTransferConfig, VllmConfig
 from vllm.config.ec_manager_config import EncoderCacheManagerConfig
 from vllm.distributed.ec_transfer.ec_connector import base
@@ -16,7 +17,9 @@ from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunne
 from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from deployments.config.schema import check_file
 from deployments.engines.vllm.picture_connector import PictureConnector, PicturesInUse
+from tests.support.engine_host import ROOT
 
 
 def source(of: object) -> str:
@@ -31,6 +34,17 @@ def test_our_classes_have_every_method_that_vllm_leaves_open() -> None:
             if name in vars(theirs) and name != "__init__":
                 asked = list(inspect.signature(getattr(theirs, name)).parameters)
                 assert list(inspect.signature(function).parameters) == asked, name
+
+
+@pytest.mark.parametrize("file", ["serve_config.yaml", "serve_config.gpu.yaml"])
+def test_shipped_models_name_managers_that_vllm_can_make(file: str) -> None:
+    table = check_file(ROOT / file)
+    for capability in table.capabilities.values():
+        for name, model in capability.models.items():
+            given = model.engine_args.get("ec_manager_config")
+            if given is not None:
+                found = EncoderCacheManagerConfig(**given).get_encoder_cache_manager_obj()
+                assert issubclass(found, EncoderCacheManager), name
 
 
 def test_both_are_found_by_their_paths() -> None:

@@ -29,7 +29,7 @@ from vllm.v1.executor import Executor
 
 from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import Bytes, human
-from deployments.engines import linux
+from deployments.engines import linux, nvidia
 from deployments.engines.protocol import LoadFailed, load_failure
 from deployments.engines.vllm import (
     adapter_images,
@@ -262,6 +262,7 @@ def fork_core(
     addresses = {"input_address": f"ipc://{base}.in", "output_address": f"ipc://{base}.out"}
     read, write = os.pipe()
     parent = os.getpid()
+    nvidia.close_nvml()  # vLLM has counted GPUs
     pid = os.fork()
     if pid == 0:
         if threads is not None:

@@ -130,3 +130,20 @@ async def test_client_that_leaves_while_tokens_are_counted_is_not_computed_for(
     engine.go_on.set()
     assert (await asyncio.wait_for(counted, 60))[0] == 200
     assert engine.counted == ["first"]
+
+
+@pytest.mark.spec("D6")
+async def test_probe_on_a_gpu_shows_every_number_of_a_vector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_on_cpu", lambda model: False)
+    engine = module.build({"model": "none"})
+    vector = np.full((1, 1_024), 0.03, np.float32)
+
+    async def embed(texts: list[str]) -> np.ndarray:
+        return vector
+
+    monkeypatch.setattr(engine, "_embed", embed)
+    before = await engine.probe()
+    vector[0, 500] += 0.001
+    assert await engine.probe() != before

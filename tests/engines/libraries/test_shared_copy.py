@@ -108,6 +108,7 @@ class Driver:
 
     def __init__(self, code: int = 0) -> None:
         self.code, self.calls = code, list[tuple[str, int, int]]()
+        self.awaited: list[torch.device] = []
 
     def cudaHostRegister(  # noqa: N802
         self, address: int, size: int, flags: int
@@ -122,11 +123,12 @@ class Driver:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Modules of a CPU are taken for those of a GPU."""
+    """Modules of a CPU are taken for those of two GPUs."""
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(host_copy, "_uses_gpu", lambda places: True)
+    gpus = {torch.device("cuda", index) for index in range(2)}
+    monkeypatch.setattr(torch.cuda, "synchronize", driver.awaited.append)
+    monkeypatch.setattr(host_copy, "_gpus", lambda places: gpus)
     return driver
 
 
@@ -138,6 +140,7 @@ def test_copy_that_a_gpu_reads_is_pinned_for_as_long_as_the_module_sleeps(gpu: D
     ((call, address, size),) = gpu.calls
     assert (call, size) == ("pin", parked.total)
     host_copy.restore(parked)
+    assert [device.index for device in gpu.awaited].count(1) == 2, "each GPU, both ways"
     for thread in threading.enumerate():
         if thread.name == "unpin":
             thread.join()

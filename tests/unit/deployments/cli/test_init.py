@@ -11,6 +11,9 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
+from arbiter.core.settings import Settings
+from arbiter.core.tickets.budget import lendable
+from arbiter.core.types import DeviceKind
 from arbiter.node import nvml, procfs
 from arbiter.node.nvml import Card
 from arbiter.units import GIB, MIB, Bytes
@@ -122,6 +125,17 @@ def test_machine_with_two_gpus_gets_the_models_of_a_hub(
 
 
 @pytest.mark.spec("M2")
+def test_each_shipped_model_for_gpus_fits_one_card_of_24_gb() -> None:
+    card, drivers_own = Bytes(24_564 * MIB), 645 * MIB  # an RTX 4090; what an H200 keeps to itself
+    room = lendable(card, DeviceKind.GPU, Settings()) - drivers_own
+    table = check_file(config_text.ROOT / "serve_config.gpu.yaml")
+    for capability in table.capabilities.values():
+        for name, model in capability.models.items():
+            assert model.need is not None
+            assert model.need.as_need().device_bytes <= room, name
+
+
+@pytest.mark.spec("M2")
 def test_shipped_models_that_do_not_fit_are_left_out_by_name(
     made: Callable[..., dict[str, Any]], machine: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -129,7 +143,7 @@ def test_shipped_models_that_do_not_fit_are_left_out_by_name(
     capabilities = made()["capabilities"]
     assert list(capabilities["chat"]["models"]) == ["qwen3-4b"]
     assert (
-        "# Left out: qwen3-8b needs 20.6 GiB, of 14.4 GiB."
+        "# Left out: qwen3-8b needs 17.8 GiB, of 12.5 GiB."
         in (tmp_path / "written.yaml").read_text()
     )
 
