@@ -32,6 +32,7 @@ from benchmarks import report, servers
 from benchmarks.calls import FACT, LOOK, TOKENS, Call, answer
 from benchmarks.first_token import until
 from deployments.front import keys
+from models import shipped
 from models.make_models import Shape, default_folder, is_made, make
 
 PORT = 18_430
@@ -42,11 +43,13 @@ ONE, TWO = (
 WIDTH, LAYERS = 1024, 24  # of the encoder
 STAYS_S = 600
 BACK_WITHIN_S = 30.0
+LEFT_BYTES = 3 * GIB  # by a stranger that presses, its own context of half a GiB aside
 # A Llama's cache is large beside its context of 0.7 GiB, which no sleep gives back: a model counts
 # as asleep when nine tenths of its ticket have fallen. The room is for one of them, awake.
 ARENA = "20 GiB"
 NEED = {"weights": "2.2 GiB", "working": "10.2 GiB", "context": "0.8 GiB"}
 ENGINE_ARGS = {"max_model_len": 4096, "max_num_seqs": 32, "kv_cache_memory_bytes": "10 GiB"}
+MOVES = ("model_load", "model_unload", "model_wake", "wake_unverified", "not_asleep")
 LONG = " ".join(f"the {number}th part of memory is lent," for number in range(250))
 
 
@@ -98,6 +101,7 @@ def make_encoder(folder: Path) -> None:
 
 def make_all() -> Path:
     """The models, made unless they are there; returns the encoder's folder."""
+    shipped.unpack_all(default_folder())
     for shape in (ONE, TWO):
         if not is_made(default_folder(), shape):
             make(default_folder(), shape)
@@ -208,8 +212,10 @@ class Graph:
         return found
 
     def device(self) -> dict[str, Any]:
-        found: dict[str, Any] = next(d for d in self.state()["devices"] if "gpu:" in d["device"])
-        return found
+        found = [row for row in self.state()["devices"] if "gpu:" in row["device"]]
+        if not found:
+            raise RuntimeError("the arbiter knows no GPU")
+        return dict(found[0])
 
     def ticket(self, model: str) -> dict[str, Any] | None:
         return next((t for t in self.state()["tickets"] if t["model"] == model), None)
@@ -279,11 +285,12 @@ def woken(graph: Graph, rounds: int = 5) -> dict[str, Any]:
             said, took_s = graph.chat(shape.name)
             texts[shape.name].add(said["choices"][0]["message"]["content"])
             times.append(took_s)
-    kinds = [e for e in graph.events() if e["kind"] in ("model_load", "model_unload", "wake")]
+    kinds = [e for e in graph.events() if e["kind"] in MOVES]
     return {
         "swap_s": report.Sample(tuple(times)),
         "different_answers": {name: len(found) for name, found in texts.items()},
         "last_events": kinds[-8:],
+        **graph.books(),
     }
 
 
@@ -376,6 +383,9 @@ def killed(graph: Graph) -> dict[str, Any]:
     """SIGKILL of an engine: seconds until NVML has its bytes back, and until the books have."""
     graph.text(ONE.name)
     held, pid = max((size, pid) for pid, size in graph.gpu.by_pid().items())  # it is the largest
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    if not name.startswith("engine"):
+        raise RuntimeError(f"NVML's process {pid} is {name} here, and no engine")
     before = graph.gpu.used()
     start_s = time.monotonic()
     os.kill(pid, signal.SIGKILL)
@@ -386,6 +396,8 @@ def killed(graph: Graph) -> dict[str, Any]:
     again = graph.text(ONE.name)
     return {"held_mib": held // MIB, "back_s": back_s, "booked_s": booked_s, "again": again}
 
+
+FAILURES = (RuntimeError, OSError, LookupError, ValueError, TypeError, AssertionError)
 
 STRANGER = """
 import sys, torch
@@ -435,7 +447,7 @@ def pressed(graph: Graph) -> dict[str, Any]:
     graph.text(ONE.name)
     time.sleep(3)
     before, levels = graph.books(), {m: graph.level(m) for m in ("encoder", ONE.name)}
-    with stranger(graph.gpu.total() - graph.gpu.used() - 4 * GIB):
+    with stranger(graph.gpu.total() - graph.gpu.used() - LEFT_BYTES):
         start_s = time.monotonic()
         with contextlib.suppress(RuntimeError):
             until(lambda: graph.level("encoder") != "resident", BACK_WITHIN_S, "it left")
@@ -492,13 +504,13 @@ def main() -> None:
                 start_s = time.monotonic()
                 try:
                     figures[name] = step(graph)
-                except (RuntimeError, OSError, LookupError, ValueError) as error:
+                except FAILURES as error:
                     traceback.print_exc()
                     figures[name] = {"failed": repr(error)}
                 took_s = time.monotonic() - start_s
                 told = json.dumps(figures[name], default=str)
                 print(f"{name} ({took_s:.1f} s): {told}", flush=True)
-    report.write("on_gpu", figures)
+                report.write("on_gpu", figures)  # what there is, should a later step end it
 
 
 if __name__ == "__main__":

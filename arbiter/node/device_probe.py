@@ -174,7 +174,8 @@ class NodeProbe:
         """Raises GpuUnreadable."""
         device, total_bytes = self._gpu_id(index), self._card(index).total_bytes
         free_bytes = self._gpus.free(index)
-        used_bytes = total_bytes - free_bytes
+        # The margin of a GPU covers what its driver keeps (B3).
+        used_bytes = total_bytes - free_bytes - self._gpus.reserved(index)
         here = [t for t in trees if any(d.device == device for d in t.granted)]
         if not here:
             self._baseline[index] = used_bytes

@@ -67,6 +67,10 @@ class Gpus(Protocol):
     def count(self) -> int: ...
     def card(self, index: int) -> Card: ...
     def free(self, index: int) -> Bytes: ...
+    def reserved(self, index: int) -> Bytes:
+        """What the driver keeps to itself; 0 where it does not say."""
+        ...
+
     def used_by_pid(self, index: int) -> dict[int, Bytes | None] | None:
         """None if the driver lists no processes; a size of None if it does not say this size."""
         ...
@@ -82,6 +86,9 @@ class NoGpus:
         raise IndexError(index)
 
     def free(self, index: int) -> Bytes:
+        raise IndexError(index)
+
+    def reserved(self, index: int) -> Bytes:
         raise IndexError(index)
 
     def used_by_pid(self, index: int) -> dict[int, Bytes | None] | None:
@@ -113,14 +120,24 @@ class Nvml:
     def free(self, index: int) -> Bytes:
         return Bytes(self._ask(index, "nvmlDeviceGetMemoryInfo").free)
 
+    def reserved(self, index: int) -> Bytes:
+        handle = self._handle(index)
+        second = self._nvml.nvmlMemory_v2  # the first form counts it as used
+        try:
+            return Bytes(self._nvml.nvmlDeviceGetMemoryInfo(handle, version=second).reserved)
+        except self._errors:
+            return Bytes(0)  # an older driver; of a failure `free` tells
+
     def used_by_pid(self, index: int) -> dict[int, Bytes | None] | None:
-        """NVML lists a process that computes and draws twice, with all its bytes each time."""
+        """NVML lists a process that computes and draws twice, with all its bytes each time, and
+        those that share a GPU by MPS apart from all others."""
         compute = self._listed(index, "nvmlDeviceGetComputeRunningProcesses")
+        sharing = self._listed(index, "nvmlDeviceGetMPSComputeRunningProcesses")
         graphics = self._listed(index, "nvmlDeviceGetGraphicsRunningProcesses")
         if compute is None:
             return None
         found: dict[int, Bytes | None] = {}
-        for process in (*compute, *(graphics or ())):
+        for process in (*compute, *(sharing or ()), *(graphics or ())):
             if found.get(process.pid) is None:
                 found[process.pid] = process.usedGpuMemory
         return found
@@ -135,9 +152,12 @@ class Nvml:
             raise
 
     def _ask(self, index: int, call: str) -> Any:
+        return self._call(index, call, self._handle(index))
+
+    def _handle(self, index: int) -> Any:
         if index not in self._handles:
             self._handles[index] = self._call(index, "nvmlDeviceGetHandleByIndex", index)
-        return self._call(index, call, self._handles[index])
+        return self._handles[index]
 
     def _call(self, index: int, call: str, argument: Any) -> Any:
         try:

@@ -48,7 +48,7 @@ TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def default_device() -> str:
-    """A GPU where there is one that the library can compute on."""
+    """A GPU where the library can compute on one."""
     if ctranslate2.get_cuda_device_count() == 0:
         return "cpu"
     if has_cublas():

@@ -56,20 +56,23 @@ class Gpu:
     name: str = "NVIDIA A10G"
     uuid: str = "GPU-0"
     total: int = 24 * GIB
-    used: int = 0  # beyond what its processes hold: the driver's own, and what is not listed
+    used: int = 0  # beyond what its processes hold: what is not listed
+    reserved: int = 0  # the driver's own
     compute: dict[int, int | None] = field(default_factory=dict)  # bytes by pid; None: N/A
     graphics: dict[int, int | None] = field(default_factory=dict)
+    mps: dict[int, int | None] = field(default_factory=dict)
     hidden: bool = False  # no process is listed
 
     def lines(self, index: int) -> list[str]:
-        kinds = {"compute": self.compute, "graphics": self.graphics}
+        kinds = {"compute": self.compute, "graphics": self.graphics, "mps": self.mps}
         listed = [
             f"process {index} {kind} {pid} {'N/A' if size is None else size}"
             for kind, sizes in kinds.items()
             for pid, size in sizes.items()
         ]
         own = f"gpu {index} {self.total} {self.used} {self.uuid} {self.name}"
-        return [own, *listed, *([f"hide {index}"] if self.hidden else [])]
+        kept = f"reserve {index} {self.reserved}"
+        return [own, kept, *listed, *([f"hide {index}"] if self.hidden else [])]
 
 
 class FakeNvml:

@@ -3,7 +3,8 @@
  *
  *   gpus     lines of words:
  *              gpu <index> <total> <used beyond its processes> <uuid> <name to the end of the line>
- *              process <index> compute|graphics <pid> <bytes, or N/A>
+ *              process <index> compute|mps|graphics <pid> <bytes, or N/A>
+ *              reserve <index> <bytes> that the driver keeps, beyond all else
  *              fail <call, as pynvml names it> <index, or -1 for any> <return code>
  *              hide <index>            lists no process of this GPU, as in some containers
  *   held/    one file named <index>.<pid> for each process that holds memory, with its bytes. It
@@ -19,14 +20,16 @@
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, INSUFFICIENT_SIZE = 7,
        DRIVER_NOT_LOADED = 9, OPERATING_SYSTEM = 17 };
 enum { GPUS = 8, PROCESSES = 64, WORD = 96, PATH = 512, NONE = -1 };
+enum { COMPUTE, GRAPHICS, MPS };
 #define NOT_AVAILABLE 0xFFFFFFFFFFFFFFFFULL /* pynvml turns it into None */
 
 typedef unsigned long long bytes;
 typedef struct { bytes total, free, used; } nvmlMemory_t;
+typedef struct { unsigned version; bytes total, reserved, free, used; } nvmlMemory_v2_t;
 typedef struct { unsigned pid; bytes used; unsigned gpu_instance, compute_instance; } nvmlProcessInfo_t;
-typedef struct { int gpu, is_graphics; unsigned pid; bytes used; } process_t;
+typedef struct { int gpu, list; unsigned pid; bytes used; } process_t;
 typedef struct { char call[WORD]; int gpu, code; } fault_t;
-typedef struct { int known, hidden; bytes total, used; char uuid[WORD], name[WORD]; } gpu_t;
+typedef struct { int known, hidden; bytes total, used, reserved; char uuid[WORD], name[WORD]; } gpu_t;
 
 static _Thread_local struct { int gpus, processes, faults; gpu_t gpu[GPUS]; process_t process[PROCESSES];
                               fault_t fault[PROCESSES]; } now;
@@ -45,9 +48,9 @@ static int lives(unsigned pid) {
     return (end = strrchr(line, ')')) && end[2] != 'Z' && end[2] != 'X';
 }
 
-static void add(int gpu, int is_graphics, unsigned pid, bytes used) {
+static void add(int gpu, int list, unsigned pid, bytes used) {
     if (now.processes < PROCESSES) {
-        process_t found = {gpu, is_graphics, pid, used};
+        process_t found = {gpu, list, pid, used};
         now.process[now.processes++] = found;
     }
 }
@@ -64,7 +67,9 @@ static void read_line(const char *line) {
         now.gpus = gpu + 1 > now.gpus ? gpu + 1 : now.gpus;
     } else if (sscanf(line, "process %d %95s %u %95s", &gpu, kind, &pid, size) == 4) {
         used = strcmp(size, "N/A") ? strtoull(size, NULL, 10) : NOT_AVAILABLE;
-        add(gpu, !strcmp(kind, "graphics"), pid, used);
+        add(gpu, !strcmp(kind, "graphics") ? GRAPHICS : !strcmp(kind, "mps") ? MPS : COMPUTE, pid, used);
+    } else if (sscanf(line, "reserve %d %llu", &gpu, &used) == 2 && gpu >= 0 && gpu < GPUS) {
+        now.gpu[gpu].reserved = used;
     } else if (sscanf(line, "hide %d", &gpu) == 1 && gpu >= 0 && gpu < GPUS) {
         now.gpu[gpu].hidden = 1;
     } else if (sscanf(line, "fail %95s %d %d", name, &gpu, &code) == 3 && now.faults < PROCESSES) {
@@ -85,7 +90,7 @@ static void read_held(const char *folder) {
         if (sscanf(entry->d_name, "%d.%u", &gpu, &pid) != 2 || !lives(pid)) continue;
         snprintf(path, sizeof path, "%s/held/%.64s", folder, entry->d_name);
         FILE *file = fopen(path, "r");
-        if (file && fscanf(file, "%llu", &used) == 1) add(gpu, 0, pid, used);
+        if (file && fscanf(file, "%llu", &used) == 1) add(gpu, COMPUTE, pid, used);
         if (file) fclose(file);
     }
     if (held) closedir(held);
@@ -154,7 +159,7 @@ int nvmlDeviceGetUUID(const int *handle, char *uuid, unsigned length) {
 int nvmlDeviceGetMemoryInfo(const int *handle, nvmlMemory_t *memory) {
     int gpu = index_of(handle), code = answer("nvmlDeviceGetMemoryInfo", gpu);
     if (code) return code;
-    bytes used = now.gpu[gpu].used;
+    bytes used = now.gpu[gpu].used + now.gpu[gpu].reserved;
     for (int i = 0; i < now.processes; i++)
         if (now.process[i].gpu == gpu && now.process[i].used != NOT_AVAILABLE)
             used += now.process[i].used;
@@ -164,15 +169,25 @@ int nvmlDeviceGetMemoryInfo(const int *handle, nvmlMemory_t *memory) {
     return SUCCESS;
 }
 
+int nvmlDeviceGetMemoryInfo_v2(const int *handle, nvmlMemory_v2_t *memory) {
+    nvmlMemory_t first;
+    int code = nvmlDeviceGetMemoryInfo(handle, &first);
+    if (code) return code;
+    memory->total = first.total, memory->free = first.free;
+    memory->reserved = now.gpu[index_of(handle)].reserved;
+    memory->used = first.used - memory->reserved;
+    return SUCCESS;
+}
+
 /* Called twice by pynvml: for the count, and with an array that is larger. */
-static int list(const char *call, const int *handle, int is_graphics, unsigned *count,
+static int list(const char *call, const int *handle, int kind, unsigned *count,
                 nvmlProcessInfo_t *infos) {
     int gpu = index_of(handle), code = answer(call, gpu);
     unsigned room = *count, found = 0;
     if (code) return code;
     for (int i = 0; i < now.processes && !now.gpu[gpu].hidden; i++) {
         const process_t *process = &now.process[i];
-        if (process->gpu != gpu || process->is_graphics != is_graphics) continue;
+        if (process->gpu != gpu || process->list != kind) continue;
         if (infos && found < room) {
             nvmlProcessInfo_t info = {process->pid, process->used, ~0u, ~0u}; /* MIG is off */
             infos[found] = info;
@@ -185,10 +200,15 @@ static int list(const char *call, const int *handle, int is_graphics, unsigned *
 
 int nvmlDeviceGetComputeRunningProcesses_v3(const int *handle, unsigned *count,
                                             nvmlProcessInfo_t *infos) {
-    return list("nvmlDeviceGetComputeRunningProcesses", handle, 0, count, infos);
+    return list("nvmlDeviceGetComputeRunningProcesses", handle, COMPUTE, count, infos);
 }
 
 int nvmlDeviceGetGraphicsRunningProcesses_v3(const int *handle, unsigned *count,
                                              nvmlProcessInfo_t *infos) {
-    return list("nvmlDeviceGetGraphicsRunningProcesses", handle, 1, count, infos);
+    return list("nvmlDeviceGetGraphicsRunningProcesses", handle, GRAPHICS, count, infos);
+}
+
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(const int *handle, unsigned *count,
+                                               nvmlProcessInfo_t *infos) {
+    return list("nvmlDeviceGetMPSComputeRunningProcesses", handle, MPS, count, infos);
 }

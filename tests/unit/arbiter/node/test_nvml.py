@@ -67,7 +67,7 @@ def test_the_inventory_names_each_gpu_its_card_and_its_total(fake: FakeNvml) -> 
 @pytest.mark.spec("B1", "A16")
 def test_each_process_is_told_apart_and_the_rest_is_foreign(fake: FakeNvml) -> None:
     fake.gpus[0].compute = {ME: 10 * GIB, STRANGER: 3 * GIB}
-    fake.gpus[0].used = GIB  # the driver's own
+    fake.gpus[0].used = GIB  # not listed
     fake.gpus[1].compute = {ME: 2 * GIB}
     fake.write()
     readings = NodeProbe(N, find_gpus()).read([tree(ME, 10)])
@@ -76,6 +76,27 @@ def test_each_process_is_told_apart_and_the_rest_is_foreign(fake: FakeNvml) -> N
     assert (second.free_bytes, second.foreign_bytes) == (78 * GIB, 0)
     assert held(readings, FIRST) == {"t": 10 * GIB}
     assert held(readings, SECOND) == {"t": 2 * GIB}  # though nothing was granted to it there
+
+
+@pytest.mark.spec("B1", "B3", "A16")
+def test_what_the_driver_keeps_is_not_foreign(fake: FakeNvml) -> None:
+    fake.gpus[0].compute = {ME: 10 * GIB, STRANGER: 3 * GIB}
+    fake.gpus[0].reserved = GIB
+    fake.write()
+    first = of(NodeProbe(N, find_gpus()).read([tree(ME, 10)]), FIRST)
+    assert (first.free_bytes, first.foreign_bytes) == (10 * GIB, 3 * GIB)
+    fake.fail("nvmlDeviceGetMemoryInfo", nvml.FUNCTION_NOT_FOUND)
+    assert find_gpus().reserved(0) == 0, "an older driver does not say"
+
+
+@pytest.mark.spec("B1", "A16")
+def test_engines_that_share_a_gpu_by_mps_are_told_apart(fake: FakeNvml) -> None:
+    fake.gpus[0].compute = {STRANGER: GIB}  # the server
+    fake.gpus[0].mps = {ME: 10 * GIB}
+    fake.write()
+    readings = NodeProbe(N, find_gpus()).read([tree(ME, 10)])
+    assert held(readings, FIRST) == {"t": 10 * GIB}
+    assert of(readings, FIRST).foreign_bytes == GIB
 
 
 @pytest.mark.spec("B1", "A16")
