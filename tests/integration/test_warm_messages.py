@@ -35,6 +35,14 @@ async def warm(d: LiveArbiter) -> Any:
     holder = d.holder()
     assert await holder.ask.remote("a") == 200
     await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["resident"])
+
+    async def nothing() -> None:
+        return None
+
+    async def all_is_said() -> bool:
+        return await messages_of(holder, nothing) == ({}, {})
+
+    await eventually(all_is_said, within_s=60)
     return holder
 
 
