@@ -5,8 +5,8 @@ models that load, sleep, wake, are killed and make room for each other and for s
 
 It takes some three minutes, of which the models take one; `--only-make` makes them beforehand. Two
 Llamas of 1.1 billion random weights share room for one of them with an encoder of 0.3 billion
-and the tiny models of pictures. The steps run one after the other; one that fails is told with its
-error, and the next goes on. With neither GPU nor driver it stops at once.
+and the tiny models of pictures. The steps run one after the other; a step that fails is told with
+its error, and the next goes on. With neither GPU nor driver it stops at once.
 """
 
 import argparse

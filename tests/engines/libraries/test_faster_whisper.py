@@ -48,5 +48,7 @@ def test_gpu_that_was_asked_for_is_a_load_failure_where_no_product_can_be_comput
         engine(device="cuda")
 
 
-def test_library_that_is_missing_is_not_found() -> None:
-    assert not faster_whisper.has_cublas(), "this build of torch has no CUDA"
+def test_library_is_found_by_its_name_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, is_there in (("libc.so.6", True), ("libnowhere.so.12", False)):
+        monkeypatch.setattr(faster_whisper, "CUBLAS", name)
+        assert faster_whisper.has_cublas() is is_there, name

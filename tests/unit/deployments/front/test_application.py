@@ -61,13 +61,6 @@ def arbiter(monkeypatch: pytest.MonkeyPatch) -> Arbiter:
 
 
 @pytest.fixture
-def keys_file(tmp_path: Path) -> Path:
-    path = tmp_path / "keys.json"
-    keys.ensure_first(path)
-    return path
-
-
-@pytest.fixture
 def front(keys_file: Path) -> FrontState:
     service = InferenceService(Speaker().send_of)
     service.configure(table())

@@ -23,13 +23,6 @@ WITHIN_S = 60.0  # for what takes some hundredths of a second
 
 
 @pytest.fixture
-def keys_file(tmp_path: Path) -> Path:
-    path = tmp_path / "keys.json"
-    keys.ensure_first(path)
-    return path
-
-
-@pytest.fixture
 def front(keys_file: Path) -> FrontState:
     service = InferenceService(Speaker().send_of)
     return FrontState(7, Authenticator(Keyring(keys_file)), service, Applications(dict))

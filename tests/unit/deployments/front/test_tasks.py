@@ -52,13 +52,6 @@ def arbiter() -> ScriptedArbiter:
 
 
 @pytest.fixture
-def keys_file(tmp_path: Path) -> Path:
-    path = tmp_path / "keys.json"
-    keys.ensure_first(path)
-    return path
-
-
-@pytest.fixture
 def front(keys_file: Path, engines: Engines, arbiter: ScriptedArbiter) -> FrontState:
     service = InferenceService(engines.send_of)
     service.configure(table())
