@@ -32,7 +32,9 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 
 
-def graph_config(model: str, port: int, **more: Any) -> dict[str, Any]:
+def graph_config(
+    model: str, port: int, engine_args: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
     """The shipped configuration with one chat model, and `more` of it, in a budget that holds
     it."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
@@ -42,7 +44,8 @@ def graph_config(model: str, port: int, **more: Any) -> dict[str, Any]:
     table = config["applications"][0]["deployments"][0]["user_config"]
     table["arbiter"] |= {"arenas": {"cpu": "6 GiB", "host": "4 GiB"}, "pipelines": []}
     chat = table["capabilities"]["chat"]
-    chat["models"] = {model: {"source": f"made:{model}", "engine_args": ENGINE_ARGS, **more}}
+    engine = {"source": f"made:{model}", "engine_args": engine_args or ENGINE_ARGS}
+    chat["models"] = {model: engine | more}
     chat["keep_warm_s"], chat["downscale_to_zero_s"] = -1, 3600
     table["capabilities"] = {"chat": chat}
     return config
@@ -79,15 +82,20 @@ async def pairs(ours: str, theirs: str, args: argparse.Namespace, streams: int) 
 def our_side(args: argparse.Namespace, path: str, folder: str) -> AbstractContextManager[str]:
     more: dict[str, Any] = {} if args.threads is None else {"threads": args.threads}
     if args.transport == "alone":
-        return servers.engine_alone(path, args.model, ENGINE_ARGS, **more)
+        return servers.engine_alone(path, args.model, engine_args(args), **more)
     if args.adapters:
         more["adapters"] = {"folder": folder, "slots": args.adapters, "max_rank": RANK}
-    return servers.our_graph(graph_config(args.model, 18_400, **more), args.transport)
+    config = graph_config(args.model, 18_400, engine_args(args), **more)
+    return servers.our_graph(config, args.transport)
 
 
 def their_side(args: argparse.Namespace, path: str, folder: str) -> AbstractContextManager[str]:
     lora = plain_lora(Path(folder), args.adapters, args.adapters) if args.adapters else {}
-    return servers.bare_vllm(path, args.model, ENGINE_ARGS | lora, 18_401)
+    return servers.bare_vllm(path, args.model, engine_args(args) | lora, 18_401)
+
+
+def engine_args(args: argparse.Namespace) -> dict[str, Any]:
+    return ENGINE_ARGS | {"dtype": args.dtype}
 
 
 def compared(args: argparse.Namespace, path: str, folder: str) -> dict[str, Any]:
@@ -109,6 +117,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="requests per stream and run")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    # A processor without AVX-512 computes bfloat16 far more slowly than float32.
+    parser.add_argument("--dtype", default=ENGINE_ARGS["dtype"], help="of both sides' engine")
     ways = [*sorted(servers.TRANSPORTS), "alone"]
     parser.add_argument("--transport", choices=ways, default="default", help="alone: no graph")
     parser.add_argument("--adapters", type=int, default=0, help="mixed with the base")
@@ -116,7 +126,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.transport == "alone" and args.adapters:
         parser.error("--adapters: an engine alone is started without any")
-    figures: dict[str, Any] = {"model": args.model, "transport": args.transport}
+    figures: dict[str, Any] = {
+        "model": args.model,
+        "transport": args.transport,
+        "dtype": args.dtype,
+    }
     path = load_plan.resolve(f"made:{args.model}")
     with tempfile.TemporaryDirectory() as folder:
         make_adapters(Path(folder), path, args.adapters)
@@ -126,6 +140,8 @@ def main() -> None:
         label.append("-".join(map(str, args.streams)))
     if args.adapters:
         label.append(f"{args.adapters}-adapters")
+    if args.dtype != ENGINE_ARGS["dtype"]:
+        label.append(args.dtype)
     if args.threads is not None:
         label.append(f"{args.threads}-threads")
     report.write("throughput", figures, args.seed, label="_".join(label))
