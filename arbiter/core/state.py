@@ -122,6 +122,14 @@ class EvictedFor:
     restore_at: Instant | None = None  # the load failed for memory; unless it is tried again
 
 
+@dataclass(frozen=True, slots=True)
+class AskedLoad:
+    """A load without a request, of which its holder has not said yet how it ended."""
+
+    holder: HolderId
+    asked_at: Instant
+
+
 EvictedForKey = tuple[HolderId, str]  # for whom: holder and model
 Foresight = Callable[[types.ModelName, Instant], Instant | None]  # when a model is next used
 USAGE_VERSION = 1  # of what `export_usage` returns
@@ -136,7 +144,8 @@ class CoreState:
     - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `reuse`,
       `transition_counts`, `last_home`, `trades` of places, `loading_times` and `loading_much`, by
       device;
-    - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
+    - work under way: `growing` residents, `wanted` models without a holder, `asked_loads` that a
+      holder was asked for without a request, `removing` models,
       `prefetched` models, `evicted_for` a load that has not succeeded, `freed_for` a lease that
       holds, `compactions`, `pressure` by device,
       `failures` that cool down, `broken_loads` whose cause may still come;
@@ -213,6 +222,7 @@ class CoreState:
         """Begins with no work under way."""
         self.loading_much: dict[DeviceId, float] = {}  # share of its time, above the bound
         self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
+        self.asked_loads: dict[types.ModelName, AskedLoad] = {}  # until each has ended
         self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.evicted_for: dict[EvictedForKey, EvictedFor] = {}

@@ -12,15 +12,17 @@ from arbiter.core import types
 from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, LogEvent, Reason
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.state import CoreState
+from arbiter.core.state import AskedLoad, CoreState
 from arbiter.core.tickets.device_limits import cap_pins
 from arbiter.core.types import Floor, ModelName
 from arbiter.errors import NotResident, OutsideHours, UnknownCapability, UnknownModel
-from arbiter.units import Span, after, in_seconds, seconds, since
+from arbiter.units import HolderId, Span, after, in_seconds, seconds, since
 
 HERE = (State.QUEUED, State.LOADING, State.RESIDENT)
 # A holder finds no plan while the model's files are just being copied, and asks for no ticket then.
 LOOK_AGAIN = seconds(10)
+# What a holder was asked for longer ago, and did not begin, it could not load.
+ASKED_WITHIN = seconds(60)
 LEAST_RETRY_S = 1.0  # of hours that begin at any moment
 AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # a draining ticket may yet decline
 
@@ -65,6 +67,7 @@ def _act_on(state: CoreState, name: ModelName, floor: Floor, *, source: str) -> 
             state.timers.set(("floors", ""), failure.until)
     elif floor is Floor.COLD:
         state.wanted.pop(name, None)
+        state.asked_loads.pop(name, None)
         for entry in entries:
             entry.settle_when_idle(entry.state in (*AWAKE, State.ASLEEP))
 
@@ -147,7 +150,9 @@ def load(state: CoreState, name: ModelName) -> None:
         state.note_active(name.capability)
         return
     asleep = [e.holder for e in _entries(state, name) if e.state is State.ASLEEP]
-    state.decide(LoadModel(asleep[0] if asleep else able[0].holder, name.model))
+    holder = asleep[0] if asleep else able[0].holder
+    state.asked_loads[name] = AskedLoad(holder, state.now)
+    state.decide(LoadModel(holder, name.model))
     if state.floor_of(name) is Floor.DEVICE:
         state.timers.set(("floors", ""), after(state.now, LOOK_AGAIN))
 
@@ -169,6 +174,18 @@ def on_join(state: CoreState, capability: str) -> None:
     for name in dict.fromkeys([*state.wanted, *_on_device(state)]):
         if name.capability == capability:
             state.wanted.pop(name, None)
+            load(state, name)
+
+
+def on_holder_lost(state: CoreState, lost: HolderId) -> None:
+    """Asks another holder, or the next to join, for what the lost one was asked to load: a replica
+    that was about to stop takes no load."""
+    for name, asked in list(state.asked_loads.items()):
+        if asked.holder != lost:
+            continue
+        del state.asked_loads[name]
+        is_fresh = since(asked.asked_at, state.now) < ASKED_WITHIN
+        if is_fresh and state.closing_by is None and is_known(state, name):
             load(state, name)
 
 
@@ -247,6 +264,7 @@ def forget_removed(state: CoreState) -> None:
     for name in gone:
         del state.removing[name]
         state.wanted.pop(name, None)
+        state.asked_loads.pop(name, None)
         state.failures.pop(name, None)
         for node in state.nodes:
             state.decide(DropSlabs(node, name.path))

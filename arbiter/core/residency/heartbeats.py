@@ -11,7 +11,7 @@ from arbiter.core.eviction.eviction import send_revoke, victim_declined
 from arbiter.core.eviction.sleep import on_slept
 from arbiter.core.histogram import SECONDS_BOUNDS, Histogram
 from arbiter.core.records.ticket import Grown, Load, Sizes, State, Ticket
-from arbiter.core.residency import growth, host_copies
+from arbiter.core.residency import floors, growth, host_copies
 from arbiter.core.residency.readings import claim_unclaimed
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import leases, lessees, quotas
@@ -132,6 +132,7 @@ def on_lost(state: CoreState, holder: HolderId) -> None:
             state.close(entry)
         elif entry.state is not State.RECLAIMING:
             reclaim(state, entry, Reason.LOST)
+    floors.on_holder_lost(state, holder)
 
 
 def on_timer(state: CoreState, holder: HolderId) -> None:

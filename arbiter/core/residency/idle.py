@@ -54,6 +54,7 @@ def on_unload_asked(state: CoreState, ticket: TicketId) -> None:
     entry = state.live(ticket, State.LOADING, State.RESIDENT, State.ASLEEP)
     if entry is None:
         return
+    state.asked_loads.pop(entry.model_name, None)
     if entry.state is State.LOADING:
         entry.settle_when_idle(True)
     elif entry.inflight > 0 or entry.ticket in state.queue:

@@ -28,6 +28,7 @@ def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = T
     else:
         state.log(EventKind.WAKE_UNVERIFIED, entry, took=took)
     state.failures.pop(entry.model_name, None)
+    state.asked_loads.pop(entry.model_name, None)
     state.evicted_for.pop((entry.holder, entry.model), None)
     if len(entry.home) == 1:
         state.last_home[entry.node, entry.model_name] = next(iter(entry.home))
@@ -74,6 +75,7 @@ def learn_failure(state: CoreState, entry: Ticket, cause: str, out_of_memory: bo
 
 
 def _give_up(state: CoreState, entry: Ticket, error: LoadFailed) -> None:
+    state.asked_loads.pop(entry.model_name, None)
     refuse_waiters(state, entry, error)
     reload_evicted(state, (entry.holder, entry.model))
 

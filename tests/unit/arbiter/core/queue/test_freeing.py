@@ -110,6 +110,31 @@ def test_a_model_whose_replica_is_gone_meanwhile_is_wanted_of_the_next() -> None
     assert loads(driver.join(10, "h2")) == ["a"]
 
 
+def test_a_model_that_a_stopping_replica_was_asked_for_is_loaded_by_the_next() -> None:
+    driver = crowded()
+    free(driver, 0.1, 40)
+    leave(driver, 0.2, "a")
+    assert loads(driver.at(9, ev.Released(FREE, "released"))) == ["a"]
+    driver.gone(9, "free")
+    assert loads(driver.at(11, ev.HolderLost(HolderId("h")))) == []
+    assert driver.arbiter.replica_targets(s(11))["text"] == 1
+    assert loads(driver.join(12, "h2")) == ["a"]
+    assert loads(driver.at(13, ev.HolderLost(HolderId("h2")))) == []
+    assert loads(driver.join(100, "h3")) == ["a"], "asked for until a replica has loaded it"
+    driver.resident(101, "a again", 30, holder="h3", model="a")
+    driver.at(102, ev.HolderLost(HolderId("h3")))
+    assert loads(driver.join(103, "h4")) == [], "it was loaded, and left as any other"
+
+
+def test_what_a_replica_did_not_load_within_a_minute_is_not_asked_of_the_next() -> None:
+    driver = crowded()
+    free(driver, 0.1, 40)
+    leave(driver, 0.2, "a")
+    assert loads(driver.at(9, ev.Released(FREE, "released"))) == ["a"]
+    driver.at(69, ev.HolderLost(HolderId("h")))
+    assert loads(driver.join(70, "h2")) == []
+
+
 def test_nothing_is_freed_where_all_of_it_is_in_use() -> None:
     driver = CoreDriver(device=80)
     driver.resident(0, "a", 80)
