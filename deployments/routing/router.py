@@ -31,6 +31,10 @@ def wish_of(args: Sequence[Any]) -> RouteRequest:
 class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
     """Prefers the resident model, then the adapter, the key, the prompt, and the shortest queue."""
 
+    # Serve's 0.1 s is less than a busy machine holds a process up for, and a call that gives up a
+    # replica for its silence has another one load the model, which takes seconds.
+    queue_len_response_deadline_s = 0.5
+
     def initialize_state(self) -> None:
         """Called by Serve before anything else is."""
         self._memory = RoutingHistory()
