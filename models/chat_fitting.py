@@ -58,15 +58,19 @@ def fit(
     is_compiled: bool = True,
     look: Look,
 ) -> None:
-    """Trains; the optimisers' numbers are fp32, the products bf16. `share_at` says which share of
-    the optimisers' rates holds at a step, after the warm-up; a cosine where nothing is given."""
+    """Trains; the optimisers' numbers are fp32, the products bf16 where the processor has AVX-512.
+    `share_at` says which share of the optimisers' rates holds at a step, after the warm-up; a
+    cosine where nothing is given."""
     share_at = share_at or partial(cosine, steps=steps)
     groups = [group for optimiser in optimisers for group in optimiser.param_groups]
     rates = [group["lr"] for group in groups]
     weights = [weight for group in groups for weight in group["params"]]
 
+    # Without AVX-512 a product takes six times as long in bf16 as in fp32.
+    is_bf16 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+
     def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
             found: torch.Tensor = model(input_ids=ids, labels=labels).loss
         return found
 

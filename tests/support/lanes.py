@@ -15,8 +15,8 @@ from xdist.scheduler import LoadScopeScheduling
 WHOLE_FOLDERS = ("tests/graph", "tests/sim")
 # The longest piece begins first; the files of one fixture of the session stay close together.
 ORDER = (
-    "tests/graph", "tests/integration", "tests/faults", "tests/contracts", "tests/notebooks",
-    "tests/engines", "tests/golden", "tests/commands", "tests/training", "tests/browser",
+    "tests/graph", "tests/integration", "tests/faults", "tests/contracts", "tests/training",
+    "tests/notebooks", "tests/engines", "tests/golden", "tests/commands", "tests/browser",
     "tests/sim", "tests/model",
 )  # fmt: skip
 
