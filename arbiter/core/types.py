@@ -1,6 +1,6 @@
 """Defines the nouns that events and rules share: devices, models, priorities, needs, clients."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
@@ -112,6 +112,8 @@ class Need:
     working_bytes: Bytes = Bytes(0)  # KV cache and activations
     scratch_bytes: Bytes = Bytes(0)
     context_bytes: Bytes = Bytes(0)  # what a live but empty engine process holds
+    # The same on a GPU, where it is an estimate; 0 where it is no other, or the engine has none
+    gpu_context_bytes: Bytes = Bytes(0)
     drafter_bytes: Bytes = Bytes(0)  # a drafter's weights and workspace in the same process (F9)
     host_bytes: Bytes = Bytes(0)  # charged to host RAM while asleep; 0 means it cannot sleep
     # What it will take however little of it was seen in use: weights, and the KV cache an engine
@@ -128,6 +130,10 @@ class Need:
             + self.context_bytes
             + self.drafter_bytes
         )
+
+    def on_gpu(self) -> "Need":
+        """Returns what the model takes where its device is a GPU."""
+        return replace(self, context_bytes=max(self.context_bytes, self.gpu_context_bytes))
 
 
 @dataclass(frozen=True, slots=True)

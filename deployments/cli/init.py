@@ -291,7 +291,7 @@ def _need(
     source: "Source", machine: Machine, engine: str, arguments: dict[str, Any]
 ) -> dict[str, str]:
     """Empty where the files of a folder tell it to the arbiter (A17)."""
-    from deployments.config.engine_kinds import engine_kind
+    from deployments.config.engine_kinds import GPU_CONTEXT, engine_kind
     from deployments.config.fields import parse_size
 
     is_here = Path(source.source).expanduser().exists() or ":" in source.source
@@ -300,7 +300,7 @@ def _need(
     weights = source.weights_bytes or int(machine.largest_bytes * UNKNOWN_PART)
     cache = parse_size(arguments.get("kv_cache_memory_bytes", 0))
     if machine.gpus:
-        overhead, context = 1 * GIB, 700 * MIB
+        overhead, context = 1 * GIB, GPU_CONTEXT
     else:
         kind = engine_kind(engine)
         overhead, context = kind.working_bytes, kind.context_bytes

@@ -62,6 +62,7 @@ def weights_and_cache(kind: "EngineKind", path: str, model: ModelConfig) -> Need
         weights_bytes=weights,
         working_bytes=Bytes(kind.working_bytes + cache),
         context_bytes=kind.context_bytes,
+        gpu_context_bytes=kind.gpu_context_bytes,
         host_bytes=weights if model.can_sleep else Bytes(0),
         least_bytes=Bytes(weights + cache) if cache else Bytes(0),
     )
@@ -91,6 +92,7 @@ def file_and_engine(ending: str) -> Estimate:
             weights_bytes=Bytes(sum(file.stat().st_size for file in found)),
             working_bytes=kind.working_bytes,
             context_bytes=kind.context_bytes,
+            gpu_context_bytes=kind.gpu_context_bytes,
         )
 
     return estimate
@@ -105,6 +107,8 @@ class EngineKind:
     preload: tuple[str, ...]  # modules the zygote imports so that a start is short
     context_bytes: Bytes  # what a live but empty engine process holds
     working_bytes: Bytes  # activations and buffers under traffic, caches apart
+    # The same on a GPU; 0: it computes there on none
+    gpu_context_bytes: Bytes = Bytes(0)
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
     program: str = ""  # has to be on the PATH
     split: Split = Split.NONE  # over several devices, where one is too small (B5)
@@ -119,6 +123,8 @@ class EngineKind:
     estimate: Estimate = weights_and_cache
 
 
+# CUDA's context with PyTorch's kernels: NVML showed 0.7 GiB on an H200 (docs/benchmarks.md).
+GPU_CONTEXT = Bytes(700 * MIB)
 SAFETENSORS = ("**/*.safetensors",)
 WEIGHTS = (*SAFETENSORS, "**/*.gguf", "**/*.onnx", "**/*.bin")  # of an engine that is not known
 
@@ -127,6 +133,7 @@ ENGINES: dict[str, EngineKind] = {
         "deployments.engines.vllm.engine:build",
         ("deployments.engines.vllm.preload",),
         context_bytes=Bytes(100 * MIB),
+        gpu_context_bytes=GPU_CONTEXT,
         working_bytes=Bytes(96 * MIB),
         split=Split.EQUAL,  # tensor parallel
         warms=True,
@@ -140,6 +147,7 @@ ENGINES: dict[str, EngineKind] = {
         "deployments.engines.sentence_transformers:build",
         ("deployments.engines.sentence_transformers",),
         context_bytes=Bytes(56 * MIB),
+        gpu_context_bytes=GPU_CONTEXT,
         working_bytes=Bytes(32 * MIB),
         takes_turns=True,
         split=Split.PROPORTIONAL,  # transformers' device_map
@@ -149,6 +157,7 @@ ENGINES: dict[str, EngineKind] = {
         "deployments.engines.faster_whisper:build",
         ("deployments.engines.faster_whisper",),
         context_bytes=Bytes(50 * MIB),
+        gpu_context_bytes=GPU_CONTEXT,  # not measured
         working_bytes=Bytes(96 * MIB),  # of a minute of sound, with the times of its words
         estimate=file_and_engine(".bin"),
         copies=("**/*.bin",),
@@ -177,6 +186,7 @@ ENGINES: dict[str, EngineKind] = {
         "deployments.engines.diffusers.engine:build",
         ("deployments.engines.diffusers.preload",),
         context_bytes=Bytes(70 * MIB),
+        gpu_context_bytes=GPU_CONTEXT,
         # Eight pictures of 64x64 in a batch. Those of real models take gigabytes: give a `need`.
         working_bytes=Bytes(24 * MIB),
         takes_turns=True,

@@ -217,6 +217,16 @@ def retry_after_s(state: CoreState, name: ModelName) -> float:
     return max(1.0, in_seconds(state.estimates.slowest_load(name)))
 
 
+def _need_on(state: CoreState, holder: Holder, event: ev.Requested) -> types.Need:
+    """Returns what is asked for, with the context of a GPU where the node has one and no person
+    said how much the model needs."""
+    node = state.nodes.get(holder.node)
+    kinds = {spec.kind for spec in node.devices.values()} if node else set()
+    is_estimated = not event.need_is_explicit
+    on_gpu = is_estimated and types.DeviceKind.GPU in kinds
+    return event.need.on_gpu() if on_gpu else event.need
+
+
 def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
     if event.lease:
         return leases.new_entry(state, holder, event, event.lease)
@@ -230,7 +240,7 @@ def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
         event.capability,
         event.model,
         event.settings_key,
-        event.need,
+        _need_on(state, holder, event),
         event.need_is_explicit,
         event.attempt,
         opened=state.now,

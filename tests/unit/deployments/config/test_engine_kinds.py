@@ -84,6 +84,19 @@ def test_model_that_sees_keeps_pictures_and_each_one_kv_unless_told(tmp_path: Pa
     assert engine_kinds.engine_kind("silero").keeps(folder, configured(tmp_path)) == ()
 
 
+@pytest.mark.spec("B3", "A17")
+@pytest.mark.parametrize("name", sorted(engine_kinds.ENGINES.keys() - {"llama_server"}))
+def test_estimate_says_what_the_context_of_a_gpu_takes(name: str, tmp_path: Path) -> None:
+    """Voices and voice activity compute on the processor, also beside a GPU."""
+    safetensors(tmp_path, "a.safetensors", 100)
+    kind = engine_kinds.engine_kind(name)
+    need = kind.estimate(kind, str(tmp_path), configured(tmp_path))
+    is_on_gpu = name not in ("vits", "kokoro", "silero")
+    expected = engine_kinds.GPU_CONTEXT if is_on_gpu else kind.context_bytes
+    assert need.on_gpu().context_bytes == expected
+    assert need.context_bytes == kind.context_bytes
+
+
 @pytest.mark.spec("A17", "H9")
 def test_engine_may_bring_an_estimate_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

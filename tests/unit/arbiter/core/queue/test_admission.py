@@ -8,7 +8,7 @@ from arbiter import errors
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Grant
-from arbiter.units import GIB, Bytes, HolderId, NodeId, TicketId, in_seconds, seconds
+from arbiter.units import GIB, Bytes, DeviceId, HolderId, NodeId, TicketId, in_seconds, seconds
 from tests.support.core_driver import (
     CPU,
     PATIENT,
@@ -173,6 +173,30 @@ def test_best_fit_leaves_the_smallest_hole() -> None:
     assert grant.devices == (types.DeviceBytes("n/gpu:2", gib(25)),)
     [grant] = driver.ask(0, "c", 60, holder="hg")
     assert grant.devices == (types.DeviceBytes("n/gpu:0", gib(60)),)
+
+
+@pytest.mark.spec("B3", "A17")
+def test_estimate_has_the_context_of_a_gpu_where_the_node_has_one_and_nobody_said_the_size() -> (
+    None
+):
+    driver = CoreDriver(device=80)
+    gpu = types.DeviceSpec(DeviceId("g/gpu:0"), types.DeviceKind.GPU, gib(80))
+    driver.at(0, ev.NodeSeen(NodeId("g"), (gpu,)))
+    driver.at(0, ev.Measured(NodeId("g"), (ev.DeviceReading(gpu.device, gib(80), gib(0)),), ()))
+    driver.join(0, "hg", node="g")
+    need = types.Need(gib(10), context_bytes=gib(1), gpu_context_bytes=gib(3))
+
+    def granted_bytes(name: str, holder: str, *, explicit: bool) -> int:
+        asked = ev.Requested(
+            TicketId(name), HolderId(holder), "text", name, need, need_is_explicit=explicit
+        )
+        [grant] = driver.at(1, asked)
+        assert isinstance(grant, Grant)
+        return grant.devices[0].size_bytes
+
+    assert granted_bytes("a", "hg", explicit=False) == gib(13)
+    assert granted_bytes("b", "hg", explicit=True) == gib(11)
+    assert granted_bytes("c", "h", explicit=False) == gib(11)
 
 
 @pytest.mark.spec("A8")
