@@ -303,3 +303,5 @@ def test_scheduler_passes_over_what_may_not_run_yet_and_preempts_between_steps()
     assert "self._preempt_request(request, timestamp, drop_stale_output=True)" in reset
     assert {"remove_requests", "add_request"} <= vars(RequestQueue).keys()
     assert "deferred_waiting" in source
+    freed = inspect.getsource(Scheduler._free_request_blocks)
+    assert "self.deferred_frees.append(" in freed

@@ -135,6 +135,7 @@ class Scheduler:
         self.waiting: Any = PriorityRequestQueue()
         self.requests: dict[str, Any] = {}
         self.deferred_waiting: set[Any] = set()
+        self.deferred_frees: list[Any] = []
         self.current_step = 0
         self.places = places
         self.stuck: set[str] = set()
@@ -244,3 +245,19 @@ def test_last_line_gives_up_its_place_and_has_the_next_that_is_free(steps: Any) 
     scheduler.running.remove(scheduler.requests["question"])
     assert step() == {"line", "last line"}
     assert hold.trace.preempted == 1
+
+
+def test_no_second_line_gives_way_while_the_blocks_of_the_first_are_on_their_way(
+    steps: Any,
+) -> None:
+    scheduler, step, hold = steps
+    scheduler.places = 3
+    for name in ("line", "next line", "last line"):
+        scheduler.add(name, Priority.BATCH, computed=10)
+    scheduler.add("question", Priority.NORMAL)
+    scheduler.stuck.add("question")  # there is a place, and no blocks yet
+    scheduler.deferred_frees = [(1, ["a block"])]
+    assert step() == set() and hold.trace.preempted == 0
+    scheduler.deferred_frees = []
+    step()
+    assert step() == set() and hold.trace.preempted == 1
