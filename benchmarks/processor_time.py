@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 
 from benchmarks import load, report, servers
-from benchmarks.throughput import graph_config
+from benchmarks.throughput import ENGINE_ARGS, graph_config
 from deployments.config import load_plan
 from deployments.start_variables import VARIABLES
 
@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--model", default="mid-chat")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--transport", choices=sorted(servers.TRANSPORTS), default="default")
+    parser.add_argument("--dtype", default=ENGINE_ARGS["dtype"], help="of the engine")
     parser.add_argument("--plain-serve", action="store_true", help="Ray and Serve alone, at rest")
     args = parser.parse_args()
     session = os.environ.setdefault("RAY_TMPDIR", "/tmp/arbiter-processor-time")
@@ -191,12 +192,14 @@ def main() -> None:
         report.write("processor_time", figures, label="plain_serve")
         return
     load_plan.resolve(f"made:{args.model}")
-    with servers.our_graph(graph_config(args.model, 18_402), args.transport) as url:
+    config = graph_config(args.model, 18_402, ENGINE_ARGS | {"dtype": args.dtype})
+    with servers.our_graph(config, args.transport) as url:
         figures = measure(url, args.model, args.streams, session)
     for name, row in figures.items():
         print(f"{name}: {row}")
     label = [args.model, str(args.streams)]
     label += [] if args.transport == "default" else [args.transport]
+    label += [] if args.dtype == ENGINE_ARGS["dtype"] else [args.dtype]
     report.write("processor_time", {"transport": args.transport, **figures}, label="_".join(label))
 
 
