@@ -62,6 +62,7 @@ _DEAD_S = 0.5  # for so long a frontend whose core is dead still answers its req
 # vLLM does not start unless this part of a GPU is free, whatever it is to take: by default 0.92, so
 # that no model would load beside another. What is free is the arbiter's to judge.
 _LEAST_PART = 0.01
+_GPU_WORKER = "deployments.engines.vllm.gpu_worker.SleepingGpuWorker"
 _CPU_WORKER = "deployments.engines.vllm.cpu_worker.SleepingCpuWorker"
 
 
@@ -185,6 +186,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         return shared | {
             "enable_sleep_mode": config.get("can_sleep", True),
             "gpu_memory_utilization": _LEAST_PART,
+            **({"worker_cls": _GPU_WORKER} if current_platform.is_cuda_alike() else {}),
         }
     return shared | {
         "enforce_eager": True,  # nothing is compiled; with explicit KV bytes no warm-up
