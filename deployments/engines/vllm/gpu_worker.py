@@ -6,7 +6,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 logger = logging.getLogger(__name__)
 # Of vLLM's last check of a sleep (0.32): all is done by then but a line of its log.
-_SOMEBODY_GREW = "Memory usage increased after sleeping."
+_CARD_FILLED = "Memory usage increased after sleeping."
 
 
 class SleepingGpuWorker(Worker):
@@ -19,6 +19,6 @@ class SleepingGpuWorker(Worker):
         try:
             super().sleep(level)
         except AssertionError as error:
-            if str(error) != _SOMEBODY_GREW:
+            if str(error) != _CARD_FILLED:
                 raise
             logger.info("asleep, while another process took more of the card than this one gave")

@@ -8,6 +8,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from deployments.engines.vllm.gpu_worker import SleepingGpuWorker
 
 
+fall_asleep = SleepingGpuWorker.sleep
+
+
 @pytest.fixture
 def worker() -> SleepingGpuWorker:
     return SleepingGpuWorker.__new__(SleepingGpuWorker)
@@ -24,7 +27,7 @@ def test_sleep_stands_where_another_process_took_memory_of_the_card_meanwhile(
         raise AssertionError("Memory usage increased after sleeping.")
 
     monkeypatch.setattr(Worker, "sleep", sleep)
-    worker.sleep(1)
+    fall_asleep(worker, 1)
     assert levels == [1]
 
 
@@ -37,7 +40,7 @@ def test_other_failures_of_a_sleep_are_told(
 
     monkeypatch.setattr(Worker, "sleep", sleep)
     with pytest.raises(type(error), match=str(error)):
-        worker.sleep(1)
+        fall_asleep(worker, 1)
 
 
 def test_vllm_checks_the_cards_free_bytes_as_the_last_act_of_a_sleep() -> None:
