@@ -7,7 +7,6 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from deployments.engines.vllm.gpu_worker import SleepingGpuWorker
 
-
 fall_asleep = SleepingGpuWorker.sleep
 
 
