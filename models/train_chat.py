@@ -69,17 +69,18 @@ class Recipe:
         Line(5_200, 0.25, LAST),
         Line(6_000, 0.25, ECHO),
     )
+    layers: int = 6
     batch: int = 64
     rate: float = 0.02  # of Muon
     is_compiled: bool = True
 
 
-def network(vocabulary: int) -> LlamaForCausalLM:
+def network(vocabulary: int, layers: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=256,
         intermediate_size=704,
-        num_hidden_layers=6,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=64,
@@ -192,7 +193,7 @@ def train(recipe: Recipe, look: Look) -> Any:
     torch.manual_seed(recipe.seed)
     dice = Random(recipe.seed)
     tok = tokenizer()
-    model: Any = network(len(tok))
+    model: Any = network(len(tok), recipe.layers)
     model.train()
     feed = batches(tok, dice, drawn(dice, recipe), recipe.batch)
     optimisers = optimisers_of(model, recipe.rate)

@@ -20,8 +20,8 @@ from models.train_chat import HARD, Line, Recipe
 from models.train_chat_adapters import ADAPTERS, french
 
 LINES = (Line(3, 0.9, HARD), Line(4, 0.5, HARD))
-# Few steps: Muon computes in bf16, for which a processor without AVX-512 takes seconds a step.
-SHORT = Recipe(steps=6, task_steps=2, lines=LINES, batch=8, is_compiled=False)
+# Few layers: Muon computes in bf16, for which a processor without AVX-512 takes seconds a layer.
+SHORT = Recipe(steps=6, task_steps=2, lines=LINES, layers=2, batch=8, is_compiled=False)
 
 
 @pytest.mark.spec("M1", "H1")
