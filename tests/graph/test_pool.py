@@ -200,7 +200,8 @@ def test_next_agent_finds_the_slabs_of_living_engines(
             os.kill(pid, signal.SIGKILL)
         until(lambda: slabs_are_held(graph), WITHIN_S, "the next agent has them open")
         knows(client, kept)
-        until(lambda: slab(graph).get("rows_count") == rows, WITHIN_S, "the next agent shows it")
+        # Rows of the last answer may have come since they were counted.
+        until(lambda: slab(graph).get("rows_count", 0) >= rows, WITHIN_S, "the next agent shows it")
         kill_engines(graph)
         knows(client, kept)
 
