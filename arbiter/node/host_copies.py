@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ logger = logging.getLogger("arbiter.agent")
 # deployments/replica/loaded_files.py has the sources.
 SETTLED_S = 60.0
 SWEEP_S = 60.0  # between two looks for copies of replaced files; a load looks by itself
+LOOK_S = 10.0  # a sweep waits for its looks; those of a file server that is away take minutes
 AGAIN_S = 10.0  # before a used copy without a lease asks for one again: as long as leases lapse
 
 
@@ -109,6 +111,7 @@ class HostCopies:
         self._copies: list[HostCopy] = []
         self._counts: Counter[str] = Counter()  # of loads and files, also of copies that have left
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by folder
+        self._looks: dict[CopyRequest, asyncio.Future[bool]] = {}  # of sweeps, under way
         self._socket = LendingSocket(folder / "copies.sock", self._lent)
         start(self._socket.serve())
 
@@ -275,12 +278,33 @@ class HostCopies:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Lets copies of files go that have been replaced."""
-        for copy in list(self._copies):
-            for request, source in list(copy.sources.items()):
-                if await asyncio.to_thread(_has_changed, request, source.found):
-                    copy.leave_model(request.owner)
-            self._drop_if_left(copy)
+        """Lets copies of files go that have been replaced. What takes longer than LOOK_S is told
+        when it ends, and not asked again meanwhile."""
+        for copy in self._copies:
+            for request, source in copy.sources.items():
+                if request not in self._looks:
+                    self._looks[request] = self._begin_look(copy, request, source)
+        if self._looks:
+            await asyncio.wait(self._looks.values(), timeout=LOOK_S)
+
+    def _begin_look(
+        self, copy: HostCopy, request: CopyRequest, source: Source
+    ) -> asyncio.Future[bool]:
+        """In a thread of its own, so that looks that hang take none of the agent's."""
+        thread = ThreadPoolExecutor(1, "host-copy-look")
+        loop = asyncio.get_running_loop()
+        look = loop.run_in_executor(thread, _has_changed, request, source.found)
+        thread.shutdown(wait=False)
+        look.add_done_callback(partial(self._end_look, copy, request, source))
+        return look
+
+    def _end_look(
+        self, copy: HostCopy, request: CopyRequest, source: Source, look: asyncio.Future[bool]
+    ) -> None:
+        del self._looks[request]
+        if not look.cancelled() and look.result() and copy.sources.get(request) is source:
+            copy.leave_model(request.owner)
+        self._drop_if_left(copy)
 
     def idle(self) -> tuple[IdleCopy, ...]:
         """The copies that may leave now, since no engine has them open."""

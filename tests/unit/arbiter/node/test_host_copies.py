@@ -322,6 +322,40 @@ async def test_sweep_lets_a_copy_of_replaced_files_go(node: Node, model: Path) -
     await eventually(lambda: not node.arbiter.held)
 
 
+@pytest.mark.spec("D5")
+async def test_look_that_hangs_delays_no_sweep_of_other_copies_and_is_not_asked_again(
+    node: Node, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (near := tmp_path / "near").mkdir()
+    (near / "a.safetensors").write_bytes(b"other weights")
+    for ticket, folder in (("far", model), ("near", near)):
+        assert await node.lend(ticket, request(folder, TWO if folder is near else ONE))
+        node.back(ticket)
+    look, is_back, asked = copy_files.look, threading.Event(), list[str]()
+
+    def slow(wanted: CopyRequest) -> Any:
+        asked.append(wanted.folder)
+        assert wanted.folder == str(near) or is_back.wait(60)
+        return look(wanted)
+
+    monkeypatch.setattr(copy_files, "look", slow)
+    monkeypatch.setattr(host_copies, "LOOK_S", 0.05)
+    (near / "a.safetensors").write_bytes(b"others, and longer")
+    (model / "b.safetensors").write_bytes(b"WEIGHTS")
+
+    async def near_has_left() -> bool:
+        await node.copies.sweep()
+        return [r.models for r in node.copies.readings()] == [(ONE,)]
+
+    try:
+        await eventually(near_has_left)
+        await node.copies.sweep()
+        assert asked.count(str(model)) == 1
+    finally:
+        is_back.set()
+    await eventually(lambda: not node.copies.readings())
+
+
 async def test_copy_outlives_its_engines_until_host_ram_is_needed(node: Node, model: Path) -> None:
     await node.lend("t", request(model))
     [name] = node.arbiter.held
