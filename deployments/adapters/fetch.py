@@ -16,6 +16,7 @@ HF_ENDPOINT and HF_TOKEN.
 import asyncio
 import contextlib
 import shutil
+import textwrap
 import time
 import traceback
 import uuid
@@ -43,6 +44,7 @@ CONNECT_S = 10.0
 # Of one model at once.
 FETCHES = 4
 _SCRATCH = ".fetching-"
+_TOLD_CHARS = 500  # of what a server says, because a client is told
 _CAUSES = 9  # of an error, one behind the other; s3fs has three
 
 _MISSING = "upload the adapter's files, or correct its URL in remote.json"
@@ -189,10 +191,11 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """What happened and what to do about it."""
+    """What happened, in one line, and what to do about it."""
     names = [kind.__name__ for kind in type(error).__mro__]
+    what = textwrap.shorten(f"{names[0]}: {error}", _TOLD_CHARS).rstrip(" .:")
     advice = next((_ADVICE[name] for name in names if name in _ADVICE), "")
-    return "; ".join(filter(None, (f"{names[0]}: {error}".strip(": "), advice)))
+    return f"{what}; {advice}" if advice else what
 
 
 def _options(scheme: str) -> dict[str, Any]:
