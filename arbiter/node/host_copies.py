@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from arbiter.core.events import ContentReading, EngineReading, HostCopyReading
 from arbiter.core.types import DeviceBytes, ModelName
@@ -29,6 +29,7 @@ from arbiter.node.pool import IdleCopy
 from arbiter.protocol.messages import CopyRequest
 from arbiter.units import Bytes, Content, NodeId, Span, TicketId, host_device
 
+T = TypeVar("T")
 logger = logging.getLogger("arbiter.agent")
 
 # A file's ctime may stay as it was through a second change within one tick of the kernel's clock,
@@ -37,6 +38,7 @@ logger = logging.getLogger("arbiter.agent")
 SETTLED_S = 60.0
 SWEEP_S = 60.0  # between two looks for copies of replaced files; a load looks by itself
 LOOK_S = 10.0  # a sweep waits for its looks; those of a file server that is away take minutes
+LOADS_MOST = 8  # look, read and hash side by side, each for a folder of its own
 AGAIN_S = 10.0  # before a used copy without a lease asks for one again: as long as leases lapse
 
 
@@ -112,8 +114,13 @@ class HostCopies:
         self._counts: Counter[str] = Counter()  # of loads and files, also of copies that have left
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by folder
         self._looks: dict[CopyRequest, asyncio.Future[bool]] = {}  # of sweeps, under way
+        self._threads = ThreadPoolExecutor(LOADS_MOST, "host-copies")
         self._socket = LendingSocket(folder / "copies.sock", self._lent)
         start(self._socket.serve())
+
+    async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Not in one of the agent's own: it takes its readings there, whatever hangs here."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     # -- lending ---------------------------------------------------------------------------------
 
@@ -146,15 +153,15 @@ class HostCopies:
 
     async def _find_or_make(self, request: CopyRequest) -> HostCopy | None:
         """Raises OSError."""
-        found = await asyncio.to_thread(copy_files.look, request)
+        found = await self._in_thread(copy_files.look, request)
         if found is None:
             return None
         if known := next((c for c in self._alike(found, request) if c.has(found)), None):
             known.take_source(request, found)
             return known
         if self._alike(found, request):  # their bytes tell
-            key = await asyncio.to_thread(copy_files.key_of, found)
-            if await asyncio.to_thread(copy_files.look, request) != found:
+            key = await self._in_thread(copy_files.key_of, found)
+            if await self._in_thread(copy_files.look, request) != found:
                 return None
             if same := self._of_key(key, found, request):
                 return same
@@ -180,8 +187,8 @@ class HostCopies:
         self._copies.append(copy)
         self._start(self._keep(copy))
         try:
-            files = await asyncio.to_thread(copy_files.make, found, name, request)
-            is_same = await asyncio.to_thread(copy_files.look, request) == found
+            files = await self._in_thread(copy_files.make, found, name, request)
+            is_same = await self._in_thread(copy_files.look, request) == found
         except OSError:
             self._drop(copy)
             raise
@@ -333,6 +340,7 @@ class HostCopies:
     def close(self) -> None:
         """The arbiter ends with its agents, and the leases with it."""
         self._socket.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for copy in self._copies:
             if copy.files:
                 copy.files.close()
