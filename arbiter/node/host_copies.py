@@ -12,10 +12,11 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from arbiter.core.events import ContentReading, EngineReading, HostCopyReading
 from arbiter.core.types import DeviceBytes, ModelName
@@ -28,6 +29,7 @@ from arbiter.node.pool import IdleCopy
 from arbiter.protocol.messages import CopyRequest
 from arbiter.units import Bytes, Content, NodeId, Span, TicketId, host_device
 
+T = TypeVar("T")
 logger = logging.getLogger("arbiter.agent")
 
 # A file's ctime may stay as it was through a second change within one tick of the kernel's clock,
@@ -35,6 +37,8 @@ logger = logging.getLogger("arbiter.agent")
 # deployments/replica/loaded_files.py has the sources.
 SETTLED_S = 60.0
 SWEEP_S = 60.0  # between two looks for copies of replaced files; a load looks by itself
+LOOK_S = 10.0  # a sweep waits for its looks; those of a file server that is away take minutes
+LOADS_MOST = 8  # look, read and hash side by side, each for a folder of its own
 AGAIN_S = 10.0  # before a used copy without a lease asks for one again: as long as leases lapse
 
 
@@ -109,8 +113,14 @@ class HostCopies:
         self._copies: list[HostCopy] = []
         self._counts: Counter[str] = Counter()  # of loads and files, also of copies that have left
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by folder
+        self._looks: dict[CopyRequest, asyncio.Future[bool]] = {}  # of sweeps, under way
+        self._threads = ThreadPoolExecutor(LOADS_MOST, "host-copies")
         self._socket = LendingSocket(folder / "copies.sock", self._lent)
         start(self._socket.serve())
+
+    async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Not in one of the agent's own: it takes its readings there, whatever hangs here."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     # -- lending ---------------------------------------------------------------------------------
 
@@ -143,15 +153,15 @@ class HostCopies:
 
     async def _find_or_make(self, request: CopyRequest) -> HostCopy | None:
         """Raises OSError."""
-        found = await asyncio.to_thread(copy_files.look, request)
+        found = await self._in_thread(copy_files.look, request)
         if found is None:
             return None
         if known := next((c for c in self._alike(found, request) if c.has(found)), None):
             known.take_source(request, found)
             return known
         if self._alike(found, request):  # their bytes tell
-            key = await asyncio.to_thread(copy_files.key_of, found)
-            if await asyncio.to_thread(copy_files.look, request) != found:
+            key = await self._in_thread(copy_files.key_of, found)
+            if await self._in_thread(copy_files.look, request) != found:
                 return None
             if same := self._of_key(key, found, request):
                 return same
@@ -177,8 +187,8 @@ class HostCopies:
         self._copies.append(copy)
         self._start(self._keep(copy))
         try:
-            files = await asyncio.to_thread(copy_files.make, found, name, request)
-            is_same = await asyncio.to_thread(copy_files.look, request) == found
+            files = await self._in_thread(copy_files.make, found, name, request)
+            is_same = await self._in_thread(copy_files.look, request) == found
         except OSError:
             self._drop(copy)
             raise
@@ -275,12 +285,33 @@ class HostCopies:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Lets copies of files go that have been replaced."""
-        for copy in list(self._copies):
-            for request, source in list(copy.sources.items()):
-                if await asyncio.to_thread(_has_changed, request, source.found):
-                    copy.leave_model(request.owner)
-            self._drop_if_left(copy)
+        """Lets copies of files go that have been replaced. What takes longer than LOOK_S is told
+        when it ends, and not asked again meanwhile."""
+        for copy in self._copies:
+            for request, source in copy.sources.items():
+                if request not in self._looks:
+                    self._looks[request] = self._begin_look(copy, request, source)
+        if self._looks:
+            await asyncio.wait(self._looks.values(), timeout=LOOK_S)
+
+    def _begin_look(
+        self, copy: HostCopy, request: CopyRequest, source: Source
+    ) -> asyncio.Future[bool]:
+        """In a thread of its own, so that looks that hang take none of the agent's."""
+        thread = ThreadPoolExecutor(1, "host-copy-look")
+        loop = asyncio.get_running_loop()
+        look = loop.run_in_executor(thread, _has_changed, request, source.found)
+        thread.shutdown(wait=False)
+        look.add_done_callback(partial(self._end_look, copy, request, source))
+        return look
+
+    def _end_look(
+        self, copy: HostCopy, request: CopyRequest, source: Source, look: asyncio.Future[bool]
+    ) -> None:
+        del self._looks[request]
+        if not look.cancelled() and look.result() and copy.sources.get(request) is source:
+            copy.leave_model(request.owner)
+        self._drop_if_left(copy)
 
     def idle(self) -> tuple[IdleCopy, ...]:
         """The copies that may leave now, since no engine has them open."""
@@ -309,6 +340,7 @@ class HostCopies:
     def close(self) -> None:
         """The arbiter ends with its agents, and the leases with it."""
         self._socket.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for copy in self._copies:
             if copy.files:
                 copy.files.close()

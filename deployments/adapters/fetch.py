@@ -7,12 +7,21 @@ more than a folder that a tenant dropped: an engine copies, hashes and checks th
 
     fetcher = Fetcher(folder, max_bytes)
     await fetcher.bring(entry)      # entry.path is there now
+
+Where a bucket or a hub is, and as whom it is asked, the file system reads from the environment of
+the replica, as its own documentation has it: AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and the like,
+HF_ENDPOINT and HF_TOKEN.
 """
 
 import asyncio
+import contextlib
 import shutil
-import tempfile
-from collections import defaultdict
+import textwrap
+import time
+import traceback
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +34,36 @@ if TYPE_CHECKING:
 
 
 _CHUNK_BYTES = 1 << 20
+# Asked of a bucket at once, where s3fs would take 50 MiB whatever the file is bounded to.
+_BLOCK_BYTES = 8 << 20
 # Kept on a node beside the copies that engines serve; the folders longest unused are removed.
 MAX_FETCHED_BYTES = 16 << 30
 # A gigabyte at 2 MB/s; the request that waits for the adapter has a deadline of its own.
 FETCH_S = 600.0
 CONNECT_S = 10.0
+# Of one model at once.
+FETCHES = 4
+_SCRATCH = ".fetching-"
+_TOLD_CHARS = 500  # of what a server says, because a client is told
+_CAUSES = 9  # of an error, one behind the other; s3fs has three
+
+_MISSING = "upload the adapter's files, or correct its URL in remote.json"
+_AWAY = "see whether its server is up; a later request tries again"
+# What to do, by the name of an error's class or of a base of it: not every library is there to ask
+# for the class itself.
+_ADVICE = {
+    "OfflineModeIsEnabled": "start the system with HF_HUB_OFFLINE=0; `make serve` sets it to 1",
+    "ImportError": "install it in the environment of the cluster",
+    "FileNotFoundError": _MISSING,
+    "RemoteEntryNotFoundError": _MISSING,  # a hub's
+    "PermissionError": "check the credentials in the environment in which the cluster was started",
+    "HfHubHTTPError": "see what the hub says; a token is HF_TOKEN of the cluster's environment",
+    "NoCredentialsError": "set the credentials in the environment in which the cluster is started",
+    "TimeoutError": _AWAY,
+    "ConnectionError": _AWAY,
+    "HTTPClientError": _AWAY,  # botocore's
+    "TransportError": _AWAY,  # httpx's, as the hub's client has it
+}
 
 
 class FetchFailed(RequestError):
@@ -51,65 +85,141 @@ class Fetcher:
     def __init__(self, folder: Path, bounds: dict[str, int]) -> None:
         """`bounds`: the files of an adapter to their most bytes."""
         self._folder, self._bounds = folder, bounds
-        # So that many requests for a new adapter have it fetched once.
-        self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # By the path to fill, so that many requests for a new adapter have it fetched once.
+        self._fetching: dict[Path, asyncio.Task[None]] = {}
+        self._places = asyncio.Semaphore(FETCHES)
 
     async def bring(self, entry: "Entry") -> None:
         """Returns once the entry's path exists. Raises FetchFailed."""
         if entry.path.is_dir():
             return
-        async with self._fetching[entry.url]:
-            if not entry.path.is_dir():
-                await asyncio.to_thread(self._fetch, entry)
-        self._fetching.pop(entry.url, None)
+        fetch = self._fetching.get(entry.path)
+        if fetch is None:
+            fetch = self._fetching[entry.path] = asyncio.create_task(self._fetch(entry))
+            fetch.add_done_callback(partial(self._end, entry.path))
+        # It goes on for the next asker where this one leaves.
+        await asyncio.shield(fetch)
 
-    def _fetch(self, entry: "Entry") -> None:
-        import aiohttp  # what fsspec raises of its own HTTP, and imported by then
+    def _end(self, path: Path, fetch: "asyncio.Task[None]") -> None:
+        del self._fetching[path]
+        if not fetch.cancelled():
+            fetch.exception()  # has been seen, also where no asker has stayed
 
+    async def _fetch(self, entry: "Entry") -> None:
+        """Raises FetchFailed, whatever the library of the URL's scheme raises."""
+        scratch = self._folder / f"{_SCRATCH}{uuid.uuid4().hex}"
+        async with self._places:
+            # Some libraries wait for ever, as huggingface_hub does for a listing. Their thread is
+            # left behind then, and another fetch has its own.
+            thread = ThreadPoolExecutor(1, "adapter-fetch")
+            work = thread.submit(self._fill, entry, scratch, time.monotonic() + FETCH_S)
+            work.add_done_callback(_free_frames)
+            thread.shutdown(wait=False)
+            filled = asyncio.wrap_future(work)
+            await asyncio.wait({filled}, timeout=FETCH_S)
+        if not filled.done():
+            filled.cancel()
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+            late = f"{entry.url} was not read within {FETCH_S:g} s; {_ADVICE['TimeoutError']}"
+            raise FetchFailed(entry.full_name, late)
+        if error := filled.exception():
+            raise FetchFailed(entry.full_name, _told(error)) from error
+
+    def _fill(self, entry: "Entry", scratch: Path, until_s: float) -> None:
+        """Makes the entry's path. Raises what a file system of fsspec does, OSError, ValueError
+        beyond a bound, TimeoutError."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=self._folder, prefix=".fetching-"))
+        scratch.mkdir(mode=0o700)
         try:
-            size_bytes = self._copy(entry.url, scratch)
+            size_bytes = self._copy(entry.url, scratch, until_s)
             with alone(self._folder):
+                _remove_abandoned(self._folder)
                 make_room(self._folder, size_bytes, MAX_FETCHED_BYTES)
                 if not entry.path.is_dir():
                     entry.path.parent.mkdir(mode=0o700, exist_ok=True)
                     scratch.rename(entry.path)
-        except (OSError, ValueError, ImportError, aiohttp.ClientError, TimeoutError) as error:
-            raise FetchFailed(entry.full_name, f"{type(error).__name__}: {error}") from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _copy(self, url: str, scratch: Path) -> int:
-        """Bytes copied. Raises what a file system of fsspec does, and ValueError beyond a bound."""
+    def _copy(self, url: str, scratch: Path, until_s: float) -> int:
+        """Bytes copied."""
         import fsspec
 
         scheme = url.partition("://")[0]
         is_http = scheme in ("http", "https")
-        system = fsspec.filesystem(scheme, **(_http_options() if is_http else {}))
+        # Made anew, because a file system remembers what it did not find, and as whom it asked.
+        system = fsspec.filesystem(scheme, skip_instance_cache=True, **_options(scheme))
         root = url if is_http else system._strip_protocol(url)
         total_bytes = 0
         for name, most_bytes in self._bounds.items():
-            # One request, with no question before it how large the file is.
-            how: dict[str, Any] = {"block_size": 0, "size": 1} if is_http else {}
-            with system.open(f"{root.rstrip('/')}/{name}", "rb", **how) as reader:
-                total_bytes += _bounded(reader, scratch / name, most_bytes)
+            with system.open(f"{root.rstrip('/')}/{name}", "rb", **_reading(scheme)) as reader:
+                total_bytes += _bounded(reader, scratch / name, most_bytes, until_s)
         return total_bytes
 
 
-def _bounded(reader: Any, target: Path, most_bytes: int) -> int:
+def _free_frames(work: "Future[None]") -> None:
+    """In the thread of the fetch. Freed in the replica's loop, with the error whose frames have it,
+    a file system would close its connections there."""
+    error = None if work.cancelled() else work.exception()
+    for _ in range(_CAUSES):
+        if error is None:
+            return
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _bounded(reader: Any, target: Path, most_bytes: int, until_s: float) -> int:
     left = most_bytes
     with target.open("xb") as writer:
         while chunk := reader.read(_CHUNK_BYTES):
             left -= len(chunk)
             if left < 0:
-                raise ValueError(f"{target.name} is larger than {most_bytes} bytes")
+                most = f"{most_bytes} bytes, the most for an adapter of this model's `max_rank`"
+                raise ValueError(f"{target.name} is larger than {most}")
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"{target.name} was not read within {FETCH_S:g} s")
             writer.write(chunk)
     return most_bytes - left
 
 
-def _http_options() -> dict[str, Any]:
-    return {"get_client": _client, "allow_redirects": False, "skip_instance_cache": True}
+def _remove_abandoned(folder: Path) -> None:
+    """What replicas were fetching when they were killed. Only inside `alone`."""
+    for path in folder.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(FileNotFoundError):  # its fetch has just ended
+            if time.time() - path.stat().st_mtime > 2 * FETCH_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _told(error: BaseException) -> str:
+    """What happened, in one line, and what to do about it."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    what = textwrap.shorten(f"{names[0]}: {error}", _TOLD_CHARS).rstrip(" .:")
+    advice = next((_ADVICE[name] for name in names if name in _ADVICE), "")
+    return f"{what}; {advice}" if advice else what
+
+
+def _options(scheme: str) -> dict[str, Any]:
+    """For the file system, over what fsspec's own configuration says."""
+    if scheme in ("http", "https"):
+        return {"get_client": _client, "allow_redirects": False}
+    if scheme in ("s3", "s3a"):
+        import fsspec.config
+
+        # s3fs tries five times, and botocore would five times in each: minutes for a server that
+        # is gone. s3fs bounds each by 5 s for the connection and 15 s without a byte.
+        given = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+        return {"config_kwargs": {"retries": {"total_max_attempts": 1}, **given}}
+    return {}
+
+
+def _reading(scheme: str) -> dict[str, Any]:
+    """How a file is opened to be read once, from its beginning."""
+    if scheme in ("http", "https"):
+        # One request, with no question before it how large the file is.
+        return {"block_size": 0, "size": 1}
+    if scheme in ("s3", "s3a"):
+        return {"block_size": _BLOCK_BYTES}
+    return {"block_size": 0} if scheme == "hf" else {}  # 0: one request for the whole file
 
 
 async def _client(**how: Any) -> Any:

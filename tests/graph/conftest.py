@@ -4,6 +4,7 @@ One graph for the package; keep-warm is shortened so that loads and departures c
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -16,7 +17,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,10 +28,11 @@ from openai import OpenAI
 from deployments.front import keys
 from deployments.start_variables import VARIABLES
 from models import make_models
-from tests.support import whisper_base
+from tests.support import s3_server, whisper_base
 from tests.support.ports import free_port
 
 T = TypeVar("T")
+s3_port = functools.cache(free_port)  # where the graph looks for buckets
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 KEEP_WARM_S, DOWNSCALE_S = 6, 4
@@ -44,6 +45,8 @@ LABELLED, LABELS = "tiny-classifier", ("calm", "glad", "cross")
 # Where a row of remotes finds its key: in the environment in which Ray is started.
 REMOTE_KEY = ("GRAPH_REMOTE_KEY", "key-of-a-remote-of-the-environment")
 HUB_TOKEN = ("HF_TOKEN", "hf_token-of-a-hub-of-the-environment")
+HUB_ORG = "our-org"
+BUCKET_KEY = ("key-of-a-bucket", "secret-of-a-bucket-of-the-environment")
 INSTRUCTIONS = "Say who holds the memory of which device, and since when. " * 40
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -103,14 +106,14 @@ class Graph:
         assert found, "Ray did not say where its dashboard is"
         return found[0]
 
-    @cached_property
+    @functools.cached_property
     def address(self) -> str:
         """Of its Ray cluster, HOST:PORT: others may run on this machine."""
         commands = (command_of(pid) for pid in self.workers())
         found = next(filter(None, (re.search(r"--gcs-address=(\S+)", c) for c in commands)))
         return found[1]
 
-    @cached_property
+    @functools.cached_property
     def node(self) -> str:
         """Its only node; part of the command line of its zygote and of all forks of it."""
         return str(self.state()["devices"][0]["node"])
@@ -272,7 +275,8 @@ def started(
     table["arbiter"]["event_file"] = str(folder / EVENT_FILE)
     models = table["capabilities"]["chat"]["models"]
     elsewhere = f"file://{folder}/elsewhere/"
-    models["tiny-chat"]["adapters"] |= {"folder": str(folder / "adapters"), "urls": [elsewhere]}
+    urls = [elsewhere, f"s3://{s3_server.BUCKET}/", f"hf://{HUB_ORG}/"]
+    models["tiny-chat"]["adapters"] |= {"folder": str(folder / "adapters"), "urls": urls}
     drawn = {"folder": str(folder / "drawn"), "slots": 2, "urls": [elsewhere]}
     table["capabilities"]["image"]["models"]["tiny-draw"]["adapters"] = drawn
     spoken = {
@@ -283,7 +287,8 @@ def started(
     table["capabilities"]["asr"]["models"]["whisper-base"] = spoken  # of many languages
     table["remotes"] = itself_as_remote(config["http_options"]["port"], folder / "remote.key")
     change(config)
-    with served(folder, config, **dict([REMOTE_KEY, HUB_TOKEN])) as running:
+    variables = dict([REMOTE_KEY, HUB_TOKEN]) | s3_server.variables(s3_port(), BUCKET_KEY)
+    with served(folder, config, **variables) as running:
         yield running
 
 

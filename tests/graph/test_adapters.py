@@ -4,16 +4,19 @@ import json
 import os
 import shutil
 import signal
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import BadRequestError, InternalServerError, NotFoundError, OpenAI
 
 from deployments.environment import Environment
 from models.make_models import TINY, default_folder, make
-from tests.graph.conftest import Graph, until
+from tests.graph.conftest import BUCKET_KEY, HUB_ORG, Graph, s3_port, until
+from tests.support import s3_server
 from tests.support.graph_commands import read_command, run_command, send, unload_all
+from tests.support.graph_processes import logs_naming
 
 CHAT = "tiny-chat"
 WITHIN_S = 60
@@ -211,6 +214,42 @@ def test_adapter_behind_an_allowed_url_is_called_by_name_and_no_other_url_is_ope
     with pytest.raises(BadRequestError, match=r"adapters\.urls"):
         said(client, "theirs")
     assert f"{CHAT}:far" in {model.id for model in client.models.list()}
+
+
+@pytest.mark.spec("F2", "L2")
+def test_adapter_in_a_bucket_is_called_by_name_and_answers_as_from_a_folder(
+    graph: Graph, client: OpenAI, adapters: Path
+) -> None:
+    """By s3fs, with the credentials of the environment in which the system was started."""
+    near, mark = said(client, dropped(adapters, "near").name)[1], uuid.uuid4().hex
+    bucket = f"s3://{s3_server.BUCKET}/{mark}"  # what came from a URL once is not asked for again
+    rows = {"far": f"{bucket}/far/", "late": f"{bucket}/late/", "theirs": f"s3://theirs/{mark}/"}
+    with s3_server.s3_server(graph.folder / "moto.log", s3_port()) as server:
+        server.upload(adapters / "near", f"{mark}/far")
+        (adapters / "remote.json").write_text(json.dumps(rows))
+        assert said(client, "far")[1] == near != said(client, CHAT)[1]
+        with pytest.raises(BadRequestError, match=r"adapters\.urls"):
+            said(client, "theirs")
+        with pytest.raises(InternalServerError, match="upload the adapter's files") as refused:
+            said(client, "late")
+        assert (refused.value.status_code, refused.value.code) == (502, "adapter_not_fetched")
+        server.upload(adapters / "near", f"{mark}/late")
+        assert said(client, f"{CHAT}:late")[1] == near
+    asked = (graph.folder / "moto.log").read_text()
+    assert mark in asked and f"/theirs/{mark}" not in asked
+    assert said(client, "far")[1] == near, "the server has ended, what it gave is there"
+    assert not logs_naming(graph, BUCKET_KEY[1])
+
+
+@pytest.mark.spec("F2")
+def test_adapter_of_a_hub_that_may_not_be_asked_says_how_it_may(
+    graph: Graph, client: OpenAI, adapters: Path
+) -> None:
+    rows = {"hubs": f"hf://{HUB_ORG}/{uuid.uuid4().hex}/"}
+    (adapters / "remote.json").write_text(json.dumps(rows))
+    with pytest.raises(InternalServerError, match="HF_HUB_OFFLINE=0") as refused:
+        said(client, "hubs")
+    assert refused.value.code == "adapter_not_fetched"
 
 
 @pytest.mark.spec("F2", "L2")

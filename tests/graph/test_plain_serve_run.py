@@ -3,8 +3,10 @@
 `serve run` with its lines in a file."""
 
 import contextlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,11 +20,13 @@ from deployments.cli.serve import RULE, ask_ready
 from models import shipped
 from models.make_models import default_folder
 from tests.graph.conftest import BIN, ROOT, Graph, command_of, stop, until
+from tests.support.hub_server import PINNED, hub_server
 from tests.support.ports import free_port
 
 ARBITER = [sys.executable, "-m", "deployments.cli"]
 MAKE = ["make", "--no-print-directory", "serve", f"VENV={sys.prefix}"]
 HELLO = [{"role": "user", "content": "hi"}]
+ADAPTERS = default_folder() / "small-chat-adapters"
 CHAT = {"model": "small-chat", "messages": HELLO, "max_tokens": 2, "temperature": 0}
 EMBED = {"model": "all-minilm-l6-v2", "input": "hi"}
 # What a person may have set before `make serve`, which leaves it alone: of some variables of
@@ -70,13 +74,32 @@ def running(command: list[str], file: Path, env: dict[str, str]) -> Iterator[Gra
 
 
 @contextlib.contextmanager
-def plain_start() -> Iterator[Graph]:
+def plain_start(**variables: str) -> Iterator[Graph]:
     with own_home() as (home, bare):
-        env, file = bare | RAYS_OWN, home / "serve_config.yaml"
+        env, file = bare | RAYS_OWN | variables, home / "serve_config.yaml"
         words = ["init", str(file), "--cpu", "--port", str(free_port())]
         subprocess.run([*ARBITER, *words], cwd=ROOT, env=env, timeout=60, check=True)
+        have_adapters(home / "adapters", file)
         with running([*MAKE, f"CONFIG={file}"], file, env) as graph:
             yield graph
+
+
+def have_adapters(folder: Path, file: Path) -> None:
+    """As the owner of a configuration writes it: an adapter in a folder, one of an organisation of
+    the hub, and where they are."""
+    shutil.copytree(ADAPTERS / "french", folder / "near")
+    (folder / "remote.json").write_text(json.dumps({"far": f"hf://our-org/french@{PINNED}/"}))
+    text, shipped_one = file.read_text(), f"folder: ~/.cache/serve-arbiter/models/{ADAPTERS.name}"
+    assert text.count(shipped_one) == 1
+    file.write_text(text.replace(shipped_one, f'folder: {folder}, urls: ["hf://our-org/"]'))
+
+
+def content(graph: Graph, model: str) -> str:
+    messages = [{"role": "user", "content": "71"}]
+    body = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0}
+    status, answer = graph.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def said(graph: Graph) -> str:
@@ -114,9 +137,11 @@ def test_serve_run_of_the_shipped_file_answers_with_no_variable_set() -> None:
             assert answer["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.spec("H0", "M1", "M2")
+@pytest.mark.spec("H0", "M1", "M2", "F2")
 def test_plain_serve_run_of_a_written_file_answers_and_is_warm() -> None:
-    with plain_start() as graph:
+    """With HF_HUB_OFFLINE=0 it asks a hub for adapters."""
+    models = {("our-org/french", PINNED): ADAPTERS / "french"}
+    with hub_server(models) as hub, plain_start(HF_ENDPOINT=hub.url) as graph:
         until(lambda: is_ready(graph), 400, "it says that it is ready")
         assert has_spare(graph), "the next replica starts as fast as any"
         *steps, box = said(graph).split(RULE)[:2]
@@ -144,8 +169,9 @@ def test_plain_serve_run_of_a_written_file_answers_and_is_warm() -> None:
         status, answer = graph.post("/v1/embeddings", EMBED)
         assert status == 200, answer
         assert len(answer["data"][0]["embedding"]) == 384
-        models = {t["model"] for t in graph.state()["tickets"]}
-        assert models & {"small-chat", "all-minilm-l6-v2"}
+        assert {t["model"] for t in graph.state()["tickets"]} & {"small-chat", EMBED["model"]}
+        assert content(graph, "far") == content(graph, "near") != content(graph, "small-chat")
+        assert any(path.startswith("/our-org/french/resolve/") for path, _ in hub.asked)
         [log] = (graph.folder / ".cache" / "serve-arbiter" / "logs").iterdir()
         assert "Started a local Ray instance" in log.read_text()
         assert "Ray instance" not in said(graph)

@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,63 @@ async def test_sweep_lets_a_copy_of_replaced_files_go(node: Node, model: Path) -
     await node.copies.sweep()
     assert not node.copies.readings()
     await eventually(lambda: not node.arbiter.held)
+
+
+@pytest.mark.spec("D5")
+async def test_look_that_hangs_delays_no_sweep_of_other_copies_and_is_not_asked_again(
+    node: Node, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (near := tmp_path / "near").mkdir()
+    (near / "a.safetensors").write_bytes(b"other weights")
+    for ticket, folder in (("far", model), ("near", near)):
+        assert await node.lend(ticket, request(folder, TWO if folder is near else ONE))
+        node.back(ticket)
+    look, is_back, asked = copy_files.look, threading.Event(), list[str]()
+
+    def slow(wanted: CopyRequest) -> Any:
+        asked.append(wanted.folder)
+        assert wanted.folder == str(near) or is_back.wait(60)
+        return look(wanted)
+
+    monkeypatch.setattr(copy_files, "look", slow)
+    monkeypatch.setattr(host_copies, "LOOK_S", 0.05)
+    (near / "a.safetensors").write_bytes(b"others, and longer")
+    (model / "b.safetensors").write_bytes(b"WEIGHTS")
+
+    async def near_has_left() -> bool:
+        await node.copies.sweep()
+        return [r.models for r in node.copies.readings()] == [(ONE,)]
+
+    try:
+        await eventually(near_has_left)
+        await node.copies.sweep()
+        assert asked.count(str(model)) == 1
+    finally:
+        is_back.set()
+    await eventually(lambda: not node.copies.readings())
+
+
+async def test_loads_from_a_file_server_that_hangs_take_no_thread_of_the_agent(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the pool of `asyncio.to_thread` has threads, in which the agent takes readings."""
+    is_back, looks = threading.Event(), list[str]()
+
+    def hung(wanted: CopyRequest) -> None:
+        looks.append(wanted.folder)
+        assert is_back.wait(60)
+
+    monkeypatch.setattr(copy_files, "look", hung)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    folders = [tmp_path / str(number) for number in range(2)]
+    loads = [asyncio.ensure_future(node.lend(f.name, request(f))) for f in folders]
+    try:
+        await eventually(lambda: len(looks) == len(folders))
+        async with asyncio.timeout(30):
+            await asyncio.to_thread(os.getpid)
+    finally:
+        is_back.set()
+    assert await asyncio.gather(*loads) == [None, None]
 
 
 async def test_copy_outlives_its_engines_until_host_ram_is_needed(node: Node, model: Path) -> None:

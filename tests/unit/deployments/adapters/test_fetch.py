@@ -3,7 +3,9 @@
 import asyncio
 import gzip
 import json
+import os
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,16 +15,17 @@ import fsspec
 import pytest
 
 from deployments import checked_sockets
+from deployments.adapters import fetch
 from deployments.adapters.catalogue import Catalogue, Entry
 from deployments.adapters.fetch import Fetcher, FetchFailed
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Store
-from deployments.adapters.validate import Rules
 from deployments.config.url_allowlist import is_allowed
+from tests.support import fetching
 from tests.support.adapters import write
+from tests.support.fetching import RULES, SHAPES, left_in
+from tests.support.waits import eventually
 
-SHAPES = {"model.layers.0.self_attn.q_proj": (16, 8)}
-RULES = Rules(SHAPES, max_rank=8)
 PREFIXES = ("memory://ours/", "https://models.example.com/loras/", "http://127.0.0.1")
 
 
@@ -36,17 +39,12 @@ def memory(tmp_path: Path) -> Iterator[Any]:
     system.rm("/ours", recursive=True)
 
 
-def catalogue(tmp_path: Path, rows: dict[str, Any], urls: tuple[str, ...] = PREFIXES) -> Catalogue:
-    folder = tmp_path / "adapters"
-    folder.mkdir(exist_ok=True)
-    (folder / "remote.json").write_text(json.dumps(rows))
-    return Catalogue({"chat": folder}, urls={"chat": urls}, fetched=tmp_path / "fetched")
+def catalogue(tmp_path: Path, rows: dict[str, Any]) -> Catalogue:
+    return fetching.catalogue(tmp_path, rows, PREFIXES)
 
 
 def found(tmp_path: Path, url: str, urls: tuple[str, ...] = PREFIXES) -> Entry:
-    entry = catalogue(tmp_path, {"law": url}, urls).find("law")
-    assert entry is not None
-    return entry
+    return fetching.found(tmp_path, url, urls)
 
 
 @pytest.mark.spec("F2")
@@ -77,15 +75,77 @@ async def test_concurrent_requests_for_a_new_adapter_fetch_it_once(
     copies: list[str] = []
     copy = Fetcher._copy
 
-    def counted(self: Fetcher, url: str, scratch: Path) -> int:
+    def counted(self: Fetcher, url: str, scratch: Path, until_s: float) -> int:
         copies.append(url)
-        return copy(self, url, scratch)
+        return copy(self, url, scratch, until_s)
 
     monkeypatch.setattr(Fetcher, "_copy", counted)
     fetcher = Fetcher(tmp_path / "fetched", RULES.bounds)
     entry = found(tmp_path, "memory://ours/law/")
     await asyncio.gather(*(fetcher.bring(entry) for _ in range(8)))
     assert copies == ["memory://ours/law/"]
+
+
+@pytest.mark.spec("F2")
+async def test_fetch_goes_on_for_the_next_asker_where_the_first_leaves(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go = threading.Event(), threading.Event()
+    copy = Fetcher._copy
+
+    def held(self: Fetcher, url: str, scratch: Path, until_s: float) -> int:
+        assert not begun.is_set(), "a second fetch"
+        begun.set()
+        assert may_go.wait(60)
+        return copy(self, url, scratch, until_s)
+
+    monkeypatch.setattr(Fetcher, "_copy", held)
+    fetcher = Fetcher(tmp_path / "fetched", RULES.bounds)
+    entry = found(tmp_path, "memory://ours/law/")
+    first = asyncio.create_task(fetcher.bring(entry))
+    await eventually(begun.is_set)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    next_one = asyncio.create_task(fetcher.bring(entry))
+    await asyncio.sleep(0)
+    may_go.set()
+    await next_one
+    assert entry.path.is_dir()
+
+
+class Odd(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """Fails as only its own library does."""
+
+    class Broke(Exception):
+        """Derived from nothing that anybody else knows."""
+
+    def open(self, *_: object, **__: object) -> None:
+        raise Odd.Broke("its door is shut")
+
+
+@pytest.mark.spec("F2")
+async def test_failure_of_any_file_system_is_that_of_a_fetch(tmp_path: Path) -> None:
+    fsspec.register_implementation("odd", Odd, clobber=True)
+    entry = found(tmp_path, "odd://ours/law/", ("odd://ours/",))
+    with pytest.raises(FetchFailed, match="Broke: its door is shut"):
+        await Fetcher(tmp_path / "fetched", RULES.bounds).bring(entry)
+    assert left_in(tmp_path / "fetched") == []
+
+
+@pytest.mark.spec("F2")
+async def test_what_a_killed_replica_was_fetching_is_removed_and_what_is_fetched_now_stays(
+    tmp_path: Path, memory: Any
+) -> None:
+    folder = tmp_path / "fetched"
+    for name, age_s in (("killed", 3 * fetch.FETCH_S), ("another", 0.0)):
+        path = folder / f".fetching-{name}"
+        path.mkdir(parents=True)
+        (path / "adapter_config.json").write_text("{")
+        os.utime(path, (time.time() - age_s,) * 2)
+    entry = found(tmp_path, "memory://ours/law/")
+    await Fetcher(folder, RULES.bounds).bring(entry)
+    assert left_in(folder) == sorted([".fetching-another", entry.path.name])
 
 
 @pytest.mark.spec("F2", "L2")
@@ -95,9 +155,9 @@ async def test_missing_or_too_large_adapter_is_not_fetched_and_leaves_nothing(
     fetcher = Fetcher(tmp_path / "fetched", RULES.bounds | {"adapter_model.safetensors": 100})
     with pytest.raises(FetchFailed, match="larger than 100"):
         await fetcher.bring(found(tmp_path, "memory://ours/law/"))
-    with pytest.raises(FetchFailed, match="FileNotFound"):
+    with pytest.raises(FetchFailed, match=r"FileNotFound.*remote\.json"):
         await fetcher.bring(found(tmp_path, "memory://ours/none/"))
-    assert [p.name for p in (tmp_path / "fetched").iterdir() if p.name != ".lock"] == []
+    assert left_in(tmp_path / "fetched") == []
 
 
 @pytest.mark.spec("F2")
@@ -105,6 +165,13 @@ async def test_a_file_system_that_is_not_installed_is_named(tmp_path: Path) -> N
     entry = found(tmp_path, "gdrive://ours/law/", ("gdrive://ours/",))
     with pytest.raises(FetchFailed, match="ImportError"):
         await Fetcher(tmp_path / "fetched", RULES.bounds).bring(entry)
+
+
+@pytest.mark.spec("F2", "L2")
+@pytest.mark.parametrize("url", ["hf://our-org/law/", "hf://our-org/law@3f2a9c1d/loras/v3/"])
+def test_a_url_may_name_a_revision(url: str) -> None:
+    assert is_allowed(url, ("hf://our-org/",))
+    assert not is_allowed(url, ("hf://our-org/law@3f2a9c1/",))
 
 
 @pytest.mark.spec("L2")
