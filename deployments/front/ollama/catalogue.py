@@ -16,6 +16,9 @@ Fields = dict[str, Any]
 # By role; a role that is not here is served by other routes.
 ABILITIES = {"text": ["completion"], "vision": ["completion", "vision"], "embedding": ["embedding"]}
 
+# As Ollama says it: 2^63 ns from now. Its clients print what is so far away as "Forever".
+FOR_EVER = timedelta(microseconds=2**63 // 1_000)
+
 
 def tags(
     table: Table, names: list[str], known: Mapping[str, Facts], started_unix_s: int
@@ -67,7 +70,6 @@ def loaded(table: Table, state: Mapping[str, Any]) -> list[Fields]:
 
 def _row(table: Table, ticket: Mapping[str, Any], gpus: set[str]) -> Fields:
     held = ticket["measured_bytes"] or ticket["charged_bytes"]
-    left_s = max(0.0, ticket["keep_warm_s"] - (ticket["idle_s"] or 0.0))
     model = ticket["model"]
     capability = table.capabilities[table.homes[model]]
     return {
@@ -76,10 +78,20 @@ def _row(table: Table, ticket: Mapping[str, Any], gpus: set[str]) -> Fields:
         "size": sum(held.values()),
         "size_vram": sum(size for device, size in held.items() if device in gpus),
         "digest": _digest(table, model),
-        "expires_at": (datetime.now(UTC) + timedelta(seconds=left_s)).isoformat(),
+        "expires_at": (datetime.now(UTC) + _stays(ticket)).isoformat(),
         "context_length": context(capability.models[model]) or 0,
         "details": _details(capability),
     }
+
+
+def _stays(ticket: Mapping[str, Any]) -> timedelta:
+    """How long it stays while nothing asks for it, if no other model needs its bytes."""
+    if ticket["leaving"]:
+        return timedelta()
+    if ticket["pinned"] or ticket["keep_warm_s"] < 0:
+        return FOR_EVER
+    idle_s = ticket["idle_s"] or 0.0
+    return timedelta(seconds=ticket["stay_warm_s"] + max(0.0, ticket["keep_warm_s"] - idle_s))
 
 
 def abilities(table: Table, model: str) -> list[str]:
