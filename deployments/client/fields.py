@@ -58,6 +58,7 @@ class ChatFields(TextFields, total=False):
 class CompletionFields(TextFields, total=False):
     """Optional fields of `complete`."""
 
+    best_of: int
     logprobs: int
     echo: bool
 

@@ -354,6 +354,9 @@ class FrontConfig(Strict):
     # 32 MiB, which takes 270 s at 1 Mbit/s; an upload to /v1/files has an hour.
     body_piece_s: float = Field(20.0, gt=0, le=600)
     body_s: float = Field(300.0, gt=0, le=3_600)
+    # Of the bodies of all requests in flight, which the front keeps until they are answered: 1 MiB
+    # for each of 1,000, or 32 of the longest. Bodies of up to 64 KiB are taken beyond it.
+    bodies_bytes: Annotated[Size, Field(ge=32 << 20)] = 1 << 30
     keys_file: str | None = None  # API keys, mode 0600; default: beside the arbiter's state
     hosts: tuple[str, ...] = ()  # names this front is called by, besides addresses and localhost
     origins: tuple[str, ...] = ()  # other sites whose pages may call it, as `https://name:port`

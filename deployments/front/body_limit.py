@@ -1,5 +1,5 @@
 """BodyLimit: an ASGI middleware that bounds a request's body while it arrives, in bytes and in
-seconds, and refuses a body that it would have to unpack."""
+seconds, and all bodies together in bytes; it refuses a body that it would have to unpack."""
 
 import asyncio
 
@@ -7,9 +7,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from arbiter.units import Bytes, human
 from deployments.config.schema import FrontConfig
 from deployments.front.http_errors import on_http_exception, refused
 from deployments.front.request import BadRequest
+from deployments.front.service import RETRY_AFTER_S
 from deployments.jobs.file_store import FILE_MOST_BYTES, UPLOAD_MOST_S
 
 # One body of a generating route. OpenAI's own limits are of this order: 25 MB for audio, and less
@@ -21,9 +23,20 @@ STEERING, CONFIG = "/arbiter/", "/api/v1/config"
 FORM_BYTES = 64 << 10  # around a file: its other fields, their heads
 # The parser holds 1 MB of it at a time.
 FILES, MAX_FILE_FORM_BYTES = "/v1/files", FILE_MOST_BYTES + FORM_BYTES
-
+# A body of at most so many bytes is taken whatever others hold: 64 MiB for 1,000 requests in
+# flight, about what these cost the front without their bodies.
+SMALL_BYTES = 64 << 10
 
 ENCODING = "content-encoding"
+
+
+class HeldBodies:
+    """Counts the bytes of bodies that one front has in memory, of all requests together. A body
+    counts until its request is answered, which keeps it so that it can be sent again. What lies
+    on disk (/v1/files) does not count."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
 
 
 class BodyLimit:
@@ -49,23 +62,32 @@ class BodyLimit:
             answer = await on_http_exception(Request(scope), too_large(most_bytes))
             await answer(scope, receive, send)
             return
-        limits: FrontConfig = scope["app"].state.front.table.front
-        whole_s = UPLOAD_MOST_S if scope["path"] == FILES else limits.body_s
-        body = BoundedBody(receive, most_bytes, limits.body_piece_s, whole_s)
-        await self._app(scope, body, send)
+        front = scope["app"].state.front
+        limits: FrontConfig = front.table.front
+        body = BoundedBody(receive, scope["path"], limits, front.bodies)
+        try:
+            await self._app(scope, body, send)
+        finally:
+            body.forget()
 
 
 class BoundedBody:
     """The `receive` of one request. Raises HTTPException, which FastAPI lets pass: 413 where more
-    arrives than was declared, 408 where the next piece or the end is late. A sender that is slow,
-    or sends nothing more, would hold a place of the front, and the bytes so far, for ever."""
+    arrives than was declared, 408 where the next piece or the end is late, 429 where all bodies
+    together would be too much. A sender that is slow, or sends nothing more, would hold a place of
+    the front, and the bytes so far, for ever."""
 
-    def __init__(self, receive: Receive, most_bytes: int, piece_s: float, whole_s: float) -> None:
-        self._receive, self._most_bytes = receive, most_bytes
-        self._piece_s, self._whole_s = piece_s, whole_s
+    def __init__(
+        self, receive: Receive, path: str, limits: FrontConfig, bodies: HeldBodies
+    ) -> None:
+        self._receive, self._most_bytes = receive, bound_of(path)
+        self._piece_s = limits.body_piece_s
+        self._whole_s = UPLOAD_MOST_S if path == FILES else limits.body_s
+        self._bodies = None if path == FILES else bodies
+        self._bodies_most_bytes = limits.bodies_bytes
         self._loop = asyncio.get_running_loop()
-        self._ends = self._loop.time() + whole_s
-        self._size, self._is_whole = 0, False
+        self._ends = self._loop.time() + self._whole_s
+        self._size, self._held_bytes, self._is_whole = 0, 0, False
 
     async def __call__(self) -> Message:
         if self._is_whole:  # the client is waited for only to leave
@@ -81,12 +103,39 @@ class BoundedBody:
         self._size += len(message.get("body", b""))
         if self._size > self._most_bytes:
             raise too_large(self._most_bytes)
+        self._hold(len(message.get("body", b"")))
         self._is_whole = not message.get("more_body", False)
         return message
+
+    def _hold(self, piece_bytes: int) -> None:
+        if (bodies := self._bodies) is None:
+            return
+        is_full = bodies.size_bytes + piece_bytes > self._bodies_most_bytes
+        if is_full and self._size > SMALL_BYTES:
+            error = _full(bodies.size_bytes, self._bodies_most_bytes)
+            self.forget()  # now, so that no other body is refused for the bytes of this one
+            raise error
+        bodies.size_bytes += piece_bytes
+        self._held_bytes += piece_bytes
+
+    def forget(self) -> None:
+        """Called once the body is needed no more; a second call changes nothing."""
+        if self._bodies is not None:
+            self._bodies.size_bytes -= self._held_bytes
+            self._held_bytes = 0
 
 
 def too_large(most_bytes: int) -> HTTPException:
     return HTTPException(413, f"the body is larger than {most_bytes} bytes")
+
+
+def _full(size_bytes: int, most_bytes: int) -> HTTPException:
+    said = (
+        f"the front holds {human(Bytes(size_bytes))} of bodies of requests, and takes at most "
+        f"{human(Bytes(most_bytes))} (`front.bodies_bytes`); send the request again in "
+        f"{RETRY_AFTER_S:.0f} s; at most {SMALL_BYTES >> 10} KiB are taken at any time"
+    )
+    return HTTPException(429, said, {"retry-after": f"{RETRY_AFTER_S:.0f}"})
 
 
 def _too_slow(size: int, late: str) -> HTTPException:

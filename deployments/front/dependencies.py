@@ -8,6 +8,7 @@ from fastapi.security import HTTPBearer
 
 from deployments.config.schema import Table
 from deployments.front.auth import Authenticator
+from deployments.front.body_limit import HeldBodies
 from deployments.front.capability_apps import CapabilityApps
 from deployments.front.forecasts import Forecasts
 from deployments.front.keys import Caller, Keyring, Scope, keys_path
@@ -34,6 +35,7 @@ class FrontState:
     forecasts: Forecasts = field(default_factory=Forecasts)
     jobs: JobsClient = field(default_factory=JobsClient)
     uploads: Uploads = field(default_factory=Uploads)
+    bodies: HeldBodies = field(default_factory=HeldBodies)
     tasks: Tasks = field(init=False)
 
     def __post_init__(self) -> None:

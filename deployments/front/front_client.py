@@ -86,13 +86,16 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     async def ask(self, scope: Scope, first: Message, receive: Receive) -> "asyncio.Task[None]":
-        """Writes the request. The task goes on with its body, and ends when the client leaves."""
+        """Writes the request. The task goes on with its body, and ends when the client leaves.
+
+        The front is not told to close the connection: it may answer before the end of the body, and
+        what is written to a closed connection loses the answer that lies in it."""
         assert self._transport is not None
         target = scope["raw_path"] + (
             b"?" + scope["query_string"] if scope["query_string"] else b""
         )
         body, has_more = first.get("body", b""), first.get("more_body", False)
-        head = [b"%s %s HTTP/1.1\r\nconnection: close\r\n" % (scope["method"].encode(), target)]
+        head = [b"%s %s HTTP/1.1\r\n" % (scope["method"].encode(), target)]
         is_sized = False
         for name, value in scope["headers"]:
             if name == b"content-length":

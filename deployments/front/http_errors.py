@@ -13,7 +13,13 @@ from deployments import messages
 from deployments.config.schema import ConfigError
 from deployments.front.request import BadRequest
 
-CODES = {404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "too_large"}
+CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_too_slow",
+    413: "too_large",
+    429: "queue_full",
+}
 
 
 def refused(error: RequestError) -> Response:

@@ -34,6 +34,9 @@ MAX_DOCUMENTS = 2_048
 # Prompts of one completion. Each takes a place among the 2,000 that wait for an engine
 # (deployments.engines.vllm.batch_gate.MAX_WAITING), which other tenants' requests need, too.
 MAX_PROMPTS = 128
+# Sequences of one completion: its prompts times `n`. As many as one prompt may have choices, and as
+# vLLM computes at once by default.
+MAX_SEQUENCES = MAX_CHOICES
 MAX_SPOKEN = 4_096  # characters of one speech: OpenAI's bound
 MAX_PROMPT = 10_000  # characters before a transcript; Whisper reads the last 224 tokens of them
 MAX_CACHE_KEY = 512  # of `prompt_cache_key`; OpenAI takes 64
@@ -74,12 +77,16 @@ Message = Annotated[
 ]
 
 
+def _is_one(value: str | list[Any]) -> bool:
+    """A list of numbers is one input, by its tokens. A list is not empty."""
+    return isinstance(value, str) or isinstance(value[0], int)
+
+
 def _at_most(most: int) -> AfterValidator:
-    """Bounds a list of inputs that is not empty; a list of numbers is one input, by its tokens."""
+    """Bounds a list of inputs that is not empty."""
 
     def checked(value: str | list[Any]) -> str | list[Any]:
-        is_one = isinstance(value, str) or isinstance(value[0], int)
-        if not is_one and len(value) > most:
+        if not _is_one(value) and len(value) > most:
             raise ValueError(f"{len(value)} inputs; at most {most} in one request")
         return value
 
@@ -202,9 +209,24 @@ class Acquire(Body):
 class Completion(Samples):
     """POST /v1/completions"""
 
+    # So many are computed of each prompt and the `n` best answered: by remotes, not by vLLM.
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     prompt: Annotated[str | list[Any], _NOT_EMPTY, _at_most(MAX_PROMPTS)]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _sequences(cls, value: str | list[Any], given: ValidationInfo) -> str | list[Any]:
+        """Checked here, and not at `n`, because the fields before this one are known by now."""
+        name = max("n", "best_of", key=lambda name: given.data.get(name) or 1)
+        each, prompts = given.data.get(name) or 1, 1 if _is_one(value) else len(value)
+        if each * prompts > MAX_SEQUENCES:
+            raise ValueError(
+                f"{prompts} prompts with `{name}` {each} are {each * prompts} sequences; at most "
+                f"{MAX_SEQUENCES} in one request"
+            )
+        return value
 
 
 class StoredFields(BaseModel):

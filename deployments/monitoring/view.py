@@ -309,10 +309,10 @@ class _Known:
         }
 
     def _leaves(self, ticket: Mapping[str, Any]) -> float | None:
-        """By keep-warm; a negative term is for ever."""
+        """By keep-warm, after what a client asked for; a negative term is for ever."""
         if ticket["idle_s"] is None or ticket["pinned"] or ticket["keep_warm_s"] < 0:
             return None
-        left_s: float = ticket["keep_warm_s"] - ticket["idle_s"]
+        left_s: float = ticket["stay_warm_s"] + ticket["keep_warm_s"] - ticket["idle_s"]
         return round(self._now_unix_s + left_s, 1)
 
     def _adapters(self, model: str) -> AdapterCounts | None:

@@ -348,8 +348,8 @@ class HeldModel:
         waiting = len(self.demand.waiters) if self.state is HolderState.LOADING else 0
         inflight = max(uses.inflight + waiting, int(is_restart))
         phase = Phase.RESIDENT if is_restart else PHASES[self.state]
-        since_ns = max(uses.last_end_ns, uses.warm_until_ns)
-        idle = 0 if inflight else max(0, time.monotonic_ns() - since_ns)
+        now_ns = time.monotonic_ns()
+        idle = 0 if inflight else max(0, now_ns - max(uses.last_end_ns, uses.warm_until_ns))
         return HeldTicket(
             self.ticket,
             self.model,
@@ -362,6 +362,7 @@ class HeldModel:
             self.demand.priority,
             uses.served_count,
             client=self.demand.client,
+            stay_warm=Span(max(0, uses.warm_until_ns - now_ns)),
         )
 
     @property

@@ -34,6 +34,7 @@ from tests.support import graph_processes
 from tests.support.contributing import addition, package
 
 FRONT_QUEUED = 8  # before the front, in Serve's proxy
+HELD_BYTES = 32 << 20  # by the front, of bodies
 QUEUED, GATE = 2, "narrow-gate"  # of the capability `narrow`, whose load ends when a test says so
 POLICY = "my_package.evict_largest:price"
 BROKEN = '''"""A builder that fails as one does whose library is not installed."""
@@ -106,6 +107,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         table = front["deployments"][0]["user_config"]
         table["capabilities"] = capabilities
         table["arbiter"] |= {"evict": POLICY, "pipelines": []}
+        table["front"]["bodies_bytes"] = HELD_BYTES
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(outside), str(ROOT)]))
@@ -358,6 +360,27 @@ def test_requests_in_a_front_that_dies_are_503(extended: Graph) -> None:
     )
 
 
+@pytest.mark.spec("J8", "L3")
+def test_bodies_beyond_what_the_front_holds_of_all_are_429_and_harm_no_other(
+    extended: Graph,
+) -> None:
+    """Of two that are sent but for their end the front holds one; the other is refused."""
+    large, end = b" " * (HELD_BYTES * 5 // 8), b'{"model": "nobody"}'
+    connections = [begun(extended, large, len(large + end)) for _ in range(2)]
+    answered, _, _ = select.select([c.sock for c in connections], [], [], 60)
+    [refused] = [c for c in connections if c.sock in answered]
+    answer = refused.getresponse()
+    assert (answer.status, int(answer.headers["retry-after"])) == (429, 1)
+    assert json.load(answer)["error"]["code"] == "queue_full"
+    small = post(extended, "/v1/echo", b'{"model": "parrot"}', "application/json")
+    assert small.status == 200
+    [held] = [c for c in connections if c is not refused]
+    held.send(end)
+    assert held.getresponse().status == 404, "its body is read to its end, which names no model"
+    later = post(extended, "/v1/echo", large + end, "application/json")
+    assert later.status == 404, "what was held is held no more"
+
+
 @pytest.mark.spec("J8")
 def test_full_queue_of_serve_is_429_and_what_it_holds_is_answered(extended: Graph) -> None:
     """One request is in the replica, where its model loads; the others are in Serve's queue."""
@@ -447,10 +470,10 @@ def test_requests_are_503_in_bounded_time_while_the_front_that_died_is_not_back(
     until(lambda: answer_of(listed(extended))[0] == 200, 120, "another front answers")
 
 
-def begun(graph: Graph) -> http.client.HTTPConnection:
-    """A request whose body stays unfinished."""
+def begun(graph: Graph, part: bytes = b"{", length: int = 100) -> http.client.HTTPConnection:
+    """A request of whose body only this part is sent."""
     connection = http.client.HTTPConnection(urllib.parse.urlsplit(graph.url).netloc, timeout=60)
     connection.putrequest("POST", "/v1/echo")
-    connection.putheader("content-length", "100")
-    connection.endheaders(b"{")
+    connection.putheader("content-length", str(length))
+    connection.endheaders(part)
     return connection

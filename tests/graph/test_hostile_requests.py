@@ -159,6 +159,14 @@ def test_a_body_beyond_the_bound_is_413_before_it_is_read(graph: Graph) -> None:
     assert raw(graph, "POST", "/v1/embeddings", headers, b"{") == 413
 
 
+@pytest.mark.spec("J8", "L3")
+def test_prompts_times_choices_beyond_the_bound_are_400_and_name_the_field(graph: Graph) -> None:
+    body = {"model": CHAT, "prompt": ["x"] * 64, "n": 3, "max_tokens": 1}
+    status, said = graph.post("/v1/completions", body)
+    assert (status, said["error"]["param"]) == (400, "prompt")
+    assert "`n` 3 are 192 sequences; at most 128" in said["error"]["message"]
+
+
 UPLOADS = {
     "/v1/audio/transcriptions": ("file", ASR),
     "/v1/audio/translations": ("file", ASR),

@@ -1,5 +1,6 @@
 """Ollama's official client, unchanged, against the whole graph."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 from ollama import AsyncClient, Client, ResponseError
 
 from models.train_vision import answer
-from tests.graph.conftest import Graph
+from tests.graph.conftest import KEEP_WARM_S, Graph, until
 from tests.support.drawings import FACTS, drawing, uri
+from tests.support.graph_commands import send
 
 CHAT, EMBED, SEES = "tiny-chat", "all-minilm-l6-v2", "tiny-describe"
 HELLO: Any = [{"role": "user", "content": "Who holds the memory?"}]
@@ -75,6 +77,19 @@ def test_embeddings_are_those_of_openais_route(llama: Client, graph: Graph) -> N
     assert found.prompt_eval_count == said["usage"]["prompt_tokens"]
 
 
+def is_unloaded(graph: Graph) -> bool:
+    """Asks the chat model to go; whether it has gone."""
+    send(graph, "POST", f"/arbiter/models/unload/{CHAT}")
+    return all(ticket["model"] != CHAT for ticket in graph.state()["tickets"])
+
+
+def stays_s(llama: Client) -> float:
+    """Seconds until the chat model expires."""
+    [row] = [row for row in llama.ps().models if row.model == CHAT]
+    assert row.expires_at is not None
+    return (row.expires_at - datetime.now(UTC)).total_seconds()
+
+
 @pytest.mark.spec("J1")
 def test_models_are_listed_shown_and_seen_loaded_with_their_bytes(
     llama: Client, graph: Graph
@@ -82,13 +97,15 @@ def test_models_are_listed_shown_and_seen_loaded_with_their_bytes(
     names = {row.model: row for row in llama.list().models}
     assert names.keys() == {card["id"] for card in graph.get("/v1/models")["data"]}
     assert (names[CHAT].size or 0) > 1_000_000
-    llama.generate(CHAT, "", keep_alive="20s")  # only loads
+    until(lambda: is_unloaded(graph), 60, "a longer `keep_alive` of other tests has ended with it")
+    llama.generate(CHAT, "", keep_alive="40s")  # only loads
     [row] = [row for row in llama.ps().models if row.model == CHAT]
     [ticket] = [t for t in graph.state()["tickets"] if t["model"] == CHAT]
     held = sum((ticket["measured_bytes"] or ticket["charged_bytes"]).values())
     assert row.size == pytest.approx(held, rel=0.2)
     assert row.size_vram == 0
-    assert row.expires_at is not None
+    until(lambda: stays_s(llama) > KEEP_WARM_S + 1, 30, "`keep_alive` is seen in `expires_at`")
+    assert stays_s(llama) < 40 + KEEP_WARM_S + 1
     shown = llama.show(CHAT)
     assert shown.capabilities == ["completion", "tools"]
     assert (shown.modelinfo or {})["vllm.context_length"] == 2_048

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ollama
 import pytest
 from openai import APIStatusError, OpenAI
 
@@ -95,6 +96,25 @@ def test_without_scope_with_local_only_with_a_secret_or_a_budget_nothing_leaves(
         assert (refused.value.status_code, refused.value.code) == refusal
         assert SECRET_WORD not in str(refused.value)
     assert egress(graph) == before
+
+
+@pytest.mark.spec("J1", "J5")
+def test_remote_model_is_listed_and_asked_by_ollamas_client(
+    graph: Graph, far: OpenAI, keys_file: Path
+) -> None:
+    llama = ollama.Client(
+        graph.url, headers={"authorization": f"Bearer {far.api_key}"}, timeout=120
+    )
+    rows = {row.model: row for row in llama.list().models}
+    assert rows.keys() >= {model.id for model in far.models.list().data if "task:" not in model.id}
+    there = rows["far-chat"]
+    assert there.size == 0 and there.details is not None and there.details.family == "elsewhere"
+    assert llama.show("far-chat").capabilities == ["completion"]
+    said = llama.chat("far-chat", HELLO, options={"temperature": 0, "num_predict": 2})
+    assert said.done and 0 < (said.eval_count or 0) <= 2
+    bob = keys.add(keys_file, "bob", "bob", frozenset({Scope.INFER}))
+    local = ollama.Client(graph.url, headers={"authorization": f"Bearer {bob}"}, timeout=120)
+    assert "far-chat" not in {row.model for row in local.list().models}
 
 
 @pytest.mark.spec("J5")

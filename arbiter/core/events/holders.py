@@ -37,6 +37,7 @@ class HeldTicket:
     lease: LeaseConditions | None = None  # held by a process outside Serve
     lease_history: LeaseHistory = NO_HISTORY
     client: Client = ANYBODY  # of its last request
+    stay_warm: Span = Span(0)  # from now, in which it does not count as idle: a client asked so
 
 
 @dataclass(frozen=True, slots=True)

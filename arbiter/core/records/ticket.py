@@ -162,6 +162,7 @@ class Ticket:
     inflight: int = 0
     uses_count: int = 0  # so far, under this ticket
     last_used: Instant = Instant(0)
+    warm_until: Instant = Instant(0)  # a client asked that it does not count as idle before
     less_since: Instant | None = None  # its holder says that it has less than it was granted
 
     # What happens to it.
@@ -231,6 +232,10 @@ class Ticket:
         self.inflight = inflight
         self.priority = priority
         self.last_used = Instant(max(self.last_used, last_used))
+
+    def note_warm_until(self, until: Instant) -> None:
+        """Takes the holder's word on how long a client keeps it from counting as idle."""
+        self.warm_until = until
 
     def note_uses_count(self, count: int) -> int:
         """Takes how often it was used so far, and returns how many of these uses are new."""

@@ -84,6 +84,7 @@ class TicketView:
     settled_bytes: Bytes = Bytes(0)  # needed by its load, up to its first use; 0: not known
     wasted_bytes: Bytes = Bytes(0)  # held beyond what a new load of it would be granted (D7)
     granted: tuple[DeviceBytes, ...] = ()
+    stay_warm: Span = Span(0)  # at a client's wish, before its keep-warm begins to count
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,6 +409,7 @@ def _ticket(state: CoreState, entry: Ticket, now: Instant) -> TicketView:
         settled_bytes=(entry.load.settled_bytes if entry.load else None) or Bytes(0),
         wasted_bytes=wasted_bytes(state, entry),
         granted=_listed(entry.granted),
+        stay_warm=Span(max(0, since(now, entry.warm_until))),
     )
 
 

@@ -268,6 +268,7 @@ def use(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
     if (entry.inflight == 0, entry.priority) != (held.inflight == 0, priority):
         state.mark_dirty(entry.node)  # it may be a victim now
     entry.note_use(held.inflight, priority, Instant(state.now - held.idle))
+    entry.note_warm_until(after(state.now, held.stay_warm))
     if held.uses_count > entry.uses_count:
         state.note_uses(entry, entry.note_uses_count(held.uses_count))
         quotas.take_over(state, entry, held.client)
@@ -300,6 +301,7 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         granted={} if is_late else _granted_in(event, held, ticket_state, home),
         inflight=held.inflight,
         last_used=Instant(state.now - held.idle),
+        warm_until=after(state.now, held.stay_warm),
         priority=held.priority,
         uses_count=held.uses_count,
         client=held.client,

@@ -16,6 +16,9 @@ Fields = dict[str, Any]
 # By role; a role that is not here is served by other routes.
 ABILITIES = {"text": ["completion"], "vision": ["completion", "vision"], "embedding": ["embedding"]}
 
+# As Ollama says it: 2^63 ns from now. Its clients print what is so far away as "Forever".
+FOR_EVER = timedelta(microseconds=2**63 // 1_000)
+
 
 def tags(
     table: Table, names: list[str], known: Mapping[str, Facts], started_unix_s: int
@@ -38,6 +41,23 @@ def tags(
     ]
 
 
+def remote_tag(name: str, remote: str, model: RemoteModel, started_unix_s: int) -> Fields:
+    """A model on another machine, as Ollama lists those of its cloud: no bytes are here."""
+    known = remote_facts(model)
+    return {
+        "name": name,
+        "model": name,
+        "remote_model": model.name,
+        "remote_host": remote,  # as the operator calls it: its address stays here
+        "modified_at": _time(started_unix_s),
+        "size": 0,
+        "digest": _sha256(f"{name} {remote} {model.model_dump_json()}"),
+        "details": _in_detail(remote, ""),
+        **_facts(known),
+        "capabilities": _remote_abilities(known),
+    }
+
+
 def loaded(table: Table, state: Mapping[str, Any]) -> list[Fields]:
     """Models that serve or sleep, by the arbiter's state. `size_vram` is what lies on GPUs."""
     gpus = {row["device"] for row in state["devices"] if row["kind"] == "gpu"}
@@ -50,7 +70,6 @@ def loaded(table: Table, state: Mapping[str, Any]) -> list[Fields]:
 
 def _row(table: Table, ticket: Mapping[str, Any], gpus: set[str]) -> Fields:
     held = ticket["measured_bytes"] or ticket["charged_bytes"]
-    left_s = max(0.0, ticket["keep_warm_s"] - (ticket["idle_s"] or 0.0))
     model = ticket["model"]
     capability = table.capabilities[table.homes[model]]
     return {
@@ -59,10 +78,20 @@ def _row(table: Table, ticket: Mapping[str, Any], gpus: set[str]) -> Fields:
         "size": sum(held.values()),
         "size_vram": sum(size for device, size in held.items() if device in gpus),
         "digest": _digest(table, model),
-        "expires_at": (datetime.now(UTC) + timedelta(seconds=left_s)).isoformat(),
+        "expires_at": (datetime.now(UTC) + _stays(ticket)).isoformat(),
         "context_length": context(capability.models[model]) or 0,
         "details": _details(capability),
     }
+
+
+def _stays(ticket: Mapping[str, Any]) -> timedelta:
+    """How long it stays while nothing asks for it, if no other model needs its bytes."""
+    if ticket["leaving"]:
+        return timedelta()
+    if ticket["pinned"] or ticket["keep_warm_s"] < 0:
+        return FOR_EVER
+    idle_s = ticket["idle_s"] or 0.0
+    return timedelta(seconds=ticket["stay_warm_s"] + max(0.0, ticket["keep_warm_s"] - idle_s))
 
 
 def abilities(table: Table, model: str) -> list[str]:
@@ -101,7 +130,6 @@ def card(table: Table, target: Target, known: Facts, started_unix_s: int) -> Fie
 def remote_card(remote: str, model: RemoteModel, started_unix_s: int) -> Fields:
     """A model on another machine, of which nothing but the operator's table is known."""
     known = remote_facts(model)
-    words = {"chat": "completion", "completions": "completion", "embeddings": "embedding"}
     return {
         "modified_at": _time(started_unix_s),
         "parameters": "",
@@ -109,8 +137,13 @@ def remote_card(remote: str, model: RemoteModel, started_unix_s: int) -> Fields:
         "details": _in_detail(remote, ""),
         "model_info": {f"{remote}.context_length": known.context_length or 0},
         **_facts(known),
-        "capabilities": list(dict.fromkeys(words.get(word, word) for word in known.capabilities)),
+        "capabilities": _remote_abilities(known),
     }
+
+
+def _remote_abilities(known: Facts) -> list[str]:
+    words = {"chat": "completion", "completions": "completion", "embeddings": "embedding"}
+    return list(dict.fromkeys(words.get(word, word) for word in known.capabilities))
 
 
 def _weights_bytes(table: Table, model: str) -> int:
@@ -145,7 +178,11 @@ def _digest(table: Table, name: str) -> str:
     """Of where the model comes from and how it is run: Ollama's clients compare it."""
     base = _base(table, name)
     config = table.capabilities[table.homes[base]].models[base]
-    return hashlib.sha256(f"{name} {config.model_dump_json()}".encode()).hexdigest()
+    return _sha256(f"{name} {config.model_dump_json()}")
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _time(unix_s: int) -> str:

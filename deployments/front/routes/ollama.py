@@ -49,11 +49,16 @@ async def version() -> dict[str, str]:
 
 @router.get("/tags")
 async def tags(caller: Inferrer, front: State) -> dict[str, Any]:
-    """Models, and the adapters that this caller may name."""
-    names = front.service.names.visible(caller.tenant)
+    """Models, adapters and models on other machines that this caller may name."""
+    names, started_unix_s = front.service.names.visible(caller.tenant), front.started_unix_s
     known = await model_cards.facts(front.table, front.table.homes)
-    rows = await asyncio.to_thread(catalogue.tags, front.table, names, known, front.started_unix_s)
-    return {"models": rows}
+    rows = await asyncio.to_thread(catalogue.tags, front.table, names, known, started_unix_s)
+    remotes = front.service.remotes
+    away = [
+        catalogue.remote_tag(name, *remotes.model(name), started_unix_s)
+        for name in remotes.names(caller)
+    ]
+    return {"models": rows + away}
 
 
 @router.get("/ps")

@@ -1,17 +1,22 @@
 """A request whose body comes slowly, or whose sender may not send it, takes no place for long."""
 
 import asyncio
+import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from httpx import ASGITransport, AsyncClient
+from starlette.exceptions import HTTPException
 
+from deployments.config.schema import FrontConfig
 from deployments.front import application, keys
 from deployments.front.auth import Authenticator
-from deployments.front.body_limit import BodyLimit
+from deployments.front.body_limit import SMALL_BYTES, BodyLimit, BoundedBody
 from deployments.front.dependencies import FrontState
+from deployments.front.error_forms import form_of, said
 from deployments.front.keys import Keyring, Scope
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
@@ -35,9 +40,9 @@ async def client(front: FrontState) -> AsyncIterator[AsyncClient]:
         yield made
 
 
-def configure(front: FrontState, **seconds: float) -> None:
+def configure(front: FrontState, **settings: float) -> None:
     plain = table()
-    section = plain.front.model_copy(update=seconds)
+    section = plain.front.model_copy(update=settings)
     front.service.configure(plain.model_copy(update={"front": section}))
 
 
@@ -92,13 +97,13 @@ async def test_body_that_comes_drop_by_drop_is_408_in_the_end(
 async def test_answer_may_take_longer_than_its_body_had(front: FrontState) -> None:
     """After its body a client has nothing more to send, and leaves when it likes."""
     configure(front, body_piece_s=0.01, body_s=0.01)
-    said = [{"type": "http.request", "body": b"", "more_body": False}]
+    sends = [{"type": "http.request", "body": b"", "more_body": False}]
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
 
     async def receive() -> Any:
-        if said:
-            return said.pop()
+        if sends:
+            return sends.pop()
         while loop.time() < begun_s + 0.05:  # five times the bounds
             await asyncio.sleep(0)
         return {"type": "http.disconnect"}
@@ -115,6 +120,87 @@ async def test_answer_may_take_longer_than_its_body_had(front: FrontState) -> No
     async with asyncio.timeout(WITHIN_S):
         await BodyLimit(answer)(scope, receive, send)
     assert sent == ["http.disconnect"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages", "/api/embed", "/v1/responses"])
+async def test_body_beyond_what_the_front_holds_of_all_is_429_and_harms_no_other(
+    client: AsyncClient, front: FrontState, path: str
+) -> None:
+    asked = {"model": "nobody", "input": "x", "max_tokens": 1}
+    asked["messages"] = [{"role": "user", "content": "x"}]
+    small = json.dumps(asked).encode()
+    configure(front, in_flight=9, bodies_bytes=4 * SMALL_BYTES + len(small))
+    rest = asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b" " * (2 * SMALL_BYTES)
+        yield b" " * (2 * SMALL_BYTES)
+        await rest.wait()
+        yield small
+
+    def post(content: Any) -> Any:
+        return client.post(path, content=content, headers=JSON)
+
+    async with asyncio.timeout(WITHIN_S):
+        first = asyncio.create_task(post(slow()))
+        while front.bodies.size_bytes < 4 * SMALL_BYTES:
+            await asyncio.sleep(0)
+        large = small + b" " * (2 * SMALL_BYTES)
+        refused = await post(large)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "`front.bodies_bytes`" in said(refused.content)
+        assert form_of(path) or refused.json()["error"]["code"] == "queue_full"
+        assert front.bodies.size_bytes == 4 * SMALL_BYTES
+        assert (await post(small)).status_code == 404, "it is taken, and there is no such model"
+        full = small + b" " * (SMALL_BYTES - len(small))
+        assert (await post(full)).status_code == 404
+        rest.set()
+        assert (await first).status_code == 404 == (await post(large)).status_code
+    assert (front.bodies.size_bytes, front.service.in_flight) == (0, 0)
+
+
+async def test_refused_body_gives_its_bytes_to_others_at_once(front: FrontState) -> None:
+    pieces = [b"a" * SMALL_BYTES, b"b" * SMALL_BYTES]
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": True}
+
+    limits = FrontConfig().model_copy(update={"bodies_bytes": SMALL_BYTES + 1})
+    body = BoundedBody(receive, "/v1/embeddings", limits, front.bodies)
+    await body()
+    assert front.bodies.size_bytes == SMALL_BYTES
+    with pytest.raises(HTTPException, match=r"takes at most 0\.1 MiB"):
+        await body()
+    assert front.bodies.size_bytes == 0
+
+
+@pytest.mark.parametrize(("path", "counted"), [("/v1/embeddings", 3), ("/v1/files", 0)])
+@pytest.mark.parametrize("ends", [None, ValueError])
+async def test_body_counts_from_its_arrival_until_its_answer_and_on_disk_not_at_all(
+    front: FrontState, path: str, counted: int, ends: type[Exception] | None
+) -> None:
+    configure(front)
+    pieces = [b"a", b"bc"]
+    seen: list[int] = []
+
+    async def receive() -> Any:
+        piece = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            seen.append(front.bodies.size_bytes)
+        seen.append(front.bodies.size_bytes)
+        if ends is not None:
+            raise ends
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    scope = {"type": "http", "path": path, "headers": [], "app": application.build(front)}
+    with contextlib.suppress(ValueError):
+        await BodyLimit(answer)(scope, receive, send)
+    assert seen == [counted // 3, counted] and front.bodies.size_bytes == 0
 
 
 @pytest.mark.spec("L1")

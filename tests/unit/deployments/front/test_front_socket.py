@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from deployments.front.front_socket import FrontSocket
 from deployments.front.proxy import FrontBySocket, middlewares
 
 pytestmark = pytest.mark.spec("N1")
+WITHIN_S = 60.0  # for what takes some thousandths of a second
 
 
 class Application:
@@ -122,6 +124,45 @@ async def test_request_goes_by_the_socket_and_its_answer_comes_whole(proxy: Any)
             assert (b"x-request-id", b"r%d" % number) in client.said[0]["headers"]
             assert not client.said[-1].get("more_body")
     assert [body for _, body, _ in application.asked] == [b"onetwo", b"onetwo"]
+
+
+@pytest.mark.spec("J8", "L3")
+async def test_answer_before_the_end_of_its_body_reaches_a_client_that_still_sends(
+    proxy: Any,
+) -> None:
+    """The front, in a thread here, has ended with the request when its next piece is sent."""
+    is_open, is_answered, is_over = threading.Event(), threading.Event(), threading.Event()
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 413, "headers": []})
+        await send({"type": "http.response.body", "body": b"too large"})
+        for _ in range(4):
+            await asyncio.sleep(0)  # what its server does to the connection is done
+        is_answered.set()
+
+    async def serve() -> None:
+        front = FrontSocket(refuse)
+        await front.open()
+        is_open.set()
+        await asyncio.to_thread(is_over.wait, WITHIN_S)
+        await front.close()
+
+    class Sender(Client):
+        async def receive(self) -> Any:
+            if len(self.bodies) == 1:
+                assert is_answered.wait(WITHIN_S)  # this loop stands: the answer is not read yet
+            return await super().receive()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert is_open.wait(WITHIN_S)
+        client = await Sender("/v1/x", b"one", b"two").call(proxy)
+    finally:
+        is_over.set()
+        thread.join(WITHIN_S)
+    assert (client.status, client.body) == (413, b"too large")
 
 
 async def test_request_without_an_id_gets_one(proxy: Any) -> None:

@@ -17,7 +17,7 @@ from deployments.config.schema import Table, parse_table
 from deployments.engines.vllm.batch_gate import MAX_WAITING
 from deployments.front.model_names import ModelNames
 from deployments.front.request import BadRequest, ParsedRequest, call_of, parse
-from deployments.front.schemas import MAX_PROMPTS, PRIVATE
+from deployments.front.schemas import MAX_PROMPTS, MAX_SEQUENCES, PRIVATE
 from deployments.routing.pieces import HASH_BYTES
 from tests.support.examples import examples
 
@@ -187,6 +187,23 @@ async def test_prompts_of_one_completion_leave_places_for_other_requests(prompts
     with pytest.raises(BadRequest, match=f"{MAX_PROMPTS + 1} inputs; at most {MAX_PROMPTS}") as no:
         await read(json.dumps(said).encode(), path="/v1/completions")
     assert (no.value.status_code, no.value.param) == (400, "prompt")
+
+
+@pytest.mark.spec("J8", "L3")
+@pytest.mark.parametrize("name", ["n", "best_of"])
+@pytest.mark.parametrize("prompt", ["a", [7]])
+async def test_prompts_times_choices_of_one_completion_are_bounded(name: str, prompt: Any) -> None:
+    async def asked_for(prompts: Any, each: int) -> None:
+        said = {"model": "tiny", "prompt": prompts, name: each}
+        await read(json.dumps(said).encode(), path="/v1/completions")
+
+    await asked_for(prompt, MAX_SEQUENCES)
+    await asked_for([prompt] * 8, MAX_SEQUENCES // 8)
+    for prompts, each in ((8, MAX_SEQUENCES // 8 + 1), (MAX_PROMPTS, 2)):
+        said = f"`{name}` {each} are {prompts * each} sequences; at most {MAX_SEQUENCES}"
+        with pytest.raises(BadRequest, match=said) as no:
+            await asked_for([prompt] * prompts, each)
+        assert (no.value.status_code, no.value.param) == (400, "prompt")
 
 
 @pytest.mark.spec("L3")

@@ -4,13 +4,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import ollama
 import pytest
 from httpx import ASGITransport, AsyncClient
 
-from arbiter.errors import EngineLost
+from arbiter.errors import ArbiterUnavailable, EngineLost
 from arbiter.units import TicketId
 from deployments.config.schema import ConfigError, Table, parse_table
-from deployments.front import application, keys
+from deployments.front import application, arbiter_gateway, keys
 from deployments.front.auth import Authenticator
 from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring, Scope
@@ -130,6 +131,31 @@ async def test_ollamas_routes_take_a_remote_model_and_show_it_to_keys_that_may_u
     assert (await client.post("/api/chat", json=said, headers=poor)).status_code == 403
     shown = await client.post("/api/show", json={"model": name}, headers=poor)
     assert shown.status_code == 404
+
+
+@pytest.mark.spec("J5", "J1")
+async def test_ollamas_client_lists_a_remote_model_to_keys_that_may_use_it(
+    client: AsyncClient, front: FrontState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(method: str, *args: object, within_s: float = 0) -> None:
+        raise ArbiterUnavailable(within_s)
+
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", away)
+    transport = ASGITransport(application.build(front))
+    poor = {"authorization": f"Bearer {key(tmp_path, Scope.INFER)}"}
+
+    async def listed(headers: Any) -> dict[str | None, ollama.ListResponse.Model]:
+        llama = ollama.AsyncClient("http://localhost", headers=headers, transport=transport)
+        return {row.model: row for row in (await llama.list()).models}
+
+    found = await listed(client.headers)
+    assert found.keys() == {"warm", "cold", FAR} and (await listed(poor)).keys() == {"warm", "cold"}
+    row = found[FAR]
+    assert (row.size, len(row.digest or ""), row.details and row.details.family) == (0, 64, "cloud")
+    assert row.modified_at is not None and row.modified_at.timestamp() == front.started_unix_s
+    plain = (await client.get("/api/tags")).json()["models"][-1]
+    assert (plain["remote_model"], plain["remote_host"]) == ("their-chat", "cloud")
+    assert (plain["capabilities"], plain["state"]) == (["completion"], "remote")
 
 
 @pytest.mark.spec("J5")

@@ -79,18 +79,20 @@ def test_models_with_a_ticket_come_first_with_what_they_hold_and_when_they_leave
     books = Books()
     books.holds("talk", 300, idle_s=20.0)
     books.holds("busy", 100, inflight=3)
+    books.holds("asked", 10, idle_s=0.0, stay_warm=seconds(30.0))
     books.holds("kept", 50, pinned=True)
     books.loaded_in("talk", 4.0, wake_s=0.5)
     books.floors.append(FloorView("chat", "talk", "host"))
     books.has_adapters("talk", hot=2, images=5)
-    homes = dict.fromkeys(["talk", "busy", "kept", "away"], "chat")
+    homes = dict.fromkeys(["talk", "busy", "asked", "kept", "away"], "chat")
     rows = {row.model: row for row in shown(books, homes=homes, adapters={"talk": 9}).models}
-    assert list(rows) == ["busy", "kept", "talk", "away"]
+    assert list(rows) == ["asked", "busy", "kept", "talk", "away"]
     talk = rows["talk"]
     assert (talk.state, talk.floor, talk.leaves_unix_s) == ("resident", "host", NOW_S + 280)
     assert (talk.charged_bytes, talk.measured_bytes) == (size(300), size(270))
     assert (talk.load_s, talk.wake_s, talk.learned_bytes) == (4.0, 0.5, size(300))
     assert talk.adapters == AdapterCounts(hot=2, warm=3, cold=4)
+    assert rows["asked"].leaves_unix_s == NOW_S + 330
     assert (rows["busy"].inflight, rows["busy"].leaves_unix_s) == (3, None)
     assert (rows["kept"].is_pinned, rows["kept"].leaves_unix_s) == (True, None)
     assert (rows["away"].state, rows["away"].tickets, rows["away"].adapters) == ("cold", (), None)

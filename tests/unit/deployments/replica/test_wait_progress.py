@@ -88,10 +88,11 @@ async def test_load_without_history_has_no_estimate() -> None:
 def test_a_model_that_is_to_stay_warm_does_not_count_as_idle() -> None:
     mine = held("b", HolderState.RESIDENT)
     mine.uses.last_end_ns = time.monotonic_ns() - 10**10
-    assert mine.account().idle >= seconds(10)
+    assert mine.account().idle >= seconds(10) and mine.account().stay_warm == 0
     mine.uses.warm_until_ns = time.monotonic_ns() + 10**10
     account = mine.account()
     assert (account.idle, account.phase, account.inflight) == (0, Phase.RESIDENT, 0)
+    assert 0 < account.stay_warm <= 10**10
     assert mine.request(HolderId("h"), "c").model == "b"
 
 

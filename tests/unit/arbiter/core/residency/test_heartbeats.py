@@ -8,7 +8,7 @@ from arbiter import errors
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import KillEngine, Revoke, Tier
-from arbiter.units import HolderId, NodeId, TicketId, seconds
+from arbiter.units import HolderId, NodeId, Span, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
     HOST,
@@ -21,6 +21,7 @@ from tests.support.core_driver import (
     killed,
     refusal,
     revoked,
+    s,
 )
 
 IMPATIENT = replace(PLAIN, timeouts=replace(PATIENT, lost=seconds(60)))  # the real time
@@ -238,6 +239,23 @@ def test_a_model_just_granted_counts_as_in_use_until_its_holder_says_otherwise()
     driver.engines["a"] = {CPU: 80}
     driver.read(2.5)
     assert revoked(driver.beat(3, "a")) == [("a", "idle", "gone")]
+
+
+@pytest.mark.spec("J1", "J2")
+def test_time_that_a_client_keeps_a_model_warm_is_in_the_state_and_outlives_a_restart() -> None:
+    driver = CoreDriver(holders=("h",), known=("old",))
+    driver.resident(6, "a", 10)
+    kept = replace(driver.held("a", idle_s=0), uses_count=2, stay_warm=seconds(30))
+    driver.at(10, ev.Renewed(HolderId("h"), (kept,)))
+    driver.join(12, "old", replace(driver.held("b", size=10), stay_warm=seconds(60)))
+
+    def shown(t: float) -> dict[str, float]:
+        return {row.ticket: row.stay_warm / 10**9 for row in driver.arbiter.snapshot(s(t)).tickets}
+
+    assert shown(20) == {"a": 20, "b": 52}
+    assert shown(100) == {"a": 0, "b": 0}
+    driver.at(101, ev.Renewed(HolderId("h"), (replace(kept, uses_count=3, stay_warm=Span(0)),)))
+    assert shown(101)["a"] == 0
 
 
 @pytest.mark.spec("A19")
