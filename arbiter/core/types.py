@@ -112,13 +112,13 @@ class Need:
     working_bytes: Bytes = Bytes(0)  # KV cache and activations
     scratch_bytes: Bytes = Bytes(0)
     context_bytes: Bytes = Bytes(0)  # what a live but empty engine process holds
-    # The same on a GPU, where it is an estimate; 0 where it is no other, or the engine has none
-    gpu_context_bytes: Bytes = Bytes(0)
     drafter_bytes: Bytes = Bytes(0)  # a drafter's weights and workspace in the same process (F9)
     host_bytes: Bytes = Bytes(0)  # charged to host RAM while asleep; 0 means it cannot sleep
     # What it will take however little of it was seen in use: weights, and the KV cache an engine
     # was told to have, which it fills behind its first answers. Nothing less is learned.
     least_bytes: Bytes = Bytes(0)
+    # What the context is on a GPU, where that is an estimate; 0: the engine computes on none
+    gpu_context_bytes: Bytes = Bytes(0)
 
     @property
     def device_bytes(self) -> Bytes:
