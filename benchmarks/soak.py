@@ -27,7 +27,7 @@ import aiohttp
 from arbiter.node.procfs import rollup
 from arbiter.units import MIB
 from benchmarks import report
-from benchmarks.graph_chaos import ask, calls_of, find
+from benchmarks.graph_chaos import ask, calls_of, find, with_whole_front
 from deployments.config import load_plan
 from tests.graph.conftest import Graph, command_of, started
 from tests.support.graph_processes import victims
@@ -180,6 +180,7 @@ def adapter_folder(graph: Graph) -> Path:
 
 def short_lived(graph_config: dict[str, Any]) -> None:
     """Every model leaves soon, sleepers too, so that the end can be seen; adapters are there."""
+    with_whole_front(graph_config)
     table = graph_config["applications"][0]["deployments"][0]["user_config"]
     for capability in table["capabilities"].values():
         for model in capability["models"].values():
