@@ -362,4 +362,4 @@ def test_top_runs_in_a_terminal_until_q(
         terminal.write("\t")
         terminal.read_until("next-chat-1")
         terminal.write("q")
-        assert terminal.exit_status() == 0
+        assert terminal.exit_status() == 0, terminal.last_said[-3_000:]

@@ -283,7 +283,8 @@ def test_a_flood_delays_what_is_due_before_it_by_a_batch(
         assert asked_by(chat, tenant, adapter, **said)[0] == 200
         between = len(flood.done) - before
         assert chat.call("GET", "/admission")[1]["waiting"] > 0
-        assert between <= 2 * window, f"{between} answers of the flood came first"
+        # Two windows, and what other threads may have read before this one.
+        assert between <= 3 * window, f"{between} answers of the flood came first"
         for one in asked:
             one.result()
 

@@ -108,7 +108,7 @@ async def test_levels_come_from_free_host_ram_by_the_marks_of_the_settings() -> 
 
         await set_marks(1.0, 0.0)
         await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["a"])
-        low, *_ = await d.events("memory_pressure")
+        low, *_ = await eventually(lambda: d.events("memory_pressure"))
         assert (low["level"], low["source"]) == ("low", "measured")
         assert 0 < low["size_bytes"] < procfs.ram()[0]
         assert await other.ask.remote("b") == 200  # low pressure refuses no load

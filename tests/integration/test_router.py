@@ -50,6 +50,9 @@ class Chat(Capability):
         async for part in super().handle(call):
             yield part
 
+    async def whoami(self) -> str:
+        return str(serve.get_replica_context().replica_id.unique_id)
+
 
 @contextlib.asynccontextmanager
 async def two() -> AsyncIterator[tuple[LiveArbiter, Any]]:
@@ -58,7 +61,17 @@ async def two() -> AsyncIterator[tuple[LiveArbiter, Any]]:
     ) as d:
         app = Chat.bind("chat")
         handle = await asyncio.to_thread(serve.run, app, name="chat", route_prefix=None)
+        names: set[str] = set()
+
+        async def both_answer() -> bool:
+            """A replica that is slow to say how many calls it has is passed over, and on a busy
+            machine one that has just started is."""
+            calls = (handle.whoami.remote() for _ in range(4))
+            names.update(await asyncio.gather(*calls))
+            return len(names) == 2
+
         try:
+            await eventually(both_answer)
             yield d, handle.options(stream=True)
         finally:
             await asyncio.to_thread(serve.delete, "chat")
@@ -110,6 +123,12 @@ class OpenStream:
     def end(self) -> None:
         self.gate.touch()
 
+    async def ended(self) -> None:
+        """Its replica counts it no more."""
+        self.end()
+        async for _ in self.parts:
+            continue
+
 
 async def opened(d: LiveArbiter, handle: Any, asked: messages.InferenceCall) -> OpenStream:
     gate = d.folder / uuid.uuid4().hex
@@ -138,10 +157,10 @@ async def test_concurrent_requests_load_a_model_once_and_a_conversation_keeps_it
         assert len(held) > OVERLOAD_COUNT
         await anext(held[-1].parts)  # it has its model
         for one in held[1:]:
-            one.end()
+            await one.ended()
         # Once the router has heard that both have the model, the idle one is preferred.
         await eventually(lambda: _goes_to(handle, call(), other))
-        held[0].end()
+        await held[0].ended()
         busy = [await opened(d, handle, call("talk")) for _ in range(OVERLOAD_COUNT)]
         assert {one.replica for one in busy} == {other}  # though the first is idle
         await eventually(lambda: _goes_to(handle, call("talk"), first))  # too far behind now

@@ -19,6 +19,7 @@ class Terminal:
 
     def __init__(self, words: list[str], env: dict[str, str] | None = None) -> None:
         self._ours, theirs = pty.openpty()
+        self.last_said = ""  # while its end was waited for
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
         self._process = subprocess.Popen(
             [sys.executable, *words], stdin=theirs, stdout=theirs, stderr=theirs,
@@ -57,7 +58,7 @@ class Terminal:
 
     def _drain(self) -> None:
         try:
-            while os.read(self._ours, 65_536):
-                pass
+            while said := os.read(self._ours, 65_536):
+                self.last_said += said.decode(errors="replace")
         except OSError:  # EIO: no process has the terminal any more
             return
