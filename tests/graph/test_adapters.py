@@ -220,10 +220,12 @@ def test_adapter_behind_an_allowed_url_is_called_by_name_and_no_other_url_is_ope
 def test_adapter_in_a_bucket_is_called_by_name_and_answers_as_from_a_folder(
     graph: Graph, client: OpenAI, adapters: Path
 ) -> None:
-    """By s3fs, with the credentials of the environment in which the system was started."""
+    """By s3fs, with the credentials of the environment in which the system was started, and among
+    10,000 others."""
     near, mark = said(client, dropped(adapters, "near").name)[1], uuid.uuid4().hex
     bucket = f"s3://{s3_server.BUCKET}/{mark}"  # what came from a URL once is not asked for again
     rows = {"far": f"{bucket}/far/", "late": f"{bucket}/late/", "theirs": f"s3://theirs/{mark}/"}
+    rows |= {f"other-{n}": f"{bucket}/other-{n}/" for n in range(10_000)}
     with s3_server.s3_server(graph.folder / "moto.log", s3_port()) as server:
         server.upload(adapters / "near", f"{mark}/far")
         (adapters / "remote.json").write_text(json.dumps(rows))

@@ -365,7 +365,7 @@ def test_bodies_beyond_what_the_front_holds_of_all_are_429_and_harm_no_other(
     extended: Graph,
 ) -> None:
     """Of two that are sent but for their end the front holds one; the other is refused."""
-    large, end = b" " * (HELD_BYTES * 5 // 8), b'{"model": "nobody"}'
+    large, end = b" " * (HELD_BYTES * 5 // 8), b'{"model": "unknown"}'
     connections = [begun(extended, large, len(large + end)) for _ in range(2)]
     answered, _, _ = select.select([c.sock for c in connections], [], [], 60)
     [refused] = [c for c in connections if c.sock in answered]

@@ -64,8 +64,8 @@ async def two() -> AsyncIterator[tuple[LiveArbiter, Any]]:
         names: set[str] = set()
 
         async def both_answer() -> bool:
-            """A replica that is slow to say how many calls it has is passed over, and on a busy
-            machine one that has just started is."""
+            """A replica that is slow to say how many calls it has is passed over, as after its
+            start on a busy machine."""
             calls = (handle.whoami.remote() for _ in range(4))
             names.update(await asyncio.gather(*calls))
             return len(names) == 2

@@ -5,7 +5,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.fetch import Fetcher, FetchFailed
 from deployments.adapters.validate import Rules
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (16, 8)}
@@ -24,6 +27,20 @@ def found(tmp_path: Path, url: str, urls: tuple[str, ...]) -> Entry:
     entry = catalogue(tmp_path, {"law": url}, urls).find("law")
     assert entry is not None
     return entry
+
+
+async def refusal(tmp_path: Path, entry: Entry) -> FetchFailed:
+    """Why it was not fetched; nothing is left of the try."""
+    with pytest.raises(FetchFailed) as refused:
+        await fetcher(tmp_path).bring(entry)
+    assert left_in(tmp_path / "fetched") == []
+    assert (refused.value.status_code, refused.value.code) == (502, "adapter_not_fetched")
+    assert "\n" not in str(refused.value)
+    return refused.value
+
+
+def fetcher(tmp_path: Path) -> Fetcher:
+    return Fetcher(tmp_path / "fetched", RULES.bounds)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -66,7 +66,7 @@ class S3Server:
 
     @contextlib.contextmanager
     def checked(self) -> Iterator[tuple[str, str]]:
-        """It believes nobody without a good signature. Gives the credentials of a user who may
+        """It refuses who has no good signature. Gives the credentials of a user who may
         read the bucket."""
         self._ask_iam("CreateUser")
         policy = json.dumps({"Version": "2012-10-17", "Statement": [_MAY_ALL]})

@@ -10,11 +10,11 @@ import pytest
 
 from deployments.adapters import fetch
 from deployments.adapters.catalogue import Entry
-from deployments.adapters.fetch import FETCHES, Fetcher, FetchFailed
+from deployments.adapters.fetch import FETCHES
 from deployments.adapters.store import CheckedAdapters, Store
 from tests.support import fetching
 from tests.support.adapters import write
-from tests.support.fetching import RULES, SHAPES, contents, left_in, no_fetch
+from tests.support.fetching import RULES, SHAPES, contents, fetcher, left_in, no_fetch
 from tests.support.hub_server import PINNED, TOKEN, Hub, hub_server
 from tests.support.waits import eventually
 
@@ -41,17 +41,8 @@ def found(tmp_path: Path, path: str = LAW) -> Entry:
     return fetching.found(tmp_path, f"hf://{path}/", ("hf://our-org/",))
 
 
-def fetcher(tmp_path: Path) -> Fetcher:
-    return Fetcher(tmp_path / "fetched", RULES.bounds)
-
-
 async def refusal(tmp_path: Path, entry: Entry) -> str:
-    """Why it was not fetched; nothing is left of the try."""
-    with pytest.raises(FetchFailed) as refused:
-        await fetcher(tmp_path).bring(entry)
-    assert left_in(tmp_path / "fetched") == []
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
+    return str(await fetching.refusal(tmp_path, entry))
 
 
 async def test_adapter_of_a_hub_is_fetched_and_its_token_goes_nowhere_else(

@@ -9,11 +9,10 @@ import pytest
 
 from deployments.adapters import fetch
 from deployments.adapters.catalogue import Entry
-from deployments.adapters.fetch import Fetcher, FetchFailed
 from deployments.adapters.store import CheckedAdapters, Store
 from tests.support import fetching
 from tests.support.adapters import write
-from tests.support.fetching import RULES, SHAPES, contents, left_in, no_fetch
+from tests.support.fetching import RULES, SHAPES, contents, fetcher, left_in, no_fetch
 from tests.support.ports import free_port
 from tests.support.s3_server import ANYONE, BUCKET, S3Server, s3_server, variables
 from tests.support.waits import eventually
@@ -48,17 +47,8 @@ def found(tmp_path: Path, name: str, bucket: str = BUCKET) -> Entry:
     return fetching.found(tmp_path, f"s3://{bucket}/{name}/", PREFIXES)
 
 
-def fetcher(tmp_path: Path) -> Fetcher:
-    return Fetcher(tmp_path / "fetched", RULES.bounds)
-
-
 async def refusal(tmp_path: Path, entry: Entry) -> str:
-    """Why it was not fetched; nothing is left of the try."""
-    with pytest.raises(FetchFailed) as refused:
-        await fetcher(tmp_path).bring(entry)
-    assert left_in(tmp_path / "fetched") == []
-    assert (refused.value.status_code, refused.value.code) == (502, "adapter_not_fetched")
-    return str(refused.value)
+    return str(await fetching.refusal(tmp_path, entry))
 
 
 async def test_adapter_of_a_bucket_is_the_one_that_was_uploaded(

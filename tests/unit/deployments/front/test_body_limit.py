@@ -126,7 +126,7 @@ async def test_answer_may_take_longer_than_its_body_had(front: FrontState) -> No
 async def test_body_beyond_what_the_front_holds_of_all_is_429_and_harms_no_other(
     client: AsyncClient, front: FrontState, path: str
 ) -> None:
-    asked = {"model": "nobody", "input": "x", "max_tokens": 1}
+    asked = {"model": "unknown", "input": "x", "max_tokens": 1}
     asked["messages"] = [{"role": "user", "content": "x"}]
     small = json.dumps(asked).encode()
     configure(front, in_flight=9, bodies_bytes=4 * SMALL_BYTES + len(small))
