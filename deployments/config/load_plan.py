@@ -266,7 +266,10 @@ def resolve(source: str) -> str:
     if kind == "made":
         folder = models_folder() / name
         if not folder.is_dir():
-            raise ConfigError(f"{source}: no folder {folder}; make it with `make models`")
+            raise ConfigError(
+                f"{source}: no folder {folder}; make it with `make models`, or with `python -m"
+                " models.make_models --random` where its weights are random"
+            )
         return str(folder)
     if kind == "package":
         return _package_folder(source, name)
