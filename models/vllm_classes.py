@@ -1,6 +1,6 @@
 """What vLLM has to know of the classes of the default models, looked up ahead.
 
-vLLM inspects a class in a process of its own, which imports all of vLLM (40 to 80 s on a busy
+vLLM inspects each class in a process of its own, which imports all of vLLM (40 to 80 s on a busy
 machine), and keeps the result in its cache. Without this the first request for a class waits for
 it.
 """
@@ -22,10 +22,17 @@ def inspect(folder: Path) -> None:
     """Once for each version of vLLM; `folder` keeps which that was."""
     if (seen := _stamp()) == _read(folder):
         return
-    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.model_executor.models import registry
 
-    for name in CLASSES:
-        ModelRegistry.models[name].inspect_model_cls()
+    # vLLM starts those processes so that its own touches no GPU. This one ends soon and computes
+    # nothing, so it imports vLLM once for all classes.
+    start_process = registry._run_in_subprocess
+    registry._run_in_subprocess = lambda look: look()
+    try:
+        for name in CLASSES:
+            registry.ModelRegistry.models[name].inspect_model_cls()
+    finally:
+        registry._run_in_subprocess = start_process
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STAMP).write_text(json.dumps(seen))
 

@@ -4,6 +4,7 @@ import inspect
 import json
 from base64 import b64encode
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers import utils as linear_layers
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+from vllm.model_executor.models import registry
 from vllm.multimodal.media import MediaConnector
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
@@ -49,6 +51,7 @@ from deployments.engines.vllm.cpu_worker import SleepingCpuWorker
 from deployments.engines.vllm.engine import arguments
 from deployments.engines.vllm.lora_cpu import SegmentedPunica
 from deployments.engines.vllm.pictures import NamedMessages
+from models import vllm_classes
 from tests.support.pictures import png
 
 
@@ -305,3 +308,19 @@ def test_scheduler_passes_over_what_may_not_run_yet_and_preempts_between_steps()
     assert "deferred_waiting" in source
     freed = inspect.getsource(Scheduler._free_request_blocks)
     assert "self.deferred_frees.append(" in freed
+
+
+def test_default_classes_are_inspected_in_this_process_and_kept_where_vllm_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+
+    def start_process(look: object) -> None:
+        raise AssertionError(f"a process is started for {look}")
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", start_process)
+    vllm_classes.inspect(tmp_path / "models")
+    for name in vllm_classes.CLASSES:
+        model = registry.ModelRegistry.models[name]
+        assert isinstance(model, registry._LazyRegisteredModel)
+        assert model.inspect_model_cls().architecture == model.class_name
