@@ -99,7 +99,7 @@ class Settings:
 
     arena_fraction: float = 0.9  # B2: of the device, the rest is the system's
     wiggle_fraction: float = 0.1  # B2: of the arena, for what estimates miss
-    pool_fraction: float = 1.0  # B2: of the arena, the most that tickets may hold
+    pool_fraction: float = 1.0  # B2: of the arena, for tickets; not the slabs' pool
     gpu_margin_bytes: Bytes = Bytes(512 * MIB)  # B3: context and driver, GPUs only
 
     bypass_count: int = 8  # C6: nor more often than this; 0: never

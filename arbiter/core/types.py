@@ -27,7 +27,7 @@ class DeviceKind(Enum):
 
     GPU = "gpu"
     CPU = "cpu"  # a budget of host RAM that stands in for a device on a node without one
-    HOST = "host"  # host RAM for sleeping weights, caches and page pools
+    HOST = "host"  # host RAM for sleeping weights, caches and the pool
 
 
 class Priority(IntEnum):

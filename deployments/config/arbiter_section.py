@@ -158,7 +158,8 @@ class ArbiterConfig(Strict):
     bypass_count: int = Field(8, ge=0)  # C6: how often a ticket may be bypassed
     bypass_s: float = Field(30.0, ge=0, le=LONGEST_S)  # and for how long
     arenas: Arenas = Arenas()
-    # B2: shares of a device, of its arena, and of its arena again; and B3's margin of a GPU
+    # B2: shares of a device, of its arena, and of its arena again; and B3's margin of a GPU. `pool`
+    # is a share of the arena, and not the pool of slabs (`host_pool`).
     arena: float = Field(0.9, gt=0, le=1)  # lent at most, where `arenas` names no size
     wiggle: float = Field(0.1, ge=0, lt=1)  # kept for what estimates miss
     pool: float = Field(1.0, gt=0, le=1)  # that tickets may hold at most
@@ -212,7 +213,7 @@ class ArbiterConfig(Strict):
     @field_validator("admit")
     @classmethod
     def _known_order(cls, value: str) -> str:
-        return _policy("order of admission", value, sorted(ADMIT))
+        return _policy("grant order", value, sorted(ADMIT))
 
     @field_validator("one_resident_roles")
     @classmethod

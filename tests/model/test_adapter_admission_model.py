@@ -1,4 +1,4 @@
-"""The planning of admission against rules too simple to be wrong, for any load."""
+"""Batch admission against rules too simple to be wrong, for any load."""
 
 from collections import Counter
 from dataclasses import replace

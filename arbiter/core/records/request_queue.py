@@ -1,4 +1,4 @@
-"""Keeps queued tickets: per node, in the order of the admission policy (C6).
+"""Keeps queued tickets: per node, in the grant order, which a policy gives (C6).
 
 A ticket competes only with those of its own node, because its holder loads there. Later tickets may
 bypass it so often and for so long; then it is *aged*, and stands before all that are not.

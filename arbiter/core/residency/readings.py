@@ -303,8 +303,8 @@ def _charge_foreign(state: CoreState, node: Node) -> None:
         if spec.kind in (DeviceKind.CPU, DeviceKind.HOST):  # budgets of one RAM
             used = Bytes(used + node.pool_bytes)
         eats = foreign_in_budget(used, spec.total_bytes, spec.kind, state.settings)
-        orphans = sum(e.measured.get(device, 0) for e in node.unclaimed.values())
-        state.ledger.set_foreign(device, Bytes(eats + orphans + _scratch_kept(state, device)))
+        unclaimed = sum(e.measured.get(device, 0) for e in node.unclaimed.values())
+        state.ledger.set_foreign(device, Bytes(eats + unclaimed + _scratch_kept(state, device)))
 
 
 def _scratch_kept(state: CoreState, device: DeviceId) -> Bytes:

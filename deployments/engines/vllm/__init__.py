@@ -1,1 +1,1 @@
-"""vLLM: engine, engine core process, adapters, admission, and the CPU worker."""
+"""vLLM: engine, engine core process, adapters, batch admission, and the CPU worker."""

@@ -1,5 +1,5 @@
-"""Which waiting requests enter the engine next: fair between tenants and adapters, the most urgent
-first, and so that the adapters in a batch fit its slots.
+"""Batch admission: which waiting requests enter the engine's batch next. It is fair between tenants
+and adapters, takes the most urgent first, and has the adapters in a batch fit its slots.
 
 Pure: `plan` sees which requests run and which wait, and names those that enter.
 
