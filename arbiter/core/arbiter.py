@@ -1,15 +1,16 @@
-"""Keeps the arbiter's rules behind one door: `handle(event, now)` returns what must be done.
+"""The arbiter's core, a deterministic state machine: `handle(event, now)` applies one event and
+returns the decisions that follow.
 
-Deterministic, and pure in time: the clock, the wire and the dice are outside. Every call runs the
-same twelve steps in this order: apply the event, fire the timers that are due, evict on
-overcommitted devices, grant growth, run the grant pass over dirty nodes, take compactions further,
-estimate the wait of new tickets, forget removed models, load again what had left for a lease of
-`arbiter free`, prefetch what comes next, settle the clients' accounts, check the books of the
-devices that were touched. Then it says when it wants to be called next.
+The clock, the network and randomness are the caller's. Every call runs the same twelve steps in
+this order: apply the event, fire the timers that are due, evict on overcommitted devices, grant
+growth, run the grant pass over dirty nodes, take compactions further, estimate the wait of new
+tickets, forget removed models, load again what had left for a lease of `arbiter free`, prefetch
+what comes next, settle the clients' accounts, check the books of the devices that were touched.
+Then it says when it wants to be called next.
 
-A message about a ticket that has moved on is normal, because holders race with revokes and wires
-repeat messages; the core counts it in `stale_count` and ignores it otherwise. An identity that does
-not hold is a bug and raises LedgerBroken, after which the actor must crash.
+A message about a ticket that has moved on is normal, because holders race with revokes and the
+network repeats messages; the core counts it in `stale_count` and ignores it otherwise. An identity
+that does not hold is a bug and raises LedgerBroken, after which the actor must crash.
 
 The rules stand in folders by subject: `queue/` (admission, grants, placement), `eviction/`
 (victims, sleep, pressure), `residency/` (heartbeats, readings, floors, growth, prefetch),
@@ -48,7 +49,7 @@ from arbiter.core.tickets import device_limits, lessees, loads, reclaim
 from arbiter.core.view import Policies
 from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId, after, seconds
 
-NEXT = Span(1)  # what admission left to be looked at is looked at in a step of its own
+NEXT = Span(1)  # what a step left to be looked at is looked at in a step of its own
 
 
 class Arbiter:

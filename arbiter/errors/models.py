@@ -137,4 +137,5 @@ class EngineLost(RequestError):
     ticket: TicketId
 
     def __str__(self) -> str:
-        return f"the engine of {self.model} ({self.ticket}) died under this request; send it again"
+        ticket = f" ({self.ticket})" if self.ticket else ""
+        return f"the engine of {self.model}{ticket} died under this request; send it again"

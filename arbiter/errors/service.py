@@ -36,7 +36,8 @@ class ArbiterUnavailable(RequestError):
     def __str__(self) -> str:
         return (
             f"the arbiter was not reachable for {self.waited_s:.1f} s, so nothing may be loaded;"
-            " it restarts by itself, or run `arbiter status` to see why not"
+            " Ray restarts it within seconds if it died; if this lasts, look at `serve status` and"
+            " at Ray's logs of the session, /tmp/ray/session_latest/logs"
         )
 
 

@@ -28,7 +28,10 @@ class NeverFits(RequestError):
 
     def __str__(self) -> str:
         need, budget = human(self.need_bytes), human(self.budget_bytes)
-        return f"{self.ticket} needs {need} of a {budget} budget; lower its footprint or raise it"
+        return (
+            f"{self.ticket} needs {need} of a {budget} budget; ask for less (of a model its `need`"
+            " or `engine_args`), or lend more (`arbiter.arenas`, `arbiter.arena`)"
+        )
 
 
 @error_fields
@@ -94,8 +97,9 @@ class UnderPressure(RequestError):
     def __str__(self) -> str:
         return (
             f"memory is critically short on {self.node} ({human(self.free_bytes)} free);"
-            f" nothing but text is loaded there until that is over: ask again in"
-            f" {self.retry_after_s:.0f} s, or end what fills its memory (`arbiter status`)"
+            " until that is over only models of roles that pressure spares (`spared`; by default"
+            f" text) are loaded there: ask again in {self.retry_after_s:.0f} s, or end what fills"
+            " its memory (`arbiter status`)"
         )
 
 
