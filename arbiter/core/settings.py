@@ -154,7 +154,7 @@ class Settings:
     slept_fraction: float = 0.9  # D1: of the ticket's device bytes must be seen to fall
     finish_fraction: float = 0.2  # A8: an abandoned load with at most this left goes on
     oom_growth_fraction: float = 0.25  # attempt 2 asks this much more; retried once only
-    learned_headroom_fraction: float = 0.05  # SPEC golden: measured <= declared <= measured + 5 %
+    learned_headroom_fraction: float = 0.05  # so that measured <= declared <= measured + 5 %
     load_ewma_fraction: float = 0.3  # weight of the newest load; three loads forget half
 
 

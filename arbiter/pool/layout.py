@@ -21,7 +21,7 @@ from typing import NamedTuple
 from arbiter.units import DEFAULT_TENANT, KIB, MIB, Bytes, Content
 
 PAGE_BYTES = 2 * MIB  # the unit of a slab's size, so that a kernel with huge pages can use them
-EXTENT_BYTES = 16 * PAGE_BYTES  # what a slab grows by: fallocate of it took 12 ms (SPEC E1)
+EXTENT_BYTES = 16 * PAGE_BYTES  # what a slab grows by: fallocate of it took 12 ms (E1)
 MAGIC = b"ARBSLAB\n"
 VERSION = 3  # raise it when anything on this page moves
 HEADER_BYTES = 4 * KIB
@@ -52,7 +52,7 @@ CONTENTS = dict(enumerate(Content, 1))  # by the number in a header; 0 is no con
 
 
 class Term(IntEnum):
-    """How long a row stays after a use (SPEC G4): the `kind` of its mark. A row whose writer says
+    """How long a row stays after a use (G4): the `kind` of its mark. A row whose writer says
     nothing has the first."""
 
     LONG = 0

@@ -19,7 +19,7 @@ from arbiter.pool.slab import Slab
 from arbiter.pool.tenants import TenantRows
 from arbiter.units import Bytes
 
-SWEEP_S = 60.0  # expired rows are looked for at most so often (SPEC G4)
+SWEEP_S = 60.0  # expired rows are looked for at most so often (G4)
 # Between two uses: times of doubles around 2e9 are 2.4e-7 apart, and their order must last.
 _TICK_S = 1e-6
 ERASED_AT_ONCE = 64  # rows, so that a step waits some 50 ms at most where rows have 2 MiB
@@ -44,7 +44,7 @@ class Rows:
     """All rows of a slab. Adopts those that an earlier writer left READY and that have not expired.
 
     `clock`: wall-clock seconds. `term_s`: how long a row stays after a use of the class `long`;
-    each use names its class, and a row expires with the latest of its uses (SPEC G4). `most`: rows
+    each use names its class, and a row expires with the latest of its uses (G4). `most`: rows
     beyond so many are not used, however much memory the slab may take. `caps`: which part of the
     rows a tenant may have, by its digest; without an entry, all."""
 

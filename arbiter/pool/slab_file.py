@@ -5,7 +5,7 @@
     ...    the rows, each from a border of 4 KiB on
 
 The file appears whole under its name, or not at all. Nothing in it is believed: a row counts once
-its bytes have been read and agree with its digest (SPEC G4).
+its bytes have been read and agree with its digest (G4).
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 Each row of a matrix has one scale, its largest value / 127. The rounded values replace the old ones
 in the copy, in the type of the file: so the copy's digest covers them, and all that is made of it,
-on disk, in the pool and in a slot, gives the same answers (SPEC F3).
+on disk, in the pool and in a slot, gives the same answers (F3).
 """
 
 from pathlib import Path

@@ -26,7 +26,7 @@ _KEEPS = "vllm"  # the engine whose KV lies in slabs
 
 
 def key_of(checked: Body, run: StableRun | None) -> str:
-    """The strongest key of a request (SPEC G2): its conversation, its longest stable run, the
+    """The strongest key of a request (G2): its conversation, its longest stable run, the
     prefix that it names, OpenAI's `prompt_cache_key`. Empty: it has none. `run`: as marked."""
     if checked.x_conversation_id:
         return f"conv:{checked.x_conversation_id}"
@@ -49,7 +49,7 @@ def asked_term(checked: Body) -> KvTerm | None:
 
 
 def term_of(asked: KvTerm | None, usual: KvTerm, longest: KvTerm) -> KvTerm:
-    """The term for which the KV of a request stays after it (SPEC G4). `usual`: its model's;
+    """The term for which the KV of a request stays after it (G4). `usual`: its model's;
     `longest`: its tenant's."""
     return min(asked or usual, longest, key=TERMS.index)
 

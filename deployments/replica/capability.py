@@ -103,8 +103,8 @@ class Capability:
     async def _served(
         self, call: messages.InferenceCall
     ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
-        """Grown first, and asked once more, where the engine could do it with more memory (SPEC
-        A14). Raises RequestError."""
+        """Grown first, and asked once more, where the engine could do it with more memory
+        (A14). Raises RequestError."""
         began_s = time.monotonic()
         for growths_left in range(GROWTHS, -1, -1):
             async with aclosing(self._asked(call, began_s)) as parts:

@@ -1,5 +1,5 @@
 """A copy of a model with one adapter in its weights, while that adapter takes nearly all of the
-model's requests (SPEC F7, docs/adr/0043).
+model's requests (F7, docs/adr/0043).
 
 The copy is a model of its own: `small-chat+merged`, with a ticket, an engine and a keep-warm time.
 The arbiter grants it free room or refuses it, so it costs no other model its place. A request goes

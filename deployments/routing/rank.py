@@ -30,7 +30,7 @@ OVERLOAD_COUNT = 4
 # Seconds for which calls follow the call that went to a replica to have its model loaded, until the
 # replica itself says what it has (it is asked each second, and a load may wait for its grant).
 FOLLOW_S = 3.0
-# Of a prompt's pieces, how many a replica must have been sent to be preferred for it (SPEC G3).
+# Of a prompt's pieces, how many a replica must have been sent to be preferred for it (G3).
 HELD_SHARE = 0.7
 # Remembered keys of one capability, about 3 MB; the least recently used are forgotten.
 KEYS = 10_000

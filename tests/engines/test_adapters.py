@@ -22,7 +22,7 @@ VLLM = "deployments.engines.vllm.engine:build"
 COUNT = 24
 PROMPT = [(i * 37) % 2000 + 3 for i in range(40)]
 NAMES = tuple(f"a{i}" for i in range(8))
-BATCH = 256  # SPEC F4
+BATCH = 256  # F4
 
 
 def config(tiny: Path, folder: Path, slots: int, wait_s: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from arbiter.core.state import CoreState, Node
 from arbiter.units import SECOND, NodeId, Span
 
 # For so long an agent that appears is told of a removed tenant: no row and no file outlives its
-# last use by more (the class `extended`, SPEC G4).
+# last use by more (the class `extended`, G4).
 TOLD_AGAIN = Span(24 * 3_600 * SECOND)
 
 

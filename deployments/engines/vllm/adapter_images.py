@@ -3,7 +3,7 @@
 The image of an adapter is what vLLM's layers make of its files, laid out as they keep one slot:
 each `set_lora` writes it, into the slab's row instead of into a slot. From then on the adapter is
 brought into any slot by copies out of the row, in this engine and in the next,
-and its files are not read (SPEC F3, E10). vLLM's own cache on the host then keeps a placeholder.
+and its files are not read (F3, E10). vLLM's own cache on the host then keeps a placeholder.
 The image of a tenant's own adapter is a row of that tenant, and leaves with it (E6); of several
 tenants with equal files it is that of the tenant whose request had it made.
 
@@ -39,7 +39,7 @@ from deployments.engines.vllm.lent_slab import hold, whole_pages
 
 logger = init_logger(__name__)
 
-MOST_ROWS = 1_000  # adapters of one model that stay warm (SPEC F3)
+MOST_ROWS = 1_000  # adapters of one model that stay warm (F3)
 TERM_S = 3_600.0  # how long an image stays after its last use, as the blocks of a conversation
 HOT, WARM, COLD = "hot", "warm", "cold"
 _STACKS = ("lora_a_stacked", "lora_b_stacked")

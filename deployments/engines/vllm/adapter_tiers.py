@@ -2,14 +2,14 @@
 
 Pure. An adapter with HOT_USES in WINDOW_S belongs into a slot, with one use into the slab. That
 says what stays and what is brought ahead of its next request, never what may be used: a request
-for a cold adapter loads it at once (SPEC F3).
+for a cold adapter loads it at once (F3).
 """
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-HOT_USES, WARM_USES = 10, 1  # SPEC F3
+HOT_USES, WARM_USES = 10, 1  # F3
 WINDOW_S = 60.0
 # Of one adapter that are remembered: beyond it all count as equally busy.
 _MOST_USES = 100

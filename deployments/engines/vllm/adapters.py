@@ -36,7 +36,7 @@ from deployments.engines.vllm.adapter_mover import AdapterMover
 from deployments.engines.vllm.admission import BASE, Waiting
 from deployments.engines.vllm.batch_gate import BatchGate
 
-REBALANCE_S = 60.0  # SPEC F3, where the configuration says nothing
+REBALANCE_S = 60.0  # F3, where the configuration says nothing
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ BASE = ""  # the bare base model takes no slot
 # Measured with 48 clients on 4 hot adapters: 1 s of waiting costs nothing in throughput.
 AGEING_S = 1.0
 TURN_S = 1.0  # the same second, seen from the adapter that others wait for
-BYPASSES = 8  # as the arbiter's queue has it (SPEC C6)
+BYPASSES = 8  # as the arbiter's queue has it (C6)
 _NEXT = 0  # more urgent than any priority
 
 _Rank = tuple[float, float, float, float, float]

@@ -1,5 +1,5 @@
-"""Keeps work of priority batch out of the steps that compute a more urgent request's prompt (SPEC
-J4, C2).
+"""Keeps work of priority batch out of the steps that compute a more urgent request's prompt (J4,
+C2).
 
 A step takes as long as all that is in it. Without this, a question waits for the steps of every
 line of a batch that shares its engine; with it, for the one step that runs when it comes. Its later

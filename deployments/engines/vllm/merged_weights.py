@@ -1,4 +1,4 @@
-"""A copy of the base with an adapter merged into it (SPEC F7): vLLM reads the base's files, and
+"""A copy of the base with an adapter merged into it (F7): vLLM reads the base's files, and
 each weight that the adapter changes gets its product added on the way. Nothing is written to disk.
 
     W + scale * B @ A       in float32, then in the type in which the engine computes
