@@ -38,9 +38,12 @@ from deployments.replica.use import Use, one_shot
 
 logger = logging.getLogger("arbiter.residency")
 
-# A model may go again before this request's turn; a longer chain is a fault that it hears of.
-TURNS = 5
-AGAIN_S = 10.0  # a model without a plan; its files may just be being copied
+# How often a request waits for a model, which may leave again before the request enters it. One
+# that is not served after so many attempts gets EngineLost.
+ATTEMPTS_COUNT = 5
+# Seconds, at least, until a load without a request is tried again where it was refused: its plan
+# may have failed because its files are being copied at the moment.
+RETRY_PLAN_S = 10.0
 
 
 class Residency:
@@ -119,7 +122,7 @@ class Residency:
         until_s = None if deadline_s is None else time.monotonic() + deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                for _ in range(TURNS):
+                for _ in range(ATTEMPTS_COUNT):
                     held = self.models.get(model) or await self._open(model)
                     if held.state is HolderState.RESIDENT:
                         if await self._is_current(held):
@@ -290,7 +293,7 @@ class Residency:
         except RequestError as error:
             logger.warning("%s is not brought back: %s", model, error)
             again_s = error.retry_after_s
-            return self.pin_again(model, None if again_s is None else max(again_s, AGAIN_S))
+            return self.pin_again(model, None if again_s is None else max(again_s, RETRY_PLAN_S))
         if held.state is HolderState.ASLEEP:
             self.begin(held, loading.wake(self, held))
         held.demand.is_wanted = held.state in (HolderState.QUEUED, HolderState.LOADING)

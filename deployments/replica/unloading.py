@@ -124,8 +124,8 @@ def outdate(residency: ResidencyApi, held: HeldModel) -> None:
 
 
 def end_outdated(residency: ResidencyApi, held: HeldModel) -> None:
-    """Its files were replaced while it slept, woke or grew: those who wait for it load the new
-    ones, and so does who wants it without a request."""
+    """Ends a model whose files were replaced while it slept, woke or grew. Requests that wait for
+    it load the new files; the replica does where the model is wanted without a request."""
     logger.warning("%s: its files were replaced meanwhile; they are loaded anew", held.ticket)
     residency.plans.forget(held.model)
     is_wanted = held.demand.is_wanted

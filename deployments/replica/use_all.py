@@ -18,7 +18,7 @@ from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import EngineLost
 from arbiter.units import TicketId
 from deployments.replica.held_model import HeldModel, HolderState, new_ticket
-from deployments.replica.residency import TURNS, Residency
+from deployments.replica.residency import ATTEMPTS_COUNT, Residency
 from deployments.replica.use import Use
 
 
@@ -33,7 +33,7 @@ async def use_all(
 ) -> AsyncIterator[tuple[Use, ...]]:
     """Enters a use of each model, in the order given. Raises the error of the first refused one."""
     until_s = None if deadline_s is None else time.monotonic() + deadline_s
-    for _ in range(TURNS):
+    for _ in range(ATTEMPTS_COUNT):
         await _bring(residency, models, until_s, priority, client)
         if all(_serves(residency, model) for model in models):
             break

@@ -122,7 +122,7 @@ async def test_pinned_model_without_a_plan_for_a_moment_is_brought_back(
         return make(*args, **more)
 
     monkeypatch.setattr(load_plan, "plan", planned)
-    monkeypatch.setattr(residency_module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(residency_module, "RETRY_PLAN_S", 0.01)
     monkeypatch.setattr(LoadFailed, "retry_after_s", 0.0)
     async with holder() as (residency, arbiter, _):
         row = TABLE["capabilities"]["c"] | {"models": {"a": MODEL | {"pin": True}}}
