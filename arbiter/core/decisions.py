@@ -299,8 +299,8 @@ class SetTimer:
     at: Instant
 
 
-# What concerns another process than the arbiter's.
-Order = (
+# Decisions that another process than the arbiter's hears of, or carries out.
+OutgoingDecision = (
     Grant
     | Queued
     | Refuse
@@ -315,4 +315,4 @@ Order = (
     | ForgetTenant
     | WarmPrefixes
 )
-Decision = Order | Compacted | LogEvent | SetTimer
+Decision = OutgoingDecision | Compacted | LogEvent | SetTimer

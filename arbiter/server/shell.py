@@ -28,7 +28,7 @@ from arbiter.core.decisions import (
     KillEngine,
     LoadModel,
     LogEvent,
-    Order,
+    OutgoingDecision,
     PurgeCaches,
     Queued,
     Refuse,
@@ -207,18 +207,18 @@ class Shell:
         for said in self._jobs.changes() if self._jobs else ():
             self.tell(said)
 
-    def _send(self, order: Order) -> None:
-        match order:
+    def _send(self, decision: OutgoingDecision) -> None:
+        match decision:
             case Grant():
-                self._grant(order)
+                self._grant(decision)
             case Refuse(ticket, error):
                 self._answer(ticket, error)
             case Revoke():
-                self._revoke(order)
+                self._revoke(decision)
             case KillEngine(node, ticket):
                 self._agents.kill(node, ticket)
             case DropSlabs() | DropTenant():
-                self._erase(order)
+                self._erase(decision)
             case RequestReading(node):
                 self._agents.probe(node)
             case (
@@ -229,10 +229,10 @@ class Shell:
                 | ForgetTenant()
                 | WarmPrefixes()
             ):
-                self._command(order.holder, _as_command(order))
+                self._command(decision.holder, _as_command(decision))
 
-    def _erase(self, order: DropSlabs | DropTenant) -> None:
-        match order:
+    def _erase(self, decision: DropSlabs | DropTenant) -> None:
+        match decision:
             case DropSlabs(node, owner):
                 self._agents.drop_slabs(node, owner)
             case DropTenant(node, tenant, ago):
@@ -446,9 +446,9 @@ class Shell:
 
 
 def _as_command(
-    order: Queued | LoadModel | DropDrafter | PurgeCaches | ForgetTenant | WarmPrefixes,
+    decision: Queued | LoadModel | DropDrafter | PurgeCaches | ForgetTenant | WarmPrefixes,
 ) -> messages.Command:
-    match order:
+    match decision:
         case Queued(ticket, _, predicted):
             return messages.WaitEstimate(ticket, predicted)
         case LoadModel(_, model):

@@ -71,7 +71,7 @@ class Residency:
     def client(self) -> HolderClient:
         if self._client is None:
             asyncio.get_running_loop()
-            mine = self.capability, self.holder, self.account, self._obey
+            mine = self.capability, self.holder, self.account, self._on_command
             # A context of its own, as in background.detached_task.
             self._client = contextvars.Context().run(HolderClient, *mine)
         return self._client
@@ -222,7 +222,7 @@ class Residency:
 
     # -- the arbiter's commands ----------------------------------------------------------------
 
-    def _obey(self, command: messages.Command) -> None:
+    def _on_command(self, command: messages.Command) -> None:
         match command:
             case messages.RevokeCommand(ticket) if ticket in self.tickets:
                 unloading.revoke(self, self.tickets[ticket], command)

@@ -85,7 +85,7 @@ async def drop_drafter(residency: ResidencyApi, model: str) -> None:
         await _alone(residency, held, _drop_drafter)
 
 
-async def on_command(residency: ResidencyApi, order: Resize) -> None:
+async def on_command(residency: ResidencyApi, command: Resize) -> None:
     """A person asks for the change, or memory is short; what comes of it is in the events and the
     log."""
     changes = {
@@ -94,7 +94,7 @@ async def on_command(residency: ResidencyApi, order: Resize) -> None:
         ModelSize.ALONE: drop_drafter,
     }
     with contextlib.suppress(RequestError):
-        await changes[order.size](residency, order.model)
+        await changes[command.size](residency, command.model)
 
 
 async def _alone(residency: ResidencyApi, held: HeldModel, change: "Change") -> None:

@@ -16,36 +16,36 @@ from deployments.replica.residency_api import ResidencyApi
 logger = logging.getLogger("arbiter.residency")
 
 
-def revoke(residency: ResidencyApi, held: HeldModel, order: RevokeCommand) -> None:
-    """Obeys the arbiter's order. Without a barrier the node agent kills the engine in any case; a
+def revoke(residency: ResidencyApi, held: HeldModel, command: RevokeCommand) -> None:
+    """Carries out a revoke. Without a barrier the node agent kills the engine in any case; a
     load under way finds that out by itself, with its cause."""
-    if held.state is HolderState.LOADING and order.reason is Reason.LOST:
+    if held.state is HolderState.LOADING and command.reason is Reason.LOST:
         return
-    if held.growth.is_restart and order.barrier:
+    if held.growth.is_restart and command.barrier:
         residency.client().tell(ev.Busy(held.ticket, 1))
-    elif order.barrier == 0:
+    elif command.barrier == 0:
         ended = LoadFailed(held.model, "the arbiter ended its load", False)
-        end(residency, held, order.reason, ended if order.reason is Reason.FAILED else None)
+        end(residency, held, command.reason, ended if command.reason is Reason.FAILED else None)
     elif held.state is not HolderState.RESIDENT:
-        return  # an order sent twice, or too late: the state has changed here
-    elif held.uses.inflight and order.reason.only_if_idle:
+        return  # a command sent twice, or too late: the state has changed here
+    elif held.uses.inflight and command.reason.only_if_idle:
         residency.client().tell(ev.Busy(held.ticket, held.uses.inflight))
-    elif order.reason is Reason.IDLE and held.uses.is_kept_warm:  # which it did not know yet
+    elif command.reason is Reason.IDLE and held.uses.is_kept_warm:  # which it did not know yet
         residency.client().tell(ev.Busy(held.ticket, 0))
     else:
         held.move(HolderState.DRAINING)
-        residency.begin(held, drain(residency, held, order))
+        residency.begin(held, drain(residency, held, command))
 
 
-async def drain(residency: ResidencyApi, held: HeldModel, order: RevokeCommand) -> None:
+async def drain(residency: ResidencyApi, held: HeldModel, command: RevokeCommand) -> None:
     """New requests wait behind the barrier until this returns."""
     client = residency.client()
-    if not await held.uses.ended_within(order.barrier):
+    if not await held.uses.ended_within(command.barrier):
         client.tell(ev.BarrierDropped(held.ticket, held.uses.inflight))
         return await serve_on(residency, held)
     held.move(HolderState.UNLOADING)
-    if order.to is Tier.GONE or not await _fell_asleep(held, client.timeouts.unload):
-        return end(residency, held, order.reason)
+    if command.to is Tier.GONE or not await _fell_asleep(held, client.timeouts.unload):
+        return end(residency, held, command.reason)
     held.move(HolderState.ASLEEP)
     client.tell(ev.Slept(held.ticket))
     held.turn_back()

@@ -47,6 +47,6 @@ class ScriptedGrowth:
 @asynccontextmanager
 async def resident(model: dict[str, Any] = MODEL) -> AsyncIterator[tuple[Any, ScriptedGrowth, Any]]:
     async with scripted_holder.holder() as (residency, arbiter, engine):
-        residency._obey(messages.ConfigChanged(table(model)))
+        residency._on_command(messages.ConfigChanged(table(model)))
         await use(residency)
         yield residency, ScriptedGrowth(arbiter), engine

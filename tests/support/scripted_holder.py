@@ -145,7 +145,7 @@ async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, ScriptedClient
         arbiter = ScriptedClient(path)
         residency: Any = Residency("c", HolderId("h"))
         residency._client = arbiter
-        residency._obey(messages.ConfigChanged(TABLE))
+        residency._on_command(messages.ConfigChanged(TABLE))
         try:
             yield residency, arbiter, engine
         finally:
@@ -164,7 +164,7 @@ def revoke(
     model: str = "a",
 ) -> None:
     ticket = residency.models[model].ticket
-    residency._obey(messages.RevokeCommand(ticket, reason, to, seconds(barrier_s)))
+    residency._on_command(messages.RevokeCommand(ticket, reason, to, seconds(barrier_s)))
 
 
 async def until(condition: Any) -> None:

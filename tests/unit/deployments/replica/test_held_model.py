@@ -87,7 +87,7 @@ async def is_refused_its_wake(residency: Any, arbiter: Any, engine: Any) -> None
 
 
 async def grows(residency: Any, arbiter: Any, engine: Any) -> None:
-    residency._obey(messages.ConfigChanged(growing.TABLE))
+    residency._on_command(messages.ConfigChanged(growing.TABLE))
     growing.ScriptedGrowth(arbiter)
     await base.use(residency)
     await resize.grow(residency, "a")

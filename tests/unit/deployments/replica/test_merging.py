@@ -52,7 +52,7 @@ async def merging_holder(
     write(folder / "in" / "x", SHAPES)
     write(folder / "in" / "y", SHAPES, rank=4)
     async with holder() as (residency, arbiter, engine):
-        residency._obey(messages.ConfigChanged(table(folder)))
+        residency._on_command(messages.ConfigChanged(table(folder)))
         plan = await residency.plan("a")
         arbiter.grants_at_once = grants
         yield residency, Merging(residency, "a", plan.config), arbiter, engine

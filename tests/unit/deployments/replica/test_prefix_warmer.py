@@ -77,7 +77,7 @@ async def warming(engine: str = "vllm", **model: Any) -> AsyncIterator[Held]:
     """A holder whose model has a stable prefix."""
     one = {"role": "text", "engine": engine, "models": {"a": {**MODEL, **model}}}
     async with holder() as (residency, arbiter, child):
-        residency._obey(messages.ConfigChanged({"capabilities": {"c": one}}))
+        residency._on_command(messages.ConfigChanged({"capabilities": {"c": one}}))
         yield residency, arbiter, child
 
 
@@ -231,7 +231,7 @@ async def test_failure_is_an_event_and_is_not_repeated(
         for _ in range(5):
             clock.advance(240)
             await no_more()
-        residency._obey(messages.PrewarmCommand(residency.models["a"].ticket))
+        residency._on_command(messages.PrewarmCommand(residency.models["a"].ticket))
         await no_more()
         assert len(engine.prewarms) == 1
         assert await use(residency) == arbiter.asked[0]  # and requests are served as ever
@@ -270,11 +270,11 @@ async def test_speech_warms_what_is_known_of_its_own_ticket(clock: HandClock) ->
     async with warming() as (residency, arbiter, _):
         await use(residency)
         await settle(lambda: len(told(arbiter)) == 1)
-        order = messages.PrewarmCommand(residency.models["a"].ticket)
-        residency._obey(order)
+        command = messages.PrewarmCommand(residency.models["a"].ticket)
+        residency._on_command(command)
         await settle(lambda: len(told(arbiter)) == 2)
         assert told(arbiter)[1].cause == "speech"
-        residency._obey(messages.PrewarmCommand(TicketId("another")))
+        residency._on_command(messages.PrewarmCommand(TicketId("another")))
 
 
 @pytest.mark.spec("G1")
@@ -323,7 +323,7 @@ async def test_removed_tenants_prefix_is_warmed_no_more(clock: HandClock) -> Non
             of_request = call(cut=Cut(1, key=key))
             async with residency.use("a") as open_use:
                 open_use.begins_with(of_request.stable, of_request.body, tenant)
-        residency._obey(messages.ForgetTenantCommand("acme"))
+        residency._on_command(messages.ForgetTenantCommand("acme"))
         clock.advance(240)
         await settle(lambda: told(arbiter))
         await no_more()

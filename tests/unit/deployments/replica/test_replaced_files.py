@@ -30,7 +30,7 @@ async def test_files_replaced_during_a_load_or_wake_are_loaded_anew_before_any_a
     weights = tmp_path / "weights"
     weights.write_bytes(b"old")
     async with holder(loaded=False) as (residency, arbiter, engine):
-        residency._obey(with_source(tmp_path))
+        residency._on_command(with_source(tmp_path))
         waiting = asyncio.ensure_future(use(residency))
         await until(lambda: engine.asked_if_ready)
         weights.write_bytes(b"newer")
@@ -54,7 +54,7 @@ async def test_files_that_go_on_changing_fail_the_second_load(tmp_path: Path) ->
     weights = tmp_path / "weights"
     weights.write_bytes(b"")
     async with holder() as (residency, arbiter, _):
-        residency._obey(with_source(tmp_path))
+        residency._on_command(with_source(tmp_path))
         spawn = arbiter.spawn
 
         async def and_write(ticket: TicketId, spec: messages.SpawnSpec) -> str:
@@ -78,12 +78,12 @@ async def test_model_that_is_brought_back_without_a_request_is_loaded_from_repla
     weights = tmp_path / "weights"
     weights.write_bytes(b"old")
     async with holder() as (residency, arbiter, _):
-        residency._obey(with_source(tmp_path))
+        residency._on_command(with_source(tmp_path))
         first = await use(residency)
         revoke(residency, Reason.SWAP, Tier.ASLEEP)
         await until(lambda: "Slept" in arbiter.kinds())
         weights.write_bytes(b"newer")
-        residency._obey(messages.ReloadCommand("a"))
+        residency._on_command(messages.ReloadCommand("a"))
         await until(lambda: len(arbiter.asked) > 1 and "a" in residency.models)
         await until(lambda: residency.models["a"].state is HolderState.RESIDENT)
         assert residency.models["a"].ticket != first
@@ -96,7 +96,7 @@ async def test_files_replaced_while_it_drained_are_loaded_for_those_who_waited(
     weights = tmp_path / "weights"
     weights.write_bytes(b"old")
     async with holder() as (residency, arbiter, _):
-        residency._obey(with_source(tmp_path))
+        residency._on_command(with_source(tmp_path))
         async with residency.use("a"):
             revoke(residency, Reason.SWAP, barrier_s=0.05)
             waiting = asyncio.ensure_future(use(residency))
@@ -126,6 +126,6 @@ async def test_pinned_model_without_a_plan_for_a_moment_is_brought_back(
     monkeypatch.setattr(LoadFailed, "retry_after_s", 0.0)
     async with holder() as (residency, arbiter, _):
         row = TABLE["capabilities"]["c"] | {"models": {"a": MODEL | {"pin": True}}}
-        residency._obey(messages.ConfigChanged({"capabilities": {"c": row}}))
+        residency._on_command(messages.ConfigChanged({"capabilities": {"c": row}}))
         await until(lambda: "Loaded" in arbiter.kinds())
         assert not failures

@@ -176,7 +176,7 @@ async def test_request_with_a_deadline_below_the_wait_estimate_is_refused_at_onc
             lambda: "a" in residency.models and len(residency.models["a"].demand.waiters) == 2
         )
         ticket = residency.models["a"].ticket
-        residency._obey(messages.WaitEstimate(ticket, seconds(60)))
+        residency._on_command(messages.WaitEstimate(ticket, seconds(60)))
         async with asyncio.timeout(60):
             error = (await asyncio.gather(hasty, return_exceptions=True))[0]
             assert isinstance(error, DeadlineUnmet)
@@ -272,7 +272,7 @@ PINNED = {"capabilities": {"c": PINNED_ROW}}
 @pytest.mark.spec("A8", "C8")
 async def test_a_client_that_comes_and_goes_does_not_end_the_load_of_a_pinned_model() -> None:
     async with holder(loaded=False) as (residency, arbiter, engine):
-        residency._obey(messages.ConfigChanged(PINNED))
+        residency._on_command(messages.ConfigChanged(PINNED))
         await until(
             lambda: residency.models.get("a") and residency.models["a"].state is HolderState.LOADING
         )
@@ -294,7 +294,7 @@ async def test_client_that_comes_and_goes_does_not_end_a_reload() -> None:
             return await granted(requested)
 
         arbiter.acquire = queued  # type: ignore[method-assign]
-        residency._obey(messages.ReloadCommand("a"))
+        residency._on_command(messages.ReloadCommand("a"))
         await until(lambda: "a" in residency.models)
         with pytest.raises(DeadlineUnmet):
             async with residency.use("a", deadline_s=0.05):
@@ -310,7 +310,7 @@ async def test_asleep_model_that_made_room_for_a_failed_load_is_woken() -> None:
         await use(residency)
         revoke(residency, Reason.SWAP, Tier.ASLEEP)
         await until(lambda: "Slept" in arbiter.kinds())
-        residency._obey(messages.ReloadCommand("a"))
+        residency._on_command(messages.ReloadCommand("a"))
         await until(lambda: residency.models["a"].state is HolderState.RESIDENT)
         assert engine.acts == ["/control/sleep", "/control/wake"]
 
@@ -319,17 +319,17 @@ async def test_asleep_model_that_made_room_for_a_failed_load_is_woken() -> None:
 async def test_caches_are_emptied_of_a_model_that_serves_and_of_no_other() -> None:
     async with holder() as (residency, arbiter, engine):
         ticket = await use(residency)
-        residency._obey(messages.PurgeCommand(TicketId("another")))
-        residency._obey(messages.PurgeCommand(ticket))
+        residency._on_command(messages.PurgeCommand(TicketId("another")))
+        residency._on_command(messages.PurgeCommand(ticket))
         await residency.background.done()
         assert engine.acts == ["/control/purge"]
-        residency._obey(messages.PurgeCommand(ticket, only_slabs=True))
+        residency._on_command(messages.PurgeCommand(ticket, only_slabs=True))
         await residency.background.done()
         assert engine.acts == ["/control/purge", "/control/shrink_slabs"]
         revoke(residency, Reason.SWAP, Tier.ASLEEP)
         await until(lambda: "Slept" in arbiter.kinds())
-        residency._obey(messages.PurgeCommand(ticket))
-        residency._obey(messages.PurgeCommand(ticket, only_slabs=True))
+        residency._on_command(messages.PurgeCommand(ticket))
+        residency._on_command(messages.PurgeCommand(ticket, only_slabs=True))
         await residency.background.done()
         assert engine.acts[2:] == ["/control/sleep", "/control/shrink_slabs"], "only its slabs"
 
@@ -337,7 +337,7 @@ async def test_caches_are_emptied_of_a_model_that_serves_and_of_no_other() -> No
 @pytest.mark.spec("C8")
 async def test_a_pinned_model_whose_engine_died_is_brought_back() -> None:
     async with holder() as (residency, arbiter, engine):
-        residency._obey(messages.ConfigChanged(PINNED))
+        residency._on_command(messages.ConfigChanged(PINNED))
         await until(lambda: "Loaded" in arbiter.kinds())
         first, engine.dead = engine.dead, asyncio.Event()
         first.set()
@@ -356,7 +356,7 @@ async def test_a_pinned_model_that_did_not_load_is_tried_again_when_its_refusal_
             raise ModelCoolingDown("a", "no such file", 0.01)
 
         arbiter.acquire = cools_down  # type: ignore[method-assign]
-        residency._obey(messages.ConfigChanged(PINNED))
+        residency._on_command(messages.ConfigChanged(PINNED))
         await until(lambda: "Loaded" in arbiter.kinds())
         unloading.end(
             residency,
@@ -576,15 +576,15 @@ async def test_engines_are_told_of_removed_tenants_and_of_changed_caps() -> None
     async with holder(loaded=False) as (residency, _, engine):
         waiting = asyncio.ensure_future(use(residency))
         await until(lambda: engine.asked_if_ready)
-        residency._obey(messages.ConfigChanged(capped(0.5)))
+        residency._on_command(messages.ConfigChanged(capped(0.5)))
         assert not engine.told, "it has no slab yet"
         engine.loaded.set()
         engine.answer.set()
         await waiting
         await until(lambda: engine.told == [{"caps": {"acme": 0.5}}])
-        residency._obey(messages.ConfigChanged(capped(0.25)))
-        residency._obey(messages.ConfigChanged(capped(0.25)))
-        residency._obey(messages.ForgetTenantCommand("acme"))
+        residency._on_command(messages.ConfigChanged(capped(0.25)))
+        residency._on_command(messages.ConfigChanged(capped(0.25)))
+        residency._on_command(messages.ForgetTenantCommand("acme"))
         await until(lambda: len(engine.told) == 3)
         assert {"caps": {"acme": 0.25}} in engine.told and {"tenant": "acme"} in engine.told
         assert "/control/forget_tenant" in engine.acts

@@ -59,14 +59,14 @@ async def test_shrunk_model_reports_its_bytes_once_the_smaller_process_runs() ->
 
 async def test_model_grows_and_shrinks_by_hand_and_goes_on_when_refused() -> None:
     async with resident() as (residency, growth, _):
-        residency._obey(messages.Resize("a", messages.ModelSize.GROWN))
+        residency._on_command(messages.Resize("a", messages.ModelSize.GROWN))
         await until(lambda: residency.models["a"].growth.before)
-        residency._obey(messages.Resize("a", messages.ModelSize.FIRST))
+        residency._on_command(messages.Resize("a", messages.ModelSize.FIRST))
         await until(lambda: residency.models["a"].growth.before is None)
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
         growth.error = GrowthRefused(residency.models["a"].ticket, Bytes(7), "full")
-        residency._obey(messages.Resize("a", messages.ModelSize.GROWN))
-        residency._obey(messages.Resize("nobody", messages.ModelSize.GROWN))
+        residency._on_command(messages.Resize("a", messages.ModelSize.GROWN))
+        residency._on_command(messages.Resize("nobody", messages.ModelSize.GROWN))
         await until(lambda: len(growth.asked) == 2 and not residency.background.running)
         assert await use(residency) and len(growth.spawned) == 2
 
@@ -111,15 +111,15 @@ async def test_engine_that_fails_over_its_drafter_is_not_restarted_and_keeps_its
 async def test_model_goes_on_without_its_drafter_under_its_ticket() -> None:
     async with resident() as (residency, growth, _):
         held = with_drafter(residency.models["a"])
-        residency._obey(messages.Resize("a", messages.ModelSize.ALONE))
+        residency._on_command(messages.Resize("a", messages.ModelSize.ALONE))
         await until(lambda: growth.spawned and not residency.background.running)
         less = (replace(ON[0], size_bytes=Bytes(ON[0].size_bytes - 2)),)
         assert growth.spawned == [{"alone": True}]
         assert growth.arbiter.told[-1] == ev.GaveBack(held.ticket, less)
         assert residency.account()[0].devices == less
         assert await use(residency) == held.ticket
-        residency._obey(messages.Resize("a", messages.ModelSize.ALONE))  # it has none
-        residency._obey(messages.Resize("a", messages.ModelSize.FIRST))  # as it was loaded
+        residency._on_command(messages.Resize("a", messages.ModelSize.ALONE))  # it has none
+        residency._on_command(messages.Resize("a", messages.ModelSize.FIRST))  # as it was loaded
         await until(lambda: not residency.background.running)
         assert len(growth.spawned) == 1
 

@@ -24,7 +24,7 @@ async def test_wait_estimate_of_a_refused_wake_does_not_refuse_the_next_request(
         held, granted = residency.models["a"], arbiter.acquire
 
         async def refused(requested: ev.Requested) -> messages.Granted:
-            residency._obey(messages.WaitEstimate(requested.ticket, seconds(60)))
+            residency._on_command(messages.WaitEstimate(requested.ticket, seconds(60)))
             raise DeadlineUnmet(requested.ticket, 0.0, 60.0, 60.0)
 
         arbiter.acquire = refused  # type: ignore[method-assign]
@@ -49,7 +49,7 @@ async def test_wake_is_withdrawn_when_the_only_request_is_refused_before_it_wait
         residency.begin(held, loading.wake(residency, held))
         await until(lambda: "a" in arbiter.answers and len(arbiter.asked) == 2)
         held.demand.is_wanted = False
-        residency._obey(messages.WaitEstimate(held.ticket, seconds(60)))
+        residency._on_command(messages.WaitEstimate(held.ticket, seconds(60)))
         with pytest.raises(DeadlineUnmet):
             async with residency.use("a", deadline_s=30):
                 pass

@@ -27,7 +27,7 @@ TABLE: Any = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": 
 async def holder() -> AsyncIterator[tuple[Any, ScriptedClient]]:
     async with scripted_holder.holder() as (residency, plain, _):
         residency._client = arbiter = ScriptedClient(plain.path, grants_at_once=False)
-        residency._obey(messages.ConfigChanged(TABLE))
+        residency._on_command(messages.ConfigChanged(TABLE))
         yield residency, arbiter
 
 
