@@ -34,14 +34,14 @@ def choice_us(replicas: int, samples: int) -> float:
     for i in range(replicas):
         memory.seen.note(f"r{i}", "m", pieces)
     for number in range(samples):
-        wish = RouteRequest("m", f"m:a{number % 16}", f"t/{number % 100}", pieces)
+        request = RouteRequest("m", f"m:a{number % 16}", f"t/{number % 100}", pieces)
         began_ns = time.perf_counter_ns()
-        stuck, sent = memory.stuck(wish), memory.sent("m", number)
-        shares = [memory.seen.share(f"r{i}", "m", wish.pieces) for i in range(replicas)]
-        offers = [
+        sticky, sent = memory.sticky(request), memory.sent("m", number)
+        shares = [memory.seen.share(f"r{i}", "m", request.pieces) for i in range(replicas)]
+        states = [
             ReplicaState(f"r{i}", i % 3, False, models, names, shares[i]) for i in range(replicas)
         ]
-        memory.chosen(wish, rank(wish, offers, stuck=stuck, sent=sent)[0], number)
+        memory.chosen(request, rank(request, states, sticky=sticky, sent=sent)[0], number)
         took.append((time.perf_counter_ns() - began_ns) / 1e3)
     return statistics.median(took)
 

@@ -39,7 +39,7 @@ WAIT_TOLD_S = 0.05  # a resident model is at hand within a millisecond
 GROWTHS = 2
 
 # What a router may count on; a model that is on its way out is as good as gone.
-WARMTH = {
+PRESENCE = {
     HolderState.QUEUED: ModelPresence.COMING,
     HolderState.LOADING: ModelPresence.COMING,
     HolderState.RESIDENT: ModelPresence.RESIDENT,
@@ -190,9 +190,11 @@ class Capability:
         """What this replica has, for deployments.routing; Serve asks each second and passes changes
         on."""
         models = self._residency.models
-        warmth = {name: WARMTH.get(held.state, ModelPresence.COLD) for name, held in models.items()}
+        presences = {
+            name: PRESENCE.get(held.state, ModelPresence.COLD) for name, held in models.items()
+        }
         return {
-            "models": {name: int(w) for name, w in warmth.items() if w},
+            "models": {name: int(p) for name, p in presences.items() if p},
             "adapters": self.slotted.names({held.ticket for held in models.values()}),
         }
 

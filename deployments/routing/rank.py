@@ -1,9 +1,12 @@
 """Ranks the replicas of a capability for one request. Pure; deployments.routing.router asks it.
 
-A model that must be loaded costs seconds, an adapter that must be put into a slot milliseconds to
-tens of them, a conversation without its cached prefix a prefill, and a longer queue a share of a
-batch. So replicas are compared in that order, and the first difference decides: the prefix is where
-the last request of its key went, and of a new key where most of the prompt was sent before.
+Replicas are compared by these, in this order, and the first difference decides: whether one is
+full, what it has of the model, whether the adapter has a slot there, whether the last request of
+the key went there, whether most of the prompt was sent there, and how many requests it has, those
+that run included. A model that must be loaded costs seconds, an adapter that must be put
+into a slot milliseconds to tens of them, a conversation without its cached prefix a prefill, and a
+longer queue a share of a batch. An overloaded replica, with OVERLOAD_COUNT requests more than the
+least busy one, is preferred for its adapter, key and prompt no more.
 """
 
 from collections import OrderedDict
@@ -23,9 +26,9 @@ class ModelPresence(IntEnum):
     RESIDENT = 3
 
 
-# A replica with this many requests more than the least busy one is overloaded: conversations and
-# adapters move away from it. Each further request in a batch of a small model slowed all of them by
-# a few hundredths, so four cost less than a prefill does.
+# A replica with this many requests more than the least busy one is overloaded: neither adapter, key
+# nor prompt make it preferred. Each further request in a batch of a small model slowed all of them
+# by a few hundredths, so four cost less than a prefill does.
 OVERLOAD_COUNT = 4
 # Seconds for which calls follow the call that went to a replica to have its model loaded, until the
 # replica itself says what it has (it is asked each second, and a load may wait for its grant).
@@ -61,33 +64,35 @@ class ReplicaState:
 
 
 def rank(
-    wish: RouteRequest,
-    offers: Sequence[ReplicaState],
+    request: RouteRequest,
+    replicas: Sequence[ReplicaState],
     *,
-    stuck: str | None = None,
+    sticky: str | None = None,
     sent: str | None = None,
 ) -> list[str]:
-    """Returns all replicas, best first. `stuck`: the replica that holds the KV of the request's
+    """Returns all replicas, best first. `sticky`: the replica that holds the KV of the request's
     key; `sent`: the replica to which the model's last call went within FOLLOW_S."""
-    least_count = min((one.queue_count for one in offers), default=0)
+    least_count = min((one.queue_count for one in replicas), default=0)
 
     def price(one: ReplicaState) -> tuple[bool, int, bool, bool, bool, int, str]:
-        warmth = one.models.get(wish.model, ModelPresence.COLD)
+        presence = one.models.get(request.model, ModelPresence.COLD)
         if one.replica == sent:  # it may not have said so yet
-            warmth = max(warmth, ModelPresence.RESIDENT if sent == stuck else ModelPresence.COMING)
+            presence = max(
+                presence, ModelPresence.RESIDENT if sent == sticky else ModelPresence.COMING
+            )
         is_overloaded = one.queue_count >= least_count + OVERLOAD_COUNT
-        has_slot = wish.served == wish.model or wish.served in one.adapters
+        has_slot = request.served == request.model or request.served in one.adapters
         return (
             one.is_full,
-            -warmth,
+            -presence,
             is_overloaded or not has_slot,
-            is_overloaded or one.replica != stuck,
+            is_overloaded or one.replica != sticky,
             is_overloaded or one.held_share < HELD_SHARE,
             one.queue_count,
             one.replica,
         )
 
-    return [one.replica for one in sorted(offers, key=price)]
+    return [one.replica for one in sorted(replicas, key=price)]
 
 
 class RoutingHistory:
@@ -95,34 +100,34 @@ class RoutingHistory:
 
     def __init__(self) -> None:
         self._sent: dict[str, tuple[str, float]] = {}  # by model
-        self._stuck: OrderedDict[tuple[str, str], str] = OrderedDict()  # by key and served name
+        self._sticky: OrderedDict[tuple[str, str], str] = OrderedDict()  # by key and served name
         self.seen = SeenPieces()
 
     def sent(self, model: str, now_s: float) -> str | None:
         replica, at_s = self._sent.get(model, ("", 0.0))
         return replica if replica and now_s - at_s < FOLLOW_S else None
 
-    def stuck(self, wish: RouteRequest) -> str | None:
-        return self._stuck.get((wish.key, wish.served)) if wish.key else None
+    def sticky(self, request: RouteRequest) -> str | None:
+        return self._sticky.get((request.key, request.served)) if request.key else None
 
-    def chosen(self, wish: RouteRequest, replica: str, now_s: float) -> None:
+    def chosen(self, request: RouteRequest, replica: str, now_s: float) -> None:
         """Notes that the call goes to the replica."""
-        if not wish.model:
+        if not request.model:
             return  # a call of another kind teaches nothing
-        self._sent[wish.model] = replica, now_s
-        self.seen.note(replica, wish.model, wish.pieces)
-        if wish.key:
-            key = wish.key, wish.served
-            self._stuck[key] = replica
-            self._stuck.move_to_end(key)
-            if len(self._stuck) > KEYS:
-                self._stuck.popitem(last=False)
+        self._sent[request.model] = replica, now_s
+        self.seen.note(replica, request.model, request.pieces)
+        if request.key:
+            key = request.key, request.served
+            self._sticky[key] = replica
+            self._sticky.move_to_end(key)
+            if len(self._sticky) > KEYS:
+                self._sticky.popitem(last=False)
 
     def keep(self, replicas: Collection[str]) -> None:
         """Forgets what is known of replicas that are not among these."""
         self.seen.keep(replicas)
-        for key in [k for k, replica in self._stuck.items() if replica not in replicas]:
-            del self._stuck[key]
+        for key in [k for k, replica in self._sticky.items() if replica not in replicas]:
+            del self._sticky[key]
         for model in [m for m, (replica, _) in self._sent.items() if replica not in replicas]:
             del self._sent[model]
 

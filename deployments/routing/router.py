@@ -19,7 +19,7 @@ from deployments.routing.rank import ReplicaState, RouteRequest, RoutingHistory,
 ANYTHING = RouteRequest("", "")
 
 
-def wish_of(args: Sequence[Any]) -> RouteRequest:
+def request_of(args: Sequence[Any]) -> RouteRequest:
     """What a call asks for, by its first argument."""
     call = args[0] if args else None
     if not isinstance(call, messages.InferenceCall):
@@ -29,7 +29,7 @@ def wish_of(args: Sequence[Any]) -> RouteRequest:
 
 
 class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
-    """Prefers the resident model, then the adapter, the key, the prompt, and the shortest queue."""
+    """Prefers the resident model, then the adapter, the key, the prompt, the fewest requests."""
 
     # Serve's 0.1 s is less than a busy machine holds a process up for, and a call that gives up a
     # replica for its silence has another one load the model, which takes seconds.
@@ -49,18 +49,18 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # this order is all there is
-        wish, now_s = wish_of(pending_request.args), time.monotonic()
+        request, now_s = request_of(pending_request.args), time.monotonic()
         found = {one.replica_id.unique_id: one for one in candidate_replicas}
-        offers = [self._offer(key, one, wish) for key, one in found.items()]
-        sent, stuck = self._memory.sent(wish.model, now_s), self._memory.stuck(wish)
-        order = rank(wish, offers, stuck=stuck, sent=sent)
-        self._memory.chosen(wish, order[0], now_s)  # others come before it is sent
+        states = [self._state_of(key, one, request) for key, one in found.items()]
+        sent, sticky = self._memory.sent(request.model, now_s), self._memory.sticky(request)
+        order = rank(request, states, sticky=sticky, sent=sent)
+        self._memory.chosen(request, order[0], now_s)  # others come before it is sent
         return [[found[key]] for key in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, _: Any) -> None:
         """Notes where the call went in the end: the first choice may have had no room."""
-        wish = wish_of(pending_request.args)
-        self._memory.chosen(wish, replica_id.unique_id, time.monotonic())
+        request = request_of(pending_request.args)
+        self._memory.chosen(request, replica_id.unique_id, time.monotonic())
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -68,7 +68,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         for one in replicas:
             self._memory.seen.told(one.replica_id.unique_id, one.routing_stats.get("models", ()))
 
-    def _offer(self, key: str, one: RunningReplica, wish: RouteRequest) -> ReplicaState:
+    def _state_of(self, key: str, one: RunningReplica, request: RouteRequest) -> ReplicaState:
         queue = self.replica_queue_len_cache.get(one.replica_id) or 0
         said = one.routing_stats
         return ReplicaState(
@@ -77,7 +77,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
             queue >= one.max_ongoing_requests,
             said.get("models", {}),
             said.get("adapters", ()),
-            self._memory.seen.share(key, wish.model, wish.pieces),
+            self._memory.seen.share(key, request.model, request.pieces),
         )
 
     # Serve finds a waiting call by its request's id, which all concurrent calls of one request

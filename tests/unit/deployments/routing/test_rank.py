@@ -27,63 +27,63 @@ pytestmark = pytest.mark.spec("G3")
 
 
 def test_a_resident_model_counts_before_any_queue() -> None:
-    offers = [
+    states = [
         ReplicaState("idle"),
         ReplicaState("asleep", 0, models={"m": ModelPresence.ASLEEP}),
         ReplicaState("coming", 9, models={"m": ModelPresence.COMING}),
         ReplicaState("here", 99, models=HERE),
     ]
-    assert rank(BASE, offers) == ["here", "coming", "asleep", "idle"]
+    assert rank(BASE, states) == ["here", "coming", "asleep", "idle"]
 
 
 def test_adapter_slot_ranks_before_conversation_and_conversation_before_queue() -> None:
     law = RouteRequest("m", "m:law", "acme/c-1")
-    offers = [ReplicaState("free", 0, models=HERE), ReplicaState("talked", 1, models=HERE),
+    states = [ReplicaState("free", 0, models=HERE), ReplicaState("talked", 1, models=HERE),
               ReplicaState("slot", 2, models=HERE, adapters=["m:law"])]  # fmt: skip
-    assert rank(law, offers, stuck="talked") == ["slot", "talked", "free"]
+    assert rank(law, states, sticky="talked") == ["slot", "talked", "free"]
 
 
 def test_base_model_needs_no_adapter_slot() -> None:
-    offers = [
+    states = [
         ReplicaState("slot", 1, models=HERE, adapters=["m:law"]),
         ReplicaState("free", 0, models=HERE),
     ]
-    assert rank(BASE, offers)[0] == "free"
+    assert rank(BASE, states)[0] == "free"
 
 
 def test_overload_moves_a_conversation_and_an_adapter_but_loads_no_second_copy() -> None:
-    def offers(more: int) -> list[ReplicaState]:
+    def states(more: int) -> list[ReplicaState]:
         busy = ReplicaState("busy", more, models=HERE, adapters=["m:law"])
         return [busy, ReplicaState("other", 0, models=HERE), ReplicaState("cold", 0)]
 
-    for wish in (TALK, LAW):
-        assert rank(wish, offers(OVERLOAD_COUNT - 1), stuck="busy")[0] == "busy"
-        assert rank(wish, offers(OVERLOAD_COUNT), stuck="busy") == ["other", "busy", "cold"]
+    for request in (TALK, LAW):
+        assert rank(request, states(OVERLOAD_COUNT - 1), sticky="busy")[0] == "busy"
+        assert rank(request, states(OVERLOAD_COUNT), sticky="busy") == ["other", "busy", "cold"]
 
 
 def test_new_conversation_goes_where_most_of_its_prompt_was_sent_and_else_to_the_least_loaded() -> (
     None
 ):
-    def offers(share: float) -> list[ReplicaState]:
+    def states(share: float) -> list[ReplicaState]:
         knows = ReplicaState("knows", 2, models=HERE, held_share=share)
         return [knows, ReplicaState("free", 1, models=HERE, held_share=0.1)]
 
-    assert rank(TALK, offers(HELD_SHARE))[0] == "knows"
-    assert rank(TALK, offers(HELD_SHARE - 0.01))[0] == "free"
-    assert rank(TALK, offers(1.0), stuck="free")[0] == "free", "where it was comes first"
+    assert rank(TALK, states(HELD_SHARE))[0] == "knows"
+    assert rank(TALK, states(HELD_SHARE - 0.01))[0] == "free"
+    assert rank(TALK, states(1.0), sticky="free")[0] == "free", "where it was comes first"
 
 
 def test_of_replicas_that_know_a_prompt_the_least_loaded_and_none_that_is_overloaded() -> None:
-    def offers(more: int) -> list[ReplicaState]:
+    def states(more: int) -> list[ReplicaState]:
         knows = [
             ReplicaState(n, c, models=HERE, held_share=1.0) for n, c in (("a", more), ("b", 3))
         ]
         return [*knows, ReplicaState("c", 0, models=HERE)]
 
-    for wish in (TALK, LAW):  # the adapter has a slot nowhere
-        assert rank(wish, offers(2)) == ["a", "b", "c"]
-        assert rank(wish, offers(OVERLOAD_COUNT)) == ["b", "c", "a"]
-        assert rank(wish, offers(OVERLOAD_COUNT), stuck="a") == ["b", "c", "a"]
+    for request in (TALK, LAW):  # the adapter has a slot nowhere
+        assert rank(request, states(2)) == ["a", "b", "c"]
+        assert rank(request, states(OVERLOAD_COUNT)) == ["b", "c", "a"]
+        assert rank(request, states(OVERLOAD_COUNT), sticky="a") == ["b", "c", "a"]
 
 
 OFFERS = st.lists(
@@ -101,25 +101,25 @@ OFFERS = st.lists(
 
 @given(OFFERS, st.sampled_from(["a", "b", None]))
 def test_among_replicas_with_the_model_the_first_rule_that_any_meets_decides(
-    offers: list[ReplicaState], stuck: str | None
+    states: list[ReplicaState], sticky: str | None
 ) -> None:
-    least = min(one.queue_count for one in offers)
-    calm = [one for one in offers if one.queue_count < least + OVERLOAD_COUNT]
+    least = min(one.queue_count for one in states)
+    calm = [one for one in states if one.queue_count < least + OVERLOAD_COUNT]
     holders = [one for one in calm if one.held_share >= HELD_SHARE]
-    own = [one for one in calm if one.replica == stuck]
+    own = [one for one in calm if one.replica == sticky]
     among = own or holders or calm
     best = min(among, key=lambda one: (one.queue_count, one.replica))
-    assert rank(TALK, offers, stuck=stuck)[0] == best.replica
+    assert rank(TALK, states, sticky=sticky)[0] == best.replica
 
 
 def test_a_full_replica_is_the_last_to_be_asked() -> None:
-    offers = [ReplicaState("full", 8, is_full=True, models=HERE), ReplicaState("cold", 3)]
-    assert rank(BASE, offers, stuck="full", sent="full") == ["cold", "full"]
+    states = [ReplicaState("full", 8, is_full=True, models=HERE), ReplicaState("cold", 3)]
+    assert rank(BASE, states, sticky="full", sent="full") == ["cold", "full"]
 
 
 def test_calls_for_a_cold_model_follow_the_first_of_them() -> None:
-    memory, offers = RoutingHistory(), [ReplicaState("a", 5), ReplicaState("b", 0)]
-    first = rank(BASE, offers, sent=memory.sent("m", 0.0))[0]
+    memory, states = RoutingHistory(), [ReplicaState("a", 5), ReplicaState("b", 0)]
+    first = rank(BASE, states, sent=memory.sent("m", 0.0))[0]
     memory.chosen(BASE, first, 0.0)
     assert first == "b"
     busier = [ReplicaState("a", 0), ReplicaState("b", 3)]
@@ -130,29 +130,29 @@ def test_calls_for_a_cold_model_follow_the_first_of_them() -> None:
 
 def test_a_conversation_does_not_leave_the_load_it_waited_for() -> None:
     """Its replica says only within a second that the model is there."""
-    offers = [ReplicaState("other", 0, models=HERE), ReplicaState("loaded", 0)]
-    assert rank(TALK, offers, stuck="loaded", sent="loaded")[0] == "loaded"
-    assert rank(BASE, offers, sent="loaded")[0] == "other"
+    states = [ReplicaState("other", 0, models=HERE), ReplicaState("loaded", 0)]
+    assert rank(TALK, states, sticky="loaded", sent="loaded")[0] == "loaded"
+    assert rank(BASE, states, sent="loaded")[0] == "other"
 
 
 def test_a_key_is_remembered_by_tenant_model_and_adapter_and_the_oldest_forgotten() -> None:
     memory = RoutingHistory()
     memory.chosen(TALK, "a", 0.0)
-    assert memory.stuck(TALK) == "a"
-    assert memory.stuck(RouteRequest("m", "m", "other/c-1")) is None
-    assert memory.stuck(RouteRequest("n", "n", "acme/c-1")) is None
-    assert memory.stuck(RouteRequest("m", "m:law", "acme/c-1")) is None
-    assert memory.stuck(BASE) is None
+    assert memory.sticky(TALK) == "a"
+    assert memory.sticky(RouteRequest("m", "m", "other/c-1")) is None
+    assert memory.sticky(RouteRequest("n", "n", "acme/c-1")) is None
+    assert memory.sticky(RouteRequest("m", "m:law", "acme/c-1")) is None
+    assert memory.sticky(BASE) is None
     for number in range(KEYS):
         memory.chosen(RouteRequest("m", "m", f"acme/{number}"), "b", 0.0)
-    assert memory.stuck(TALK) is None
+    assert memory.sticky(TALK) is None
 
 
 def test_a_replica_that_went_is_forgotten() -> None:
     memory = RoutingHistory()
     memory.chosen(TALK, "a", 0.0)
     memory.keep({"b"})
-    assert memory.stuck(TALK) is None
+    assert memory.sticky(TALK) is None
     assert memory.sent("m", 0.1) is None
 
 
