@@ -139,10 +139,10 @@ def test_the_victims_and_the_device_of_a_dry_run_are_those_of_the_request(
     before = digest(world.arbiter)
     plan = world.arbiter.plan(question, world.state.now)
     assert digest(world.arbiter) == before
-    told = len(world.told)
+    told = len(world.logged)
     t = len(residents) - 1
     decisions = world.ask(t, "large", wanted, priority=priority)
-    check_against(plan, [*decisions, *world.told[told:]], "large")
+    check_against(plan, [*decisions, *world.logged[told:]], "large")
     if plan.answer is Answer.AFTER_EVICTING:
         [grant] = world.settle(t, decisions, "large")
         assert grant.devices == plan.goes_to
@@ -162,10 +162,10 @@ def test_freeing_takes_idle_models_alone_and_all_of_them_return(
     question = PlanQuestion("lease", "gpu", need, True, lease=TERMS)
     plan = world.arbiter.plan(question, world.state.now)
     world.at(t, ev.Joined(asker, NodeId("n"), "lease", ()))
-    told = len(world.told)
+    told = len(world.logged)
     request = ev.Requested(TicketId("free"), asker, "lease", "gpu", need, lease=TERMS)
     decisions = world.at(t, request)
-    check_against(plan, [*decisions, *world.told[told:]], "free")
+    check_against(plan, [*decisions, *world.logged[told:]], "free")
     if plan.answer is Answer.NEVER:
         assert not idle and world.free(GPU) == world.free(OTHER) == 0
         return

@@ -82,8 +82,8 @@ class Day:
 
     def wait(self, span_s: int) -> None:
         until = self.t + span_s
-        while self.driver.wakes and self.driver.wakes[0] < until * SECOND:
-            self.t = max(self.t, self.driver.wakes[0] / SECOND)
+        while self.driver.timers and self.driver.timers[0] < until * SECOND:
+            self.t = max(self.t, self.driver.timers[0] / SECOND)
             self.do(ev.TimerFired())
         self.t = until
         self.do(ev.TimerFired())

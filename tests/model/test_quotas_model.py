@@ -37,12 +37,12 @@ class Tenants(RuleBasedStateMachine):
         self.waiting: dict[str, str] = {}  # ticket to tenant
 
     def feed(self, event: ev.Event) -> None:
-        told = len(self.driver.told)
+        told = len(self.driver.logged)
         before = {t: self.staying(t) for t in TENANTS}
         owners = {e.ticket: e.client.tenant for e in self.driver.tickets()}
         self.driver.at(self.now, event)
         # One event can grow a ticket and then evict it: what counts is held at the eviction.
-        for tell in self.driver.told[told:]:
+        for tell in self.driver.logged[told:]:
             if tell.kind == "growth_granted":
                 before[owners[tell.ticket or TicketId("")]] += int(tell.size_bytes or 0)
             elif tell.kind == "eviction":

@@ -158,7 +158,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
         """In the steps that the core asked for, as a shell would."""
         until = self.now + tenths / 10
         for _ in range(1000):
-            next_at = min(self.driver.wakes, default=Instant(10**18))
+            next_at = min(self.driver.timers, default=Instant(10**18))
             if next_at > s(until):
                 break
             self.now = max(self.now, next_at / SECOND)

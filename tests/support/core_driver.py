@@ -94,9 +94,9 @@ class CoreDriver(CoreQueries):
                 settings, bundle(settings), Epoch(1), frozenset(map(HolderId, known)), Instant(0)
             )
         )
-        self.told: list[LogEvent] = []
-        self.wakes: list[Instant] = []
-        self.waits: list[Queued] = []
+        self.logged: list[LogEvent] = []
+        self.timers: list[Instant] = []
+        self.queued: list[Queued] = []
         self.engines: dict[str, dict[DeviceId, float]] = {}
         self.inexact: set[str] = set()
         self.stalls = 0.0
@@ -118,21 +118,21 @@ class CoreDriver(CoreQueries):
     # -- feeding -------------------------------------------------------------------------------
 
     def at(self, t: float, event: ev.Event) -> list[Decision]:
-        """Tells, news of the line and wakes are kept aside, so that a scenario compares what must
-        be done."""
+        """Keeps log events, news of the queue and timers aside, so that a scenario compares the
+        decisions that act."""
         decisions = self.arbiter.handle(event, s(t))
-        self.told += [d for d in decisions if isinstance(d, LogEvent)]
-        self.wakes = [d.at for d in decisions if isinstance(d, SetTimer)]
-        self.waits = [d for d in decisions if isinstance(d, Queued)]
+        self.logged += [d for d in decisions if isinstance(d, LogEvent)]
+        self.timers = [d.at for d in decisions if isinstance(d, SetTimer)]
+        self.queued = [d for d in decisions if isinstance(d, Queued)]
         return [d for d in decisions if not isinstance(d, LogEvent | Queued | SetTimer)]
 
-    def woke(self, t: float) -> list[Decision]:
+    def fire_timer(self, t: float) -> list[Decision]:
         return self.at(t, ev.TimerFired())
 
     def sleep_until(self, t: float) -> None:
-        """Wakes as often as the arbiter asks to be woken before that moment."""
-        while self.wakes and self.wakes[0] < s(t):
-            self.woke(self.wakes[0] / SECOND)
+        """Fires each timer that the arbiter sets for a time before that moment."""
+        while self.timers and self.timers[0] < s(t):
+            self.fire_timer(self.timers[0] / SECOND)
 
     def see_node(self, t: float, device: float, host: float, node: str = "n") -> None:
         specs = [types.DeviceSpec(DeviceId(f"{node}/cpu:0"), types.DeviceKind.CPU, gib(device))]
@@ -226,10 +226,10 @@ class CoreDriver(CoreQueries):
     # -- looking -------------------------------------------------------------------------------
 
     def kinds(self) -> list[str]:
-        return [t.kind for t in self.told]
+        return [t.kind for t in self.logged]
 
     def last(self, kind: str) -> LogEvent:
-        return next(t for t in reversed(self.told) if t.kind == kind)
+        return next(t for t in reversed(self.logged) if t.kind == kind)
 
 
 def is_granted(decisions: list[Decision], name: str) -> bool:

@@ -33,9 +33,9 @@ def scrape(
     jobs: tuple[JobTotal, ...] = (),
 ) -> Samples:
     """What the arbiter answers, with what the core has told since counted."""
-    for told in driver.told:
+    for told in driver.logged:
         counters.note(told)
-    driver.told.clear()
+    driver.logged.clear()
     core = driver.arbiter
     view, names = driver.snapshot(), core.model_names
     source = Source(view, counters, names, core.request_times, calls_count, DAY, jobs)

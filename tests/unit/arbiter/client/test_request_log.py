@@ -100,7 +100,7 @@ def test_runs_in_a_heartbeat_become_events_without_request_text() -> None:
             HolderId("h"), (), (ev.FinishedRequest(TICKET, "a", seconds(2), "left", "r"),), 7
         ),
     )
-    run, dropped = (t for t in driver.told if t.kind in ("capability_run", "runs_dropped"))
+    run, dropped = (t for t in driver.logged if t.kind in ("capability_run", "runs_dropped"))
     assert (run.ticket, run.took) == (TICKET, seconds(2))
     assert run.data == {
         "holder": "h", "capability": "text", "model": "a", "outcome": "left", "request_id": "r",

@@ -15,9 +15,9 @@ def test_an_idle_model_goes_after_keep_warm_since_its_last_use() -> None:
     driver.resident(0, "a", 10, host=5)
     driver.beat(30, "a", inflight=1)
     driver.beat(40, "a", inflight=0)
-    assert driver.woke(99.9) == []
-    assert driver.wakes == [s(100)]
-    assert revoked(driver.woke(100)) == [("a", "idle", "gone")]
+    assert driver.fire_timer(99.9) == []
+    assert driver.timers == [s(100)]
+    assert revoked(driver.fire_timer(100)) == [("a", "idle", "gone")]
 
 
 @pytest.mark.spec("C8", "J2")
@@ -27,8 +27,8 @@ def test_a_model_that_its_holder_keeps_warm_is_not_idle_meanwhile() -> None:
     driver.resident(0, "a", 10)
     for t in (20, 40, 59):
         driver.at(t, ev.Renewed(HolderId("h"), (driver.held("a", idle_s=0),)))
-    assert driver.woke(118.9) == []
-    assert revoked(driver.woke(119)) == [("a", "idle", "gone")]
+    assert driver.fire_timer(118.9) == []
+    assert revoked(driver.fire_timer(119)) == [("a", "idle", "gone")]
 
 
 @pytest.mark.spec("C8")
@@ -36,7 +36,7 @@ def test_a_model_that_its_holder_keeps_warm_is_not_idle_meanwhile() -> None:
 def test_pinned_and_unlimited_keep_warm_models_stay(keep_warm_s: float, pinned: str) -> None:
     driver = CoreDriver(keep_warm_s=keep_warm_s, pinned=pinned)
     driver.resident(0, "a", 10)
-    assert driver.woke(7_000) == []
+    assert driver.fire_timer(7_000) == []
     assert driver.state_of("a") == "resident"
 
 
@@ -54,18 +54,18 @@ def test_a_model_in_use_outlives_its_keep_warm_and_one_found_busy_stays() -> Non
     driver = CoreDriver(keep_warm_s=60)
     driver.resident(0, "a", 10)
     driver.beat(30, "a", inflight=1)
-    assert driver.woke(500) == []
+    assert driver.fire_timer(500) == []
     driver.beat(501, "a", inflight=0)
-    assert revoked(driver.woke(561)) == [("a", "idle", "gone")]
+    assert revoked(driver.fire_timer(561)) == [("a", "idle", "gone")]
     assert driver.at(562, ev.Busy(TicketId("a"), 1)) == []
     assert driver.state_of("a") == "resident"
-    assert driver.woke(700) == []
+    assert driver.fire_timer(700) == []
 
 
 def test_changed_keep_warm_applies_to_an_idle_model() -> None:
     driver = CoreDriver(keep_warm_s=1000)
     driver.resident(0, "a", 10)
-    assert driver.woke(100) == []
+    assert driver.fire_timer(100) == []
     text = capability("text", "text", ("a",), keep_warm_s=50)
     assert revoked(driver.at(101, ev.CapabilitiesSet((text,)))) == [("a", "idle", "gone")]
 
@@ -95,8 +95,8 @@ def test_a_model_in_use_at_shutdown_leaves_when_idle_and_at_the_latest_at_the_bo
     held = [driver.held(n, inflight=i) for n, i in (("a", 0), ("b", 1))]
     decisions = driver.at(3, ev.Renewed(HolderId("h"), tuple(held)))
     assert revoked(decisions) == [("a", "shutdown", "gone")]
-    assert driver.woke(31.9) == []
-    assert set(killed(driver.woke(32))) == {"a", "b"}
+    assert driver.fire_timer(31.9) == []
+    assert set(killed(driver.fire_timer(32))) == {"a", "b"}
     driver.gone(33, "a")
     driver.gone(33, "b")
     assert driver.arbiter.snapshot(s(33)).tickets == ()
@@ -116,5 +116,5 @@ def test_missed_timer_is_set_again_by_the_audit() -> None:
     driver = CoreDriver(keep_warm_s=60, host=80)
     driver.resident(0, "a", 10, host=5)
     driver.lose_timers(next_audit_s=60)  # all of them, lost
-    driver.woke(60)
-    assert revoked(driver.woke(61)) == [("a", "idle", "gone")]
+    driver.fire_timer(60)
+    assert revoked(driver.fire_timer(61)) == [("a", "idle", "gone")]

@@ -29,19 +29,19 @@ def traded(settings: object = PLAIN) -> CoreDriver:
 def test_a_model_in_use_stays_for_a_model_that_left_for_it_until_that_has_waited_enough() -> None:
     driver = traded()
     assert driver.ask(14, "a2", 60) == []
-    assert in_seconds(driver.waits[0].predicted) >= 30
+    assert in_seconds(driver.queued[0].predicted) >= 30
     for t in range(15, 44):
         assert driver.beat(t, "b", inflight=1) == [], t
-    assert revoked(driver.woke(44)) == [("b", "swap", "gone")]
+    assert revoked(driver.fire_timer(44)) == [("b", "swap", "gone")]
 
 
 def test_it_leaves_once_it_had_no_request_for_as_long_as_its_load_took() -> None:
     driver = traded()
     driver.ask(14, "a2", 60)
     driver.beat(20, "b", inflight=0)
-    assert driver.woke(21.9) == []
-    assert driver.wakes[0] <= s(22)
-    assert revoked(driver.woke(22)) == [("b", "swap", "gone")]
+    assert driver.fire_timer(21.9) == []
+    assert driver.timers[0] <= s(22)
+    assert revoked(driver.fire_timer(22)) == [("b", "swap", "gone")]
 
 
 def test_explain_says_that_both_trade_places_and_for_how_long() -> None:
@@ -70,10 +70,10 @@ def test_a_more_urgent_request_does_not_wait_for_the_collation() -> None:
 def test_a_deadline_shortens_the_collation_to_half_of_the_time_it_leaves() -> None:
     driver = traded()
     driver.ask(17, "a2", 60, deadline_s=15)  # 2 s to load and 1 s to leave: 12 s are left
-    assert driver.wakes == [s(20)]  # the books are audited every ten seconds
-    assert revoked(driver.woke(20)) == []
-    assert driver.wakes == [s(23)]
-    assert revoked(driver.woke(23)) == [("b", "swap", "gone")]
+    assert driver.timers == [s(20)]  # the books are audited every ten seconds
+    assert revoked(driver.fire_timer(20)) == []
+    assert driver.timers == [s(23)]
+    assert revoked(driver.fire_timer(23)) == [("b", "swap", "gone")]
 
 
 def test_a_deadline_too_soon_is_refused_and_not_collated_away() -> None:
@@ -111,10 +111,10 @@ def test_a_request_that_gives_up_and_asks_again_goes_on_waiting() -> None:
     assert driver.ask(14, "a2", 60) == []
     driver.at(34, ev.Withdrawn(TicketId("a2"), HolderId("h")))
     assert driver.ask(35, "a3", 60, deadline_s=100) == []
-    assert driver.wakes[0] <= s(40)
+    assert driver.timers[0] <= s(40)
     for t in range(36, 44):
         assert driver.beat(t, "b", inflight=1) == [], t
-    assert revoked(driver.woke(44)) == [("b", "swap", "gone")]
+    assert revoked(driver.fire_timer(44)) == [("b", "swap", "gone")]
 
 
 def test_a_request_long_after_it_gave_up_waits_anew() -> None:
@@ -123,8 +123,8 @@ def test_a_request_long_after_it_gave_up_waits_anew() -> None:
     driver.at(34, ev.Withdrawn(TicketId("a2"), HolderId("h")))
     driver.beat(64, "b", inflight=1)
     assert driver.ask(65, "a3", 60) == []
-    assert driver.woke(94.9) == []
-    assert revoked(driver.woke(95)) == [("b", "swap", "gone")]
+    assert driver.fire_timer(94.9) == []
+    assert revoked(driver.fire_timer(95)) == [("b", "swap", "gone")]
 
 
 # -- the share of time spent loading ---------------------------------------------------------------
@@ -140,7 +140,7 @@ def loaded_much() -> CoreDriver:
     driver.ask(202, "b", 60)
     driver.at(222, ev.Loaded(TicketId("b"), seconds(20)))
     driver.beat(222, "b")
-    driver.woke(232)  # the books are audited every ten seconds
+    driver.fire_timer(232)  # the books are audited every ten seconds
     return driver
 
 
@@ -161,7 +161,7 @@ def test_above_the_bound_requests_as_urgent_wait_out_a_longer_residency() -> Non
     said = driver.arbiter.explain(TicketId("c"), s(243)).said
     assert any("longer because loads took 37% of the last ten minutes" in line for line in said)
     assert driver.beat(268, "b") == []
-    assert revoked(driver.woke(268.7)) == [("b", "swap", "gone")]  # 20 s x (1 / 0.3 - 1)
+    assert revoked(driver.fire_timer(268.7)) == [("b", "swap", "gone")]  # 20 s x (1 / 0.3 - 1)
 
 
 def test_a_more_urgent_request_does_not_wait_for_it() -> None:
@@ -172,6 +172,6 @@ def test_a_more_urgent_request_does_not_wait_for_it() -> None:
 
 def test_below_the_bound_the_residency_is_as_before_and_the_event_log_tells() -> None:
     driver = loaded_much()
-    driver.woke(650)  # of the first load 150 s count
+    driver.fire_timer(650)  # of the first load 150 s count
     assert driver.last("loading_share").data["fraction"] == pytest.approx(170 / 600, abs=1e-3)
     assert revoked(driver.ask(651, "c", 60)) == [("b", "swap", "gone")]

@@ -200,7 +200,7 @@ def test_bytes_that_do_not_come_back_are_not_waited_for() -> None:
     ask_compaction(d, 1, "a")
     d.at(2, ev.Released(TicketId("a"), "compact"))
     late = seconds(2) + d.arbiter.settings.timeouts.reclaim_overdue
-    done = [x for x in d.woke(late / 1e9 + 0.1) if isinstance(x, Compacted)]
+    done = [x for x in d.fire_timer(late / 1e9 + 0.1) if isinstance(x, Compacted)]
     spared = (SparedModel("a", TicketId("a"), "its bytes have not come back"),)
     assert done == [Compacted("by hand", 0, gib(0), spared, True)]
 
@@ -211,9 +211,9 @@ def test_load_that_its_holder_never_asks_for_ends_the_compaction() -> None:
     ask_compaction(d, 1, "a")
     unload(d, 2, "a")
     until = d.arbiter.settings.prefetch_for / 1e9
-    assert not [x for x in d.woke(1.9 + until) if isinstance(x, Compacted)]
+    assert not [x for x in d.fire_timer(1.9 + until) if isinstance(x, Compacted)]
     assert d.arbiter.compaction("by hand") == Compacted("by hand", 1, gib(0), (), False)
-    assert d.woke(2.1 + until) == [Compacted("by hand", 1, gib(0), (), True)]
+    assert d.fire_timer(2.1 + until) == [Compacted("by hand", 1, gib(0), (), True)]
     assert d.arbiter.compaction("by hand") is None
 
 

@@ -167,9 +167,9 @@ def test_a_victim_that_just_refused_is_not_asked_again_at_once_but_later() -> No
     driver.resident(0, "a", 80)
     driver.ask(20, "c", 30)
     assert driver.at(30, ev.BarrierDropped(TicketId("a"), 1)) == []
-    assert driver.woke(39.9) == []
-    assert s(40) in driver.wakes
-    assert revoked(driver.woke(40)) == [("a", "swap", "gone")]
+    assert driver.fire_timer(39.9) == []
+    assert s(40) in driver.timers
+    assert revoked(driver.fire_timer(40)) == [("a", "swap", "gone")]
 
 
 @pytest.mark.spec("C4")
@@ -178,9 +178,9 @@ def test_minimum_residency_follows_the_load_time_holds_the_revoke_and_sets_a_tim
     driver.ask(0, "a", 80)
     driver.at(5, ev.Loaded(TicketId("a"), seconds(5)))
     assert driver.ask(6, "b", 80) == []
-    assert driver.wakes == [s(10)]
-    assert driver.woke(9.9) == []
-    assert revoked(driver.woke(10)) == [("a", "swap", "gone")]
+    assert driver.timers == [s(10)]
+    assert driver.fire_timer(9.9) == []
+    assert revoked(driver.fire_timer(10)) == [("a", "swap", "gone")]
 
 
 def test_minimum_residency_of_a_slow_loader_is_bounded() -> None:
@@ -188,7 +188,7 @@ def test_minimum_residency_of_a_slow_loader_is_bounded() -> None:
     driver.ask(0, "a", 80)
     driver.at(500, ev.Loaded(TicketId("a"), seconds(500)))
     assert driver.ask(559, "b", 80) == []
-    assert revoked(driver.woke(560)) == [("a", "swap", "gone")]
+    assert revoked(driver.fire_timer(560)) == [("a", "swap", "gone")]
 
 
 @pytest.mark.spec("A9")
@@ -198,8 +198,8 @@ def test_engine_of_a_silent_holder_is_killed_after_an_unanswered_revoke() -> Non
     driver.resident(0, "a", 80)
     driver.join(20, "g")
     assert revoked(driver.ask(20, "b", 80, holder="g")) == [("a", "swap", "gone")]
-    assert driver.woke(31.9) == []
-    assert killed(driver.woke(32)) == ["a"]
+    assert driver.fire_timer(31.9) == []
+    assert killed(driver.fire_timer(32)) == ["a"]
     assert driver.state_of("a") == "reclaiming"
 
 
@@ -228,7 +228,7 @@ def test_idle_engine_that_holds_bytes_past_its_unload_time_is_killed() -> None:
     driver.at(21, ev.Renewed(HolderId("h"), (held,)))
     for t in range(22, 51):
         assert driver.at(t, ev.Renewed(HolderId("h"), (held,))) == []
-    assert killed(driver.woke(51)) == ["a"]
+    assert killed(driver.fire_timer(51)) == ["a"]
     assert "unload_overdue" in driver.kinds()
 
 
@@ -344,8 +344,8 @@ def chat_beside_an_embedding(reload_s: float, stays_s: float) -> CoreDriver:
 def test_an_asker_waits_for_a_cheaper_role_that_may_leave_before_the_dearer_could_be_back() -> None:
     driver = chat_beside_an_embedding(reload_s=3, stays_s=2)
     assert revoked(driver.ask(20.5, "b", 30)) == []
-    assert driver.wakes[0] == s(22)
-    assert revoked(driver.woke(22)) == [("e1", "swap", "gone")]
+    assert driver.timers[0] == s(22)
+    assert revoked(driver.fire_timer(22)) == [("e1", "swap", "gone")]
 
 
 @pytest.mark.spec("A21", "C4")

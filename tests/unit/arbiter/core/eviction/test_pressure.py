@@ -58,9 +58,9 @@ def test_low_pressure_evicts_one_idle_model_with_each_tick_lowest_first() -> Non
     d = driver()
     assert short(d, 10, free=10) == [("e1x", "pressure", "gone")]
     assert revoked(d.read(12)) == []
-    assert revoked(d.woke(15)) == [("e2x", "pressure", "gone")]
-    assert short(d, 16, free=70) == [] and revoked(d.woke(30)) == []
-    told = [(t.data["level"], t.data["source"]) for t in d.told if t.kind == "memory_pressure"]
+    assert revoked(d.fire_timer(15)) == [("e2x", "pressure", "gone")]
+    assert short(d, 16, free=70) == [] and revoked(d.fire_timer(30)) == []
+    told = [(t.data["level"], t.data["source"]) for t in d.logged if t.kind == "memory_pressure"]
     assert told == [("low", "measured"), ("nominal", "measured")]
 
 
@@ -83,7 +83,7 @@ def test_drafter_goes_before_any_model_its_text_goes_on_and_it_is_asked_again_in
     assert [x for x in decisions if isinstance(x, DropDrafter)] == [dropped]
     assert revoked(decisions) == []
     assert drafter_bytes(d) == gib(5)
-    decisions = d.woke(15)
+    decisions = d.fire_timer(15)
     assert dropped not in decisions and revoked(decisions) == [("e1x", "pressure", "gone")]
     d.at(16, ev.GaveBack(TicketId("d"), (types.DeviceBytes(CPU, gib(5)),)))
     assert drafter_bytes(d) == 0
@@ -103,7 +103,7 @@ def test_critical_pressure_evicts_all_idle_models_but_text_and_refuses_loads() -
     assert isinstance(error, UnderPressure) and error.retry_after_s
     assert is_granted(d.ask(12, "b", 1), "b")
     d.beat(13, "e2x")
-    assert revoked(d.woke(15)) == [("e2x", "pressure", "gone")]
+    assert revoked(d.fire_timer(15)) == [("e2x", "pressure", "gone")]
     assert d.state_of("a") == "resident"
 
 
@@ -113,8 +113,8 @@ def test_critical_pressure_empties_the_caches_of_what_stays_with_each_tick() -> 
     d.beat(4, "e2x", inflight=1)
     assert purged(d.at(5, pushed(types.Level.LOW))) == []
     assert purged(d.at(10, pushed(types.Level.CRITICAL))) == [("a", "h"), ("e2x", "h")]
-    assert purged(d.woke(15)) == [("a", "h"), ("e2x", "h")]
-    assert purged(d.at(16, pushed(types.Level.NOMINAL))) == purged(d.woke(30)) == []
+    assert purged(d.fire_timer(15)) == [("a", "h"), ("e2x", "h")]
+    assert purged(d.at(16, pushed(types.Level.NOMINAL))) == purged(d.fire_timer(30)) == []
 
 
 def pushed(level: types.Level) -> ev.PressurePushed:
@@ -132,7 +132,7 @@ def test_queued_ticket_waits_until_pressure_clears() -> None:
     push(d, 2, types.Level.CRITICAL)
     d.at(3, ev.Released(TicketId("a"), "x"))
     assert granted(d.gone(4, "a")) == []
-    assert granted(d.woke(62)) == ["e1"]
+    assert granted(d.fire_timer(62)) == ["e1"]
 
 
 def test_busy_victim_of_pressure_is_skipped_for_the_next() -> None:
@@ -146,8 +146,8 @@ def test_pressure_without_victims_left_is_reported_once() -> None:
     d = CoreDriver()
     d.resident(0, "a", 10)
     short(d, 10, free=2)
-    d.woke(15)
-    d.woke(20)
+    d.fire_timer(15)
+    d.fire_timer(20)
     assert d.kinds().count("pressure_nothing_left") == 1 and d.state_of("a") == "resident"
 
 
@@ -156,8 +156,8 @@ def test_pushed_levels_last_for_their_term_and_hold_where_they_were_pushed() -> 
     d.see_node(4, 80, 0, node="m")
     assert push(d, 10, types.Level.LOW, where="m/cpu:0") == []
     assert push(d, 11, types.Level.LOW, where=NODE, term_s=8) == [("e1x", "pressure", "gone")]
-    assert revoked(d.woke(16)) == [("e2x", "pressure", "gone")]
-    assert revoked(d.woke(19)) == [] and revoked(d.woke(21)) == []
+    assert revoked(d.fire_timer(16)) == [("e2x", "pressure", "gone")]
+    assert revoked(d.fire_timer(19)) == [] and revoked(d.fire_timer(21)) == []
     assert d.last("memory_pressure").data["level"] == "nominal"
     stale = d.arbiter.stale_count
     push(d, 22, types.Level.LOW, where="nowhere")
@@ -176,7 +176,7 @@ def test_two_budgets_of_one_ram_lose_one_model_a_tick() -> None:
     d = driver(host=80)
     d.physical = {CPU: 10, HOST: 10}
     assert revoked(d.read(10)) == [("e1x", "pressure", "gone")]
-    assert len(revoked(d.woke(15))) == 1
+    assert len(revoked(d.fire_timer(15))) == 1
 
 
 @pytest.mark.spec("A15")
@@ -200,7 +200,7 @@ def test_pressure_that_falls_to_low_evicts_nothing_at_once() -> None:
     assert short(d, 10, free=2) == []
     d.beat(11, "e1x", "e2x", "e3x")
     assert short(d, 12, free=10) == []  # from critical to low
-    assert revoked(d.woke(15)) == [("e1x", "pressure", "gone")]
+    assert revoked(d.fire_timer(15)) == [("e1x", "pressure", "gone")]
 
 
 def gpus(stalls: float, *free: float) -> CoreDriver:

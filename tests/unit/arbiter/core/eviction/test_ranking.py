@@ -60,8 +60,8 @@ def test_a_model_counts_as_batch_when_its_keep_warm_seconds_have_passed() -> Non
     driver.ticket("a").declined_until = 10**12  # so that it stays when unused
     assert driver.ask(20, "b", 80, priority=LOW) == []
     driver.ticket("a").declined_until = 0
-    assert min(driver.wakes) <= 30 * 10**9
-    assert [name for name, _, _ in revoked(driver.woke(30))] == ["a"]
+    assert min(driver.timers) <= 30 * 10**9
+    assert [name for name, _, _ in revoked(driver.fire_timer(30))] == ["a"]
 
 
 @pytest.mark.spec("C2")
@@ -70,7 +70,7 @@ def test_model_kept_warm_for_hours_is_not_urgent_for_hours(keep_warm_s: float) -
     driver = CoreDriver(device=80, keep_warm_s=keep_warm_s)
     driver.resident(0, "a", 80, priority=HIGH)
     assert revoked(driver.ask(899, "b", 80)) == []
-    assert [name for name, _, _ in revoked(driver.woke(901))] == ["a"]
+    assert [name for name, _, _ in revoked(driver.fire_timer(901))] == ["a"]
 
 
 @pytest.mark.spec("C2")
@@ -214,9 +214,9 @@ def old_urgent_ones() -> CoreDriver:
 def test_all_tickets_whose_priority_has_decayed_become_candidates_at_once() -> None:
     driver = old_urgent_ones()
     book = driver.account()
-    driver.woke(899)
+    driver.fire_timer(899)
     assert not list(victims_no_more_urgent(driver.state, book, Priority.NORMAL))
-    driver.woke(901)
+    driver.fire_timer(901)
     assert len(list(victims_no_more_urgent(driver.state, book, Priority.NORMAL))) == 8
 
 
@@ -225,7 +225,7 @@ def test_no_price_is_older_than_a_minute() -> None:
     driver = old_urgent_ones()
     book = driver.account()
     for t in (901, 961):
-        driver.woke(t)
+        driver.fire_timer(t)
         priced = list(ranked_victims(driver.state, book))
     assert [kept for _, kept in priced] == [price_victim(driver.state, book, e) for e, _ in priced]
 

@@ -104,8 +104,8 @@ def test_a_sleep_that_is_not_seen_ends_the_engine() -> None:
     driver.engines["a"] = {CPU: 80}
     driver.ask(20, "b", 60)
     driver.at(21, ev.Slept(TicketId("a")))
-    assert driver.woke(25.9) == []
-    decisions = driver.woke(26)
+    assert driver.fire_timer(25.9) == []
+    decisions = driver.fire_timer(26)
     assert killed(decisions) == ["a"]
     assert revoked(decisions) == [("a", "swap", "gone")]
     assert "not_asleep" in driver.kinds()
@@ -125,7 +125,7 @@ def test_a_sleep_without_a_fall_is_doubted_before_one_that_still_falls() -> None
 @pytest.mark.spec("D1")
 def test_a_model_whose_sleep_was_not_seen_is_not_put_to_sleep_again() -> None:
     driver = claims_to_sleep()
-    driver.woke(26)
+    driver.fire_timer(26)
     driver.gone(27, "a")
     driver.at(28, ev.Released(TicketId("b"), "manual"))
     driver.gone(28, "b")
@@ -151,7 +151,7 @@ def test_asleep_ticket_behind_in_the_queue_gives_its_residue_to_the_head() -> No
     driver.at(23, ev.Loaded(TicketId("b"), seconds(0)))
     assert driver.ask(23.5, "c", 80) == []  # `b` is within its minimum residency
     assert driver.ask(23.6, "a", 80, host=40, priority=types.Priority.LOW) == []
-    decisions = driver.woke(24.1)
+    decisions = driver.fire_timer(24.1)
     assert killed(decisions) == ["a"]
     assert isinstance(refusal(decisions), errors.TicketClosed)
     assert ("b", "swap", "gone") in revoked(decisions)
@@ -246,7 +246,7 @@ def test_wake_requested_before_a_refused_sleep_is_granted_as_resident() -> None:
 def test_a_wake_past_its_deadline_is_refused_and_may_be_asked_again() -> None:
     driver = asleep()
     driver.ask(30, "a", 80, host=40, deadline_s=5)
-    assert isinstance(refusal(driver.woke(35)), errors.DeadlineUnmet)
+    assert isinstance(refusal(driver.fire_timer(35)), errors.DeadlineUnmet)
     assert driver.state_of("a") == "asleep"
     driver.at(36, ev.LoadBroke(TicketId("b"), "x", False))
     driver.gone(36, "b")
@@ -258,10 +258,10 @@ def test_asleep_ticket_past_its_keep_warm_is_killed_at_once() -> None:
     driver = asleep()
     driver.ticket("a").keep_warm = seconds(100)
     driver.set_timer("a", s(22))
-    driver.woke(23)
+    driver.fire_timer(23)
     last_used = driver.ticket("a").last_used
-    assert driver.woke(99.9) == []
-    decisions = driver.woke(100)
+    assert driver.fire_timer(99.9) == []
+    decisions = driver.fire_timer(100)
     assert last_used == s(0)
     assert killed(decisions) == ["a"]
     assert revoked(decisions) == [("a", "idle", "gone")]
@@ -361,7 +361,7 @@ def test_a_wake_whose_caller_left_before_the_grant_arrived_is_given_up() -> None
     assert (driver.state_of("a"), driver.charged(HOST)) == ("asleep", 40)
     assert driver.charged(CPU) == driver.engines["a"].get(CPU, 0)
     told = driver.kinds()
-    driver.woke(700)
+    driver.fire_timer(700)
     assert "wake_given_up" in told
     assert driver.kinds().count("load_failed") == told.count("load_failed")
     assert granted(driver.ask(701, "a", 80, host=40)) == ["a"]
@@ -399,7 +399,7 @@ def test_the_seconds_of_a_wake_are_predicted_from_wakes() -> None:
 def test_wake_for_a_quarantined_holder_is_refused() -> None:
     driver = asleep()
     driver.at(23, ev.LoadBroke(TicketId("b"), "x", False))
-    driver.woke(29)
+    driver.fire_timer(29)
     error = refusal(driver.ask(30, "a", 80, host=40))
     assert error == errors.HolderQuarantined(HolderId("h"), gib(60))
     driver.gone(31, "b")

@@ -90,7 +90,7 @@ def filled_driver(settings: Settings) -> CoreDriver:
     driver = CoreDriver(device=80, settings=settings)
     for at, name in enumerate(NAMES):
         driver.resident(at, name, 9.5)
-    driver.woke(50)
+    driver.fire_timer(50)
     return driver
 
 
@@ -103,7 +103,7 @@ def test_device_watermarks_act_for_a_queued_ticket_and_evict_to_the_low_mark() -
     driver = filled_driver(MARKED)
     assert all(driver.state_of(name) == "resident" for name in NAMES)
     assert revoked(driver.ask(100, "vad", 6)) == [("a", "swap", "gone"), ("b", "swap", "gone")]
-    assert driver.woke(101) == []
+    assert driver.fire_timer(101) == []
     driver.at(102, ev.Released(TicketId("a"), "swap"))
     assert granted(driver.gone(103, "a")) == ["vad"]
 

@@ -244,8 +244,8 @@ def test_a_request_not_granted_by_its_deadline_is_refused_and_may_come_back() ->
     driver.ask(0, "a", 80)
     driver.ask(1, "b", 80, deadline_s=5)
     driver.sleep_until(6)
-    assert driver.wakes == [s(6)] and "b" in driver.queue()
-    error = refusal(driver.woke(6))
+    assert driver.timers == [s(6)] and "b" in driver.queue()
+    error = refusal(driver.fire_timer(6))
     assert error == errors.DeadlineUnmet(TicketId("b"), 5.0, 1.0)
     assert driver.state_of("b") == "closed"
 

@@ -79,8 +79,8 @@ def test_gang_member_whose_partner_does_not_ask_within_30_s_is_refused() -> None
     """After a restart of the arbiter the partner may be loaded already, and never ask again."""
     d = GpuDriver(80)
     assert d.want(0, "a", 50, "ab") == []
-    assert d.woke(29.9) == []
-    assert isinstance(refusal(d.woke(30)), TicketClosed)
+    assert d.fire_timer(29.9) == []
+    assert isinstance(refusal(d.fire_timer(30)), TicketClosed)
 
 
 @pytest.mark.spec("A13")

@@ -90,7 +90,7 @@ def test_aged_ticket_asks_with_the_priority_of_the_ticket_it_holds_up() -> None:
     driver = CoreDriver(device=80)
     driver.resident(0, "a", 80, priority=HIGH)
     assert driver.ask(1, "b", 50, priority=LOW) == []
-    assert driver.woke(31) == []  # due, but nobody it holds up may have more than it
+    assert driver.fire_timer(31) == []  # due, but nobody it holds up may have more than it
     assert revoked(driver.ask(32, "c", 50, priority=HIGH)) == [("a", "swap", "gone")]
     driver.at(33, ev.Released(TicketId("a"), "swap"))
     assert granted(driver.gone(34, "a")) == ["b"]
@@ -124,8 +124,8 @@ def test_end_of_minimum_residency_triggers_a_grant_pass_without_other_events() -
     driver.at(8, ev.Loaded(TicketId("a"), seconds(8)))
     driver.beat(8, "a")
     driver.ask(9, "b", 10)
-    assert driver.woke(15.9) == []
-    assert revoked(driver.woke(16)) == [("a", "swap", "gone")]
+    assert driver.fire_timer(15.9) == []
+    assert revoked(driver.fire_timer(16)) == [("a", "swap", "gone")]
 
 
 # -- groups ---------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_exclusion_group_members_leave_all_or_none() -> None:
     driver.at(25, ev.Loaded(TicketId("a2"), seconds(6)))
     driver.beat(25, holder="g")
     assert revoked(driver.ask(26, "b", 10)) == []  # `a2` has its minimum residency before it
-    assert sorted(name for name, _, _ in revoked(driver.woke(31))) == ["a", "a2"]
+    assert sorted(name for name, _, _ in revoked(driver.fire_timer(31))) == ["a", "a2"]
 
 
 @pytest.mark.spec("A11", "C2")
@@ -218,7 +218,7 @@ def test_oversized_model_is_not_granted_under_critical_pressure() -> None:
     assert driver.ask(1, "e1", 100, capability="embedding", model="e1") == []  # `a` is loading
     driver.at(2, ev.PressurePushed(CPU, types.Level.CRITICAL, gib(1), seconds(60)))
     assert granted(driver.at(3, ev.Loaded(TicketId("a"), seconds(3)))) == []
-    assert granted(driver.woke(63)) == ["e1"]
+    assert granted(driver.fire_timer(63)) == ["e1"]
 
 
 # -- where ----------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_a_request_outside_the_hours_is_refused_until_they_begin() -> None:
 def test_a_request_whose_deadline_is_later_waits_and_is_told_how_long() -> None:
     driver = with_hours(is_open=False, left_s=600)
     assert driver.ask(0, "a", 10, deadline_s=900) == []
-    assert in_seconds(driver.waits[0].predicted) >= 600
+    assert in_seconds(driver.queued[0].predicted) >= 600
     assert f"It waits for the hours of its model, {NIGHT}: 590 s." in said(driver, "a", 10)
     assert granted(read(driver, 600, NIGHT, True)) == ["a"]
 
@@ -107,7 +107,7 @@ def test_a_holder_that_is_busy_after_all_is_asked_again() -> None:
     driver.at(10, ev.Busy(TicketId("a"), 1))
     driver.beat(11, "a", inflight=0)
     driver.sleep_until(20)
-    assert revoked(driver.woke(20)) == [("a", "hours", "gone")]
+    assert revoked(driver.fire_timer(20)) == [("a", "hours", "gone")]
 
 
 def test_a_load_that_began_in_time_is_not_broken_off() -> None:
@@ -143,7 +143,7 @@ def test_pins_and_floors_hold_within_the_hours_only() -> None:
         assert not driver.ticket("a").pinned
         driver.at(11, ev.Released(TicketId("a"), "hours"))
         assert driver.gone(11, "a") == []
-        assert driver.woke(3000) == []  # the floor is enforced by nothing meanwhile
+        assert driver.fire_timer(3000) == []  # the floor is enforced by nothing meanwhile
         assert read(driver, 3610, NIGHT, True) == [LoadModel(HolderId("h"), "a")]
 
 
@@ -233,7 +233,7 @@ def closed_to_batch(settings: Settings = BATCH_SETTINGS, left_s: float = 600) ->
 def test_batch_work_outside_its_hours_waits_and_is_told_how_long() -> None:
     driver = closed_to_batch()
     assert batch(driver, 0, "a") == []
-    assert in_seconds(driver.waits[0].predicted) >= 600
+    assert in_seconds(driver.queued[0].predicted) >= 600
     assert f"Batch work waits for its hours, {BATCH}: 599 s." in said(driver, "a", 1)
     assert granted(driver.ask(1, "b", 10)) == ["b"]  # other work does not
     assert granted(read(driver, 600, BATCH, True)) == ["a"]
@@ -281,7 +281,7 @@ def test_held_tickets_before_it_do_not_lengthen_the_estimate_of_another() -> Non
         driver.at(1, ev.Loaded(TicketId("b"), seconds(5)))
         driver.beat(1, "b", inflight=1)
         driver.ask(2, "c", 60)
-    assert behind.waits[0].predicted == alone.waits[0].predicted
+    assert behind.queued[0].predicted == alone.queued[0].predicted
 
 
 def test_a_lease_waits_for_no_hours() -> None:

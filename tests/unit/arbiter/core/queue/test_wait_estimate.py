@@ -46,7 +46,7 @@ def two_hundred_loads() -> list[tuple[float, float, float, float]]:
     for number in range(LOADS):
         load(driver, 100 * number, f"x{number}", rng.choice(list(SIZES)), rng)
     rows = []
-    for told in (t for t in driver.told if t.kind == "estimate_error"):
+    for told in (t for t in driver.logged if t.kind == "estimate_error"):
         error_ns = told.data["error_ns"]
         held, took = float(told.size_bytes or 0), in_seconds(told.took or seconds(0))
         missed = took if error_ns is None else error_ns / 1e9
@@ -139,7 +139,7 @@ def test_tickets_ahead_in_the_queue_lengthen_the_estimated_wait() -> None:
     driver.ask(0, "a", 80)
     for n in range(10):
         driver.ask(1, f"b{n}", 40)
-    waits = [t.took for t in driver.told if t.kind == "ticket_waits"]
+    waits = [t.took for t in driver.logged if t.kind == "ticket_waits"]
     assert waits == sorted(waits) and waits[-1] > waits[0]
 
 

@@ -62,7 +62,7 @@ def test_clients_beyond_the_bound_become_one_row_of_their_tenant() -> None:
 def test_accounts_survive_a_restart() -> None:
     driver = CoreDriver(device=80)
     driver.resident(0, "a", 20, tenant="y")
-    driver.woke(100)
+    driver.fire_timer(100)
     driver.at(101, ev.Released(TicketId("a"), "idle"))
     driver.gone(102, "a")
     rows = driver.arbiter.export_accounts()

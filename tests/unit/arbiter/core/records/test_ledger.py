@@ -39,9 +39,9 @@ def test_books_that_do_not_add_up_crash_the_next_event_that_touches_them(field: 
 def test_untouched_books_are_checked_on_the_timer() -> None:
     driver = CoreDriver()
     driver.account().free_bytes += 1
-    driver.woke(9.9)
+    driver.fire_timer(9.9)
     with pytest.raises(LedgerBroken):
-        driver.woke(10)
+        driver.fire_timer(10)
 
 
 def test_an_index_that_lost_a_ticket_is_found_by_the_audit() -> None:

@@ -107,7 +107,7 @@ def test_explain_says_for_how_long_the_holder_was_silent() -> None:
     driver.resident(0, "a", 80)
     driver.beat(0, "a", inflight=1)
     driver.ask(1, "b", 60)
-    driver.woke(4000)
+    driver.fire_timer(4000)
     said = why(driver, 4000, "b").said
     assert any("no heartbeat for 4000 s; nothing is granted to it" in line for line in said)
 

@@ -19,14 +19,14 @@ def test_a_replica_is_wanted_while_a_ticket_is_open_and_for_a_while_after() -> N
     assert driver.arbiter.replica_targets(s(332))["text"] == 1
     assert driver.arbiter.replica_targets(s(333))["text"] == 0
     driver.sleep_until(333)
-    assert driver.wakes == [s(333)]
+    assert driver.timers == [s(333)]
 
 
 @pytest.mark.spec("H0")
 def test_timer_is_set_for_when_a_replica_is_no_longer_wanted() -> None:
     driver = CoreDriver(holders=())
     driver.join(0, "h")
-    rung = [t for t in range(1, 400) if driver.woke(t) == [] and s(300) in driver.wakes]
+    rung = [t for t in range(1, 400) if driver.fire_timer(t) == [] and s(300) in driver.timers]
     assert max(rung) >= 290
 
 

@@ -36,10 +36,10 @@ def test_snapshot_lists_cooldowns_and_quarantined_holders() -> None:
     driver = CoreDriver(device=80)
     driver.ask(0, "a", 30)
     driver.at(1, ev.LoadBroke(TicketId("a"), "bad weights", False))
-    driver.woke(1.5)
+    driver.fire_timer(1.5)
     [cooldown] = driver.snapshot().cooldowns
     assert (cooldown.model, cooldown.cause, cooldown.left) == ("a", "bad weights", seconds(1.5))
-    driver.woke(6)
+    driver.fire_timer(6)
     view = driver.snapshot()
     assert view.cooldowns == ()
     assert [h.kept_bytes for h in view.holders] == [gib(30)]

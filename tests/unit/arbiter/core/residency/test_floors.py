@@ -105,7 +105,7 @@ def test_host_floor_puts_its_model_to_sleep_once_idle_and_keeps_it_asleep() -> N
     d.engines["a"] = {HOST: 40}
     d.read(5)
     assert d.state_of("a") == "asleep"
-    assert revoked(d.woke(500)) == [] and d.state_of("a") == "asleep"
+    assert revoked(d.fire_timer(500)) == [] and d.state_of("a") == "asleep"
     assert [r[0] for r in revoked(floor(d, 501, "a", Floor.COLD))] == ["a"]
 
 
@@ -162,8 +162,8 @@ def test_load_by_hand_of_a_resident_keeps_it_warm_as_a_use_does() -> None:
     d.resident(0, "a", 30)
     d.beat(40, "a", inflight=0)
     d.at(50, ev.LoadAsked("text", "a"))
-    assert d.woke(105) == []
-    assert revoked(d.woke(110)) == [("a", "idle", "gone")]
+    assert d.fire_timer(105) == []
+    assert revoked(d.fire_timer(110)) == [("a", "idle", "gone")]
 
 
 @pytest.mark.spec("D8")
@@ -236,7 +236,7 @@ def test_lowered_floor_revokes_again_after_its_holder_was_busy() -> None:
     assert revoked(floor(d, 10, "a", Floor.COLD)) == [("a", "manual", "gone")]
     d.at(11, ev.Busy(TicketId("a"), 1))
     assert revoked(d.beat(12, "a")) == []  # it was asked a moment ago
-    assert revoked(d.woke(60)) == [("a", "manual", "gone")]
+    assert revoked(d.fire_timer(60)) == [("a", "manual", "gone")]
 
 
 @pytest.mark.spec("D8")
@@ -262,8 +262,8 @@ def test_model_with_a_device_floor_is_retried_after_each_cool_down() -> None:
     d.ask(1, "a", 30)
     d.at(2, ev.LoadBroke(TicketId("a"), "a bug", False))
     assert d.gone(2.1, "a") == []
-    assert d.woke(3.9) == []
-    assert d.woke(4.1) == [LoadModel(H, "a")]
+    assert d.fire_timer(3.9) == []
+    assert d.fire_timer(4.1) == [LoadModel(H, "a")]
 
 
 @pytest.mark.spec("D8", "D5")
@@ -272,10 +272,10 @@ def test_model_with_a_device_floor_for_which_no_ticket_came_is_asked_for_again()
     d = CoreDriver()
     assert floor(d, 0, "a", Floor.DEVICE) == [LoadModel(H, "a")]
     d.beat(5)
-    assert d.woke(9) == []
-    assert d.woke(10) == [LoadModel(H, "a")]
+    assert d.fire_timer(9) == []
+    assert d.fire_timer(10) == [LoadModel(H, "a")]
     d.resident(11, "a", 30)
-    assert d.woke(20) == d.woke(30) == []
+    assert d.fire_timer(20) == d.fire_timer(30) == []
 
 
 @pytest.mark.spec("D9")
@@ -307,7 +307,7 @@ def test_usage_rates_and_transitions_of_a_removed_model_are_forgotten() -> None:
     assert all(d.usage_rates("a")) and set(d.transition_counts) == {a, b}
     text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
     d.at(10, ev.CapabilitiesSet((text, d.table[1])))
-    d.woke(11)
+    d.fire_timer(11)
     assert d.usage_rates("a") == (0, 0) and all(d.usage_rates("b"))
     assert d.transition_counts == {b: {}} and d.last_used() is None
 

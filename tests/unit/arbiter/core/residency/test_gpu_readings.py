@@ -15,7 +15,7 @@ LOST = "nvmlDeviceGetMemoryInfo: Timeout (NVML code 10)"
 
 
 def kinds_of(driver: GpuCoreDriver, kind: str) -> list[object]:
-    return [told.data["device"] for told in driver.told if told.kind == kind]
+    return [told.data["device"] for told in driver.logged if told.kind == kind]
 
 
 def two(host: float = 100) -> GpuCoreDriver:

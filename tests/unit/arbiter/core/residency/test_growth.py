@@ -47,7 +47,7 @@ def test_idle_models_are_evicted_for_growth() -> None:
 def test_growth_without_room_in_time_is_refused_and_the_resident_goes_on() -> None:
     d = driver()
     assert grow(d, 2, "a", 25, within_s=10) == []
-    error = refusal(d.woke(12))
+    error = refusal(d.fire_timer(12))
     assert isinstance(error, GrowthRefused) and "in time" in str(error)
     assert d.state_of("a") == "resident" and d.charged() == 60
 
@@ -193,7 +193,7 @@ def test_growth_under_pressure_is_granted_to_text_only() -> None:
     d.at(2, ev.PressurePushed("n", types.Level.CRITICAL, None, seconds(20)))
     assert granted(grow(d, 3, "e1", 10)) == []
     assert granted(grow(d, 4, "a", 10)) == ["a"]
-    assert granted(d.woke(22)) == ["e1"]
+    assert granted(d.fire_timer(22)) == ["e1"]
 
 
 # -- giving back, over a wire that repeats, delays and loses ---------------------------------------

@@ -31,8 +31,8 @@ IMPATIENT = replace(PLAIN, timeouts=replace(PATIENT, lost=seconds(60)))  # the r
 def test_grants_wait_for_known_holders_or_five_seconds() -> None:
     driver = CoreDriver(known=("old",))
     assert driver.ask(1, "a", 10) == []
-    assert driver.woke(4.9) == []
-    assert granted(driver.woke(5)) == ["a"]
+    assert driver.fire_timer(4.9) == []
+    assert granted(driver.fire_timer(5)) == ["a"]
 
 
 @pytest.mark.spec("A18")
@@ -119,7 +119,7 @@ def test_holder_that_does_not_rejoin_within_the_lost_time_loses_its_engines() ->
     assert killed(driver.read(59.9)) == []
     assert killed(driver.read(60)) == ["z"]
     assert killed(driver.read(61)) == ["z"]
-    assert len([t for t in driver.told if t.kind == "unclaimed_engine"]) == 1
+    assert len([t for t in driver.logged if t.kind == "unclaimed_engine"]) == 1
 
 
 @pytest.mark.spec("A18")
@@ -128,8 +128,8 @@ def test_grants_go_on_beside_an_engine_that_cannot_be_killed() -> None:
     driver.engines["z"] = {CPU: 30}
     driver.read(6)
     assert driver.ask(7, "a", 50) == []
-    assert granted(driver.woke(10.9)) == []
-    assert granted(driver.woke(11)) == ["a"]
+    assert granted(driver.fire_timer(10.9)) == []
+    assert granted(driver.fire_timer(11)) == ["a"]
 
 
 @pytest.mark.spec("A18")
@@ -146,7 +146,7 @@ def test_a_claimed_engine_is_no_longer_foreign() -> None:
 def test_load_that_had_not_begun_ends_where_its_bytes_are_lent_when_its_holder_rejoins() -> None:
     driver = CoreDriver(device=80, known=("late",))
     driver.ask(1, "b", 60)
-    assert granted(driver.woke(5)) == ["b"]
+    assert granted(driver.fire_timer(5)) == ["b"]
     decisions = driver.join(6, "late", driver.held("a", types.Phase.LOADING, size=30))
     assert (killed(decisions), revoked(decisions)) == (["a"], [("a", "lost", "gone")])
     assert (driver.state_of("b"), driver.free()) == ("loading", 20)
@@ -159,7 +159,7 @@ def test_load_that_had_not_begun_ends_where_its_bytes_are_lent_when_its_holder_r
 def test_load_that_had_not_begun_goes_on_where_its_bytes_are_free() -> None:
     driver = CoreDriver(device=80, known=("late",))
     driver.ask(1, "b", 60)
-    assert granted(driver.woke(5)) == ["b"]
+    assert granted(driver.fire_timer(5)) == ["b"]
     assert killed(driver.join(6, "late", driver.held("a", types.Phase.LOADING, size=20))) == []
     assert driver.state_of("a") == "loading"
     assert driver.arbiter.check_grant(TicketId("a"), NODE) is types.GrantCheck.GRANTED
@@ -171,7 +171,7 @@ def test_load_whose_engine_was_seen_goes_on_whatever_was_lent_beside_it() -> Non
     driver.engines["a"] = {CPU: 10}
     driver.read(1)
     driver.ask(2, "b", 60)
-    assert granted(driver.woke(11)) == ["b"]
+    assert granted(driver.fire_timer(11)) == ["b"]
     assert killed(driver.join(12, "late", driver.held("a", types.Phase.LOADING, size=30))) == []
     assert driver.state_of("a") == "loading"
 
@@ -279,8 +279,8 @@ def test_holder_silent_beyond_the_lost_time_counts_as_dead() -> None:
     driver = CoreDriver(settings=IMPATIENT)
     driver.resident(0, "a", 30)
     driver.beat(30, "a")
-    assert driver.woke(89.9) == []
-    assert killed(driver.woke(90)) == ["a"]
+    assert driver.fire_timer(89.9) == []
+    assert killed(driver.fire_timer(90)) == ["a"]
     assert driver.holders() == set()
 
 

@@ -16,8 +16,8 @@ JUST_S = 0.1
 
 def lost_after(silent_s: float, driver: CoreDriver) -> bool:
     """Ticket `a`, whose holder is silent from 5 s on, is killed after that long and not before."""
-    before = killed(driver.woke(5 + silent_s - JUST_S))
-    return before == [] and killed(driver.woke(5 + silent_s)) == ["a"]
+    before = killed(driver.fire_timer(5 + silent_s - JUST_S))
+    return before == [] and killed(driver.fire_timer(5 + silent_s)) == ["a"]
 
 
 @pytest.mark.spec("A5")

@@ -42,7 +42,7 @@ def test_agent_that_was_away_is_told_since_when_once_it_appears_and_for_a_day() 
 @pytest.mark.spec("E6")
 def test_next_epoch_tells_an_agent_of_tenants_that_were_removed_before_it() -> None:
     d = CoreDriver()
-    d.woke(10)
+    d.fire_timer(10)
     d.arbiter.restore_removed({"acme": 20.0, "older": in_seconds(TOLD_AGAIN)})
     told = d.at(15, ev.NodeSeen(NodeId("m"), ()))
     assert told == [DropTenant(NodeId("m"), "acme", seconds(25))]

@@ -67,7 +67,7 @@ def test_a_device_that_gives_too_little_back_confirms_no_sleep() -> None:
     for t in (22, 23, 24, 25):  # another engine may have taken what this one gave
         assert killed(driver.read(t)) == []
     assert driver.state_of("a") == "draining"
-    assert killed(driver.woke(26)) == ["a"]
+    assert killed(driver.fire_timer(26)) == ["a"]
     assert "not_asleep" in driver.kinds()
 
 

@@ -75,7 +75,7 @@ def test_a_preemptible_lease_gets_notice_and_then_a_deadline() -> None:
     assert notice.barrier_until == seconds(15)
     lease_beat(driver, 13, "job", 60)
     assert driver.state_of("job") == "draining"
-    overdue = driver.woke(17)
+    overdue = driver.fire_timer(17)
     assert killed(overdue) == ["job"] and driver.state_of("job") == "reclaiming"
     assert driver.last("lease_overdue").size_bytes == 60 * GIB
     assert is_granted(driver.gone(18, "job"), "a")
@@ -100,9 +100,9 @@ def test_an_idle_model_of_any_role_is_dearer_than_a_preemptible_lease() -> None:
 def test_a_term_ends_with_notice_in_time() -> None:
     driver = CoreDriver(settings=WHOLE)
     driver.lease(0, "job", 30, term_s=100, notice_s=10)
-    driver.woke(80)
+    driver.fire_timer(80)
     assert driver.state_of("job") == "resident"
-    [notice] = [d for d in driver.woke(90) if isinstance(d, Revoke)]
+    [notice] = [d for d in driver.fire_timer(90) if isinstance(d, Revoke)]
     assert (notice.reason.value, notice.barrier_until) == ("term", seconds(100))
 
 
@@ -143,9 +143,9 @@ def test_a_lease_without_heartbeats_lapses() -> None:
     driver = CoreDriver(settings=replace(WHOLE, timeouts=replace(PATIENT, lease_lapse=seconds(10))))
     driver.lease(0, "job", 30)
     lease_beat(driver, 8, "job", 30)
-    driver.woke(12)
+    driver.fire_timer(12)
     assert driver.state_of("job") == "resident"
-    assert killed(driver.woke(18.5)) == ["job"]
+    assert killed(driver.fire_timer(18.5)) == ["job"]
 
 
 def test_a_process_that_keeps_its_memory_is_quarantined_with_its_tenant() -> None:
@@ -155,7 +155,7 @@ def test_a_process_that_keeps_its_memory_is_quarantined_with_its_tenant() -> Non
     driver.read(1)
     driver.at(2, ev.Released(TicketId("job"), "released"))
     driver.at(2, ev.HolderLost(HolderId("lease:job")))  # as the lease service says of each release
-    driver.woke(8)
+    driver.fire_timer(8)
     assert "quarantine" in driver.kinds() and driver.free() == 50
     assert isinstance(refusal(driver.lease(9, "again", 1)), HolderQuarantined)
 
@@ -211,7 +211,7 @@ def test_a_changed_table_and_keep_warm_leave_leases_alone() -> None:
     driver.ask(0, "a", 60)
     driver.lease(1, "waits", 60, tenant="u")
     driver.at(2, ev.CapabilitiesSet(()))
-    driver.woke(500)
+    driver.fire_timer(500)
     assert driver.state_of("job") == "resident" and driver.state_of("waits") == "queued"
 
 

@@ -124,7 +124,7 @@ def test_evicted_model_is_reloaded_after_out_of_memory_only_without_a_second_try
         KillEngine(NODE, TicketId("b"))
     ]
     driver.gone(24, "b")
-    assert driver.woke(28) == [LoadModel(HolderId("h"), "a")]
+    assert driver.fire_timer(28) == [LoadModel(HolderId("h"), "a")]
 
 
 @pytest.mark.spec("A12")
@@ -137,7 +137,7 @@ def test_second_try_that_succeeds_reloads_no_evicted_model() -> None:
     driver.at(23, ev.LoadBroke(TicketId("b"), "out of memory", True))
     driver.gone(24, "b")
     driver.ask(25, "b2", 60, attempt=2)
-    assert driver.woke(28) == []
+    assert driver.fire_timer(28) == []
     driver.at(29, ev.Loaded(TicketId("b2"), seconds(3)))
     driver.at(30, ev.Released(TicketId("b2"), "manual"))
     driver.gone(31, "b2")
@@ -193,8 +193,8 @@ def test_hanging_load_is_killed_and_its_holder_is_revoked() -> None:
     driver = CoreDriver(settings=settings)
     [grant] = driver.ask(0, "a", 40)
     assert grant.load_by == s(60)
-    assert driver.woke(59.9) == []
-    decisions = driver.woke(60)
+    assert driver.fire_timer(59.9) == []
+    decisions = driver.fire_timer(60)
     assert killed(decisions) == ["a"]
     assert revoked(decisions) == [("a", "failed", "gone")]
     assert driver.last("load_failed").data["cause"] == "did not finish within 60 s"
@@ -306,7 +306,7 @@ def test_record_of_the_evicted_model_ends_with_the_deadline_of_its_asker() -> No
     driver.resident(0, "a", 80)
     driver.ask(20, "b", 60, deadline_s=1)
     assert driver.evicted_for()
-    driver.woke(21)
+    driver.fire_timer(21)
     assert driver.evicted_for() == {}
 
 

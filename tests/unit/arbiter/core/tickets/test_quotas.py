@@ -59,7 +59,7 @@ def test_aged_ticket_at_the_maximum_of_its_tenant_holds_up_no_other() -> None:
     driver.beat(1, "b", inflight=1)
     assert revoked(driver.ask(20, "c", 20, tenant="x")) == [("b", "swap", "gone")]
     driver.at(21, ev.BarrierDropped(TicketId("b"), 1))
-    driver.woke(60)
+    driver.fire_timer(60)
     assert granted(driver.ask(61, "d", 40, tenant="y")) == ["d"]
 
 
@@ -83,7 +83,7 @@ def test_ticket_at_the_maximum_of_its_tenant_counts_bytes_already_leaving() -> N
     driver.resident(0, "a", 15, tenant="x")
     driver.resident(1, "b", 15, tenant="x")
     assert revoked(driver.ask(20, "c", 15, tenant="x")) == [("a", "swap", "gone")]
-    assert revoked(driver.woke(22)) == [] and driver.state_of("b") == "resident"
+    assert revoked(driver.fire_timer(22)) == [] and driver.state_of("b") == "resident"
 
 
 def test_quarantined_bytes_of_a_tenant_are_not_waited_for() -> None:
@@ -92,7 +92,7 @@ def test_quarantined_bytes_of_a_tenant_are_not_waited_for() -> None:
     driver.resident(1, "b", 20, tenant="x", holder="h2")
     driver.at(10, ev.Released(TicketId("a"), "idle"))
     assert revoked(driver.ask(11, "c", 20, tenant="x", holder="h2")) == []  # it is on its way
-    assert revoked(driver.woke(15)) == [("b", "swap", "gone")]
+    assert revoked(driver.fire_timer(15)) == [("b", "swap", "gone")]
 
 
 def test_ticket_at_the_maximum_is_granted_once_bytes_on_another_node_are_gone() -> None:

@@ -35,7 +35,7 @@ def test_kill_is_repeated_each_250_ms_then_the_holder_is_quarantined() -> None:
     driver = CoreDriver(device=80)
     driver.resident(0, "a", 30)
     driver.at(10, ev.Released(TicketId("a"), "manual"))
-    kills = [t / 4 for t in range(41, 61) if killed(driver.woke(t / 4))]
+    kills = [t / 4 for t in range(41, 61) if killed(driver.fire_timer(t / 4))]
     assert kills == [10 + n / 4 for n in range(1, 21)]
     told = driver.last("quarantine")
     assert (told.size_bytes, told.data["holder"]) == (gib(30), "h")
@@ -50,7 +50,7 @@ def test_quarantine_refuses_queued_tickets_and_ends_when_the_bytes_are_back() ->
     driver.ask(10, "b", 80)
     driver.ask(10, "c", 80, holder="g")
     driver.at(11, ev.Released(TicketId("a"), "swap"))
-    assert refusal(driver.woke(16)) == errors.HolderQuarantined(HolderId("h"), gib(80))
+    assert refusal(driver.fire_timer(16)) == errors.HolderQuarantined(HolderId("h"), gib(80))
     assert granted(driver.gone(20, "a")) == ["c"]
     driver.at(21, ev.LoadBroke(TicketId("c"), "x", False))
     driver.gone(22, "c")
@@ -64,7 +64,7 @@ def test_bytes_a_quarantined_holder_keeps_are_not_counted_on() -> None:
     driver.resident(0, "b", 40, holder="g")
     driver.at(10, ev.Released(TicketId("a"), "manual"))
     assert revoked(driver.ask(11, "c", 40, holder="g")) == []  # `a` is coming back
-    assert revoked(driver.woke(15)) == [("b", "swap", "gone")]  # it is not
+    assert revoked(driver.fire_timer(15)) == [("b", "swap", "gone")]  # it is not
 
 
 @pytest.mark.spec("A10")
