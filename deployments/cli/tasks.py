@@ -24,7 +24,8 @@ def add(
     pin_primary: Annotated[
         bool,
         typer.Option(
-            "--pin-primary", help="Wait for a cold primary; no warm model answers in its place."
+            "--pin-primary",
+            help="Ask the primary first, even if it must be loaded and a stand-in is resident.",
         ),
     ] = False,
     budget_s: Annotated[

@@ -20,7 +20,7 @@ class TaskConfig(Strict):
 
     # Models of the table, adapters as `base:adapter`, or remotes; the first is the primary
     ladder: tuple[str, ...] = Field(min_length=1, max_length=LONGEST_LADDER)
-    pin_primary: bool = False  # a warm rung never goes before a cold primary
+    pin_primary: bool = False  # the primary first, even if it must be loaded
     # A rung further down goes first where it serves sooner by more than this, for each place
     step_s: float = Field(1.0, ge=0, le=LONGEST_S)
     # For how long the model that answered does not count as idle, before its own keep-warm

@@ -49,7 +49,7 @@ def for_later(call: AnyCall) -> InferenceCall:
     because its rungs are ordered anew when it is made. Raises BadRequest for what only another
     machine could answer, because the key may have lost its scope by then."""
     if isinstance(call, TaskCall):
-        here = [rung for rung in call.ladder.rungs if not rung.candidate.is_remote]
+        here = [rung for rung in call.ladder.rungs if not rung.state.is_remote]
         if not here:
             said = f"no model of this machine can have this request of {PREFIX}{call.task}"
             raise BadRequest(f"{said}; ask it live", "model")

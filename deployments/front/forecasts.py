@@ -2,10 +2,10 @@
 
     seen = await forecasts.read(table, ("small-chat", "tiny-chat"))
 
-The arbiter's state and its dry run of what is cold are read in the background while tasks are asked
-for, so that a request which finds its model resident waits for no call to the arbiter. What is used
-is at most `STALE_S` old. The first request after a rest waits for one reading, for `WAIT_S` at
-most; without one nothing is predicted, and the ladder's own order counts.
+The arbiter's state and its dry run of what must be loaded are read in the background while tasks
+are asked for, so that a request which finds its model resident waits for no call to the arbiter.
+What is used is at most `STALE_S` old. The first request after a rest waits for one reading, for
+`WAIT_S` at most; without one nothing is predicted, and the ladder's own order counts.
 """
 
 import asyncio
@@ -26,8 +26,9 @@ from deployments.front.arbiter_gateway import NEVER_SEEN, ArbiterState, ModelTim
 from deployments.tasks import predict
 from deployments.tasks.predict import NOTHING, Prediction
 
-# A state is read and each cold rung planned in some milliseconds (22 ms for each with 500 models
-# resident, benchmarks/dry_run.py): a hundredth of the arbiter's time while tasks are in use.
+# A state is read, and each rung that must be loaded is planned, in some milliseconds (22 ms for each
+# with 500 models resident, benchmarks/dry_run.py): a hundredth of the arbiter's time while tasks
+# are in use.
 FRESH_S = 0.5  # then the next request has it read again, and does not wait
 STALE_S = 2.0  # a model may have left by then: the next request waits
 WAIT_S = 1.0  # a restart of the arbiter takes 1-2 s; a request does without

@@ -19,7 +19,7 @@ from deployments.front.service import InferenceService
 from deployments.remotes.offers import Offer
 from deployments.tasks.climb import TaskCall
 from deployments.tasks.fit import Needs, needs_of, served_paths, unfit
-from deployments.tasks.ladder import Candidate, Ladder, Rung, leaves_for, order
+from deployments.tasks.ladder import Ladder, Rung, RungState, leaves_for, order
 from deployments.tasks.predict import REMOTE, Prediction
 
 SHORT = {"role": "user", "content": "?"}  # what an explanation is about
@@ -70,7 +70,7 @@ class Tasks:
         ladder = await self.ladder(config, asked, caller)
         if not ladder.rungs:
             reasons = tuple(f"{rung.name}: {rung.why}" for rung in ladder.left_out)
-            waits = [w for r in ladder.left_out if (w := r.candidate.retry_after_s) is not None]
+            waits = [w for r in ladder.left_out if (w := r.state.retry_after_s) is not None]
             raise NoRung(task, reasons, min(waits, default=None))
 
         budget_s = asked.checked.x_budget_s or config.budget_s
@@ -104,7 +104,7 @@ class Tasks:
                 continue
             forecast = known.get(here[name], UNSEEN)
             refused = forecast.never or self._unfit(needs, name, caller.tenant, forecast.context)
-            found.append(Candidate(position, name, False, forecast.predicted, refused))
+            found.append(RungState(position, name, False, forecast.predicted, refused))
         budget_s = asked.checked.x_budget_s or config.budget_s
         return order(config, found, budget_s)
 
@@ -112,7 +112,7 @@ class Tasks:
         """The rungs of a request that was judged before, by what is seen now of the models here.
         What a remote may be sent is not asked again until it is sent."""
         every = sorted(
-            (rung.candidate for rung in (*before.rungs, *before.left_out)), key=lambda c: c.position
+            (rung.state for rung in (*before.rungs, *before.left_out)), key=lambda c: c.position
         )
         here = sorted({base_of(c.name) for c in every if not c.is_remote})
         known = await self._forecasts.read(self._service.table, here)
@@ -143,19 +143,19 @@ class Tasks:
         return unfit(needs, target.model, capability, context)
 
 
-def _seen_now(candidate: Candidate, known: Mapping[str, Forecast]) -> Candidate:
-    if candidate.is_remote:
-        return candidate
-    forecast = known.get(base_of(candidate.name), UNSEEN)
-    refused = candidate.refused or forecast.never
-    return replace(candidate, predicted=forecast.predicted, refused=refused)
+def _seen_now(state: RungState, known: Mapping[str, Forecast]) -> RungState:
+    if state.is_remote:
+        return state
+    forecast = known.get(base_of(state.name), UNSEEN)
+    refused = state.refused or forecast.never
+    return replace(state, predicted=forecast.predicted, refused=refused)
 
 
-def _remote(position: int, offer: Offer) -> Candidate:
+def _remote(position: int, offer: Offer) -> RungState:
     took_s = offer.seconds if offer.is_allowed else None
     there = Prediction(REMOTE, 0.0, 0.0, took_s)
     again_s = None if offer.refusal is None else offer.refusal.retry_after_s
-    return Candidate(position, offer.model, True, there, offer.reason or None, again_s)
+    return RungState(position, offer.model, True, there, offer.reason or None, again_s)
 
 
 def plain(task: str, config: TaskConfig, ladder: Ladder) -> dict[str, Any]:
@@ -169,10 +169,10 @@ def _rows(rungs: tuple[Rung, ...], first: int | None) -> list[dict[str, Any]]:
     return [
         {
             "model": rung.name,
-            "position": rung.candidate.position + 1,
+            "position": rung.state.position + 1,
             "turn": None if first is None else first + number,
-            "is_remote": rung.candidate.is_remote,
-            **_seconds(rung.candidate.predicted),
+            "is_remote": rung.state.is_remote,
+            **_seconds(rung.state.predicted),
             "score_s": round(rung.score_s, 3),
             "why": rung.why,
         }

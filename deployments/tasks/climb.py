@@ -64,7 +64,7 @@ async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) 
             one = _later(call, call.call_of(rung.name), time.monotonic() - began_s)
             logger.info("request %s: task %s -> %s", call.request_id, call.task, rung.name)
             parts = run(one)
-            if ahead and rung.name not in left and not rung.candidate.is_remote:
+            if ahead and rung.name not in left and not rung.state.is_remote:
                 parts = _watched(parts, call.onward, rung, {r.name for r in ahead}, began_s)
             async with aclosing(parts):
                 async for part in parts:
@@ -80,7 +80,7 @@ async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) 
             ahead = [leaves.to, *others, rung]
             logger.info("request %s: %s waits too long", call.request_id, rung.name)
         except RequestError as error:
-            passes = error.status_code in PASSES or rung.candidate.is_remote
+            passes = error.status_code in PASSES or rung.state.is_remote
             if has_begun or not ahead or not passes:
                 raise
             logger.warning("request %s: %s: %s", call.request_id, rung.name, error)

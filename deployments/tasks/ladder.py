@@ -19,7 +19,7 @@ UNKNOWN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class RungState:
     """One rung as it is now."""
 
     position: int  # in the ladder, from 0
@@ -41,95 +41,91 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One candidate in its place, and why it has it; of those left out, why they are."""
+    """One rung in its place, and why it has it; of a rung left out, why it is."""
 
-    candidate: Candidate
+    state: RungState
     score_s: float
     why: str
 
     @property
     def name(self) -> str:
-        return self.candidate.name
+        return self.state.name
 
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """Every candidate, once: those that are asked, in this order, and those left out."""
+    """Every rung, once: those that are asked, in this order, and those left out."""
 
     rungs: tuple[Rung, ...]
     left_out: tuple[Rung, ...]
 
 
-def order(task: TaskConfig, candidates: Sequence[Candidate], budget_s: float | None) -> Ladder:
-    """`candidates`: those of the task, in its order. `budget_s`: of this request."""
-    left_out = {c.name: why for c in candidates if (why := _left_out(task, c)) is not None}
-    usable = [c for c in candidates if c.name not in left_out]
+def order(task: TaskConfig, states: Sequence[RungState], budget_s: float | None) -> Ladder:
+    """Orders the rungs of a task. `states`: in the task's order. `budget_s`: of this request."""
+    left_out = {c.name: why for c in states if (why := _left_out(task, c)) is not None}
+    usable = [c for c in states if c.name not in left_out]
     rungs = tuple(
         Rung(c, c.score_s(task.step_s), why) for c, why in _ordered(task, usable, budget_s)
     )
     gone = tuple(
-        Rung(c, c.score_s(task.step_s), left_out[c.name]) for c in candidates if c.name in left_out
+        Rung(c, c.score_s(task.step_s), left_out[c.name]) for c in states if c.name in left_out
     )
     return Ladder(rungs, gone)
 
 
 def leaves_for(task: TaskConfig, waiting: str, ladder: Ladder, left_s: float) -> Rung | None:
     """The rung that a request goes on to from `waiting`, which has not begun to answer it. None: it
-    waits on.
-
-    `ladder`: as the rungs are now, ordered for `left_s`, the rest of the budget. A rung is left
-    only where its model does not serve yet and the budget is over, or known to be before the
-    answer is complete, and never where it is the pinned primary. While some of the budget is left,
-    only what the order puts before it is asked in its place, and afterwards any; always a rung that
-    is known to be sooner."""
+    waits on. `ladder`: the rungs as they are now, ordered for `left_s`, the rest of the budget."""
     found = next((rung for rung in ladder.rungs if rung.name == waiting), None)
-    if found is None or found.candidate.predicted.state == RESIDENT:
+    if found is None or found.state.predicted.state == RESIDENT:
+        return None  # its model serves
+    if task.pin_primary and found.state.position == 0:
         return None
-    if task.pin_primary and found.candidate.position == 0:
-        return None
-    if left_s > 0 and not found.candidate.exceeds(left_s):
-        return None
+    if left_s > 0 and not found.state.exceeds(left_s):
+        return None  # the answer may still be complete within the budget
+    # While some of the budget is left, only a rung that the order puts before it is asked in its
+    # place; afterwards any. Either must be known to be sooner.
     place = ladder.rungs.index(found)
     others = ladder.rungs[:place] + (ladder.rungs[place + 1 :] if left_s <= 0 else ())
-    return next((rung for rung in others if _is_sooner(rung.candidate, found.candidate)), None)
+    return next((rung for rung in others if _is_sooner(rung.state, found.state)), None)
 
 
-def _is_sooner(one: Candidate, other: Candidate) -> bool:
-    """Known to be; of the other it may be unknown."""
+def _is_sooner(one: RungState, other: RungState) -> bool:
+    """Whether the first is known to be complete sooner; the other's time may be unknown."""
     one_s, other_s = one.predicted.total_s, other.predicted.total_s
     return one_s is not None and (other_s is None or one_s < other_s)
 
 
-def _left_out(task: TaskConfig, candidate: Candidate) -> str | None:
-    if candidate.is_remote and candidate.position > 0 and not task.allow_cloud_fallback:
+def _left_out(task: TaskConfig, state: RungState) -> str | None:
+    if state.is_remote and state.position > 0 and not task.allow_cloud_fallback:
         return "`allow_cloud_fallback` is false: no remote but the primary"
-    return candidate.refused
+    return state.refused
 
 
 def _ordered(
-    task: TaskConfig, usable: list[Candidate], budget_s: float | None
-) -> Iterator[tuple[Candidate, str]]:
+    task: TaskConfig, usable: list[RungState], budget_s: float | None
+) -> Iterator[tuple[RungState, str]]:
     rest = list(usable)
     if rest and rest[0].position == 0 and (task.pin_primary or rest[0].is_remote):
         primary = rest.pop(0)
-        pinned = "pinned: no warm rung goes before it"
+        pinned = "pinned: no rung goes before it, even a resident one"
         yield primary, f"the primary, {pinned if task.pin_primary else 'a remote put first'}"
     here = [c for c in rest if not c.is_remote]
     here.sort(key=lambda c: (c.exceeds(budget_s), c.score_s(task.step_s), c.position))
     remotes = [c for c in rest if c.is_remote]
     ahead = _sooner(remotes, here, budget_s)
-    for candidate in ahead:
-        yield candidate, _why_ahead(here, budget_s)
-    for candidate in here:
-        yield candidate, _why_here(candidate, task, budget_s)
-    for candidate in remotes:
-        if candidate not in ahead:
-            yield candidate, _why_behind(here, budget_s)
+    for state in ahead:
+        yield state, _why_ahead(here, budget_s)
+    for state in here:
+        yield state, _why_here(state, task, budget_s)
+    for state in remotes:
+        if state not in ahead:
+            yield state, _why_behind(here, budget_s)
 
 
 def _sooner(
-    remotes: list[Candidate], here: list[Candidate], budget_s: float | None
-) -> list[Candidate]:
+    remotes: list[RungState], here: list[RungState], budget_s: float | None
+) -> list[RungState]:
     """The remotes that go before the models here: those that answer sooner, where each model here
     exceeds the budget."""
     if not here or not all(c.exceeds(budget_s) for c in here):
@@ -138,18 +134,18 @@ def _sooner(
     return [c for c in remotes if (said := c.predicted.total_s) is None or said < soonest_s]
 
 
-def _soonest_s(here: list[Candidate]) -> float:
+def _soonest_s(here: list[RungState]) -> float:
     return min(c.predicted.total_s or 0.0 for c in here)
 
 
-def _why_ahead(here: list[Candidate], budget_s: float | None) -> str:
+def _why_ahead(here: list[RungState], budget_s: float | None) -> str:
     return (
         f"before the models here: the soonest of them takes {_soonest_s(here):.1f} s, "
         f"of a budget of {budget_s:.1f} s"
     )
 
 
-def _why_behind(here: list[Candidate], budget_s: float | None) -> str:
+def _why_behind(here: list[RungState], budget_s: float | None) -> str:
     if not here:
         return "no model here can have the request"
     if budget_s is None:
@@ -159,16 +155,16 @@ def _why_behind(here: list[Candidate], budget_s: float | None) -> str:
     return f"behind the models here: they are not known to exceed the budget of {budget_s:.1f} s"
 
 
-def _why_here(candidate: Candidate, task: TaskConfig, budget_s: float | None) -> str:
-    said = candidate.predicted
+def _why_here(state: RungState, task: TaskConfig, budget_s: float | None) -> str:
+    said = state.predicted
     if said.state == RESIDENT:
         until = "resident, it serves at once"
     elif said.begins_s is None:
         until = f"{said.state}, until it serves nothing is known, taken as {UNKNOWN_S:.0f} s"
     else:
         until = f"{said.state}, it serves in {said.begins_s:.1f} s"
-    score = f"score {candidate.score_s(task.step_s):.1f} s with {candidate.position} places down"
-    if candidate.exceeds(budget_s):
+    score = f"score {state.score_s(task.step_s):.1f} s with {state.position} places down"
+    if state.exceeds(budget_s):
         score += (
             f"; its answer takes {said.total_s:.1f} s, more than the budget of {budget_s:.1f} s"
         )

@@ -23,7 +23,7 @@ from deployments.messages import FullResponse, InferenceCall, Part, Parts, Progr
 from deployments.remotes.offers import SERVED_BY
 from deployments.tasks import climb as climb_module
 from deployments.tasks.climb import PASSES, TaskCall, climb
-from deployments.tasks.ladder import Candidate, Ladder, Rung
+from deployments.tasks.ladder import Ladder, Rung, RungState
 from deployments.tasks.predict import NOTHING
 
 HEAD = ResponseHead(200, {"content-type": "text/event-stream"})
@@ -56,7 +56,7 @@ class Models:
 
     def call(self, deadline_s: float | None = None) -> TaskCall:
         rungs = tuple(
-            Rung(Candidate(n, str(n), False, NOTHING), 0.0, "?") for n in range(len(self.scripts))
+            Rung(RungState(n, str(n), False, NOTHING), 0.0, "?") for n in range(len(self.scripts))
         )
 
         def call_of(name: str) -> InferenceCall:
@@ -150,7 +150,7 @@ class Waits:
         self.asked: list[str] = []
 
     def call(self) -> TaskCall:
-        rungs = [Rung(Candidate(n, str(n), False, NOTHING), 0.0, "?") for n in range(3)]
+        rungs = [Rung(RungState(n, str(n), False, NOTHING), 0.0, "?") for n in range(3)]
 
         async def onward(waiting: str, spent_s: float) -> Rung | None:
             self.spent_s.append(spent_s)
