@@ -26,9 +26,9 @@ from deployments.front.arbiter_gateway import NEVER_SEEN, ArbiterState, ModelTim
 from deployments.tasks import predict
 from deployments.tasks.predict import NOTHING, Prediction
 
-# A state is read, and each rung that must be loaded is planned, in some milliseconds (22 ms for each
-# with 500 models resident, benchmarks/dry_run.py): a hundredth of the arbiter's time while tasks
-# are in use.
+# A state is read, and each rung that must be loaded is planned, in some milliseconds (22 ms for
+# each with 500 models resident, benchmarks/dry_run.py): a hundredth of the arbiter's time while
+# tasks are in use.
 FRESH_S = 0.5  # then the next request has it read again, and does not wait
 STALE_S = 2.0  # a model may have left by then: the next request waits
 WAIT_S = 1.0  # a restart of the arbiter takes 1-2 s; a request does without

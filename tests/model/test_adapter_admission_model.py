@@ -146,11 +146,11 @@ def test_any_plan_keeps_every_rule(view: View) -> None:
 
 
 @pytest.mark.spec("F2")
-def test_a_pinned_adapter_enters_at_once_and_is_never_run_dry_for_another() -> None:
+def test_a_pinned_adapter_enters_at_once_and_never_drains_for_another() -> None:
     waiting = [Waiting(0, "cold", 0.0), Waiting(1, "pin", 5.0), Waiting(2, "b", 5.0)]
     pin = frozenset({"pin"})
     assert plan(View(2, 8, {"b": 2}, waiting, 6.0, ageing_s=2.0, pinned=pin)).entering == [1], (
-        "b runs dry"
+        "b drains"
     )
     assert plan(View(2, 8, {"pin": 1}, waiting, 6.0, ageing_s=2.0, pinned=pin)).entering == [0, 1]
 
@@ -190,13 +190,13 @@ def test_running_adapters_then_the_longest_queue_go_first_beyond_the_slots() -> 
 def test_an_aged_request_takes_the_slot_that_comes_free() -> None:
     waiting = [Waiting(0, "cold", 0.0), Waiting(1, "a", 5.0), Waiting(2, "b", 5.0)]
     full = View(2, 8, {"a": 1, "b": 2}, waiting, 6.0, ageing_s=2.0)
-    assert plan(full).entering == [2], "a runs dry, b goes on"
+    assert plan(full).entering == [2], "a drains, b goes on"
     freed = View(2, 8, {"b": 2}, waiting, 6.0, ageing_s=2.0)
     assert plan(freed).entering == [0, 2]
 
 
 @pytest.mark.spec("F6")
-def test_an_adapter_is_fed_for_a_turn_before_it_gives_its_slot_away() -> None:
+def test_an_adapter_keeps_its_slot_for_a_turn_before_it_gives_it_away() -> None:
     waiting = [Waiting(0, "cold", 0.0), Waiting(1, "hot", 0.0)]
     view = View(1, 8, {"hot": 1}, waiting, 10.0, turn_s=1.0, slotted_s={"hot": 9.5})
     assert plan(view).entering == [1], "its turn goes on"
