@@ -117,7 +117,7 @@ def crash(error: BaseException) -> NoReturn:
     os._exit(EX_SOFTWARE)
 
 
-class _Border(AbstractContextManager["_Border", None]):
+class _CrashOnBug(AbstractContextManager["_CrashOnBug", None]):
     """What leaves it is a refusal that a caller can act on. Whatever else is raised inside is a bug
     after which the books may be half written."""
 
@@ -168,7 +168,7 @@ class Shell:
 
     def feed(self, event: ev.Event) -> None:
         """Raises RequestError when the core refuses; anything else it raises ends the process."""
-        with _Border(self._crash):
+        with _CrashOnBug(self._crash):
             for decision in self._decide(event):
                 self._perform(decision)
             self.refresh_targets()

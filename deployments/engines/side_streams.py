@@ -45,7 +45,7 @@ class SideStream:
         self._held: list[bytes] = []
         self._held_bytes = self._sent = 0
         self._due_s = 0.0
-        self._stir, self._room, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._wakeup, self._room, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self.is_whole = False
         self.taken, self.carried = asyncio.Event(), asyncio.Event()
@@ -59,14 +59,14 @@ class SideStream:
         self._held_bytes += len(piece)
         loop = asyncio.get_running_loop()
         if loop.time() >= self._due_s:
-            self._stir.set()
+            self._wakeup.set()
         elif self._timer is None:
-            self._timer = loop.call_at(self._due_s, self._stir.set)
+            self._timer = loop.call_at(self._due_s, self._wakeup.set)
 
     def end(self, *, is_whole: bool) -> None:
         self.is_whole = is_whole
         self._over.set()
-        self._stir.set()
+        self._wakeup.set()
         self._room.set()
 
     async def carry(self, send: Send) -> None:
@@ -75,8 +75,8 @@ class SideStream:
         loop = asyncio.get_running_loop()
         try:
             while not (self._over.is_set() and not self._held):
-                await self._stir.wait()
-                self._stir.clear()
+                await self._wakeup.wait()
+                self._wakeup.clear()
                 if self._timer is not None:
                     self._timer.cancel()
                     self._timer = None

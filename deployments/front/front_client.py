@@ -70,7 +70,7 @@ class _Connection(asyncio.Protocol):
     """One request and its response, taken apart by httptools; what that calls has its names."""
 
     def __init__(self) -> None:
-        self._stir = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._flows = asyncio.Event()
         self._flows.set()
         self._transport: asyncio.Transport | None = None
@@ -143,8 +143,8 @@ class _Connection(asyncio.Protocol):
         await send({"type": "http.response.body", "body": b""})
 
     async def _wait(self) -> None:
-        self._stir.clear()
-        await self._stir.wait()
+        self._wakeup.clear()
+        await self._wakeup.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses of it
@@ -156,12 +156,12 @@ class _Connection(asyncio.Protocol):
             self.is_lost = True
         if self._held_bytes > MOST_HELD_BYTES and self._transport:
             self._transport.pause_reading()
-        self._stir.set()
+        self._wakeup.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
         self._flows.set()
-        self._stir.set()
+        self._wakeup.set()
 
     def pause_writing(self) -> None:
         self._flows.clear()

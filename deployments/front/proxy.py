@@ -222,7 +222,7 @@ class SideStreams:
             await self._app(scope, receive, send)
             return
         kept = [pair for pair in scope["headers"] if pair[0] != READER]
-        marked = {**scope, "headers": [*kept, (READER, side_stream.word().encode())]}
+        marked = {**scope, "headers": [*kept, (READER, side_stream.reader_token().encode())]}
         carried = _Carried(send)
         try:
             await self._app(marked, receive, carried)

@@ -233,7 +233,7 @@ async def _translated(response: Any, call: messages.InferenceCall) -> Parts:
     """Cancels the work behind the response unless all of it was taken. Raises RequestError."""
     ended = False
     try:
-        with _Border(call):
+        with _CallErrors(call):
             async for part in response:
                 ended = isinstance(part, messages.FullResponse)  # nothing follows
                 yield part
@@ -246,7 +246,7 @@ async def _translated(response: Any, call: messages.InferenceCall) -> Parts:
             response.cancel()
 
 
-class _Border(AbstractContextManager["_Border", None]):
+class _CallErrors(AbstractContextManager["_CallErrors", None]):
     """Between Serve and this package. A call may fail with an error of Serve, of Ray, of gRPC and,
     through gRPC, with whatever the replica raised: each becomes a RequestError here."""
 

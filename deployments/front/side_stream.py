@@ -1,8 +1,9 @@
 """The body of an event stream, read from its engine's socket by the process that has the client.
 
-Serve's proxy marks each request with a word of this node, and a front that knows the word asks for
-the stream where the proxy can reach it. So the pieces of a stream go from the engine's process to
-the proxy's, while replica and front hold the call: they count it, cancel it, and say how it ended.
+Serve's proxy marks each request with a token of this node, and a front that knows the token asks
+for the stream where the proxy can reach it. So the pieces of a stream go from the engine's process
+to the proxy's, while replica and front hold the call: they count it, cancel it, and say how it
+ended.
 """
 
 import asyncio
@@ -19,7 +20,8 @@ import httptools
 from arbiter.protocol import ray_internals
 from deployments.messages import SIDE_STREAM_PATH
 
-# Of a request on its way from proxy to front: the word. What a client sends by it is dropped.
+# A header of a request on its way from proxy to front: the token. What a client sends in it is
+# dropped.
 READER = "x-arbiter-reader"
 
 # Of bytes that have come and not been asked for; then the engine's socket fills, which stops it.
@@ -30,15 +32,15 @@ class SideStreamLost(Exception):
     """The stream broke off or could not be opened. The replica knows why."""
 
 
-def word() -> str:
+def reader_token() -> str:
     """The same for all processes of this user in this node's part of this cluster; empty outside of
     one."""
     folder = ray_internals.session_folder()
-    return _word_in(folder) if folder is not None else ""
+    return _token_in(folder) if folder is not None else ""
 
 
 @functools.cache
-def _word_in(folder: Path) -> str:
+def _token_in(folder: Path) -> str:
     path = folder / "serve-arbiter-reader"
     made = secrets.token_hex(16)
     draft = path.with_suffix(f".{made}")
@@ -55,8 +57,8 @@ def _word_in(folder: Path) -> str:
 
 
 def is_reader(said: str | None) -> bool:
-    """Whether the process that sent this word reads side streams on this node."""
-    ours = word() if said else ""
+    """Whether the process that sent this token reads side streams on this node."""
+    ours = reader_token() if said else ""
     return bool(ours) and hmac.compare_digest(said or "", ours)
 
 
@@ -83,7 +85,7 @@ class _Incoming(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._held: list[bytes] = []
         self._held_bytes = 0
-        self._stir = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._is_complete = self._is_lost = False
         self._transport: asyncio.ReadTransport | None = None
 
@@ -94,8 +96,8 @@ class _Incoming(asyncio.Protocol):
                 return None
             if self._is_lost:
                 raise SideStreamLost
-            self._stir.clear()
-            await self._stir.wait()
+            self._wakeup.clear()
+            await self._wakeup.wait()
         held, self._held = b"".join(self._held), []
         if self._held_bytes > MOST_HELD_BYTES and self._transport and not self._is_lost:
             self._transport.resume_reading()
@@ -112,11 +114,11 @@ class _Incoming(asyncio.Protocol):
             self._is_lost = True
         if self._held_bytes > MOST_HELD_BYTES and self._transport:
             self._transport.pause_reading()
-        self._stir.set()
+        self._wakeup.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
-        self._stir.set()
+        self._wakeup.set()
 
     def on_headers_complete(self) -> None:
         self._is_lost = self._parser.get_status_code() != 200

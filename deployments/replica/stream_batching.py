@@ -72,10 +72,10 @@ class _Inlet:
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._came_s = self._interval_s = 0.0
-        self._stir = asyncio.Event()  # something came, was taken, or there is no more
+        self._wakeup = asyncio.Event()  # something came, was taken, or there is no more
         self.now_s = asyncio.get_running_loop().time
         self._reading = asyncio.ensure_future(self._read(parts))
-        self._reading.add_done_callback(lambda _: self._stir.set())
+        self._reading.add_done_callback(lambda _: self._wakeup.set())
 
     async def take(self) -> Part | None:
         """The head, or all bytes there are; waits for some. None: the end. Raises what broke it."""
@@ -87,7 +87,7 @@ class _Inlet:
             self._reading.result()
             return None
         held, self._held, self._held_bytes = b"".join(self._held), [], 0
-        self._stir.set()
+        self._wakeup.set()
         return held
 
     async def pair(self, patience: float) -> None:
@@ -109,10 +109,10 @@ class _Inlet:
     async def _wait(self, ready: Callable[[], bool], until_s: float | None = None) -> None:
         """Returns when ready, late, or when nothing more will come."""
         while not ready() and not self._reading.done():
-            self._stir.clear()
+            self._wakeup.clear()
             try:
                 async with asyncio.timeout_at(until_s):
-                    await self._stir.wait()
+                    await self._wakeup.wait()
             except TimeoutError:
                 return
 
@@ -126,7 +126,7 @@ class _Inlet:
                     self._interval_s = self._came_s - before_s
                     self._held.append(part)
                     self._held_bytes += len(part)
-                self._stir.set()
+                self._wakeup.set()
                 while self._held_bytes > MOST_HELD_BYTES:
-                    self._stir.clear()
-                    await self._stir.wait()
+                    self._wakeup.clear()
+                    await self._wakeup.wait()

@@ -236,7 +236,7 @@ async def held_by_replica(engine: StreamingEngine, front: Front) -> AsyncIterato
 async def test_stream_is_read_where_the_front_says_and_ends_as_it_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(side_stream, "word", lambda: "ours")
+    monkeypatch.setattr(side_stream, "reader_token", lambda: "ours")
     front, engine = Front(""), StreamingEngine(b"data: 1\n\n", b"data: 2\n\n").let_all()
     async with held_by_replica(engine, front), around(front) as client:
         answer = await client.post("/v1/x", headers={side_stream.READER: "theirs"})
@@ -291,15 +291,15 @@ async def test_reader_goes_with_its_client() -> None:
 
 
 @pytest.mark.spec("L1", "N1")
-def test_word_of_a_node_is_one_and_for_this_user_alone(
+def test_reader_token_of_a_node_is_one_and_for_this_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_internals, "session_folder", lambda: tmp_path)
-    word = side_stream.word()
+    token = side_stream.reader_token()
     [file] = tmp_path.iterdir()
-    assert (file.read_text(), file.stat().st_mode & 0o777) == (word, 0o600)
-    side_stream._word_in.cache_clear()  # as another process
-    assert side_stream.word() == word and side_stream.is_reader(word)
-    assert not side_stream.is_reader(None) and not side_stream.is_reader("x" * len(word))
+    assert (file.read_text(), file.stat().st_mode & 0o777) == (token, 0o600)
+    side_stream._token_in.cache_clear()  # as another process
+    assert side_stream.reader_token() == token and side_stream.is_reader(token)
+    assert not side_stream.is_reader(None) and not side_stream.is_reader("x" * len(token))
     monkeypatch.setattr(ray_internals, "session_folder", lambda: None)
-    assert not side_stream.is_reader("") and not side_stream.is_reader(word)
+    assert not side_stream.is_reader("") and not side_stream.is_reader(token)
