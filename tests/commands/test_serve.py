@@ -97,7 +97,7 @@ def test_programs_are_told_the_same_as_json(
 
 
 @pytest.mark.spec("M1")
-def test_it_can_be_ended_where_a_shell_began_it_in_the_background(
+def test_serve_can_be_ended_where_a_shell_began_it_in_the_background(
     run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     behaves("ready", monkeypatch)

@@ -38,7 +38,7 @@ def test_each_weight_is_within_half_a_step_and_all_else_is_as_it_was(made: Path)
     assert sum(after[name.removesuffix("_scale")].size for name in scales) > 36_900_000
 
 
-def test_it_is_made_once_and_has_the_files_beside_the_weights(made: Path) -> None:
+def test_int8_copy_is_made_once_and_has_the_files_beside_the_weights(made: Path) -> None:
     written = (made / "model.bin").stat()
     assert packaged.make_asr(made.parent) == made
     assert (made / "model.bin").stat() == written

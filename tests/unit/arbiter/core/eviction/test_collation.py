@@ -35,7 +35,7 @@ def test_a_model_in_use_stays_for_a_model_that_left_for_it_until_that_has_waited
     assert revoked(driver.fire_timer(44)) == [("b", "swap", "gone")]
 
 
-def test_it_leaves_once_it_had_no_request_for_as_long_as_its_load_took() -> None:
+def test_collated_model_leaves_once_it_had_no_request_for_as_long_as_its_load_took() -> None:
     driver = traded()
     driver.ask(14, "a2", 60)
     driver.beat(20, "b", inflight=0)
@@ -80,7 +80,7 @@ def test_a_deadline_too_soon_is_refused_and_not_collated_away() -> None:
     assert "deadline" in str(refusal(traded().ask(14, "a2", 60, deadline_s=1)))
 
 
-def test_it_may_be_switched_off() -> None:
+def test_collation_may_be_switched_off() -> None:
     driver = traded(replace(PLAIN, collate_most=Span(0)))
     assert revoked(driver.ask(14, "a2", 60)) == [("b", "swap", "gone")]
 

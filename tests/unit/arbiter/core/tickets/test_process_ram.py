@@ -51,7 +51,7 @@ def test_a_resident_on_a_gpu_is_charged_what_its_process_holds_in_ram() -> None:
 
 
 @pytest.mark.spec("A17")
-def test_it_is_no_part_of_what_is_learned_of_its_model() -> None:
+def test_process_ram_is_no_part_of_what_is_learned_of_its_model() -> None:
     driver = driver_with("a")
     driver.engines["a"] = {GPU: 55, HOST: 30}
     driver.read(2)
