@@ -4,8 +4,8 @@
 
 Engine children alone, no Ray. Requests of a closed loop name one of N adapters in shuffled order.
 
-first: the first token of an adapter in a slot (resident), of one that has its checked copy and
-neither slot nor place in vLLM's cache (staged), of one never seen: copy, hash, checks, load (cold).
+first: the first token of an adapter in a slot (resident), of an adapter with its checked copy and
+neither slot nor place in vLLM's cache (staged), of a new adapter: copy, hash, checks, load (cold).
 steps: tokens a second by slots; the mean number of adapters and of requests in a step is the
 scheduler's own trace. What admission is worth against plain vLLM: benchmarks.admission.
 """

@@ -25,13 +25,13 @@ from typing import Any
 from openai import APIError, OpenAI
 
 from benchmarks import report
-from benchmarks.graph_chaos import DOOR
+from benchmarks.graph_chaos import INGRESS
 from tests.graph.conftest import Graph, command_of, name_of, served, started, until
 from tests.support.graph_processes import VICTIMS, victims
 
 MODELS = ("tiny-chat", "plain-chat", "small-chat")
 JOBS = "ray::ServeReplica:jobs:jobs"
-PARTS = {"jobs": JOBS, **DOOR}  # of the command lines
+PARTS = {"jobs": JOBS, **INGRESS}  # of the command lines
 KINDS = (*PARTS, *VICTIMS)
 WITHIN_S = 540.0  # for one share of the lines
 FOUND_S = 60.0  # until there is a process of a kind, which may be starting after another kill

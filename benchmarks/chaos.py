@@ -186,7 +186,7 @@ def main() -> int:
     figures = tally.figures(time.monotonic() - began)
     figures["rounds_without_victim"] = tally.rounds_without_victim
     report.write("chaos", figures, seed=args.seed, label=args.label)
-    print(f"rounds that found nobody and do not count: {tally.rounds_without_victim}")
+    print(f"rounds that found no victim and do not count: {tally.rounds_without_victim}")
     return tally.verdict()
 
 

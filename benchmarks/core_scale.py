@@ -129,7 +129,7 @@ class Scene:
         )
 
     def beat(self, holder: HolderId) -> ev.Renewed:
-        """Made of strings of its own, as one that came over a wire."""
+        """Made of strings of its own, as a message that came over the network."""
         made: ev.Renewed = pickle.loads(pickle.dumps(ev.Renewed(holder, self.held[holder])))
         return made
 
@@ -194,7 +194,7 @@ def grant_with_victims(scene: Scene, n: int) -> float:
 
 
 def grant_when_back(scene: Scene, n: int) -> float:
-    """The second half: the victim's bytes are seen back. All who wait there are overtaken."""
+    """The second half: the victim's bytes are seen back. All tickets that wait are bypassed."""
     request = scene.request(n, Priority.URGENT, f"m{scene.rng.randrange(scene.models)}")
     [revoke] = [d for d in scene.feed(request) if isinstance(d, Revoke)]
     scene.feed(ev.Released(revoke.ticket, "swap"))

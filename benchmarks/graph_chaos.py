@@ -32,36 +32,36 @@ from tests.support.graph_processes import VICTIMS, books_are_true, victims
 ANSWER_S = 120.0  # no request may take longer, whatever dies
 LOOK_EVERY = 10  # kills between full comparisons of books and measurement
 SETTLED_S = 60.0  # for books that are compared while loads come and go
-SERVED_S = 60.0  # between two kills somebody is served, or a minute has passed
-# Between the death of what a connection ends at and the clients hearing of it.
-DOOR_S = 5.0
-PAUSE_S = 4.0  # between tries while nobody opens
+SERVED_S = 60.0  # between two kills a client is served, or a minute has passed
+# Until clients hear of the death of the process that has their connections.
+INGRESS_S = 5.0
+PAUSE_S = 4.0  # between tries while proxy or front is away
 STREAMED = {"chat": 24, "vision": 8}  # tokens
 CHATS = {"small-chat": "chat", "tiny-chat": "chat"}  # of the tests' table
-DOOR = {"proxy": "ray::ProxyActor", "front": "ray::ServeReplica:front:front"}
-MORE = {"embedding replica": "ray::ServeReplica:embedding:embedding", **DOOR}
+INGRESS = {"proxy": "ray::ProxyActor", "front": "ray::ServeReplica:front:front"}
+MORE = {"embedding replica": "ray::ServeReplica:embedding:embedding", **INGRESS}
 TARGETS = (*sorted({*VICTIMS, *MORE}), "engine", "engine", "arbiter+replica", "node agent+zygote")
 
 
 @dataclass
 class Kills(Tally):
-    door_killed_s: float = float("-inf")
-    door_is_shut: bool = False
-    longest_shut_s: float = 0.0
+    ingress_killed_s: float = float("-inf")
+    ingress_is_down: bool = False
+    longest_down_s: float = 0.0
 
     def killed(self, target: str) -> None:
         self.kills[target] += 1
-        if target in DOOR:
-            self.door_killed_s, self.door_is_shut = time.monotonic(), True
+        if target in INGRESS:
+            self.ingress_killed_s, self.ingress_is_down = time.monotonic(), True
 
     def note(self, model: str, outcome: str, began_s: float) -> None:
         now_s = time.monotonic()
         if not outcome.startswith("untyped"):
-            if self.door_is_shut and began_s > self.door_killed_s:
-                self.door_is_shut = False
-                self.longest_shut_s = max(self.longest_shut_s, now_s - self.door_killed_s)
-        elif self.door_is_shut or self.door_killed_s > began_s - DOOR_S:
-            outcome = "cut_off_at_the_door"
+            if self.ingress_is_down and began_s > self.ingress_killed_s:
+                self.ingress_is_down = False
+                self.longest_down_s = max(self.longest_down_s, now_s - self.ingress_killed_s)
+        elif self.ingress_is_down or self.ingress_killed_s > began_s - INGRESS_S:
+            outcome = "cut_off_with_its_ingress"
         else:
             self.untyped.append(f"{model}: {outcome} after {now_s - began_s:.1f} s")
         self.answered(model, outcome, now_s - began_s)
@@ -123,7 +123,7 @@ def find(graph: Graph, target: str) -> list[int]:
 
 
 class Chaos:
-    """Clients without pause, and somebody who kills."""
+    """Clients without pause, and kills beside them."""
 
     def __init__(self, graph: Graph, kills: int, minutes: float, seed: int) -> None:
         self.graph, self.kills, self.dice = graph, kills, random.Random(seed)
@@ -157,7 +157,9 @@ class Chaos:
                 continue
             began_s = time.monotonic()
             self.tally.note(model, await self._ask(http, model), began_s)
-            await asyncio.sleep(self.dice.random() * (PAUSE_S if self.tally.door_is_shut else 0.5))
+            await asyncio.sleep(
+                self.dice.random() * (PAUSE_S if self.tally.ingress_is_down else 0.5)
+            )
 
     async def _ask(self, http: aiohttp.ClientSession, model: str) -> str:
         return await ask(http, self.graph, model, self.calls[model])
@@ -227,9 +229,9 @@ def main() -> int:
     ):
         tally = asyncio.run(Chaos(graph, args.kills, args.minutes, args.seed).run())
     figures = tally.figures(time.monotonic() - began_s)
-    figures["longest_without_a_door_s"] = round(tally.longest_shut_s, 1)
+    figures["longest_without_ingress_s"] = round(tally.longest_down_s, 1)
     report.write("graph_chaos", figures, seed=args.seed, label=f"seed{args.seed}")
-    print(f"longest time without proxy or front: {tally.longest_shut_s:.1f} s")
+    print(f"longest time without proxy or front: {tally.longest_down_s:.1f} s")
     return tally.verdict()
 
 

@@ -24,8 +24,8 @@ QUIET_CORES, LOOK_S = 0.5, 1.0
 
 
 def by_role(node: str) -> dict[str, list[int]]:
-    """Pids of what descends from here, and of the zygote of `node`, which is nobody's child, with
-    its engines, which keep its command line."""
+    """Pids of what descends from here, and of the zygote of `node`, which is not a child of ours,
+    with its engines, which keep its command line."""
     everything = procfs.processes()
     found: dict[str, list[int]] = defaultdict(list)
     for pid in procfs.descend({os.getpid()}, everything) - {os.getpid()}:
@@ -37,7 +37,7 @@ def by_role(node: str) -> dict[str, list[int]]:
 
 
 def has_replica() -> bool:
-    """Of a capability; one that still ends counts."""
+    """Whether a capability has a replica; one counts until it has ended."""
     return _has("replica")
 
 

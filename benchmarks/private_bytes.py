@@ -28,13 +28,13 @@ from benchmarks.first_token import (
     until,
 )
 
-# The next state comes after a look at this one. A sleeper stays until the model that took its
-# device has left.
-KEEP_WARM_S, SLEEPER_S, DOWNSCALE_S = 3, 20, 8
+# The next state comes after a look at this one. An asleep model stays until the model that took
+# its device has left.
+KEEP_WARM_S, ASLEEP_S, DOWNSCALE_S = 3, 20, 8
 
 
 def look(url: str) -> dict[str, dict[str, float]]:
-    """MiB by role, over all processes of it. What a sleeper keeps in a memfd is apart."""
+    """MiB by role, over all processes of it. What an asleep model keeps in a memfd is apart."""
     node = state(url)["devices"][0]["device"].split("/")[0]
     rows = {}
     for role, pids in sorted(owned.by_role(node).items()):
@@ -47,8 +47,8 @@ def look(url: str) -> dict[str, dict[str, float]]:
 
 
 def private_bytes(pid: int) -> int:
-    """Without shared memory: Ray's object store is mapped by all of its processes. 0 for one that
-    has gone."""
+    """Without shared memory: Ray's object store is mapped by all of its processes. 0 for a process
+    that has gone."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except (FileNotFoundError, ProcessLookupError):
@@ -63,17 +63,17 @@ def asleep(url: str, model: str) -> None:
     def is_alone() -> bool:
         return [(t["model"], t["state"]) for t in state(url)["tickets"]] == [(model, "asleep")]
 
-    until(is_alone, SLEEPER_S, f"{model} is asleep and the embedding model has left")
+    until(is_alone, ASLEEP_S, f"{model} is asleep and the embedding model has left")
 
 
-def sleepers(table: dict[str, Any]) -> set[str]:
+def models_that_sleep(table: dict[str, Any]) -> set[str]:
     """Of the first models of the capabilities: those that fall asleep when they make room. They are
     given the time for it."""
     found = set()
     for capability, model in models_of(table).items():
         row = table["capabilities"][capability]["models"][model]
         if row.get("can_sleep", True):
-            row["keep_warm_s"] = SLEEPER_S
+            row["keep_warm_s"] = ASLEEP_S
             found.add(model)
     return found
 
@@ -105,7 +105,7 @@ def main() -> None:
     models = models_of(table_of(config))
     parser.add_argument("--capabilities", nargs="+", choices=list(models), default=list(models))
     asked = parser.parse_args().capabilities
-    can_sleep = sleepers(table_of(config))
+    can_sleep = models_that_sleep(table_of(config))
     figures: dict[str, Any] = {}
     with servers.our_graph(config, "default") as url:
         until(lambda: len(state(url)["devices"]) > 0, 60, "the node has been seen")

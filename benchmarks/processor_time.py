@@ -10,7 +10,8 @@ is not subtracted, except in the totals outside the engine that say so; and of `
 63 after a request's first, neither rest nor request are counted.
 
 `--plain-serve` has what Ray and Serve take at rest with nothing of ours: two deployments of one
-replica each that greet, as many as a front and a capability have, by Ray's settings and by ours.
+replica each that say hello, as many as a front and a capability have, by Ray's settings and by
+ours.
 """
 
 import argparse
@@ -88,7 +89,7 @@ def look(session: str, node: str) -> dict[int, tuple[str, float]]:
             name = name_of(folder, session, node)
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # gone, or somebody else's
+            continue  # gone, or another user's
         if name:
             found[int(folder.name)] = name, (int(fields[11]) + int(fields[12])) * TICK_S
     return found

@@ -27,7 +27,7 @@ CLASSES = {
     "Woke": "TimerFired", "Reap": "KillEngine", "Tell": "LogEvent", "Reload": "LoadModel",
     "WakeAt": "SetTimer", "Waits": "Queued", "Probe": "RequestReading",
 }  # fmt: skip
-GONE = "lives_in"  # of companion tickets, which ADR 13 replaced: lives that have one are left out
+GONE = "lives_in"  # of tickets in another's process (ADR 13): lives with one are left out
 
 # -- in the old tree ------------------------------------------------------------------------------
 

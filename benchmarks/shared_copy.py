@@ -1,4 +1,4 @@
-"""A load from a shared host copy against one from cached files, and what a sleeper holds (D4).
+"""A load from a shared host copy against one from cached files, and what sleep leaves (D4).
 
     python -m benchmarks.shared_copy --rounds 5
 
@@ -45,7 +45,7 @@ def one(running: Any, ticket: str, model: Path, more: dict[str, Any], tmp: str) 
     row = {"load_s": float(body["load_seconds"]), "sleep_s": timed(child, "sleep")}
     row["wake_s"] = timed(child, "wake")
     timed(child, "sleep")
-    row["sleeper_host_mib"] = host_bytes(child.pid) / MIB
+    row["asleep_host_mib"] = host_bytes(child.pid) / MIB
     row["device_fell_mib"] = (awake_bytes - device_bytes(child.pid)) / MIB
     child.let_go()
     return row

@@ -42,7 +42,7 @@ KEPT = {
 }
 TARGETS = ("engine", "engine", "replica", "embedding replica")
 KILL_EVERY_S = 10.0  # most loads end between two, and every kind is hit some ten times
-EMPTY_S = 120.0  # keep-warm, sleepers and scale-down together are well below
+EMPTY_S = 120.0  # keep-warm, asleep models and scale-down together are well below
 # Of a process that served thousands of requests: allocators keep pages of their busiest moment.
 GROWTH_BYTES, GROWTH_DESCRIPTORS = 64 * MIB, 16
 WARM_UP_S = 30.0  # imports, pools and caches come with the first requests
@@ -159,7 +159,7 @@ class Soak:
         left += [f"{q['ticket']} waits" for q in state["queue"]]
         left += [f"engine {pid} lives" for pid in self.graph.engines()]
         charged = sum(d["charged_bytes"] for d in state["devices"])
-        return left + ([f"{charged} bytes are charged for nobody"] if charged else [])
+        return left + ([f"{charged} bytes are charged to no ticket"] if charged else [])
 
     def _grown(self) -> list[str]:
         grown = []
@@ -179,7 +179,7 @@ def adapter_folder(graph: Graph) -> Path:
 
 
 def short_lived(graph_config: dict[str, Any]) -> None:
-    """Every model leaves soon, sleepers too, so that the end can be seen; adapters are there."""
+    """Every model leaves soon, asleep ones too, so that the end can be seen; adapters are there."""
     with_whole_front(graph_config)
     table = graph_config["applications"][0]["deployments"][0]["user_config"]
     for capability in table["capabilities"].values():

@@ -29,7 +29,7 @@ class Tally:
     processes: int = 0
     looks: int = 0
     looks_at_rest: int = 0  # of these, only without load
-    unanswered_looks: int = 0  # of these, nobody answered: neither right nor wrong
+    unanswered_looks: int = 0  # of these, no answer came: neither right nor wrong
     slowest: list[tuple[float, str, str, str]] = field(default_factory=list)
 
     def answered(self, model: str, outcome: str, took_s: float, about: str = "") -> None:

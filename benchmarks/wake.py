@@ -4,7 +4,7 @@
 
 Wake: host RAM to weights in place, proved by one token. Copy: the checkpoint's bytes from a memfd
 to fresh memory of this process, page faults included, in turn with the wakes. No Ray;
-benchmarks.first_token measures a sleeper's first token through the whole graph.
+benchmarks.first_token measures an asleep model's first token through the whole graph.
 """
 
 import argparse

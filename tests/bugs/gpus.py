@@ -51,7 +51,7 @@ BUGS = [
     Bug("RAM is back with the GPU that was lost", "arbiter/core/residency/readings.py", "_lose",
         "not any(entry.charge(other) for other in entry.devices)",
         "True"),
-    Bug("a sleeper of a lost GPU sleeps on", "arbiter/core/residency/readings.py", "_withdraw_device",
+    Bug("an asleep model of a lost GPU stays on the books", "arbiter/core/residency/readings.py", "_withdraw_device",
         "device in entry.devices or device in entry.home",
         "device in entry.devices"),
     Bug("a resident leaves its GPU for its own RAM", "arbiter/core/tickets/process_ram.py", "is_all_it_holds",

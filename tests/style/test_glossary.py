@@ -1,4 +1,5 @@
-"""Product code uses no word that docs/glossary.md retires, in names or in prose."""
+"""Code of product, benchmarks and planted bugs uses no word that docs/glossary.md retires, in names
+or in prose."""
 
 import io
 import re
@@ -15,7 +16,7 @@ from tests.style.sources import ROOT, broken_in, name_of, text_of
 GLOSSARY = ROOT / "docs" / "glossary.md"
 CODE = sorted(
     path
-    for package in ("arbiter", "policies", "deployments", "models")
+    for package in ("arbiter", "policies", "deployments", "models", "benchmarks", "tests/bugs")
     for path in (ROOT / package).rglob("*.py")
 )
 # Retired words that the code still holds. A word that has gone is taken off this list, and none is
@@ -103,7 +104,7 @@ def test_retired_words_are_lower_case_words_or_pairs() -> None:
     assert all(re.fullmatch(r"[a-z]+( [a-z]+)?", word) for word in RETIRED)
 
 
-def test_product_code_uses_no_retired_word() -> None:
+def test_code_uses_no_retired_word() -> None:
     found = broken_in(CODE, lambda path: retired_in(path) - NOT_YET)
     assert not found, "docs/glossary.md has the words to use instead"
 
