@@ -233,8 +233,8 @@ class Lease:
             return  # without heartbeats it ends by itself
 
     def _said(self) -> Plain:
-        """Once it is held, its term is what is left of it: an arbiter that begins anew takes it
-        as it is said."""
+        """Returns the body of a call. Once the lease is held, its term is what is left of it: an
+        arbiter that begins anew takes the term as it is said."""
         said = {**self.body, "devices": self.devices, "seen": self.state, "wait_s": WAIT_S}
         if self._held_since_s is not None:
             held_s = time.monotonic() - self._held_since_s

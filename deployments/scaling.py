@@ -62,9 +62,9 @@ class ArbiterPolicy:
         return {key: self.replicas(context) for key, context in contexts.items()}, {}
 
     def replicas(self, context: Context) -> int:
-        """At least one for any request, whatever the arbiter says; zero only when it agrees. The
-        first call starts the thread that follows the arbiter: `arbiter check` makes policies too,
-        where there is no cluster to follow."""
+        """Returns the number of replicas: at least one for any request, whatever the arbiter says;
+        zero only when it agrees. The first call starts the thread that follows the arbiter:
+        `arbiter check` makes policies too, where there is no cluster to follow."""
         if self._is_to_follow:
             self._is_to_follow = False
             threading.Thread(target=self._follow, name="arbiter-policy", daemon=True).start()

@@ -26,7 +26,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and labels, [examples, token
 
 
 def batches(tok: Any, dice: Random, drawn: Iterator[Example], size: int) -> Iterator[Batch]:
-    """For ever: batches of examples of like length, padded at the right."""
+    """Yields batches of examples of like length, padded at the right, for ever."""
     while True:
         pool = [encode(tok, next(drawn)) for _ in range(size * 16)]
         pool = sorted((e for e in pool if len(e[0]) <= LENGTHS[-1]), key=lambda e: len(e[0]))

@@ -99,7 +99,7 @@ def network(vocabulary: int, layers: int) -> LlamaForCausalLM:
 
 
 def drawn(dice: Random, recipe: Recipe) -> Iterator[Example]:
-    """For ever: what the training shows, tasks alone at first."""
+    """Yields for ever what the training shows, tasks alone at first."""
     known = questions(held_out=False)
     for _ in range(recipe.task_steps * recipe.batch):
         yield draw(dice, known, TASKS_ALONE)
@@ -113,7 +113,7 @@ def drawn(dice: Random, recipe: Recipe) -> Iterator[Example]:
 
 
 def _lines(recipe: Recipe) -> list[tuple[Line, int]]:
-    """With the step at which each ends."""
+    """Returns each line with the step at which it ends."""
     ends = [line.start for line in recipe.lines[1:]] + [recipe.steps]
     return list(zip(recipe.lines, ends, strict=True))
 
@@ -154,8 +154,8 @@ def blurred(dice: Random, question: str) -> str:
 
 
 def held_out_examples(count: int = 100) -> dict[str, list[Example]]:
-    """By name of the task, and the facts: facts and sums that no training draws, and of other tasks
-    examples of a seed of their own."""
+    """Returns examples by name of the task, and the facts: facts and sums that no training draws,
+    and of other tasks examples of a seed of their own."""
     dice = Random(UNSEEN)
     found = {name: [task(dice) for _ in range(count)] for name, task in TASKS.items()}
     found["add"] = [add(dice, held_out=True) for _ in range(count)]
@@ -180,7 +180,7 @@ def optimisers_of(model: Any, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def share_at(step: int, recipe: Recipe) -> float:
-    """Of the rates: a cosine, and then straight lines down."""
+    """Returns the share of the rates at a step: a cosine, and then straight lines down."""
     for line, end in _lines(recipe):
         if line.start <= step < end:
             left = (end - step) / (end - line.start)

@@ -365,7 +365,8 @@ def wrong_reconstructions(vae: Any, facts: list[Fact], pixels: torch.Tensor) -> 
 
 
 def accuracy(pipe: Any, facts: list[Fact], seed: int = 0) -> dict[str, int]:
-    """Of one picture for each fact, how many show its colour, shape, background, and all three."""
+    """Draws one picture for each fact and counts those that show its colour, shape, background, and
+    all three."""
     right = {"pictures": len(facts), "all": 0, "colour": 0, "shape": 0, "background": 0}
     for start in range(0, len(facts), 32):
         part = facts[start : start + 32]

@@ -196,7 +196,8 @@ def initialise(model: Any) -> None:
 
 
 def prompt_of(processor: Any, question: str, order: str = "PT") -> str:
-    """As a chat of one message, as clients send it; `order` of picture (P) and text (T)."""
+    """Writes the prompt of a chat of one message, as clients send it; `order` of picture (P) and
+    text (T)."""
     parts = {"P": {"type": "image"}, "T": {"type": "text", "text": question}}
     return str(
         processor.tokenizer.apply_chat_template(
@@ -216,7 +217,8 @@ def make_drawings(facts: list[shapes.Fact], each: int, rng: np.random.Generator)
 
 
 def normalised(pixels: torch.Tensor) -> torch.Tensor:
-    """As the processor has them: [n, 3, SIDE, SIDE] uint8 -> [n, 1, 3, SIDE, SIDE] in -1..1."""
+    """Normalises pixels as the processor does: [n, 3, SIDE, SIDE] uint8 -> [n, 1, 3, SIDE, SIDE] in
+    -1..1."""
     return (pixels.float() / 127.5 - 1).unsqueeze(1)
 
 

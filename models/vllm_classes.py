@@ -19,7 +19,8 @@ STAMP = "vllm_classes.json"
 
 
 def inspect(folder: Path) -> None:
-    """Once for each version of vLLM; `folder` keeps which that was."""
+    """Has vLLM inspect its classes, once for each version of vLLM; `folder` keeps which version
+    that was."""
     if (seen := _stamp()) == _read(folder):
         return
     from vllm.model_executor.models import registry

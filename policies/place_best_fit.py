@@ -1,5 +1,6 @@
-"""Where it fits; of such devices one without a copy of the model, then where it was last, then the
-smallest hole, then the least crowded. Where it fits nowhere, the device that lacks least.
+"""Prefers a device where the ticket fits; of such devices one without a copy of the model, then the
+device where it was last, then the smallest hole, then the least crowded. Where it fits nowhere, the
+device that lacks least.
 
 Copies apart: one device lost or busy leaves the other. Where it was: a model does not wander
 because holes of about its size come and go.

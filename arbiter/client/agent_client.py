@@ -50,7 +50,8 @@ class AgentClient:
                 await self._find()
 
     async def _find(self) -> rpc.Peer:
-        """Of this node. Raises LookupError when there is none yet, RayError while it restarts."""
+        """Returns the connection to this node's agent. Raises LookupError when there is none yet,
+        RayError while it restarts."""
         async with self._finding:
             if self._agent is None:
                 node = ray_internals.own_node()

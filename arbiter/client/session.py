@@ -89,7 +89,7 @@ class Session:
 
     @property
     def has_found_no_arbiter(self) -> bool:
-        """At least one try of joining has found no arbiter."""
+        """Whether at least one try of joining has found no arbiter."""
         return self._handle is None and self.unreachable_s > REJOIN_MOST_S
 
     async def wait_unless_lost(self, event: asyncio.Event) -> bool:
@@ -107,8 +107,9 @@ class Session:
     async def call(
         self, arbiter: rpc.Peer, name: str, *args: Any, within_s: float | None = None
     ) -> Any:
-        """As `Peer.call`. Raises ConnectionLost also when the epoch ended before the answer, which
-        Ray does not tell of an arbiter that hangs, and when there is none within this time."""
+        """Calls as `Peer.call` does. Raises ConnectionLost also when the epoch ended before the
+        answer, which Ray does not tell of an arbiter that hangs, and when there is none within this
+        time."""
         answer = asyncio.ensure_future(arbiter.call(name, *args))
         lost = asyncio.ensure_future(self.lost.wait())
         try:
@@ -273,7 +274,8 @@ class Session:
         self._wake_sender()
 
     def _drop_what_a_join_says(self) -> None:
-        """Of the rest the newest stay, half an outbox at most."""
+        """Drops the events that a rejoin says anyway; of the others it keeps the newest, half an
+        outbox at most."""
         unsaid = [event for event in self._outbox if isinstance(event, UNSAID_BY_JOIN)]
         self._outbox = deque(unsaid[-(OUTBOX_MOST_COUNT // 2) :])
 

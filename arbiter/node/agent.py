@@ -97,9 +97,9 @@ class NodeAgent:
         return await self._engines.spawn(ticket, spec)
 
     async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
-        """As `spawn`, in the place of the process that the ticket has (A14). A repeated call has
-        another one. Raises what `spawn` raises; TicketClosed also when the ticket was killed
-        meanwhile."""
+        """Spawns as `spawn` does, in the place of the process that the ticket has (A14). A repeated
+        call has another process. Raises what `spawn` raises; TicketClosed also when the ticket was
+        killed meanwhile."""
         return await self._engines.respawn(ticket, spec)
 
     async def kill(self, ticket: TicketId) -> None:
@@ -217,7 +217,7 @@ class NodeAgent:
         loop.add_reader(leased.fd, died)
 
     def _collect_dead(self, looked_ns: int, everything: dict[int, procfs.Process]) -> None:
-        """Of engines, and of leased processes, which are not ours to kill."""
+        """Collects dead engines, and dead leased processes, which are not ours to kill."""
         self._engines.collect_dead(looked_ns, everything)
         for leased in self._leased.note(looked_ns, everything, self._not_theirs()):
             self._forget_leased(leased)
@@ -243,7 +243,8 @@ class NodeAgent:
                 continue
 
     async def _see_ends(self) -> None:
-        """As soon as an engine died, whatever a turn is doing: a request may wait for its bytes."""
+        """Sees to ended engines as soon as one died, whatever a turn is doing: a request may wait
+        for its bytes."""
         died = self._engines.died
         while True:
             await died.wait()

@@ -19,7 +19,7 @@ ABANDONED_AFTER_S = 3_600.0
 
 
 class EngineLogs:
-    """Under Ray's log folder, where the dashboard shows them."""
+    """The logs of engines, under Ray's log folder, where the dashboard shows them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -153,7 +153,7 @@ class NodeProbe:
             logger.warning("%s %s", self._gpu_id(index), said)
 
     def _ram_part(self, memory: procfs.Memory) -> list[DeviceBytes]:
-        """On a GPU node the whole of an engine's RAM is host RAM."""
+        """Divides an engine's RAM over devices: on a GPU node all of it is host RAM."""
         host = self._id("host")
         if self._indexes:
             return [DeviceBytes(host, Bytes(memory.device_bytes + memory.host_bytes))]

@@ -85,13 +85,13 @@ class EngineProcesses:
     # -- spawning --------------------------------------------------------------------------------
 
     async def spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
-        """As `NodeAgent.spawn`."""
+        """Spawns as `NodeAgent.spawn` has it."""
         self._check_open(ticket)
         return await self._spawned(ticket, spec, is_confirmed=False)
 
     async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
-        """As `NodeAgent.respawn`. Asks the arbiter once, while the process still lives: an arbiter
-        that ends after its answer does not cost the model."""
+        """Respawns as `NodeAgent.respawn` has it. Asks the arbiter once, while the process still
+        lives: an arbiter that ends after its answer does not cost the model."""
         self._check_open(ticket)
         await self._reports.confirm(ticket)
         if child := self.children.by_ticket.get(ticket):
@@ -191,8 +191,9 @@ class EngineProcesses:
             raise TicketClosed(ticket)
 
     async def _fork(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> children.Child | None:
-        """By the next zygote when this one dies over it; the caller bounds the wait. None: the
-        child died at once. Raises ZygoteError when no zygote will start."""
+        """Has the zygote fork a child, or the next zygote when this one dies over it; the caller
+        bounds the wait. None: the child died at once. Raises ZygoteError when no zygote will
+        start."""
         while True:
             self._end_if_killed(ticket)
             if not self.supervisor.is_up:

@@ -77,7 +77,8 @@ class HostCopy:
         return self.files.allocated_bytes if self.files else self.size_bytes
 
     def may_serve(self, found: Found, request: CopyRequest) -> bool:
-        """By names, sizes and mode. The bytes are yet to be compared."""
+        """Whether the copy may serve the request, by names, sizes and mode. The bytes are yet to be
+        compared."""
         if self.files is None or self.is_leaving:
             return False
         index = self.files.index
@@ -119,7 +120,8 @@ class HostCopies:
         start(self._socket.serve())
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Not in one of the agent's own: it takes its readings there, whatever hangs here."""
+        """Runs work in a thread that is not one of the agent's own: it takes its readings there,
+        whatever hangs here."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     # -- lending ---------------------------------------------------------------------------------
@@ -260,7 +262,7 @@ class HostCopies:
     # -- leaving ---------------------------------------------------------------------------------
 
     def drop(self, key: str) -> bool:
-        """By hand. False: it leaves with the last engine that has it open. Raises
+        """Drops copies by hand. False: a copy leaves with the last engine that has it open. Raises
         UnknownHostCopy."""
         found = [c for c in self._copies if c.files and c.files.index.key == key]
         if not found:
@@ -297,7 +299,8 @@ class HostCopies:
     def _begin_look(
         self, copy: HostCopy, request: CopyRequest, source: Source
     ) -> asyncio.Future[bool]:
-        """In a thread of its own, so that looks that hang take none of the agent's."""
+        """Looks in a thread of its own whether the files have changed, so that looks that hang take
+        none of the agent's."""
         thread = ThreadPoolExecutor(1, "host-copy-look")
         loop = asyncio.get_running_loop()
         look = loop.run_in_executor(thread, _has_changed, request, source.found)

@@ -38,7 +38,7 @@ class LendingSocket:
         self._answering: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        """Until it is cancelled."""
+        """Answers engines that connect, until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             peer, _ = await loop.sock_accept(self._listener)

@@ -124,7 +124,8 @@ class PooledSlab:
         )
 
     def erase_tenant(self, removal: Removal) -> None:
-        """At once where it is idle, else by its writer, which `order_erasures` tells."""
+        """Erases a tenant's rows: at once where the slab is idle, else by its writer, which
+        `order_erasures` tells."""
         if self.ticket is not None:
             if self.view.geometry is None:
                 return  # no engine has written it, and perhaps this one does not either
@@ -407,7 +408,8 @@ class Pool:
 
 
 def _label(request: SlabRequest) -> str:
-    """In the file's name, so that an agent that starts anew knows what its engines have open."""
+    """Names the request in the file's name, so that an agent that starts anew knows what its
+    engines have open."""
     return f"{request.content}.{request.key}.{request.owner}"[:_NAME_MOST]
 
 

@@ -57,7 +57,7 @@ def mark_of(pid: int) -> Mark | None:
 
 
 def _moved(found: dict[str, int], known: dict[str, int]) -> int:
-    """By how much the counts of two readings differ at most, in bytes."""
+    """Returns by how many bytes the counts of two readings differ at most."""
     keys = found.keys() | known.keys()
     return max((abs(found.get(key, 0) - known.get(key, 0)) for key in keys), default=0)
 

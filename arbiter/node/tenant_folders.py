@@ -47,7 +47,7 @@ def _made_s(copy: Path) -> float:
 
 
 def _remove(copy: Path) -> None:
-    """Under another name first, so that no engine finds half of it. Raises OSError."""
+    """Removes a folder under another name, so that no engine finds half of it. Raises OSError."""
     scratch = tempfile.mkdtemp(dir=copy.parent.parent, prefix=".removing-")
     try:
         os.rename(copy, Path(scratch) / copy.name)

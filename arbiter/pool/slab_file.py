@@ -278,7 +278,7 @@ def _write(
 
 
 def _copy(row: _Source, size: int, target: int, at: int, digest: _Digest) -> None:
-    """By reads, because a read of a page that a slab has given back allocates none."""
+    """Copies a row by reads, because a read of a page that a slab has given back allocates none."""
     for done in range(0, size, _PIECE_BYTES):
         piece = os.pread(row.fd, min(_PIECE_BYTES, size - done), row.offset + done)
         digest.update(piece)
@@ -293,7 +293,7 @@ def _write_all(target: int, piece: bytes, at: int) -> None:
 
 
 def _digest(namespace: bytes, mark: Mark) -> _Digest:
-    """Of the bytes of a row, begun with its mark: a changed key or time is damage too."""
+    """Begins the digest of a row with its mark: a changed key or time is damage too."""
     return hashlib.blake2b(_packed(mark), key=namespace, digest_size=_DIGEST_BYTES)
 
 

@@ -60,7 +60,7 @@ class _UseLog:
         self.kept_since = Instant(0)  # older ones were dropped
 
     def append(self, at: int, key: Key, busy: int) -> None:
-        """Of more than `most_count` uses the oldest tenth goes."""
+        """Notes a use. Beyond `most_count` uses, the oldest tenth goes."""
         if key not in self._places:
             self._places[key] = len(self._keys)
             self._keys.append(key)

@@ -181,7 +181,8 @@ class World:
             self._at(by, lambda: self._beat(simulated))
 
     def _beat(self, simulated: SimulatedHolder) -> None:
-        """At the full second after a use, and once more to say since when it is not in use."""
+        """Sends a heartbeat at the full second after a use, and once more to say since when the
+        model is not in use."""
         if self.now != simulated.beats_at:  # an earlier one has said it
             return
         simulated.beats_at = NEVER

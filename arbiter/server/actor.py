@@ -145,7 +145,7 @@ class ArbiterActor:
             return None
 
     def _serve_rpc(self) -> rpc.RpcServer:
-        """For holders and the agent of this node."""
+        """Serves holders and the agent of this node over a socket."""
         node = ray_internals.own_node()
         ours = self.acquire, self.grow, self.tell, self.renew, self.listen
         agents = self.report, self.check_grant, self.lease, self.end_lease
@@ -291,8 +291,8 @@ class ArbiterActor:
             raise StaleEpoch(epoch, self._shell.epoch)
 
     def _check_mail(self, epoch: Epoch, holder: HolderId) -> None:
-        """Only the calls by which a session lives are refused to a holder that must rejoin: it is
-        alive and on the books, so its other calls go on."""
+        """Refuses the calls by which a session lives to a holder that must rejoin, and no others:
+        the holder is alive and on the books, so its other calls go on."""
         if self._shell.must_rejoin(holder):
             raise StaleEpoch(epoch, self._shell.epoch)
 
@@ -374,8 +374,8 @@ class ArbiterActor:
             self._choose(configuration.numbered(self._configuration.generation + 1))
 
     async def change_settings(self, wanted: messages.Configuration, of: Generation) -> Generation:
-        """At runtime, if the settings are still of that generation; kept across restarts. Returns
-        the new one. Raises SettingsConflict. Repeated, it is done once."""
+        """Changes the settings at runtime, if they are still of that generation; kept across
+        restarts. Returns the new generation. Raises SettingsConflict. Repeated, it is done once."""
         now = self._configuration
         if now.table == wanted.table and now.generation == of + 1:
             return now.generation

@@ -63,8 +63,8 @@ class DayReplays:
         return None if said is None else from_json(ReplayedDay, said)
 
     async def _answer(self, asked: bytes) -> object:
-        """In a thread, because children can be awaited on a loop of the main thread only. Raises
-        OSError, subprocess.SubprocessError, ValueError."""
+        """Asks a child process, and waits in a thread, because children can be awaited on a loop of
+        the main thread only. Raises OSError, subprocess.SubprocessError, ValueError."""
         process = subprocess.Popen(
             [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,

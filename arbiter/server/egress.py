@@ -77,7 +77,8 @@ class EgressBook:
 
 
 def _about(egress: Egress) -> dict[str, str | int | float | bool | None]:
-    """Without a prompt: there is none in the message."""
+    """Returns the fields of an egress for the event log. They hold no prompt, because the message
+    has none."""
     return {
         "egress": egress.id,
         "remote": egress.remote,

@@ -319,7 +319,8 @@ class LeaseService:
                 self._note_drained(command.ticket, is_drained=True)
 
     async def _adopt(self, session: LeaseSession, call: messages.LeaseCall) -> None:
-        """With each call: an agent that restarted has forgotten."""
+        """Tells the agent of the lease's process with each call, because an agent that restarted
+        has forgotten."""
         if call.pid is None or self._client_state(session) not in ("held", "leaving"):
             return
         try:

@@ -87,7 +87,7 @@ class Mailbox:
         self.must_rejoin = False
 
     def put(self, command: messages.Command) -> None:
-        """Once full, drops it."""
+        """Keeps a command. A full mailbox keeps none."""
         if len(self._commands) >= self._most_count:
             self.must_rejoin = True
             self._commands.clear()

@@ -63,7 +63,8 @@ _STALE = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, IndexEr
 
 
 def default_path() -> Path:
-    """Beside the user's other state, as the XDG base directory specification has it."""
+    """Returns the state file beside the user's other state, as the XDG base directory specification
+    has it."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(home) / "serve-arbiter" / "arbiter.sqlite"
 

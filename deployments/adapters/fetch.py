@@ -158,8 +158,8 @@ class Fetcher:
 
 
 def _free_frames(work: "Future[None]") -> None:
-    """In the thread of the fetch. Freed in the replica's loop, with the error whose frames have it,
-    a file system would close its connections there."""
+    """Frees the frames of the error, in the thread of the fetch. Freed in the replica's loop, with
+    the error whose frames have it, a file system would close its connections there."""
     error = None if work.cancelled() else work.exception()
     for _ in range(_CAUSES):
         if error is None:
@@ -199,7 +199,7 @@ def _told(error: BaseException) -> str:
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    """For the file system, over what fsspec's own configuration says."""
+    """Returns options for the file system, over what fsspec's own configuration says."""
     if scheme in ("http", "https"):
         return {"get_client": _client, "allow_redirects": False}
     if scheme in ("s3", "s3a"):

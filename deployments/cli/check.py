@@ -214,7 +214,7 @@ def _followed(app: "ServeApplicationSchema", found: "Table", where: str) -> Iter
 
 
 def _cause(error: Exception) -> str:
-    """In one line; of a refused model each field."""
+    """Says an error in one line; of a refused model each field."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):

@@ -183,7 +183,8 @@ def _refuse_twice(named: "list[Source]") -> None:
 def _fitted(
     machine: Machine, kept: dict[str, config_text.Entry], asked_for: set[str], port: int
 ) -> Written:
-    """Without the models of the shipped file that are larger than this machine."""
+    """Writes the configuration without the models of the shipped file that are larger than this
+    machine."""
     needs, left_out = _needs(machine, kept), []
     for entry in kept.values():
         for name in [name for name in entry.models if needs.get(name, 0) > _room(machine)]:
@@ -266,7 +267,7 @@ def _row(source: "Source", machine: Machine, engine: str) -> dict[str, Any]:
 
 
 def _arguments(source: "Source", machine: Machine) -> dict[str, Any]:
-    """Of vLLM and diffusers; other engines need none."""
+    """Returns the arguments of vLLM and diffusers; other engines need none."""
     has_gpu = bool(machine.gpus)
     if source.capability == "image":
         return {"steps": 30, "max_batch": 1}

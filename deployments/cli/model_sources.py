@@ -127,8 +127,9 @@ def _of_hub(name: str, source: str, capability: str) -> Source:
 
 
 def _size_at_hub(source: str, said: Mapping[str, Any]) -> tuple[Bytes | None, str]:
-    """In the order of A17, and by what: the headers, which the hub has read of a model that lies at
-    the top of its repository, else the sizes of files, else the name."""
+    """Returns the size in bytes in the order of A17, and by what it is known: the headers, which
+    the hub has read of a model that lies at the top of its repository, else the sizes of files,
+    else the name."""
     counts = (said.get("safetensors") or {}).get("parameters") or {}
     if counts and counts.keys() <= ITEM_BYTES.keys():
         return Bytes(sum(ITEM_BYTES[kind] * count for kind, count in counts.items())), "its headers"
@@ -207,7 +208,7 @@ def _refuse_another(name: str, source: str, wanted: str, found: str, kind: str) 
 
 
 def _bytes(folder: Path) -> Bytes:
-    """By headers, else by the sizes of files. Raises ConfigError."""
+    """Returns the weights' bytes by headers, else by the sizes of files. Raises ConfigError."""
     if folder.is_dir() and not any(folder.rglob("*.safetensors")):
         files = (p for p in folder.rglob("*") if p.is_file() and p.suffix in WEIGHTS)
         return Bytes(sum(p.stat().st_size for p in files))

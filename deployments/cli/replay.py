@@ -105,7 +105,7 @@ def _score(demand: "Demand", settings: "Settings", evict: str, usage: dict[str, 
 
 
 def _row(score: "Score", best: "Score") -> dict[str, float]:
-    """With its regret: what it cost beyond foresight."""
+    """Returns the score with its regret: what it cost beyond foresight."""
     from arbiter.replay.score import as_plain
 
     regret = {

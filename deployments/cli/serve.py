@@ -148,7 +148,8 @@ def serve(
 
 
 def _check(file: Path, log: Path, note: progress.Note) -> None:
-    """In a process of its own, which gives back what it imports. Raises CommandError."""
+    """Checks the file in a process of its own, which gives back what it imports. Raises
+    CommandError."""
     command = [sys.executable, "-m", "deployments.cli", "check", str(file)]
     try:
         progress.run(command, log, note)
@@ -183,7 +184,7 @@ def _new_log() -> Path:
 
 
 def _start(file: Path, log: Path) -> Child:
-    """In a session of its own, so that Ctrl-C reaches it once, from here."""
+    """Starts `serve run` in a session of its own, so that Ctrl-C reaches it once, from here."""
     command, env = [*PROGRAM, str(file)], start_variables.completed(os.environ)
     # A shell's `&` leaves SIGINT ignored, and a child of an ignoring process ignores it as well.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -150,7 +150,7 @@ def _parsed(changes: list[str]) -> dict[str, Any]:
 
 
 def _as_yaml(value: object) -> str:
-    """As `KEY=VALUE` takes it: JSON is YAML."""
+    """Writes a value as `KEY=VALUE` takes it: JSON is YAML."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -44,9 +44,9 @@ class AsyncClient(AsyncCalls):
         model: str | None = None,
         timeout_s: float = WITHIN_S,
     ) -> None:
-        """Over HTTP to `url`, or by the `handle` of the front's deployment. Without either: to
-        `ARBITER_URL` if that is set; else by handle, where this process is connected to Ray, as a
-        driver and every deployment are; else to port 8000 of this machine. `key`: else
+        """Calls the front over HTTP at `url`, or by the `handle` of its deployment. Without either:
+        at `ARBITER_URL` if that is set; else by handle, where this process is connected to Ray, as
+        a driver and every deployment are; else at port 8000 of this machine. `key`: else
         `ARBITER_KEY`. `model`: of the calls that name none. `timeout_s`: between two pieces of an
         answer."""
         environment = Environment()

@@ -321,8 +321,8 @@ def _fields(said: Json) -> Json:
 
 
 def _check(path: str, said: Mapping[str, Any], files: Files) -> None:
-    """As the front reads it: of a file its size, and of a field that a form repeats the last.
-    Raises BadRequest."""
+    """Checks a body as the front reads it: of a file its size, and of a field that a form repeats
+    the last. Raises BadRequest."""
     sizes = {name: len(content) for name, (_, content, _) in files.items()}
     last = {name: v[-1] if files and isinstance(v, list) else v for name, v in said.items()}
     check_body(SCHEMAS.get(path, OF_THE_TABLE).body, last | sizes)

@@ -51,7 +51,8 @@ def boot(table: Table) -> StartConfig:
 
 
 def _slabs_folder(table: Table) -> Path:
-    """Beside the state file where one is named, else in the user's cache."""
+    """Returns the folder of slabs: beside the state file where one is named, else in the user's
+    cache."""
     state_file = table.arbiter.state_file
     return Path(state_file).with_name("slabs") if state_file else Environment().slabs
 

@@ -44,7 +44,7 @@ def weights_bytes(source: Path) -> Bytes:
 
 
 def _tensor_files(source: Path) -> list[Path]:
-    """Of a model in one file, or in a folder."""
+    """Lists the tensor files of a model in one file, or in a folder."""
     if source.is_file():
         return [source] if source.suffix == ".safetensors" else []
     return _tensor_files_in(source)
@@ -73,7 +73,8 @@ def _parts_of_pipeline(folder: Path) -> list[str]:
 
 
 def _file_sizes(source: Path) -> dict[str, int]:
-    """Of a model in one file, or in folders of a folder; empty for a hub id."""
+    """Returns the sizes of files, of a model in one file, or in folders of a folder; empty for a
+    hub id."""
     if source.is_file():
         return {source.name: source.stat().st_size}
     found = (path for path in source.rglob("*") if path.is_file())

@@ -133,7 +133,7 @@ class RemoteConfig(Strict):
 
 
 class RemotesConfig(Strict):
-    """Without rows there are no remotes."""
+    """The remotes of the table; without rows there are none."""
 
     nothing_leaves: bool = False  # the one switch: no remote is asked, whatever the rows say
     hosts: tuple[str, ...] = ()  # that the URLs of the rows may name

@@ -22,7 +22,7 @@ ITEM_BYTES = {
 
 
 class BadHeader(ValueError):
-    """Not a safetensors file, or its header contradicts its data."""
+    """The file is no safetensors file, or its header contradicts its data."""
 
 
 class _Row(BaseModel):

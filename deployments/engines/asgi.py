@@ -80,7 +80,8 @@ class TypedFailures(AbstractAsyncContextManager["TypedFailures", bool]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
-        """After an answer has begun the server notes the error, and closes what is not whole."""
+        """Answers an error in place of the application. After an answer has begun the server notes
+        the error, and closes what is not whole."""
         if self._has_begun or not isinstance(error, Exception):
             return False
         sys.excepthook(type(error), error, error.__traceback__)

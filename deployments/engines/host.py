@@ -288,7 +288,7 @@ class EngineHost:
         await self._attempt(send, engine.purge(), {"purges": True})
 
     async def _shrink_slabs(self, receive: Receive, send: Send) -> None:
-        """Between sleep and wake, because either may load the model anew."""
+        """Shrinks the slabs between sleep and wake, because either may load the model anew."""
         engine = self.engine
         if self.failure or not self.loaded.is_set() or not isinstance(engine, ShrinksSlabs):
             return await asgi.respond(send, 200, {"shrinks": False})

@@ -138,7 +138,7 @@ class EmbeddingEngine:
         assert self.batching and not self.batching.done(), "the batching task has ended"
 
     async def _work(self, function: Any, *args: Any) -> Any:
-        """In the one thread that touches the model."""
+        """Runs a function in the one thread that touches the model."""
         return await asyncio.get_running_loop().run_in_executor(self.worker, function, *args)
 
     async def _embed(self, texts: list[str]) -> np.ndarray:

@@ -48,7 +48,7 @@ class SharedCopy:
 
     @property
     def tensor_fds(self) -> list[int]:
-        """Of the files in which `candidates` looks."""
+        """Returns the descriptors of the files in which `candidates` looks."""
         return [fd for name, fd in self.files.items() if name.endswith(".safetensors")]
 
     def candidates(self, size: int, prefix: bytes) -> list[Piece]:
@@ -63,7 +63,8 @@ class SharedCopy:
 
 
 def _tensors(fd: int) -> Iterator[Piece]:
-    """By the header of a safetensors file: eight bytes of its length, then JSON."""
+    """Finds the tensors by the header of a safetensors file: eight bytes of its length, then
+    JSON."""
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     header: dict[str, Any] = json.loads(os.pread(fd, length, 8))
     for name, about in header.items():

@@ -87,7 +87,8 @@ async def shown(job: Job, table: Table) -> Json:
 
 
 async def _estimate_s(model: str, table: Table) -> float | None:
-    """Until the model could answer; None: not known, or it is not in the table any more."""
+    """Returns the seconds until the model could answer; None: not known, or it is not in the table
+    any more."""
     if model not in table.homes:
         return None
     try:

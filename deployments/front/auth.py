@@ -93,7 +93,7 @@ def is_address(name: str) -> bool:
 
 
 def _token(request: Request) -> str:
-    """As OpenAI's clients send it, or as Anthropic's do."""
+    """Returns the key of a request, as OpenAI's clients send it or as Anthropic's do."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     bearer = token.strip() if kind.lower() == "bearer" else ""
     return bearer or request.headers.get("x-api-key", "").strip()

@@ -93,8 +93,8 @@ class Formed:
         await self._send({"type": "http.response.body", "body": body})
 
     def _event(self, event: bytes) -> bytes:
-        """Of a stream whose status was sent: Anthropic's events have names, so one without is our
-        own last word."""
+        """Writes the event for an error in a stream whose status was sent. Anthropic's events have
+        names, so one without is our own last word."""
         told = event.removeprefix(b"data: ").strip()
         return b"event: error\ndata: " + self._form(_status_of(told), said(told)) + b"\n\n"
 
@@ -109,6 +109,6 @@ def said(body: bytes) -> str:
 
 
 def _status_of(body: bytes) -> int:
-    """By OpenAI's `type`: a stream has no status of its own."""
+    """Returns a status by OpenAI's `type`, because a stream has no status of its own."""
     kind = json.loads(body).get("error", {}).get("type", "")
     return {"rate_limit_error": 429, "invalid_request_error": 400}.get(kind, 500)

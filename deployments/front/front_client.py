@@ -43,8 +43,8 @@ async def carry(path: Path, scope: Scope, first: Message, receive: Receive, send
 
 
 async def _connected(path: Path) -> "_Connection":
-    """To a front of this user: others may write to the session's folder, so a stranger could put a
-    socket of its own there, and would get keys and prompts. Raises NoFront."""
+    """Connects to a front of this user: others may write to the session's folder, so a stranger
+    could put a socket of its own there, and would get keys and prompts. Raises NoFront."""
     loop = asyncio.get_running_loop()
     conn = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     conn.setblocking(False)

@@ -85,7 +85,7 @@ class KeysBroken(KeyTrouble):
 
 
 def keys_path(configured: str | None = None, state_file: str | None = None) -> Path:
-    """Beside the arbiter's state, if not configured otherwise."""
+    """Returns the file of keys: beside the arbiter's state, if not configured otherwise."""
     if configured:
         return Path(configured)
     return (Path(state_file) if state_file else default_path()).with_name("keys.json")

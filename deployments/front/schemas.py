@@ -363,7 +363,7 @@ class Classifies(Body):
 
 
 def _uploaded(size: object) -> object:
-    """Of a file the front knows the size (deployments.multipart)."""
+    """Checks a file by its size: that is what the front knows of it (deployments.multipart)."""
     if not isinstance(size, int):
         raise ValueError("send it as a file")
     return size

@@ -247,8 +247,8 @@ async def _translated(response: Any, call: messages.InferenceCall) -> Parts:
 
 
 class _CallErrors(AbstractContextManager["_CallErrors", None]):
-    """Between Serve and this package. A call may fail with an error of Serve, of Ray, of gRPC and,
-    through gRPC, with whatever the replica raised: each becomes a RequestError here."""
+    """Turns errors of a call into RequestErrors, between Serve and this package. A call may fail
+    with an error of Serve, of Ray, of gRPC and, through gRPC, with whatever the replica raised."""
 
     def __init__(self, call: messages.InferenceCall) -> None:
         self._call = call

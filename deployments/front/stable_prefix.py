@@ -203,7 +203,7 @@ def _leading_parts(message: object) -> tuple[int, dict[str, Any]]:
 
 
 def _plain(item: dict[str, Any]) -> dict[str, Any]:
-    """Without marks."""
+    """Returns the item without marks."""
     bare = {name: value for name, value in item.items() if name != STABLE}
     if isinstance(content := bare.get("content"), list):
         bare["content"] = [_plain(p) if isinstance(p, dict) else p for p in content]

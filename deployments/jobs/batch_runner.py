@@ -66,7 +66,7 @@ class BatchRunner:
         return len(self._running)
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Has the runner look for something to do."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -308,7 +308,7 @@ async def _no_events(events: list[str]) -> None:
 
 
 def _result(batch: Batch, line: Line, custom_id: str, answer: Answer) -> Finished:
-    """As OpenAI writes it: an answer, whatever its status, is a `response`."""
+    """Writes a result as OpenAI does: an answer, whatever its status, is a `response`."""
     try:
         body = json.loads(answer.body)
     except ValueError:

@@ -432,7 +432,8 @@ def _batch(row: sqlite3.Row) -> Batch:
 
 
 def _portions(finished: Sequence[Finished]) -> Iterator[list[Finished]]:
-    """In their order, each of about PORTION_BYTES; a larger result is one of its own."""
+    """Divides results, in their order, into portions of about PORTION_BYTES; a larger result is one
+    of its own."""
     portion: list[Finished] = []
     size = 0
     for one in finished:

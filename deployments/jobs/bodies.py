@@ -81,8 +81,8 @@ class Bodies:
             self._sync_folder()
 
     def read(self, name: str, offset: int = 0, most_bytes: int = PIECE_BYTES) -> bytes:
-        """At most so many bytes from an offset; empty at the end. Raises StorageFailed where the
-        file is gone."""
+        """Reads at most so many bytes from an offset; empty at the end. Raises StorageFailed where
+        the file is gone."""
         with self._translated(), self._opened(name, os.O_RDONLY) as file:
             return os.pread(file, most_bytes, offset)
 

@@ -104,7 +104,7 @@ class Runner:
         return len(self._running)
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Has the runner look for something to do."""
         self._wake.set()
 
     async def close(self) -> None:

@@ -92,7 +92,7 @@ class Validator:
 
     @property
     def is_over(self) -> bool:
-        """There is no use in looking further."""
+        """Whether there is no use in looking further."""
         return len(self.errors) >= ERRORS_MOST or self.total > LINES_MOST
 
     @property

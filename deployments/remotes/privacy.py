@@ -57,8 +57,8 @@ class Secrets:
 
 
 def plain(text: str) -> str:
-    """Without letters that only look like others, and without characters that are not seen: both
-    come with copied text and would hide a secret."""
+    """Returns the text without letters that only look like others, and without characters that are
+    not seen: both come with copied text and would hide a secret."""
     if text.isascii():
         return text
     folded = unicodedata.normalize("NFKC", text)

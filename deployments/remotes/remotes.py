@@ -53,7 +53,7 @@ CLOSE_S = 10.0  # an arbiter that restarts is back by then
 
 @dataclass(slots=True)
 class _State:
-    """Of one remote: it outlives a change of the table."""
+    """What is known of one remote; it outlives a change of the table."""
 
     breaker: Breaker
     in_flight: int = 0
@@ -273,7 +273,7 @@ class Remotes:
         return call.deadline_s is not None and self._now_s() - began_s >= call.deadline_s
 
     def _row_for(self, call: RemoteCall) -> RemoteConfig:
-        """With the deadline of the call as a bound."""
+        """Returns the row of the call's remote, with the deadline of the call as a bound."""
         row = self._config.rows[call.remote]
         if call.deadline_s is None or call.deadline_s >= row.bounds.total_s:
             return row
@@ -302,7 +302,8 @@ class Remotes:
         return self._states[remote]
 
     def _seconds(self, call: RemoteCall, model: RemoteModel) -> float:
-        """Of an answer of the usual length, or the longest where none was seen."""
+        """Estimates the seconds of an answer of the usual length, or of the longest where none was
+        seen."""
         seen = self._state(call.remote).seconds_of.get(call.model)
         return seen or model.first_token_s + call.answer_tokens / model.tokens_per_s
 

@@ -47,8 +47,9 @@ async def told(model: str, on_change: Callable[[], None]) -> AsyncIterator[bool]
 
 
 def _watch_all(inotify: int, root: Path) -> bool:
-    """Also the root itself where it is a symlink, which may be replaced by another; and whether a
-    folder or symlink above it is renamed or removed. False: a watch found no room."""
+    """Watches all that lies in a model's folder; also the root itself where it is a symlink, which
+    may be replaced by another, and whether a folder or symlink above it is renamed or removed.
+    False: a watch found no room."""
     above = {*root.absolute().parents, *root.resolve().parents}
     found = [_watch(inotify, path, _ATTRIB | _MOVE_SELF | _DONT_FOLLOW) for path in above]
     found.append(_watch(inotify, root, _CHANGES | _DONT_FOLLOW))

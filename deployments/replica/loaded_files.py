@@ -170,7 +170,7 @@ def differ(loaded: LoadedFiles) -> bool:
 
 
 def _differ_there(loaded: LoadedFiles) -> bool:
-    """As their server has them now."""
+    """Whether the files differ from those loaded, as their server has them now."""
     try:
         return _are_others(loaded, files(loaded.model, remote_files.fresh_stat))
     except OSError:
@@ -216,8 +216,8 @@ async def read_whole(loaded: LoadedFiles) -> bool:
 
 
 async def _hash_of(loaded: LoadedFiles, name: str, pause_s: float) -> str:
-    """Of all its bytes; chunk by chunk, so that no thread is kept and the task can be cancelled.
-    Raises OSError."""
+    """Hashes all bytes of a file, chunk by chunk, so that no thread is kept and the task can be
+    cancelled. Raises OSError."""
     digest = hashlib.blake2b()
     stream = await asyncio.to_thread((Path(loaded.model) / name).open, "rb")
     try:

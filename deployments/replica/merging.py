@@ -134,13 +134,14 @@ class Merging:
         return has_traffic and self._found(served, owner) == copy.entry
 
     def _begin(self, copy: MergedCopy) -> None:
-        """After a copy that found no room, the next is asked for a window of requests later."""
+        """Begins a copy. After a copy that found no room, the next is asked for a window of
+        requests later."""
         self._share.forget()
         self._copy = copy
         self._residency.background.begin(self._live(copy))
 
     async def _live(self, copy: MergedCopy) -> None:
-        """From the first step to the end of its engine."""
+        """Runs a copy from the first step to the end of its engine."""
         try:
             published = await self._shelf.take(copy.entry)
             served = copy.name[1]

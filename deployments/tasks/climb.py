@@ -121,7 +121,7 @@ async def _watched(
 
 
 def _later(call: TaskCall, one: messages.InferenceCall, waited_s: float) -> messages.InferenceCall:
-    """With what the rungs before it left of the deadline. Raises DeadlineUnmet."""
+    """Returns the call with what the rungs before it left of the deadline. Raises DeadlineUnmet."""
     one = replace(one, wants_progress=call.wants_progress)
     if one.deadline_s is None:
         return one

@@ -85,7 +85,8 @@ def _paths_of(place: str) -> frozenset[str]:
 
 
 def _chars(said: object) -> int:
-    """Of all text within, without pictures and sound; a token by number counts as one."""
+    """Counts the characters of all text within, without pictures and sound; a token by number
+    counts as TOKEN_CHARS."""
     count = 0
     for one in _nested(said, ("content", "text")):
         match one:

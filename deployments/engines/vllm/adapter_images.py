@@ -191,8 +191,8 @@ class SlotImages:
         return True
 
     def _write(self, row: int, lora: LoRAModel) -> None:
-        """As `LoRAModelManager.activate_adapter` fills slot 0, of layers whose only slot is the
-        row."""
+        """Fills a row as `LoRAModelManager.activate_adapter` fills slot 0, of layers whose only
+        slot is the row."""
         flat = torch.from_numpy(np.frombuffer(self.rows.slab.row(row), np.int8))
         stacks: dict[tuple[str, str], list[torch.Tensor]] = {}
         for part in self._parts:

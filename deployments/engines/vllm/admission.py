@@ -190,9 +190,9 @@ class _Batch:
         return min(rivals, key=lambda q: self.rank(q, ()))
 
     def next_bypassed(self) -> list[_Queue]:
-        """Of each priority that was bypassed BYPASSES times the queue that is next. Only this one:
-        its count begins anew with its own entry, so that nothing else of its priority, which found
-        a place more easily, uses up its turn."""
+        """Returns, of each priority that was bypassed BYPASSES times, the queue that is next. Only
+        this one: its count begins anew with its own entry, so that nothing else of its priority,
+        which found a place more easily, uses up its turn."""
         waiting = {queue.priority for queue in self.queues}
         often = [p for p in waiting if self.bypassed[p] >= BYPASSES]
         return [self.first_of(priority) for priority in often]

@@ -84,9 +84,10 @@ class BatchHold:
                 scheduler.waiting.add_request(one)
 
     def _make_room(self, prompts: list[Request]) -> None:
-        """Of a prompt that could begin but for a place or blocks. The next step finds what the
-        latest request of priority batch had; where a step in flight may still write those blocks,
-        as on a GPU with a KV connector, they come later, and no other gives way meanwhile."""
+        """Takes a place from priority batch for a prompt that could begin but for a place or
+        blocks. The next step finds what the latest request of priority batch had; where a step in
+        flight may still write those blocks, as on a GPU with a KV connector, they come later, and
+        no other gives way meanwhile."""
         scheduler = self._scheduler
         if scheduler.deferred_frees:
             return

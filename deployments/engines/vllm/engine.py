@@ -99,8 +99,8 @@ def build(config: Config) -> "VllmEngine":
 
 
 def _gate(config: Config, vllm_config: VllmConfig) -> BatchGate:
-    """Of a model without adapters only tenants, priorities and deadlines matter, and a request
-    waits for as long as its caller does."""
+    """Makes the gate of the batch. Without adapters only tenants, priorities and deadlines matter,
+    and a request waits for as long as its caller does."""
     window = vllm_config.scheduler_config.max_num_seqs + AHEAD
     if "adapters" not in config:
         return BatchGate(0, window)
@@ -400,7 +400,8 @@ class VllmEngine:
             await self.adapters.forget_tenant(tenant)
 
     async def drop_drafter(self) -> bool:
-        """On GPUs compiled graphs hold the drafter, and the memory pool gives no part back."""
+        """Drops the drafter on a CPU. On GPUs compiled graphs hold the drafter, and the memory pool
+        gives no part back."""
         if not _on_cpu() or self.llm is None or self.config.speculative_config is None:
             return False
         dropped: bool = await self.llm.engine_core.call_utility_async("drop_drafter")

@@ -154,7 +154,8 @@ def _facts(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def _digests(vllm_config: VllmConfig, given: Mapping[str, Any]) -> list[str | None]:
-    """Of the model's weights and the drafter's; None where one has no files here."""
+    """Returns the digests of the model's weights and the drafter's; None where one has no files
+    here."""
     model = given.get("model_digest") or weights_digest(Path(vllm_config.model_config.model))
     drafts = vllm_config.speculative_config
     if drafts is None or drafts.model is None:
@@ -241,8 +242,8 @@ def _use(req_context: ReqContext) -> _Use:
 
 
 def _term(params: Mapping[str, Any] | None) -> Term:
-    """Of a request's `kv_transfer_params`, which only the front sets; a word that is none counts as
-    nothing said, because an error here would end the engine."""
+    """Returns the term of a request's `kv_transfer_params`, which only the front sets; a word that
+    is none counts as nothing said, because an error here would end the engine."""
     word = str((params or {}).get(messages.KV_TERM, "")).upper()
     return Term[word] if word in Term.__members__ else Term.LONG
 

@@ -100,7 +100,8 @@ class Restorer:
         return bool(found.rows)
 
     def _read(self, key: bytes, target: memoryview) -> int | None:
-        """In the thread. The nanoseconds that it took; None: its bytes are not those saved."""
+        """Reads a block, in the thread. Returns the nanoseconds that it took; None: its bytes are
+        not those saved."""
         began_ns = time.monotonic_ns()
         return time.monotonic_ns() - began_ns if self._saved.read(key, target) else None
 

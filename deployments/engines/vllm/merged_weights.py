@@ -82,7 +82,8 @@ def merged(
 
 
 def _products(adapter: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """By module: A [rank, in], B [out, rank], and the scale, which vLLM computes for slots too."""
+    """Returns by module A [rank, in], B [out, rank], and the scale, which vLLM computes for slots
+    too."""
     helper = PEFTHelper.from_dict(json.loads((adapter / CONFIG).read_text()))
     matrices: dict[str, dict[str, torch.Tensor]] = {}
     for tensor, values in load_file(adapter / WEIGHTS).items():

@@ -152,7 +152,7 @@ def _own(vllm_config: VllmConfig, config: Config) -> str:
 
 
 def _namespace(vllm_config: VllmConfig, weights: str | None) -> str:
-    """Of all that gives the numbers of an embedding their meaning."""
+    """Hashes all that gives the numbers of an embedding their meaning."""
     facts = [weights, ROW_EMBEDDINGS, width(vllm_config.model_config), _facts(vllm_config)]
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

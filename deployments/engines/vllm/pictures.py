@@ -103,7 +103,8 @@ class Pictures:
 
 
 def _bad(place: str, why: str) -> BadField:
-    """Of a picture that cannot be read. `place`: as `messages[0].content[1].image_url`."""
+    """Returns the error of a picture that cannot be read. `place`: as
+    `messages[0].content[1].image_url`."""
     return BadField(place, f"`{place}`: {why}")
 
 
@@ -136,7 +137,8 @@ def _pictures_of(owner: Any, place: str) -> Iterator[Picture]:
 
 
 def _uri(source: dict[str, Any]) -> str:
-    """As vLLM will make it of a block's source: what is no base64 is a URL there."""
+    """Returns the URI as vLLM will make it of a block's source: what is no base64 is a URL
+    there."""
     return AnthropicServingMessages._convert_image_source_to_url(source)
 
 

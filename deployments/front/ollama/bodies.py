@@ -189,8 +189,8 @@ def _as_uri(image: str) -> str:
 
 
 def _seconds(text: str) -> float | str:
-    """As Go writes spans of time: `1h30m`, `300ms`, `-1`, or seconds alone. Other texts as they
-    are, which are then refused."""
+    """Reads a span of time as Go writes it: `1h30m`, `300ms`, `-1`, or seconds alone. Other texts
+    stay as they are and are then refused."""
     try:
         return float(text)
     except ValueError:

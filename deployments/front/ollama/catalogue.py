@@ -103,7 +103,7 @@ def abilities(table: Table, model: str) -> list[str]:
 
 
 def _facts(known: Facts) -> Fields:
-    """Beside Ollama's own fields."""
+    """Returns the facts of a model that stand beside Ollama's own fields."""
     return {name: value for name, value in known.plain.items() if name != "capabilities"}
 
 
@@ -175,7 +175,7 @@ def _in_detail(family: str, form: str) -> Fields:
 
 
 def _digest(table: Table, name: str) -> str:
-    """Of where the model comes from and how it is run: Ollama's clients compare it."""
+    """Hashes where the model comes from and how it is run: Ollama's clients compare it."""
     base = _base(table, name)
     config = table.capabilities[table.homes[base]].models[base]
     return _sha256(f"{name} {config.model_dump_json()}")

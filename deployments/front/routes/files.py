@@ -63,7 +63,8 @@ async def upload(request: Request, caller: Inferrer, front: State) -> dict[str, 
 
 
 def _least_bytes(request: Request) -> int:
-    """Of the file within the form, by the length that the client declares; at least 1."""
+    """Returns the least size of the file within the form, by the length that the client declares;
+    at least 1."""
     declared = request.headers.get("content-length", "")
     return max(1, int(declared) - FORM_BYTES) if declared.isdecimal() else 1
 

@@ -119,7 +119,7 @@ async def model(model: str, caller: Inferrer, front: State) -> dict[str, Any]:
 
 
 def _remote_card(front: FrontState, name: str) -> dict[str, Any]:
-    """Of a model on another machine, of which nothing is resident here."""
+    """Makes the card of a model on another machine, of which nothing is resident here."""
     remote, model = front.service.remotes.model(name)
     known = model_cards.remote_facts(model)
     created = front.started_unix_s
