@@ -310,7 +310,7 @@ class _Known:
 
     def _leaves(self, ticket: Mapping[str, Any]) -> float | None:
         """Returns when the model leaves by keep-warm, after what a client asked for, in seconds of
-        the wall clock. None: it does not (pinned, or a negative term), or it is in use."""
+        the wall clock. None: it does not (pinned, or a negative term), or it is not idle."""
         if ticket["idle_s"] is None or ticket["pinned"] or ticket["keep_warm_s"] < 0:
             return None
         left_s: float = ticket["stay_warm_s"] + ticket["keep_warm_s"] - ticket["idle_s"]

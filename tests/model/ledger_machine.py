@@ -373,8 +373,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert book.free_bytes + total + book.foreign_bytes == book.budget_bytes
             unclaimed = self.core.unclaimed(NODE)
             assert self.measured.keys() - self.held.keys() <= unclaimed
-            orphans = sum(m[device] for t, m in self.measured.items() if t in unclaimed)
-            assert book.foreign_bytes == self.foreign[device] + orphans
+            unclaimed_bytes = sum(m[device] for t, m in self.measured.items() if t in unclaimed)
+            assert book.foreign_bytes == self.foreign[device] + unclaimed_bytes
         self.core.audit()
 
     @invariant()

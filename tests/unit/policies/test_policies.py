@@ -187,7 +187,7 @@ def test_roles_keep_warm_as_specified() -> None:
 
 @pytest.mark.parametrize("name", ADMIT)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=9))
-def test_admission_leaves_no_ties(name: str, times: list[int]) -> None:
+def test_grant_order_leaves_no_ties(name: str, times: list[int]) -> None:
     waiters = [QueuedRequest(TicketId(str(n)), Instant(t), n) for n, t in enumerate(times)]
     assert len({ADMIT[name](w) for w in waiters}) == len(waiters)
 
