@@ -5,8 +5,8 @@ full, what it has of the model, whether the adapter has a slot there, whether th
 the key went there, whether most of the prompt was sent there, and how many requests it has, those
 that run included. A model that must be loaded costs seconds, an adapter that must be put
 into a slot milliseconds to tens of them, a conversation without its cached prefix a prefill, and a
-longer queue a share of a batch. An overloaded replica, with OVERLOAD_COUNT requests more than the
-least busy one, is preferred for its adapter, key and prompt no more.
+longer queue a share of a batch. An overloaded replica, with OVERLOAD_COUNT or more requests above
+the least busy one, is not preferred for adapter, key and prompt.
 """
 
 from collections import OrderedDict
