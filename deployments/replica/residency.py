@@ -38,8 +38,8 @@ from deployments.replica.use import Use, one_shot
 
 logger = logging.getLogger("arbiter.residency")
 
-# How often a request waits for a model, which may leave again before the request enters it. One
-# that is not served after so many attempts gets EngineLost.
+# How often a request waits for a model, which may leave again before the request enters it. A
+# request that is not served after so many attempts gets EngineLost.
 ATTEMPTS_COUNT = 5
 # Seconds, at least, until a load without a request is tried again where it was refused: its plan
 # may have failed because its files are being copied at the moment.
