@@ -15,6 +15,7 @@ from deployments.front.schemas import (
 )
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+SPAN_MOST = 64  # characters: Go's longest has 30, and a search through a long text stops the front
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 # Of `options`: those that engines know, by OpenAI's or vLLM's name. The rest is for llama.cpp.
 _OPTIONS = {
@@ -44,9 +45,11 @@ class Asked(BaseModel):
     @classmethod
     def _span(cls, value: object) -> object:
         seconds = _seconds(value) if isinstance(value, str) else value
-        if isinstance(seconds, int | float):
-            return STAY_WARM_MOST_S if seconds < 0 else min(float(seconds), STAY_WARM_MOST_S)
-        return seconds
+        if not isinstance(seconds, int | float):
+            return seconds
+        # Compared first: an integer may be too large for a float.
+        is_beyond = seconds < 0 or seconds > STAY_WARM_MOST_S
+        return STAY_WARM_MOST_S if is_beyond else float(seconds)
 
     def common(self) -> Fields:
         """Model, options and stay-warm in the front's own names."""
@@ -190,7 +193,9 @@ def _as_uri(image: str) -> str:
 
 def _seconds(text: str) -> float | str:
     """Reads a span of time as Go writes it: `1h30m`, `300ms`, `-1`, or seconds alone. Other texts
-    stay as they are and are then refused."""
+    stay as they are and are then refused. Raises ValueError for more than SPAN_MOST characters."""
+    if len(text) > SPAN_MOST:
+        raise ValueError(f"a text of {len(text)} characters; at most {SPAN_MOST}, as `1h30m`")
     try:
         return float(text)
     except ValueError:

@@ -36,7 +36,8 @@ def test_options_become_openais_fields_and_the_rest_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [("5m", 300.0), ("1h30m", 3_600.0), ("90s", 90.0), ("1500ms", 1.5), (7, 7.0), ("7", 7.0),
-     (0, 0.0), (-1, STAY_WARM_MOST_S), ("-1m", STAY_WARM_MOST_S), ("24h", STAY_WARM_MOST_S)],
+     (0, 0.0), (-1, STAY_WARM_MOST_S), ("-1m", STAY_WARM_MOST_S), ("24h", STAY_WARM_MOST_S),
+     (10**400, STAY_WARM_MOST_S), (-(10**400), STAY_WARM_MOST_S)],
 )  # fmt: skip
 def test_keep_alive_is_stay_warm_of_at_most_an_hour(given: object, seconds: float) -> None:
     assert chat(keep_alive=given)["x_stay_warm"] == seconds
@@ -86,6 +87,9 @@ def test_generate_is_a_chat_of_one_message_and_raw_is_a_completion() -> None:
         (bodies.Chat, {"model": "m", "keep_alive": "soon"}, "keep_alive"),
         (bodies.Chat, {"model": "m", "keep_alive": "5 m"}, "keep_alive"),
         (bodies.Chat, {"model": "m", "keep_alive": float("nan")}, "keep_alive"),
+        (bodies.Chat, {"model": "m", "keep_alive": "1" * bodies.SPAN_MOST + "x"}, "keep_alive"),
+        (bodies.Chat, {"model": "m", "keep_alive": "1" * 50_000 + "x"}, "keep_alive"),
+        (bodies.Chat, {"model": "m", "keep_alive": "9" * 50_000}, "keep_alive"),
         (bodies.Chat, {"model": "m", "format": "xml"}, "format"),
         (bodies.Generate, {"model": "m", "prompt": "x", "suffix": "y"}, "suffix"),
         (bodies.Generate, {"model": "m", "prompt": "x", "template": "y"}, "template"),
