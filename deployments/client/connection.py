@@ -100,7 +100,7 @@ class Connection:
     async def rows(self, asked: Asked) -> AsyncGenerator[dict[str, Any]]:
         """Yields the rows of a file with a JSON object on each line. Raises RequestError."""
         async with self.opened(asked) as response:
-            async for line in response.aiter_lines():
+            async for line in _lines(response):
                 yield json.loads(line)
 
     async def events(
@@ -110,13 +110,27 @@ class Connection:
         front, also a comment. Raises RequestError, also where a refusal comes as an event."""
         async with self.opened(asked) as response:
             heard()
-            async for line in response.aiter_lines():
+            async for line in _lines(response):
                 heard()
                 if line.startswith(DATA) and line != DATA + END:
                     event = json.loads(line.removeprefix(DATA))
                     if refusal := told_in_stream(event):
                         raise refusal
                     yield event
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[str]:
+    """The lines of a body. httpx's own also end at U+2028, U+2029 and U+0085, which JSON has within
+    texts."""
+    begun: list[bytes] = []
+    async for piece in response.aiter_bytes():
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            yield b"".join((*begun, end)).removesuffix(b"\r").decode()
+            begun = []
+        begun.append(rest)
+    if last := b"".join(begun):
+        yield last.decode()
 
 
 def _client(

@@ -5,6 +5,8 @@ import re
 from typing import Any
 
 _END = re.compile(rb"\r?\n\r?\n")
+# str.splitlines would also end a line at U+2028, U+2029 and U+0085, which JSON has within texts.
+_LINE_END = re.compile(r"\r\n|\r|\n")
 
 
 class Events:
@@ -21,7 +23,7 @@ class Events:
 
 def data_of(event: str) -> dict[str, Any]:
     """The JSON of an event; empty where it has none."""
-    text = "\n".join(line[5:] for line in event.splitlines() if line.startswith("data:"))
+    text = "\n".join(line[5:] for line in _LINE_END.split(event) if line.startswith("data:"))
     try:
         found = json.loads(text)
     except ValueError:

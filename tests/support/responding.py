@@ -81,7 +81,8 @@ class _Answer:
                     if self._responder.broken_ends:
                         yield self._responder.broken_ends.pop(0)
                         return
-                yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+                data = json.dumps(event, ensure_ascii=False)  # as engines write it
+                yield f"event: {event['type']}\ndata: {data}\n\n".encode()
             return
         await self._responder.gate.wait()
         said = response(asked, "completed") if is_response else asked
@@ -113,6 +114,7 @@ def response(asked: dict[str, Any], status: str) -> dict[str, Any]:
         "created_at": 1,
         "status": status,
         "model": asked["model"],
+        "instructions": asked.get("instructions"),
         "output": [thought, message | {"content": [part]}] if status == "completed" else [],
         "parallel_tool_calls": True,
         "tool_choice": "auto",

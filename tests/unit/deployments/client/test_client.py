@@ -1,6 +1,7 @@
 """The Python client over a socket and by a handle, on the front's own application."""
 
 import base64
+import json
 import pickle
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from deployments.front.request import BadRequest
 from tests.support.answering_front import (
     MODEL,
     OTHER,
+    SSE,
     AnsweringFront,
     both,
     events,
@@ -97,6 +99,18 @@ async def test_chat_streams_and_comments_are_skipped(
     parts = await of_both(clients, lambda c: listed(c.stream_chat("Hello")))
     assert parts == [Delta("Hi"), Delta(".")]
     assert front.body["stream"] is True
+
+
+@pytest.mark.spec("J7")
+async def test_separators_of_lines_within_a_text_end_no_line_of_a_stream(
+    front: AnsweringFront, clients: dict[str, AsyncClient]
+) -> None:
+    said = "one\u2028two\u2029three\x85"
+    row = {"choices": [{"index": 0, "delta": {"content": said}}]}
+    event = b"data: " + json.dumps(row, ensure_ascii=False).encode() + b"\r\n\r\n"
+    front.says(CHAT, SSE, event[:40], event[40:], b"data: [DONE]\n\n")
+    parts = await of_both(clients, lambda c: listed(c.stream_chat("Hello")))
+    assert parts == [Delta(said)]
 
 
 CALLS: dict[str, tuple[str, dict[str, Any], Call]] = {

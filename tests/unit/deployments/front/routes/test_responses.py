@@ -24,6 +24,7 @@ from deployments.jobs import calls, sse
 from deployments.jobs import client as jobs_client
 from deployments.jobs.errors import StorageFull
 from deployments.jobs.runner import CUT_TRIES
+from tests.support import responding
 from tests.support.responding import WORDS, Front
 from tests.support.waits import eventually
 
@@ -236,6 +237,23 @@ async def test_cut_stream_is_tried_again_and_its_reader_has_no_event_twice(
     assert events[-1].type == "response.completed"
     assert events[-1].response.output_text == TEXT
     assert len(front.responder.calls) == CUT_TRIES
+
+
+@pytest.mark.parametrize("background", [True, False], ids=["background", "live"])
+async def test_separators_of_lines_within_a_text_end_no_line_of_its_stream(
+    front: Front, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    words = ("one\u2028", "two\u2029", "three\x85")
+    monkeypatch.setattr(responding, "WORDS", words)
+    stream = await client.responses.create(
+        model="one", input="Who?", instructions="a\u2028b", background=background, stream=True
+    )
+    last = [event async for event in stream][-1]
+    assert last.type == "response.completed" and last.response.output_text == "".join(words)
+    kept = await client.responses.retrieve(last.response.id)
+    assert (kept.output_text, kept.instructions) == ("".join(words), "a\u2028b")
+    await client.responses.create(model="one", input="Why?", previous_response_id=kept.id)
+    assert len(front.responder.calls) == 2
 
 
 async def test_input_items_are_listed_in_both_orders_and_by_pages(client: AsyncOpenAI) -> None:
