@@ -178,16 +178,14 @@ def counted_by_proxy(app: Any) -> Iterator[None]:
 
 @cache
 def headers_of_proxy() -> frozenset[bytes]:
-    """Headers whose values Serve's proxy decodes, as names with hyphens; `_` counts as one there. A
-    value that is not UTF-8 is an exception of the proxy."""
+    """Headers whose values Serve's proxy decodes, of those that reach it, as names with hyphens;
+    `_` counts as one there. A value that is not UTF-8 is an exception of the proxy."""
     from ray.serve._private import constants
 
     names = (
         constants.SERVE_HTTP_REQUEST_ID_HEADER,
         constants.SERVE_MULTIPLEXED_MODEL_ID,
         constants.SERVE_SESSION_ID,
-        constants.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
-        constants.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
         "traceparent",  # where tracing is on
     )
     return frozenset(name.lower().replace("_", "-").encode() for name in names)

@@ -36,7 +36,9 @@ AWAY_S, TEMPORARY = 10.0, (429, 503)
 # Of each method the paths whose answers may be large. Serve's queue of a response has no bound: the
 # front would hold what its client has not read yet.
 LARGE = {"POST": ("/v1/",), "GET": ("/v1/files/", "/v1/jobs/", "/v1/responses/")}
-TIMEOUT = b"x-request-timeout-seconds"
+# By these Serve's proxy lets a caller lift its bound on a request, and have the work go on after
+# its client has left.
+CONTROLS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 REQUEST_ID, READER = b"x-request-id", side_stream.READER.encode()
 SIDE_STREAM = messages.SIDE_STREAM.encode()
 
@@ -110,7 +112,8 @@ class UndecodableHeader(RequestError):
 
 
 class ProxyErrors:
-    """An ASGI middleware around Serve's proxy. Each 429 and 503 that goes out has a Retry-After."""
+    """An ASGI middleware around Serve's proxy. Each 429 and 503 that goes out has a Retry-After,
+    and no header of a client steers Serve."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -119,7 +122,11 @@ class ProxyErrors:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        kept = [(k, v) for k, v in scope["headers"] if k != REQUEST_ID or v.isascii()]
+        kept = [
+            (name, value)
+            for name, value in scope["headers"]
+            if name not in CONTROLS and (name != REQUEST_ID or value.isascii())
+        ]
         if (name := _undecodable(kept)) is not None:
             await _refuse(UndecodableHeader(name), scope, receive, send)
             return
@@ -202,10 +209,8 @@ def _from_the_first(first: Message, receive: Receive) -> Receive:
 
 
 def _socket_for(scope: Scope) -> Path | None:
-    """None: it goes by Serve, which alone keeps to a timeout that the client asks of it."""
+    """None: it goes by Serve."""
     if scope["type"] != "http" or not scope["path"].startswith(LARGE.get(scope["method"], ())):
-        return None
-    if any(name == TIMEOUT for name, _ in scope["headers"]):
         return None
     return front_socket.place()
 

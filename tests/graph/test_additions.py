@@ -321,8 +321,6 @@ def test_request_id_that_is_not_ascii_is_no_server_error(extended: Graph) -> Non
         "serve_multiplexed_model_id",
         "serve-multiplexed-model-id",
         "x-session-id",
-        "x-request-timeout-seconds",
-        "x-request-disconnect-disabled",
     ],
 )
 def test_header_of_serve_that_is_not_utf_8_is_400_and_names_the_header(

@@ -168,8 +168,6 @@ async def test_request_id_that_is_not_ascii_does_not_reach_serve(
         "serve-multiplexed-model-id",
         "x-session-id",
         "x_session_id",
-        "x-request-timeout-seconds",
-        "x-request-disconnect-disabled",
         "traceparent",
     ],
 )
@@ -188,6 +186,32 @@ async def test_header_that_serve_cannot_decode_is_400_by_name_and_any_other_valu
         served = await client.get("/", headers=[(name.encode(), "é".encode())])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
     assert (served.status_code, seen) == (200, ["é".encode()])
+
+
+@pytest.mark.spec("L3", "J8")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/health"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        (b"x-request-timeout-seconds", b"0"),
+        (b"x-request-timeout-seconds", b"\xff"),
+        (b"X-Request-Disconnect-Disabled", b"?1"),
+    ],
+)
+async def test_header_by_which_a_client_would_steer_serve_does_not_reach_it(
+    path: str, header: tuple[bytes, bytes]
+) -> None:
+    seen: list[bytes] = []
+
+    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.extend(name for name, _ in scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async with around(answers) as client:
+        answer = await client.post(path, headers=[header, (b"x-other", b"kept")])
+    assert answer.status_code == 200
+    assert b"x-other" in seen and not proxy.CONTROLS & set(seen)
 
 
 class Front:
