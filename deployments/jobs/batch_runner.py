@@ -54,6 +54,7 @@ class BatchRunner:
         self._queue = LineQueue(store.lines, time.monotonic)
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._failures: Counter[tuple[str, int]] = Counter()  # bugs that ended a line's call
+        self._first_s: dict[tuple[str, int], float] = {}  # of lines, when they were first asked for
         self._endings = BackgroundTasks()  # of lines; nothing cancels them
         self._steps: dict[str, asyncio.Task[None]] = {}  # a batch's validation or end
         self._finished: list[Finished] = []
@@ -185,6 +186,7 @@ class BatchRunner:
             task.cancel()
         await asyncio.gather(*mine, return_exceptions=True)
         self._failures = Counter({k: n for k, n in self._failures.items() if k[0] != batch.id})
+        self._first_s = {k: s for k, s in self._first_s.items() if k[0] != batch.id}
         await self._flush()
         while batch.outcome == "expired":
             lines = await self._blocking(self._store.some_lines, batch.id, CHUNK)
@@ -242,16 +244,15 @@ class BatchRunner:
             await self._blocking(self._store.check_room, batch.tenant, most)
             custom_id, body = await self._request(batch, line)
             if self._failures[batch.id, line.number] >= FAILED_TRIES:
-                self._finished.append(_finished(batch, line, custom_id, None, _FAILED))
-                return self._begin_flush()
+                return self._keep(_finished(batch, line, custom_id, None, _FAILED))
             service = await self._table()
-            headers = validation.JSON_HEADERS
+            headers, now_s = validation.JSON_HEADERS, time.monotonic()
             answer = await attempt(
                 *(service, batch.endpoint, body, headers, batch.tenant, _no_events),
                 forecasts=self._forecasts,
+                waited_s=now_s - self._first_s.setdefault((batch.id, line.number), now_s),
             )
-            self._finished.append(_result(batch, line, custom_id, answer))
-            self._begin_flush()
+            self._keep(_result(batch, line, custom_id, answer))
         except TooMuch as error:
             logger.warning("%s line %d waits: %s", batch.id, line.number, error)
             await self._put_back(batch, line, ROOM_AGAIN_S)
@@ -261,6 +262,11 @@ class BatchRunner:
         except (StorageFull, StorageFailed) as error:
             logger.error("%s line %d waits: %s", batch.id, line.number, error)
             await self._put_back(batch, line, STORAGE_AGAIN_S)
+
+    def _keep(self, finished: Finished) -> None:
+        self._first_s.pop((finished.batch, finished.line.number), None)
+        self._finished.append(finished)
+        self._begin_flush()
 
     async def _put_back(self, batch: Batch, line: Line, after_s: float) -> None:
         await self._blocking(self._queue.put_back, batch, line, time.monotonic() + after_s)

@@ -11,7 +11,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from arbiter.core.types import Priority
-from arbiter.errors import EngineLost, RequestError, error_fields
+from arbiter.errors import DeadlineUnmet, EngineLost, RequestError, error_fields
+from arbiter.units import TicketId
 from deployments import messages
 from deployments.config.task_section import PREFIX
 from deployments.front.forecasts import Forecasts
@@ -94,11 +95,15 @@ async def attempt(
     on_progress: OnProgress | None = None,
     priority: Priority = Priority.BATCH,
     forecasts: Forecasts | None = None,
+    waited_s: float = 0.0,
 ) -> Answer:
     """Raises Again. Cancelling it cancels the work down to the engine. `forecasts`: by which rungs
-    are ordered; absent: new ones."""
+    are ordered; absent: new ones. `waited_s`: what is gone of the call's deadline, which counts
+    over all attempts; once it is over the refusal is the answer."""
     try:
-        asked = await parse(path, body, headers, service.profiles)
+        whole = await parse(path, body, headers, service.profiles)
+        if (asked := _with_rest(whole, waited_s)) is None:
+            return refused(DeadlineUnmet(TicketId(whole.model), waited_s, AGAIN_LEAST_S))
         wants_progress = on_progress is not None
         call: AnyCall
         if (task := task_of(asked.model)) is not None:
@@ -132,6 +137,16 @@ def target(service: InferenceService, asked: ParsedRequest, tenant: str) -> tupl
             first = first or error
     assert first is not None, "a ladder has a rung"
     raise first
+
+
+def _with_rest(asked: ParsedRequest, waited_s: float) -> ParsedRequest | None:
+    """With what is left of its deadline; None: nothing is."""
+    deadline_s = asked.checked.x_deadline_s or asked.profile.deadline_s
+    if deadline_s is None:
+        return asked
+    left_s = deadline_s - waited_s
+    checked = asked.checked.model_copy(update={"x_deadline_s": left_s})
+    return replace(asked, checked=checked) if left_s > 0 else None
 
 
 def _in_time(call: TaskCall, priority: Priority) -> TaskCall:

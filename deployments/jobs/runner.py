@@ -209,6 +209,7 @@ class Runner:
                 on_progress=lambda progress: self._tell_progress(job.id, progress),
                 priority=Priority[job.meta.get("priority", Priority.BATCH.name)],
                 forecasts=self._forecasts,
+                waited_s=max(0.0, time.time() - job.created_s),
             )
             await told.written()
         except (StorageFull, StorageFailed, Superseded):

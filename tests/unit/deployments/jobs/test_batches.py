@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from arbiter.core.types import Priority
-from arbiter.errors import EngineLost, NeverFits
+from arbiter.errors import DeadlineUnmet, EngineLost, NeverFits
 from arbiter.units import Bytes, TicketId
 from deployments.jobs import batch_runner, batch_store, calls
 from deployments.jobs.batch_store import Batch, NewBatch
@@ -158,6 +158,25 @@ async def test_permanent_refusals_go_to_the_error_file_and_transient_ones_are_tr
     assert error["response"]["body"]["error"]["code"] == "never_fits"
     done = await results(service, plain["output_file_id"])
     assert len({row["custom_id"] for row in [*done, error]}) == 10
+
+
+@pytest.mark.spec("J2", "J4")
+async def test_deadline_of_a_line_counts_from_its_first_attempt_and_ends_its_tries(
+    service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmet = DeadlineUnmet(TicketId("one"), 0.05, 0.01)
+    capability.refusals = [unmet, unmet]
+    await begin(service, [line("a", x_deadline_s=60)])
+    assert (await ended(service)).completed == 1
+    first, second, third = (call.deadline_s or 0.0 for call in capability.calls)
+    assert 60 >= first > second > third > 0
+    monkeypatch.setattr(calls, "AGAIN_LEAST_S", 0.06)
+    capability.refusals = [unmet] * 9
+    await begin(service, [line("b", x_deadline_s=0.05)], "batch_b")
+    plain = (await ended(service, "batch_b")).plain
+    [row] = await results(service, plain["error_file_id"])
+    assert row["response"]["body"]["error"]["code"] == "deadline_unmet"
+    assert capability.by_text["b"] == 1 and not service._batch_runner._first_s
 
 
 @pytest.mark.spec("J4")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from arbiter.core.types import Priority
-from arbiter.errors import ModelCoolingDown
+from arbiter.errors import DeadlineUnmet, ModelCoolingDown
+from arbiter.units import TicketId
 from deployments.jobs import calls, runner
 from deployments.jobs.errors import NotFound, Superseded, TooMuch
 from deployments.jobs.service import JobsService
@@ -79,6 +80,19 @@ async def test_transient_refusal_is_tried_again(
     await create(service)
     job = await finished(service)
     assert (job.state, job.attempts) == (JobState.COMPLETED, 3)
+
+
+@pytest.mark.spec("J2", "J4")
+async def test_deadline_of_a_job_counts_from_its_making_and_ends_it(
+    service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "AGAIN_LEAST_S", 0.06)
+    capability.refusals = [DeadlineUnmet(TicketId("one"), 0.05, 0.01) for _ in range(9)]
+    await create(service, x_deadline_s=0.05)
+    job = await finished(service)
+    assert (job.state, job.status) == (JobState.FAILED, 503)
+    assert job.error is not None and job.error["code"] == "deadline_unmet"
+    assert job.attempts <= 2 and len(capability.calls) <= 1
 
 
 @pytest.mark.spec("J4")
