@@ -68,6 +68,33 @@ async def refused(body: dict[str, Any], headers: dict[str, str] | None = None) -
     return caught.value.param
 
 
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+async def test_number_that_is_not_finite_is_refused_by_the_name_of_its_field(number: str) -> None:
+    raw = json.dumps(PLAIN | {"metadata": {"a": "?"}}).replace('"?"', number)
+    with pytest.raises(BadRequest, match="`metadata`: not a finite number") as caught:
+        await read(raw.encode())
+    assert caught.value.param == "metadata"
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("half", [r"\ud83d", r"\uDE00", r"\ude00\ud83d", r"\\\ud83d"])
+async def test_half_of_a_surrogate_pair_is_refused_by_the_name_of_its_field(half: str) -> None:
+    for field in ({"metadata": {"a": ["?"]}}, {"metadata": {"?": 1}}):
+        raw = json.dumps(PLAIN | field).replace("?", half)
+        with pytest.raises(BadRequest, match=r"`metadata`.*surrogate") as caught:
+            await read(raw.encode())
+        assert caught.value.param == "metadata"
+    with pytest.raises(BadRequest, match="not JSON"):
+        await read(b'{"model": "tiny", "user": "\xed\xa0\xbd"}')  # as bytes, which UTF-8 has not
+
+
+@pytest.mark.parametrize("text", [r"\ud83d\ude00", r"\\ud83d", "\U0001f600"])
+async def test_whole_pairs_and_what_only_looks_like_half_of_one_are_text(text: str) -> None:
+    raw = json.dumps(PLAIN | {"user": "?"}, ensure_ascii=False).replace("?", text)
+    assert (await read(raw.encode())).fields == json.loads(raw)
+
+
 @pytest.mark.spec("J2")
 async def test_extension_fields_are_read_and_do_not_reach_the_engine() -> None:
     said = {

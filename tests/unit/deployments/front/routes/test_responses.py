@@ -287,6 +287,20 @@ async def test_wrong_field_is_named_and_nothing_is_kept(
     assert not front.responder.calls and await front.service.page(None) == []
 
 
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("wrong", [r'"\ud83d"', "NaN", "1e999"])
+@pytest.mark.parametrize("field", ["metadata", "instructions", "temperature"])
+async def test_what_cannot_be_told_again_is_refused_before_a_response_is_made_in_the_background(
+    front: Front, field: str, wrong: str
+) -> None:
+    asked = {"model": "one", "input": "Who?", "background": True, field: "?"}
+    raw = json.dumps(asked).replace('"?"', wrong)
+    async with front.http() as http:
+        answer = await http.post("/v1/responses", content=raw.encode())
+    assert answer.status_code == 400
+    assert not front.responder.calls and await front.service.page(None) == []
+
+
 @pytest.mark.spec("L1")
 async def test_no_tenant_reaches_the_responses_of_another(front: Front) -> None:
     mine, other = front.client(front.key("acme")), front.client(front.key("rival"))
