@@ -28,7 +28,9 @@ from deployments.jobs.database import Database
 from deployments.jobs.errors import Conflict, NotFound, Refused, TooMuch
 
 EVENTS_MOST_BYTES = 64 << 20  # of one job: 100,000 tokens' events, or ten pictures as they form
-PLACES_MOST = 1_000  # readers whose place in the events is known
+# Places in the events to which readers have come, of 200 bytes each; the second of two readers
+# comes to those of the first.
+PLACES_MOST = 10_000
 PAGE_BYTES, PAGE_COUNT = 1 << 20, 1_000  # of the events in one message
 REQUEST, RESULT, EVENTS = "-request", "-result", "-events"  # behind a job's id: its bodies
 
@@ -233,7 +235,7 @@ class JobStore:
         they were, and what lies before is not read again."""
         while len(self._places) > PLACES_MOST:
             del self._places[next(iter(self._places))]
-        return self._places.pop((job.id, job.attempts, after), (0, 0))
+        return self._places.get((job.id, job.attempts, after), (0, 0))
 
     def annotate(self, job_id: str, meta: dict[str, Any]) -> None:
         """Adds to what its kind keeps."""

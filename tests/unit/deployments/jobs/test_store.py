@@ -2,6 +2,7 @@
 
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,29 @@ def test_next_process_takes_over_and_the_former_writes_nothing_more(
         with pytest.raises(Superseded):
             write()
     assert heir.state("a") == JobState.QUEUED
+
+
+@pytest.mark.spec("J4")
+def test_second_reader_of_the_same_events_reads_on_where_the_first_came_to(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offsets: list[int] = []
+    lines = Bodies.lines
+
+    def noted(bodies: Bodies, name: str, offset: int = 0) -> Iterator[bytes]:
+        offsets.append(offset)
+        return lines(bodies, name, offset)
+
+    monkeypatch.setattr(Bodies, "lines", noted)
+    desk.create()
+    desk.store.begin("a")
+    for count, event in enumerate(("one", "two", "three")):
+        desk.store.append_events("a", [event])
+        for _ in range(2):
+            [(number, text)] = desk.store.events("t", "a", count).events
+            assert (number, text) == (count + 1, event)
+    starts = [0, 6, 12]  # "one" and "two" take six bytes each
+    assert offsets == [one for one in starts for _ in range(2)]
 
 
 @pytest.mark.spec("J4")
