@@ -1,5 +1,6 @@
 """What routes ask FastAPI for: the front's state, and a caller whose key has a scope."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -13,12 +14,16 @@ from deployments.front.capability_apps import CapabilityApps
 from deployments.front.forecasts import Forecasts
 from deployments.front.keys import Caller, Keyring, Scope, keys_path
 from deployments.front.metrics_page import MetricsPage
+from deployments.front.per_tenant import PerTenant
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
 from deployments.front.tasks import Tasks
-from deployments.front.uploads import Uploads
 from deployments.front.viewing import Viewing
 from deployments.jobs.client import JobsClient
+
+# Readers of what jobs and responses in the background have told, each for as long as it likes: of
+# one tenant, and of one front, which takes them beside the calls in flight (ingress.Front).
+READERS_MOST, READERS_IN_ALL = 64, 400
 
 
 @dataclass(slots=True)
@@ -34,7 +39,8 @@ class FrontState:
     viewing: Viewing = field(default_factory=Viewing)
     forecasts: Forecasts = field(default_factory=Forecasts)
     jobs: JobsClient = field(default_factory=JobsClient)
-    uploads: Uploads = field(default_factory=Uploads)
+    uploads: PerTenant = field(default_factory=lambda: PerTenant("uploads"))
+    readers: PerTenant = field(default_factory=lambda: PerTenant("event streams", READERS_IN_ALL))
     bodies: HeldBodies = field(default_factory=HeldBodies)
     tasks: Tasks = field(init=False)
 
@@ -44,6 +50,10 @@ class FrontState:
     @property
     def table(self) -> Table:
         return self.service.table
+
+    def reader(self, tenant: str) -> AbstractContextManager[None]:
+        """A reader of events. Entering it raises TooMuch, QueueFull."""
+        return self.readers.one(tenant, READERS_MOST)
 
 
 async def front_state(request: Request) -> FrontState:  # FastAPI calls plain ones in a thread

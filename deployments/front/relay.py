@@ -50,6 +50,21 @@ async def relay(parts: Parts, *, wants_progress: bool, progress_s: float = PROGR
     return ClosingStream(_body(first, parts), first.status, first.headers, holds=parts)
 
 
+def event_stream(events: AsyncGenerator[bytes, None], holds: "Closable") -> "ClosingStream":
+    """A stream of events of what was done in the background. Holds until its end what `holds`."""
+    return ClosingStream(_to_an_end(events), media_type=SSE, holds=holds)
+
+
+async def _to_an_end(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """A break becomes a last event, since the status has been sent."""
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield event
+    except RequestError as error:
+        yield messages.stream_error(error)
+
+
 class Closable(Protocol):
     async def aclose(self) -> None: ...
 

@@ -1,8 +1,7 @@
-"""Uploads of files: a few at once for each tenant, each spooled in a folder of our own."""
+"""Uploads of files, each spooled in a folder of our own."""
 
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import BinaryIO, cast
@@ -11,27 +10,6 @@ from fastapi import Request
 from starlette.datastructures import FormData, Headers
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
-
-from deployments.jobs.errors import TooMuch
-
-
-class Uploads:
-    """The uploads that are being read, by tenant."""
-
-    def __init__(self) -> None:
-        self._counts = Counter[str]()
-
-    @contextmanager
-    def one(self, tenant: str, most: int) -> Iterator[None]:
-        """Enter before the form is read. Raises TooMuch."""
-        if (count := self._counts[tenant]) >= most:
-            raise TooMuch(f"{count} uploads at once", most)
-        self._counts[tenant] += 1
-        try:
-            yield
-        finally:
-            self._counts[tenant] -= 1
-            self._counts = +self._counts  # those above 0
 
 
 async def read_form(request: Request, folder: Path, most_fields: int) -> FormData:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from openai import AsyncOpenAI
 
 from deployments import messages
@@ -17,6 +18,7 @@ from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring, Scope
 from deployments.front.service import InferenceService
 from deployments.jobs.client import JobsClient
+from deployments.jobs.errors import StorageFailed
 from deployments.jobs.service import JobsService
 from deployments.jobs.store import Job
 from tests.support.jobs import WAIT_S, table
@@ -177,3 +179,17 @@ class Front:
         return AsyncOpenAI(
             base_url="http://localhost/v1", api_key=key, http_client=http, max_retries=0
         )
+
+
+def fail_at_the_second_look(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the events of a job, by any reader."""
+    call, looks = front.state.jobs.call, 0
+
+    async def fails(method: str, *said: Any) -> Any:
+        nonlocal looks
+        looks += method == "events"
+        if method == "events" and looks == 2:
+            raise StorageFailed("/state", "an error of the disk")
+        return await call(method, *said)
+
+    monkeypatch.setattr(front.state.jobs, "call", fails)

@@ -1,6 +1,7 @@
 """Jobs of `Prefer: respond-async` (RFC 7240) and of background responses, by their tenant. No route
 here loads a model or waits for one."""
 
+from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -8,7 +9,7 @@ from fastapi.responses import Response
 
 from deployments.front import async_calls
 from deployments.front.dependencies import Inferrer, State
-from deployments.front.relay import SSE, ClosingStream
+from deployments.front.relay import ClosingStream, event_stream
 from deployments.front.routes.openai import counted
 from deployments.front.schemas import refusals
 from deployments.jobs.errors import Conflict
@@ -48,15 +49,17 @@ async def result(job_id: str, caller: Inferrer, front: State) -> Response:
     return ClosingStream(counted(front, pieces), found.status, media_type=found.content_type)
 
 
-@router.get("/{job_id}/events", response_class=Response)
+@router.get("/{job_id}/events", response_class=Response, responses=refusals(429))
 async def events(
     job_id: str, caller: Inferrer, front: State, after: Annotated[int, Query(ge=0)] = 0
 ) -> Response:
     """The events of a call with `stream`, those above a number, until its end: tokens, or pictures
-    as they form. Raises NotFound."""
-    await front.jobs.call("get", caller.tenant, job_id)
-    made = async_calls.events(front.jobs, caller.tenant, job_id, after)
-    return ClosingStream(counted(front, made), media_type=SSE)
+    as they form. Raises NotFound; TooMuch, QueueFull where too many read."""
+    async with AsyncExitStack() as stack:
+        stack.enter_context(front.reader(caller.tenant))
+        await front.jobs.call("get", caller.tenant, job_id)
+        made = async_calls.events(front.jobs, caller.tenant, job_id, after)
+        return event_stream(made, stack.pop_all())
 
 
 @router.post("/{job_id}/cancel")

@@ -1,5 +1,6 @@
 """OpenAI's responses: live, stored, continued, and in the background."""
 
+from contextlib import AsyncExitStack
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -8,9 +9,9 @@ from fastapi.responses import JSONResponse, Response
 from deployments.front import async_calls
 from deployments.front.accepted import accepted
 from deployments.front.dependencies import Inferrer, State
-from deployments.front.relay import SSE, ClosingStream
+from deployments.front.relay import event_stream
 from deployments.front.request import BadRequest
-from deployments.front.routes.openai import call_for, counted, relayed
+from deployments.front.routes.openai import call_for, relayed
 from deployments.front.schemas import SCHEMAS, described, refusals
 from deployments.front.stored_responses import StoredResponses
 from deployments.jobs import responses
@@ -33,15 +34,19 @@ async def create(request: Request, caller: Inferrer, front: State) -> Response:
         call, priority = await call_for(request, caller, front, responses.PATH, asked.body)
         if not asked.is_background:
             return await relayed(front, call, kept.live(asked, call, service.run(call)))
-        job = await kept.begin(asked, call, request.headers, priority)
+        async with AsyncExitStack() as stack:
+            if asked.said.stream and not is_async:
+                stack.enter_context(front.reader(caller.tenant))
+            job = await kept.begin(asked, call, request.headers, priority)
+            reader = stack.pop_all()
     if is_async:
         return await accepted(job, front.table)
     if asked.said.stream:
-        return ClosingStream(counted(front, kept.stream(job, None)), media_type=SSE)
+        return event_stream(kept.stream(job, None), reader)
     return JSONResponse(await kept.shown(job))
 
 
-@router.get(ONE, responses=_KEPT)
+@router.get(ONE, responses=_KEPT | refusals(429))
 async def retrieve(
     response_id: str,
     caller: Inferrer,
@@ -49,7 +54,8 @@ async def retrieve(
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
-    """A stored response as it is now, or its events above a number. Raises NotFound."""
+    """A stored response as it is now, or its events above a number. Raises NotFound; TooMuch,
+    QueueFull where too many read."""
     kept = StoredResponses(front.jobs, caller.tenant)
     job = await kept.job(response_id)
     if not stream:
@@ -57,7 +63,9 @@ async def retrieve(
     if not (job.meta["background"] and job.meta["stream"]):
         text = "only a response that was made with `background` and `stream` has a stream"
         raise BadRequest(text, "stream")
-    return ClosingStream(counted(front, kept.stream(job, starting_after)), media_type=SSE)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(front.reader(caller.tenant))
+        return event_stream(kept.stream(job, starting_after), stack.pop_all())
 
 
 @router.delete(ONE, responses=_KEPT | refusals(409))

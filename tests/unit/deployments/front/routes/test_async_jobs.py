@@ -1,5 +1,7 @@
 """`Prefer: respond-async` on generating routes, over the front's application in process."""
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -7,15 +9,16 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.front import async_calls
+from deployments.front import async_calls, dependencies
 from deployments.front.arbiter_gateway import Presence
 from deployments.front.model_cards import Facts
 from tests.support.jobs import CHAT, chat
-from tests.support.responding import SOUND, Front
+from tests.support.responding import SOUND, Front, fail_at_the_second_look
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("J4")
 ASYNC = {"prefer": "respond-async"}
+STREAM = {"model": "one", "prompt": "x", "stream": True}
 SPEECH = {"model": "one", "input": "Hello", "voice": "joe"}
 
 
@@ -101,8 +104,7 @@ async def test_events_are_read_by_number_and_the_result_is_the_stream(
     front: Front,
     http: httpx.AsyncClient,
 ) -> None:
-    body = {"model": "one", "prompt": "x", "stream": True}
-    answer = await http.post("/v1/completions", json=body, headers=ASYNC)
+    answer = await http.post("/v1/completions", json=STREAM, headers=ASYNC)
     location = answer.headers["location"]
     await ended(front, http, location)
     told = (await http.get(f"{location}/events", params={"after": 4})).text
@@ -110,6 +112,41 @@ async def test_events_are_read_by_number_and_the_result_is_the_stream(
     result = await http.get(f"{location}/result")
     assert result.headers["content-type"].startswith("text/event-stream")
     assert result.text.count("data: ") == 6
+
+
+@pytest.mark.spec("J8")
+async def test_reader_is_told_why_its_events_end_where_jobs_cannot_be_read(
+    front: Front, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front.responder.gate.clear()
+    location = (await http.post("/v1/completions", json=STREAM, headers=ASYNC)).headers["location"]
+    fail_at_the_second_look(front, monkeypatch)
+    *events, last, end = (await http.get(f"{location}/events")).text.split("\n\n")
+    assert events[0].startswith("id: 1\n") and end == ""
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "storage_failed"
+
+
+@pytest.mark.spec("J8", "L1")
+async def test_readers_of_a_tenant_are_bounded_and_take_no_place_of_a_call(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dependencies, "READERS_MOST", 2)
+    front.responder.gate.clear()
+    async with front.http(front.key("acme")) as http, front.http(front.key("rival")) as other:
+        answer = await http.post("/v1/completions", json=STREAM, headers=ASYNC)
+        path = f"{answer.headers['location']}/events"
+        reading = [asyncio.create_task(http.get(path)) for _ in range(2)]
+        await eventually(lambda: front.state.readers._counts["acme"] == 2)
+        assert front.state.service.in_flight == 0
+        begun = {"model": "one", "input": "Who?", "background": True, "stream": True}
+        for refused in (await http.get(path), await http.post("/v1/responses", json=begun)):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+            assert int(refused.headers["retry-after"]) > 0
+        assert len(await front.service.page("acme")) == 1
+        assert (await other.get(path)).status_code == 404
+        front.responder.gate.set()
+        assert {(await one).status_code for one in reading} == {200}
+        assert (await http.get(path)).status_code == 200
 
 
 async def test_cancelled_and_deleted_jobs_end_their_call(

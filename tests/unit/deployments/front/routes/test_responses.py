@@ -25,7 +25,7 @@ from deployments.jobs import client as jobs_client
 from deployments.jobs.errors import StorageFull
 from deployments.jobs.runner import CUT_TRIES
 from tests.support import responding
-from tests.support.responding import WORDS, Front
+from tests.support.responding import WORDS, Front, fail_at_the_second_look
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("J4")
@@ -168,6 +168,24 @@ async def test_stream_of_the_background_is_resumed_where_it_was_left(
     assert [event.sequence_number for event in rest] == [4, 5, 6]
     assert rest == events[4:]
     assert len(front.responder.calls) == 1  # a reader asks no engine
+
+
+@pytest.mark.spec("J8")
+async def test_reader_of_a_stream_is_told_why_it_ends_where_jobs_cannot_be_read(
+    front: Front, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front.responder.gate.clear()
+    fail_at_the_second_look(front, monkeypatch)
+    stream = await client.responses.create(model="one", input="Who?", background=True, stream=True)
+    with pytest.raises(openai.APIError, match="an error of the disk"):
+        async for _ in stream:
+            pass
+    [job] = await front.service.page(None)
+    fail_at_the_second_look(front, monkeypatch)
+    again = await client.responses.retrieve(job.id, stream=True)
+    with pytest.raises(openai.APIError, match="an error of the disk"):
+        async for _ in again:
+            pass
 
 
 async def test_reader_of_a_stream_has_its_end_from_the_next_process(
