@@ -131,14 +131,14 @@ class Runner:
             self.cancel(job_id)
         await self._blocking(self._store.reclaim, frozenset(self._running))
         now = time.monotonic()
-        queued = await self._blocking(self._store.queued)
         self._not_before = {one: s for one, s in self._not_before.items() if s > now}
+        queued = await self._blocking(self._store.queued, tuple(self._not_before))
         for job in queued:
             if len(self._running) >= self._most_in_flight():
                 break
-            if job.id not in self._not_before and job.id not in self._running:
+            if job.id not in self._running:
                 await self._begin(job.id)
-        if not queued and not self._running:
+        if not queued and not self._running and not self._not_before:
             return None
         return min([SWEEP_S, *(s - now for s in self._not_before.values())])
 

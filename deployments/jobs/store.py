@@ -31,6 +31,7 @@ EVENTS_MOST_BYTES = 64 << 20  # of one job: 100,000 tokens' events, or ten pictu
 # Places in the events to which readers have come, of 200 bytes each; the second of two readers
 # comes to those of the first.
 PLACES_MOST = 10_000
+QUEUED_MOST = 1_000  # jobs that are read in one look at what is next, above all that run at once
 PAGE_BYTES, PAGE_COUNT = 1 << 20, 1_000  # of the events in one message
 REQUEST, RESULT, EVENTS = "-request", "-result", "-events"  # behind a job's id: its bodies
 
@@ -261,10 +262,14 @@ class JobStore:
             )
         return again
 
-    def queued(self, limit: int = 1_000) -> Sequence[Job]:
-        """The oldest first."""
-        mine = "SELECT * FROM jobs WHERE state = 'queued' ORDER BY created_s, id LIMIT ?"
-        return [_job(row) for row in self._db.rows(mine, limit)]
+    def queued(self, without: Collection[str] = ()) -> Sequence[Job]:
+        """The oldest first, QUEUED_MOST at most; `without` the jobs of these ids, which hide no
+        later ones."""
+        mine = (
+            "SELECT * FROM jobs WHERE state = 'queued' AND id NOT IN (SELECT value FROM"
+            " json_each(?)) ORDER BY created_s, id LIMIT ?"
+        )
+        return [_job(row) for row in self._db.rows(mine, json.dumps([*without]), QUEUED_MOST)]
 
     def begin(self, job_id: str) -> Job | None:
         """Leases it to this process, with no events yet; None where it is not queued any more."""

@@ -12,7 +12,7 @@ import pytest
 from arbiter.core.types import Priority
 from arbiter.errors import DeadlineUnmet, ModelCoolingDown
 from arbiter.units import TicketId
-from deployments.jobs import calls, runner
+from deployments.jobs import calls, runner, store
 from deployments.jobs.errors import NotFound, Superseded, TooMuch
 from deployments.jobs.service import JobsService
 from deployments.jobs.store import Job, JobState, NewJob
@@ -80,6 +80,24 @@ async def test_transient_refusal_is_tried_again(
     await create(service)
     job = await finished(service)
     assert (job.state, job.attempts) == (JobState.COMPLETED, 3)
+
+
+@pytest.mark.spec("J4", "J8")
+async def test_jobs_that_wait_for_another_try_hide_no_later_ones(
+    service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "QUEUED_MOST", 4)
+    capability.refusals = [ModelCoolingDown("one", "no memory", 30.0) for _ in range(9)]
+    waiting = [f"a{number}" for number in range(9)]
+    for name in waiting:
+        await create(service, name)
+    await eventually(lambda: len(service._runner._not_before) == 9)
+    await create(service, "b")
+    assert (await finished(service, "b")).state == JobState.COMPLETED
+    assert {(await service.get("t", name)).state for name in waiting} == {JobState.QUEUED}
+    service._runner._not_before.clear()
+    service._runner.wake()
+    assert {(await finished(service, name)).attempts for name in waiting} == {2}
 
 
 @pytest.mark.spec("J2", "J4")
