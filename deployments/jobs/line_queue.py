@@ -25,14 +25,21 @@ class Group:
     served: str
     ready: deque[Line] = field(default_factory=deque)
     last: int = 0  # the highest number that was read
+    is_read: bool = False  # to its end: a batch gets no line once it has begun
 
     def fill(self, more: More) -> bool:
         """True if it has a line now. Blocks."""
-        if not self.ready:
+        if not self.ready and not self.is_read:
             found = more(self.batch.id, self.model, self.served, self.last, AHEAD)
             self.ready.extend(found)
             self.last = found[-1].number if found else self.last
+            self.is_read = len(found) < AHEAD
         return bool(self.ready)
+
+    @property
+    def is_over(self) -> bool:
+        """All its lines were taken; one of them may be put back."""
+        return self.is_read and not self.ready
 
 
 class LineQueue:
@@ -60,13 +67,7 @@ class LineQueue:
     def take(self, turn_s: float) -> tuple[Batch, Line] | None:
         """The next line, which is in flight from now on. None: there is none just now."""
         now_s = self._clock()
-        open_groups = [
-            group
-            for groups in self._groups.values()
-            for group in groups
-            if self._not_before.get(_key(group.batch, group.model), now_s) <= now_s
-            and group.fill(self._more)
-        ]
+        open_groups = self._open(now_s)
         if not open_groups:
             return None
         self._turn({group.model: None for group in open_groups}, now_s, turn_s)
@@ -76,6 +77,18 @@ class LineQueue:
         self._in_flight[group.batch.id] += 1
         self._tenants[group.batch.tenant] += 1
         return group.batch, group.ready.popleft()
+
+    def _open(self, now_s: float) -> list[Group]:
+        """The groups that have a line now. Blocks."""
+        for batch_id, groups in self._groups.items():
+            self._groups[batch_id] = [group for group in groups if not group.is_over]
+        return [
+            group
+            for groups in self._groups.values()
+            for group in groups
+            if self._not_before.get(_key(group.batch, group.model), now_s) <= now_s
+            and group.fill(self._more)
+        ]
 
     def _turn(self, models: dict[str, None], now_s: float, turn_s: float) -> None:
         is_over = now_s - self._turn_began_s >= turn_s and len(models) > 1
@@ -100,9 +113,13 @@ class LineQueue:
         goes to its model: a quota that is used up is the tenant's alone, and whether a model fails
         each tenant finds out by itself."""
         self._not_before[_key(batch, line.model)] = not_before_s
-        for group in self._groups.get(batch.id, ()):
-            if (group.model, group.served) == (line.model, line.served):
-                group.ready.appendleft(line)
+        if (groups := self._groups.get(batch.id)) is None:
+            return
+        wanted = line.model, line.served
+        group = next((one for one in groups if (one.model, one.served) == wanted), None)
+        if group is None:
+            groups.append(group := Group(batch, *wanted, is_read=True))
+        group.ready.appendleft(line)
 
     def is_open(self, batch_id: str) -> bool:
         """Lines of it are in flight or to come, a blocked model's included. Blocks."""

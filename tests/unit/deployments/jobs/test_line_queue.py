@@ -14,9 +14,11 @@ class Desk:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.lines: dict[str, list[Line]] = {}
+        self.reads_count = 0
         self.queue = LineQueue(self._more, lambda: self.now_s)
 
     def _more(self, batch: str, model: str, served: str, after: int, limit: int) -> list[Line]:
+        self.reads_count += 1
         mine = [
             line
             for line in self.lines[batch]
@@ -119,4 +121,29 @@ def test_lines_are_read_as_they_are_needed(desk: Desk) -> None:
     assert len(desk.order()) == 1_000
     assert [line.number for line in desk.lines["a"]] == list(range(1, 1_001))
     desk.queue.remove("a")
+    assert desk.take() is None
+
+
+@pytest.mark.spec("J4")
+def test_line_costs_no_look_at_the_adapters_whose_lines_were_taken(desk: Desk) -> None:
+    served = [f"one:{number}" for number in range(1_000)]
+    desk.add("a", " ".join(served))
+    assert desk.order() == served
+    assert not desk.queue.is_open("a")
+    assert desk.reads_count <= 2 * len(served)
+
+
+@pytest.mark.spec("J4")
+def test_line_is_put_back_although_all_of_its_adapter_were_taken(desk: Desk) -> None:
+    desk.add("a", "one:x two")
+    taken = desk.take()
+    assert taken is not None
+    assert desk.order() == ["two"]
+    desk.queue.put_back(*taken, 0.0)
+    desk.queue.end(taken[0])
+    assert desk.queue.is_open("a")
+    assert desk.order() == ["one:x"]
+    assert not desk.queue.is_open("a")
+    desk.queue.remove("a")
+    desk.queue.put_back(*taken, 0.0)
     assert desk.take() is None
