@@ -76,6 +76,11 @@ class Progress:
     position: int  # in the queue of the replica; 0 when it is this model's turn
     estimate_s: float | None  # until the model serves; None where nothing is known
 
+    @property
+    def is_queued(self) -> bool:
+        """The model waits for memory, or for its hours."""
+        return self.phase == "queued"
+
     def line(self, waited_s: float) -> bytes:
         """A comment of the event stream, which clients skip."""
         left = "unknown" if self.estimate_s is None else f"{self.estimate_s:.1f}"

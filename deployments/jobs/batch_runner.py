@@ -24,6 +24,7 @@ from deployments.jobs.calls import Again, Answer, attempt
 from deployments.jobs.errors import StorageFailed, StorageFull, Superseded, TooMuch
 from deployments.jobs.line_queue import LineQueue
 from deployments.jobs.runner import STORAGE_AGAIN_S, SWEEP_S, Blocking, rounds
+from deployments.jobs.waits import Waits
 from deployments.replica.background import BackgroundTasks, log_failure
 
 logger = logging.getLogger("ray.serve")
@@ -56,6 +57,7 @@ class BatchRunner:
         self._failures: Counter[tuple[str, int]] = Counter()  # bugs that ended a line's call
         self._first_s: dict[tuple[str, int], float] = {}  # of lines, when they were first asked for
         self._endings = BackgroundTasks()  # of lines; nothing cancels them
+        self._waits = Waits()
         self._steps: dict[str, asyncio.Task[None]] = {}  # a batch's validation or end
         self._finished: list[Finished] = []
         self._flushing: asyncio.Task[None] | None = None
@@ -208,10 +210,17 @@ class BatchRunner:
     # -- lines ---------------------------------------------------------------------------------
 
     async def _fill(self) -> None:
-        """Begins lines while there is room."""
+        """Begins lines while there is room. Where there is none, a line whose model has waited for
+        a turn makes room for one of another model (Waits)."""
         config = self._config()
-        while len(self._running) < config.in_flight and not self._is_stuck:
-            taken = await self._blocking(self._queue.take, config.turn_s)
+        while not self._is_stuck:
+            late = self._waits.models(config.turn_s)
+            if len(self._running) >= config.in_flight:
+                has_other = bool(late) and await self._blocking(self._queue.has_line, late)
+                if has_other:
+                    self._waits.give_way(config.turn_s, config.in_flight)
+                return
+            taken = await self._blocking(self._queue.take, config.turn_s, late)
             if taken is None:
                 return
             batch, line = taken
@@ -247,11 +256,14 @@ class BatchRunner:
                 return self._keep(_finished(batch, line, custom_id, None, _FAILED))
             service = await self._table()
             headers, now_s = validation.JSON_HEADERS, time.monotonic()
-            answer = await attempt(
-                *(service, batch.endpoint, body, headers, batch.tenant, _no_events),
-                forecasts=self._forecasts,
-                waited_s=now_s - self._first_s.setdefault((batch.id, line.number), now_s),
-            )
+            waited_s = now_s - self._first_s.setdefault((batch.id, line.number), now_s)
+            async with self._waits.call(line.model) as call:
+                answer = await attempt(
+                    *(service, batch.endpoint, body, headers, batch.tenant, _no_events),
+                    on_progress=call.note,
+                    forecasts=self._forecasts,
+                    waited_s=waited_s,
+                )
             self._keep(_result(batch, line, custom_id, answer))
         except TooMuch as error:
             logger.warning("%s line %d waits: %s", batch.id, line.number, error)

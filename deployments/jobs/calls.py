@@ -47,7 +47,7 @@ class AnswerTooLarge(RequestError):
 
 
 OnEvents = Callable[[list[str]], Awaitable[object]]
-OnProgress = Callable[[messages.Progress], None]
+OnProgress = Callable[[messages.Progress | None], None]  # None: the answer has begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +165,11 @@ def refused(error: RequestError) -> Answer:
 
 async def _after_progress(parts: Parts, on_progress: OnProgress | None) -> Parts:
     async for part in parts:
-        if not isinstance(part, messages.Progress):
+        progress = part if isinstance(part, messages.Progress) else None
+        if on_progress is not None:
+            on_progress(progress)
+        if progress is None:
             yield part
-        elif on_progress is not None:
-            on_progress(part)
 
 
 async def _taken(parts: Parts, on_events: OnEvents) -> Answer:

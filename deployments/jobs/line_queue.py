@@ -6,7 +6,7 @@ fewest lines in flight is next, then the batch that was made first.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from deployments.jobs.batch_store import Batch, Line
@@ -43,7 +43,7 @@ class Group:
 
 
 class LineQueue:
-    """`take` and `is_open` block while they read; all but the properties in one thread."""
+    """`take`, `has_line` and `is_open` block while they read; all but properties in one thread."""
 
     def __init__(self, more: More, clock: Callable[[], float]) -> None:
         self._more, self._clock = more, clock
@@ -64,10 +64,15 @@ class LineQueue:
     def remove(self, batch_id: str) -> None:
         self._groups.pop(batch_id, None)
 
-    def take(self, turn_s: float) -> tuple[Batch, Line] | None:
-        """The next line, which is in flight from now on. None: there is none just now."""
+    def has_line(self, without: Collection[str]) -> bool:
+        """There is one just now for another model than these. Blocks."""
+        return bool(self._open(self._clock(), without))
+
+    def take(self, turn_s: float, without: Collection[str] = ()) -> tuple[Batch, Line] | None:
+        """The next line, which is in flight from now on, `without` those for these models. None:
+        there is none just now."""
         now_s = self._clock()
-        open_groups = self._open(now_s)
+        open_groups = self._open(now_s, without)
         if not open_groups:
             return None
         self._turn({group.model: None for group in open_groups}, now_s, turn_s)
@@ -78,15 +83,16 @@ class LineQueue:
         self._tenants[group.batch.tenant] += 1
         return group.batch, group.ready.popleft()
 
-    def _open(self, now_s: float) -> list[Group]:
-        """The groups that have a line now. Blocks."""
+    def _open(self, now_s: float, without: Collection[str]) -> list[Group]:
+        """The groups that have a line now, for another model than these. Blocks."""
         for batch_id, groups in self._groups.items():
             self._groups[batch_id] = [group for group in groups if not group.is_over]
         return [
             group
             for groups in self._groups.values()
             for group in groups
-            if self._not_before.get(_key(group.batch, group.model), now_s) <= now_s
+            if group.model not in without
+            and self._not_before.get(_key(group.batch, group.model), now_s) <= now_s
             and group.fill(self._more)
         ]
 

@@ -1,4 +1,5 @@
 """Runner: makes the calls of queued jobs, as many at a time as the table says, the oldest first.
+Where all of these are taken, a call whose model has waited for a turn makes room (Waits).
 
 A transient refusal puts a job back into the queue for some seconds; nothing but its deadline ends
 the tries. What blocks (the state file, the folder) runs in one thread, one thing after another.
@@ -18,12 +19,14 @@ from typing import Any, Protocol, TypeVar
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from deployments import messages
+from deployments.config.jobs_section import JobsConfig
 from deployments.front.forecasts import Forecasts
 from deployments.front.service import InferenceService
 from deployments.jobs import responses
 from deployments.jobs.calls import AGAIN_MOST_S, Again, Answer, Cut, attempt, refused
 from deployments.jobs.errors import Conflict, StorageFailed, StorageFull, Superseded
 from deployments.jobs.store import Job, JobStore
+from deployments.jobs.waits import Call, Waits
 from deployments.replica.background import log_failure
 
 logger = logging.getLogger("ray.serve")
@@ -85,17 +88,18 @@ class Runner:
         store: JobStore,
         blocking: Blocking,
         service: Callable[[], Awaitable[InferenceService]],
-        most_in_flight: Callable[[], int],
+        config: Callable[[], JobsConfig],
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is called when events or a state are new."""
         self._on_change = on_change
         self._store, self._blocking, self._service = store, blocking, service
-        self._most_in_flight = most_in_flight
+        self._config = config
         self._running: dict[str, asyncio.Task[None]] = {}
         self.progress: dict[str, dict[str, Any]] = {}  # of jobs whose model is not there yet
         self._not_before: dict[str, float] = {}  # of jobs that wait for another try
         self._cuts: Counter[str] = Counter()  # streams of a job that had no end
+        self._waits = Waits()
         self._wake = asyncio.Event()
         self._forecasts = Forecasts()
 
@@ -132,9 +136,12 @@ class Runner:
         await self._blocking(self._store.reclaim, frozenset(self._running))
         now = time.monotonic()
         self._not_before = {one: s for one, s in self._not_before.items() if s > now}
-        queued = await self._blocking(self._store.queued, tuple(self._not_before))
+        config = self._config()
+        late = tuple(self._waits.models(config.turn_s))
+        queued = await self._blocking(self._store.queued, tuple(self._not_before), late)
         for job in queued:
-            if len(self._running) >= self._most_in_flight():
+            if len(self._running) >= config.in_flight:
+                self._waits.give_way(config.turn_s, config.in_flight)
                 break
             if job.id not in self._running:
                 await self._begin(job.id)
@@ -204,13 +211,14 @@ class Runner:
         sent = kind.request(job, body) if kind else body
         told = EventWriter(self._store, self._blocking, job.id, self._on_change)
         try:
-            answer = await attempt(
-                *(service, job.path, sent, job.headers, job.tenant, told.add),
-                on_progress=lambda progress: self._tell_progress(job.id, progress),
-                priority=Priority[job.meta.get("priority", Priority.BATCH.name)],
-                forecasts=self._forecasts,
-                waited_s=max(0.0, time.time() - job.created_s),
-            )
+            async with self._waits.call(job.model) as call:
+                answer = await attempt(
+                    *(service, job.path, sent, job.headers, job.tenant, told.add),
+                    on_progress=partial(self._tell_progress, job.id, call),
+                    priority=Priority[job.meta.get("priority", Priority.BATCH.name)],
+                    forecasts=self._forecasts,
+                    waited_s=max(0.0, time.time() - job.created_s),
+                )
             await told.written()
         except (StorageFull, StorageFailed, Superseded):
             raise
@@ -222,8 +230,12 @@ class Runner:
             await told.ended()
         return kind.answer(job, answer, told.all) if kind else answer
 
-    def _tell_progress(self, job_id: str, progress: messages.Progress) -> None:
-        self.progress[job_id] = asdict(progress)
+    def _tell_progress(self, job_id: str, call: Call, progress: messages.Progress | None) -> None:
+        call.note(progress)
+        if progress is None:
+            self.progress.pop(job_id, None)
+        else:
+            self.progress[job_id] = asdict(progress)
 
     async def _keep_refusal(self, job: Job, error: RequestError) -> None:
         """The answer found no room; the refusal is small, and may find some."""

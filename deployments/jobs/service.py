@@ -64,7 +64,7 @@ class JobsService:
         self._kept = KeptAnswers(self._db, bodies, self._store)
         self._changed = asyncio.Event()
         self._runner = Runner(
-            self._store, self._blocking, service, lambda: self.config.in_flight, self._tell_change
+            self._store, self._blocking, service, lambda: self.config, self._tell_change
         )
         self._files = FileStore(self._db, bodies)
         self._batches = BatchStore(self._db, bodies)

@@ -262,14 +262,18 @@ class JobStore:
             )
         return again
 
-    def queued(self, without: Collection[str] = ()) -> Sequence[Job]:
-        """The oldest first, QUEUED_MOST at most; `without` the jobs of these ids, which hide no
-        later ones."""
+    def queued(
+        self, without: Collection[str] = (), without_models: Collection[str] = ()
+    ) -> Sequence[Job]:
+        """The oldest first, QUEUED_MOST at most; `without` the jobs of these ids, and those for
+        these models, which hide no later ones."""
         mine = (
-            "SELECT * FROM jobs WHERE state = 'queued' AND id NOT IN (SELECT value FROM"
-            " json_each(?)) ORDER BY created_s, id LIMIT ?"
+            "SELECT * FROM jobs WHERE state = 'queued'"
+            " AND id NOT IN (SELECT value FROM json_each(?))"
+            " AND model NOT IN (SELECT value FROM json_each(?)) ORDER BY created_s, id LIMIT ?"
         )
-        return [_job(row) for row in self._db.rows(mine, json.dumps([*without]), QUEUED_MOST)]
+        left_out = json.dumps([*without]), json.dumps([*without_models])
+        return [_job(row) for row in self._db.rows(mine, *left_out, QUEUED_MOST)]
 
     def begin(self, job_id: str) -> Job | None:
         """Leases it to this process, with no events yet; None where it is not queued any more."""

@@ -40,6 +40,7 @@ class Capability:
         self.gate = asyncio.Event()
         self.gate.set()
         self.refusals: list[RequestError] = []  # raised by the next calls, in order
+        self.memory: dict[str, asyncio.Event] = {}  # by models that wait for some until it is set
         self.stream: list[bytes] | None = None
         self.cancelled_count = 0
 
@@ -76,6 +77,10 @@ class _Response:
         try:
             if mine.refusals:
                 raise mine.refusals.pop(0)
+            if (granted := mine.memory.get(self._call.model)) is not None:
+                if self._call.wants_progress:
+                    yield messages.Progress("queued", 0, None)
+                await granted.wait()
             if mine.stream is not None:
                 yield messages.ResponseHead(200, {"content-type": "text/event-stream"}, True)
                 for piece in mine.stream:

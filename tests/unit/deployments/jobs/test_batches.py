@@ -160,6 +160,42 @@ async def test_permanent_refusals_go_to_the_error_file_and_transient_ones_are_tr
     assert len({row["custom_id"] for row in [*done, error]}) == 10
 
 
+@pytest.mark.spec("J4", "C13")
+@pytest.mark.parametrize("places", [1, 8])
+async def test_lines_of_a_model_that_waits_for_a_turn_make_room_for_those_of_others(
+    service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch, places: int
+) -> None:
+    monkeypatch.setattr(calls, "AGAIN_MOST_S", 0.5)
+    service.config = service.config.model_copy(update={"in_flight": places})
+    capability.memory["one"] = asyncio.Event()
+    await begin(service, [line(f"a{n}") for n in range(20)])
+    await eventually(lambda: capability.at_once == places)
+    service.config = service.config.model_copy(update={"turn_s": 0.0})
+    await begin(service, [line(f"b{n}", "two") for n in range(20)], "batch_b")
+    assert (await ended(service, "batch_b")).completed == 20
+    assert (await service.batch("t", "batch_a")).completed == 0
+    assert places == 1 or capability.at_once >= 1, "one line of the model keeps its place"
+    assert capability.most_at_once <= places
+    capability.memory["one"].set()
+    assert (await ended(service)).completed == 20
+    found = await results(service, "file-batch_a-out")
+    assert len({row["custom_id"] for row in found}) == len(found) == 20
+
+
+@pytest.mark.spec("J4")
+async def test_lines_of_a_model_that_waits_keep_their_places_where_no_other_has_lines(
+    service: JobsService, capability: Capability
+) -> None:
+    capability.memory["one"] = asyncio.Event()
+    await begin(service, [line(f"a{n}") for n in range(8)])
+    await eventually(lambda: capability.at_once == 8)
+    service.config = service.config.model_copy(update={"turn_s": 0.0})
+    await service._batch_runner._fill()
+    capability.memory["one"].set()
+    assert (await ended(service)).completed == 8
+    assert set(capability.by_text.values()) == {1}
+
+
 @pytest.mark.spec("J2", "J4")
 async def test_deadline_of_a_line_counts_from_its_first_attempt_and_ends_its_tries(
     service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch

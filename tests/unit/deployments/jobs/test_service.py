@@ -100,6 +100,29 @@ async def test_jobs_that_wait_for_another_try_hide_no_later_ones(
     assert {(await finished(service, name)).attempts for name in waiting} == {2}
 
 
+@pytest.mark.spec("J4", "J8")
+@pytest.mark.parametrize("places", [1, 8])
+async def test_jobs_whose_model_waits_for_a_turn_make_room_for_those_of_others(
+    service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch, places: int
+) -> None:
+    monkeypatch.setattr(calls, "AGAIN_MOST_S", 0.5)
+    service.config = service.config.model_copy(update={"in_flight": places})
+    capability.memory["one"] = asyncio.Event()
+    waiting = [f"a{number}" for number in range(9)]
+    for name in waiting:
+        await create(service, name)
+    await eventually(lambda: capability.at_once == places)
+    service.config = service.config.model_copy(update={"turn_s": 0.0})
+    new = NewJob("b", "t", "async", CHAT, "two")
+    await service.create(new, json.dumps(chat("b", "two")).encode())
+    assert (await finished(service, "b")).state == JobState.COMPLETED
+    assert capability.most_at_once <= places
+    assert places == 1 or capability.at_once >= 1, "one job of the model keeps its place"
+    capability.memory["one"].set()
+    for name in waiting:
+        assert (await finished(service, name)).state == JobState.COMPLETED
+
+
 @pytest.mark.spec("J2", "J4")
 async def test_deadline_of_a_job_counts_from_its_making_and_ends_it(
     service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch

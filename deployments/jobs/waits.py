@@ -1,0 +1,94 @@
+"""Waits: the calls in flight of which some wait in the arbiter's queue, for memory or for the hours
+of their model. After a while they give their places to calls of other models; one of each model
+stays, so that the model keeps its place in that queue, unless all places are held so.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from deployments.jobs import calls
+from deployments.jobs.calls import Again
+from deployments.messages import Progress
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call in flight."""
+
+    model: str
+    bound: asyncio.Timeout
+    queued_at_s: float | None = None  # since when it has been in that queue; None: it is not
+    again_s: float | None = None  # when it may be made again, once it has given its place away
+
+    def note(self, progress: Progress | None) -> None:
+        """How far its model is; None: the answer has begun. A load that takes less than the time
+        between two looks (wait_progress) is not told, and the call counts as queued."""
+        if progress is None or not progress.is_queued:
+            self.queued_at_s = None
+        elif self.queued_at_s is None:
+            self.queued_at_s = time.monotonic()
+
+    @property
+    def gives_way(self) -> bool:
+        """It is being ended."""
+        return self.bound.when() is not None
+
+
+class Waits:
+    """The calls of one runner."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Call, None] = {}  # in the order in which they began
+        self._until_s: dict[str, float] = {}  # models that gave their last place away
+
+    @asynccontextmanager
+    async def call(self, model: str) -> AsyncGenerator[Call]:
+        """A call that is made within. Raises Again where it has given its place away."""
+        call: Call | None = None
+        try:
+            async with asyncio.timeout(None) as bound:
+                call = Call(model, bound)
+                self._calls[call] = None
+                try:
+                    yield call
+                finally:
+                    del self._calls[call]
+        except TimeoutError:
+            if call is None or not call.bound.expired():
+                raise
+            said = f"{model} waits for memory or for its hours, and calls of other models do not"
+            raise Again(call.again_s, said) from None
+
+    def models(self, least_s: float) -> frozenset[str]:
+        """Those of which no further call is to begin: one has waited for so long, or has just given
+        its place away as the last one."""
+        now_s = time.monotonic()
+        self._until_s = {model: s for model, s in self._until_s.items() if s > now_s}
+        return frozenset(call.model for call in self._waiting(least_s)) | self._until_s.keys()
+
+    def give_way(self, least_s: float, places: int) -> None:
+        """Ends one call that has waited for so long, of the model with most of them, unless another
+        is being ended. `places`: how many there are for all calls."""
+        waiting = self._waiting(least_s)
+        counts = Counter(call.model for call in waiting)
+        last = max(waiting, key=lambda call: counts[call.model], default=None)
+        if last is None or any(call.gives_way for call in self._calls):
+            return
+        if counts[last.model] == 1:
+            if len(waiting) < places:
+                return
+            last.again_s = calls.AGAIN_MOST_S
+            self._until_s[last.model] = time.monotonic() + calls.AGAIN_MOST_S
+        last.bound.reschedule(asyncio.get_running_loop().time())
+
+    def _waiting(self, least_s: float) -> list[Call]:
+        since_s = time.monotonic() - least_s
+        return [
+            call
+            for call in self._calls
+            if call.queued_at_s is not None and call.queued_at_s <= since_s and not call.gives_way
+        ]
