@@ -72,7 +72,7 @@ class Formed:
             self._body += message.get("body", b"")
             if not message.get("more_body"):
                 await self._refuse(self._start)
-        elif self._is_event_stream and message.get("body", b"").startswith(b"data: {"):
+        elif self._is_event_stream and _is_our_error(message.get("body", b"")):
             await self._send({**message, "body": self._event(message["body"])})
         else:
             await self._send(message)
@@ -97,6 +97,17 @@ class Formed:
         names, so one without is our own last word."""
         told = event.removeprefix(b"data: ").strip()
         return b"event: error\ndata: " + self._form(_status_of(told), said(told)) + b"\n\n"
+
+
+def _is_our_error(piece: bytes) -> bool:
+    """An event without a name that has an `error`; also a piece of an engine's stream may begin
+    with data, where the stream was cut behind the name of an event."""
+    if not piece.startswith(b"data: {"):
+        return False
+    try:
+        return "error" in json.loads(piece.removeprefix(b"data: "))
+    except ValueError:
+        return False
 
 
 def said(body: bytes) -> str:

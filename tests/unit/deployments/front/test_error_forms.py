@@ -120,19 +120,23 @@ async def test_root_answers_head(client: AsyncClient) -> None:
 @pytest.mark.spec("J1")
 async def test_break_of_a_stream_becomes_anthropics_error_event() -> None:
     broken = messages.stream_error(EngineLost("m", TicketId("t")))
+    delta = b"event: delta\n", b'data: {"type": "delta"}\n\n'
+    cut = [*delta, delta[0], *(delta[1][at : at + 9] for at in range(0, len(delta[1]), 9))]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for body in (b": waits\n\n", b'event: ping\ndata: {"type": "ping"}\n\n', broken):
+        for body in (b": waits\n\n", b'event: ping\ndata: {"type": "ping"}\n\n', *cut, broken):
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     async with AsyncClient(transport=ASGITransport(ErrorForms(app)), base_url="http://x") as made:
         text = (await made.post(MESSAGES)).text
         plain = (await made.post("/v1/chat/completions")).text
+    passed = b"".join(cut).decode()
     assert text.startswith(
-        ': waits\n\nevent: ping\ndata: {"type": "ping"}\n\nevent: error\ndata: {'
+        ': waits\n\nevent: ping\ndata: {"type": "ping"}\n\n' + passed + "event: error\ndata: {"
     )
+    assert text.count("event: error") == 1
     assert '"type": "api_error"' in text
     assert plain.encode().endswith(broken)
