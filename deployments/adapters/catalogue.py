@@ -47,6 +47,9 @@ CONFIG, WEIGHTS, EXTRAS = "adapter_config.json", "adapter_model.safetensors", "s
 MANIFEST = "remote.json"
 FETCHED = ".fetched"  # in a store: what came from URLs (deployments.adapters.fetch)
 MAX_MANIFEST_BYTES = 32 << 20  # of MAX_NAMES rows, 300 bytes each
+# A tenant may write its own anew before each of its requests, and all others wait while it is
+# read: 10 ms.
+MAX_TENANT_MANIFEST_BYTES = 1 << 20
 PRIORITIES = ("urgent", "high", "normal", "low", "batch")  # C2
 # One component of a path: without separator and leading dot a name cannot leave its folder. `:` and
 # `@` have a meaning here.
@@ -96,7 +99,7 @@ class _Place:
 
     path: Path
     owner: str
-    row: Any = None
+    row: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,16 @@ class _Listing:
 
     mtime_ns: int
     names: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Manifest:
+    """A manifest as it was at `stamp`: its rows, or why it has none. A broken one is kept as well:
+    no request for another adapter reads it again."""
+
+    stamp: tuple[int, ...]
+    rows: Mapping[str, Mapping[str, Any]]
+    fault: str = ""
 
 
 class Catalogue:
@@ -124,7 +137,7 @@ class Catalogue:
         self._reserved = reserved | set(folders)
         self._urls, self._fetched = urls, fetched
         self._listings: dict[Path, _Listing] = {}
-        self._manifests: dict[Path, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        self._manifests: dict[Path, _Manifest] = {}
         self._read: dict[Path, tuple[tuple[int, ...], Entry]] = {}
 
     def find(self, name: str, tenant: str = "") -> Entry | None:
@@ -140,7 +153,8 @@ class Catalogue:
         if len(places) > 1:
             raise AdapterAmbiguous(bare, tuple(sorted(places)))
         for base, found in places.items():
-            return self._remote(bare, base, found) if found.row else self._entry(bare, base, found)
+            is_remote = found.row is not None
+            return (self._remote if is_remote else self._entry)(bare, base, found)
         return None
 
     def entries(self, names: Iterable[str], tenant: str = "") -> list[Entry]:
@@ -162,10 +176,10 @@ class Catalogue:
 
     def _names_of(self, folder: Path, tenant: str) -> set[str]:
         found: set[str] = set()
-        for home, _ in _homes(folder, tenant):
+        for home, owner in _homes(folder, tenant):
             found |= self._listed(home)
             with contextlib.suppress(AdapterInvalid):  # a request for one of them gets the reason
-                found |= {n for n in self._rows(home) if _NAME.fullmatch(n)} - self._reserved
+                found |= self._rows(home, owner).keys() - self._reserved
         return found
 
     def _place(self, base: str, name: str, tenant: str) -> _Place | None:
@@ -177,31 +191,36 @@ class Catalogue:
             path = home / name
             if is_folder(home) and is_folder(path) and os.path.lexists(path / CONFIG):
                 return _Place(path, owner)
-            if row := self._rows(home).get(name):
+            row = self._rows(home, owner).get(name)
+            if row is not None:
                 return _Place(home / MANIFEST, owner, row)
         return None
 
-    def _rows(self, home: Path) -> dict[str, Any]:
+    def _rows(self, home: Path, owner: str) -> Mapping[str, Mapping[str, Any]]:
         """Rows of the manifest in a folder, read again when it changed. Raises AdapterInvalid."""
         file = home / MANIFEST
         try:
             found = file.lstat()
             stamp = found.st_mtime_ns, found.st_ino, found.st_size
             known = self._manifests.get(file)
-            if known is None or known[0] != stamp:
-                rows = read_json(MANIFEST, file, MAX_MANIFEST_BYTES)
-                known = self._manifests[file] = stamp, rows
+            if known is None or known.stamp != stamp:
+                known = self._manifests[file] = _read_manifest(file, owner, stamp)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
             raise AdapterInvalid(MANIFEST, f"{error.filename}: {error.strerror}") from error
-        return known[1]
+        if known.fault:
+            raise AdapterInvalid(MANIFEST, known.fault)
+        return known.rows
 
     def _remote(self, name: str, base: str, found: _Place) -> Entry:
         """Raises AdapterInvalid."""
-        row = found.row if isinstance(found.row, dict) else {"url": found.row}
+        row = found.row or {}
         url = row.get("url")
-        if not isinstance(url, str) or not is_allowed(url, self._urls.get(base, ())):
+        if not isinstance(url, str):
+            options = "with `url` and, if need be, `priority`, `pin` and `int8`"
+            raise AdapterInvalid(name, f"its row in {MANIFEST} is no URL and no object {options}")
+        if not is_allowed(url, self._urls.get(base, ())):
             reason = f"its URL in {MANIFEST} begins with no prefix that `adapters.urls` lists"
             raise AdapterInvalid(name, reason)
         extras = _extras(name, MANIFEST, row)
@@ -279,6 +298,28 @@ def _read_entry(name: str, base: str, found: _Place, stamp: tuple[int, ...]) -> 
     with open_plain(name, path / WEIGHTS) as weights:
         size = os.fstat(weights.fileno()).st_size
     return Entry(name, base, path, rank, size, stamp, found.owner, *options)
+
+
+def _read_manifest(file: Path, owner: str, stamp: tuple[int, ...]) -> _Manifest:
+    """Raises OSError."""
+    try:
+        bound = MAX_TENANT_MANIFEST_BYTES if owner else MAX_MANIFEST_BYTES
+        found = read_json(MANIFEST, file, bound)
+        if len(found) > MAX_NAMES:
+            fault = f"{MANIFEST} has {len(found):,} names; leave {MAX_NAMES:,} at most"
+            raise AdapterInvalid(MANIFEST, fault)
+    except AdapterInvalid as error:
+        return _Manifest(stamp, {}, error.reason)
+    return _Manifest(stamp, {n: _row(row) for n, row in found.items() if _NAME.fullmatch(n)})
+
+
+def _row(value: Any) -> dict[str, Any]:
+    """What is kept of a manifest's row: nothing where it can be no adapter, because a tenant could
+    fill memory with it."""
+    row = value if isinstance(value, dict) else {"url": value}
+    known = {key: row[key] for key in ("url", "priority", "pin", "int8") if key in row}
+    is_flat = all(isinstance(each, str | int | float | None) for each in known.values())
+    return known if is_flat else {}
 
 
 def _extras(name: str, file: str, row: Mapping[str, Any]) -> tuple[str, bool, bool]:

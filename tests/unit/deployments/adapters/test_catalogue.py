@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deployments.adapters import catalogue as catalogue_module
 from deployments.adapters.catalogue import AdapterAmbiguous, Catalogue
 from deployments.adapters.safe_files import AdapterInvalid
 
@@ -191,3 +192,65 @@ def test_ten_thousand_remote_adapters_are_listed_and_found(tmp_path: Path) -> No
     (tmp_path / "new").write_text(json.dumps(rows))
     (tmp_path / "new").rename(tmp_path / "remote.json")
     assert catalogue.find("a9999") is None, "removed a moment ago"
+
+
+@pytest.mark.spec("L3")
+def test_a_broken_manifest_is_read_once_until_it_changes(
+    catalogue: Catalogue, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    reads = catalogue_module.read_json
+
+    def counted(name: str, file: Path, *bound: int) -> dict[str, Any]:
+        read.append(file.name)
+        return reads(name, file, *bound)
+
+    monkeypatch.setattr(catalogue_module, "read_json", counted)
+    (root / "chat" / "remote.json").write_text("{")
+    for _ in range(2):
+        with pytest.raises(AdapterInvalid, match=r"remote\.json is not JSON"):
+            catalogue.find("chat:far")
+    assert read == ["remote.json"]
+    (root / "chat" / "remote.json").write_text("{} ")
+    assert catalogue.find("chat:far") is None and len(read) == 2
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("row", [[{}] * 9, {"url": [{}]}, {"note": "s3://ours/far/"}, 7, None])
+def test_a_row_that_can_be_no_adapter_is_refused_by_name_and_not_kept(
+    tmp_path: Path, row: Any
+) -> None:
+    near = {"url": "s3://ours/near/", "pin": True, "note": ["of", "its", "owner"]}
+    (tmp_path / "remote.json").write_text(json.dumps({"far": row, "near": near, "../x": ""}))
+    catalogue = Catalogue({"chat": tmp_path}, urls={"chat": ("s3://ours/",)}, fetched=tmp_path)
+    with pytest.raises(AdapterInvalid, match=r"'far'.* is no URL and no object"):
+        catalogue.find("chat:far")
+    found = catalogue.find("near")
+    assert found is not None and found.pin
+    [kept] = catalogue._manifests.values()
+    assert kept.rows["near"] == {"url": "s3://ours/near/", "pin": True}
+    assert not any(isinstance(each, list | dict) for each in kept.rows["far"].values())
+    assert kept.rows.keys() == {"far", "near"}
+
+
+@pytest.mark.spec("L3")
+def test_a_tenants_manifest_is_bounded_below_the_common_one(tmp_path: Path) -> None:
+    rows = {f"a{number}": "s3://ours/a/" for number in range(50_000)}
+    (tmp_path / "@acme").mkdir()
+    for home in (tmp_path, tmp_path / "@acme"):
+        (home / "remote.json").write_text(json.dumps(rows))
+    catalogue = Catalogue({"chat": tmp_path}, urls={"chat": ("s3://ours/",)}, fetched=tmp_path)
+    assert catalogue.find("chat:a7") is not None
+    with pytest.raises(AdapterInvalid, match="larger than 1048576 bytes"):
+        catalogue.find("chat:a7", "acme")
+
+
+@pytest.mark.spec("L3")
+def test_a_manifest_of_too_many_names_is_refused_with_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue_module, "MAX_NAMES", 3)
+    (tmp_path / "remote.json").write_text(json.dumps(dict.fromkeys("abcd", "s3://ours/a/")))
+    catalogue = Catalogue({"chat": tmp_path}, urls={"chat": ("s3://ours/",)}, fetched=tmp_path)
+    with pytest.raises(AdapterInvalid, match="4 names; leave 3 at most"):
+        catalogue.find("chat:a")
