@@ -141,15 +141,21 @@ class Catalogue:
         self._read: dict[Path, tuple[tuple[int, ...], Entry]] = {}
 
     def find(self, name: str, tenant: str = "") -> Entry | None:
-        """The adapter that a client names, or None when this tenant may see none of that name.
-        Raises AdapterAmbiguous, AdapterInvalid."""
+        """The adapter that a client names, or None when this tenant may see none of that name. What
+        lies behind a manifest that cannot be read is told only to a client that names its base: a
+        bare name may mean an adapter of another base, or none at all. Raises AdapterAmbiguous,
+        AdapterInvalid."""
         base, colon, bare = name.partition(":")
         if not colon:
             base, bare = "", name
         if not _NAME.fullmatch(bare) or bare in self._reserved or (colon and not base):
             return None
-        bases = [base] if base else list(self._folders)
-        places = {b: found for b in bases if (found := self._place(b, bare, tenant))}
+        untold = () if base else (AdapterInvalid,)
+        places: dict[str, _Place] = {}
+        for each in [base] if base else list(self._folders):
+            with contextlib.suppress(*untold):
+                if found := self._place(each, bare, tenant):
+                    places[each] = found
         if len(places) > 1:
             raise AdapterAmbiguous(bare, tuple(sorted(places)))
         for base, found in places.items():

@@ -216,6 +216,18 @@ def test_a_broken_manifest_is_read_once_until_it_changes(
 
 
 @pytest.mark.spec("L3")
+def test_a_broken_manifest_of_one_base_stops_no_bare_name_of_another(
+    catalogue: Catalogue, root: Path
+) -> None:
+    put(root / "other" / "mine")
+    (root / "chat" / "remote.json").write_text("{")
+    found = catalogue.find("mine")
+    assert found is not None and found.base == "other"
+    assert catalogue.find("unknown") is None
+    assert catalogue.find("legal") is not None, "its folder needs no manifest"
+
+
+@pytest.mark.spec("L3")
 @pytest.mark.parametrize("row", [[{}] * 9, {"url": [{}]}, {"note": "s3://ours/far/"}, 7, None])
 def test_a_row_that_can_be_no_adapter_is_refused_by_name_and_not_kept(
     tmp_path: Path, row: Any

@@ -293,7 +293,7 @@ def test_a_bad_manifest_says_so_and_hides_no_folder(tmp_path: Path) -> None:
     assert made.find("own") is not None
     assert made.names() == ["chat:own"]
     with pytest.raises(AdapterInvalid, match=r"remote\.json"):
-        made.find("law")
+        made.find("chat:law")
 
 
 @pytest.mark.spec("F2")
