@@ -15,6 +15,7 @@ HF_ENDPOINT and HF_TOKEN.
 
 import asyncio
 import contextlib
+import os
 import shutil
 import textwrap
 import time
@@ -91,7 +92,8 @@ class Fetcher:
 
     async def bring(self, entry: "Entry") -> None:
         """Returns once the entry's path exists. Raises FetchFailed."""
-        if entry.path.is_dir():
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(entry.path)  # used now: the longest unused are removed first
             return
         fetch = self._fetching.get(entry.path)
         if fetch is None:

@@ -12,7 +12,7 @@ from arbiter.units import TicketId
 from deployments import messages
 from deployments.adapters.catalogue import FETCHED, Catalogue
 from deployments.adapters.fetch import Fetcher
-from deployments.adapters.store import catalogue_of
+from deployments.adapters.store import Store, catalogue_of
 from deployments.adapters.validate import Rules
 from deployments.config import safetensors_header
 from deployments.config.model_files import adapted_folder
@@ -85,12 +85,18 @@ class AdapterFetcher:
         """Raises OSError, safetensors_header.BadHeader."""
         given = config["adapters"]
         shapes = safetensors_header.linear_shapes(adapted_folder(Path(config["model"])))
-        rules = Rules(shapes, given["max_rank"])
+        self._rules = Rules(shapes, given["max_rank"])
         self._catalogue: Catalogue = catalogue_of(config)
-        self._fetcher = Fetcher(Path(given["store"]) / FETCHED, rules.bounds)
+        self._store = Store(Path(given["store"]))
+        self._fetcher = Fetcher(Path(given["store"]) / FETCHED, self._rules.bounds)
 
     async def bring(self, name: str, tenant: str) -> None:
         """Raises AdapterInvalid, FetchFailed. The engine refuses names that no catalogue has."""
         entry = self._catalogue.find(name, tenant)
-        if entry is not None and entry.url:
-            await self._fetcher.bring(entry)
+        if entry is None or not entry.url:
+            return
+        if not entry.path.is_dir():
+            published = self._store.peek(entry, self._rules)
+            if published is not None and published.path.is_dir():
+                return  # what was fetched has left, and the engine serves its checked copy
+        await self._fetcher.bring(entry)

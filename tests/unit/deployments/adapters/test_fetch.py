@@ -114,6 +114,31 @@ async def test_fetch_goes_on_for_the_next_asker_where_the_first_leaves(
     assert entry.path.is_dir()
 
 
+@pytest.mark.spec("F2")
+async def test_fetched_adapter_that_is_used_stays_and_the_longest_unused_leaves(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = tmp_path / "good"
+    size_bytes = sum(file.stat().st_size for file in good.iterdir())
+    monkeypatch.setattr(fetch, "MAX_FETCHED_BYTES", 2 * size_bytes)
+    rows = {name: f"memory://ours/{name}/" for name in "abc"}
+    for name in rows:
+        memory.put(str(good), f"/ours/{name}", recursive=True)
+    names, fetcher = catalogue(tmp_path, rows), Fetcher(tmp_path / "fetched", RULES.bounds)
+    entries = {name: names.find(f"chat:{name}") for name in rows}
+    for number, name in enumerate("ab", 1):
+        entry = entries[name]
+        assert entry is not None
+        await fetcher.bring(entry)
+        os.utime(entry.path, ns=(number, number))  # long ago
+    for name in "ac":
+        entry = entries[name]
+        assert entry is not None
+        await fetcher.bring(entry)
+    there = [name for name, entry in entries.items() if entry and entry.path.is_dir()]
+    assert there == ["a", "c"]
+
+
 class Odd(fsspec.AbstractFileSystem):  # type: ignore[misc]
     """Fails as only its own library does."""
 
