@@ -1,6 +1,5 @@
 """The front over HTTP. Every failure is a CommandError that says what failed and what to do."""
 
-import ipaddress
 import json
 import os
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from arbiter.loopback import is_loopback
 from deployments.cli.output import CommandError, clean
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def front(url: str | None) -> Iterator[Front]:
         headers=_headers(api_key(where)),
         timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
         # The owner's key goes to this machine and to no proxy that the environment names.
-        trust_env=not _is_loopback(host),
+        trust_env=not is_loopback(host),
         transport=transport(),
     ) as client:
         yield Front(where, client)
@@ -211,21 +211,12 @@ def api_key(url: str) -> str:
     if given := Environment().key:
         return given.get_secret_value()
     file = keys.first_key_path(keys.keys_path())
-    is_here = _is_loopback(urlsplit(url).hostname or "")
+    is_here = is_loopback(urlsplit(url).hostname or "")
     return file.read_text().strip() if is_here and os.access(file, os.R_OK) else ""
 
 
 def _headers(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _check(answer: "httpx.Response", asked: str) -> None:

@@ -3,6 +3,7 @@
 import http.client
 import io
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -17,6 +18,7 @@ from arbiter import leases
 from arbiter.client import admin
 from arbiter.errors import LeaseRefused, QuotaExceeded
 from tests.support.fake_arbiter import FakeArbiter
+from tests.support.scripted_front import ScriptedFront
 
 HELD = {"state": "held", "devices_bytes": {"n/cpu:0": 1 << 30}, "node": "n"}
 pytestmark = pytest.mark.spec("A15")
@@ -72,6 +74,23 @@ def test_transient_failure_of_a_lease_call_is_retried(
     monkeypatch.setattr(urllib.request, "urlopen", raising(error))
     with pytest.raises(ConnectionError):
         leases.HttpTransport("http://x").put("l", {})
+
+
+@pytest.mark.spec("L1")
+def test_key_for_this_machine_goes_to_no_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    front = ScriptedFront()
+    front.says("PUT", "/arbiter/leases/l", HELD)
+    with front.serving() as url, socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        assert leases.HttpTransport(url, "arb-mine").put("l", {}) == HELD
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+    assert front.requests[0].headers["authorization"] == "Bearer arb-mine"
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b"{}", b'{"state": "he'])
