@@ -15,6 +15,7 @@ from typing import Any
 from arbiter.client.admin import call_arbiter, start_arbiter
 from deployments.config import boot
 from deployments.config.schema import Table, parse_table
+from deployments.monitoring.view import ORDER
 
 EVENT_WAIT_S = 15.0  # below the usual 30-60 s after which proxies cut a silent connection
 
@@ -208,10 +209,13 @@ async def nodes() -> dict[str, Any]:
 
 
 def _readiness(capability: str, now: ArbiterState, serve_failure: str) -> dict[str, Any]:
-    states = {row.model: row.state for row in now.tickets if row.capability == capability}
+    rows = [row for row in now.tickets if row.capability == capability]
+    states: dict[str, str] = {}  # of a model the best, where an old ticket of it still leaves
+    for row in rows:
+        states[row.model] = min(states.get(row.model, row.state), row.state, key=ORDER.index)
     load_failure = now.load_failures.get(capability, "")
     cause = serve_failure or load_failure
-    word = _word(set(states.values()), has_failed=bool(load_failure))
+    word = _word({row.state for row in rows}, has_failed=bool(load_failure))
     if serve_failure and word != "ready":
         word = "failed"
     return {"state": word, "models": states} | ({"cause": cause} if cause else {})

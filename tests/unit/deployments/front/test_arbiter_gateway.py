@@ -50,6 +50,23 @@ async def test_readiness_gives_one_state_per_capability(
     assert report.get("cause") == ("no such file" if now["cooldowns"] else None)
 
 
+@pytest.mark.spec("J9")
+@pytest.mark.parametrize("states", [("resident", "reclaiming"), ("reclaiming", "resident")])
+async def test_readiness_gives_of_several_tickets_of_a_model_the_best(
+    states: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = state()
+    rows = [ROW | {"capability": "chat", "model": "a", "state": each} for each in states]
+    now["tickets"] += rows
+
+    async def answers(method: str, *args: object, within_s: float = 0) -> dict[str, Any]:
+        return now
+
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
+    report = (await arbiter_gateway.readiness(TABLE, {}))["chat"]
+    assert report == {"state": "ready", "models": {"a": "resident"}}
+
+
 @pytest.mark.spec("J9", "A18")
 async def test_readiness_without_an_arbiter_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     async def away(method: str, *args: object, within_s: float = 0) -> None:
