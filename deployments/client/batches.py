@@ -17,7 +17,7 @@ from arbiter.errors import RequestError
 from deployments.client.answers import Usage
 from deployments.client.connection import Asked, Connection, Files, Read, of_json
 from deployments.client.fields import Json
-from deployments.client.jobs import AWAY_S, FINISHED
+from deployments.client.jobs import AGAIN_STATUS, AWAY_S, FINISHED
 from deployments.client.typed_errors import made, told, told_in_stream
 from deployments.front.request import BadRequest
 
@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 BATCHES, FILES = "/v1/batches", "/v1/files"
 LOOK_S = 2.0  # between two looks at a batch, which lasts minutes or hours
-AGAIN_STATUS = (429, 503)  # a full or an absent front, and a process of jobs that starts
 _JSON = "application/json"
 
 

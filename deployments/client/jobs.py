@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from arbiter.errors import RequestError
 from deployments.client.calls import AsyncCalls
 from deployments.client.connection import Asked, Connection, Read
 from deployments.client.fields import Json
@@ -25,6 +26,7 @@ T = TypeVar("T")
 JOBS = "/v1/jobs"
 RESPOND_ASYNC = {"prefer": "respond-async"}
 AGAIN_S, AWAY_S = 0.5, 30.0  # as AsyncClient.subscribe
+AGAIN_STATUS = (429, 503)  # a full or an absent front, and a process of jobs that starts
 FINISHED = frozenset({"completed", "failed", "cancelled", "expired"})
 
 
@@ -63,19 +65,25 @@ class AsyncJob(Generic[T]):
     async def result(self) -> T:
         """Waits for the answer, and is what the call would have returned. Raises what the call
         would have raised; a RequestError of code `conflict` for a job that was cancelled or has
-        expired; FrontUnreachable when no front has answered for half a minute."""
+        expired; FrontUnreachable, or what else of AGAIN_STATUS was told, when nothing else was told
+        for half a minute."""
         heard_s = time.monotonic()
         while True:
+            is_finished = False
             try:
-                if (await self.status()).is_finished:
+                is_finished = (await self.status()).is_finished
+                if is_finished:
                     asked = Asked("GET", f"{JOBS}/{self.id}/result")
                     return await self._connection.answer(asked, self._read)
                 heard_s = time.monotonic()
                 async with aclosing(self._connection.pieces(self._events)) as pieces:
                     async for _ in pieces:  # comments at the least, until the end
                         heard_s = time.monotonic()
-            except FrontUnreachable:
-                if time.monotonic() - heard_s > AWAY_S:
+            except RequestError as error:
+                # Of a finished job such a status may be its answer, unless no front gave it.
+                again = error.status_code in AGAIN_STATUS and not is_finished
+                passes = again or isinstance(error, FrontUnreachable)
+                if not passes or time.monotonic() - heard_s > AWAY_S:
                     raise
                 await asyncio.sleep(AGAIN_S)
 

@@ -115,6 +115,39 @@ async def test_result_waits_until_the_job_is_finished_although_the_front_breaks_
 
 
 @pytest.mark.spec("J7", "J4")
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("path", [JOB, f"{JOB}/events"])
+async def test_result_waits_while_the_front_is_full_or_its_process_of_jobs_starts(
+    front: ScriptedFront, url: str, monkeypatch: pytest.MonkeyPatch, path: str, status: int
+) -> None:
+    monkeypatch.setattr(jobs, "AGAIN_S", 0.0)
+    front.says("GET", JOB, job("in_progress"))
+    front.refuses("GET", path, status, "jobs_unavailable", "it starts")
+    answer = front.answer
+
+    def script(method: str, asked: str, headers: dict[str, str], raw: bytes) -> Answer:
+        said = answer(method, asked, headers, raw)
+        if front.asked().count(("GET", path)) == 2:
+            front.says("GET", JOB, job("completed"))
+        return said
+
+    monkeypatch.setattr(front, "answer", script)
+    async with AsyncClient(url, model="m") as client:
+        assert await client.job("job_1").result() == SAID
+
+
+@pytest.mark.spec("J7", "J4")
+async def test_refusal_that_is_the_jobs_answer_is_raised_at_once(
+    front: ScriptedFront, url: str
+) -> None:
+    front.refuses("GET", f"{JOB}/result", 503, "load_failed", "no memory")
+    async with AsyncClient(url, model="m") as client:
+        with pytest.raises(RequestError, match="no memory"):
+            await client.job("job_1").result()
+    assert front.asked().count(("GET", f"{JOB}/result")) == 1
+
+
+@pytest.mark.spec("J7", "J4")
 async def test_result_gives_up_when_no_front_has_answered_for_long(
     front: ScriptedFront, monkeypatch: pytest.MonkeyPatch
 ) -> None:
