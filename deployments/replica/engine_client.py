@@ -172,7 +172,7 @@ def why(error: Exception, after_s: float) -> tuple[str, bool]:
     """The cause of a failed load in words, and whether the engine ran out of memory."""
     if isinstance(error, LoadRefused):
         return error.cause, error.out_of_memory
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) and error.errno is None:  # a file server's has one
         return f"not loaded after {after_s:.0f} s", False
     if isinstance(error, EngineLost):
         return ENGINE_DIED, False

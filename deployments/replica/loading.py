@@ -63,7 +63,7 @@ async def _load_once(residency: ResidencyApi, held: HeldModel) -> None:
             took_s = time.monotonic() - opened_s
             if await were_replaced(held):
                 raise LoadRefused(FILES_REPLACED, False)
-    except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
+    except (OSError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
         if isinstance(error, (TicketClosed, ArbiterUnavailable)):
             raise  # no fault of the model, which need not cool down
         raise await _broke(residency, held, error) from error

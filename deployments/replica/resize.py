@@ -264,7 +264,7 @@ async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
         async with asyncio.timeout(in_seconds(within)):
             await loading.start_engine(residency, held, residency.client().respawn)
             is_outdated = await loading.were_replaced(held)
-    except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
+    except (OSError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
         if isinstance(error, ArbiterUnavailable) and old.is_held:
             held.link, held.plan, held.files = before
             _serve(held)

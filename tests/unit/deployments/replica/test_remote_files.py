@@ -1,6 +1,7 @@
 """Files that change without the kernel's knowledge are looked at before each request (D5)."""
 
 import asyncio
+import errno
 import os
 import threading
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from arbiter.core import events as ev
-from deployments.replica import loaded_files, remote_files
+from arbiter.errors import LoadFailed
+from deployments.replica import loaded_files, remote_files, resize
 from deployments.replica.remote_files import SharedLooks, fresh_stat, is_remote
+from tests.support.scripted_growth import resident
 from tests.support.scripted_holder import holder, until, use
 from tests.support.waits import eventually
 
@@ -47,6 +50,37 @@ async def test_request_after_a_change_of_remote_files_loads_them_and_others_do_n
         (tmp_path / "weights").write_bytes(b"new, and longer")
         assert await use(residency) != first
         await until(lambda: ev.Released(first, "replaced") in arbiter.told)
+
+
+@pytest.mark.spec("A12")
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
+async def test_load_whose_files_cannot_be_looked_at_is_a_failed_load_to_the_arbiter(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    async def look(model: str) -> loaded_files.LoadedFiles:
+        raise OSError(number, os.strerror(number), "/models/a")
+
+    monkeypatch.setattr(loaded_files, "look", look)
+    async with holder() as (residency, arbiter, _):
+        with pytest.raises(LoadFailed, match="/models/a"):
+            await use(residency)
+        [broke] = [event for event in arbiter.told if isinstance(event, ev.LoadBroke)]
+        assert (broke.ticket, broke.out_of_memory) == (arbiter.asked[0], False)
+        assert os.strerror(number) in broke.cause
+
+
+@pytest.mark.spec("A14")
+async def test_growth_whose_files_cannot_be_looked_at_is_a_failed_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def look(model: str) -> loaded_files.LoadedFiles:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/models/a")
+
+    async with resident() as (residency, growth, _):
+        monkeypatch.setattr(loaded_files, "look", look)
+        with pytest.raises(LoadFailed, match="/models/a"):
+            await resize.grow(residency, "a")
+        assert not growth.spawned and not residency.account()
 
 
 class Look:
