@@ -94,7 +94,7 @@ def _planned(found: "Table", plans: "dict[str, ModelPlan]") -> Iterator[str]:
         for model in capability.models:
             try:
                 plans[model] = plan(model, capability)
-            except ConfigError as error:
+            except (ConfigError, OSError) as error:
                 yield f"front.user_config.capabilities.{name}.models.{model}: {error}"
 
 

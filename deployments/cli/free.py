@@ -4,6 +4,7 @@ Idle models leave whatever their minimum residency; what is pinned or in use sta
 The memory is held while a command runs, or for a term.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
@@ -54,7 +55,7 @@ def free(
 
     Pinned models and models in use stay. What left is loaded again afterwards.
     """
-    if gb <= 0:
+    if not 0 < gb < math.inf:
         raise typer.BadParameter("say how much by --gb")
     body = {"gb": gb, "term_s": float(term_text), "name": name, "node": node}
     more = {"kept": not words, "notice_s": NOTICE_S, "within_s": WITHIN_S, "dry_run": dry_run}

@@ -161,8 +161,11 @@ def _ask_hub(name: str, source: str) -> dict[str, Any]:
             f"{name}: {hub} has no model {source}, or shows it only to those with a token in"
             " HF_TOKEN"
         )
-    found: dict[str, Any] = answer.json() if answer.is_success else {}
-    return found
+    try:
+        found = answer.json() if answer.is_success else {}
+    except ValueError:  # the page of a proxy or of a login in between: no hub answers
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _kind(config: Mapping[str, Any], files: Iterable[str]) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """`arbiter plan MODEL`: what a load would bring about. Nothing changes."""
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -43,6 +44,8 @@ def plan(
     """
     if not model and gb is None:
         raise typer.BadParameter("name a model, or say how many --gb")
+    if gb is not None and not math.isfinite(gb):
+        raise typer.BadParameter(f"--gb {gb} is no number of GiB")
     body = {"model": model, "gb": gb, "priority": priority, "node": node}
     with front(url) as f:
         made = f.send("POST", "/arbiter/plan", {k: v for k, v in body.items() if v is not None})

@@ -277,7 +277,10 @@ def resolve(source: str) -> str:
 
 
 def _package_folder(source: str, name: str) -> str:
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # of a package within an absent one; of no name
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"{source}: package {name!r} is not installed; pip install it")
     root = Path(next(iter(spec.submodule_search_locations)))

@@ -105,7 +105,7 @@ def adapter_slots(path: str, model: ModelConfig) -> int:
     assert given is not None
     if given.slots:
         return given.slots
-    most = int(model.engine_args.get("max_num_seqs", DEFAULT_SEQUENCES))
+    most = _count(model.engine_args, "max_num_seqs", DEFAULT_SEQUENCES)
     share_bytes = int(weights_bytes(Path(path)) * given.slot_share)
     return max(1, min(most, share_bytes // slot_size(path, given.max_rank)))
 
@@ -116,14 +116,28 @@ def sees(source: Path) -> bool:
 
 
 def picture_bytes(source: Path, arguments: Mapping[str, Any]) -> Bytes:
-    """What vLLM's caches of pictures may hold; 0 for a model that takes none."""
+    """What vLLM's caches of pictures may hold; 0 for a model that takes none. Raises
+    ConfigError."""
     config = _configuration(source)
     if "vision_config" not in config:
         return Bytes(0)
     wide = config.get("text_config", config).get("hidden_size", 0)
-    embeddings = int(arguments.get("max_num_batched_tokens", MOST_EMBEDDINGS))
-    processed = float(arguments.get("mm_processor_cache_gb", PROCESSED_GIB)) * GIB
-    return Bytes(int(processed) + embeddings * wide * EMBEDDING_BYTES)
+    embeddings = _count(arguments, "max_num_batched_tokens", MOST_EMBEDDINGS)
+    processed_bytes = _count(arguments, "mm_processor_cache_gb", PROCESSED_GIB, GIB)
+    return Bytes(processed_bytes + embeddings * wide * EMBEDDING_BYTES)
+
+
+def _count(arguments: Mapping[str, Any], key: str, usual: float, unit: int = 1) -> int:
+    """An argument of an engine in whole things, of which `unit` are one of what it counts. Raises
+    ConfigError."""
+    said = arguments.get(key, usual)
+    try:
+        count = int(float(said) * unit)
+    except (TypeError, ValueError, OverflowError):
+        count = -1
+    if count < 0:
+        raise ConfigError(f"`engine_args.{key}`: {said!r} is no number from 0 on, as {usual} is")
+    return count
 
 
 def context_tokens(source: Path, model: ModelConfig) -> int | None:

@@ -36,7 +36,10 @@ class Followed:
         """Returns the view as of this message; None: it has not come yet. Raises ValueError for
         what a front of another version sends."""
         self.away_unix_s = message.get("away_unix_s", self.away_unix_s)
-        self.events += msgspec.convert(message.get("events", []), list[EventRow])
+        try:
+            self.events += msgspec.convert(message.get("events", []), list[EventRow])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"the front's events are of another version: {error}") from error
         self._sections |= message.get("view", {})
         for row in message.get("models", []):
             self._models[row["capability"], row["model"]] = row

@@ -60,7 +60,9 @@ def test_a_command_runs_while_the_memory_is_held(front: ScriptedFront, run: Run)
     assert ("DELETE", "/arbiter/leases/free-1") in front.asked()
 
 
-@pytest.mark.parametrize("words", [("--gb", "0"), ("--gb", "1", "--for", "soon")])
+@pytest.mark.parametrize(
+    "words", [("--gb", "0"), ("--gb", "nan"), ("--gb", "inf"), ("--gb", "1", "--for", "soon")]
+)
 def test_a_size_or_time_that_cannot_be_is_refused_at_once(
     front: ScriptedFront, run: Run, words: tuple[str, ...]
 ) -> None:

@@ -224,6 +224,17 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return says
 
 
+@pytest.mark.spec("M2")
+@pytest.mark.parametrize("body", ["<html>log in</html>", "[]"])
+def test_answer_that_is_no_hubs_is_that_of_no_hub(
+    run: Run, hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    monkeypatch.setattr(httpx, "get", lambda url, **how: httpx.Response(200, text=body))
+    failed = run("init", "other.yaml", "--model", "mine=org/chat")
+    assert failed.exit_code == 1
+    assert "org/chat: it is not in the cache, and no hub answers" in failed.stderr
+
+
 SIBLINGS = [
     {"rfilename": "model.safetensors", "size": 20 * MIB},
     {"rfilename": "consolidated.safetensors", "size": 20 * MIB},

@@ -58,3 +58,11 @@ def test_nothing_named_is_refused_before_the_front_is_asked(front: ScriptedFront
     done = run("plan")
     assert done.exit_code == 2 and "--gb" in done.stderr
     assert not front.requests
+
+
+def test_size_that_is_no_number_is_refused_before_the_front_is_asked(
+    front: ScriptedFront, run: Run
+) -> None:
+    done = run("plan", "--gb", "nan")
+    assert done.exit_code == 2 and "nan" in done.stderr
+    assert not front.requests

@@ -72,11 +72,28 @@ def test_a_model_that_cannot_sleep_claims_no_host_memory(
 
 @pytest.mark.parametrize(
     ("source", "says"),
-    [("made:absent-model", "make models"), ("package:absent_package", "pip install")],
+    [
+        ("made:absent-model", "make models"),
+        ("package:absent_package", "pip install"),
+        ("package:absent_package.voice", "'absent_package.voice' is not installed"),
+        ("package:", "pip install"),
+    ],
 )
 def test_a_missing_source_says_how_to_get_it(source: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_plan.resolve(source)
+
+
+@pytest.mark.parametrize("value", ["many", None, [4], float("nan"), float("inf"), -1])
+@pytest.mark.parametrize("key", ["max_num_seqs", "max_num_batched_tokens", "mm_processor_cache_gb"])
+def test_engine_argument_that_is_no_number_is_refused_by_its_key(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    model = write(tmp_path / "model", {"layers.0.up_proj": (64, 16)})
+    (model / "config.json").write_text('{"vision_config": {}, "hidden_size": 16}')
+    given = {"adapters": {"folder": str(tmp_path)}, "engine_args": {key: value}}
+    with pytest.raises(ConfigError, match=f"`engine_args.{key}`: .* is no number"):
+        load_plan.plan("m", capability(str(model), **given))
 
 
 @pytest.mark.spec("F2")
