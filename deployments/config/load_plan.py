@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from arbiter.units import MIB, Bytes, Content, Span, seconds
 from deployments import prefixes
 from deployments.config.engine_kinds import engine_kind
 from deployments.config.fields import USUAL, parse_size
+from deployments.config.file_threads import in_thread
 from deployments.config.model_files import adapter_slots, slot_size, weights_bytes
 from deployments.config.schema import (
     MERGED,
@@ -306,6 +308,7 @@ class Plans:
         self._capability = capability
         self._table: Table | None = None
         self._made: dict[str, ModelPlan] = {}
+        self._making: dict[str, asyncio.Future[ModelPlan]] = {}
 
     @property
     def known(self) -> bool:
@@ -319,6 +322,7 @@ class Plans:
             logger.error("%s", error)
             return ()
         self._made.clear()
+        self._making.clear()
         mine = self._table.capabilities.get(self._capability)
         return tuple(m for m, config in mine.models.items() if config.pin) if mine else ()
 
@@ -331,28 +335,39 @@ class Plans:
     def forget(self, model: str) -> None:
         """Makes the model's plan anew, because its files have changed."""
         self._made.pop(model, None)
+        self._making.pop(model, None)
 
     async def of(self, model: str) -> ModelPlan:
-        """The plan of one model; reads file headers, so in a thread. Raises UnknownModel,
-        UnknownCapability, LoadFailed, ArbiterUnavailable."""
+        """The plan of one model, made once for all who ask; reads file headers, so in a thread.
+        Raises UnknownModel, UnknownCapability, LoadFailed, ArbiterUnavailable."""
         while model not in self._made:  # again when the table changed meanwhile
             table, config = self._table, self._config()
             if model not in config.models:
                 raise UnknownModel(model, self._capability, tuple(sorted(config.models)))
+            making = self._making.get(model)
+            if making is None:
+                making = in_thread(config.models[model].source, plan, model, config)
+                self._making[model] = making
+                making.add_done_callback(partial(self._end, model))
             try:
-                made = await asyncio.to_thread(plan, model, config)
+                made = await asyncio.shield(making)
             except (ConfigError, OSError) as error:
                 raise LoadFailed(model, str(error), False) from error
             if self._table is table:
                 self._made[model] = made
         return self._made[model]
 
+    def _end(self, model: str, making: asyncio.Future[ModelPlan]) -> None:
+        if self._making.get(model) is making:
+            del self._making[model]
+
     async def merged(self, model: str, served: str, adapter: Path) -> ModelPlan:
         """The plan of a copy with an adapter in its weights. Raises UnknownCapability, LoadFailed,
         ArbiterUnavailable."""
         config = self._config()
         try:
-            return await asyncio.to_thread(merged, model, config, served, adapter)
+            source = config.models[model].source
+            return await in_thread(source, merged, model, config, served, adapter)
         except (ConfigError, OSError, KeyError) as error:
             raise LoadFailed(model, str(error), False) from error
 

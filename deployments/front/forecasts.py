@@ -20,6 +20,7 @@ from arbiter.core.types import Priority
 from arbiter.errors import ArbiterUnavailable, UnknownCapability, UnknownModel
 from arbiter.units import DEFAULT_TENANT
 from deployments.config import load_plan
+from deployments.config.file_threads import in_thread
 from deployments.config.schema import CapabilityConfig, ConfigError, Table
 from deployments.front import arbiter_gateway, model_cards, plan_questions
 from deployments.front.arbiter_gateway import NEVER_SEEN, ArbiterState, ModelTimes, Presence
@@ -120,7 +121,9 @@ class Forecasts:
         """Raises ArbiterUnavailable."""
         home = table.homes[model]
         if model not in self._files:
-            self._files[model] = await asyncio.to_thread(_files, model, table.capabilities[home])
+            capability = table.capabilities[home]
+            source = capability.models[model].source
+            self._files[model] = await in_thread(source, _files, model, capability)
         files = self._files[model]
         here = predict.of_presence(seen.state, seen.estimate_s, took.run_s)
         usual = Forecast(here, files.context, None, took.run_long_s)

@@ -3,12 +3,13 @@ that the routes of OpenAI and Ollama show, each in its own words.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from arbiter.errors import ArbiterUnavailable
+from deployments.config.file_threads import in_thread
 from deployments.config.load_plan import resolve
 from deployments.config.model_files import context_tokens
 from deployments.config.remotes_section import RemoteModel
@@ -73,18 +74,13 @@ async def facts(table: Table, models: Iterable[str]) -> dict[str, Facts]:
         there = (await arbiter_gateway.state(STATE_S)).presences(homes)
     except ArbiterUnavailable:
         there = dict.fromkeys(homes, AWAY)
-    return await asyncio.to_thread(_facts, table, homes, there)
-
-
-def _facts(
-    table: Table, homes: Mapping[str, str], there: Mapping[str, Presence]
-) -> dict[str, Facts]:
-    found = {}
-    for model, name in homes.items():
-        capability = table.capabilities[name]
-        config = capability.models[model]
-        found[model] = Facts(capabilities(capability, config), context(config), there[model])
-    return found
+    rows = [(model, table.capabilities[home]) for model, home in homes.items()]
+    configs = [capability.models[model] for model, capability in rows]
+    read = await asyncio.gather(*(in_thread(each.source, context, each) for each in configs))
+    return {
+        model: Facts(capabilities(capability, config), tokens, there[model])
+        for (model, capability), config, tokens in zip(rows, configs, read, strict=True)
+    }
 
 
 def remote_facts(model: RemoteModel) -> Facts:

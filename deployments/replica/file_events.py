@@ -13,6 +13,8 @@ import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from deployments.config.file_threads import in_thread
+
 # linux/inotify.h: a writer has closed the file; its links or times are others, as when its name is
 # removed or given to another; a file came into the folder by a rename; it was itself renamed.
 _CLOSE_WRITE, _ATTRIB, _MOVED_TO, _MOVE_SELF = 0x8, 0x4, 0x80, 0x800
@@ -38,7 +40,7 @@ async def told(model: str, on_change: Callable[[], None]) -> AsyncIterator[bool]
         on_change()
 
     try:
-        has_room = await asyncio.to_thread(_watch_all, inotify, Path(model))
+        has_room = await in_thread(model, _watch_all, inotify, Path(model))
         loop.add_reader(inotify, read)
         yield has_room
     finally:

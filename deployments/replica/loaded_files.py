@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from deployments.config.file_threads import in_thread
 from deployments.replica import remote_files
 from deployments.replica.remote_files import SharedLooks
 
@@ -42,7 +43,7 @@ PIECE_BYTES, PIECES = 64 << 10, 64
 # The kernel's clock ticks each 1-10 ms; it writes a dirty mapping back within 30 s
 # (vm.dirty_expire_centisecs); NFS caches times for up to 60 s (acregmax).
 SETTLED_S = 60.0
-CHUNK_BYTES = 4 << 20  # hashed in 5 ms, which is how long a thread of the pool is busy
+CHUNK_BYTES = 4 << 20  # hashed in 5 ms, after which the task may be cancelled
 READ_BYTES_PER_S = 200e6  # a fifth of what one core hashes
 
 Row = tuple[str | int, ...]
@@ -129,36 +130,37 @@ def pieces(size_bytes: int) -> list[tuple[int, int]]:
 async def look(model: str) -> LoadedFiles:
     """Looks at the files before an engine reads them; later changes are noticed. Raises OSError."""
     seen = LoadedFiles(model, seen_ns=time.time_ns())
-    seen.is_untold = await asyncio.to_thread(remote_files.is_remote, model)
-    seen.rows = await asyncio.to_thread(files, model)
+    seen.is_untold = await in_thread(model, remote_files.is_remote, model)
+    seen.rows = await in_thread(model, files, model)
     with contextlib.suppress(OSError):  # unknown: names, sizes and times must do
-        seen.pieces = await asyncio.to_thread(contents, model, seen.rows)
+        seen.pieces = await in_thread(model, contents, model, seen.rows)
     return seen
 
 
 async def has_moved(loaded: LoadedFiles) -> bool:
     """True if names, sizes, times or inodes differ. A model whose plan names no folder never
     has."""
-    return await asyncio.to_thread(differ, loaded)
+    return await in_thread(loaded.model, differ, loaded)
 
 
 async def were_replaced(loaded: LoadedFiles) -> bool:
     """Whether they changed since the look before the load: its engine may have read some old files
     and some new ones, or half of one."""
     if loaded.is_untold:
-        return await asyncio.to_thread(_differ_there, loaded)
+        return await in_thread(loaded.model, _differ_there, loaded)
     return await has_moved(loaded)
 
 
 async def is_outdated(loaded: LoadedFiles) -> bool:
     """Looks before a request at files of which the kernel does not tell; of others False."""
-    return loaded.is_untold and await loaded.looks.ask(lambda: _differ_there(loaded))
+    return loaded.is_untold and await loaded.looks.ask(loaded.model, lambda: _differ_there(loaded))
 
 
 async def have_changed(loaded: LoadedFiles) -> bool:
     """Looks before a model serves on that was not watched meanwhile. False where its server is away
     for longer than a look may take."""
-    return await loaded.looks.ask(lambda: (_differ_there if loaded.is_untold else differ)(loaded))
+    look = _differ_there if loaded.is_untold else differ
+    return await loaded.looks.ask(loaded.model, lambda: look(loaded))
 
 
 def differ(loaded: LoadedFiles) -> bool:
@@ -190,7 +192,8 @@ async def is_stale(loaded: LoadedFiles) -> bool:
     if await has_moved(loaded):
         return True
     try:
-        if loaded.pieces not in ("", await asyncio.to_thread(contents, loaded.model, loaded.rows)):
+        pieces_now = await in_thread(loaded.model, contents, loaded.model, loaded.rows)
+        if loaded.pieces not in ("", pieces_now):
             return True
         for name in loaded.unsettled():
             if loaded.whole.get(name) != await _hash_of(loaded, name, pause_s=0.0):
@@ -218,15 +221,16 @@ async def read_whole(loaded: LoadedFiles) -> bool:
 async def _hash_of(loaded: LoadedFiles, name: str, pause_s: float) -> str:
     """Hashes all bytes of a file, chunk by chunk, so that no thread is kept and the task can be
     cancelled. Raises OSError."""
-    digest = hashlib.blake2b()
-    stream = await asyncio.to_thread((Path(loaded.model) / name).open, "rb")
+    digest, path = hashlib.blake2b(), Path(loaded.model) / name
+    thread = f"{loaded.model} whole"  # not that of the looks, which requests wait for
+    stream = await in_thread(thread, path.open, "rb")
     try:
-        while await asyncio.to_thread(_feed, digest, stream):
+        while await in_thread(thread, _feed, digest, stream):
             await asyncio.sleep(pause_s)
     finally:
-        # In a thread too, and not waited for: closing waits for a read under way, which takes
+        # In the thread too, and not waited for: closing waits for a read under way, which takes
         # minutes where a file server is away, and this task may be cancelled in the middle of one.
-        asyncio.get_running_loop().run_in_executor(None, stream.close)
+        in_thread(thread, stream.close)
     return digest.hexdigest()
 
 

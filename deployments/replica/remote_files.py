@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from deployments.config.file_threads import in_thread
 from deployments.replica.background import detached_task
 
 # statfs(2) and linux/magic.h; virtiofs and most cloud storage are FUSE.
@@ -52,16 +53,18 @@ class SharedLooks:
         self._running: asyncio.Task[bool] | None = None
         self._next: asyncio.Task[bool] | None = None
 
-    async def ask(self, look: Callable[[], bool]) -> bool:
-        """False where it takes longer than LOOK_MOST_S."""
+    async def ask(self, model: str, look: Callable[[], bool]) -> bool:
+        """False where it takes longer than LOOK_MOST_S. `model`: whose files are looked at."""
         if self._next is None:
-            self._next = detached_task(self._look(look, self._running))
+            self._next = detached_task(self._look(model, look, self._running))
         mine = self._next
         await asyncio.wait({mine}, timeout=LOOK_MOST_S)
         return mine.done() and mine.result()
 
-    async def _look(self, look: Callable[[], bool], former: asyncio.Task[bool] | None) -> bool:
+    async def _look(
+        self, model: str, look: Callable[[], bool], former: asyncio.Task[bool] | None
+    ) -> bool:
         if former is not None:
             await asyncio.wait({former})
         self._running, self._next = self._next, None
-        return await asyncio.to_thread(look)
+        return await in_thread(model, look)

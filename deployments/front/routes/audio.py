@@ -1,11 +1,11 @@
 """Voices that speak: a list, for which no model is loaded."""
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter
 
 from deployments.config import voice_files
+from deployments.config.file_threads import in_thread
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.schemas import refusals
 
@@ -16,7 +16,7 @@ router = APIRouter(prefix="/v1/audio")
 @router.get("/voices", responses=refusals(401, 403))
 async def voices(caller: Inferrer, front: State) -> dict[str, Any]:
     """The values that `voice` of POST /v1/audio/speech may have, for each model that speaks."""
-    found = await asyncio.to_thread(_rows, front)
+    found = await in_thread("voices", _rows, front)
     return {"object": "list", "data": found, "voices": sorted({row["id"] for row in found})}
 
 

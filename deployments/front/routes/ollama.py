@@ -4,7 +4,6 @@
 takes a model from others, so it ends no model, and models come from the configuration alone.
 """
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -17,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 
 from arbiter.errors import UnknownModel
 from deployments import messages
+from deployments.config.file_threads import in_thread
 from deployments.front import arbiter_gateway, model_cards
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.keys import Caller
@@ -52,7 +52,7 @@ async def tags(caller: Inferrer, front: State) -> dict[str, Any]:
     """Models, adapters and models on other machines that this caller may name."""
     names, started_unix_s = front.service.names.visible(caller.tenant), front.started_unix_s
     known = await model_cards.facts(front.table, front.table.homes)
-    rows = await asyncio.to_thread(catalogue.tags, front.table, names, known, started_unix_s)
+    rows = await in_thread("tags", catalogue.tags, front.table, names, known, started_unix_s)
     remotes = front.service.remotes
     away = [
         catalogue.remote_tag(name, *remotes.model(name), started_unix_s)
@@ -75,7 +75,9 @@ async def show(body: bodies.Show, caller: Inferrer, front: State) -> dict[str, A
         return catalogue.remote_card(*front.service.remotes.model(name), front.started_unix_s)
     target = front.service.names.find(name, caller.tenant)
     known = (await model_cards.facts(front.table, [target.model]))[target.model]
-    return await asyncio.to_thread(catalogue.card, front.table, target, known, front.started_unix_s)
+    source = front.table.capabilities[target.capability].models[target.model].source
+    card = catalogue.card
+    return await in_thread(source, card, front.table, target, known, front.started_unix_s)
 
 
 @router.post("/chat")

@@ -1,6 +1,5 @@
 """The dry run over HTTP (K3): what a request would bring about. It changes nothing."""
 
-import asyncio
 from typing import Literal
 
 from fastapi import APIRouter
@@ -15,6 +14,7 @@ from arbiter.errors import UnknownModel
 from arbiter.units import GIB, Bytes, NodeId, seconds
 from deployments.config import load_plan
 from deployments.config.fields import Strict
+from deployments.config.file_threads import in_thread
 from deployments.config.schema import ConfigError, Table
 from deployments.front import plan_questions
 from deployments.front.arbiter_gateway import STATE_WAIT_S
@@ -69,7 +69,9 @@ async def question(table: Table, body: PlanBody, tenant: str) -> PlanQuestion:
     if home is None:
         raise UnknownModel(body.model, "", tuple(sorted(table.homes)))
     try:
-        made = await asyncio.to_thread(load_plan.plan, body.model, table.capabilities[home])
+        capability = table.capabilities[home]
+        source = capability.models[body.model].source
+        made = await in_thread(source, load_plan.plan, body.model, capability)
     except (ConfigError, OSError) as error:
         said = f"what {body.model} needs cannot be told ({error}); say it by `gb`"
         raise BadRequest(said, "model") from error

@@ -1,5 +1,7 @@
 """What is known of a model before its first load."""
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from arbiter.units import MIB, Bytes, DeviceId
 from deployments.config import engine_kinds, load_plan, model_files
 from deployments.config.schema import CapabilityConfig, ConfigError
 from tests.support.adapters import write
+from tests.support.few_threads import few_threads, is_free
 from tests.support.model_files import safetensors
+from tests.support.waits import eventually
 
 
 def capability(source: str, **model: object) -> CapabilityConfig:
@@ -94,6 +98,36 @@ def test_engine_argument_that_is_no_number_is_refused_by_its_key(
     given = {"adapters": {"folder": str(tmp_path)}, "engine_args": {key: value}}
     with pytest.raises(ConfigError, match=f"`engine_args.{key}`: .* is no number"):
         load_plan.plan("m", capability(str(model), **given))
+
+
+@pytest.mark.spec("A18")
+async def test_plan_that_waits_for_a_file_server_is_made_once_and_delays_no_other_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, begun, make = threading.Event(), [], load_plan.plan
+
+    def planned(model: str, config: CapabilityConfig) -> load_plan.ModelPlan:
+        begun.append(model)
+        assert model != "a" or may_end.wait(60)
+        return make(model, config)
+
+    monkeypatch.setattr(load_plan, "plan", planned)
+    need = {"weights": "3 MiB"}
+    models = {name: {"source": str(tmp_path / name), "need": need} for name in ("a", "b")}
+    row = {"role": "text", "engine": "x:build", "models": models}
+    plans = load_plan.Plans("chat")
+    plans.take({"capabilities": {"chat": row}})
+    with few_threads():
+        waiting = [asyncio.ensure_future(plans.of("a")) for _ in range(6)]
+        try:
+            await eventually(lambda: "a" in begun)
+            assert (await asyncio.wait_for(plans.of("b"), 60)).model == "b"
+            assert await is_free()
+            waiting.pop().cancel()
+        finally:
+            may_end.set()
+        assert {made.model for made in await asyncio.gather(*waiting)} == {"a"}
+    assert begun == ["a", "b"]
 
 
 @pytest.mark.spec("F2")

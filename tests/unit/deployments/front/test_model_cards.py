@@ -1,15 +1,19 @@
 """What the cards of models say: what each is good for, its context, where it is and when it could
 answer."""
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from arbiter.errors import ArbiterUnavailable
-from deployments.config.schema import Table, parse_table
+from deployments.config.schema import ModelConfig, Table, parse_table
 from deployments.front import arbiter_gateway, model_cards
 from deployments.front.arbiter_gateway import Presence, typed
+from tests.support.few_threads import few_threads, is_free
+from tests.support.waits import eventually
 
 MODELS = tuple("hot coming asleep never-woken queued leaving gone cold nightly new".split())
 ROW = {"capability": "chat", "in_state_s": 1.5, "charged_bytes": {}, "ram_bytes": 0, "lease": None}
@@ -94,6 +98,37 @@ async def test_cards_do_without_an_arbiter(monkeypatch: pytest.MonkeyPatch) -> N
         "state": "unknown",
         "estimate_s": None,
     }
+
+
+@pytest.mark.spec("J1", "J9")
+async def test_cards_of_a_model_whose_file_server_hangs_delay_no_call_of_ray_and_no_other_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def answers(method: str, *args: object, within_s: float = 0) -> dict[str, Any]:
+        return STATE
+
+    may_end, begun = threading.Event(), threading.Event()
+
+    def context(config: ModelConfig) -> int | None:
+        if config.source == "away":
+            begun.set()
+            assert may_end.wait(60)
+        return 512
+
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
+    monkeypatch.setattr(model_cards, "context", context)
+    made = table(models={"hot": {"source": "away"}, "cold": {"source": "here"}})
+    with few_threads():
+        asked = [asyncio.ensure_future(model_cards.facts(made, made.homes)) for _ in range(6)]
+        try:
+            await eventually(begun.is_set)
+            card = await asyncio.wait_for(model_cards.facts(made, ["cold"]), 60)
+            assert card["cold"].context_length == 512
+            assert await is_free()
+        finally:
+            may_end.set()
+        found = await asyncio.gather(*asked)
+    assert all(cards["hot"].context_length == 512 for cards in found)
 
 
 @pytest.mark.spec("J1")

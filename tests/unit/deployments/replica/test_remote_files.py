@@ -12,6 +12,7 @@ from arbiter.core import events as ev
 from arbiter.errors import LoadFailed
 from deployments.replica import loaded_files, remote_files, resize
 from deployments.replica.remote_files import SharedLooks, fresh_stat, is_remote
+from tests.support.few_threads import few_threads, is_free
 from tests.support.scripted_growth import resident
 from tests.support.scripted_holder import holder, until, use
 from tests.support.waits import eventually
@@ -83,6 +84,30 @@ async def test_growth_whose_files_cannot_be_looked_at_is_a_failed_load(
         assert not growth.spawned and not residency.account()
 
 
+@pytest.mark.spec("A18")
+async def test_models_whose_file_server_hangs_delay_no_look_at_another_and_no_call_of_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, seen, begun = threading.Event(), loaded_files.files, []
+
+    def files(model: str) -> loaded_files.Files:
+        begun.append(model)
+        assert not model.startswith("/away") or may_end.wait(60)
+        return seen(model)
+
+    monkeypatch.setattr(loaded_files, "files", files)
+    (tmp_path / "weights").write_bytes(b"here")
+    with few_threads():
+        away = [asyncio.ensure_future(loaded_files.look(f"/away/{n}")) for n in range(6)]
+        try:
+            await eventually(lambda: len(begun) == 6)
+            assert (await asyncio.wait_for(loaded_files.look(str(tmp_path)), 60)).rows
+            assert await is_free()
+        finally:
+            may_end.set()
+            await asyncio.gather(*away)
+
+
 class Look:
     """Of which a test says when it ends."""
 
@@ -97,9 +122,9 @@ class Look:
 
 async def test_requests_share_a_look_that_began_after_they_came() -> None:
     looks, look = SharedLooks(), Look()
-    first = asyncio.ensure_future(looks.ask(look))
+    first = asyncio.ensure_future(looks.ask("m", look))
     await eventually(lambda: look.begun == 1)
-    later = [asyncio.ensure_future(looks.ask(look)) for _ in range(9)]
+    later = [asyncio.ensure_future(looks.ask("m", look)) for _ in range(9)]
     await asyncio.sleep(0)
     look.may_end.set()
     assert await asyncio.gather(first, *later) == [True] * 10
@@ -111,8 +136,8 @@ async def test_requests_go_on_where_the_server_of_the_files_is_away(
 ) -> None:
     monkeypatch.setattr(remote_files, "LOOK_MOST_S", 0.01)
     looks, look = SharedLooks(), Look()
-    assert [await looks.ask(look) for _ in range(3)] == [False] * 3
+    assert [await looks.ask("m", look) for _ in range(3)] == [False] * 3
     assert look.begun == 1, "no more threads than one wait for it"
     look.may_end.set()
     monkeypatch.setattr(remote_files, "LOOK_MOST_S", 60)
-    assert await looks.ask(look)
+    assert await looks.ask("m", look)
