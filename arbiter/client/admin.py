@@ -1,8 +1,9 @@
 """The arbiter from outside: find, start, ask, replace and stop it."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from arbiter.protocol import messages, ray_internals
 POLL_S = 15.0  # of the event stream, which then asks again
 CALL_S = 30.0  # twice the longest poll of the event stream
 START_S = 60.0  # a process start on a machine busy with imports
+CLOSE_S = 10.0  # of a node agent, as arbiter.server.node_agents has it
 AGAIN_S = 0.05  # a restart takes 1.0-2.0 s measured
 # Ray gives an actor with a runtime environment, and the actors that it starts, a process of its
 # own. Without one it may give them a spare worker, which has imported the code that is replaced.
@@ -77,12 +79,18 @@ async def _call(method: str, args: tuple[Any, ...]) -> Any:
 def upgrade_arbiter(boot_of: Callable[[messages.Plain], messages.StartConfig]) -> messages.Plain:
     """Replace arbiter and node agents by this code. Engines and zygotes go on; holders rejoin. Of
     the old one only its table is taken over, in plain values; `boot_of` reads it, and nothing has
-    happened yet if it cannot."""
+    happened yet if it cannot. From an arbiter that hangs the table is taken out of its state file;
+    raises GetTimeoutError where that is not to be had."""
     old = find_arbiter()
     if old is None:
         return {"arbiter": "there is none; it starts with the front"}
-    before = _settled(old.hello.remote, START_S)
-    boot = boot_of(_settled(old.table.remote, START_S))
+    try:
+        before = _settled(old.hello.remote, START_S)
+        table = _settled(old.table.remote, START_S)
+    except GetTimeoutError as error:
+        before = {"identity": f"did not answer for {START_S:g} s", "holders": "not known"}
+        table = _kept_table(error)
+    boot = boot_of(table)
     after = _settled(_replace(boot).hello.remote, START_S)
     return {
         "before": before["identity"],
@@ -90,6 +98,20 @@ def upgrade_arbiter(boot_of: Callable[[messages.Plain], messages.StartConfig]) -
         "holders": before["holders"],
         "epoch": after["epoch"],
     }
+
+
+def _kept_table(error: GetTimeoutError) -> messages.Plain:
+    """The table of an arbiter that hangs. Raises GetTimeoutError."""
+    from arbiter.server.store import default_path, kept_table
+
+    table = kept_table(file := default_path(), ray_internals.session_name())
+    if table is None:
+        raise GetTimeoutError(
+            f"it did not answer for {START_S:g} s, and {file} has no table of this cluster that"
+            " this version reads. End it by `arbiter down`, and restart the front, which starts"
+            " another"
+        ) from error
+    return table
 
 
 def record_arbiter(path: str | None) -> messages.Plain:
@@ -104,11 +126,21 @@ def record_arbiter(path: str | None) -> messages.Plain:
 
 
 def stop_arbiter(wait_s: float = 30.0) -> messages.Plain:
-    """Shut down: unload what is idle, wait for the rest, end every engine, agent and zygote."""
+    """Shut down: unload what is idle, wait for the rest, end every engine, agent and zygote. An
+    arbiter that does not answer is killed, and its agents end what they have."""
     handle = find_arbiter()
     if handle is None:
         return {"arbiter": "there is none", "tickets_cut_off": 0}
-    left = _settled(lambda: handle.close.remote(wait_s), wait_s + START_S)
+    within_s = wait_s + START_S
+    try:
+        left = _settled(lambda: handle.close.remote(wait_s), within_s)
+    except GetTimeoutError:
+        _kill(handle)  # first, because it would start its agents again
+        for agent in _agents():
+            with contextlib.suppress(RayError):
+                ray.get(agent.close.remote(), timeout=CLOSE_S)
+            _kill(agent)
+        return {"arbiter": f"killed with its node agents: no answer for {within_s:g} s"}
     _kill(handle)
     return {"arbiter": "stopped", "tickets_cut_off": left}
 
@@ -137,10 +169,16 @@ def _start_or_replace(boot: messages.StartConfig) -> Any:
 
 def _replace(boot: messages.StartConfig) -> Any:
     _kill(find_arbiter())
-    for node in ray_internals.living_nodes():
-        _kill(find_actor(messages.agent_name(node)))
+    for running in _agents():
+        _kill(running)
     agent = replace(boot.agent, spares_since_unix_s=time.time())
     return _start(replace(boot, agent=agent), runtime_env=NEW_PROCESS)
+
+
+def _agents() -> Iterator[Any]:
+    for node in ray_internals.living_nodes():
+        if (handle := find_actor(messages.agent_name(node))) is not None:
+            yield handle
 
 
 def _start(boot: messages.StartConfig, **more: Any) -> Any:

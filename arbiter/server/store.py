@@ -242,15 +242,7 @@ class Store:
     def configuration(self) -> Configuration | None:
         """None when none was saved, or by other code: a pickle has its fields by place, so one of
         other classes would be read without an error, and wrong."""
-        code, _, blob = (self._fact("configuration") or b"").partition(b"\n")
-        if code != protocol_hash().encode():
-            return None
-        try:
-            # Our own file, 0600: a process that can write it runs as us already.
-            found: Configuration = pickle.loads(blob)
-            return found
-        except _STALE:
-            return None
+        return _configuration(self._fact("configuration"))
 
     def save_configuration(self, configuration: Configuration) -> None:
         blob = protocol_hash().encode() + b"\n" + pickle.dumps(configuration)
@@ -407,6 +399,35 @@ def learned_rows(path: Path) -> list[Plain]:
             db.close()
     except sqlite3.Error:
         return []
+
+
+def kept_table(path: Path, session: str) -> Plain | None:
+    """The table that an arbiter of this session runs, for a reader beside it; None where there is
+    no such file, or none of it that this code can read."""
+    try:
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCKED_S)
+        try:
+            mine = "session = ? AND name = 'configuration'"
+            statement = f"SELECT value FROM session_facts WHERE {mine}"
+            row = db.execute(statement, (session,)).fetchone()
+        finally:
+            db.close()
+    except sqlite3.Error:
+        return None
+    found = _configuration(row[0] if row else None)
+    return None if found is None else found.table
+
+
+def _configuration(fact: bytes | None) -> Configuration | None:
+    code, _, blob = (fact or b"").partition(b"\n")
+    if code != protocol_hash().encode():
+        return None
+    try:
+        # Our own file, 0600: a process that can write it runs as us already.
+        found: Configuration = pickle.loads(blob)
+        return found
+    except _STALE:
+        return None
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -205,7 +205,7 @@ BUGS = [
     Bug("an epoch is given twice", "arbiter/server/store.py", "Store.next_epoch",
         "json.loads(last) + 1",
         "json.loads(last)"),
-    Bug("what other code saved is read", "arbiter/server/store.py", "Store.configuration",
+    Bug("what other code saved is read", "arbiter/server/store.py", "_configuration",
         "code != protocol_hash().encode()",
         "not code"),
     Bug("others may read the state", "arbiter/server/store.py", "_open",

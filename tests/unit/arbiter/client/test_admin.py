@@ -1,11 +1,23 @@
 """Calls of the arbiter from outside, while it restarts, refuses or is not there."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayTaskError,
+)
 
 from arbiter.client import admin
 from arbiter.errors import ArbiterUnavailable, UnknownTicket
-from arbiter.units import TicketId
+from arbiter.protocol import messages, ray_internals
+from arbiter.server import store
+from arbiter.units import NodeId, TicketId
+from deployments.config import boot
 from tests.support.fake_arbiter import FakeArbiter, never
 
 pytestmark = pytest.mark.spec("A18")
@@ -64,3 +76,86 @@ async def test_arbiter_that_is_gone_or_does_not_answer_is_unavailable(
     monkeypatch.setattr(admin, "find_actor", lambda _: None)
     with pytest.raises(ArbiterUnavailable):
         await admin.call_arbiter("explain", "t")
+
+
+class Actors:
+    """Of a cluster of one node, by name: an arbiter that hangs, and a node agent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.living = {messages.NAME, messages.agent_name(NodeId("n"))}
+        self.done: list[tuple[str, str]] = []  # calls and kills, in order, by name
+        monkeypatch.setattr(admin, "find_actor", self.find)
+        monkeypatch.setattr(ray_internals, "living_nodes", lambda: {NodeId("n"): "ray's"})
+        monkeypatch.setattr(ray_internals, "session_name", lambda: "one")
+        monkeypatch.setattr(ray, "get", self.get)
+        monkeypatch.setattr(ray, "kill", self.kill)
+
+    def find(self, name: str) -> "Actor | None":
+        return Actor(name) if name in self.living else None
+
+    def kill(self, actor: "Actor", no_restart: bool) -> None:
+        assert no_restart
+        self.living.remove(actor.name)
+        self.done.append((actor.name, "killed"))
+
+    def get(self, call: tuple[str, str], timeout: float) -> Any:
+        name, method = call
+        if method == "__ray_ready__":
+            raise RayActorError
+        if name == messages.NAME and name in self.living:
+            raise GetTimeoutError("hung")
+        self.done.append(call)
+        return {"identity": "new", "epoch": 9} if method == "hello" else None
+
+
+class Actor:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, method: str) -> Any:
+        name = self.name
+
+        class Method:
+            @staticmethod
+            def remote(*args: object) -> tuple[str, str]:
+                return name, method
+
+        return Method
+
+
+AGENT = messages.agent_name(NodeId("n"))
+
+
+@pytest.mark.spec("A20")
+def test_arbiter_that_hangs_is_killed_at_shutdown_and_its_agents_end_what_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actors = Actors(monkeypatch)
+    report = admin.stop_arbiter(1.0)
+    assert report == {"arbiter": "killed with its node agents: no answer for 61 s"}
+    assert actors.done == [(messages.NAME, "killed"), (AGENT, "close"), (AGENT, "killed")]
+
+
+@pytest.mark.spec("A20")
+def test_arbiter_that_hangs_is_upgraded_with_the_table_of_its_state_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    actors, started = Actors(monkeypatch), []
+
+    def start(made: messages.StartConfig, **more: Any) -> Actor:
+        started.append(made)
+        return Actor("new")
+
+    monkeypatch.setattr(admin, "_start", start)
+    monkeypatch.setattr(store, "default_path", lambda: tmp_path / "arbiter.sqlite")
+    kept: dict[str, Any] = {"capabilities": {}}
+    monkeypatch.setattr(store, "kept_table", lambda path, session: None)
+    with pytest.raises(GetTimeoutError, match=r"arbiter\.sqlite has no table .* `arbiter down`"):
+        admin.upgrade_arbiter(boot.read)
+    assert not actors.done, "nothing was changed"
+    monkeypatch.setattr(store, "kept_table", lambda path, session: kept)
+    report = admin.upgrade_arbiter(boot.read)
+    assert (report["after"], report["epoch"]) == ("new", 9)
+    assert report["before"] == "did not answer for 60 s"
+    assert actors.done == [(messages.NAME, "killed"), (AGENT, "killed"), ("new", "hello")]
+    assert [each.configuration.table for each in started] == [kept]

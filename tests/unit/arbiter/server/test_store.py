@@ -55,6 +55,20 @@ def test_holders_learned_values_and_configuration_come_back(tmp_path: Path) -> N
     assert again.configuration() == chosen()
 
 
+@pytest.mark.spec("A20")
+def test_table_of_an_arbiter_that_hangs_is_read_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    store.save_configuration(chosen())
+    assert module.kept_table(store.path, "one") == chosen().table
+    assert module.kept_table(store.path, "two") is None
+    assert module.kept_table(tmp_path / "none", "one") is None
+    monkeypatch.setattr(module, "protocol_hash", lambda: "other code")
+    assert module.kept_table(store.path, "one") is None
+    store.close()
+
+
 @pytest.mark.spec("A18")
 @pytest.mark.spec("E6")
 def test_removed_tenants_come_back_with_their_times(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""`arbiter down` and `arbiter upgrade` do without an answer of an arbiter that hangs."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from arbiter.client import admin
+from arbiter.client.admin import find_arbiter, stop_arbiter, upgrade_arbiter
+from arbiter.server import store
+from deployments.config import boot
+from tests.support.live_arbiter import gone, live_arbiter
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A20")]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "START_S", 10.0)
+
+
+@contextlib.contextmanager
+def hung(pid: int) -> Iterator[None]:
+    """A kill that was sent meanwhile is delivered at the latest with the end."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+async def test_arbiter_that_hangs_is_shut_down_with_its_agents_engines_and_zygotes() -> None:
+    async with live_arbiter() as d:
+        await d.holder().ask.remote("a")
+        pids = [pid for tree in (await d.engines()).values() for pid in tree]
+        pids += [(await d.pids())[name] for name in ("zygote", "agent")]
+        arbiter = await d.arbiter_pid()
+        with hung(arbiter):
+            report = await asyncio.to_thread(stop_arbiter, 1.0)
+        assert "killed" in report["arbiter"] and find_arbiter() is None
+        for pid in (arbiter, *pids):
+            await gone(pid)
+
+
+async def test_arbiter_that_hangs_is_upgraded_and_keeps_its_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with live_arbiter() as d:
+        file = d.folder / "arbiter.sqlite"
+        monkeypatch.setattr(store, "default_path", lambda: file)
+        h = d.holder()
+        await h.ask.remote("a")
+        engines, pid = await d.engines(), await d.arbiter_pid()
+        with hung(pid):
+            report = await asyncio.to_thread(upgrade_arbiter, boot.read)
+        assert "did not answer" in report["before"] and await d.arbiter_pid() != pid
+        await d.until(lambda s: any(t["measured_bytes"] for t in s["tickets"]))
+        assert await d.engines() == engines and await h.ask.remote("a") == 200
+        await d.books_are_true()
