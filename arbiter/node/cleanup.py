@@ -66,7 +66,8 @@ def _warns(ticket: str) -> Iterator[None]:
 
 
 def sweep(own: Path) -> None:
-    """Remove the folders beside `own` of nodes that are gone: old, and no zygote holds the lock."""
+    """Remove the folders beside `own` of nodes that are gone: old, and no zygote holds the lock.
+    Others are none of an agent's: one of them has the dispatch locks of living engines."""
     for folder in own.parent.iterdir():
         if folder != own and folder.is_dir() and not folder.is_symlink() and _is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +79,7 @@ def _is_abandoned(folder: Path) -> bool:
             return False
         lock = os.open(folder / "zygote.lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:  # the lock, or the whole folder
-        return True
+        return any(folder.glob("*.child"))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

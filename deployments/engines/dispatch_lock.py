@@ -19,9 +19,13 @@ from arbiter import heap
 
 def lock_path(name: str) -> Path:
     """A file on the node's own disk: home directories may be shared between nodes."""
-    folder = Path(f"/tmp/arbiter-{os.getuid()}") / "dispatch"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder / f"{name}.lock"
+    path = Path(f"/tmp/arbiter-{os.getuid()}") / "dispatch" / f"{name}.lock"
+    _make_folder(path)
+    return path
+
+
+def _make_folder(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 class DispatchLock:
@@ -36,6 +40,7 @@ class DispatchLock:
         if self._path is None:
             yield
             return
+        _make_folder(self._path)  # what cleans /tmp may have removed it since the engine began
         with os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:

@@ -32,6 +32,19 @@ def test_folders_of_nodes_that_are_gone_are_removed_and_others_are_not(tmp_path:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["held", "own", "young"]
 
 
+@pytest.mark.spec("B2")
+def test_only_folders_that_an_agent_made_are_removed(tmp_path: Path) -> None:
+    """The dispatch locks of living engines lie beside them, and are old by then."""
+    gone, locks = tmp_path / "gone", tmp_path / "dispatch"
+    long_ago_s = time.time() - cleanup.ABANDONED_AFTER_S - 60
+    for path in (gone / "t.child", locks / "torch.lock"):
+        path.parent.mkdir()
+        path.touch()
+        os.utime(path.parent, (long_ago_s, long_ago_s))
+    sweep(tmp_path / "own")
+    assert [p.name for p in tmp_path.iterdir()] == ["dispatch"]
+
+
 def test_only_the_newest_logs_of_ended_engines_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,4 +123,4 @@ def test_log_that_another_agent_of_the_machine_drops_meanwhile_is_no_error(
 def test_folder_that_another_agent_of_the_machine_removes_meanwhile_is_no_error(
     tmp_path: Path,
 ) -> None:
-    assert cleanup._is_abandoned(tmp_path / "gone")
+    assert not cleanup._is_abandoned(tmp_path / "gone")
