@@ -196,15 +196,21 @@ class AdapterMover:
         self._hot = frozenset()
 
     def forget_tenant(self, tenant: str) -> set[str]:
-        """Brings none of its own adapters again without a request. Returns their digests."""
+        """Brings none of its own adapters again without a request. Returns their digests, each of
+        which `forget_adapter` takes once no request runs with it."""
         own = {name for name, owner in self.owners.items() if owner == tenant}
         for name in own:
             del self.owners[name]
-            for known in (self._asked, self._wanted):
-                known.pop(name, None)
+            self._wanted.pop(name, None)
             self._uses.forget(name)
         self._counted_s = -inf
         return own
+
+    def forget_adapter(self, digest: str) -> None:
+        """Lets the core take its slot for another. Until then the core is to keep it: vLLM would
+        read the files of an adapter that runs without a slot in the midst of a step, and they are
+        gone with their tenant, which ends the engine for all."""
+        self._asked.pop(digest, None)
 
     # -- what is shown ---------------------------------------------------------------------------
 

@@ -214,6 +214,7 @@ class AdapterService:
             self._leaving.discard(digest)
             self._names.pop(digest, None)
             if digest in self._pins:
+            self.mover.forget_adapter(digest)
                 await self._unpin(digest)
             elif self.llm is not None:
                 await self.llm.remove_lora(self._numbers[digest])

@@ -158,6 +158,24 @@ def test_core_is_told_whose_adapter_it_brings_and_a_removed_tenants_are_not_brou
     of_mover(test)
 
 
+@pytest.mark.spec("E6", "F8")
+def test_removed_tenants_adapter_keeps_its_slot_while_a_request_runs_with_it() -> None:
+    async def test(mover: AdapterMover, core: Core, gate: BatchGate) -> None:
+        mover.owners[NAMES["a"]] = "acme"
+        gate.running[NAMES["a"]] = 1
+        await use(mover, "a")
+        await use(mover, "b", HOT_USES)
+        assert mover.forget_tenant("acme") == {NAMES["a"]}
+        await mover.rebalance()
+        assert core.kept[-1] == [ord("b"), ord("a")]
+        del gate.running[NAMES["a"]]
+        mover.forget_adapter(NAMES["a"])
+        await mover.rebalance()
+        assert core.kept[-1] == [ord("b")]
+
+    of_mover(test)
+
+
 @pytest.mark.spec("F3")
 def test_turn_gives_busy_adapters_their_slots_back_and_keeps_their_images() -> None:
     async def test(mover: AdapterMover, core: Core, gate: BatchGate) -> None:
