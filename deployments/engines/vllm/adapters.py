@@ -198,7 +198,8 @@ class AdapterService:
     async def _unpin(self, digest: str) -> None:
         """Drops the adapter from vLLM, which has no other way to unpin it."""
         assert self.llm is not None
-        del self._pins[digest]
+        if self._pins.pop(digest, None) is None:
+            return  # another request found it stale as well, and was first
         self.gate.pinned = frozenset(self._pins)
         await self.llm.remove_lora(self._numbers[digest])
 
@@ -213,8 +214,8 @@ class AdapterService:
             digest = idle.pop()
             self._leaving.discard(digest)
             self._names.pop(digest, None)
-            if digest in self._pins:
             self.mover.forget_adapter(digest)
+            if digest in self._pins:
                 await self._unpin(digest)
             elif self.llm is not None:
                 await self.llm.remove_lora(self._numbers[digest])

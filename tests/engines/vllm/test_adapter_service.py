@@ -1,0 +1,40 @@
+"""How an engine's adapters are pinned, with a vLLM that loads none."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from deployments.adapters.catalogue import Entry
+from deployments.engines.vllm import adapters
+from deployments.engines.vllm.adapters import AdapterService
+from deployments.engines.vllm.batch_gate import BatchGate
+
+
+class Llm:
+    """Notes what it is asked to drop, and lets others run meanwhile."""
+
+    def __init__(self) -> None:
+        self.removed: list[int] = []
+
+    async def remove_lora(self, number: int) -> None:
+        self.removed.append(number)
+        await asyncio.sleep(0)
+
+
+@pytest.mark.spec("F3")
+async def test_stale_pins_are_dropped_once_by_requests_that_find_them_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "linear_shapes", lambda _: {})
+    monkeypatch.setattr(adapters, "catalogue_of", lambda _: SimpleNamespace(find=lambda *_: None))
+    given = {"store": str(tmp_path), "max_rank": 8}
+    service = AdapterService({"model": "tiny", "adapters": given}, BatchGate(4, 32))
+    service.llm = llm = Llm()  # type: ignore[assignment]
+    for number, digest in enumerate(("a", "b"), start=1):
+        service._numbers[digest] = number
+        service._pins[digest] = Entry(digest, "tiny", tmp_path, 8, 1, pin=True)
+    await asyncio.gather(service._pin(None), service._pin(None))
+    assert sorted(llm.removed) == [1, 2]
+    assert service._pins == {} and service.gate.pinned == frozenset()
