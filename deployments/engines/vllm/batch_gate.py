@@ -89,8 +89,9 @@ class BatchGate:
         expires_s: float = inf,
     ) -> Waiting:
         """Returns once the request has a place, which `leave` gives back. `tokens`: of its prompt.
-        `expires_s`: its deadline, on the monotonic clock. Raises AdaptersBusy after `wait_s`,
-        RequestExpired at the deadline, and QueueFull at once when MAX_WAITING requests wait."""
+        `expires_s`: its deadline, on the monotonic clock. Raises AdaptersBusy after `wait_s`
+        without a slot, RequestExpired at the deadline, and QueueFull at once when MAX_WAITING
+        requests wait."""
         since_s = time.monotonic()
         if since_s >= expires_s:
             raise self._expiry(name, 0.0)
@@ -102,18 +103,32 @@ class BatchGate:
         self._waiting[key] = one, turn
         self.shares.arrived(tenant, adapter)
         self._admit()
+        self._bound_wait(one, name, turn)
         try:
-            async with asyncio.timeout(_finite(min(self.wait_s, expires_s - since_s))):
+            async with asyncio.timeout(_finite(expires_s - since_s)):
                 await turn
         except TimeoutError:
             self._give_up(one, turn)
-            if expires_s - since_s <= self.wait_s:
-                raise self._expiry(name, expires_s - since_s) from None
-            raise AdaptersBusy(name, self.slots, self.wait_s, self.wait_s / 2) from None
-        except asyncio.CancelledError:
+            raise self._expiry(name, expires_s - since_s) from None
+        except (AdaptersBusy, asyncio.CancelledError):
             self._give_up(one, turn)
             raise
         return one
+
+    def _bound_wait(self, one: Waiting, name: str, turn: asyncio.Future[None]) -> None:
+        """Refuses the request after `wait_s` in which its adapter got no slot. The base and an
+        adapter that has a slot wait for a place alone, and one gets free with each request that
+        ends."""
+
+        def look() -> None:
+            if one.adapter in self.running or one.adapter in self.pinned:
+                self._bound_wait(one, name, turn)
+            elif not turn.done():
+                turn.set_exception(AdaptersBusy(name, self.slots, self.wait_s, self.wait_s / 2))
+
+        if one.adapter != BASE and self.wait_s < inf and not turn.done():
+            timer = asyncio.get_running_loop().call_later(self.wait_s, look)
+            turn.add_done_callback(lambda _: timer.cancel())
 
     def check_deadline(self, one: Waiting, name: str) -> None:
         """Checks a request that has a place and waited for something else there. Raises
@@ -147,7 +162,7 @@ class BatchGate:
         return RequestExpired(name, waited_s, RETRY_S)
 
     def _give_up(self, one: Waiting, turn: asyncio.Future[None]) -> None:
-        if turn.done() and not turn.cancelled():
+        if turn.done() and not turn.cancelled() and not turn.exception():
             return self.leave(one)
         del self._waiting[one.key]
         self.shares.left(one.tenant, one.adapter)

@@ -70,6 +70,24 @@ def test_request_that_waited_in_vain_gets_adapters_busy_and_is_forgotten() -> No
     asyncio.run(story())
 
 
+@pytest.mark.spec("F8")
+def test_request_of_the_base_or_of_an_adapter_in_a_slot_waits_for_a_place_alone() -> None:
+    async def story() -> None:
+        gate = BatchGate(slots=8, window=2, wait_s=0.05)
+        running = [await gate.enter(BASE, "m"), await gate.enter("a", "a")]
+        waiting = [await asking(gate, BASE), await asking(gate, "a")]
+        other = await asking(gate, "b")
+        await ended(other)
+        assert isinstance(other.exception(), AdaptersBusy)
+        assert not any(task.done() for task in waiting), "they came before it"
+        for place in running:
+            gate.leave(place)
+        await ended(*waiting)
+        assert gate.running == {BASE: 1, "a": 1} and gate.waiting == 0
+
+    asyncio.run(story())
+
+
 @pytest.mark.spec("F6")
 def test_expired_request_is_refused_counted_and_never_gets_a_place() -> None:
     async def story() -> None:
