@@ -1,10 +1,10 @@
 """The pool of one node: slabs, in which engines keep what should outlive them (E1, E4).
 
 A slab is a memory file that the agent made and holds; one engine at a time writes it
-(arbiter.pool.slab). The engine's death gives it back as it is, and the next engine of the same key
-finds in it what the last one left. Each turn the agent writes into every slab how many bytes it may
-take: so the pool stays within its budget without a message to any engine. KV that must leave the
-RAM is saved to a file first (G4), unless there is no time.
+(arbiter.pool.slab). The engine's death gives it back as it is, and the next engine of the same
+model and key finds in it what the last one left. Each turn the agent writes into every slab how
+many bytes it may take: so the pool stays within its budget without a message to any engine. KV that
+must leave the RAM is saved to a file first (G4), unless there is no time.
 """
 
 import logging
@@ -182,8 +182,8 @@ class Pool:
 
     def lend(self, ticket: TicketId, request: SlabRequest) -> int | None:
         """Returns the descriptor of the slab that the ticket's engine may write until it ends: an
-        idle one of the same content and key, else a new one. None: there is no pool, or the machine
-        has no memory for another slab, without which the engine loads as well."""
+        idle one of the same place (`SlabRequest.place`), else a new one. None: there is no pool, or
+        the machine has no memory for another slab, without which the engine loads as well."""
         if self.budget_bytes < _LEAST_BYTES:
             return None
         idle = [s for s in self._slabs if s.ticket is None and s.request.place == request.place]

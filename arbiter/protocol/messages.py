@@ -282,13 +282,14 @@ class SlabRequest:
 
     content: Content
     owner: str  # capability/model: erased with it
-    key: str  # an engine is lent an idle slab of the same content and key, if there is one
+    key: str  # an engine is lent an idle slab of the same content, owner and key, if there is one
     caps: tuple[tuple[str, float], ...] = ()  # tenants, and the part of its rows each may have (E6)
 
     @property
-    def place(self) -> tuple[Content, str]:
-        """What has to be equal for an engine to find what another one left."""
-        return self.content, self.key
+    def place(self) -> tuple[Content, str, str]:
+        """What has to be equal for an engine to find what another one left. A slab has one owner,
+        with which it is erased, so two models with the same settings have two."""
+        return self.content, self.owner, self.key
 
 
 @dataclass(frozen=True, slots=True)

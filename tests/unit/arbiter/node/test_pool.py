@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -86,6 +87,17 @@ def test_engine_of_other_settings_is_lent_another_slab(pool: Pool) -> None:
     write(pool.lend(A, CHAT), "x")
     pool.take_back(A)
     assert write(pool.lend(B, OTHER)).lookup(b"x") is None
+
+
+@pytest.mark.spec("D9")
+def test_slab_of_one_model_is_not_lent_to_another_with_the_same_settings(pool: Pool) -> None:
+    write(pool.lend(A, CHAT), "x")
+    pool.take_back(A)
+    other = replace(CHAT, owner="assistant/m")
+    assert write(pool.lend(B, other)).lookup(b"x") is None
+    assert sorted(s.owner for s in pool.readings()) == ["assistant/m", "chat/m"]
+    pool.drop_owner("chat/m")
+    assert [s.owner for s in pool.readings()] == ["assistant/m"]
 
 
 def test_no_slab_is_lent_where_there_is_no_pool() -> None:
