@@ -51,9 +51,10 @@ class SideStream:
         self.taken, self.carried = asyncio.Event(), asyncio.Event()
 
     async def put(self, piece: bytes) -> None:
-        """Waits while much is held."""
+        """Waits while much is held. Raises SideStreamBroken where no reader comes for it."""
         while self._held_bytes > MOST_HELD_BYTES and not self._over.is_set():
-            self._room.clear()
+            self._room.clear()  # first: its reader may make room as soon as it comes
+            await self.until_taken()
             await self._room.wait()
         self._held.append(piece)
         self._held_bytes += len(piece)
@@ -62,6 +63,14 @@ class SideStream:
             self._wakeup.set()
         elif self._timer is None:
             self._timer = loop.call_at(self._due_s, self._wakeup.set)
+
+    async def until_taken(self) -> None:
+        """Returns once a reader is there. Raises SideStreamBroken where none comes."""
+        try:
+            async with asyncio.timeout(TAKEN_WITHIN_S):
+                await self.taken.wait()
+        except TimeoutError:
+            raise SideStreamBroken from None
 
     def end(self, *, is_whole: bool) -> None:
         self.is_whole = is_whole
@@ -111,7 +120,8 @@ class SideStreams:
             await app(scope, receive, detour)
             detour.stream.end(is_whole=detour.is_complete)
             if detour.is_complete:
-                await self._taken(detour.stream)
+                await detour.stream.until_taken()
+                await detour.stream.carried.wait()
                 await send({"type": "http.response.body", "body": b""})
         finally:
             detour.stream.end(is_whole=detour.is_complete)
@@ -125,15 +135,6 @@ class SideStreams:
         headers = [(b"content-type", b"application/octet-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await stream.carry(send)
-
-    async def _taken(self, stream: SideStream) -> None:
-        """Raises SideStreamBroken where no reader comes."""
-        try:
-            async with asyncio.timeout(TAKEN_WITHIN_S):
-                await stream.taken.wait()
-        except TimeoutError:
-            raise SideStreamBroken from None
-        await stream.carried.wait()
 
 
 class _Detour:

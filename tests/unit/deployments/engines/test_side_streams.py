@@ -77,9 +77,12 @@ async def test_application_that_breaks_is_a_lost_engine_to_both() -> None:
             await anext(parts)
 
 
-async def test_stream_that_nothing_reads_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [[9], [1 << 20, 9]], ids=["held", "more_than_is_held"])
+async def test_stream_that_nothing_reads_is_broken(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
     monkeypatch.setattr(side_streams, "TAKEN_WITHIN_S", 0.0)
-    async with asked(StreamingEngine(b"data: 1\n\n").let_all()) as parts:
+    async with asked(StreamingEngine(*[b"x" * size for size in sizes]).let_all()) as parts:
         await place_of(parts)
         with pytest.raises(EngineLost):
             await anext(parts)
