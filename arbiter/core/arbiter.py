@@ -264,6 +264,19 @@ class Arbiter:
         for tenant, age_s in ages_s.items():
             self._state.accounts.note_removed(tenant, after(self._state.now, seconds(-age_s)))
 
+    def export_removed_models(self) -> list[list[Any]]:
+        """Returns rows of capability, model and when it was removed, of which agents that appear
+        are told (D9); `restore_removed_models` reads them back. Instants are as in
+        `export_usage`."""
+        return [[*name, at] for name, at in sorted(self._state.removed_models.items())]
+
+    def restore_removed_models(self, rows: list[list[Any]]) -> None:
+        """Takes back the rows of `export_removed_models`; what is later than now is of a clock
+        that has begun anew."""
+        for capability, model, at in rows:
+            name = types.ModelName(capability, model)
+            self._state.removed_models[name] = min(Instant(at), self._state.now)
+
     def restore_learned(self, rows: list[dict[str, Any]]) -> None:
         """Takes back the rows of `export_learned`."""
         self._state.estimates.restore(rows)

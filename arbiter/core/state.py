@@ -145,7 +145,7 @@ class CoreState:
       `transition_counts`, `last_home`, `trades` of places, `loading_times` and `loading_much`, by
       device;
     - work under way: `growing` residents, `wanted` models without a holder, `asked_loads` that a
-      holder was asked for without a request, `removing` models,
+      holder was asked for without a request, `removing` and `removed_models`,
       `prefetched` models, `evicted_for` a load that has not succeeded, `freed_for` a lease that
       holds, `compactions`, `pressure` by device,
       `failures` that cool down, `broken_loads` whose cause may still come;
@@ -224,6 +224,7 @@ class CoreState:
         self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
         self.asked_loads: dict[types.ModelName, AskedLoad] = {}  # until each has ended
         self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
+        self.removed_models: dict[types.ModelName, Instant] = {}  # forgotten, not back, and when
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
         self.freed_for: dict[TicketId, dict[types.ModelName, None]] = {}  # return once it is over

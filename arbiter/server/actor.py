@@ -114,6 +114,7 @@ class ArbiterActor:
                 name: max(0.0, time.time() - at)
                 for name, at in self._store.removed_tenants().items()
             },
+            self._store.removed_models(),
         )
         core, module = heading.core(chosen.policies), self._boot.replay_module
         day = DayReplays(module, chosen.settings, monotonic) if module else None

@@ -51,6 +51,7 @@ class NodeWatch:
         self._hours, self._usage_looks_count = hours, usage_looks_count
         self._clock, self._began_s = clock, clock()
         self._learned_saved_count = shell.core.learned_changes_count
+        self._removed_saved = shell.core.export_removed_models()
         store.note_learned(shell.core.export_learned())
         # Written at least once: what is in the file may be of a clock that has begun anew.
         self._accounts_saved: list[list[Any]] | None = None
@@ -136,7 +137,11 @@ class NodeWatch:
         return self._shell.core.export_accounts()
 
     def save_learned(self) -> None:
+        """What was learned of models, and which were removed, of whom nothing is known then."""
         core = self._shell.core
+        removed = core.export_removed_models()
+        if removed != self._removed_saved and self._store.save_removed_models(removed):
+            self._removed_saved = removed
         count = core.learned_changes_count
         if count != self._learned_saved_count and self._store.save_learned(core.export_learned()):
             self._learned_saved_count = count

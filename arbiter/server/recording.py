@@ -57,6 +57,7 @@ class RecordingHeader:
     accounts: Any = None  # as the core exported them; None: no client has used anything
     usage: Any = None  # as the core exported it; None: no model was used
     removed_s: Any = None  # how long ago each tenant was removed; None: none was
+    removed_models: Any = None  # as the core exported them; None: none was removed
 
     def core(self, policies: Policies) -> Arbiter:
         known = frozenset(self.known_holders)
@@ -71,6 +72,8 @@ class RecordingHeader:
             core.restore_usage(self.usage)
         if self.removed_s:
             core.restore_removed(self.removed_s)
+        if self.removed_models:
+            core.restore_removed_models(self.removed_models)
         return core
 
 

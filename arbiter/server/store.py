@@ -216,6 +216,14 @@ class Store:
     def save_removed_tenants(self, removed: dict[str, float]) -> None:
         self._save_fact("removed_tenants", json.dumps(removed).encode())
 
+    def removed_models(self) -> Any:
+        """Which models were removed, as last saved."""
+        return json.loads(self._fact("removed_models") or b"[]")
+
+    def save_removed_models(self, rows: Any) -> bool:
+        """False: they could not be written."""
+        return self._save_fact("removed_models", json.dumps(rows).encode())
+
     def accounts(self) -> Any:
         """What clients of this session have used, as last saved."""
         return json.loads(self._fact("accounts") or b"[]")

@@ -240,6 +240,9 @@ def note_removed(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> 
     for name in list(state.removing):
         if is_known(state, name):
             del state.removing[name]  # it is back
+    for name in list(state.removed_models):
+        if is_known(state, name):
+            del state.removed_models[name]
 
 
 def is_known(state: CoreState, name: ModelName) -> bool:
@@ -263,6 +266,7 @@ def forget_removed(state: CoreState) -> None:
     _forget_uses(state, gone)
     for name in gone:
         del state.removing[name]
+        state.removed_models[name] = state.now
         state.wanted.pop(name, None)
         state.asked_loads.pop(name, None)
         state.failures.pop(name, None)

@@ -1,13 +1,13 @@
 """What nodes keep in their pools beyond the engines that wrote it (E1, E4, E6)."""
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import DropTenant, EventKind, ForgetTenant, PurgeCaches
+from arbiter.core.decisions import DropSlabs, DropTenant, EventKind, ForgetTenant, PurgeCaches
 from arbiter.core.records.ticket import State
 from arbiter.core.state import CoreState, Node
-from arbiter.units import SECOND, NodeId, Span
+from arbiter.units import SECOND, NodeId, Span, since
 
-# For so long an agent that appears is told of a removed tenant: no row and no file outlives its
-# last use by more (the class `extended`, G4).
+# For so long an agent that appears is told of a removed tenant or model: no row and no file
+# outlives its last use by more (the class `extended`, G4).
 TOLD_AGAIN = Span(24 * 3_600 * SECOND)
 
 
@@ -46,6 +46,12 @@ def on_tenant_removed(state: CoreState, event: ev.TenantRemoved) -> None:
 
 
 def on_agent_seen(state: CoreState, node: NodeId) -> None:
-    """Tells an agent that has just appeared of the tenants that were removed lately."""
+    """Tells an agent that has just appeared of the tenants and models that were removed lately: it
+    may have been away when all were told (E6, D9)."""
     for tenant, ago in state.accounts.lately_removed(TOLD_AGAIN, state.now).items():
         state.decide(DropTenant(node, tenant, ago))
+    for name, removed_at in list(state.removed_models.items()):
+        if since(removed_at, state.now) < TOLD_AGAIN:
+            state.decide(DropSlabs(node, name.path))
+        else:
+            del state.removed_models[name]

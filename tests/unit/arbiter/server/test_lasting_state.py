@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import DropTenant
+from arbiter.core.decisions import DropSlabs, DropTenant
 from arbiter.core.types import (
     CapabilitySpec,
     DeviceBytes,
@@ -140,6 +140,18 @@ async def test_next_arbiter_knows_when_tenants_were_removed(running: Running) ->
             told = core.handle(ev.NodeSeen(NodeId("late"), ()), core._state.now)
     [order] = [decision for decision in told if isinstance(decision, DropTenant)]
     assert order.tenant == "acme" and 0 <= in_seconds(order.ago) < 60
+
+
+@pytest.mark.spec("D9")
+async def test_next_arbiter_knows_which_models_were_removed(running: Running) -> None:
+    b = {"role": "text", "engine": "m:f", "models": {"b": {"source": "x"}}}
+    async with running() as first:
+        await first.configure(configuration(parse_table({"capabilities": {"c": b}})))
+        first._watch.save_all()
+        async with running() as second:
+            core = second._shell.core
+            told = core.handle(ev.NodeSeen(NodeId("late"), ()), core._state.now)
+    assert [d for d in told if isinstance(d, DropSlabs)] == [DropSlabs(NodeId("late"), "c/a")]
 
 
 @pytest.mark.spec("A2")

@@ -1,9 +1,11 @@
 """What the core has nodes do with their pools: erase what removed tenants left."""
 
+from dataclasses import replace
+
 import pytest
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import DropTenant, ForgetTenant, PurgeCaches
+from arbiter.core.decisions import Decision, DropSlabs, DropTenant, ForgetTenant, PurgeCaches
 from arbiter.core.residency.slabs import TOLD_AGAIN
 from arbiter.units import (
     Bytes,
@@ -37,6 +39,37 @@ def test_agent_that_was_away_is_told_since_when_once_it_appears_and_for_a_day() 
     seen, day_s = ev.NodeSeen(NodeId("m"), ()), in_seconds(TOLD_AGAIN)
     assert d.at(day_s, seen) == [DropTenant(NodeId("m"), "acme", seconds(day_s - 1))]
     assert d.at(day_s + 1, seen) == []
+
+
+def remove(d: CoreDriver, t: float, model: str) -> list[Decision]:
+    specs = [replace(c, models=tuple(m for m in c.models if m.name != model)) for c in d.table]
+    return d.at(t, ev.CapabilitiesSet(tuple(specs)))
+
+
+@pytest.mark.spec("D9")
+def test_agent_that_was_away_is_told_of_a_removed_model_for_a_day_unless_it_is_back() -> None:
+    d = CoreDriver()
+    day_s = in_seconds(TOLD_AGAIN)
+    assert remove(d, 1, "a") == [DropSlabs(NODE, "text/a")]
+    seen, told = ev.NodeSeen(NodeId("m"), ()), [DropSlabs(NodeId("m"), "text/a")]
+    assert d.at(2, seen) == told
+    assert d.at(day_s, seen) == told
+    d.at(day_s, ev.CapabilitiesSet(d.table))
+    assert d.at(day_s, seen) == []
+    remove(d, day_s, "a")
+    assert d.at(2 * day_s, seen) == []
+
+
+@pytest.mark.spec("D9")
+def test_next_epoch_tells_an_agent_of_models_that_were_removed_before_it() -> None:
+    d, successor = CoreDriver(), CoreDriver()
+    remove(d, 1, "a")
+    rows = d.arbiter.export_removed_models()
+    assert [row[:2] for row in rows] == [["text", "a"]]
+    remove(successor, 5, "a")
+    successor.arbiter.restore_removed_models(rows)
+    told = successor.at(6, ev.NodeSeen(NodeId("m"), ()))
+    assert told == [DropSlabs(NodeId("m"), "text/a")]
 
 
 @pytest.mark.spec("E6")
