@@ -308,6 +308,8 @@ def test_scheduler_passes_over_what_may_not_run_yet_and_preempts_between_steps()
     assert "deferred_waiting" in source
     freed = inspect.getsource(Scheduler._free_request_blocks)
     assert "self.deferred_frees.append(" in freed
+    assert "request_queue = self.kv_holding_waiting" in source
+    assert "self.kv_holding_waiting.prepend_requests(" in source
 
 
 def test_default_classes_are_inspected_in_this_process_and_kept_where_vllm_looks(

@@ -133,6 +133,7 @@ class Scheduler:
     def __init__(self, places: int = 8) -> None:
         self.running: list[Any] = []
         self.waiting: Any = PriorityRequestQueue()
+        self.kv_holding_waiting: Any = PriorityRequestQueue()
         self.requests: dict[str, Any] = {}
         self.deferred_waiting: set[Any] = set()
         self.deferred_frees: list[Any] = []
@@ -141,10 +142,13 @@ class Scheduler:
         self.stuck: set[str] = set()
         self.is_endless = False  # prompts never come to their end
 
-    def add(self, name: str, priority: int, *, computed: int = 0) -> None:
-        one = Request(name, priority, float(len(self.requests)), computed)
+    def add(self, name: str, priority: int, *, computed: int = 0, loaded: int = 0) -> None:
+        """`loaded`: tokens whose KV came out of a slab, so that it has blocks and waits."""
+        one = Request(name, priority, float(len(self.requests)), computed or loaded)
         self.requests[name] = one
-        if computed:
+        if loaded:
+            self.kv_holding_waiting.add_request(one)
+        elif computed:
             one.status = RequestStatus.RUNNING
             self.running.append(one)
         else:
@@ -153,12 +157,13 @@ class Scheduler:
     def schedule(self) -> Any:
         self.current_step += 1
         step = [r for r in self.running if self.current_step >= r.next_decode_eligible_step]
-        for one in [r for r in self.waiting if r.request_id not in self.stuck]:
-            if len(self.running) < self.places:
-                self.waiting.remove_request(one)
-                one.status = RequestStatus.RUNNING
-                self.running.append(one)
-                step.append(one)
+        for queue in (self.kv_holding_waiting, self.waiting):
+            for one in [r for r in queue if r.request_id not in self.stuck]:
+                if len(self.running) < self.places:
+                    queue.remove_request(one)
+                    one.status = RequestStatus.RUNNING
+                    self.running.append(one)
+                    step.append(one)
         for one in step:
             one.num_computed_tokens += 0 if self.is_endless and one.is_prompt else 10
         return SimpleNamespace(num_scheduled_tokens={r.request_id: 1 for r in step})
@@ -209,6 +214,18 @@ def test_batch_waits_for_a_prompt_and_for_nothing_else(steps: Any) -> None:
     scheduler.add("third line", Priority.BATCH)
     assert step() == {"question"}
     assert step() == {"line", "next line", "third line", "question"}
+
+
+def test_batch_waits_for_a_prompt_though_both_hold_blocks_already(steps: Any) -> None:
+    """As with a prefix out of the slab: vLLM has them in a queue of their own."""
+    scheduler, step, _ = steps
+    scheduler.add("line", Priority.BATCH, computed=10)
+    scheduler.add("loaded line", Priority.BATCH, loaded=5)
+    scheduler.add("question", Priority.NORMAL, loaded=5)
+    assert step() == {"question"}
+    assert [one.request_id for one in scheduler.kv_holding_waiting] == ["loaded line"]
+    assert not scheduler.waiting, "it goes back to the queue that it was in"
+    assert step() == {"line", "loaded line", "question"}
 
 
 def test_without_an_end_of_prompts_every_ninth_step_has_the_batch(steps: Any) -> None:

@@ -6,14 +6,17 @@ line of a batch that shares its engine; with it, for the one step that runs when
 tokens share their steps with the batch, which on a GPU costs them little.
 
 vLLM's scheduler passes over a running request before its `next_decode_eligible_step`, and takes the
-rest from its queue of waiting requests, so neither is changed. A request that is held keeps its
+rest from its two queues of waiting requests, of which one has those that hold blocks already, as
+while their KV comes out of the slab. So none of them is changed. A request that is held keeps its
 blocks. Only where the urgent one finds no place or no blocks, one request of priority batch is
 preempted by vLLM's own means: its tokens stay, and their KV is computed again, as far as the prefix
 cache has lost it.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -59,29 +62,34 @@ class BatchHold:
         return self._noted(step, prompts)
 
     def _urgent_prompts(self) -> list[Request]:
-        queued = (*self._scheduler.running, *self._scheduler.waiting)
-        return [one for one in queued if not _is_batch(one) and _is_prompt(one)]
+        return [one for one in self._every() if not _is_batch(one) and _is_prompt(one)]
 
     def _late(self) -> list[Request]:
-        queued = (*self._scheduler.running, *self._scheduler.waiting)
-        return [one for one in queued if _is_batch(one)]
+        return [one for one in self._every() if _is_batch(one)]
+
+    def _every(self) -> Iterator[Request]:
+        scheduler = self._scheduler
+        return chain(scheduler.running, scheduler.kv_holding_waiting, scheduler.waiting)
 
     def _without(self, late: list[Request], *args: Any, **kwargs: Any) -> SchedulerOutput:
         """One step in which nothing of `late` is computed."""
         scheduler = self._scheduler
-        queued = [one for one in late if one.status != RequestStatus.RUNNING]
         for one in late:
             if one.status == RequestStatus.RUNNING:
                 # `schedule` counts up first, so this is the step after its next.
                 one.next_decode_eligible_step = max(
                     one.next_decode_eligible_step, scheduler.current_step + 2
                 )
-        scheduler.waiting.remove_requests(queued)
+        queues = (scheduler.kv_holding_waiting, scheduler.waiting)
+        held = [(queue, [one for one in queue if _is_batch(one)]) for queue in queues]
+        for queue, queued in held:
+            queue.remove_requests(queued)
         try:
             return self._schedule(*args, **kwargs)
         finally:
-            for one in queued:
-                scheduler.waiting.add_request(one)
+            for queue, queued in held:
+                for one in queued:
+                    queue.add_request(one)
 
     def _make_room(self, prompts: list[Request]) -> None:
         """Takes a place from priority batch for a prompt that could begin but for a place or
