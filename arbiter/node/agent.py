@@ -195,7 +195,7 @@ class NodeAgent:
         await self._engines.close()
         self._rpc.close()
         await asyncio.to_thread(self._pool.save_idle)
-        self._pool.close()
+        await asyncio.to_thread(self._pool.close)
         self._copies.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -269,7 +269,8 @@ class NodeAgent:
         trees = self._engines.children.trees() + self._leased.trees() + self._reports.trees()
         returned = self._returned
         self._pool.turn(self._copies.idle())
-        shared_bytes = self._pool.allocated_bytes + self._copies.held_bytes
+        slabs_bytes = self._pool.allocated_bytes + self._pool.leaving_bytes
+        shared_bytes = slabs_bytes + self._copies.held_bytes
         copies, of_copies = self._copies.readings(), self._copies.engine_readings()
         readings = await asyncio.to_thread(self._probe.read, trees, shared_bytes)
         engines = (*(self._judged(e) for e in readings.engines), *of_copies)

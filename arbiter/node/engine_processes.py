@@ -23,6 +23,7 @@ from arbiter.protocol.messages import AgentSettings, SlabRequest, SpawnSpec
 from arbiter.units import DeviceId, TicketId
 
 LOOK_AGAIN_S = 0.005  # while helpers of a killed engine end: a look takes about as long
+OVERWRITE_S = 2.0  # of some GiB; after it an engine is lent a new slab, and begins without KV
 DEAD_WRITER_S = 1.0  # helpers of a dead engine die with it, unless the kernel is slow
 RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the event loop
 
@@ -144,6 +145,7 @@ class EngineProcesses:
         slabs: dict[str, dict[str, Any]] = {}
         for request in spec.slabs:
             await self._see_dead_writers(request)
+            await self._pool.overwritten(request, OVERWRITE_S)
             if self._pool.lend(ticket, request) is not None:
                 file = self._pool.file_for(request)
                 slabs[request.content] = {

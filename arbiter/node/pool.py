@@ -7,11 +7,12 @@ many bytes it may take: so the pool stays within its budget without a message to
 must leave the RAM is saved to a file first (G4), unless there is no time.
 """
 
+import asyncio
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +77,13 @@ class PooledSlab:
     save: Save | None = None
     leaves_for: str = ""  # the reason of the save
     erasing: list[Removal] = field(default_factory=list)  # of which its writer is to be told
+    # Of rows that no mark shows any more, while the slab is idle. It is lent to no engine before:
+    # a writer may take such a row again. Where the agent ends first, the memory ends with it.
+    overwriting: Future[None] | None = None
+
+    @property
+    def may_be_lent(self) -> bool:
+        return self.ticket is None and (self.overwriting is None or self.overwriting.done())
 
     @property
     def value(self) -> tuple[int, float]:
@@ -123,29 +131,33 @@ class PooledSlab:
             hot_hits_count=counts.hot_hits_count,
         )
 
-    def erase_tenant(self, removal: Removal) -> None:
-        """Erases a tenant's rows: at once where the slab is idle, else by its writer, which
-        `order_erasures` tells."""
+    def erase_tenant(self, removal: Removal, thread: Executor) -> None:
+        """Erases a tenant's rows: at once where the slab is idle, the bytes in the thread, else by
+        its writer, which `order_erasures` tells."""
         if self.ticket is not None:
             if self.view.geometry is None:
                 return  # no engine has written it, and perhaps this one does not either
             self.erasing.append(removal)
             return self.order_erasures()
         self.end_save()  # it may have read some of them
-        self.view.erase_tenant(removal)
+        self._erase(removal, thread)
+
+    def _erase(self, removal: Removal, thread: Executor) -> None:
+        if rows := self.view.clear_tenant(removal):
+            self.overwriting = thread.submit(self.view.overwrite, rows)
 
     def order_erasures(self) -> None:
         """Gives the writer the next order, once it has carried out the last one."""
         if self.erasing and self.view.order_erasure(self.erasing[0]):
             del self.erasing[0]
 
-    def carry_out_erasures(self) -> None:
+    def carry_out_erasures(self, thread: Executor) -> None:
         """What the writer left undone when it ended."""
         if (removal := self.view.ordered_removal) is not None:
             self.erasing.append(removal)
             self.view.finish_erasure()
         for removal in self.erasing:
-            self.view.erase_tenant(removal)
+            self._erase(removal, thread)
         self.erasing.clear()
 
 
@@ -169,6 +181,9 @@ class Pool:
         self._dropped: list[SlabDropped] = []  # not yet told
         self._made_count = 0
         self._last_save: Save | None = None  # no other begins before it is done
+        # Overwrites rows and gives memory back, each a second for some GiB, one after the other.
+        self._thread = ThreadPoolExecutor(1, "slabs")
+        self._leaving: list[tuple[Bytes, Future[None]]] = []  # dropped, and not yet given back
         self._swept_s = time.monotonic()
         self._totals = ContentTotals()
         if files is not None:
@@ -178,6 +193,12 @@ class Pool:
     def allocated_bytes(self) -> Bytes:
         return Bytes(sum(slab.view.allocated_bytes for slab in self._slabs))
 
+    @property
+    def leaving_bytes(self) -> Bytes:
+        """What dropped slabs have not given back yet."""
+        self._leaving = [leaving for leaving in self._leaving if not leaving[1].done()]
+        return Bytes(sum(size for size, _ in self._leaving))
+
     # -- lending ---------------------------------------------------------------------------------
 
     def lend(self, ticket: TicketId, request: SlabRequest) -> int | None:
@@ -186,7 +207,7 @@ class Pool:
         the machine has no memory for another slab, without which the engine loads as well."""
         if self.budget_bytes < _LEAST_BYTES:
             return None
-        idle = [s for s in self._slabs if s.ticket is None and s.request.place == request.place]
+        idle = [s for s in self._slabs if s.may_be_lent and s.request.place == request.place]
         try:
             slab = max(idle, key=lambda s: s.idle_since_s, default=None) or self._make(request)
         except (OSError, SlabUnusable) as error:
@@ -213,12 +234,18 @@ class Pool:
         tickets = [s.ticket for s in self._slabs if s.request.place == request.place]
         return [] if None in tickets else [ticket for ticket in tickets if ticket is not None]
 
+    async def overwritten(self, request: SlabRequest, within_s: float) -> None:
+        """Returns once no such slab waits for its rows to be overwritten, or at the latest then."""
+        of_place = (s.overwriting for s in self._slabs if s.request.place == request.place)
+        if pending := {asyncio.wrap_future(done) for done in of_place if done}:
+            await asyncio.wait(pending, timeout=within_s)
+
     def take_back(self, ticket: TicketId) -> None:
         """The ticket's engine has ended, or was never started."""
         for slab in self._slabs:
             if slab.ticket == ticket:
                 slab.ticket, slab.idle_since_s = None, time.monotonic()
-                slab.carry_out_erasures()
+                slab.carry_out_erasures(self._thread)
 
     def recover(self, ticket: TicketId, pids: Iterable[int]) -> None:
         """Finds the slabs again that engines had open when an earlier agent ended. Its idle slabs
@@ -271,7 +298,8 @@ class Pool:
         take."""
         self._drop_saved()
         _, available_bytes = procfs.ram()
-        physical = self.allocated_bytes + available_bytes - self._kept_free_bytes
+        taken_bytes = self.allocated_bytes + self.leaving_bytes
+        physical = taken_bytes + available_bytes - self._kept_free_bytes
         if self.allocated_bytes > HIGH_FRACTION * self._most(physical):
             has_time = available_bytes >= CRITICAL_FRACTION * self._kept_free_bytes
             physical = self._drop_some(copies, physical, self.files if has_time else None)
@@ -286,10 +314,10 @@ class Pool:
         return max(0, min(self.budget_bytes, physical_bytes))
 
     def drop_tenant(self, removal: Removal) -> None:
-        """Erases what leaves with a removed tenant (E6): in idle slabs now, in files soon, and in
-        lent slabs by their writers."""
+        """Erases what leaves with a removed tenant (E6): in idle slabs no mark shows it from now on
+        and its bytes go soon, as in files; in lent slabs their writers erase it."""
         for slab in self._slabs:
-            slab.erase_tenant(removal)
+            slab.erase_tenant(removal, self._thread)
         if self.files:
             self.files.erase_tenant(removal)
 
@@ -327,6 +355,8 @@ class Pool:
         wait([slab.save.file_was_made for slab in idle if slab.save], ends_s - time.monotonic())
 
     def close(self) -> None:
+        """Waits until the thread has done what it was told."""
+        self._thread.shutdown()
         for slab in self._slabs:
             slab.close()
         self._slabs.clear()
@@ -377,7 +407,8 @@ class Pool:
         request = slab.request
         told = SlabDropped(slab.name, request.content, request.owner, size, reason, was_saved)
         self._totals.note_left(request.content, slab.view.counts, was_saved=was_saved)
-        slab.close()
+        slab.end_save()
+        self._leaving.append((size, self._thread.submit(slab.close)))
         self._slabs.remove(slab)
         self._dropped.append(told)
 

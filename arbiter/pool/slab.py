@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -326,18 +326,33 @@ class SlabView:
 
     def erase_tenant(self, removal: Removal) -> int:
         """Overwrites rows of a removed tenant in a slab that no writer has. Returns how many."""
-        shape = self.geometry
+        found = self.clear_tenant(removal)
+        self.overwrite(found)
+        return len(found)
+
+    def clear_tenant(self, removal: Removal) -> list[int]:
+        """Makes the rows of a removed tenant invisible in a slab that no writer has. Returns them:
+        their bytes are there until `overwrite`."""
         found = [row for row, m in self.marks() if removal.covers(m.tenant, m.stored_s)]
-        usable = self._file.counts[Count.ALLOCATED] // shape.row_bytes if shape else 0
         for row in found:
-            assert shape is not None
             layout.clear_mark(self._file.buffer, row)
-            if row < usable:  # pages behind are none, and a write would make some
-                start = shape.data_offset + row * shape.row_bytes
-                self._file.buffer[start : start + shape.row_bytes] = bytes(shape.row_bytes)
         if found:
             self._file.counts[Count.READY] = self.ready_count
-        return len(found)
+        return found
+
+    def overwrite(self, rows: Sequence[int]) -> None:
+        """Overwrites rows in a slab that no writer has. Takes a second for some GiB, in pieces
+        between which other threads run."""
+        shape = self.geometry
+        usable = self._file.counts[Count.ALLOCATED] // shape.row_bytes if shape else 0
+        zeros = bytes(layout.PAGE_BYTES)
+        for row in rows:
+            if shape is None or row >= usable:
+                continue  # pages behind are none, and a write would make some
+            end = shape.data_offset + (row + 1) * shape.row_bytes
+            for start in range(end - shape.row_bytes, end, len(zeros)):
+                piece = min(len(zeros), end - start)
+                self._file.buffer[start : start + piece] = zeros[:piece]
 
     def finish_erasure(self) -> None:
         """Closes the order that the last writer left open. Nothing of its tenant is there."""

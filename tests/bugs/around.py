@@ -494,7 +494,7 @@ BUGS = [
         "self.removal is not None",
         "False"),
     Bug("what a killed writer had to erase stays", "arbiter/node/pool.py", "PooledSlab.carry_out_erasures",
-        "self.view.erase_tenant(removal)",
+        "self._erase(removal, thread)",
         "pass"),
     Bug("a removed tenant's rows stay in files", "arbiter/pool/slab_file.py", "erase_tenant",
         "not removal.covers(r.mark.tenant, r.mark.stored_s)",

@@ -341,7 +341,7 @@ def saving(tmp_path: Path) -> Iterator[Pool]:
 
 @pytest.fixture
 def held() -> Iterator[Event]:
-    """Saves wait in their thread until it is set."""
+    """What a thread of the pool is to do waits until it is set."""
     made = Event()
     yield made
     made.set()
@@ -754,6 +754,60 @@ def test_slab_of_an_engine_that_ended_before_it_erased_is_erased_as_it_comes_bac
     assert keys_in(pool, "chat/m") == []
     assert [s.must_erase for s in pool.readings()] == [False]
     assert rows is not None
+
+
+def hold_overwriting(pool: Pool, held: Event) -> None:
+    pool._thread.submit(held.wait, 20)
+
+
+@pytest.mark.spec("E6", "A19", "B1")
+async def test_agent_waits_for_no_row_to_be_overwritten_and_lends_no_such_slab(
+    pool: Pool, held: Event
+) -> None:
+    slab = pool.lend(A, CHAT)
+    row = write_of(slab, "a").slab.row(0)
+    row[:] = b"a" * SLOT
+    write(slab, "x")
+    pool.take_back(A)
+    hold_overwriting(pool, held)
+    pool.drop_tenant(Removal(ACME))
+    assert keys_in(pool, "chat/m") == [b"x"] and row[:1] == b"a"
+    await pool.overwritten(CHAT, 0.0)
+    assert pool.lend(B, CHAT) != slab
+    held.set()
+    await pool.overwritten(CHAT, 60.0)
+    assert not any(row)
+    assert pool.lend(C, CHAT) == slab
+
+
+@pytest.mark.spec("E6", "A19")
+def test_agent_waits_for_no_row_that_a_writer_left_to_be_overwritten(
+    pool: Pool, held: Event
+) -> None:
+    slab = pool.lend(A, CHAT)
+    row = write_of(slab, "a").slab.row(0)
+    row[:] = b"a" * SLOT
+    pool.drop_tenant(Removal(ACME))
+    hold_overwriting(pool, held)
+    pool.take_back(A)
+    assert keys_in(pool, "chat/m") == [] and row[:1] == b"a"
+    assert pool.lend(B, CHAT) != slab
+    held.set()
+    pool._thread.submit(lambda: None).result(60)
+    assert not any(row)
+
+
+@pytest.mark.spec("B1")
+def test_memory_of_a_dropped_slab_counts_until_it_is_given_back(pool: Pool, held: Event) -> None:
+    write(pool.lend(A, CHAT), "x")
+    pool.take_back(A)
+    has = pool.allocated_bytes
+    hold_overwriting(pool, held)
+    pool.drop_owner("chat/m")
+    assert (pool.readings(), pool.allocated_bytes, pool.leaving_bytes) == ((), 0, has)
+    held.set()
+    pool._thread.submit(lambda: None).result(60)
+    assert pool.leaving_bytes == 0
 
 
 @pytest.mark.spec("E7")
