@@ -24,6 +24,7 @@ from sentence_transformers import SentenceTransformer
 
 from deployments.engines import asgi, dispatch_lock, host_copy, pickles
 from deployments.engines.asgi import BadField
+from deployments.engines.one_thread import PASS_MOST_S, OneThread
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
 MAX_TEXTS = 2048  # OpenAI's own bound on one request
@@ -88,14 +89,12 @@ class EmbeddingEngine:
         self.model: Any = None
         self._counting: Any = None
         self._counter = ThreadPoolExecutor(1, "count")  # starts its thread with the first request
-        self.worker: ThreadPoolExecutor | None = None
+        self.worker = OneThread("embed", PASS_MOST_S)  # starts its thread with the load
         self.batching: asyncio.Task[None] | None = None
 
     async def load(self) -> None:
         """Loads the model. A second call, after a wake that did not verify, keeps worker and
         batching task, because two of each would run the model side by side."""
-        if self.worker is None:
-            self.worker = ThreadPoolExecutor(1, "embed")
         await self._work(self._load)
         if self.batching is None or self.batching.done():
             self.batching = asyncio.create_task(self._batch_for_ever())
@@ -112,6 +111,7 @@ class EmbeddingEngine:
             model_kwargs={"use_safetensors": True, **spread(self.parts)},
         )
         self.model.eval()
+        self.model.register_forward_pre_hook(lambda *_: self.worker.note_step())
         # Of its own: a call sets how the tokenizer pads, and the worker's batches go on meanwhile.
         self._counting = copy.deepcopy(self.model.tokenizer)
         host_copy.own(self.model)
@@ -136,10 +136,11 @@ class EmbeddingEngine:
 
     async def health(self) -> None:
         assert self.batching and not self.batching.done(), "the batching task has ended"
+        self.worker.check()
 
     async def _work(self, function: Any, *args: Any) -> Any:
         """Runs a function in the one thread that touches the model."""
-        return await asyncio.get_running_loop().run_in_executor(self.worker, function, *args)
+        return await self.worker.run(function, *args)
 
     async def _embed(self, texts: list[str]) -> np.ndarray:
         answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
@@ -169,7 +170,7 @@ class EmbeddingEngine:
 
     def _encode(self, requests: list[list[str]]) -> list[np.ndarray]:
         texts = [text for request in requests for text in request]
-        with self.turns.one(), torch.inference_mode():
+        with self.worker.in_turn(self.turns.one()), torch.inference_mode():
             vectors = self.model.encode(
                 texts, batch_size=self.max_batch, show_progress_bar=False, convert_to_numpy=True
             )

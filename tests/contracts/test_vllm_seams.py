@@ -36,6 +36,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.sample import logits_processor
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -103,6 +104,14 @@ def test_death_of_a_core_can_be_passed_to_the_frontend() -> None:
     assert "isinstance(outputs, Exception)" in inspect.getsource(
         core_client.AsyncMPClient.get_output_async
     )
+
+
+def test_frontend_knows_its_requests_and_asks_its_core_between_steps() -> None:
+    """What deployments.engines.vllm.core_watch stands on."""
+    assert callable(OutputProcessor.has_unfinished_requests)
+    assert names(core_client.AsyncMPClient.call_utility_async) == ["self", "method", "args"]
+    loop = inspect.getsource(EngineCoreProc)  # `run_busy_loop` is wrapped
+    assert loop.index("self._process_input_queue()") < loop.index("self._process_engine_step()")
 
 
 def test_vllms_openai_app_is_built_in_two_steps() -> None:
@@ -306,10 +315,10 @@ def test_scheduler_passes_over_what_may_not_run_yet_and_preempts_between_steps()
     assert "self._preempt_request(request, timestamp, drop_stale_output=True)" in reset
     assert {"remove_requests", "add_request"} <= vars(RequestQueue).keys()
     assert "deferred_waiting" in source
-    freed = inspect.getsource(Scheduler._free_request_blocks)
-    assert "self.deferred_frees.append(" in freed
     assert "request_queue = self.kv_holding_waiting" in source
     assert "self.kv_holding_waiting.prepend_requests(" in source
+    freed = inspect.getsource(Scheduler._free_request_blocks)
+    assert "self.deferred_frees.append(" in freed
 
 
 def test_default_classes_are_inspected_in_this_process_and_kept_where_vllm_looks(

@@ -244,6 +244,21 @@ async def test_next_embedding_request_is_served_after_all_waiting_clients_left()
     assert slow.passes == [[["here"]]]
 
 
+@pytest.mark.spec("H9")
+async def test_embedding_engine_whose_pass_hangs_is_unhealthy() -> None:
+    slow = Slow()
+    await slow.engine.load()
+    asking = asyncio.ensure_future(slow.engine._embed(["a"]))
+    await asyncio.to_thread(slow.begun.wait, 60)
+    await slow.engine.health()
+    slow.engine.worker.most_s = 0.0
+    with pytest.raises(RuntimeError, match="has run for more than"):
+        await slow.engine.health()
+    slow.go_on.set()
+    await asking
+    await slow.engine.health()
+
+
 @pytest.mark.spec("B2")
 def test_engine_computes_only_while_it_holds_the_dispatch_lock(engines: ZygoteUnderTest) -> None:
     name = f"test-{os.getpid()}"

@@ -238,6 +238,28 @@ def test_killed_core_ends_the_stream_with_an_error_and_leaves_no_process(
 JSON = {"content-type": "application/json"}
 
 
+@pytest.mark.spec("H9")
+def test_core_that_hangs_over_a_request_makes_its_engine_unhealthy_until_it_goes_on(
+    engines: ZygoteUnderTest, tiny: Path
+) -> None:
+    entry = "tests.support.impatient_vllm:build"
+    with served(engines, "hangs", entry, config(tiny)) as child, ThreadPoolExecutor(1) as client:
+
+        def health() -> Any:
+            return child.call("GET", "/control/health")
+
+        _, core = tree(child.pid)
+        os.kill(core, signal.SIGSTOP)
+        try:
+            asking = client.submit(answer, child)
+            until(lambda: health()[0] == 503, 60)
+            assert "engine core has not gone on" in health()[1]["error"]["message"]
+        finally:
+            os.kill(core, signal.SIGCONT)
+        assert asking.result(60)
+        until(lambda: health()[0] == 200, 60)
+
+
 @pytest.mark.spec("A19")
 def test_a_killed_frontend_takes_its_core_along(engines: ZygoteUnderTest, tiny: Path) -> None:
     child = engines.spawn("headless", VLLM, config(tiny)).hold()

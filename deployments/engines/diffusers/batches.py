@@ -13,7 +13,6 @@ have all left ends before its next step.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from PIL import Image
 
 from arbiter.errors import RequestError
 from deployments.engines.diffusers.requests import Setting
+from deployments.engines.one_thread import PASS_MOST_S, OneThread
 
 
 class Abandoned(Exception):
@@ -110,7 +110,7 @@ class Batches:
     """One queue, one worker thread."""
 
     def __init__(self, draw: Draw, most: int) -> None:
-        self.worker = ThreadPoolExecutor(1, "draw")
+        self.worker = OneThread("draw", PASS_MOST_S)
         self._draw, self._most = draw, most
         self._waiting: list[Picture] = []
         self._arrived = asyncio.Event()
@@ -133,7 +133,7 @@ class Batches:
 
     async def work(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs `function` in the one thread that touches the model."""
-        return await asyncio.get_running_loop().run_in_executor(self.worker, function, *args)
+        return await self.worker.run(function, *args)
 
     async def run(self) -> None:
         """Draws batch after batch, for ever."""
@@ -164,6 +164,7 @@ class Batches:
         loop = asyncio.get_running_loop()
 
         def told(step: int, of: int, decode: Callable[[], list[Image.Image] | None]) -> None:
+            self.worker.note_step()
             if all(picture.order.left for picture in batch):
                 raise Abandoned
             at = [picture.order.preview_at(step, of) for picture in batch]

@@ -69,7 +69,7 @@ class DiffusersEngine:
             self.running = asyncio.create_task(self.batches.run())
 
     def _draw(self, *args: Any) -> Any:
-        with self.turns.one():
+        with self.batches.worker.in_turn(self.turns.one()):
             return self.pipeline.draw(*args)
 
     async def sleep(self) -> None:
@@ -99,6 +99,7 @@ class DiffusersEngine:
 
     async def health(self) -> None:
         assert self.running and not self.running.done(), "the batching task has ended"
+        self.batches.worker.check()
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]

@@ -46,6 +46,7 @@ from deployments.engines.vllm.batch_gate import AHEAD, BatchGate
 from deployments.engines.vllm.callers import HeldHead
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
+from deployments.engines.vllm.core_watch import CPU_STEP_MOST_S, GPU_STEP_MOST_S, CoreWatch
 from deployments.engines.vllm.pictures import Pictures
 from deployments.engines.vllm.prewarm import NO_CACHE, Prewarmer
 
@@ -244,6 +245,7 @@ class VllmEngine:
         self.api: FastAPI | None = None
         self.probes = 0
         self.pools = False
+        self.watch = CoreWatch(self._ask_core, CPU_STEP_MOST_S if _on_cpu() else GPU_STEP_MOST_S)
         self.probe_params: PoolingParams | None = None  # of a pooling model
         self.adapters: AdapterService | None = None
         self.pictures: Pictures | None = None  # of a model that sees
@@ -426,8 +428,15 @@ class VllmEngine:
         return f"{list(output.token_ids)} {ranked}"
 
     async def health(self) -> None:
+        """Of the frontend, and of the core where it has work."""
         assert self.llm is not None
         await self.llm.check_health()
+        if self.llm.output_processor.has_unfinished_requests():
+            self.watch.check()
+
+    async def _ask_core(self) -> None:
+        assert self.llm is not None
+        await self.llm.engine_core.call_utility_async("hold_trace")
 
 
 def fingerprint(engine: VllmEngine) -> str | None:

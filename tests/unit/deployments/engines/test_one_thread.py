@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,7 +77,7 @@ async def test_errors_of_a_step_reach_its_caller() -> None:
 
 
 @pytest.mark.spec("H9")
-async def test_step_that_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_step_that_hangs_is_unhealthy() -> None:
     worker = OneThread("hangs")
     begun, go_on = threading.Event(), threading.Event()
 
@@ -86,9 +88,53 @@ async def test_step_that_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> 
     hanging = asyncio.ensure_future(worker.run(step))
     await asyncio.to_thread(begun.wait, 10)
     worker.check()  # as every step is, for a while
-    monkeypatch.setattr(one_thread, "STEP_MOST_S", 0.0)
+    worker.most_s = 0.0
     with pytest.raises(RuntimeError, match="has run for more than"):
         worker.check()
     go_on.set()
     await hanging
     worker.check()
+
+
+class Steps:
+    """A call of two steps, and the turn that it waits for; a test lets each go on."""
+
+    def __init__(self, worker: OneThread) -> None:
+        self._worker = worker
+        self.waits, self.turn = threading.Event(), threading.Event()
+        self.stepped, self.go_on = threading.Event(), threading.Event()
+
+    @contextmanager
+    def _its_turn(self) -> Iterator[None]:
+        self.waits.set()
+        assert self.turn.wait(60)
+        yield
+
+    def run(self) -> None:
+        with self._worker.in_turn(self._its_turn()):
+            self._worker.note_step()
+            self.stepped.set()
+            assert self.go_on.wait(60)
+
+
+@pytest.mark.spec("H9", "B2")
+async def test_call_hangs_by_its_last_step_and_not_while_it_waits_for_another_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(one_thread, "time", SimpleNamespace(monotonic=lambda: now_s))
+    worker = OneThread("steps", 10.0)
+    steps = Steps(worker)
+    running = asyncio.ensure_future(worker.run(steps.run))
+    await asyncio.to_thread(steps.waits.wait, 10)
+    now_s = 100.0
+    worker.check()
+    steps.turn.set()
+    await asyncio.to_thread(steps.stepped.wait, 10)
+    now_s = 109.0
+    worker.check()
+    now_s = 111.0
+    with pytest.raises(RuntimeError, match="has run for more than 10 s"):
+        worker.check()
+    steps.go_on.set()
+    await running

@@ -160,5 +160,20 @@ async def test_an_error_of_the_library_is_the_answer_and_the_next_batch_is_drawn
         assert isinstance((await drawn(batches, order(2)))[-1], Drawn)
 
 
+@pytest.mark.spec("H9")
+async def test_step_of_a_picture_that_hangs_is_noticed() -> None:
+    painter = Painter()
+    async with running(painter) as batches:
+        [drawing] = await queued(lambda: drawn(batches, order(1)))
+        await begun(painter)
+        batches.worker.check()
+        batches.worker.most_s = 0.0
+        with pytest.raises(RuntimeError, match="has run for more than"):
+            batches.worker.check()
+        painter.go_on.set()
+        await drawing
+        batches.worker.check()
+
+
 def test_abandoned_is_no_answer() -> None:
     assert not issubclass(Abandoned, DrawingFailed)

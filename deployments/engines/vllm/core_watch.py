@@ -1,0 +1,48 @@
+"""Whether the engine's core goes on: it answers a question between any two of its steps.
+
+A core that has hung is no dead process, and its frontend, which answers for both, notices nothing
+by itself.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+# In which a step ends. One takes milliseconds on a GPU, and its first run of a kernel that is
+# compiled then a minute; on two CPU cores 4,096 tokens of a prompt (vLLM's bound on one step)
+# through 8 G parameters, 65 TFLOP, take 650 s and more.
+GPU_STEP_MOST_S, CPU_STEP_MOST_S = 300.0, 1_800.0
+
+
+class CoreWatch:
+    """`ask`: what the core answers; one question at a time. `clock`: monotonic seconds."""
+
+    def __init__(
+        self,
+        ask: Callable[[], Coroutine[Any, Any, Any]],
+        most_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask, self._most_s, self._clock = ask, most_s, clock
+        self._asked_s = 0.0
+        self._answer: asyncio.Task[Any] | None = None
+
+    def check(self) -> None:
+        """Asks, where the last question is answered. Waits for nothing. Raises RuntimeError when it
+        has waited for longer than any step takes."""
+        if self._answer is None or self._answer.done():
+            self._asked_s = self._clock()
+            self._answer = asyncio.ensure_future(self._ask())
+            self._answer.add_done_callback(_forgive)
+        elif (waited_s := self._clock() - self._asked_s) > self._most_s:
+            raise RuntimeError(
+                f"the engine core has not gone on for {waited_s:.0f} s with requests in flight; a"
+                f" step takes {self._most_s:.0f} s at most"
+            )
+
+
+def _forgive(answer: asyncio.Task[Any]) -> None:
+    """An error is an answer too; of a core that died its process tells."""
+    if not answer.cancelled():
+        answer.exception()
