@@ -1,10 +1,10 @@
 """vLLM whose core has hung when it goes without a step for a second."""
 
 from deployments.engines.protocol import Config
-from deployments.engines.vllm import engine
+from deployments.engines.vllm import core_watch, engine
 
 
 def build(config: Config) -> engine.VllmEngine:
     """In the engine's own process, so that no other engine is as impatient."""
-    engine.CPU_STEP_MOST_S = 1.0
+    core_watch.CPU_STEP_MOST_S = 1.0
     return engine.build(config)

@@ -36,6 +36,7 @@ from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Sen
 from deployments.engines.vllm import (
     adapter_images,
     callers,
+    core_watch,
     kv_offload,
     merged_weights,
     picture_slab,
@@ -46,7 +47,6 @@ from deployments.engines.vllm.batch_gate import AHEAD, BatchGate
 from deployments.engines.vllm.callers import HeldHead
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
-from deployments.engines.vllm.core_watch import CPU_STEP_MOST_S, GPU_STEP_MOST_S, CoreWatch
 from deployments.engines.vllm.pictures import Pictures
 from deployments.engines.vllm.prewarm import NO_CACHE, Prewarmer
 
@@ -245,7 +245,8 @@ class VllmEngine:
         self.api: FastAPI | None = None
         self.probes = 0
         self.pools = False
-        self.watch = CoreWatch(self._ask_core, CPU_STEP_MOST_S if _on_cpu() else GPU_STEP_MOST_S)
+        most_s = core_watch.CPU_STEP_MOST_S if _on_cpu() else core_watch.GPU_STEP_MOST_S
+        self.watch = core_watch.CoreWatch(self._ask_core, most_s)
         self.probe_params: PoolingParams | None = None  # of a pooling model
         self.adapters: AdapterService | None = None
         self.pictures: Pictures | None = None  # of a model that sees
