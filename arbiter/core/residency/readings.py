@@ -269,7 +269,8 @@ def _learn(state: CoreState, entry: Ticket) -> None:
 def _note_unclaimed(state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
     """Notes engines whose ticket no holder has named. They count as foreign; once the holder that
     could name them has had the time to rejoin they are killed, again with each reading until they
-    are gone."""
+    are gone. A holder has that time from the first reading on also where the state file names no
+    holder to wait for, because it was lost or could not be written."""
     before = node.unclaimed
     node.unclaimed = {}
     for ticket, sizes in seen_bytes.items():
@@ -279,7 +280,9 @@ def _note_unclaimed(state: CoreState, node: Node, seen_bytes: dict[TicketId, Siz
         engine = before.get(ticket) or Unclaimed(sizes, state.now)
         node.unclaimed[ticket] = engine
         engine.measured = sizes
-        if not state.gave_up_waiting:
+        has_ended = ticket in state.answers  # in this epoch, so no holder names it any more
+        claimed_by = after(engine.first_seen, state.settings.timeouts.rejoin)
+        if not state.gave_up_waiting or (not has_ended and state.now < claimed_by):
             continue
         if not engine.is_ending:
             engine.is_ending = True

@@ -89,7 +89,7 @@ def test_a_holder_that_rejoins_before_its_node_is_charged_when_the_node_comes() 
 def test_unclaimed_engine_is_foreign_and_is_killed_after_the_rejoin_time() -> None:
     driver = CoreDriver(device=80, known=("h",), holders=(), read=False)
     driver.engines["z"] = {CPU: 30}
-    assert driver.read(1) == []
+    assert driver.read(0) == []
     assert driver.free() == 50
     driver.join(4, "g")
     driver.at(4, ev.HolderLost(HolderId("h")))
@@ -116,10 +116,22 @@ def test_a_living_holder_that_is_slow_to_come_back_finds_its_engines() -> None:
 def test_holder_that_does_not_rejoin_within_the_lost_time_loses_its_engines() -> None:
     driver = CoreDriver(device=80, known=("h",), holders=("g",), read=False, settings=IMPATIENT)
     driver.engines["z"] = {CPU: 30}
+    driver.read(1)
     assert killed(driver.read(59.9)) == []
     assert killed(driver.read(60)) == ["z"]
     assert killed(driver.read(61)) == ["z"]
     assert len([t for t in driver.logged if t.kind == "unclaimed_engine"]) == 1
+
+
+@pytest.mark.spec("A18")
+def test_living_engine_is_claimed_after_a_restart_whose_state_file_names_no_holder() -> None:
+    driver = CoreDriver(device=80, holders=(), read=False)
+    driver.engines |= {"a": {CPU: 30}, "z": {CPU: 10}}
+    assert killed(driver.read(0.05)) == []
+    driver.join(1, "h", driver.held("a", size=30))
+    assert driver.state_of("a") == "resident"
+    assert killed(driver.read(5)) == []
+    assert killed(driver.read(5.05)) == ["z"], "no holder has come for it"
 
 
 @pytest.mark.spec("A18")
