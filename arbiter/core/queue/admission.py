@@ -49,7 +49,10 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
     event = freeing.as_attainable(state, event)
     error = state.answers.get(event.ticket) or _why_not(state, event)
     if error is not None:
-        state.answer_error_finally(event.ticket, error)
+        if isinstance(error, StaleEpoch) and error.sent == NEVER_JOINED:
+            state.answer_error(event.ticket, error)  # it joins, and asks again under this ticket
+        else:
+            state.answer_error_finally(event.ticket, error)
         return
     entry = _new_entry(state, state.holders[event.holder], event)
     if event.lease and event.lease.on_host:

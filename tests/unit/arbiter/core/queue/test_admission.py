@@ -137,6 +137,26 @@ def test_a_holder_that_never_joined_is_told_to_rejoin() -> None:
     assert isinstance(refusal(driver.ask(0, "a", 1, holder="ghost")), errors.StaleEpoch)
 
 
+@pytest.mark.spec("A18", "A5")
+def test_request_of_a_holder_that_counted_as_dead_is_granted_once_it_has_joined_again() -> None:
+    terms = replace(PATIENT, silent=seconds(10))
+    driver = CoreDriver(settings=replace(PLAIN, timeouts=terms), holders=())
+    joins = ev.Joined(HolderId("h"), NodeId("n"), "text", (), is_driver=True)
+    driver.at(0, joins)
+    driver.fire_timer(10)
+    assert driver.holders() == set()
+    assert isinstance(refusal(driver.ask(15, "a", 10)), errors.StaleEpoch)
+    driver.at(16, joins)
+    assert granted(driver.ask(17, "a", 10)) == ["a"]
+
+
+@pytest.mark.spec("A18", "A15")
+def test_lease_whose_holder_counted_as_dead_is_granted_once_it_has_joined_again() -> None:
+    driver = CoreDriver(settings=replace(PLAIN, lease_tenant_fraction=1.0))
+    assert isinstance(refusal(driver.lease(0, "job", 10, joined=True)), errors.StaleEpoch)
+    assert granted(driver.lease(1, "job", 10)) == ["job"]
+
+
 @pytest.mark.spec("C6")
 def test_queue_is_served_in_order_of_arrival() -> None:
     driver = CoreDriver(device=80)
