@@ -1,8 +1,8 @@
 """Turns the calls of processes outside Serve into the events that a holder sends.
 
 Each lease is a holder of its own with one ticket. Its calls repeat everything (level-triggered), so
-a front or an arbiter may restart between any two of them. A claim to hold bytes already is believed
-only of a holder that the last epoch knew.
+a front or an arbiter may restart between any two of them. A lease goes on after a restart with what
+the last epoch granted, whatever its calls say that it holds.
 """
 
 import asyncio
@@ -59,7 +59,6 @@ class Adopts(Protocol):
 class LeaseStore(Protocol):
     """What the next epoch of the arbiter must know: whom to wait for, and when their terms end."""
 
-    def members(self) -> tuple[Member, ...]: ...
     def add_member(self, member: Member) -> None: ...
     def drop_holder(self, holder: HolderId) -> None: ...
     def leases(self) -> tuple[GrantedLease, ...]: ...
@@ -121,7 +120,6 @@ class LeaseService:
 
     def __init__(self, shell: Shell, agents: Adopts, known: LeaseStore) -> None:
         self._shell, self._agents, self._known = shell, agents, known
-        self._expected = {member.holder for member in known.members()}  # of the last epoch
         self._granted = {granted.call.ticket: granted for granted in known.leases()}
         self._sessions: dict[TicketId, LeaseSession] = {}
         self._ended: OrderedDict[TicketId, str] = OrderedDict()  # why
@@ -226,7 +224,6 @@ class LeaseService:
                 self._return(granted)
             else:
                 del self._granted[granted.call.ticket]
-            self._expected.discard(HolderId(granted.call.ticket))
         if lapsed:
             self._save()
 
@@ -235,16 +232,16 @@ class LeaseService:
     def _open(self, call: messages.LeaseCall, is_kept: bool) -> LeaseSession:
         if not NAME.fullmatch(call.lease):
             raise LeaseRefused("id", "must be letters and digits with . _ - inside, 64 at most")
-        node = call.node or self._only_node()
+        granted = self._granted.get(call.ticket)  # by the last epoch
+        node = granted.node if granted else call.node or self._only_node()
         session = LeaseSession(call, HolderId(call.ticket), node)
-        if session.holder in self._expected:
-            session.devices = call.devices
-            if granted := self._granted.get(call.ticket):
-                session.ends_unix_s, session.history = granted.ends_unix_s, granted.history
+        if granted:
+            session.devices, session.history = granted.devices, granted.history
+            session.ends_unix_s = granted.ends_unix_s
         if not is_kept:  # the next epoch waits for no process that does not exist
             self._known.add_member(Member(session.holder, node))
         self._begin(session)
-        if (granted := self._granted.get(call.ticket)) and granted.is_drained:
+        if granted and granted.is_drained:
             self._shell.feed(ev.UnloadAsked(call.ticket))  # the last epoch's notice ended with it
         return session
 

@@ -202,7 +202,7 @@ class Store:
         try:
             return tuple(from_json(GrantedLease, row) for row in rows)
         except ValueError as error:
-            logger.warning("the terms of leases begin anew: %s", error)
+            logger.warning("leases must be asked for again: %s", error)
             return ()
 
     def save_leases(self, leases: tuple[GrantedLease, ...]) -> None:

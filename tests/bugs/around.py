@@ -182,7 +182,7 @@ BUGS = [
         "self._reading.result()",
         ""),
     Bug("anybody's claim to bytes is believed", "arbiter/server/lease_service.py", "LeaseService._open",
-        "session.holder in self._expected",
+        "granted.devices",
         "call.devices"),
     Bug("a term begins anew with each life of the arbiter", "arbiter/server/lease_service.py", "LeaseSession._terms",
         "replace(self.call.terms, term=min(self.call.terms.term, left))",

@@ -24,7 +24,7 @@ from arbiter.server.event_log import EventLog
 from arbiter.server.lease_service import LeaseService
 from arbiter.server.shell import Shell
 from arbiter.server.store import GrantedLease, Member
-from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, in_seconds, seconds
+from arbiter.units import DeviceId, Epoch, HolderId, Instant, NodeId, TicketId, in_seconds, seconds
 from policies import bundle
 from tests.support.core_driver import CPU, HOST, NODE, PLAIN, gib
 
@@ -72,9 +72,6 @@ class LeaseServiceHarness:
         if self.refuse:
             raise self.refuse
         self.adopted.append((ticket, pid))
-
-    def members(self) -> tuple[Member, ...]:
-        return tuple(Member(holder, NODE) for holder in self.known)
 
     def add_member(self, member: Member) -> None:
         self.known.add(member.holder)
@@ -233,14 +230,31 @@ async def test_refused_lease_whose_client_left_is_swept_and_keeps_its_reason(
     assert said.state == "ended" and said.reason and "it may have" in said.reason
 
 
-async def test_claim_to_hold_bytes_is_believed_only_of_leases_known_before_the_restart() -> None:
-    held = (types.DeviceBytes(CPU, gib(79)),)
+@pytest.mark.parametrize(
+    "claim",
+    [
+        (types.DeviceBytes(CPU, gib(79)),),
+        (types.DeviceBytes(CPU, gib(500)),),
+        (types.DeviceBytes(DeviceId("m/gpu:0"), gib(30)),),  # of another node
+        (),
+    ],
+)
+async def test_claim_to_hold_bytes_is_believed_only_of_leases_known_before_the_restart(
+    claim: tuple[types.DeviceBytes, ...],
+) -> None:
+    """And of these what was granted, whatever they claim."""
+    granted = (types.DeviceBytes(CPU, gib(30)),)
     stranger = LeaseServiceHarness()
-    said = await stranger.call(devices=held, wait=seconds(3), seen="queued")
-    assert said.devices == (types.DeviceBytes(CPU, gib(30)),)
-    known = LeaseServiceHarness(frozenset({HolderId(JOB)}))
-    assert (await known.call(devices=held)).devices == held
-    assert known.shell.core.state_of(JOB) == "resident"
+    said = await stranger.call(devices=claim, wait=seconds(3), seen="queued")
+    assert said.devices == granted
+    queued = LeaseServiceHarness(frozenset({HolderId(JOB)}))  # when the arbiter ended
+    said = await queued.call(devices=claim)
+    assert (said.state, said.devices) == ("queued", ())
+    known = LeaseServiceHarness(frozenset({HolderId(JOB)}), (granted_before(left_s=60),))
+    said = await known.call(devices=claim, node=NodeId("m"))
+    assert (said.state, said.devices, said.node) == ("held", granted, NODE)
+    [device] = [d for d in known.shell.core.snapshot(Instant(0)).devices if d.device == CPU]
+    assert device.free_bytes == gib(50)
 
 
 async def test_a_term_goes_on_over_a_restart_whatever_its_holder_says_is_left() -> None:
