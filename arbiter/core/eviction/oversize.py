@@ -1,7 +1,8 @@
 """Loads a model larger than a whole budget, where its configuration allows that (B6).
 
-Everything idle and unpinned leaves the device with the most to lend; then the model loads with what
-there is, is charged that, and what it takes beyond is measured. Nothing else fits beside it.
+Everything idle leaves the device with the most to lend, but for what is pinned and leases that may
+not be interrupted; then the model loads with what there is, is charged that, and what it takes
+beyond is measured. Nothing else fits beside it.
 """
 
 from collections.abc import Iterable
@@ -44,5 +45,7 @@ def _returning_bytes(entry: Ticket) -> bool:
     """Says whether the bytes of a ticket are awaited, or will be."""
     if entry.state is State.RECLAIMING:
         return not entry.reclaim_late
-    is_idle = entry.inflight == 0 and not entry.pinned
-    return entry.state in ON_THE_MOVE or (entry.state is State.RESIDENT and is_idle)
+    if entry.state in ON_THE_MOVE:
+        return True
+    stays = entry.pinned or (entry.lease is not None and not entry.lease.terms.preemptible)
+    return entry.state is State.RESIDENT and entry.inflight == 0 and not stays

@@ -196,6 +196,27 @@ def test_oversized_model_is_granted_once_all_idle_models_have_left() -> None:
     assert (warning.size_bytes, warning.data["granted_bytes"]) == (gib(100), gib(50))
 
 
+@pytest.mark.spec("B6", "A15")
+def test_oversized_model_waits_for_no_lease_that_may_not_be_interrupted() -> None:
+    driver = oversized()
+    driver.lease(0, "job", 10)
+    driver.resident(1, "a", 30)
+    assert revoked(driver.ask(20, "c", 100)) == [("a", "swap", "gone")]
+    driver.at(21, ev.Released(TicketId("a"), "swap"))
+    [grant] = driver.gone(22, "a")
+    assert grant.devices == (types.DeviceBytes(DeviceId("n/cpu:0"), gib(70)),)
+
+
+@pytest.mark.spec("B6", "A15")
+def test_oversized_model_waits_for_a_lease_that_may_be_interrupted() -> None:
+    driver = oversized()
+    driver.lease(0, "job", 10, preemptible=True)
+    assert revoked(driver.ask(20, "c", 100)) == [("job", "swap", "gone")]
+    assert driver.state_of("c") == "queued"
+    driver.at(21, ev.Released(TicketId("job"), "swap"))
+    assert granted(driver.gone(22, "job")) == ["c"]
+
+
 @pytest.mark.spec("B6")
 def test_oversized_model_is_not_evicted_for_its_overcommit() -> None:
     driver = oversized()
