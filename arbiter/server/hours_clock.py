@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.opening_hours import parse
+from arbiter.opening_hours import OpeningHours, parse
 from arbiter.units import seconds
 
 SET_S = 1.0  # a clock that jumps by more was set, or the machine slept
@@ -32,8 +32,10 @@ class HoursClock:
             self._changes_at_s.clear()
             self._ahead_s = ahead_s
         news = [name for name in sorted(set(hours)) if self._is_news(name, now_s)]
-        if news:
-            self._feed(ev.HoursRead(tuple(self._read(name, now_s) for name in news)))
+        parsed = {name: parse(name) for name in news}  # before any of them counts as told
+        if parsed:
+            readings = (self._read(name, hours, now_s) for name, hours in parsed.items())
+            self._feed(ev.HoursRead(tuple(readings)))
 
     def tell_of(self, capabilities: Iterable[types.CapabilitySpec], batch_hours: str) -> None:
         """Tells of the hours of a table before the core has it, so that nothing is loaded outside
@@ -45,7 +47,6 @@ class HoursClock:
     def _is_news(self, name: str, now_s: float) -> bool:
         return now_s >= self._changes_at_s.get(name, 0.0)
 
-    def _read(self, name: str, now_s: float) -> ev.HoursReading:
-        hours = parse(name)
+    def _read(self, name: str, hours: OpeningHours, now_s: float) -> ev.HoursReading:
         self._changes_at_s[name] = changes_at_s = hours.changes_at(now_s)
         return ev.HoursReading(name, hours.is_open(now_s), seconds(changes_at_s - now_s))

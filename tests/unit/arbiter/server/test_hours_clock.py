@@ -66,6 +66,14 @@ def test_the_hours_of_a_table_are_told_before_it_without_those_that_are_not_set(
     assert [r.hours for r in event.readings] == [NOON, NIGHT]
 
 
+def test_hours_refused_with_a_text_that_says_none_are_told_when_they_come_again() -> None:
+    clocked = Clocked()
+    with pytest.raises(ValueError, match="7-99"):
+        clocked.clock.tell([NOON, "7-99"])
+    assert clocked.fed == []
+    assert clocked.told().keys() == {NIGHT, NOON}
+
+
 def test_without_hours_nothing_is_told() -> None:
     clocked = Clocked()
     clocked.clock.tell([])
