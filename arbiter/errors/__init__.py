@@ -21,6 +21,7 @@ ArbiterError
     GrowthRefused         409  a resident that wants more would wait for another that does
     SettingsConflict      409  the settings were changed by another caller meanwhile
     NotResident           409  a control plane says what is resident, and this model is not
+    RolePinned            409  a pinned model has the one place of its role on the node
     UnderPressure         503  real memory is short on every device it could go to
     QuotaExceeded         429  more than this tenant or client may have at once
     RemoteBudgetSpent     429  a tenant's day at a remote has no room for this request
@@ -63,6 +64,7 @@ from arbiter.errors.models import (
     LoadFailed,
     ModelCoolingDown,
     NotResident,
+    RolePinned,
     UnknownCapability,
     UnknownModel,
     UnknownRole,
@@ -131,6 +133,7 @@ __all__ = [
     "RemoteBudgetSpent",
     "RequestCancelled",
     "RequestError",
+    "RolePinned",
     "RowMisused",
     "SettingsConflict",
     "SlabUnusable",

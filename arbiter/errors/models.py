@@ -4,7 +4,7 @@ from dataclasses import field
 from difflib import get_close_matches
 
 from arbiter.errors.base import RequestError, error_fields
-from arbiter.units import TicketId
+from arbiter.units import NodeId, TicketId
 
 # Of what there is, in a message: a terminal's height, not 10,000 adapters. GET /v1/models has all.
 NAMES_TOLD = 20
@@ -94,6 +94,25 @@ class NotResident(RequestError):
         return (
             f"{self.model} is not resident (its floor is {self.floor}), and {self.capability} loads"
             " nothing by itself; set its floor to device"
+        )
+
+
+@error_fields
+class RolePinned(RequestError):
+    """A pinned model never leaves for another of its exclusion group, so waiting cannot help."""
+
+    status_code, code = 409, "role_pinned"
+
+    model: str
+    role: str
+    node: NodeId
+    pinned: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} is not loaded on {self.node}, where one model of the role {self.role} is"
+            f" resident at a time and {self.pinned} is pinned; unpin it, or take {self.role} out of"
+            " `one_resident_roles`"
         )
 
 

@@ -35,7 +35,7 @@ from arbiter.core.tickets.device_limits import (
 from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.types import Priority
-from arbiter.errors import NeverFits, QuotaExceeded, TicketClosed
+from arbiter.errors import NeverFits, QuotaExceeded, RolePinned, TicketClosed
 from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
 
 # -- a new load -----------------------------------------------------------------------------------
@@ -58,9 +58,10 @@ def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry
     outcome = _hold_to_quota(state, pass_, entry, limits, urgent)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
+    outcome = _hold_to_role(state, pass_, entry, waiting, urgent)
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
     devices = placement.devices_for(state, pass_.books.values(), entry, need)
-    if swap_within_role(state, entry, urgent) is Outcome.DEFERRED:
-        return pass_.defer(waiting, devices)
     return _place_on_one(state, pass_, entry, waiting, limits, devices)
 
 
@@ -221,7 +222,7 @@ def _place_oversize(
     if never := quotas.never(state, entry.client.tenant, need, limits.most_bytes):
         reject_queued(state, entry, never)
         return Outcome.REJECTED
-    pass_.defer(waiting, list(pass_.books))
+    pass_.defer(waiting, [book.device for book in room])
     home = oversize.evict_all_idle(state, room, entry)
     if home is None:
         pass_.reserved_devices.update(book.device for book in room)
@@ -305,8 +306,10 @@ def _place_parts(
     outcome = _hold_to_quota(state, pass_, first, limits, urgent, needs)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
-    shut = any(pressure.is_closed_to(state, p.entry, p.device) for p in parts)
-    if shut or needs.keys() & pass_.reserved_devices or not needs.keys() <= pass_.books.keys():
+    is_shut = any(pressure.is_closed_to(state, p.entry, p.device) for p in parts)
+    if is_shut or not needs.keys() <= pass_.books.keys():
+        return pass_.defer(waiting, ())
+    if needs.keys() & pass_.reserved_devices:
         return pass_.defer(waiting, pass_.books)
     if not all(limits.fits(device, size) for device, size in needs.items()):
         _make_room_on_each(state, pass_, first, needs, urgent)
@@ -341,7 +344,7 @@ def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry)
     lacks."""
     home = list(entry.home)
     if any(d not in pass_.books or pressure.is_closed_to(state, entry, d) for d in home):
-        return pass_.defer(waiting, home)
+        return pass_.defer(waiting, ())
     urgent = _urgency(state, pass_, waiting)
     missing = {d: Bytes(size - entry.charge(d)) for d, size in entry.home.items()}
     limits = pass_.limits(state, entry, Bytes(sum(missing.values())))
@@ -353,8 +356,9 @@ def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry)
         return outcome
     if pass_.reserved_devices & entry.home.keys():
         return pass_.defer(waiting, home)
-    if swap_within_role(state, entry, urgent) is Outcome.DEFERRED:
-        return pass_.defer(waiting, home)
+    outcome = _hold_to_role(state, pass_, entry, waiting, urgent)
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
     if all(limits.fits(d, size) for d, size in missing.items()):
         entry.count_wake()
         return _grant(state, pass_, entry, waiting, dict(entry.home))
@@ -446,10 +450,23 @@ def age(state: CoreState, entry: Ticket) -> None:
 # of bytes.
 
 
+def _hold_to_role(
+    state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, urgent: Priority
+) -> Outcome:
+    """Keeps a ticket to its exclusion group. A ticket deferred here lacks no bytes, so it holds up
+    no ticket of another role."""
+    outcome = swap_within_role(state, entry, urgent)
+    return pass_.defer(waiting, ()) if outcome is Outcome.DEFERRED else outcome
+
+
 def swap_within_role(state: CoreState, entry: Ticket, urgent: Priority) -> Outcome:
     """Defers a ticket while another model of its role is awake on its node, and revokes that model
-    if it lawfully may leave."""
+    if it lawfully may leave. Rejects the ticket where that model is pinned."""
     others = excluded_by(state, entry.node, entry.role, entry.model_name)
+    stays = next((e for e in others if e.pinned and e.state is not State.DRAINING), None)
+    if stays is not None:
+        reject_queued(state, entry, RolePinned(entry.model, entry.role, entry.node, stays.model))
+        return Outcome.REJECTED
     residents = [e for e in others if e.state is State.RESIDENT]
     if residents and all(may_swap(state, e, entry, urgent) for e in residents):
         for victim in residents:

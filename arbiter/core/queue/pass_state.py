@@ -103,7 +103,8 @@ class GrantPass:
         ]
 
     def defer(self, waiting: QueueEntry, devices: Iterable[DeviceId]) -> Outcome:
-        """Leaves a ticket in its place. An aged ticket holds every device that it could use."""
+        """Leaves a ticket in its place. An aged ticket holds every device whose bytes it waits for:
+        none where it waits for something else."""
         self.has_waiting = True
         if waiting.is_aged:
             self.reserved_devices.update(devices)

@@ -38,6 +38,7 @@ ERRORS = [
     errors.UnknownHostCopy("0123abcd"),
     errors.GrowthRefused(TicketId("a"), Bytes(5), "it is leaving"),
     errors.NotResident("a", "text", "cold"),
+    errors.RolePinned("a", "text", NodeId("n"), "b"),
     errors.UnderPressure(NodeId("n"), Bytes(5)),
     errors.QuotaExceeded("t", 5, 6, 7, "bytes"),
     errors.SettingsConflict(Generation(3), Generation(4)),

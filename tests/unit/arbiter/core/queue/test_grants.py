@@ -9,10 +9,11 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.types import Priority
-from arbiter.errors import NeverFits
+from arbiter.errors import NeverFits, RolePinned
 from arbiter.units import DeviceId, HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
+    HOST,
     PATIENT,
     PLAIN,
     CoreDriver,
@@ -29,6 +30,11 @@ LOW, HIGH = Priority.LOW, Priority.HIGH
 def loading(driver: CoreDriver, size: float) -> None:
     """`a` is not to be had, so whoever needs its bytes waits."""
     assert granted(driver.ask(0, "a", size)) == ["a"]
+
+
+def is_aged(driver: CoreDriver, name: str) -> bool:
+    waiting = driver.request_queue.find(TicketId(name))
+    return waiting is not None and waiting.is_aged
 
 
 @pytest.mark.spec("C6")
@@ -169,6 +175,53 @@ def test_exclusion_group_never_evicts_a_more_urgent_ticket() -> None:
     driver.resident(0, "a", 10, priority=HIGH)
     assert driver.ask(20, "b", 10) == []
     assert revoked(driver.ask(21, "c", 10, priority=HIGH)) == [("a", "swap", "gone")]
+
+
+def embedding_asks(driver: CoreDriver, t: float) -> list[str]:
+    return granted(driver.ask(t, "e1", 10, capability="embedding", model="e1"))
+
+
+@pytest.mark.spec("A11", "C6")
+def test_aged_ticket_that_waits_for_its_exclusion_group_holds_up_no_other_role() -> None:
+    driver = CoreDriver(device=80, settings=ALONE)
+    driver.resident(0, "a", 10)
+    driver.beat(1, "a", inflight=1)
+    assert revoked(driver.ask(20, "b", 10)) == [("a", "swap", "gone")]
+    driver.at(21, ev.Busy(TicketId("a"), 1))
+    driver.fire_timer(50)
+    assert is_aged(driver, "b")
+    assert embedding_asks(driver, 51) == ["e1"]
+    assert driver.state_of("b") == "queued"
+
+
+@pytest.mark.spec("A11", "C8")
+def test_ticket_whose_exclusion_group_has_a_pinned_model_is_refused_by_its_name() -> None:
+    driver = CoreDriver(device=80, settings=ALONE, pinned="a")
+    driver.resident(0, "a", 10)
+    error = refusal(driver.ask(20, "b", 10))
+    assert error == RolePinned("b", "text", NodeId("n"), "a")
+    assert driver.state_of("a") == "resident"
+
+
+@pytest.mark.spec("C5", "C6")
+def test_aged_ticket_that_pressure_keeps_from_its_home_holds_up_no_ticket_it_spares() -> None:
+    driver = CoreDriver(device=80, host=80)
+    driver.resident(0, "e1", 20, capability="embedding", model="e1", host=15)
+    driver.engines["e1"] = {CPU: 20}
+    driver.read(1)
+    driver.ask(10, "a", 70, priority=HIGH)
+    driver.at(11, ev.Slept(TicketId("e1")))
+    driver.engines["e1"] = {HOST: 15}
+    driver.read(12)
+    driver.at(13, ev.Loaded(TicketId("a"), seconds(1)))
+    driver.beat(13, "a", inflight=1)
+    driver.ask(16, "e1", 20, capability="embedding", model="e1", host=15)
+    driver.at(17, ev.PressurePushed(CPU, types.Level.CRITICAL, None, seconds(3000)))
+    driver.fire_timer(46)
+    assert is_aged(driver, "e1")
+    driver.at(48, ev.Released(TicketId("a"), "idle"))
+    driver.gone(49, "a")
+    assert granted(driver.ask(50, "b", 10)) == ["b"]
 
 
 # -- larger than everything -----------------------------------------------------------------------
@@ -315,9 +368,9 @@ def test_ticket_exempt_from_pressure_is_not_held_up_by_one_that_is_not() -> None
     assert granted(driver.gone(5, "a")) == ["b"]
 
 
-def critical(driver: CoreDriver, t: float, number: int) -> None:
+def critical(driver: CoreDriver, t: float, number: int, term_s: float = 60) -> None:
     where = DeviceId(f"g/gpu:{number}")
-    driver.at(t, ev.PressurePushed(where, types.Level.CRITICAL, gib(1), seconds(60)))
+    driver.at(t, ev.PressurePushed(where, types.Level.CRITICAL, gib(1), seconds(term_s)))
 
 
 @pytest.mark.spec("C5", "C6")
@@ -348,6 +401,20 @@ def test_splittable_ticket_is_not_held_up_by_a_smaller_single_device_ticket() ->
     assert driver.at(2, asked) == []  # 40 on each, and 35 are free on one
     driver.at(3, ev.Released(TicketId("d"), "idle"))
     assert granted(driver.at(4, ev.EngineGone(NodeId("g"), TicketId("d"), True))) == ["c"]
+
+
+@pytest.mark.spec("B5", "C5", "C6")
+def test_aged_split_ticket_that_pressure_keeps_from_one_device_holds_up_no_ticket_it_spares() -> (
+    None
+):
+    driver = gpus(2, size=70)
+    critical(driver, 0, 1, term_s=3000)
+    what = HolderId("h1"), "embedding", "e1", types.Need(gib(80))
+    split = types.Split.EQUAL
+    assert driver.at(1, ev.Requested(TicketId("e1"), *what, "", True, split=split)) == []
+    driver.fire_timer(31)
+    assert is_aged(driver, "e1")
+    assert where(driver, 32, "b", 20, "h2") == "0"
 
 
 @pytest.mark.spec("B6", "C6")
