@@ -18,7 +18,7 @@ from arbiter.core.types import Floor, ModelName
 from arbiter.errors import NotResident, OutsideHours, UnknownCapability, UnknownModel
 from arbiter.units import HolderId, Span, after, in_seconds, seconds, since
 
-HERE = (State.QUEUED, State.LOADING, State.RESIDENT)
+COMING = (State.QUEUED, State.LOADING)
 # A holder finds no plan while the model's files are just being copied, and asks for no ticket then.
 LOOK_AGAIN = seconds(10)
 # What a holder was asked for longer ago, and did not begin, it could not load.
@@ -138,28 +138,32 @@ def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
 
 
 def load(state: CoreState, name: ModelName) -> None:
-    """Has a holder of the capability load a model, or, where there is none, the first to join.
-    Outside its hours nothing is loaded (C13)."""
+    """Has a holder of the capability load a model, or, where there is none, the first to join. A
+    model with the device floor that a request brings in is asked for as well, because that load
+    ends with its client. Outside its hours nothing is loaded (C13)."""
     if state.opens_at(name) is not None:
         return
-    if any(e.state in HERE for e in _entries(state, name)):
+    entries = _entries(state, name)
+    coming = [e.holder for e in entries if e.state in COMING]
+    stays = state.floor_of(name) is Floor.DEVICE
+    if any(e.state is State.RESIDENT for e in entries) or (coming and not stays):
         return
-    able = [h for h in state.holders.values() if h.capability == name.capability]
+    asleep = [e.holder for e in entries if e.state is State.ASLEEP]
+    able = [h.holder for h in state.holders.values() if h.capability == name.capability]
     if not able:
         state.wanted[name] = None
         state.note_active(name.capability)
         return
-    asleep = [e.holder for e in _entries(state, name) if e.state is State.ASLEEP]
-    holder = asleep[0] if asleep else able[0].holder
+    holder = (coming or asleep or able)[0]
     state.asked_loads[name] = AskedLoad(holder, state.now)
     state.decide(LoadModel(holder, name.model))
-    if state.floor_of(name) is Floor.DEVICE:
+    if stays:
         state.timers.set(("floors", ""), after(state.now, LOOK_AGAIN))
 
 
 def enforce(state: CoreState) -> None:
-    """Loads again what has the device floor and is not on a device, because its engine has ended or
-    its cool-down has, as soon as it may be tried."""
+    """Loads again what has the device floor and is not on a device, because its engine, its load or
+    its cool-down has ended, as soon as it may be tried."""
     for name in _on_device(state):
         failure = state.failures.get(name)
         if failure and state.now < failure.until:

@@ -13,7 +13,9 @@ from arbiter.units import Bytes, HolderId, TicketId, after, since
 
 REASONS = {reason.value: reason for reason in Reason}
 # No rule wanted these to end: a model whose floor is the device comes back (floors.enforce).
-UNASKED = frozenset({Reason.LOST, Reason.FAILED, Reason.REPLACED})
+UNASKED = frozenset(
+    {Reason.LOST, Reason.FAILED, Reason.REPLACED, Reason.WITHDRAWN, Reason.SHUTDOWN}
+)
 
 
 def reclaim(state: CoreState, entry: Ticket, reason: Reason) -> None:

@@ -255,6 +255,39 @@ def test_model_with_a_configured_device_floor_is_reloaded_when_its_engine_dies()
     assert LoadModel(H, "a") in d.gone(2, "a")
 
 
+@pytest.mark.spec("D8", "A8")
+def test_model_with_a_device_floor_is_loaded_again_where_the_client_of_its_load_leaves() -> None:
+    d = CoreDriver()
+    d.ask(0, "a", 30)
+    assert floor(d, 1, "a", Floor.DEVICE) == [LoadModel(H, "a")], "also without that client"
+    d.at(2, ev.Withdrawn(TicketId("a"), H))
+    assert d.gone(3, "a") == [LoadModel(H, "a")]
+
+
+@pytest.mark.spec("D8", "A8")
+def test_model_with_a_device_floor_is_loaded_again_where_the_client_in_the_queue_leaves() -> None:
+    d = CoreDriver(holders=("h", "g"))
+    floor(d, 0, "a", Floor.DEVICE)
+    d.resident(1, "a", 20)
+    d.ask(2, "c", 50)  # it loads all the time
+    d.ask(9, "a2", 60, holder="g")
+    d.fire_timer(10)
+    assert LoadModel(HolderId("g"), "a") in d.gone(11, "a"), "also without that client"
+    assert d.at(12, ev.Withdrawn(TicketId("a2"), HolderId("g"))) == []
+    assert d.fire_timer(21) == [LoadModel(H, "a")]
+
+
+@pytest.mark.spec("D8", "A20")
+def test_model_with_a_device_floor_is_loaded_by_another_replica_where_its_own_stops() -> None:
+    d = CoreDriver()
+    floor(d, 0, "a", Floor.DEVICE)
+    d.resident(1, "a", 30)
+    d.join(2, "g")
+    d.at(10, ev.Released(TicketId("a"), "shutdown", H))
+    d.at(11, ev.HolderLost(H))
+    assert d.gone(12, "a") == [LoadModel(HolderId("g"), "a")]
+
+
 @pytest.mark.spec("D8")
 def test_model_with_a_device_floor_is_retried_after_each_cool_down() -> None:
     d = CoreDriver()
