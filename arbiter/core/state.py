@@ -221,7 +221,7 @@ class CoreState:
     def _begin_work(self) -> None:
         """Begins with no work under way."""
         self.loading_much: dict[DeviceId, float] = {}  # share of its time, above the bound
-        self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
+        self.wanted: dict[types.ModelName, None] = {}  # until a holder that can load is there
         self.asked_loads: dict[types.ModelName, AskedLoad] = {}  # until each has ended
         self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
         self.removed_models: dict[types.ModelName, Instant] = {}  # forgotten, not back, and when

@@ -140,13 +140,18 @@ def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
 def load(state: CoreState, name: ModelName) -> None:
     """Has a holder of the capability load a model, or, where there is none, the first to join. A
     model with the device floor that a request brings in is asked for as well, because that load
-    ends with its client. Outside its hours nothing is loaded (C13)."""
+    ends with its client. After a restart a holder that is not back yet may have the model, so it is
+    asked for once grants are made. Outside its hours nothing is loaded (C13)."""
     if state.opens_at(name) is not None:
         return
     entries = _entries(state, name)
     coming = [e.holder for e in entries if e.state in COMING]
     stays = state.floor_of(name) is Floor.DEVICE
     if any(e.state is State.RESIDENT for e in entries) or (coming and not stays):
+        return
+    if not state.is_settled:
+        state.wanted[name] = None
+        state.timers.set(("floors", ""), state.settled_at)
         return
     asleep = [e.holder for e in entries if e.state is State.ASLEEP]
     able = [h.holder for h in state.holders.values() if h.capability == name.capability]
@@ -163,12 +168,13 @@ def load(state: CoreState, name: ModelName) -> None:
 
 def enforce(state: CoreState) -> None:
     """Loads again what has the device floor and is not on a device, because its engine, its load or
-    its cool-down has ended, as soon as it may be tried."""
-    for name in _on_device(state):
+    its cool-down has ended, as soon as it may be tried; and what is wanted."""
+    for name in dict.fromkeys([*state.wanted, *_on_device(state)]):
         failure = state.failures.get(name)
         if failure and state.now < failure.until:
             state.timers.set(("floors", ""), failure.until)
         elif state.closing_by is None:
+            state.wanted.pop(name, None)
             load(state, name)
 
 

@@ -8,7 +8,7 @@ import pytest
 from arbiter import units
 from arbiter.core import events as ev
 from arbiter.core.decisions import DropSlabs, LoadModel
-from arbiter.core.types import Floor, Priority
+from arbiter.core.types import Floor, Phase, Priority
 from arbiter.errors import NeverFits, NotResident, UnknownModel
 from arbiter.units import GIB, HolderId, NodeId, TicketId
 from tests.support.core_driver import (
@@ -124,6 +124,32 @@ def test_floors_survive_the_arbiter() -> None:
     successor.arbiter.restore_floors(d.arbiter.export_floors())
     assert successor.arbiter.export_floors() == [["text", "a", "device"]]
     assert successor.join(1, "h") == [LoadModel(H, "a")]
+
+
+@pytest.mark.spec("D1", "A18")
+@pytest.mark.parametrize("is_configured", [True, False])
+def test_model_with_a_device_floor_is_not_loaded_before_holders_of_the_last_epoch_are_back(
+    is_configured: bool,
+) -> None:
+    d = CoreDriver(known=("g", "h"), holders=())
+    if is_configured:
+        d.at(0, with_floor(d, Floor.DEVICE))
+    else:
+        d.arbiter.restore_floors([["text", "a", "device"]])
+    assert d.join(1, "g") == []
+    d.join(2, "h", d.held("a", Phase.RESIDENT, size=30))
+    assert d.fire_timer(5) == d.fire_timer(30) == []
+    assert d.find("a").pinned
+
+
+@pytest.mark.spec("D1", "A18")
+def test_model_with_a_device_floor_that_no_holder_brings_back_is_loaded_once_grants_are_made() -> (
+    None
+):
+    d = CoreDriver(known=("g", "h"), holders=())
+    d.arbiter.restore_floors([["text", "a", "device"]])
+    assert d.join(1, "g") == [] and d.fire_timer(4.9) == []
+    assert d.fire_timer(5) == [LoadModel(HolderId("g"), "a")]
 
 
 @pytest.mark.spec("D2")
