@@ -397,7 +397,7 @@ BUGS = [
     Bug("a floor does not hold", "arbiter/core/state.py", "CoreState.is_pinned",
         "self.registry.find(name).pinned or self.floor_of(name) is types.Floor.DEVICE",
         "self.registry.find(name).pinned"),
-    Bug("loads what is managed from outside", "arbiter/core/residency/floors.py", "refusal",
+    Bug("loads what is managed from outside", "arbiter/core/residency/floors.py", "_not_resident",
         "spec is None or not spec.is_external",
         "True"),
     Bug("what was removed is remembered", "arbiter/core/residency/floors.py", "forget_removed",

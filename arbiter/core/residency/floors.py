@@ -12,7 +12,7 @@ from arbiter.core import types
 from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, LogEvent, Reason
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.state import AskedLoad, CoreState
+from arbiter.core.state import AskedLoad, CoreState, reject_queued
 from arbiter.core.tickets.device_limits import cap_pins
 from arbiter.core.types import Floor, ModelName
 from arbiter.errors import NotResident, OutsideHours, UnknownCapability, UnknownModel
@@ -58,18 +58,31 @@ def _act_on(state: CoreState, name: ModelName, floor: Floor, *, source: str) -> 
     entries = _entries(state, name)
     for entry in entries:
         state.ledger.pin(entry, state.is_pinned(name))
-        entry.settle_when_idle(floor is not Floor.DEVICE and entry.state in AWAKE)
+        is_to_be_awake = entry.state in AWAKE or entry.ticket in state.queue
+        entry.settle_when_idle(floor is not Floor.DEVICE and is_to_be_awake)
         state.set_timer(entry, state.now)
         cap_pins(state, entry.home)
     if floor is Floor.DEVICE:
         load(state, name)
         if failure := state.failures.get(name):
             state.timers.set(("floors", ""), failure.until)
-    elif floor is Floor.COLD:
+        return
+    if floor is Floor.COLD:
         state.wanted.pop(name, None)
         state.asked_loads.pop(name, None)
         for entry in entries:
-            entry.settle_when_idle(entry.state in (*AWAKE, State.ASLEEP))
+            entry.settle_when_idle(True)
+    if error := _not_resident(state, name):
+        for entry in [e for e in entries if e.ticket in state.queue]:
+            reject_queued(state, entry, error)
+
+
+def on_rebuilt(state: CoreState, entry: Ticket) -> None:
+    """Has a ticket of the last epoch go down to its floor in a capability managed from outside:
+    that the floor was lowered while the model was in use, nothing but the floor tells any more."""
+    name = entry.model_name
+    if not entry.lease and state.opens_at(name) is None and _not_resident(state, name):
+        entry.settle_when_idle(True)
 
 
 def stop_settling_at_floor(state: CoreState, entry: Ticket) -> None:
@@ -96,8 +109,12 @@ def refusal(
 ) -> OutsideHours | NotResident | None:
     """Returns the error for a request outside the hours of its model, or in a capability managed
     from outside, where only models with the device floor are loaded; None when it may be loaded."""
-    if closed := outside_hours(state, name, deadline):
-        return closed
+    return outside_hours(state, name, deadline) or _not_resident(state, name)
+
+
+def _not_resident(state: CoreState, name: ModelName) -> NotResident | None:
+    """Returns the error for a model without the device floor in a capability managed from outside;
+    None for any other."""
     spec = state.registry.specs.get(name.capability)
     if spec is None or not spec.is_external:
         return None

@@ -319,6 +319,7 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         leases.bind(state, entry, held.lease)
         lessees.restore(state, entry, held.lease_history)
     apply_configuration(state, entry)
+    floors.on_rebuilt(state, entry)
     state.ledger.open(entry)
     if ticket_state is State.LOADING:
         state.queue.loading(entry.node, entry.model_name, 1)

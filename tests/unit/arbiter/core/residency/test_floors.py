@@ -163,6 +163,51 @@ def test_request_for_a_cold_externally_managed_model_is_refused_at_once() -> Non
         d.at(3, ev.LoadAsked("text", "b"))
 
 
+def queued_for_its_floor(d: CoreDriver) -> None:
+    """`b` has the device floor and asks, and another model has its bytes."""
+    d.ask(0, "e1", 60, capability="embedding", model="e1")
+    floor(d, 1, "b", Floor.DEVICE)
+    assert d.ask(2, "b", 60) == []
+
+
+@pytest.mark.spec("D2", "D8")
+@pytest.mark.parametrize("to", [Floor.HOST, Floor.COLD])
+def test_queued_ticket_of_an_externally_managed_model_whose_floor_is_lowered_is_refused(
+    to: Floor,
+) -> None:
+    d = external()
+    queued_for_its_floor(d)
+    d.at(3, ev.FloorSet("text", "b", to))
+    assert d.state_of("b") == "closed"
+    assert isinstance(refusal(d.ask(4, "b", 60)), NotResident)
+
+
+@pytest.mark.spec("D8")
+def test_model_whose_floor_is_lowered_while_its_ticket_is_queued_leaves_after_its_requests() -> (
+    None
+):
+    d = CoreDriver()
+    queued_for_its_floor(d)
+    floor(d, 3, "b", Floor.COLD)
+    d.at(4, ev.LoadBroke(TicketId("e1"), "a bug", False))
+    assert granted(d.gone(5, "e1")) == ["b"]
+    d.at(6, ev.Loaded(TicketId("b"), units.seconds(1)))
+    assert revoked(d.beat(7, "b", inflight=1)) == []
+    assert revoked(d.beat(8, "b")) == [("b", "manual", "gone")]
+
+
+@pytest.mark.spec("D2", "A18")
+@pytest.mark.parametrize(("to", "leaves"), [("cold", ["manual"]), ("device", [])])
+def test_externally_managed_model_whose_floor_was_lowered_in_the_last_epoch_leaves_once_idle(
+    to: str, leaves: list[str]
+) -> None:
+    d = CoreDriver(known=("h",), holders=())
+    d.at(0, ev.CapabilitiesSet((replace(d.table[0], is_external=True), d.table[1])))
+    d.arbiter.restore_floors([["text", "a", to]])
+    assert revoked(d.join(1, "h", d.held("a", Phase.RESIDENT, size=30, inflight=1))) == []
+    assert [reason for _, reason, _ in revoked(d.beat(2, "a"))] == leaves
+
+
 @pytest.mark.spec("D2")
 def test_leaving_the_device_floor_releases_the_device() -> None:
     d = external()
