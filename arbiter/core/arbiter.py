@@ -259,6 +259,16 @@ class Arbiter:
         for capability, model, floor in rows:
             self._state.floors[types.ModelName(capability, model)] = types.Floor(floor)
 
+    def export_removing(self) -> list[list[str]]:
+        """Returns rows of capability and model, of models that were removed and are still held;
+        `restore_removing` reads them back."""
+        return [list(name) for name in sorted(self._state.removing)]
+
+    def restore_removing(self, rows: list[list[str]]) -> None:
+        """Takes back the rows of `export_removing`."""
+        for capability, model in rows:
+            self._state.removing[types.ModelName(capability, model)] = None
+
     def restore_removed(self, ages_s: dict[str, float]) -> None:
         """Takes back how many seconds ago each tenant was removed (E6)."""
         for tenant, age_s in ages_s.items():

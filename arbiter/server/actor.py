@@ -115,6 +115,7 @@ class ArbiterActor:
                 for name, at in self._store.removed_tenants().items()
             },
             self._store.removed_models(),
+            self._store.removing(),
         )
         core, module = heading.core(chosen.policies), self._boot.replay_module
         day = DayReplays(module, chosen.settings, monotonic) if module else None
@@ -404,6 +405,8 @@ class ArbiterActor:
         known = {(spec.name, model.name) for spec in future.specs.values() for model in spec.models}
         floors = [row for row in core.export_floors() if (row[0], row[1]) in known]
         self._store.save_floors(floors)  # what was removed has none
+        removed = [list(name) for name in core.model_names if name not in known]
+        self._store.save_removing(core.export_removing() + removed)
         self._shell.command_all(messages.ConfigChanged(configuration.table))
         if (old.settings, old.policies) != (configuration.settings, configuration.policies):
             self._begin_anew("settings changed")
@@ -432,6 +435,7 @@ class ArbiterActor:
         self._tell_hours([capability])
         self._shell.feed(ev.CapabilityRegistered(capability))
         self._store.save_registered(self._shell.core.registered)
+        self._store.save_removing(self._shell.core.export_removing())
 
     async def unregister(self, capability: str) -> None:
         """Its models leave once they are idle. Raises UnknownCapability for a name that was not
@@ -440,6 +444,7 @@ class ArbiterActor:
         self._shell.feed(ev.CapabilityUnregistered(capability))
         self._store.save_registered(self._shell.core.registered)
         self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
+        self._store.save_removing(self._shell.core.export_removing())
 
     async def unload(self, ticket: TicketId) -> None:
         """Unloads a model by hand; a model in use stays."""

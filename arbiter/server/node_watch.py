@@ -53,6 +53,7 @@ class NodeWatch:
         self._learned_saved_count = shell.core.learned_changes_count
         self._removed_saved = shell.core.export_removed_models()
         store.note_learned(shell.core.export_learned())
+        self._removing_saved = shell.core.export_removing()
         # Written at least once: what is in the file may be of a clock that has begun anew.
         self._accounts_saved: list[list[Any]] | None = None
         self._usage_saved: dict[int, bytes] = {}  # digests of the parts that are in the file
@@ -73,6 +74,7 @@ class NodeWatch:
         """Waits for nothing, because leases end that are not kept each second."""
         for looks_count in itertools.count(1):
             self.save_learned()
+            self.save_removing()
             if self._usage_parts or looks_count % self._usage_looks_count == 0:
                 self.save_usage()
             self._sweep()
@@ -135,6 +137,13 @@ class NodeWatch:
 
     def _accounts(self) -> list[list[Any]]:
         return self._shell.core.export_accounts()
+
+    def save_removing(self) -> None:
+        """Forgets in the state file what is removed by now."""
+        removing = self._shell.core.export_removing()
+        if removing != self._removing_saved:
+            self._store.save_removing(removing)
+            self._removing_saved = removing
 
     def save_learned(self) -> None:
         """What was learned of models, and which were removed, of whom nothing is known then."""

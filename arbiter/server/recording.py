@@ -58,6 +58,7 @@ class RecordingHeader:
     usage: Any = None  # as the core exported it; None: no model was used
     removed_s: Any = None  # how long ago each tenant was removed; None: none was
     removed_models: Any = None  # as the core exported them; None: none was removed
+    removing: Any = None  # models that were removed and are still held; None: none is
 
     def core(self, policies: Policies) -> Arbiter:
         known = frozenset(self.known_holders)
@@ -74,6 +75,8 @@ class RecordingHeader:
             core.restore_removed(self.removed_s)
         if self.removed_models:
             core.restore_removed_models(self.removed_models)
+        if self.removing:
+            core.restore_removing(self.removing)
         return core
 
 

@@ -186,6 +186,13 @@ class Store:
     def save_floors(self, rows: Any) -> None:
         self._save_fact("floors", json.dumps(rows).encode())
 
+    def removing(self) -> Any:
+        """What `save_removing` was given last in this session; empty when nothing was."""
+        return json.loads(self._fact("removing") or b"[]")
+
+    def save_removing(self, rows: Any) -> None:
+        self._save_fact("removing", json.dumps(rows).encode())
+
     def registered(self) -> tuple[CapabilitySpec, ...]:
         """Capabilities that `save_registered` was given last in this session. Raises ValueError
         when they were written by code that described them otherwise."""

@@ -282,8 +282,9 @@ def is_known(state: CoreState, name: ModelName) -> bool:
 
 
 def forget_removed(state: CoreState) -> None:
-    """Forgets what was learned of removed models whose last ticket is off the books."""
-    if not state.removing:
+    """Forgets what was learned of removed models whose last ticket is off the books. After a
+    restart a holder that is not back yet may have one."""
+    if not state.removing or not state.registry.is_set or not state.gave_up_waiting:
         return
     held = {entry.model_name for entry in state.ledger.entries() if not entry.lease}
     gone = [name for name in state.removing if name not in held]

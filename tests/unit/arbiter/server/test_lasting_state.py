@@ -20,7 +20,7 @@ from arbiter.core.types import (
 )
 from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownRole
 from arbiter.server.actor import ArbiterActor
-from arbiter.server.store import Store
+from arbiter.server.store import Member, Store
 from arbiter.units import (
     Bytes,
     DeviceId,
@@ -115,6 +115,23 @@ async def test_role_and_a_capability_of_it_come_with_one_change_of_the_settings(
             core = successor._shell.core
             assert set(core.replica_targets(core._state.now)) == {"c", "pages"}
             assert core.export_floors() == [], "its model was removed by the same change"
+
+
+@pytest.mark.spec("D9", "A18")
+async def test_next_arbiter_knows_which_models_are_being_removed(running: Running) -> None:
+    b = {"role": "text", "engine": "m:f", "models": {"b": {"source": "x"}}}
+    held = ev.HeldTicket(TicketId("t"), "a", Phase.RESIDENT, 1, Span(0), (), Need(Bytes(1)))
+    async with running() as actor:
+        actor._store.add_member(Member(HolderId("h"), NodeId("n")))
+        actor._shell.feed(ev.Joined(HolderId("h"), NodeId("n"), "c", (held,)))
+        await actor.configure(configuration(parse_table({"capabilities": {"c": b}})))
+        assert actor._shell.core.export_removing() == [["c", "a"]]
+        async with running() as successor:
+            assert successor._shell.core.export_removing() == [["c", "a"]]
+            await successor.configure(configuration(parse_table(TABLE)))
+            assert successor._shell.core.export_removing() == [["c", "b"]], "`a` is back"
+            async with running() as third:
+                assert third._shell.core.export_removing() == [["c", "b"]]
 
 
 @pytest.mark.spec("A2", "C12")

@@ -278,6 +278,29 @@ def test_removed_model_leaves_after_its_requests_with_all_that_was_learned_of_it
     assert d.last("model_removed").data["model"] == "a"
 
 
+@pytest.mark.spec("D9", "A18")
+def test_removal_of_a_model_in_use_is_completed_by_the_next_epoch() -> None:
+    d = CoreDriver()
+    d.resident(0, "a", 30)
+    d.engines["a"] = {CPU: 30}
+    d.read(1)
+    d.read(2)
+    d.beat(3, "a", inflight=1)
+    text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
+    d.at(4, ev.CapabilitiesSet((text, d.table[1])))
+    after = CoreDriver(known=("h",), holders=())
+    after.at(0, ev.CapabilitiesSet((text, d.table[1])))
+    after.arbiter.restore_learned(d.arbiter.export_learned())
+    after.arbiter.restore_removing(d.arbiter.export_removing())
+    assert after.fire_timer(1) == [] and learned_models(after), "its holder may yet be back"
+    after.join(2, "h", after.held("a", Phase.RESIDENT, size=30, inflight=1))
+    assert [r[0] for r in revoked(after.beat(6, "a"))] == ["a"]
+    assert learned_models(after)
+    after.at(7, ev.Released(TicketId("a"), "idle"))
+    assert after.gone(8, "a") == [DropSlabs(NodeId("n"), "text/a")]
+    assert learned_models(after) == after.arbiter.export_removing() == []
+
+
 @pytest.mark.spec("D9")
 def test_a_model_that_is_back_in_time_keeps_what_was_learned() -> None:
     d = CoreDriver()
