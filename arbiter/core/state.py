@@ -468,15 +468,23 @@ class CoreState:
         usual_count = self.hours.ahead(name, self.now, any_hours_count)
         return UsageCounts(recent_count, lasting_count, any_hours_count, usual_count)
 
+    def drop_queued(self, entry: Ticket) -> None:
+        """Takes a ticket out of the queue without a grant, which costs its tenant nothing; safe for
+        a ticket that is not queued."""
+        if waiting := self.queue.find(entry.ticket):
+            start = waiting.request.virtual_start_bytes
+            self.accounts.not_served(waiting.tenant, start, waiting.work_bytes)
+            self.queue.drop(entry.ticket)
+
     def unqueue(self, entry: Ticket) -> None:
         """Takes a ticket out of the queue: nothing waits for it any more."""
-        self.queue.drop(entry.ticket)
+        self.drop_queued(entry)
         self.ledger.touch(entry)
         self.set_timer(entry, self.now)
 
     def close(self, entry: Ticket) -> None:
         """Takes a ticket off the books and out of the queue; its id is never used again."""
-        self.queue.drop(entry.ticket)
+        self.drop_queued(entry)
         self.compactions.note_waste(entry.ticket, is_enough=False)
         self.move(entry, State.CLOSED)
         if entry.ticket not in self.answers:

@@ -265,7 +265,9 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
     deadline = None if event.deadline is None else after(state.now, event.deadline)
     entry.set_priority(types.Priority.BATCH if entry.is_prefetch else event.priority)
     tenant = entry.client.tenant
-    need = entry.need.device_bytes
+    work_bytes = entry.need.device_bytes / quotas.share_of(state, tenant)
+    if entry.is_prefetch:  # which no client asked for
+        work_bytes = 0.0
     waiting = state.queue.add(
         entry.ticket,
         entry.model_name,
@@ -278,9 +280,9 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
         is_first=entry.frees,
         is_asleep=entry.state is not State.QUEUED,
         quota_group=quotas.quota_group(state, tenant),
-        virtual_start_bytes=state.accounts.virtual_start_of(
-            tenant, need, quotas.share_of(state, tenant)
-        ),
+        virtual_start_bytes=state.accounts.virtual_start_of(tenant, work_bytes),
+        tenant=tenant,
+        work_bytes=work_bytes,
     )
     state.ledger.touch(entry)
     hours.hold(state, entry, waiting)

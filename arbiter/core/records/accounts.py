@@ -100,13 +100,21 @@ class Accounts:
 
     # -- fair share ----------------------------------------------------------------------------
 
-    def virtual_start_of(self, tenant: str, need: Bytes, share_fraction: float) -> Bytes:
+    def virtual_start_of(self, tenant: str, work_bytes: float) -> Bytes:
         """Returns where a ticket that joins the queue stands by what its tenant has asked for
         already: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996), with bytes as the
-        work."""
+        work. `work_bytes`: what the ticket needs, by the share of its tenant."""
         start = max(self.virtual_bytes, self.finish_bytes.get(tenant, 0.0))
-        self.finish_bytes[tenant] = start + need / share_fraction
+        self.finish_bytes[tenant] = start + work_bytes
         return Bytes(int(start))
+
+    def not_served(self, tenant: str, virtual_start: Bytes, work_bytes: float) -> None:
+        """Takes back what a ticket that leaves the queue without a grant was to cost its tenant, as
+        far as later grants have not passed it. The places of queued tickets stay."""
+        left_bytes = min(work_bytes, virtual_start + work_bytes - self.virtual_bytes)
+        if left_bytes > 0 and tenant in self.finish_bytes:
+            finish = self.finish_bytes[tenant] - left_bytes
+            self.finish_bytes[tenant] = max(self.virtual_bytes, finish)
 
     def served(self, virtual_start: Bytes) -> None:
         """Has tickets that join from now on start no earlier than what was granted last."""

@@ -35,6 +35,8 @@ class QueueEntry:
     is_aged: bool = False
     need_bytes: Bytes = Bytes(0)
     quota_group: str = ""  # of its tenant: see quotas.quota_group
+    tenant: str = ""  # that asked
+    work_bytes: float = 0.0  # of its tenant's share: see Accounts.virtual_start_of
     version: int = -1  # of the estimates that say so
     is_held: bool = False  # outside its hours: not tried (C13)
     ages_from: Instant | None = None  # when it was last let go; None: since it asked
@@ -144,6 +146,8 @@ class RequestQueue:
         is_asleep: bool = False,
         virtual_start_bytes: Bytes = Bytes(0),
         quota_group: str = "",
+        tenant: str = "",
+        work_bytes: float = 0.0,
     ) -> QueueEntry:
         """Queues a ticket and returns its entry. `is_asleep`: it waits to be woken. `is_first`: it
         stands before every ticket that is not, aged or not."""
@@ -162,6 +166,8 @@ class RequestQueue:
             not (is_asleep or is_of_gang),
             is_first,
             quota_group=quota_group,
+            tenant=tenant,
+            work_bytes=work_bytes,
         )
         self._waiting[ticket] = waiting
         self._of_model.setdefault(model, {})[ticket] = None

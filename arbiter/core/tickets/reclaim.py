@@ -21,7 +21,7 @@ UNASKED = frozenset(
 def reclaim(state: CoreState, entry: Ticket, reason: Reason) -> None:
     """Ends the engine behind a ticket. A reason given by an earlier revoke stands."""
     was_waiting = entry.ticket in state.queue
-    state.queue.drop(entry.ticket)
+    state.drop_queued(entry)
     entry.note_leaving(reason)
     state.move(entry, State.RECLAIMING)
     if was_waiting:  # to be woken; it will not be

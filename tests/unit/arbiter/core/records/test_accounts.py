@@ -39,6 +39,33 @@ def test_tenants_are_served_by_bytes_requested_and_not_by_count() -> None:
     assert driver.queue() == list("abecd")  # y has had as much as one of them
 
 
+def test_tickets_that_were_never_granted_cost_their_tenant_no_turns() -> None:
+    driver = CoreDriver(device=20)
+    driver.resident(0, "vad", 20, tenant="y")
+    driver.beat(1, "vad", inflight=1)
+    driver.ask(2, "b", 20, tenant="x")
+    for number in range(3):
+        driver.ask(3 + number, f"a{number}", 20, tenant="x")
+        driver.at(3.5 + number, ev.Withdrawn(TicketId(f"a{number}")))
+    driver.ask(7, "c", 20, tenant="x", deadline_s=1)
+    driver.fire_timer(8)
+    assert driver.state_of("c") == "closed"
+    driver.ask(9, "d", 20, tenant="x")
+    driver.ask(9, "e", 20, tenant="y")  # which has had as much as `b` is to have
+    assert driver.queue() == ["b", "d", "e"], "as if those had not asked"
+
+
+def test_ticket_that_grants_to_others_have_passed_gives_its_tenant_nothing_back() -> None:
+    accounts = Accounts(seconds(3600), most_count=3)
+    start = accounts.virtual_start_of("x", 10.0)
+    for _ in range(3):
+        served = accounts.virtual_start_of("y", 10.0)
+    accounts.served(served)
+    assert accounts.virtual_start_of("x", 10.0) == 20
+    accounts.not_served("x", start, 10.0)
+    assert accounts.virtual_start_of("x", 10.0) == 30
+
+
 def test_tickets_of_a_single_tenant_are_served_in_order_of_arrival() -> None:
     driver = CoreDriver(device=20)
     driver.resident(0, "vad", 20)
