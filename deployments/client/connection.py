@@ -7,10 +7,12 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 
 from arbiter.leases import LeaseTransport
+from arbiter.loopback import is_loopback
 from deployments.client import leases
 from deployments.client.typed_errors import FrontUnreachable, told, told_in_stream
 
@@ -138,7 +140,14 @@ def _client(
 ) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, transport=transport)
+    return httpx.AsyncClient(
+        base_url=url,
+        headers=headers,
+        timeout=timeout,
+        transport=transport,
+        # A key for this machine goes to no proxy that the environment names.
+        trust_env=not is_loopback(urlsplit(url).hostname or ""),
+    )
 
 
 @contextmanager

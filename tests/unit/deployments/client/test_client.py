@@ -3,6 +3,7 @@
 import base64
 import json
 import pickle
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -439,6 +440,25 @@ async def test_speech_that_breaks_off_is_an_error_and_no_shorter_speech(
     for client in clients.values():
         with pytest.raises(FrontUnreachable, match="broke off"):
             await client.speak("Hello")
+
+
+@pytest.mark.spec("L1")
+async def test_key_for_this_machine_goes_to_no_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    front = ScriptedFront()
+    front.answers["POST", CHAT] = Answer(503, {}, b"heard")
+    with front.serving() as url, socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        async with AsyncClient(url, model=MODEL, key="arb-mine") as client:
+            with pytest.raises(RequestError, match="HTTP 503: heard"):
+                await client.chat("Hello")
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+    assert front.requests[0].headers["authorization"] == "Bearer arb-mine"
 
 
 async def test_answer_of_no_front_says_what_came() -> None:
