@@ -139,7 +139,8 @@ def test_model_with_a_device_floor_is_not_loaded_before_holders_of_the_last_epoc
     assert d.join(1, "g") == []
     d.join(2, "h", d.held("a", Phase.RESIDENT, size=30))
     assert d.fire_timer(5) == d.fire_timer(30) == []
-    assert d.find("a").pinned
+    entry = d.find("a")
+    assert entry is not None and entry.pinned
 
 
 @pytest.mark.spec("D1", "A18")
