@@ -198,13 +198,13 @@ async def test_nine_tenths_of_a_zipf_load_on_an_engine_need_no_file(
     engines: ZygoteUnderTest, tiny: Path, tmp_path: Path, slab: int
 ) -> None:
     """Once the load has gone on for a while: each adapter is cold at its first request only."""
-    names = adapter_zipf.make_adapters(tmp_path / "in", tiny, 120)
-    wanted = adapter_zipf.zipf(names, 900, seed=1)
+    names = adapter_zipf.make_adapters(tmp_path / "in", tiny, 60)
+    wanted = adapter_zipf.zipf(names, 450, seed=1)
     with killed(engines, "zipf", VLLM, adapter_zipf.config(tiny, tmp_path, slab)) as child:
-        first = await adapter_zipf.serve(child, wanted[:650], seed=1, tokens=1)
-        later = await adapter_zipf.serve(child, wanted[650:], seed=1, tokens=1)
+        first = await adapter_zipf.serve(child, wanted[:325], seed=1, tokens=1)
+        later = await adapter_zipf.serve(child, wanted[325:], seed=1, tokens=1)
         assert first.requests["cold"] + later.requests["cold"] == len(set(wanted))
-        assert sum(later.requests.values()) == 250 and later.hit_rate > 0.9, later
+        assert sum(later.requests.values()) == 125 and later.hit_rate > 0.9, later
         said = len(wanted) - len(set(wanted))
         assert later.requests["hot"] and later.requests["warm"] > later.requests["cold"]
         with contextlib.closing(SlabView(slab)) as view:
