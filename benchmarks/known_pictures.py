@@ -49,7 +49,7 @@ def make_model(folder: Path) -> None:
     for name, value in {**sizes, **more}.items():
         setattr(config.vision_config, name, value)
     torch.manual_seed(1)
-    model: Any = Idefics3ForConditionalGeneration(config)  # type: ignore[no-untyped-call]
+    model: Any = Idefics3ForConditionalGeneration(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     path = folder / "processor_config.json"
     processor = json.loads(path.read_text())

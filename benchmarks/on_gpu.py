@@ -92,7 +92,7 @@ def make_encoder(folder: Path) -> None:
         intermediate_size=4 * WIDTH,
     )
     with tempfile.TemporaryDirectory() as plain:
-        bert: Any = BertModel(config)  # type: ignore[no-untyped-call]
+        bert: Any = BertModel(config)
         bert.save_pretrained(plain)
         tokenizer.save_pretrained(plain)
         modules = [Transformer(plain), Pooling(WIDTH)]
