@@ -34,8 +34,15 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # every import of transformers.
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 COMPILE = (
-    "import compileall, sysconfig;"
-    " compileall.compile_dir(sysconfig.get_path('purelib'), maxlevels=50, quiet=2, workers=0)"
+    "import compileall, re, sysconfig, sys;"
+    " compileall.compile_dir(sysconfig.get_path('purelib'), maxlevels=50, quiet=2, workers=0,"
+    " rx=re.compile(sys.argv[1]) if sys.argv[1] else None)"
+)
+# Of these a small part is ever imported, which Python compiles then and keeps. An image may be
+# unable to keep it, so there everything is compiled.
+SELDOM_IMPORTED = (
+    r"/(tests|transformers/models|diffusers|sympy|scipy|sklearn|numba|moto|botocore|matplotlib"
+    r"|networkx|debugpy|fontTools|pip|mypy)/"
 )
 
 
@@ -70,7 +77,8 @@ def install(folder: Path, device: str, more: str) -> None:
         pip(python, note, "install", "-c", str(constraints), "-e", f"{ROOT}[{device}{more}]")
     with steps.step("compiled on all cores") as note:
         # pip would on one. Templates of packages that are no Python are left out.
-        progress.run([python, "-c", COMPILE], log_of(python), note)
+        left_out = SELDOM_IMPORTED if more else ""
+        progress.run([python, "-c", COMPILE, left_out], log_of(python), note)
     with steps.step("what does not import is dropped") as note:
         for package in OPTIONAL:
             drop_if_broken(python, note, package)
