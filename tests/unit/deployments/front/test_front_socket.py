@@ -178,7 +178,6 @@ async def test_request_without_an_id_gets_one(proxy: Any) -> None:
 async def test_all_else_goes_by_serve(proxy: Any, path: str) -> None:
     async with opened(Application()):
         assert (await Client("/arbiter/state").call(proxy)).status == 299
-        assert (await Client("/v1/x", x_request_timeout_seconds="3").call(proxy)).status == 299
     client = await Client(path, b"one", b"two", b"three").call(proxy)
     assert (client.status, client.body) == (299, b"onetwothree")  # the front is gone
 
