@@ -19,6 +19,7 @@ from deployments.front.arbiter_gateway import AWAY, Presence, soonest
 
 # Waited for the arbiter's state: its restart takes longer, and a list of models does without.
 STATE_S = 1.0
+THREADS_MOST = 16  # in which one request has headers of models read
 
 # By role, where the table lists no paths: what every class of the role serves.
 BY_ROLE: dict[str, tuple[str, ...]] = {
@@ -76,7 +77,13 @@ async def facts(table: Table, models: Iterable[str]) -> dict[str, Facts]:
         there = dict.fromkeys(homes, AWAY)
     rows = [(model, table.capabilities[home]) for model, home in homes.items()]
     configs = [capability.models[model] for model, capability in rows]
-    read = await asyncio.gather(*(in_thread(each.source, context, each) for each in configs))
+    turns = asyncio.Semaphore(THREADS_MOST)
+
+    async def tokens_of(config: ModelConfig) -> int | None:
+        async with turns:
+            return await in_thread(config.source, context, config)
+
+    read = await asyncio.gather(*map(tokens_of, configs))
     return {
         model: Facts(capabilities(capability, config), tokens, there[model])
         for (model, capability), config, tokens in zip(rows, configs, read, strict=True)

@@ -1,0 +1,39 @@
+"""Threads that read files of models, where some of the files wait for a server that hangs."""
+
+import asyncio
+import threading
+
+import pytest
+
+from deployments.config.file_threads import in_thread
+from tests.support.waits import WITHIN_S, eventually
+
+
+def names() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("model-files")]
+
+
+@pytest.mark.spec("D5")
+async def test_files_that_hang_keep_one_thread_whoever_leaves_and_delay_no_other_model() -> None:
+    server = threading.Event()
+    asked = [in_thread("hangs", server.wait, WITHIN_S) for _ in range(5)]
+    try:
+        await eventually(lambda: len(names()) == 1)
+        asked[0].cancel()  # its client has left; the thread still waits
+        asked.append(in_thread("hangs", server.wait, WITHIN_S))
+        assert await in_thread("other", lambda: "read") == "read"
+        await eventually(lambda: len(names()) == 1)
+    finally:
+        server.set()
+    assert await asyncio.gather(*asked[1:]) == [True] * 5
+    await eventually(lambda: not names())
+
+
+async def test_error_of_the_work_is_that_of_its_caller_and_ends_the_thread_as_well() -> None:
+    with pytest.raises(OSError, match="stale"):
+        await in_thread("gone", fail)
+    await eventually(lambda: not names())
+
+
+def fail() -> None:
+    raise OSError("stale")
