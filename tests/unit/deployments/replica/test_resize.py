@@ -66,7 +66,7 @@ async def test_model_grows_and_shrinks_by_hand_and_goes_on_when_refused() -> Non
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
         growth.error = GrowthRefused(residency.models["a"].ticket, Bytes(7), "full")
         residency._on_command(messages.Resize("a", messages.ModelSize.GROWN))
-        residency._on_command(messages.Resize("nobody", messages.ModelSize.GROWN))
+        residency._on_command(messages.Resize("no-such-model", messages.ModelSize.GROWN))
         await until(lambda: len(growth.asked) == 2 and not residency.background.running)
         assert await use(residency) and len(growth.spawned) == 2
 

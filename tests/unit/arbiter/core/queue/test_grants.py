@@ -96,7 +96,7 @@ def test_aged_ticket_asks_with_the_priority_of_the_ticket_it_holds_up() -> None:
     driver = CoreDriver(device=80)
     driver.resident(0, "a", 80, priority=HIGH)
     assert driver.ask(1, "b", 50, priority=LOW) == []
-    assert driver.fire_timer(31) == []  # due, but nobody it holds up may have more than it
+    assert driver.fire_timer(31) == []  # due, but no ticket it holds up may have more than it
     assert revoked(driver.ask(32, "c", 50, priority=HIGH)) == [("a", "swap", "gone")]
     driver.at(33, ev.Released(TicketId("a"), "swap"))
     assert granted(driver.gone(34, "a")) == ["b"]
