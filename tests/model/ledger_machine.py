@@ -25,6 +25,7 @@ from arbiter.core.eviction.eligibility import min_residency_ends
 from arbiter.core.eviction.ranking import effective_priority
 from arbiter.core.records.ticket import CHARGED, State, Ticket
 from arbiter.core.settings import DEFAULTS, Timeouts
+from arbiter.errors import NEVER_JOINED, StaleEpoch
 from arbiter.units import (
     SECOND,
     Bytes,
@@ -156,7 +157,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if ticket not in before and isinstance(first, Refuse):
             assert first == refusal, "a repeated question got another answer"
         self.asked.discard(ticket)
-        if self.core.find(ticket) is None:
+        for_now = isinstance(refusal.error, StaleEpoch) and refusal.error.sent == NEVER_JOINED
+        if self.core.find(ticket) is None and not for_now:
             self.answers[ticket] = refusal
 
     def judge_compaction(self, answer: Compacted, event: ev.Event) -> None:

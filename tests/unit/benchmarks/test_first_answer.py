@@ -23,6 +23,6 @@ def test_only_models_that_fall_asleep_stay_for_it() -> None:
     config = shipped(3, 8)
     models = table_of(config)["capabilities"]
     models["tts"]["models"]["joe"].pop("can_sleep")
-    assert "joe" in private_bytes.sleepers(table_of(config))
-    assert models["tts"]["models"]["joe"]["keep_warm_s"] == private_bytes.SLEEPER_S
+    assert "joe" in private_bytes.models_that_sleep(table_of(config))
+    assert models["tts"]["models"]["joe"]["keep_warm_s"] == private_bytes.ASLEEP_S
     assert "keep_warm_s" not in models["asr"]["models"]["tiny.en"]
