@@ -192,13 +192,18 @@ def _name_shared_memory(scratch: str) -> None:
     names._SHM_SAFE_NAME_LENGTH = len(names._SHM_NAME_PREFIX) + 2 * _RANDOM_BYTES
 
 
+def shared_memory_prefix() -> str:
+    """Returns what the names of this engine's shared memory begin with."""
+    names: Any = shared_memory
+    return str(names._SHM_NAME_PREFIX).removeprefix("/")
+
+
 def unname_shared_memory() -> None:
     """Takes the names of the shared memory that this process has mapped, once all processes that
     share it have: it then goes with the last of them, also when they and the agent are killed."""
-    names: Any = shared_memory
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
-        if path.startswith(f"/dev/shm{names._SHM_NAME_PREFIX}"):
+        if path.startswith(f"/dev/shm/{shared_memory_prefix()}"):
             Path(path).unlink(missing_ok=True)
 
 

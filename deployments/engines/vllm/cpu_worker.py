@@ -47,6 +47,15 @@ class SleepingCpuWorker(CPUWorker):
         self.copies: list[int] = []
         self.filling = linux.Filling()
 
+    def init_device(self) -> None:
+        """vLLM names the memory in which its processes add up their parts after the file by which
+        they meet. The file is renamed, so that this memory too bears the engine's name."""
+        meeting = Path(self.distributed_init_method.removeprefix("file://"))
+        if meeting.is_absolute():
+            named = meeting.with_name(linux.shared_memory_prefix() + meeting.name)
+            self.distributed_init_method = f"file://{named}"
+        super().init_device()
+
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """vLLM asks here which memory the KV cache comes from: from pages that are not zeroed yet.
         They are filled once the model is loaded, so that no first token waits for them."""
