@@ -147,17 +147,18 @@ def test_a_mixed_batch_equals_each_alone(ours: Child) -> None:
 BF16_BOUND = 0.1
 # Two libraries round after other operations: over 480 steps by 0.14 at most, 0.023 on average.
 PEFT_BOUND, PEFT_MEAN = 0.3, 0.075
+LIKELIEST = 10  # tokens told of a step: more than ever tie, of which either run may choose another
 Steps = list[dict[str, float]]
 
 
 def ranked(child: Child, name: str, prompt: list[int]) -> Steps:
-    """Of each step the two likeliest tokens with their logprobs, the likeliest first."""
-    body = {"model": name, "prompt": prompt, "max_tokens": COUNT, "temperature": 0, "logprobs": 2}
-    body |= {"ignore_eos": True, "return_tokens_as_token_ids": True}
+    """Of each step the likeliest tokens with their logprobs, the likeliest first."""
+    body = {"model": name, "prompt": prompt, "max_tokens": COUNT, "temperature": 0}
+    body |= {"logprobs": LIKELIEST, "ignore_eos": True, "return_tokens_as_token_ids": True}
     status, got = child.call("POST", "/v1/completions", body)
     assert status == 200, got
     steps: Steps = got["choices"][0]["logprobs"]["top_logprobs"]
-    return [dict(sorted(step.items(), key=lambda row: -row[1])[:2]) for step in steps]
+    return [dict(sorted(step.items(), key=lambda row: -row[1])) for step in steps]
 
 
 @pytest.mark.spec("F7", "F10")
@@ -210,7 +211,7 @@ def near(ones: list[Steps], others: list[Steps]) -> int:
     compared = 0
     for lone, beside in zip(ones, others, strict=True):
         for one, other in zip(lone, beside, strict=True):
-            (token, best), (_, second) = one.items()
+            (token, best), (_, second), *_ = one.items()
             assert abs(best - other.get(token, -100.0)) <= BF16_BOUND
             compared += 1
             if best - second <= BF16_BOUND:
