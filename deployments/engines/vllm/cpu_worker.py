@@ -32,10 +32,11 @@ _KERNEL = "deployments.engines.vllm.lora_cpu.SegmentedPunica"
 class SleepingCpuWorker(CPUWorker):
     """Given to vLLM as `worker_cls`. Sleep and wake come through AsyncLLM's own calls."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, distributed_init_method: str, **kwargs: Any) -> None:
         # The only place vLLM asks which LoRA kernel to use.
         type(current_platform).get_punica_wrapper = classmethod(lambda cls: _KERNEL)
-        super().__init__(*args, **kwargs)
+        meeting = _named(distributed_init_method)
+        super().__init__(*args, distributed_init_method=meeting, **kwargs)
         core = multiprocessing.parent_process()
         if core is not None and self.parallel_config.world_size > 1:
             # vLLM's own notice of the core's end comes after the load.
@@ -46,15 +47,6 @@ class SleepingCpuWorker(CPUWorker):
         self.emptied: list[tuple[torch.UntypedStorage, int]] = []
         self.copies: list[int] = []
         self.filling = linux.Filling()
-
-    def init_device(self) -> None:
-        """vLLM names the memory in which its processes add up their parts after the file by which
-        they meet. The file is renamed, so that this memory too bears the engine's name."""
-        meeting = Path(self.distributed_init_method.removeprefix("file://"))
-        if meeting.is_absolute():
-            named = meeting.with_name(linux.shared_memory_prefix() + meeting.name)
-            self.distributed_init_method = f"file://{named}"
-        super().init_device()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """vLLM asks here which memory the KV cache comes from: from pages that are not zeroed yet.
@@ -233,3 +225,12 @@ def copy_to_memory(path: Path, expected: tuple[int, ...]) -> int:
 def _give_back() -> None:
     gc.collect()
     heap.trim()
+
+
+def _named(meeting: str) -> str:
+    """Returns the address at which the processes of an engine meet, with the engine's name in its
+    file's: vLLM names the memory in which they add up their parts after that file."""
+    file = Path(meeting.removeprefix("file://"))
+    if not file.is_absolute():
+        return meeting
+    return f"file://{file.with_name(linux.shared_memory_prefix() + file.name)}"
