@@ -18,7 +18,7 @@ from tests.support import s3_server
 from tests.support.graph_commands import read_command, run_command, send, unload_all
 from tests.support.graph_processes import logs_naming
 
-CHAT = "tiny-chat"
+CHAT, EYES = "tiny-chat", "tiny-describe"
 WITHIN_S = 60
 
 
@@ -66,6 +66,54 @@ def test_dropped_adapter_is_called_by_its_names_and_a_corrupt_one_fails_alone(
         said(client, "torn")
     assert refused.value.code == "adapter_invalid"
     assert said(client, CHAT) == base and said(client, "law-v1")[1] == text
+
+
+@pytest.mark.spec("F2", "C2")
+def test_entry_of_an_adapter_says_how_urgent_its_requests_are(
+    graph: Graph, client: OpenAI, adapters: Path
+) -> None:
+    """As the events of loads tell it. The engine's order is by the same number."""
+    (dropped(adapters, "dear") / "serve.json").write_text(json.dumps({"priority": "high"}))
+    for name, priority in (("dear", "high"), (CHAT, "normal")):
+        until(lambda: unload_all(graph), WITHIN_S, "all has left")
+        began = graph.state()["sequence"]
+        said(client, name)
+        queued = [e for e in graph.events() if e["seq"] > began and e["kind"] == "ticket_queued"]
+        assert [(e["model"], e["priority"]) for e in queued] == [(CHAT, priority)]
+
+
+@pytest.mark.spec("F2", "J1")
+def test_folder_with_the_name_of_a_model_is_no_adapter(client: OpenAI, adapters: Path) -> None:
+    base = said(client, CHAT)
+    for name in (CHAT, EYES):
+        dropped(adapters, name)
+        with pytest.raises(NotFoundError):
+            said(client, f"{CHAT}:{name}")
+    assert said(client, CHAT) == base
+    listed = [model.id for model in client.models.list()]
+    assert listed.count(CHAT) == listed.count(EYES) == 1
+    assert not {f"{CHAT}:{CHAT}", f"{CHAT}:{EYES}"} & {*listed}
+
+
+@pytest.mark.spec("F2", "J1")
+def test_adapter_that_comes_into_a_folder_of_ten_thousand_is_called_at_once(
+    client: OpenAI, adapters: Path
+) -> None:
+    first = dropped(adapters, "first")
+    for number in range(10_000):
+        (other := adapters / f"other-{number}").mkdir()
+        for file in first.iterdir():
+            os.link(file, other / file.name)
+    text = said(client, "first")[1]
+    assert text != said(client, CHAT)[1]
+    dropped(adapters, "late")
+    assert said(client, f"{CHAT}:late") == (f"{CHAT}:late", text)
+    assert said(client, "other-9999")[1] == text
+    listed = [model.id for model in client.models.list()]
+    assert len([name for name in listed if name.startswith(f"{CHAT}:other-")]) == 10_000
+    shutil.rmtree(adapters / "late")
+    with pytest.raises(NotFoundError):
+        said(client, "late")
 
 
 @pytest.mark.spec("E1", "E7", "F3", "K4")
