@@ -1,12 +1,13 @@
 """Makes trace files for benchmarks.replay out of clones of public repositories.
 
-    python -m benchmarks.replay.prepare --to DIR --servegen CLONE --caffeine CLONE --college CLONE
+    python -m benchmarks.replay.prepare --to DIR --servegen CLONE --caffeine CLONE --college CLONE \
+        --emaileu CLONE
 
 A clone may be bare: files are read with `git show`. ServeGen's clients become rates by window as in
 the files that are shipped beside it. Of the traces of caffeine's simulator, whose objects play the
 models, the 200 most asked for are kept, one request every 20 s, because those files have no times.
-Of the messages among students that Stanford's SNAP publishes (CollegeMsg), of which others keep
-copies, the senders play the models, at their own times.
+Of the messages among students and the mail of an institution that Stanford's SNAP publishes, of
+which others keep copies (CollegeMsg, email-Eu), the senders play the models, at their own times.
 """
 
 import argparse
@@ -29,7 +30,7 @@ SERVEGEN = {
 PARSERS = "simulator/src/main/resources/com/github/benmanes/caffeine/cache/simulator/parser"
 LIRS = ("2_pools", "cpp", "cs", "gli", "multi1", "multi2", "multi3", "ps", "sprite")
 CACHE2K = ("web07", "web12", "orm-busy")
-MESSAGES = {"college": "CollegeMsg.txt"}
+MESSAGES = {"college": "CollegeMsg.txt", "emaileu": "email-Eu-core-temporal.txt"}
 OBJECTS_COUNT, EVERY_S = 200, 20
 
 
@@ -108,7 +109,8 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--servegen", help="a clone of alibaba/ServeGen")
     parser.add_argument("--caffeine", help="a clone of ben-manes/caffeine")
-    parser.add_argument("--college", help="a clone with CollegeMsg.txt")
+    for name, path in MESSAGES.items():
+        parser.add_argument(f"--{name}", help=f"a clone with {path}")
     parser.add_argument("--requests", type=int, default=6_000, help="kept of all but ServeGen's")
     args = parser.parse_args()
     for name in SERVEGEN if args.servegen else ():
