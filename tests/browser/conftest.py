@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.support.console_front import ConsoleFront, listening, table_of
+from tests.support.waits import pauses
 
 WITHIN_MS = 60_000  # for anything that must appear
 expect.set_options(timeout=WITHIN_MS)
@@ -25,10 +26,10 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 
 def eventually(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     """Waits for what no page shows."""
-    ends = time.monotonic() + within_s
+    ends, pause_s = time.monotonic() + within_s, pauses(0.01, 0.1)
     while not holds():
         assert time.monotonic() < ends, f"it does not hold after {within_s} s"
-        threading.Event().wait(0.01)
+        threading.Event().wait(next(pause_s))
 
 
 def chromium() -> str | None:

@@ -30,6 +30,7 @@ from deployments.start_variables import VARIABLES
 from models import make_models
 from tests.support import s3_server, whisper_base
 from tests.support.ports import free_port
+from tests.support.waits import pauses
 
 T = TypeVar("T")
 s3_port = functools.cache(free_port)  # where the graph looks for buckets
@@ -56,11 +57,11 @@ TEMPLATE = (
 
 def until(probe: Callable[[], T], within_s: float, what: str) -> T:
     """The first true value of `probe`, or a failure that says what did not happen."""
-    end = time.monotonic() + within_s
+    end, pause_s = time.monotonic() + within_s, pauses(0.05, 0.25)
     last = probe()
     while not last:
         assert time.monotonic() < end, f"not within {within_s:.0f} s: {what}; last seen {last!r}"
-        threading.Event().wait(0.05)
+        threading.Event().wait(next(pause_s))
         last = probe()
     return last
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from arbiter.node.cleanup import sweep
 from arbiter.node.zygote_client import private_folder
+from tests.support.waits import pauses
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,12 +175,12 @@ def kill(child: Child) -> None:
 
 def until(condition: Callable[[], bool], seconds: float) -> None:
     """Wait on a condition, with a bound."""
-    deadline = time.monotonic() + seconds
+    deadline, pause_s = time.monotonic() + seconds, pauses(0.01, 0.1)
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         os.sched_yield()
         with contextlib.suppress(InterruptedError):
-            signal.sigtimedwait([], 0.01)
+            signal.sigtimedwait([], next(pause_s))
 
 
 def waits_for_a_lock(pid: int) -> bool:

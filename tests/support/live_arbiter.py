@@ -29,7 +29,7 @@ from deployments.prefixes import Cut
 from deployments.replica import prefix_warmer, resize, unloading
 from deployments.replica.prefix_warmer import MonotonicClock
 from deployments.replica.residency import Residency
-from tests.support.waits import WITHIN_S
+from tests.support.waits import WITHIN_S, pauses
 
 ENGINE = "tests.support.fake_engine:build"
 LOOK_S = 0.02  # between two looks at the state
@@ -239,6 +239,7 @@ class LiveArbiter:
     ) -> messages.Plain:
         """The first state in which it holds."""
         last: Any = None
+        pause_s = pauses(LOOK_S, 0.1)
         try:
             async with asyncio.timeout(within_s):
                 while True:
@@ -246,7 +247,7 @@ class LiveArbiter:
                         last = await self.state()
                         if condition(last):
                             return dict(last)
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(next(pause_s))
         except TimeoutError:
             pass
         told = [f"{line['kind']} {line}" for line in (await self.events())[-30:]]

@@ -3,24 +3,35 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
 # For anything that must happen: on two cores that three clusters of Ray share, what takes a second
 # alone has taken twenty.
 WITHIN_S = 60.0
+_GROWS_BY = 1.2
+
+
+def pauses(first_s: float, most_s: float) -> Iterator[float]:
+    """How long to wait before each further look. What has not come soon is looked for less often,
+    because looks take the processor from what they wait for."""
+    pause_s = first_s
+    while True:
+        yield pause_s
+        pause_s = min(most_s, pause_s * _GROWS_BY)
 
 
 async def eventually(look: Callable[[], T | Awaitable[T]], within_s: float = WITHIN_S) -> T:
     """The first true value of `look`. Raises TimeoutError."""
+    pause_s = pauses(0.01, 0.1)
     async with asyncio.timeout(within_s):
         while True:
             seen = look()
             found: T = await seen if inspect.isawaitable(seen) else seen
             if found:
                 return found
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(next(pause_s))
 
 
 def wait_in_thread(look: Callable[[], object], within_s: float = WITHIN_S) -> None:
