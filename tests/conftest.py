@@ -69,10 +69,13 @@ RESTS = (
 # Read by Ray when it starts. Workers and zygotes import the repository; no token file is left in
 # anybody's home. Workers import nothing ahead, unlike those of `make serve`: most here become
 # arbiters, agents and holders, which start in three quarters of the time without Serve's modules.
+# No test reads what Ray's log monitor and its reporter of processes would tell.
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "RAY_worker_maximum_startup_concurrency": "4",
     "RAY_AUTH_MODE": "disabled",
+    "LOG_NAME_UPDATE_INTERVAL_S": "60",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
     **{name: VARIABLES[name] for name in RESTS},
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
