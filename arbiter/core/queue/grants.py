@@ -454,9 +454,16 @@ def _hold_to_role(
     state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, urgent: Priority
 ) -> Outcome:
     """Keeps a ticket to its exclusion group. A ticket deferred here lacks no bytes, so it holds up
-    no ticket of another role."""
+    no ticket of another role. Once aged it holds up those of its own: another replica of the model
+    that is to leave would keep the place."""
+    if entry.role in pass_.reserved_roles:
+        return pass_.defer(waiting, ())
     outcome = swap_within_role(state, entry, urgent)
-    return pass_.defer(waiting, ()) if outcome is Outcome.DEFERRED else outcome
+    if outcome is not Outcome.DEFERRED:
+        return outcome
+    if waiting.is_aged:
+        pass_.reserved_roles.add(entry.role)
+    return pass_.defer(waiting, ())
 
 
 def swap_within_role(state: CoreState, entry: Ticket, urgent: Priority) -> Outcome:

@@ -64,6 +64,7 @@ class GrantPass:
     memo: PlacementMemo
     promised: defaultdict[DeviceId, int] = field(default_factory=lambda: defaultdict(int))
     reserved_devices: set[DeviceId] = field(default_factory=set)  # for an aged ticket
+    reserved_roles: set[str] = field(default_factory=set)  # exclusion groups, for an aged ticket
     most_urgent: Priority | None = None  # of all in the queue, once an aged ticket asked
     has_waiting: bool = False  # a ticket is left in the queue
     order_changed: bool = False  # a ticket has aged by a grant

@@ -194,6 +194,20 @@ def test_aged_ticket_that_waits_for_its_exclusion_group_holds_up_no_other_role()
     assert driver.state_of("b") == "queued"
 
 
+@pytest.mark.spec("A11", "C6")
+def test_aged_ticket_is_bypassed_by_no_replica_of_the_model_in_its_place() -> None:
+    driver = CoreDriver(device=80, settings=ALONE, holders=("h", "g"))
+    driver.resident(0, "a", 10)
+    driver.beat(1, "a", inflight=1)
+    driver.ask(20, "b", 10)
+    driver.at(21, ev.Busy(TicketId("a"), 1))
+    driver.fire_timer(50)
+    assert is_aged(driver, "b")
+    assert granted(driver.ask(51, "a2", 10, holder="g")) == []
+    assert granted(driver.at(52, ev.Released(TicketId("a"), "swap"))) == ["b"]
+    assert driver.state_of("a2") == "queued"
+
+
 @pytest.mark.spec("A11", "C8")
 def test_ticket_whose_exclusion_group_has_a_pinned_model_is_refused_by_its_name() -> None:
     driver = CoreDriver(device=80, settings=ALONE, pinned="a")
