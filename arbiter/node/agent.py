@@ -269,8 +269,8 @@ class NodeAgent:
         trees = self._engines.children.trees() + self._leased.trees() + self._reports.trees()
         returned = self._returned
         self._pool.turn(self._copies.idle())
-        slabs_bytes = self._pool.allocated_bytes + self._pool.leaving_bytes
-        shared_bytes = slabs_bytes + self._copies.held_bytes
+        # What dropped slabs have not given back is in no slab's reading, so it counts as foreign.
+        shared_bytes = self._pool.allocated_bytes + self._copies.held_bytes
         copies, of_copies = self._copies.readings(), self._copies.engine_readings()
         readings = await asyncio.to_thread(self._probe.read, trees, shared_bytes)
         engines = (*(self._judged(e) for e in readings.engines), *of_copies)

@@ -176,6 +176,33 @@ async def test_engine_in_the_place_of_a_killed_one_finds_its_slab(folder: Path) 
         await running.close()
 
 
+@pytest.mark.spec("A10", "B1")
+async def test_memory_of_a_dropped_slab_is_foreign_until_it_is_given_back(
+    no_arbiter: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    not_foreign: list[int] = []
+    is_over = threading.Event()
+
+    def read(trees: list[Tree], shared_bytes: int) -> Readings:
+        not_foreign.append(shared_bytes)
+        return Readings((), ())
+
+    running = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB))
+    monkeypatch.setattr(running._probe, "read", read)
+    running._pool._thread.submit(is_over.wait, START_S)
+    fd = running._pool.lend(T, SlabRequest(Content.KV, "chat/m", "key"))
+    assert fd is not None
+    with contextlib.closing(Slab(fd, Content.KV, b"n" * 32, Bytes(MIB))) as slab:
+        assert slab.grow()
+    running._pool.take_back(T)
+    running._pool.drop_owner("chat/m")
+    await running._report()
+    assert running._pool.leaving_bytes
+    assert set(not_foreign) == {0}
+    is_over.set()
+    await running.close()
+
+
 @pytest.mark.spec("E1", "L4")
 async def test_engine_is_handed_its_slabs_by_descriptor_and_no_other_is(folder: Path) -> None:
     running = agent_in(folder)
