@@ -12,6 +12,7 @@ from arbiter.core import types
 from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, LogEvent, Reason
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.residency import slabs
 from arbiter.core.state import AskedLoad, CoreState, reject_queued
 from arbiter.core.tickets.device_limits import cap_pins
 from arbiter.core.types import Floor, ModelName
@@ -292,6 +293,7 @@ def forget_removed(state: CoreState) -> None:
         return
     state.estimates.forget_model(*gone)
     _forget_uses(state, gone)
+    slabs.lately_removed_models(state)  # so that no more are kept than agents are told of
     for name in gone:
         del state.removing[name]
         state.removed_models[name] = state.now

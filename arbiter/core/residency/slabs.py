@@ -4,6 +4,7 @@ from arbiter.core import events as ev
 from arbiter.core.decisions import DropSlabs, DropTenant, EventKind, ForgetTenant, PurgeCaches
 from arbiter.core.records.ticket import State
 from arbiter.core.state import CoreState, Node
+from arbiter.core.types import ModelName
 from arbiter.units import SECOND, NodeId, Span, since
 
 # For so long an agent that appears is told of a removed tenant or model: no row and no file
@@ -50,8 +51,14 @@ def on_agent_seen(state: CoreState, node: NodeId) -> None:
     may have been away when all were told (E6, D9)."""
     for tenant, ago in state.accounts.lately_removed(TOLD_AGAIN, state.now).items():
         state.decide(DropTenant(node, tenant, ago))
-    for name, removed_at in list(state.removed_models.items()):
-        if since(removed_at, state.now) < TOLD_AGAIN:
-            state.decide(DropSlabs(node, name.path))
-        else:
-            del state.removed_models[name]
+    for name in lately_removed_models(state):
+        state.decide(DropSlabs(node, name.path))
+
+
+def lately_removed_models(state: CoreState) -> list[ModelName]:
+    """Returns the models that were removed so lately that agents are told of it. Forgets the
+    others."""
+    removed = state.removed_models.items()
+    lately = {name: at for name, at in removed if since(at, state.now) < TOLD_AGAIN}
+    state.removed_models = lately
+    return list(lately)

@@ -41,8 +41,8 @@ def test_agent_that_was_away_is_told_since_when_once_it_appears_and_for_a_day() 
     assert d.at(day_s + 1, seen) == []
 
 
-def remove(d: CoreDriver, t: float, model: str) -> list[Decision]:
-    specs = [replace(c, models=tuple(m for m in c.models if m.name != model)) for c in d.table]
+def remove(d: CoreDriver, t: float, *models: str) -> list[Decision]:
+    specs = [replace(c, models=tuple(m for m in c.models if m.name not in models)) for c in d.table]
     return d.at(t, ev.CapabilitiesSet(tuple(specs)))
 
 
@@ -58,6 +58,14 @@ def test_agent_that_was_away_is_told_of_a_removed_model_for_a_day_unless_it_is_b
     assert d.at(day_s, seen) == []
     remove(d, day_s, "a")
     assert d.at(2 * day_s, seen) == []
+
+
+@pytest.mark.spec("D9")
+def test_removed_models_of_which_no_agent_is_told_any_more_are_not_kept() -> None:
+    d = CoreDriver()
+    remove(d, 1, "a")
+    remove(d, 1 + in_seconds(TOLD_AGAIN), "a", "b")
+    assert [row[:2] for row in d.arbiter.export_removed_models()] == [["text", "b"]]
 
 
 @pytest.mark.spec("D9")
