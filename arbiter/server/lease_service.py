@@ -170,8 +170,11 @@ class LeaseService:
         return {"plan": made, "lease": plain(state)}
 
     def give_back(self, lease: str, tenant: str) -> None:
-        """Repeated: nothing. Raises UnknownLease."""
+        """Also of a lease of the last epoch whose process has not called since. Repeated: nothing.
+        Raises UnknownLease."""
         ticket = messages.lease_ticket(tenant, lease)
+        if ticket not in self._sessions and (granted := self._granted.get(ticket)):
+            self._return(granted)
         if not NAME.fullmatch(lease) or not (ticket in self._sessions or ticket in self._ended):
             raise UnknownLease(lease)
         if session := self._sessions.get(ticket):

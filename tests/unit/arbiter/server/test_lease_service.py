@@ -434,6 +434,21 @@ async def test_what_left_for_a_lease_returns_after_it_also_in_the_next_epoch(is_
     assert "freed_return" in [row["kind"] for row in told]
 
 
+@pytest.mark.spec("A18")
+async def test_lease_given_back_to_the_next_epoch_before_any_other_call_is_over() -> None:
+    left = (types.ModelName("text", "a"),)
+    saved = granted_before(left_s=3600, terms=FREES, returning=left)
+    after = LeaseServiceHarness(frozenset({HolderId(JOB)}), (saved,))
+    after.service.give_back("job", "t")
+    assert after.shell.core.state_of(JOB) == "reclaiming"
+    assert not (after.granted or after.shell.core.awaited or after.known)
+    with pytest.raises(UnknownLease):
+        after.service.give_back("job", "other")
+    after.shell.feed(ev.EngineGone(NODE, JOB, bytes_back=True))
+    told = await after.shell.log.after(0, 0.0)
+    assert "lease_ended" in [row["kind"] for row in told]
+
+
 async def test_freeing_again_under_the_same_name_is_one_lease_with_the_first_plan(
     harness: LeaseServiceHarness,
 ) -> None:
