@@ -150,8 +150,8 @@ def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
         if entry.state is State.RESIDENT:
             entry.note_wanted(state.now)
             state.ledger.touch(entry)
-        elif entry.state is State.LOADING:
-            entry.settle_when_idle(False)  # takes back an unload during this load
+        elif entry.state in COMING:
+            entry.settle_when_idle(False)  # takes back an unload, or a lowered floor, until now
     load(state, name)
 
 

@@ -197,6 +197,18 @@ def test_model_whose_floor_is_lowered_while_its_ticket_is_queued_leaves_after_it
     assert revoked(d.beat(8, "b")) == [("b", "manual", "gone")]
 
 
+@pytest.mark.spec("D8")
+def test_load_by_hand_takes_back_a_floor_that_was_lowered_while_its_ticket_is_queued() -> None:
+    d = CoreDriver()
+    queued_for_its_floor(d)
+    floor(d, 3, "b", Floor.COLD)
+    d.at(4, ev.LoadAsked("text", "b"))
+    d.at(5, ev.LoadBroke(TicketId("e1"), "a bug", False))
+    assert granted(d.gone(6, "e1")) == ["b"]
+    d.at(7, ev.Loaded(TicketId("b"), units.seconds(1)))
+    assert revoked(d.beat(8, "b")) == []
+
+
 @pytest.mark.spec("D2", "A18")
 @pytest.mark.parametrize(("to", "leaves"), [("cold", ["manual"]), ("device", [])])
 def test_externally_managed_model_whose_floor_was_lowered_in_the_last_epoch_leaves_once_idle(
