@@ -141,8 +141,7 @@ class NodeWatch:
     def save_removing(self) -> None:
         """Forgets in the state file what is removed by now."""
         removing = self._shell.core.export_removing()
-        if removing != self._removing_saved:
-            self._store.save_removing(removing)
+        if removing != self._removing_saved and self._store.save_removing(removing):
             self._removing_saved = removing
 
     def save_learned(self) -> None:

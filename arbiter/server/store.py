@@ -190,8 +190,9 @@ class Store:
         """What `save_removing` was given last in this session; empty when nothing was."""
         return json.loads(self._fact("removing") or b"[]")
 
-    def save_removing(self, rows: Any) -> None:
-        self._save_fact("removing", json.dumps(rows).encode())
+    def save_removing(self, rows: Any) -> bool:
+        """False: they could not be written."""
+        return self._save_fact("removing", json.dumps(rows).encode())
 
     def registered(self) -> tuple[CapabilitySpec, ...]:
         """Capabilities that `save_registered` was given last in this session. Raises ValueError

@@ -172,6 +172,19 @@ def test_what_could_not_be_written_is_written_at_the_next_look(
     assert watched.store.usage()["rates"]
 
 
+@pytest.mark.spec("A18", "D9")
+def test_removals_that_could_not_be_written_are_written_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path)
+    watched.core.restore_removing([["c", "a"]])
+    with monkeypatch.context() as full:
+        full.setattr(watched.store, "_run", lambda *_: None)
+        watched.watch.save_removing()
+    watched.watch.save_removing()
+    assert watched.store.removing() == [["c", "a"]]
+
+
 @pytest.mark.spec("A17")
 def test_rows_of_newer_code_are_left_in_the_file(tmp_path: Path) -> None:
     newer = {"version": 99, "capability": "c", "model": "b", "settings_key": "k"}
