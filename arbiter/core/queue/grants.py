@@ -222,6 +222,9 @@ def _place_oversize(
     if never := quotas.never(state, entry.client.tenant, need, limits.most_bytes):
         reject_queued(state, entry, never)
         return Outcome.REJECTED
+    outcome = _hold_to_role(state, pass_, entry, waiting, _urgency(state, pass_, waiting))
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
     pass_.defer(waiting, [book.device for book in room])
     home = oversize.evict_all_idle(state, room, entry)
     if home is None:
@@ -311,6 +314,10 @@ def _place_parts(
         return pass_.defer(waiting, ())
     if needs.keys() & pass_.reserved_devices:
         return pass_.defer(waiting, pass_.books)
+    for entry in {p.entry.ticket: p.entry for p in parts}.values():
+        outcome = _hold_to_role(state, pass_, entry, waiting, urgent)
+        if outcome is not Outcome.NOT_APPLICABLE:
+            return outcome
     if not all(limits.fits(device, size) for device, size in needs.items()):
         _make_room_on_each(state, pass_, first, needs, urgent)
         return pass_.defer(waiting, pass_.books)

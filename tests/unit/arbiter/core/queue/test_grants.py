@@ -8,6 +8,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.records.request_queue import QueueEntry
+from arbiter.core.settings import Settings
 from arbiter.core.types import Priority
 from arbiter.errors import NeverFits, RolePinned
 from arbiter.units import DeviceId, HolderId, NodeId, TicketId, seconds
@@ -241,8 +242,8 @@ def test_aged_ticket_that_pressure_keeps_from_its_home_holds_up_no_ticket_it_spa
 # -- larger than everything -----------------------------------------------------------------------
 
 
-def oversized() -> CoreDriver:
-    driver = CoreDriver(device=80)
+def oversized(settings: Settings = PLAIN) -> CoreDriver:
+    driver = CoreDriver(device=80, settings=settings)
     text = capability("text", "text", ("a", "b", "c"))
     models = tuple(replace(m, allow_oversize=m.name == "c") for m in text.models)
     driver.at(0, ev.CapabilitiesSet((replace(text, models=models),)))
@@ -312,8 +313,8 @@ def test_oversized_model_is_not_granted_under_critical_pressure() -> None:
 # -- where ----------------------------------------------------------------------------------------
 
 
-def gpus(count: int, size: float = 80, host: float = 0) -> CoreDriver:
-    driver = CoreDriver(settings=replace(PLAIN, timeouts=PATIENT))
+def gpus(count: int, size: float = 80, host: float = 0, settings: Settings = PLAIN) -> CoreDriver:
+    driver = CoreDriver(settings=settings)
     devices = [(f"g/gpu:{n}", types.DeviceKind.GPU, size) for n in range(count)]
     devices.append(("g/host", types.DeviceKind.HOST, host))
     specs = tuple(types.DeviceSpec(DeviceId(name), kind, gib(of)) for name, kind, of in devices)
@@ -429,6 +430,26 @@ def test_aged_split_ticket_that_pressure_keeps_from_one_device_holds_up_no_ticke
     driver.fire_timer(31)
     assert is_aged(driver, "e1")
     assert where(driver, 32, "b", 20, "h2") == "0"
+
+
+@pytest.mark.spec("A11", "B5")
+def test_split_ticket_swaps_within_its_exclusion_group() -> None:
+    driver = gpus(2, size=70, settings=ALONE)
+    driver.resident(0, "a", 10, holder="h1")
+    what = HolderId("h2"), "text", "b", types.Need(gib(100))
+    asked = ev.Requested(TicketId("b"), *what, "", True, split=types.Split.EQUAL)
+    assert revoked(driver.at(20, asked)) == [("a", "swap", "gone")]
+    assert driver.state_of("b") == "queued"
+    assert granted(driver.at(21, ev.Released(TicketId("a"), "swap"))) == ["b"]
+
+
+@pytest.mark.spec("A11", "B6")
+def test_oversized_ticket_swaps_within_its_exclusion_group() -> None:
+    driver = oversized(ALONE)
+    driver.resident(0, "a", 30)
+    driver.beat(1, "a", inflight=1)
+    assert revoked(driver.ask(20, "c", 100)) == [("a", "swap", "gone")]
+    assert driver.state_of("c") == "queued"
 
 
 @pytest.mark.spec("B6", "C6")
