@@ -282,10 +282,11 @@ class Arbiter:
 
     def restore_removed_models(self, rows: list[list[Any]]) -> None:
         """Takes back the rows of `export_removed_models`; what is later than now is of a clock
-        that has begun anew."""
+        that has begun anew. Comes after `restore_usage`, which may be of before the removal."""
         for capability, model, at in rows:
             name = types.ModelName(capability, model)
             self._state.removed_models[name] = min(Instant(at), self._state.now)
+        floors.forget_uses(self._state, list(self._state.removed_models))
 
     def restore_learned(self, rows: list[dict[str, Any]]) -> None:
         """Takes back the rows of `export_learned`."""

@@ -292,7 +292,7 @@ def forget_removed(state: CoreState) -> None:
     if not gone:
         return
     state.estimates.forget_model(*gone)
-    _forget_uses(state, gone)
+    forget_uses(state, gone)
     slabs.lately_removed_models(state)  # so that no more are kept than agents are told of
     for name in gone:
         del state.removing[name]
@@ -305,7 +305,7 @@ def forget_removed(state: CoreState) -> None:
         state.log(EventKind.MODEL_REMOVED, capability=name.capability, model=name.model)
 
 
-def _forget_uses(state: CoreState, gone: list[ModelName]) -> None:
+def forget_uses(state: CoreState, gone: list[ModelName]) -> None:
     """Forgets how often models were used, what followed them, and where they were: all at once,
     because each of these walks what is kept of all models."""
     state.reuse.forget(*gone)

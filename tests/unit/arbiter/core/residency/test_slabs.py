@@ -80,6 +80,17 @@ def test_next_epoch_tells_an_agent_of_models_that_were_removed_before_it() -> No
     assert told == [DropSlabs(NodeId("m"), "text/a")]
 
 
+@pytest.mark.spec("D9")
+def test_next_epoch_knows_no_uses_of_models_that_were_removed_before_it() -> None:
+    d, successor = CoreDriver(), CoreDriver()
+    d.resident(0, "a", 10)
+    usage = d.arbiter.export_usage()  # as it was saved last, before the removal
+    successor.arbiter.restore_usage(usage)
+    assert [name.model for name in successor.arbiter.used_models] == ["a"]
+    successor.arbiter.restore_removed_models([["text", "a", 0]])
+    assert successor.arbiter.used_models == []
+
+
 @pytest.mark.spec("E6")
 def test_next_epoch_tells_an_agent_of_tenants_that_were_removed_before_it() -> None:
     d = CoreDriver()
