@@ -40,7 +40,7 @@ SWEEP_S = 300.0  # G4
 END_S = 6.0
 _LEAST_BYTES = 2 * EXTENT_BYTES  # a pool that holds less serves nothing
 _STEP_BYTES = 2 * EXTENT_BYTES  # what a writer may grow by until the next turn
-_NAME_MOST = 160  # characters of what a slab is for, in its name; the kernel allows 249 in all
+_NAME_MOST = 239  # characters of what a slab is for, in its name; the kernel allows 249 in all
 _MARK = f"/memfd:{NAME}-"
 
 

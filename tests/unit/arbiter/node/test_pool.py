@@ -315,6 +315,22 @@ def test_next_agent_finds_the_slabs_that_engines_have_open(
     after.close()
 
 
+@pytest.mark.spec("E1", "D9")
+def test_next_agent_finds_the_slab_of_a_model_with_a_long_name(
+    pool: Pool, engine: Callable[[str], int]
+) -> None:
+    request = replace(CHAT, owner=f"image-description/{'m' * 128}", key="k" * 16)
+    fd = pool.lend(A, request)
+    write(fd, "x")
+    pid = engine(path_of(fd or 0))
+    pool.close()
+    after = Pool(Bytes(256 * MIB))
+    after.recover(A, [pid])
+    after.take_back(A)
+    assert write(after.lend(B, request)).lookup(b"x") is not None
+    after.close()
+
+
 def test_what_is_not_a_slab_is_left_alone(tmp_path: Path, engine: Callable[[str], int]) -> None:
     (tmp_path / "file").touch()
     unsealed = os.memfd_create("host-pool-kv.k1.chat/m")
