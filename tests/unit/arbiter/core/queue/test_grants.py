@@ -209,6 +209,26 @@ def test_aged_ticket_is_bypassed_by_no_replica_of_the_model_in_its_place() -> No
     assert driver.state_of("a2") == "queued"
 
 
+@pytest.mark.spec("A11", "C6")
+def test_aged_ticket_that_waits_for_its_exclusion_group_holds_up_no_other_node() -> None:
+    driver = CoreDriver(device=80, settings=ALONE)
+    driver.see_node(0, 80, 0, "m")
+    driver.read(0, "m")
+    driver.join(0, "far", node="m")
+    driver.resident(0, "a", 10)
+    driver.beat(1, "a", inflight=1)
+    driver.ask(20, "b", 10)
+    driver.at(21, ev.Busy(TicketId("a"), 1))
+    driver.fire_timer(50)
+    assert is_aged(driver, "b")
+    driver.read(51, "m")
+    driver.resident(51, "c", 10, holder="far")
+    driver.beat(52, "c", holder="far", inflight=1)
+    assert granted(driver.ask(53, "d", 10, holder="far")) == []
+    driver.beat(53, "c", holder="far")
+    assert granted(driver.at(54, ev.Released(TicketId("c"), "idle"))) == ["d"]
+
+
 @pytest.mark.spec("A11", "C8")
 def test_ticket_whose_exclusion_group_has_a_pinned_model_is_refused_by_its_name() -> None:
     driver = CoreDriver(device=80, settings=ALONE, pinned="a")
