@@ -33,6 +33,7 @@ from deployments.tasks.predict import NOTHING, Prediction
 FRESH_S = 0.5  # then the next request has it read again, and does not wait
 STALE_S = 2.0  # a model may have left by then: the next request waits
 WAIT_S = 1.0  # a restart of the arbiter takes 1-2 s; a request does without
+FILES_S = 0.5  # of it, for files of models, once; a file server that hangs is not waited for again
 FORGOTTEN_S = 60.0  # after its last use a model is no longer planned
 
 ReadState = Callable[[], Awaitable[ArbiterState]]
@@ -76,7 +77,7 @@ class Forecasts:
         self._table: Table | None = None
         self._asked_s: dict[str, float] = {}  # model to its last use
         self._found: dict[str, Forecast] = {}
-        self._files: dict[str, _Files] = {}  # of the table's models, read once
+        self._files: dict[str, asyncio.Future[_Files]] = {}  # of the table's models, read once
         self._read_s = float("-inf")
         self._reading: asyncio.Task[None] | None = None
 
@@ -105,26 +106,25 @@ class Forecasts:
         now_s = self._clock()
         self._asked_s = {m: s for m, s in self._asked_s.items() if now_s - s < FORGOTTEN_S}
         homes = {model: table.homes[model] for model in self._asked_s if model in table.homes}
+        reads = self._files  # those of this table, also where a new one comes meanwhile
         found = dict.fromkeys(homes, UNSEEN)
         try:
             state = await self._state()
             present, times = state.presences(homes), state.times()
+            begun = [_begin_files(reads, table, m) for m in homes if m not in reads]
+            if begun:
+                await asyncio.wait(begun, timeout=FILES_S)
             for model, home in homes.items():
+                files = reads[model].result() if reads[model].done() else UNREAD
                 took = times.get((home, model), NEVER_SEEN)
-                found[model] = await self._of(table, model, present[model], took)
+                found[model] = await self._of(home, files, present[model], took)
         except ArbiterUnavailable:
             pass  # the ladder's own order counts for what is not predicted
         if table is self._table:
             self._found, self._read_s = found, self._clock()
 
-    async def _of(self, table: Table, model: str, seen: Presence, took: ModelTimes) -> Forecast:
+    async def _of(self, home: str, files: "_Files", seen: Presence, took: ModelTimes) -> Forecast:
         """Raises ArbiterUnavailable."""
-        home = table.homes[model]
-        if model not in self._files:
-            capability = table.capabilities[home]
-            source = capability.models[model].source
-            self._files[model] = await in_thread(source, _files, model, capability)
-        files = self._files[model]
         here = predict.of_presence(seen.state, seen.estimate_s, took.run_s)
         usual = Forecast(here, files.context, None, took.run_long_s)
         is_coming = seen.state in ("resident", "loading", "queued")
@@ -144,7 +144,19 @@ class _Files:
     """What the files of a model say."""
 
     context: int | None
-    plan: load_plan.ModelPlan | None  # None: they are on another node
+    plan: load_plan.ModelPlan | None  # None: they are on another node, or not read yet
+
+
+UNREAD = _Files(None, None)
+
+
+def _begin_files(
+    reads: "dict[str, asyncio.Future[_Files]]", table: Table, model: str
+) -> "asyncio.Future[_Files]":
+    capability = table.capabilities[table.homes[model]]
+    source = capability.models[model].source
+    reads[model] = in_thread(source, _files, model, capability)
+    return reads[model]
 
 
 def _files(model: str, capability: CapabilityConfig) -> _Files:

@@ -1,6 +1,8 @@
 """What the front knows of waits, loads and runs: read in the background, bounded in age."""
 
 import asyncio
+import threading
+from typing import Any
 
 import pytest
 
@@ -93,3 +95,29 @@ async def test_new_table_is_read_anew() -> None:
     await known.read(table(), ("warm",))
     await known.read(table(), ("warm",))
     assert arbiter.states_count == 2
+
+
+@pytest.mark.spec("J5")
+async def test_model_whose_file_server_hangs_keeps_no_other_forecast_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_back, read_files = threading.Event(), forecasts._files
+
+    def hanging(model: str, *rest: Any) -> Any:
+        if model == "far":
+            is_back.wait()
+        return read_files(model, *rest)
+
+    monkeypatch.setattr(forecasts, "_files", hanging)
+    monkeypatch.setattr(forecasts, "FILES_S", 0.01)
+    arbiter, asked = ScriptedArbiter(resident=("warm", "far")), table()
+    known = arbiter.forecasts()
+    try:
+        for resident in (("warm", "far"), ()):
+            arbiter.resident = resident
+            arbiter.now_s += 2 * STALE_S
+            seen = await known.read(asked, ("far", "warm"))
+            states = {seen[model].predicted.state == "resident" for model in ("far", "warm")}
+            assert states == {bool(resident)}, "of a model that serves no files are needed"
+    finally:
+        is_back.set()
