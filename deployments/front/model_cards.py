@@ -20,6 +20,8 @@ from deployments.front.arbiter_gateway import AWAY, Presence, soonest
 # Waited for the arbiter's state: its restart takes longer, and a list of models does without.
 STATE_S = 1.0
 THREADS_MOST = 16  # in which one request has headers of models read
+# Of all headers of a list, each of which takes milliseconds. A file server may hang for hours.
+FILES_S = 5.0
 
 # By role, where the table lists no paths: what every class of the role serves.
 BY_ROLE: dict[str, tuple[str, ...]] = {
@@ -69,7 +71,7 @@ def together(rungs: Sequence[Facts]) -> Facts:
 
 async def facts(table: Table, models: Iterable[str]) -> dict[str, Facts]:
     """Facts of these models of the table. Reads headers of files, and asks the arbiter, without
-    which models are in an unknown state."""
+    which models are in an unknown state. What is not read within FILES_S is not known."""
     homes = {model: table.homes[model] for model in models}
     try:
         there = (await arbiter_gateway.state(STATE_S)).presences(homes)
@@ -83,7 +85,14 @@ async def facts(table: Table, models: Iterable[str]) -> dict[str, Facts]:
         async with turns:
             return await in_thread(config.source, context, config)
 
-    read = await asyncio.gather(*map(tokens_of, configs))
+    reads = [asyncio.ensure_future(tokens_of(config)) for config in configs]
+    try:
+        if reads:
+            await asyncio.wait(reads, timeout=FILES_S)
+        read = [one.result() if one.done() else None for one in reads]
+    finally:
+        for one in reads:
+            one.cancel()
     return {
         model: Facts(capabilities(capability, config), tokens, there[model])
         for (model, capability), config, tokens in zip(rows, configs, read, strict=True)

@@ -117,6 +117,7 @@ async def test_cards_of_a_model_whose_file_server_hangs_delay_no_call_of_ray_and
 
     monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
     monkeypatch.setattr(model_cards, "context", context)
+    monkeypatch.setattr(model_cards, "FILES_S", 60.0)
     made = table(models={"hot": {"source": "away"}, "cold": {"source": "here"}})
     with few_threads():
         asked = [asyncio.ensure_future(model_cards.facts(made, made.homes)) for _ in range(6)]
@@ -129,6 +130,33 @@ async def test_cards_of_a_model_whose_file_server_hangs_delay_no_call_of_ray_and
             may_end.set()
         found = await asyncio.gather(*asked)
     assert all(cards["hot"].context_length == 512 for cards in found)
+
+
+@pytest.mark.spec("J1")
+async def test_list_of_models_does_without_the_context_of_a_model_whose_file_server_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def answers(method: str, *args: object, within_s: float = 0) -> dict[str, Any]:
+        return STATE
+
+    is_back = threading.Event()
+
+    def context(config: ModelConfig) -> int | None:
+        if config.source == "hung":
+            assert is_back.wait(60)
+        return 512
+
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
+    monkeypatch.setattr(model_cards, "context", context)
+    monkeypatch.setattr(model_cards, "FILES_S", 0.01)
+    made = table(models={"hot": {"source": "hung"}, "cold": {"source": "near"}})
+    try:
+        found = await asyncio.wait_for(model_cards.facts(made, made.homes), 30)
+        assert found["hot"].context_length is None
+        assert found["hot"].presence.state == "resident", "the arbiter was asked"
+    finally:
+        is_back.set()
+    assert await model_cards.facts(made, ()) == {}
 
 
 @pytest.mark.spec("J1")
