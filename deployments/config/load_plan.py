@@ -340,8 +340,8 @@ class Plans:
     async def of(self, model: str) -> ModelPlan:
         """The plan of one model, made once for all who ask; reads file headers, so in a thread.
         Raises UnknownModel, UnknownCapability, LoadFailed, ArbiterUnavailable."""
-        while model not in self._made:  # again when the table changed meanwhile
-            table, config = self._table, self._config()
+        while model not in self._made:  # again when table or files changed meanwhile
+            config = self._config()
             if model not in config.models:
                 raise UnknownModel(model, self._capability, tuple(sorted(config.models)))
             making = self._making.get(model)
@@ -350,16 +350,17 @@ class Plans:
                 self._making[model] = making
                 making.add_done_callback(partial(self._end, model))
             try:
-                made = await asyncio.shield(making)
+                await asyncio.shield(making)
             except (ConfigError, OSError) as error:
                 raise LoadFailed(model, str(error), False) from error
-            if self._table is table:
-                self._made[model] = made
         return self._made[model]
 
     def _end(self, model: str, making: asyncio.Future[ModelPlan]) -> None:
-        if self._making.get(model) is making:
-            del self._making[model]
+        if self._making.get(model) is not making:
+            return  # of another table, or of files that were replaced
+        del self._making[model]
+        if not making.cancelled() and making.exception() is None:
+            self._made[model] = making.result()
 
     async def merged(self, model: str, served: str, adapter: Path) -> ModelPlan:
         """The plan of a copy with an adapter in its weights. Raises UnknownCapability, LoadFailed,

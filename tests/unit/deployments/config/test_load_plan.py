@@ -130,6 +130,34 @@ async def test_plan_that_waits_for_a_file_server_is_made_once_and_delays_no_othe
     assert begun == ["a", "b"]
 
 
+@pytest.mark.spec("A18")
+async def test_plan_that_was_being_made_when_files_were_replaced_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, sizes, make = threading.Event(), [], load_plan.plan
+
+    def planned(model: str, config: CapabilityConfig) -> load_plan.ModelPlan:
+        made = make(model, config)
+        sizes.append(made.need.weights_bytes)
+        assert may_end.wait(60)
+        return made
+
+    monkeypatch.setattr(load_plan, "plan", planned)
+    plans = load_plan.Plans("chat")
+    row = {"role": "text", "engine": "x:build", "models": {"m": {"source": str(tmp_path)}}}
+    safetensors(tmp_path, "a.safetensors", 100)
+    plans.take({"capabilities": {"chat": row}})
+    waiting = asyncio.ensure_future(plans.of("m"))
+    try:
+        await eventually(lambda: bool(sizes))
+        safetensors(tmp_path, "a.safetensors", 1000)
+        plans.forget("m")
+    finally:
+        may_end.set()
+    assert (await waiting).need.weights_bytes == sizes[-1] > sizes[0]
+    assert (await plans.of("m")) is await waiting
+
+
 @pytest.mark.spec("F2")
 def test_adapter_slots_are_what_their_share_of_the_weights_pays_for(tmp_path: Path) -> None:
     model = write(tmp_path / "model", {f"layers.{n}.up_proj": (64, 16) for n in range(40)})
