@@ -229,6 +229,8 @@ def _check_writable(fields: dict[str, Any]) -> None:
             raise BadRequest(said, name) from error
         except ValueError as error:
             raise BadRequest(f"`{name}`: not a finite number", name) from error
+        except RecursionError as error:  # which writing reaches a little before reading does
+            raise BadRequest(f"`{name}`: nested too deeply", name) from error
 
 
 def _has_new_parts(path: str, fields: dict[str, Any]) -> bool:

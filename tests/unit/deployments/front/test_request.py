@@ -1,6 +1,7 @@
 """What a client writes, and what its engine is sent: extension fields out, defaults in."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from deployments.config.fields import KvTerm
 from deployments.config.schema import Table, parse_table
 from deployments.engines.vllm.batch_gate import MAX_WAITING
 from deployments.front.model_names import ModelNames
-from deployments.front.request import BadRequest, ParsedRequest, call_of, parse
+from deployments.front.request import BadRequest, ParsedRequest, call_of, json_object, parse
 from deployments.front.schemas import MAX_PROMPTS, MAX_SEQUENCES, PRIVATE
 from deployments.routing.pieces import HASH_BYTES
 from tests.support.examples import examples
@@ -87,6 +88,18 @@ async def test_half_of_a_surrogate_pair_is_refused_by_the_name_of_its_field(half
         assert caught.value.param == "metadata"
     with pytest.raises(BadRequest, match="not JSON"):
         await read(b'{"model": "tiny", "user": "\xed\xa0\xbd"}')  # as bytes, which UTF-8 has not
+
+
+@pytest.mark.spec("L3")
+def test_field_that_can_be_read_and_is_nested_too_deeply_to_be_written_is_refused() -> None:
+    refused = set()
+    for depth in range(sys.getrecursionlimit()):
+        raw = '{"metadata": ' + "[" * depth + r'"\ud83d\ude00"' + "]" * depth + "}"
+        try:
+            json_object(raw.encode())
+        except BadRequest as error:
+            refused.add(error.param)
+    assert refused == {"metadata", None}
 
 
 @pytest.mark.parametrize("text", [r"\ud83d\ude00", r"\\ud83d", "\U0001f600"])
