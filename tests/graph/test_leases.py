@@ -89,10 +89,8 @@ def test_freed_memory_is_held_until_its_lease_is_drained_and_what_left_returns(
     graph: Graph,
 ) -> None:
     assert "nothing leaves" in run_command(graph, "free", "--gb", "0.01", "--dry-run")
-    print(graph.post("/v1/chat/completions", HELLO), graph.state()["tickets"])
-    body = {"gb": more_than_free(graph, CHAT), "term_s": 600}
-    until(lambda: victims(graph, body), 60, "the model is idle, and would leave")
-    done = send(graph, "POST", "/arbiter/free", body)
+    gb = until(lambda: gb_of_victims(graph), 60, "the model is idle, and would leave")
+    done = send(graph, "POST", "/arbiter/free", {"gb": gb, "term_s": 600})
     assert done["lease"]["state"] == "held" and done["plan"]["victims"]
     went = {victim["ticket"] for victim in done["plan"]["victims"]}
     assert not went & {t["ticket"] for t in graph.state()["tickets"]}
@@ -111,9 +109,7 @@ def test_freed_memory_is_held_until_its_lease_is_drained_and_what_left_returns(
 def test_freed_memory_is_held_while_a_command_lives_and_then_what_left_returns(
     graph: Graph,
 ) -> None:
-    graph.post("/v1/chat/completions", HELLO)
-    gb = more_than_free(graph, CHAT)
-    until(lambda: victims(graph, {"gb": gb}), 60, "the model is idle, and would leave")
+    gb = until(lambda: gb_of_victims(graph), 60, "the model is idle, and would leave")
     command = [BIN / "arbiter", "free", "--gb", str(gb), "--name", "mine", "--", *TRAINER]
     job = subprocess.Popen(command, cwd=ROOT, env=environment(graph), stdout=subprocess.PIPE)
     try:
@@ -133,6 +129,15 @@ def victims(graph: Graph, body: dict[str, Any]) -> list[dict[str, Any]]:
     made = send(graph, "POST", "/arbiter/free", {**body, "dry_run": True})
     found: list[dict[str, Any]] = made["plan"]["victims"]
     return found
+
+
+def gb_of_victims(graph: Graph) -> float:
+    """GiB for which a model would leave now; none while none is idle. Told anew at each look:
+    models whose keep-warm time ends leave by themselves."""
+    if CHAT not in {t["model"] for t in graph.state()["tickets"]}:
+        graph.post("/v1/chat/completions", HELLO)
+    gb = more_than_free(graph, CHAT)
+    return gb if victims(graph, {"gb": gb}) else 0.0
 
 
 def more_than_free(graph: Graph, model: str) -> float:

@@ -47,7 +47,7 @@ class Child:
     lifeline: Connection | None = None
 
     def hold(self) -> "Child":
-        self.lifeline = Connection(self.path)
+        self.lifeline = Connection(self.path, LOAD_S)  # where nothing is preloaded it imports first
         self.lifeline.request("GET", "/control/lifeline")
         self.lifeline.getresponse()
         return self

@@ -34,8 +34,9 @@ def run_command(graph: Graph, *words: str) -> str:
     """What `arbiter` prints."""
     command = [str(BIN / "arbiter"), *words]
     done = subprocess.run(
-        command, env=environment(graph), capture_output=True, text=True, timeout=60, check=True
+        command, env=environment(graph), capture_output=True, text=True, timeout=60, check=False
     )
+    assert done.returncode == 0, f"arbiter {' '.join(words)}: {done.stderr or done.stdout}"
     return done.stdout
 
 
