@@ -80,6 +80,17 @@ def run(
         yield Row(case, policy, score, closed(scores[WORST], scores[BEST], score))
 
 
+def last_weights(case: Case, arrivals: list[Arrival], seed: int) -> list[float]:
+    """What the learned policy has learned on a trace, from nothing."""
+    evict, usage = FROM_NOTHING["learned_from_nothing"]
+    chosen = replace(SETTINGS, evict=evict)
+    asked = demand(arrivals, case.mix, case.budget_fraction, seed)
+    world = World(asked, chosen, bundle(chosen), Instant(0), usage)
+    world.run()
+    found: list[float] = world.core.export_usage()["reuse"]["weights"]
+    return found
+
+
 def mean_closed(rows: list[Row]) -> dict[str, dict[str, float]]:
     """Of each policy over all cases, each case counting the same."""
     found: dict[str, dict[str, float]] = {}

@@ -7,8 +7,9 @@ models in turn how soon they are wanted; the next use, or 0.4 turnovers of silen
 Of each model a dozen numbers are kept, and at most FOLLOWERS_COUNT counts of what came after it; a
 use or a load takes the same time however many models there are.
 
-`WINDOWS` to `BORN` were fitted on 21 public traces of eight families, always with one family left
-out; half and double of them change the gap closed there by 0.01 (docs/benchmarks.md).
+`WINDOWS` to `LOOKS_COUNT` were looked at on 21 public traces of eight families; half and double of
+them change the gap closed there by 0.01. `BORN` was fitted on fifteen traces of four families, and
+what it closes is told of seven others (docs/benchmarks.md).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,8 +32,9 @@ TRIES_COUNT = 16  # models looked at for these; the others are asked already
 RECENT_COUNT, LEADERS_COUNT = 8, 4  # distinct models used last; those that a follower follows
 FOLLOWERS_COUNT = 16  # of one model, the most frequent
 DRIFT = 1e-5  # added to the variances with each load, so that weights can follow a change
-# Weights at first, and how far each may be off: standard deviations from trace to trace.
-BORN = (0.20, 0.17, 0.41, -0.16, 0.06, 0.08, 0.0, 0.0, -2.26)
+# Weights at first (`benchmarks.replay --fit`), and how far each may be off: standard deviations
+# from trace to trace.
+BORN = (0.03, 0.01, 0.22, 0.02, 0.33, -0.08, 0.19, 0.10, -1.77)
 DOUBT = (0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 1.0)
 PLACES = range(len(BORN))
 # Added before logarithms: one use in 300 turnovers, a fifth of SOON, a use in 50 hours.
