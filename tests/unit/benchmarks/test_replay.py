@@ -14,8 +14,8 @@ from benchmarks.replay.__main__ import FITTED
 from benchmarks.replay.table import Case, Row, mean_closed, run
 from benchmarks.report import FOLDER
 
-# The gap closed in misses, bytes and waiting on drawn clients: less than the mean of 16 seeds, which
-# is 0.25, 0.36 and 0.31 (docs/benchmarks.md).
+# The gap closed in misses, bytes and waiting on drawn clients: less than the mean of 16 seeds, of
+# 0.25, 0.36 and 0.31 (docs/benchmarks.md).
 DRAWN_LEAST = {"missed_fraction": 0.17, "moved_fraction": 0.32, "waited_fraction": 0.25}
 
 
