@@ -24,7 +24,7 @@ from arbiter.units import DeviceId, TicketId
 
 LOOK_AGAIN_S = 0.005  # while helpers of a killed engine end: a look takes about as long
 OVERWRITE_S = 2.0  # of some GiB; after it an engine is lent a new slab, and begins without KV
-DEAD_WRITER_S = 1.0  # helpers of a dead engine die with it, unless the kernel is slow
+DEAD_WRITER_S = 5.0  # helpers of a dead engine die with it, unless the machine is overloaded
 RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the event loop
 
 
