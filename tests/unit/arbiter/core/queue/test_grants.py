@@ -178,6 +178,16 @@ def test_exclusion_group_never_evicts_a_more_urgent_ticket() -> None:
     assert revoked(driver.ask(21, "c", 10, priority=HIGH)) == [("a", "swap", "gone")]
 
 
+def age_behind_its_group(driver: CoreDriver) -> None:
+    """`b` waits until it is aged, because `a` of its exclusion group is in use."""
+    driver.resident(0, "a", 10)
+    driver.beat(1, "a", inflight=1)
+    assert revoked(driver.ask(20, "b", 10)) == [("a", "swap", "gone")]
+    driver.at(21, ev.Busy(TicketId("a"), 1))
+    driver.fire_timer(50)
+    assert is_aged(driver, "b")
+
+
 def embedding_asks(driver: CoreDriver, t: float) -> list[str]:
     return granted(driver.ask(t, "e1", 10, capability="embedding", model="e1"))
 
@@ -185,12 +195,7 @@ def embedding_asks(driver: CoreDriver, t: float) -> list[str]:
 @pytest.mark.spec("A11", "C6")
 def test_aged_ticket_that_waits_for_its_exclusion_group_holds_up_no_other_role() -> None:
     driver = CoreDriver(device=80, settings=ALONE)
-    driver.resident(0, "a", 10)
-    driver.beat(1, "a", inflight=1)
-    assert revoked(driver.ask(20, "b", 10)) == [("a", "swap", "gone")]
-    driver.at(21, ev.Busy(TicketId("a"), 1))
-    driver.fire_timer(50)
-    assert is_aged(driver, "b")
+    age_behind_its_group(driver)
     assert embedding_asks(driver, 51) == ["e1"]
     assert driver.state_of("b") == "queued"
 
@@ -198,12 +203,7 @@ def test_aged_ticket_that_waits_for_its_exclusion_group_holds_up_no_other_role()
 @pytest.mark.spec("A11", "C6")
 def test_aged_ticket_is_bypassed_by_no_replica_of_the_model_in_its_place() -> None:
     driver = CoreDriver(device=80, settings=ALONE, holders=("h", "g"))
-    driver.resident(0, "a", 10)
-    driver.beat(1, "a", inflight=1)
-    driver.ask(20, "b", 10)
-    driver.at(21, ev.Busy(TicketId("a"), 1))
-    driver.fire_timer(50)
-    assert is_aged(driver, "b")
+    age_behind_its_group(driver)
     assert granted(driver.ask(51, "a2", 10, holder="g")) == []
     assert granted(driver.at(52, ev.Released(TicketId("a"), "swap"))) == ["b"]
     assert driver.state_of("a2") == "queued"
@@ -215,12 +215,7 @@ def test_aged_ticket_that_waits_for_its_exclusion_group_holds_up_no_other_node()
     driver.see_node(0, 80, 0, "m")
     driver.read(0, "m")
     driver.join(0, "far", node="m")
-    driver.resident(0, "a", 10)
-    driver.beat(1, "a", inflight=1)
-    driver.ask(20, "b", 10)
-    driver.at(21, ev.Busy(TicketId("a"), 1))
-    driver.fire_timer(50)
-    assert is_aged(driver, "b")
+    age_behind_its_group(driver)
     driver.read(51, "m")
     driver.resident(51, "c", 10, holder="far")
     driver.beat(52, "c", holder="far", inflight=1)
