@@ -12,6 +12,8 @@ import pytest
 from openai import BadRequestError, InternalServerError, NotFoundError, OpenAI
 
 from deployments.environment import Environment
+from deployments.front import keys
+from deployments.front.keys import Scope
 from models.make_models import TINY, default_folder, make
 from tests.graph.conftest import BUCKET_KEY, HUB_ORG, Graph, s3_port, until
 from tests.support import s3_server
@@ -31,10 +33,10 @@ def adapters(graph: Graph) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def dropped(folder: Path, name: str) -> Path:
+def dropped(folder: Path, name: str, weights: str = "a1") -> Path:
     """A good adapter, there all at once."""
     source = make(default_folder(), TINY).with_name(f"{TINY.name}-adapters")
-    shutil.copytree(source / "a1", folder.parent / name)
+    shutil.copytree(source / weights, folder.parent / name)
     target = folder / name
     (folder.parent / name).rename(target)
     return target
@@ -312,3 +314,22 @@ def test_adapter_of_another_tenant_is_not_found_whatever_tenant_a_header_names(
         with pytest.raises(NotFoundError):
             said(client, name, **{"x-arbiter-tenant": "acme"})
     assert f"{CHAT}:secret" not in {model.id for model in client.models.list()}
+
+
+@pytest.mark.spec("F2", "L1", "L2")
+def test_adapters_of_one_name_are_each_tenants_own_and_hide_the_common_one(
+    client: OpenAI, adapters: Path, keys_file: Path
+) -> None:
+    common = said(client, dropped(adapters, "law", "a0").name)
+    answers = {}
+    for tenant, weights in (("ann", "a1"), ("bob", "a2")):
+        (adapters / f"@{tenant}").mkdir()
+        dropped(adapters, f"of-{tenant}", weights).rename(adapters / f"@{tenant}" / "law")
+        own = client.with_options(
+            api_key=keys.add(keys_file, tenant, tenant, frozenset({Scope.INFER}))
+        )
+        answers[tenant] = said(own, "law")
+        assert said(own, f"{CHAT}:law") == (f"{CHAT}:law", answers[tenant][1])
+        shutil.rmtree(adapters / f"@{tenant}" / "law")
+        assert said(own, "law") == common, "its own has gone"
+    assert len({common[1], *(text for _, text in answers.values())}) == 3
