@@ -144,11 +144,12 @@ def context_tokens(source: Path, model: ModelConfig) -> int | None:
     """The most tokens that a model reads at once: as its engine is told, else as its files say;
     None where neither does, as for a hub id or a model of sound."""
     config = _configuration(source)
+    text = config.get("text_config")
     said = (
         model.grow_to.get("max_model_len"),
         model.engine_args.get("max_model_len"),
         _configuration(source, "sentence_bert_config.json").get("max_seq_length"),
-        config.get("text_config", config).get("max_position_embeddings"),
+        (text if isinstance(text, dict) else config).get("max_position_embeddings"),
     )
     return next((tokens for tokens in said if isinstance(tokens, int)), None)
 

@@ -190,6 +190,7 @@ def test_capabilities_are_those_of_the_role_or_of_the_paths_in_the_table(
         ({}, {}, None),
         ({"config.json": '{"max_position_embeddings": 512}'}, {}, 512),
         ({"config.json": '{"text_config": {"max_position_embeddings": 64}}'}, {}, 64),
+        ({"config.json": '{"text_config": null, "max_position_embeddings": 512}'}, {}, 512),
         (
             {
                 "config.json": '{"max_position_embeddings": 512}',
