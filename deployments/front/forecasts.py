@@ -9,6 +9,7 @@ What is used is at most `STALE_S` old. The first request after a rest waits for 
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from deployments.front import arbiter_gateway, model_cards, plan_questions
 from deployments.front.arbiter_gateway import NEVER_SEEN, ArbiterState, ModelTimes, Presence
 from deployments.tasks import predict
 from deployments.tasks.predict import NOTHING, Prediction
+
+logger = logging.getLogger("ray.serve")
 
 # A state is read, and each rung that must be loaded is planned, in some milliseconds (22 ms for
 # each with 500 models resident, benchmarks/dry_run.py): a hundredth of the arbiter's time while
@@ -115,7 +118,8 @@ class Forecasts:
             if begun:
                 await asyncio.wait(begun, timeout=FILES_S)
             for model, home in homes.items():
-                files = reads[model].result() if reads[model].done() else UNREAD
+                reading = reads.get(model)
+                files = reading.result() if reading and reading.done() else UNREAD
                 took = times.get((home, model), NEVER_SEEN)
                 found[model] = await self._of(home, files, present[model], took)
         except ArbiterUnavailable:
@@ -155,8 +159,16 @@ def _begin_files(
 ) -> "asyncio.Future[_Files]":
     capability = table.capabilities[table.homes[model]]
     source = capability.models[model].source
-    reads[model] = in_thread(source, _files, model, capability)
-    return reads[model]
+    reads[model] = begun = in_thread(source, _files, model, capability)
+
+    def forget_failed(ended: "asyncio.Future[_Files]") -> None:
+        """So that the next look reads them again."""
+        if error := ended.exception():
+            logger.error("no forecast of a load of %s: its files: %r", model, error)
+            del reads[model]
+
+    begun.add_done_callback(forget_failed)
+    return begun
 
 
 def _files(model: str, capability: CapabilityConfig) -> _Files:

@@ -121,3 +121,25 @@ async def test_model_whose_file_server_hangs_keeps_no_other_forecast_back(
             assert states == {bool(resident)}, "of a model that serves no files are needed"
     finally:
         is_back.set()
+
+
+@pytest.mark.spec("J5")
+async def test_files_that_could_not_be_read_are_said_and_read_again_at_the_next_look(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reads, read_files = [], forecasts._files
+
+    def failing(model: str, *rest: Any) -> Any:
+        reads.append(model)
+        if len(reads) == 1:
+            raise RuntimeError("broken")
+        return read_files(model, *rest)
+
+    monkeypatch.setattr(forecasts, "_files", failing)
+    arbiter = ScriptedArbiter(plans={"cold": {"wait_s": 3.0, "load_s": 2.0}})
+    known, asked = arbiter.forecasts(), table()
+    assert (await known.read(asked, ("cold",)))["cold"].predicted.total_s is None
+    assert "cold" in caplog.text and "broken" in caplog.text
+    arbiter.now_s += 2 * STALE_S
+    assert (await known.read(asked, ("cold",)))["cold"].predicted.begins_s == 5.0
+    assert reads == ["cold", "cold"]
