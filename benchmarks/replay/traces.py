@@ -18,7 +18,6 @@ from pathlib import Path
 
 Arrival = tuple[float, int]  # seconds since the start, client
 WINDOW_S = 600.0  # of ServeGen's rates
-WEEK_S = 7 * 86_400.0
 CLIENTS_COUNT = 87  # base models of the text-to-image service whose skew is used
 TOP_COUNT, TOP_FRACTION = 5, 0.7  # there, the five most used take 70 % of requests
 

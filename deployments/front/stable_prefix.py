@@ -45,16 +45,9 @@ class StableRun:
     canonical: bytes  # the stable content itself, the same for equal content however it is spelt
 
 
-def longest_stable_run(body: dict[str, Any]) -> bytes | None:
-    """The content of a body's stable run in canonical form, None where nothing is stable. Reads
-    marks, so it comes before `strip`; equal content gives equal bytes, and the model, the tenant
-    and the adapter are no part of them."""
-    run = stable_run(body)
-    return run.canonical if run else None
-
-
 def stable_run(body: dict[str, Any]) -> StableRun | None:
-    """The stable run of a body whose marks are there still. Changes nothing."""
+    """The stable run of a body whose marks are there still; None where nothing is stable. Changes
+    nothing. The model, the tenant and the adapter are no part of `canonical`."""
     given_tools = body.get("tools")
     tools = given_tools if isinstance(given_tools, list) else []
     with_tools = bool(tools) and all(map(_is_marked, tools))

@@ -77,10 +77,6 @@ class Database:
         found = self.rows(statement, *values)
         return found[0] if found else None
 
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.rows(UNFINISHED)[0][0])
-
     def close(self) -> None:
         self._db.close()
 

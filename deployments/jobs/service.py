@@ -135,12 +135,6 @@ class JobsService:
         """Raises NotFound; Conflict where it is unfinished."""
         await self._blocking(self._store.delete, tenant, job_id)
 
-    async def annotate(self, tenant: str, job_id: str, meta: dict[str, Any]) -> Job:
-        """Merges into its `meta`. Raises NotFound."""
-        await self.get(tenant, job_id)
-        await self._blocking(self._store.annotate, job_id, meta)
-        return await self.get(tenant, job_id)
-
     async def request(self, tenant: str, job_id: str) -> bytes:
         """The body of its call. Raises NotFound."""
         await self.get(tenant, job_id)

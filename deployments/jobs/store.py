@@ -238,14 +238,6 @@ class JobStore:
             del self._places[next(iter(self._places))]
         return self._places.get((job.id, job.attempts, after), (0, 0))
 
-    def annotate(self, job_id: str, meta: dict[str, Any]) -> None:
-        """Adds to what its kind keeps."""
-        with self._db.writing() as db:
-            db.execute(
-                "UPDATE jobs SET meta = json_patch(meta, ?) WHERE id = ?",
-                (json.dumps(meta), job_id),
-            )
-
     # -- what the runner does ------------------------------------------------------------------
 
     def recover(self) -> int:

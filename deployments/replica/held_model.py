@@ -15,7 +15,7 @@ from arbiter.core.events import HeldTicket, Requested
 from arbiter.core.types import ANYBODY, Client, DeviceBytes, Phase, Priority
 from arbiter.errors import DeadlineUnmet
 from arbiter.protocol.messages import Granted, SpawnSpec
-from arbiter.units import Bytes, HolderId, Span, TicketId, in_seconds, seconds
+from arbiter.units import HolderId, Span, TicketId, in_seconds, seconds
 from deployments.config.load_plan import ModelPlan
 from deployments.prefixes import Cut
 from deployments.replica.engine_client import EngineLink
@@ -213,7 +213,7 @@ class HeldModel:
     demand: Demand = field(default_factory=Demand)
     load: LoadNotes = field(default_factory=LoadNotes)
     growth: Growth = field(default_factory=Growth)
-    warmer: "Warms | None" = None  # of its stable prefixes; None: its engine has no use for it
+    warmer: Warms | None = None  # of its stable prefixes; None: its engine has no use for it
 
     def move(self, to: HolderState) -> None:
         """The only way from one state to another; see TRANSITIONS."""
@@ -364,10 +364,6 @@ class HeldModel:
             client=self.demand.client,
             stay_warm=Span(max(0, uses.warm_until_ns - now_ns)),
         )
-
-    @property
-    def device_bytes(self) -> Bytes:
-        return Bytes(sum(d.size_bytes for d in self.devices))
 
 
 def _is_later(until_s: float | None, than_s: float | None) -> bool:

@@ -69,11 +69,6 @@ class Trades:
             return set()
         return {came for came in known.keys() & models if self.has_left_for(left, came, now)}
 
-    @property
-    def left_models(self) -> AbstractSet[ModelName]:
-        """Returns the models of which it is remembered that they left for another."""
-        return self._came.keys()
-
     # -- requests that give up and ask again ---------------------------------------------------
 
     def gave_up(self, waiter: Waiter, since_at: Instant, until: Instant) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.front.stable_prefix import BadMark, longest_stable_run, stable_run, strip
+from deployments.front.stable_prefix import BadMark, stable_run, strip
 
 pytestmark = pytest.mark.spec("G1")
 
@@ -21,8 +21,13 @@ def part(text: str, **mark: bool) -> dict[str, Any]:
     return {"type": "text", "text": text, **mark}
 
 
+def canonical_bytes(body: dict[str, Any]) -> bytes | None:
+    run = stable_run(body)
+    return run.canonical if run else None
+
+
 def canonical(body: dict[str, Any]) -> Any:
-    found = longest_stable_run(body)
+    found = canonical_bytes(body)
     return None if found is None else json.loads(found)
 
 
@@ -35,9 +40,9 @@ def test_run_ends_at_the_first_message_without_a_mark() -> None:
 
 
 def test_nothing_is_stable_without_a_mark_at_the_beginning() -> None:
-    assert longest_stable_run({"messages": [USER, SYSTEM]}) is None
-    assert longest_stable_run({"messages": [{**SYSTEM, "stable": False}]}) is None
-    assert longest_stable_run({"prompt": "no chat"}) is None
+    assert stable_run({"messages": [USER, SYSTEM]}) is None
+    assert stable_run({"messages": [{**SYSTEM, "stable": False}]}) is None
+    assert stable_run({"prompt": "no chat"}) is None
 
 
 def test_parts_of_a_message_are_segments_of_their_own() -> None:
@@ -69,11 +74,11 @@ def test_tools_belong_to_the_run_when_all_are_marked() -> None:
 
 def test_equal_content_has_equal_bytes_whatever_follows_and_however_it_is_marked() -> None:
     turned = dict(reversed(SYSTEM.items()))
-    first = longest_stable_run({"model": "a", "messages": [SYSTEM, USER]})
-    assert first == longest_stable_run({"messages": [turned, USER, USER], "model": "b"})
+    first = canonical_bytes({"model": "a", "messages": [SYSTEM, USER]})
+    assert first == canonical_bytes({"messages": [turned, USER, USER], "model": "b"})
     parts = {"role": "system", "content": [part("x")], "stable": True}
     each = {"role": "system", "content": [part("x", stable=True)]}
-    assert longest_stable_run({"messages": [parts]}) == longest_stable_run({"messages": [each]})
+    assert canonical_bytes({"messages": [parts]}) == canonical_bytes({"messages": [each]})
 
 
 def test_blocks_of_anthropic_and_items_of_responses_may_be_marked() -> None:
@@ -124,10 +129,10 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(["tools", "system", "messages", "input"]), JSON))
 def test_no_body_breaks_either(body: dict[str, Any]) -> None:
     before = copy.deepcopy(body)
-    longest_stable_run(body)
+    stable_run(body)
     assert body == before
     try:
         strip(body)
     except BadMark:
         return
-    assert longest_stable_run(body) is None
+    assert stable_run(body) is None
