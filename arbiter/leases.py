@@ -154,11 +154,11 @@ class RayTransport:
             raise ConnectionError(str(error)) from error
 
 
-def transport(url: str | None = None, key: str | None = None) -> LeaseTransport:
-    """Through Ray where this process is connected and no address was given, else by HTTP."""
-    if url is None and "ARBITER_URL" not in os.environ and is_in_ray():
+def transport() -> LeaseTransport:
+    """Through Ray where this process is connected and ARBITER_URL is not set, else by HTTP."""
+    if "ARBITER_URL" not in os.environ and is_in_ray():
         return RayTransport()
-    return HttpTransport(url, key)
+    return HttpTransport()
 
 
 def is_in_ray() -> bool:

@@ -28,9 +28,9 @@ LAST_LINES = 20  # of a program that failed
 Note = Callable[[str], None]
 
 
-def is_verbose(environ: Mapping[str, str] = os.environ) -> bool:
-    """VERBOSE=1: programs print what they print."""
-    return environ.get("VERBOSE", "0") not in ("", "0")
+def is_verbose() -> bool:
+    """Says whether programs print what they print: VERBOSE=1."""
+    return os.environ.get("VERBOSE", "0") not in ("", "0")
 
 
 class ProgramFailed(Exception):
@@ -47,23 +47,17 @@ class ProgramFailed(Exception):
 class Steps:
     """One line per step: it grows on a terminal, and is repeated elsewhere while the step lasts."""
 
-    def __init__(
-        self,
-        out: TextIO | None = None,
-        silence_s: float = SILENCE_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, out: TextIO | None = None, silence_s: float = SILENCE_S) -> None:
         self._out = out or sys.stderr
         self._draws = self._out.isatty() and not is_verbose()
         self._pause_s = DRAW_S if self._draws else silence_s
-        self._clock = clock
         self._lock = threading.Lock()
 
     @contextmanager
     def step(self, what: str) -> Iterator[Note]:
         """Tells that it goes on until the block ends, and how long it took. `note`: what it is at
         now."""
-        began_s, ended, now = self._clock(), threading.Event(), [""]
+        began_s, ended, now = time.monotonic(), threading.Event(), [""]
 
         def tell() -> None:
             while not ended.wait(self._pause_s):
@@ -85,7 +79,7 @@ class Steps:
 
     def _say(self, mark: str, what: str, began_s: float, note: str, *, is_over: bool) -> None:
         short = note if len(note) <= NOTE_CHARS else note[: NOTE_CHARS - 3] + "..."
-        took_s = self._clock() - began_s
+        took_s = time.monotonic() - began_s
         line = f"  {mark:6} {what:{WHAT_CHARS}} {took_s:6.1f} s  {short}".rstrip()
         with self._lock:
             begin, end = ("\r\x1b[K", "\n" if is_over else "") if self._draws else ("", "\n")

@@ -15,12 +15,12 @@ from deployments.messages import ResponseHead
 BROKEN = (RayError, RayServeException, RequestError)  # the last breaks a stream that has begun
 
 
-def front_handle(application: str = "front") -> Any:
+def front_handle() -> Any:
     """The handle of the front; this process is connected to Ray. Raises RayServeException where
     there is no such application."""
     from ray import serve
 
-    return serve.get_deployment_handle("front", app_name=application)
+    return serve.get_deployment_handle("front", app_name="front")
 
 
 class HandleTransport(httpx.AsyncBaseTransport):
