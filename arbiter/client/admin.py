@@ -41,7 +41,7 @@ async def start_arbiter(boot: messages.StartConfig) -> Any:
 
 
 async def call_arbiter(method: str, *args: Any, within_s: float = CALL_S) -> Any:
-    """Call one of the actor's methods, for the front and the command line; waits while it
+    """Calls one of the actor's methods, for the front and the command line; waits while it
     restarts. Raises ArbiterUnavailable, or the RequestError the arbiter answered with."""
     began = time.monotonic()
     try:
@@ -77,7 +77,7 @@ async def _call(method: str, args: tuple[Any, ...]) -> Any:
 
 
 def upgrade_arbiter(boot_of: Callable[[messages.Plain], messages.StartConfig]) -> messages.Plain:
-    """Replace arbiter and node agents by this code. Engines and zygotes go on; holders rejoin. Of
+    """Replaces arbiter and node agents by this code. Engines and zygotes go on; holders rejoin. Of
     the old one only its table is taken over, in plain values; `boot_of` reads it, and nothing has
     happened yet if it cannot. From an arbiter that hangs the table is taken out of its state file;
     raises GetTimeoutError where that is not to be had."""
@@ -115,7 +115,7 @@ def _kept_table(error: GetTimeoutError) -> messages.Plain:
 
 
 def record_arbiter(path: str | None) -> messages.Plain:
-    """Have every event recorded into a file on the arbiter's node, from a new epoch on; None ends
+    """Has every event recorded into a file on the arbiter's node, from a new epoch on; None ends
     it. Raises ArbiterUnavailable when there is no arbiter."""
     handle = find_arbiter()
     if handle is None:
@@ -126,8 +126,9 @@ def record_arbiter(path: str | None) -> messages.Plain:
 
 
 def stop_arbiter(wait_s: float = 30.0) -> messages.Plain:
-    """Shut down: unload what is idle, wait for the rest, end every engine, agent and zygote. An
-    arbiter that does not answer is killed, and its agents end what they have."""
+    """Shuts the arbiter down: it unloads what is idle, waits for the rest, and ends every engine,
+    agent and zygote. An arbiter that does not answer is killed, and its agents end what they
+    have."""
     handle = find_arbiter()
     if handle is None:
         return {"arbiter": "there is none", "tickets_cut_off": 0}
@@ -200,7 +201,7 @@ def find_actor(name: str) -> Any | None:
 
 
 def _kill(handle: Any | None) -> None:
-    """Kill, and wait until its name is free."""
+    """Kills an actor, and waits until its name is free."""
     if handle is None:
         return
     ray.kill(handle, no_restart=True)

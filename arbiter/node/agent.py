@@ -103,8 +103,8 @@ class NodeAgent:
         return await self._engines.respawn(ticket, spec)
 
     async def kill(self, ticket: TicketId) -> None:
-        """Kill what there is of the ticket's engine, let none start, report EngineGone. What runs
-        under a lease is not killed, but watched until its bytes are back."""
+        """Kills what there is of the ticket's engine, lets none start, and reports EngineGone. What
+        runs under a lease is not killed, but watched until its bytes are back."""
         if leased := self._leased.by_ticket.get(ticket):
             leased.leaving = True
         elif self._copies.end(ticket):
@@ -118,31 +118,31 @@ class NodeAgent:
     async def adopt(
         self, ticket: TicketId, pid: int, granted: tuple[types.DeviceBytes, ...]
     ) -> None:
-        """Measure this outside process under its lease from now on. Raises LeaseRefused."""
+        """Measures this outside process under its lease from now on. Raises LeaseRefused."""
         opened = self._leased.open(ticket, pid, granted, self._not_theirs())
         if opened:
             self._watch_leased(opened)
             self._wakeup.set()
 
     async def probe(self) -> None:
-        """Send a reading now."""
+        """Sends a reading now."""
         self._wakeup.set()
 
     async def drop_slabs(self, owner: str) -> None:
-        """Erase what engines of a removed model left in the pool, and its host copy."""
+        """Erases what engines of a removed model left in the pool, and its host copy."""
         self._pool.drop_owner(owner)
         self._copies.drop_owner(owner)
         self._wakeup.set()
 
     async def drop_host_copy(self, key: str) -> bool:
-        """Drop a copy of a model's files in host RAM. False: it leaves with the last engine that
+        """Drops a copy of a model's files in host RAM. False: it leaves with the last engine that
         has it open. Raises UnknownHostCopy."""
         is_gone = self._copies.drop(key)
         self._wakeup.set()
         return is_gone
 
     async def drop_tenant(self, tenant: str, ago: Span = Span(0)) -> None:
-        """Erase what requests of a tenant left in the pool until it was removed, so long ago, and
+        """Erases what requests of a tenant left in the pool until it was removed, so long ago, and
         what engines copied of it. The clocks of two machines may differ, so the arbiter says no
         time."""
         removal = Removal(tenant_digest(tenant), time.time() - in_seconds(ago))
@@ -153,7 +153,7 @@ class NodeAgent:
         logger.info("removed %d copies of adapters of the tenant %s", count, tenant)
 
     async def living(self, pids: list[int]) -> dict[int, int]:
-        """Start time of each of these processes that lives."""
+        """Returns the start time of each of these processes that lives."""
         found = (procfs.process(pid) for pid in pids)
         return {p.pid: p.start_ticks for p in found if p is not None and p.alive}
 
@@ -188,7 +188,7 @@ class NodeAgent:
         }
 
     async def close(self) -> None:
-        """Kill every engine and the zygote; leaves nothing behind but logs, and files of KV."""
+        """Kills every engine and the zygote; leaves nothing behind but logs, and files of KV."""
         self._engines.is_closing = True
         for task in self._tasks:
             task.cancel()

@@ -78,7 +78,7 @@ class Children:
         start_ticks: int = 0,
         zygote: procfs.Name | None = None,
     ) -> Child | None:
-        """Take charge of a process; None when it is gone, or its pid belongs to another process."""
+        """Takes charge of a process. None: it is gone, or its pid belongs to another process."""
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -98,7 +98,7 @@ class Children:
         return child
 
     def recover(self, keep_log: Callable[[str, Path], None]) -> tuple[TicketId, ...]:
-        """Open again what an earlier life of the agent had; returns tickets whose engine is gone.
+        """Opens again what an earlier life of the agent had; returns tickets whose engine is gone.
         A helper that outlived its root is killed. `keep_log` gets the logs of the dead."""
         lost = []
         for path in sorted(self._folder.glob("*.child")):
@@ -115,11 +115,11 @@ class Children:
         return tuple(lost)
 
     def refresh(self) -> list[Child]:
-        """Look and note in one."""
+        """Looks at all processes, and notes what it found."""
         return self.note(*find_processes())
 
     def note(self, looked_ns: int, everything: dict[int, procfs.Process]) -> list[Child]:
-        """What was seen at `looked_ns`, of every engine opened before; returns those."""
+        """Notes what was seen at `looked_ns` of every engine opened before; returns those."""
         noted = [c for c in self.by_ticket.values() if c.opened_ns < looked_ns]
         for child in noted:
             known = {p for p, ticks in child.members.items() if _is_same(everything, p, ticks)}
@@ -143,7 +143,7 @@ class Children:
             child.killed_ns = time.monotonic_ns()
 
     def see_dead(self, child: Child) -> None:
-        """Look again at the known members of a whole one, and at nothing else."""
+        """Looks again at the known members of a whole tree, and at nothing else."""
         assert child.tree_is_final
         child.members = {p: ticks for p, ticks in child.members.items() if lives(p, ticks)}
 

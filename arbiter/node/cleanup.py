@@ -66,7 +66,7 @@ def _warns(ticket: str) -> Iterator[None]:
 
 
 def sweep(own: Path) -> None:
-    """Remove the folders beside `own` of nodes that are gone: old, and no zygote holds the lock.
+    """Removes the folders beside `own` of nodes that are gone: old, and no zygote holds the lock.
     Others are none of an agent's: one of them has the dispatch locks of living engines."""
     for folder in own.parent.iterdir():
         if folder != own and folder.is_dir() and not folder.is_symlink() and _is_abandoned(folder):

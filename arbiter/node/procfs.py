@@ -225,7 +225,7 @@ def _device(text: str) -> int:
 
 
 def _text(pid: int, file: str) -> str:
-    """Empty where it cannot be read, as for `rollup`."""
+    """Returns the text of a file of a process; empty where it cannot be read, as for `rollup`."""
     try:
         return (PROC / str(pid) / file).read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):

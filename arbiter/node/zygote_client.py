@@ -173,7 +173,7 @@ def folder(settings: AgentSettings, node: NodeId) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Make `path`, 0700 and ours, or raise PermissionError: a stranger's would see our sockets."""
+    """Makes `path`, 0700 and ours. Raises PermissionError: a stranger's would see our sockets."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if status.st_uid != os.getuid() or path.is_symlink():

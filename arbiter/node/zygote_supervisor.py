@@ -67,7 +67,7 @@ class ZygoteSupervisor:
             backoff_s = min(BACKOFF_MOST_S, 2 * backoff_s)
 
     def end(self) -> None:
-        """Kill it, if it still runs."""
+        """Kills the zygote, if it still runs."""
         self.zygote.close()
         if self.known:
             children.kill_known([self.known])

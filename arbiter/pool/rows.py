@@ -143,7 +143,7 @@ class Rows:
         return [self._ready[key] for key in keys]
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Raises RowMisused."""
+        """Takes one pin off each key. Raises RowMisused."""
         for key in keys:
             pins = self._pins.get(key, 0)
             if pins == 0:

@@ -420,7 +420,7 @@ class ArbiterActor:
         self._begin_anew("recording" if path else "no longer recording")
 
     def _begin_anew(self, why: str) -> None:
-        """End this process; the next has another epoch, and holders rejoin."""
+        """Ends this process; the next has another epoch, and holders rejoin."""
         from arbiter.server.shell import crash
 
         logger.info("a new epoch begins: %s", why)

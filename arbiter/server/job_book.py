@@ -93,7 +93,7 @@ class JobBook:
         return self._db
 
     def _rows(self, statement: str, *values: str | int) -> list[sqlite3.Row]:
-        """Empty where there is no such table or file."""
+        """Returns the rows of a query; none where there is no such table or file."""
         try:
             return self._opened().execute(statement, values).fetchall()
         except sqlite3.Error as error:

@@ -92,7 +92,7 @@ class RayAgents:
         return all(known)
 
     async def look(self, feed: Callable[[ev.Event], None]) -> None:
-        """Start agents of new nodes; tell of nodes that are gone."""
+        """Starts agents of new nodes; tells of nodes that are gone."""
         living = await asyncio.to_thread(ray_internals.living_nodes)
         for node in self._nodes - living.keys():
             self._forget_way(node)
@@ -140,7 +140,7 @@ class RayAgents:
             return {"state": "starting", "cause": cause} if cause else {"state": "starting"}
 
     async def close(self) -> None:
-        """End all agents and every engine and zygote of theirs."""
+        """Ends all agents and every engine and zygote of theirs."""
         for node, handle in tuple(self._handles.items()):  # a call that fails takes one out
             self._forget_way(node)
             try:

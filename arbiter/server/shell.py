@@ -111,7 +111,7 @@ class Mailbox:
 
 
 def crash(error: BaseException) -> NoReturn:
-    """End the process so that Ray starts the next epoch."""
+    """Ends the process, so that Ray starts the next epoch."""
     logger.critical("the arbiter ends itself, to start anew: %r", error, exc_info=error)
     logging.shutdown()
     os._exit(EX_SOFTWARE)

@@ -378,7 +378,7 @@ class Store:
         return self._write(statement, self._session, name, value)
 
     def _read(self, statement: str, *values: str | bytes | int) -> list[Any]:
-        """Empty when it failed."""
+        """Returns the rows of a query; none when it failed."""
         return self._run(statement, *values) or []
 
     def _write(self, statement: str, *values: str | bytes | int) -> bool:

@@ -470,7 +470,7 @@ class ConfigError(ValueError):
 
 
 def check_file(path: Path) -> Table:
-    """Read and check a whole serve_config.yaml; returns the front's table. Raises ConfigError."""
+    """Reads and checks a whole serve_config.yaml; returns the front's table. Raises ConfigError."""
     import yaml
     from ray.serve.schema import DeploymentSchema, ServeDeploySchema
 

@@ -149,7 +149,7 @@ def take_environment(own: Mapping[str, str]) -> None:
 
 
 def close_all_but(*keep: int) -> None:
-    """Close every descriptor above stderr except these."""
+    """Closes every descriptor above stderr except these."""
     held = {int(name) for name in os.listdir("/proc/self/fd")}
     for fd in held - {0, 1, 2, *keep}:
         try:

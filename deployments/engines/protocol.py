@@ -56,22 +56,22 @@ class Engine(Protocol):
     can_sleep: bool
 
     async def load(self) -> None:
-        """Bring the model from disk. Called again when a wake did not verify."""
+        """Brings the model from disk. Called again when a wake did not verify."""
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: the data routes, in OpenAI's shapes."""
 
     async def sleep(self) -> None:
-        """Move the weights to host RAM, in memfds named `host-copy*`, and drop all else."""
+        """Moves the weights to host RAM, in memfds named `host-copy*`, and drops all else."""
 
     async def wake(self) -> None:
-        """Undo `sleep` from host RAM alone."""
+        """Undoes `sleep` from host RAM alone."""
 
     async def probe(self) -> str:
         """A short deterministic answer; equal before a sleep and after its wake."""
 
     async def health(self) -> None:
-        """Raise when the engine cannot answer requests."""
+        """Raises when the engine cannot answer requests."""
 
 
 @runtime_checkable
@@ -79,7 +79,7 @@ class Purges(Protocol):
     """An engine that keeps something only to answer sooner: it may be told to drop it."""
 
     async def purge(self) -> None:
-        """Drop what no request is using."""
+        """Drops what no request is using."""
 
 
 @runtime_checkable
@@ -87,8 +87,8 @@ class ShrinksSlabs(Protocol):
     """An engine that writes slabs of the node's pool."""
 
     async def shrink_slabs(self) -> None:
-        """Erase what their owner ordered to, and give back what it no longer permits. Called awake
-        and asleep."""
+        """Erases the rows that the owner of its slabs ordered erased, and gives back the bytes
+        that the owner no longer permits. Called awake and asleep."""
 
 
 @runtime_checkable
@@ -96,8 +96,8 @@ class CapsSlabs(Protocol):
     """An engine whose slabs keep tenants to caps."""
 
     async def cap_slabs(self, caps: dict[str, float]) -> None:
-        """Keep each tenant to its part of the rows from now on; one without an entry may have all.
-        Called awake and asleep."""
+        """Keeps each tenant to its part of the rows from now on; a tenant without an entry may have
+        all. Called awake and asleep."""
 
 
 @runtime_checkable
@@ -105,7 +105,8 @@ class ForgetsTenants(Protocol):
     """An engine that keeps something of one tenant between its requests: its own adapters."""
 
     async def forget_tenant(self, tenant: str) -> None:
-        """Unload it, what is in use with the end of the last request. Called awake and asleep."""
+        """Unloads what is the tenant's own; what is in use goes with the end of its last request.
+        Called awake and asleep."""
 
 
 @runtime_checkable
@@ -113,8 +114,8 @@ class DropsDrafter(Protocol):
     """An engine whose drafter may leave while it serves."""
 
     async def drop_drafter(self) -> bool:
-        """Give the drafter's memory back and go on without it, until the next load. False: nothing
-        has changed, and only a new process is without it."""
+        """Gives the drafter's memory back and goes on without it, until the next load. False:
+        nothing has changed, and only a new process is without it."""
 
 
 class CannotSleep(Exception):

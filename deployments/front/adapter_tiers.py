@@ -61,7 +61,8 @@ async def _of_model(
 async def _asked(
     service: InferenceService, model: str, names: list[str], tenant: str
 ) -> dict[str, str]:
-    """Empty where no engine answers in time: it is ending, or busy."""
+    """Asks the engine for tiers by name; empty where it does not answer in time: it is ending, or
+    busy."""
     body = json.dumps({"names": names}).encode()
     headers = {messages.TENANT_HEADER: tenant, "content-type": "application/json"}
     call = messages.InferenceCall(

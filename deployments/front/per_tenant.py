@@ -20,7 +20,8 @@ class PerTenant:
 
     @contextmanager
     def one(self, tenant: str, most: int) -> Iterator[None]:
-        """Enter before the request takes anything. Raises TooMuch, QueueFull."""
+        """Counts one more of a tenant until it is left; entered before the request takes anything.
+        Raises TooMuch, QueueFull."""
         if (count := self._counts[tenant]) >= most:
             raise TooMuch(f"{count} {self._what} at once", most)
         total = self._counts.total()

@@ -61,7 +61,7 @@ class Applications:
 
 
 def _cause(found: ApplicationStatusOverview | None) -> str:
-    """Empty where nothing failed."""
+    """Says why an application does not run; empty where nothing failed."""
     if found is None:
         return "Serve has no application of this name; `serve status` lists those it has"
     if found.status not in FAILED:

@@ -97,8 +97,8 @@ class InferenceService:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Enter before the body is awaited, so that a burst meets the bound as well. Raises
-        QueueFull."""
+        """Counts one call in flight, within the bound; entered before the body is awaited, so that
+        a burst meets the bound as well. Raises QueueFull."""
         bound = self._table.front.in_flight
         if self._in_flight >= bound:
             raise QueueFull("the front", self._in_flight, bound, RETRY_AFTER_S)
@@ -107,7 +107,7 @@ class InferenceService:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """One call in flight, whatever the bound: the rest of a stream that was admitted."""
+        """Counts one call in flight, whatever the bound: the rest of a stream that was admitted."""
         self._in_flight += 1
         try:
             yield

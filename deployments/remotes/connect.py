@@ -59,7 +59,8 @@ def headers(row: RemoteConfig, *, is_stream: bool) -> dict[str, str]:
 
 
 def key_of(row: RemoteConfig) -> str | None:
-    """Read anew each time, so that a key can be replaced. Raises KeyUnusable."""
+    """Returns the key of a remote, read anew each time, so that a key can be replaced. Raises
+    KeyUnusable."""
     if row.key_env:
         found = os.environ.get(row.key_env, "")
         if not found:

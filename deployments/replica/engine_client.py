@@ -38,7 +38,8 @@ class Woken:
 
 
 class EngineLink:
-    """Open for as long as the engine is ours. Every call raises EngineLost when it is gone."""
+    """The connection to one engine, open for as long as the engine is ours. Every call raises
+    EngineLost when it is gone."""
 
     def __init__(self, model: str, ticket: TicketId, path: str) -> None:
         import aiohttp
@@ -54,7 +55,7 @@ class EngineLink:
         self._closing: asyncio.Task[None] | None = None
 
     async def hold(self, lost: Callable[[], None]) -> None:
-        """Open the lifeline; `lost` is called once, when it breaks from the other end."""
+        """Opens the lifeline; `lost` is called once, when it breaks from the other end."""
         with self._typed():
             self._lifeline = await self._session.get("/control/lifeline")
         self._watch = asyncio.ensure_future(self._until_broken(self._lifeline, lost))
@@ -127,7 +128,7 @@ class EngineLink:
                     yield chunk
 
     def cut(self) -> None:
-        """Close the lifeline and everything else; the engine ends at once."""
+        """Closes the lifeline and everything else; the engine ends at once."""
         if self._watch:
             self._watch.cancel()
         if self._lifeline:

@@ -100,7 +100,7 @@ class AdapterMover:
         return tier
 
     def _owner(self, lora: LoRARequest) -> str:
-        """Empty for an adapter of all tenants."""
+        """Returns the tenant of an adapter; empty for an adapter of all tenants."""
         return self.owners.get(lora.lora_name, "")
 
     async def _attempt(self, move: _Move, lora: LoRARequest) -> None:

@@ -174,5 +174,5 @@ def _facts(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Empty where there is none."""
+    """Returns the text of a file; empty where there is none."""
     return path.read_text() if path.is_file() else ""
