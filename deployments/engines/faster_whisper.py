@@ -26,7 +26,7 @@ from faster_whisper import WhisperModel
 from deployments.engines import asgi, forms, sound
 from deployments.engines.asgi import BadField
 from deployments.engines.one_thread import OneThread, compute_threads
-from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
+from deployments.engines.protocol import Config, EngineLoadFailed, Receive, Scope, Send
 from deployments.engines.sound import HEARD_HZ
 from deployments.engines.transcript import WRITE, Asked, Transcript, events
 from deployments.environment import Environment
@@ -83,7 +83,9 @@ class WhisperEngine:
         self.path, self.name = config["model"], config.get("served_name", config["model"])
         self.device: str = args.get("device") or default_device()
         if self.device == "cuda" and not has_cublas():
-            raise LoadFailed("NoDevice", f"`device: cuda` takes {CUBLAS}: {BRINGS_CUBLAS}", False)
+            raise EngineLoadFailed(
+                "NoDevice", f"`device: cuda` takes {CUBLAS}: {BRINGS_CUBLAS}", False
+            )
         on_cpu = self.device == "cpu"
         self.compute_type: str = args.get("compute_type") or ("int8" if on_cpu else "float16")
         self.threads = compute_threads(config)

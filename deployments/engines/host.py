@@ -41,8 +41,8 @@ from deployments.engines.protocol import (
     Config,
     DropsDrafter,
     Engine,
+    EngineLoadFailed,
     ForgetsTenants,
-    LoadFailed,
     Purges,
     Receive,
     Scope,
@@ -168,7 +168,7 @@ class EngineHost:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
-        self.failure: LoadFailed | None = None
+        self.failure: EngineLoadFailed | None = None
         self.load_seconds = 0.0
         self.asleep = False
         self.known_probe: str | None = None

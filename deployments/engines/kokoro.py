@@ -20,7 +20,7 @@ import numpy as np
 from deployments.config.voice_files import ESPEAK_DEFAULT, kokoro_files
 from deployments.engines.espeak import Espeak
 from deployments.engines.one_thread import compute_threads
-from deployments.engines.protocol import Config, LoadFailed
+from deployments.engines.protocol import Config, EngineLoadFailed
 from deployments.engines.vits import SpeechEngine
 from deployments.engines.voices import Voice, named, open_session, phonemes_of
 
@@ -49,7 +49,7 @@ class KokoroVoice:
     rate_hz = RATE_HZ
 
     def __init__(self, model: Path, espeak: Espeak, args: dict[str, Any], threads: int) -> None:
-        """Raises ConfigError, LoadFailed, NoSuchVoice."""
+        """Raises ConfigError, EngineLoadFailed, NoSuchVoice."""
         files = kokoro_files(model)
         self._ids, self._styles = read_vocabulary(files.vocabulary), read_styles(files.styles)
         further: dict[str, str] = args.get("voices", {})
@@ -92,7 +92,7 @@ class KokoroVoice:
 
 
 def read_vocabulary(file: Path) -> dict[str, int]:
-    """Raises LoadFailed."""
+    """Raises EngineLoadFailed."""
     try:
         vocabulary = json.loads(file.read_text("utf-8"))["vocab"]
         return {str(character): int(number) for character, number in vocabulary.items()}
@@ -101,7 +101,7 @@ def read_vocabulary(file: Path) -> dict[str, int]:
 
 
 def read_styles(file: Path) -> dict[str, np.ndarray]:
-    """The style vectors by the name of the voice. Raises LoadFailed."""
+    """The style vectors by the name of the voice. Raises EngineLoadFailed."""
     try:
         with zipfile.ZipFile(file) as packed:
             size_bytes = sum(one.file_size for one in packed.infolist())
@@ -120,5 +120,5 @@ def read_styles(file: Path) -> dict[str, np.ndarray]:
     return styles
 
 
-def _bad(file: Path, why: str) -> LoadFailed:
-    return LoadFailed("BadModel", f"{file}: {why}", False)
+def _bad(file: Path, why: str) -> EngineLoadFailed:
+    return EngineLoadFailed("BadModel", f"{file}: {why}", False)

@@ -22,7 +22,7 @@ from deployments.engines.protocol import (
     MAX_SOCKET_PATH,
     CannotSleep,
     Config,
-    LoadFailed,
+    EngineLoadFailed,
     Receive,
     Scope,
     Send,
@@ -37,12 +37,12 @@ HEALTH_S = 10.0  # it answers from a thread of its own, even while it computes
 
 def build(config: Config) -> "LlamaServer":
     """Starts the program, which reads its file while this process makes its event loop. Raises
-    LoadFailed."""
+    EngineLoadFailed."""
     path = os.environ["ARBITER_ENGINE"] + ".l.sock"  # in a folder only this user may enter
     if shutil.which(PROGRAM) is None:
-        raise LoadFailed("NotInstalled", f"there is no {PROGRAM} on the PATH", False)
+        raise EngineLoadFailed("NotInstalled", f"there is no {PROGRAM} on the PATH", False)
     if len(path) > MAX_SOCKET_PATH:
-        raise LoadFailed("BadConfig", f"{path} is too long for a socket's path", False)
+        raise EngineLoadFailed("BadConfig", f"{path} is too long for a socket's path", False)
     parent = os.getpid()
 
     def become() -> None:
@@ -75,15 +75,15 @@ class LlamaServer:
         self.session: aiohttp.ClientSession | None = None
 
     async def load(self) -> None:
-        """Waits until the program is healthy. Raises LoadFailed when it ends before that. When it
-        hangs, its holder's bound on loads ends it with this process."""
+        """Waits until the program is healthy. Raises EngineLoadFailed when it ends before that.
+        When it hangs, its holder's bound on loads ends it with this process."""
         connector = aiohttp.UnixConnector(path=self.path, limit=0)  # requests wait in its queue
         timeout = aiohttp.ClientTimeout(total=None)
         self.session = aiohttp.ClientSession("http://llama", connector=connector, timeout=timeout)
         while not await self._is_healthy():
             if (status := self.program.poll()) is not None:
                 text = f"{PROGRAM} ended with {status}; the engine's log has the rest"
-                raise LoadFailed(
+                raise EngineLoadFailed(
                     "ProgramEnded", text, status == -9
                 )  # as the kernel ends it for memory
             await asyncio.sleep(LOOK_S)

@@ -3,18 +3,21 @@
 import re
 from pathlib import Path
 
-from deployments.engines.protocol import LoadFailed
+from deployments.engines.protocol import EngineLoadFailed
 
 # As libraries name weights. Other files end in `.bin` too, such as OpenVINO's.
 _PICKLED = re.compile(r"(.*pytorch_model|model|consolidated).*\.bin|.*\.(pt|pth|ckpt|pkl)")
 
 
 def refuse(folder: Path) -> None:
-    """Raises LoadFailed where a folder that the library reads has weights in a pickle and none in
-    safetensors. Where there is no folder, as for a hub's id, the library is told to take none."""
+    """Raises EngineLoadFailed where a folder that the library reads has weights in a pickle and
+    none in safetensors. Where there is no folder, as for a hub's id, the library is told to take
+    none."""
     if any(folder.glob("*.safetensors")):
         return
     for path in sorted(folder.glob("*")):
         if _PICKLED.fullmatch(path.name):
             advice = "save it as safetensors (`save_pretrained` does)"
-            raise LoadFailed("BadModel", f"{path} is a pickle, which is not read; {advice}", False)
+            raise EngineLoadFailed(
+                "BadModel", f"{path} is a pickle, which is not read; {advice}", False
+            )

@@ -122,8 +122,9 @@ class CannotSleep(Exception):
     """The engine has no sleep, is not loaded, or has no copy to sleep in."""
 
 
-class LoadFailed(Exception):
-    """A load that did not succeed; `kind` is the library's own error class."""
+class EngineLoadFailed(Exception):
+    """A load that did not succeed, as its engine tells it; `kind` is the library's own error class.
+    The holder raises arbiter.errors.LoadFailed for it."""
 
     def __init__(self, kind: str, message: str, out_of_memory: bool) -> None:
         super().__init__(kind, message, out_of_memory)
@@ -145,14 +146,14 @@ _MEMORY_WORDS = (
 )
 
 
-def load_failure(error: BaseException) -> LoadFailed:
+def load_failure(error: BaseException) -> EngineLoadFailed:
     """The cause of a failed load, from any error."""
-    if isinstance(error, LoadFailed):
+    if isinstance(error, EngineLoadFailed):
         return error
     text = str(error) or repr(error)
     memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
     memory = memory or any(words in text.lower() for words in _MEMORY_WORDS)
-    return LoadFailed(type(error).__name__, text, memory)
+    return EngineLoadFailed(type(error).__name__, text, memory)
 
 
 class BadSpawn(ValueError):

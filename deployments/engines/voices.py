@@ -12,7 +12,7 @@ import numpy as np
 from deployments.config.voice_files import ESPEAK_DEFAULT, describing, speakers, voice_file
 from deployments.engines.asgi import BadField
 from deployments.engines.espeak import Espeak, NoSuchVoice
-from deployments.engines.protocol import LoadFailed
+from deployments.engines.protocol import EngineLoadFailed
 from deployments.engines.ready_graphs import open_graph
 
 # A clause that is spoken at once: memory grows with it, and the first one is waited for.
@@ -138,7 +138,7 @@ def open_session(
     wanted = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
     there = onnxruntime.get_available_providers()
     if device == "cuda" and wanted not in there:
-        raise LoadFailed("NoDevice", "`device: cuda` takes onnxruntime-gpu", False)
+        raise EngineLoadFailed("NoDevice", "`device: cuda` takes onnxruntime-gpu", False)
     providers = [one for one in (wanted, "CPUExecutionProvider") if one in there]
     return open_graph(file, settings, providers)
 

@@ -30,7 +30,7 @@ from vllm.v1.executor import Executor
 from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import Bytes, human
 from deployments.engines import linux, nvidia
-from deployments.engines.protocol import LoadFailed, load_failure
+from deployments.engines.protocol import EngineLoadFailed, load_failure
 from deployments.engines.vllm import (
     adapter_images,
     batch_hold,
@@ -322,13 +322,13 @@ def _tell(report: int, message: dict[str, Any]) -> None:
 
 
 def await_core(core: Core) -> None:
-    """Blocks until the core is up. Raises LoadFailed with its cause."""
+    """Blocks until the core is up. Raises EngineLoadFailed with its cause."""
     with os.fdopen(core.report, "rb") as pipe:
         line = pipe.readline()
     if not line:  # it died without a report; the kernel sends SIGKILL when memory runs out
         _, status = os.waitpid(core.pid, 0)
         how = os.waitstatus_to_exitcode(status)
         text = f"the engine core ended with {how} while loading; its log has the rest"
-        raise LoadFailed("EngineCoreDied", text, how == -signal.SIGKILL)
+        raise EngineLoadFailed("EngineCoreDied", text, how == -signal.SIGKILL)
     if cause := json.loads(line):
-        raise LoadFailed(cause["kind"], cause["message"], cause["oom"])
+        raise EngineLoadFailed(cause["kind"], cause["message"], cause["oom"])

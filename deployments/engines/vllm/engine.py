@@ -32,7 +32,7 @@ from arbiter.core.types import Priority
 from arbiter.units import Content
 from deployments import messages, prefixes
 from deployments.engines import asgi, command_line, linux, pickles
-from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
+from deployments.engines.protocol import Config, EngineLoadFailed, Receive, Scope, Send
 from deployments.engines.vllm import (
     adapter_images,
     callers,
@@ -69,7 +69,7 @@ _CPU_WORKER = "deployments.engines.vllm.cpu_worker.SleepingCpuWorker"
 
 def build(config: Config) -> "VllmEngine":
     """Runs single threaded, right after the fork, because it forks the core in turn. Raises
-    LoadFailed, and whatever vLLM raises."""
+    EngineLoadFailed, and whatever vLLM raises."""
     os.environ.update(VLLM_SERVER_DEV_MODE="0", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0")
     args = arguments(config)
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
@@ -121,12 +121,13 @@ def compute_threads(config: Config) -> int | None:
 
 
 def arguments(config: Config) -> Namespace:
-    """The namespace that `vllm serve` would have. Raises LoadFailed that names a bad argument."""
+    """The namespace that `vllm serve` would have. Raises EngineLoadFailed that names a bad
+    argument."""
     given = {**_defaults(config), **config.get("engine_args", {})}
     given |= merged_weights.arguments(config)
     _refuse_pickles(config, given)
     if "kv_cache_memory_bytes" not in given:
-        raise LoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
+        raise EngineLoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
     ways = _processes_count(config) if _on_cpu() else len(config.get("parts", []))
     if ways > 1:  # vLLM counts KV bytes per GPU, or per process of a CPU, a ticket in total
         given["kv_cache_memory_bytes"] = int(given["kv_cache_memory_bytes"]) // ways
@@ -152,13 +153,14 @@ def text_api() -> FastAPI:
 
 
 def _refuse_arguments(message: str) -> NoReturn:
-    raise LoadFailed("BadConfig", f"engine_args: {message}", False)
+    raise EngineLoadFailed("BadConfig", f"engine_args: {message}", False)
 
 
 def _refuse_pickles(config: Config, given: dict[str, Any]) -> None:
-    """Has vLLM read safetensors only, in which its quantized models are too. Raises LoadFailed."""
+    """Has vLLM read safetensors only, in which its quantized models are too. Raises
+    EngineLoadFailed."""
     if (form := given.get("load_format")) in _PICKLED_FORMATS:
-        raise LoadFailed("BadConfig", f"engine_args: load_format {form} reads pickles", False)
+        raise EngineLoadFailed("BadConfig", f"engine_args: load_format {form} reads pickles", False)
     if form in (None, "auto", "hf"):
         given["load_format"] = "safetensors"
     for model in (config, config.get("drafter")):

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from deployments.adapters.catalogue import CONFIG, WEIGHTS
 from deployments.adapters.validate import parted
-from deployments.engines.protocol import Config, LoadFailed
+from deployments.engines.protocol import Config, EngineLoadFailed
 
 FORMAT = "merged_adapter"
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
@@ -35,12 +35,12 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 def arguments(config: Config) -> dict[str, Any]:
     """vLLM's arguments for `config["merged"]`, the folder of a checked adapter; empty without one.
-    Raises LoadFailed."""
+    Raises EngineLoadFailed."""
     if "merged" not in config:
         return {}
     if taken := [name for name in _OURS if name in config.get("engine_args", {})]:
         why = f"engine_args: with {taken[0]} no adapter can be merged into the weights"
-        raise LoadFailed("BadConfig", why, False)
+        raise EngineLoadFailed("BadConfig", why, False)
     return {"load_format": FORMAT, "model_loader_extra_config": {"adapter": config["merged"]}}
 
 
@@ -57,7 +57,7 @@ class MergingLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Raises LoadFailed."""
+        """Raises EngineLoadFailed."""
         weights = super().get_all_weights(model_config, model)
         yield from merged(weights, self.adapter, model_config.dtype)
 
@@ -65,20 +65,22 @@ class MergingLoader(DefaultModelLoader):
 def merged(
     weights: Weights, adapter: Path, dtype: torch.dtype
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yields every weight by its name, shapes [out, in]. Raises LoadFailed for a weight that is
-    quantized, and for a weight of the adapter that the base lacks."""
+    """Yields every weight by its name, shapes [out, in]. Raises EngineLoadFailed for a weight that
+    is quantized, and for a weight of the adapter that the base lacks."""
     left = _products(adapter)
     for name, weight in weights:
         product = left.pop(name.removesuffix(".weight"), None)
         if product is None:
             yield name, weight
         elif weight.dtype not in _PLAIN:
-            raise LoadFailed("MergeFailed", f"{name} is {weight.dtype}: it is quantized", False)
+            raise EngineLoadFailed(
+                "MergeFailed", f"{name} is {weight.dtype}: it is quantized", False
+            )
         else:
             a, b, scale = product
             yield name, (weight.float() + scale * (b.float() @ a.float())).to(dtype)
     if left:
-        raise LoadFailed("MergeFailed", f"the base's files have no {min(left)}.weight", False)
+        raise EngineLoadFailed("MergeFailed", f"the base's files have no {min(left)}.weight", False)
 
 
 def _products(adapter: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:

@@ -6,7 +6,7 @@ import ctranslate2
 import pytest
 
 from deployments.engines import faster_whisper
-from deployments.engines.protocol import LoadFailed
+from deployments.engines.protocol import EngineLoadFailed
 
 pytestmark = pytest.mark.spec("H3")
 
@@ -44,7 +44,7 @@ def test_gpu_that_was_asked_for_is_a_load_failure_where_no_product_can_be_comput
 ) -> None:
     node(1, False)
     assert engine(device="cpu").device == "cpu"
-    with pytest.raises(LoadFailed, match="nvidia-cublas-cu12"):
+    with pytest.raises(EngineLoadFailed, match="nvidia-cublas-cu12"):
         engine(device="cuda")
 
 

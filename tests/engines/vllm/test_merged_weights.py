@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.engines.protocol import LoadFailed
+from deployments.engines.protocol import EngineLoadFailed
 from deployments.engines.vllm import merged_weights
 from tests.support.adapters import write
 
@@ -46,11 +46,11 @@ def test_weights_without_a_plain_place_for_the_product_fail_the_load(
     tmp_path: Path, base: dict[str, torch.Tensor], why: str
 ) -> None:
     adapter = write(tmp_path / "a", SHAPES)
-    with pytest.raises(LoadFailed, match=why):
+    with pytest.raises(EngineLoadFailed, match=why):
         list(merged_weights.merged(base.items(), adapter, torch.float32))
 
 
 def test_load_format_of_a_persons_choice_and_a_merge_exclude_each_other() -> None:
     config = {"merged": "/a", "engine_args": {"load_format": "dummy"}}
-    with pytest.raises(LoadFailed, match="load_format"):
+    with pytest.raises(EngineLoadFailed, match="load_format"):
         merged_weights.arguments(config)

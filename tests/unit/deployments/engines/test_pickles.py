@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deployments.engines import pickles
-from deployments.engines.protocol import LoadFailed
+from deployments.engines.protocol import EngineLoadFailed
 
 
 @pytest.mark.spec("L2")
@@ -16,7 +16,7 @@ def test_weights_in_a_pickle_are_refused_by_name(tmp_path: Path, name: str) -> N
     file = tmp_path / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"")
-    with pytest.raises(LoadFailed, match=f"{file.name} is a pickle"):
+    with pytest.raises(EngineLoadFailed, match=f"{file.name} is a pickle"):
         pickles.refuse(tmp_path)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from deployments.engines.asgi import BadField
 from deployments.engines.kokoro import read_styles, read_vocabulary
-from deployments.engines.protocol import LoadFailed
+from deployments.engines.protocol import EngineLoadFailed
 from deployments.engines.vits import Phrases, parse
 from deployments.engines.voices import CLAUSE_CHARACTERS, clauses_of, named
 
@@ -86,7 +86,7 @@ def test_file_of_styles_is_arrays_of_the_model_s_shape_and_no_pickle(
 ) -> None:
     file = tmp_path / "voices.npz"
     np.savez(file, **arrays)
-    with pytest.raises(LoadFailed, match=why):
+    with pytest.raises(EngineLoadFailed, match=why):
         read_styles(file)
 
 
@@ -96,14 +96,14 @@ def test_broken_or_huge_files_of_a_voice_are_named(
 ) -> None:
     file = tmp_path / "voices.npz"
     file.write_bytes(b"PK no zip")
-    with pytest.raises(LoadFailed, match=r"voices\.npz: no file of styles"):
+    with pytest.raises(EngineLoadFailed, match=r"voices\.npz: no file of styles"):
         read_styles(file)
     np.savez(file, ann=np.zeros((5, 1, 256), np.float32))
     assert read_styles(file)["ann"].shape == (5, 1, 256)
     monkeypatch.setattr("deployments.engines.kokoro.MOST_STYLES_BYTES", 5_000)
-    with pytest.raises(LoadFailed, match="more than 5000"):
+    with pytest.raises(EngineLoadFailed, match="more than 5000"):
         read_styles(file)
     for text in ("{}", "[]", '{"vocab": {"a": "x"}}', "no json"):
         file.write_text(text)
-        with pytest.raises(LoadFailed, match="no `vocab`"):
+        with pytest.raises(EngineLoadFailed, match="no `vocab`"):
             read_vocabulary(file)
