@@ -42,7 +42,7 @@ def on_asked(state: CoreState, event: ev.CompactAsked) -> None:
         run.take_waiting(e.ticket for e in waste.wasteful_tickets(state))
 
 
-def make_room(
+def compact_or_evict(
     state: CoreState, waiting: Ticket, device: DeviceId, short: Bytes, urgent: Priority
 ) -> bool:
     """Frees idle models that, loaded again, leave `short` bytes more to a queued ticket; where they

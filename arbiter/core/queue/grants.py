@@ -9,10 +9,9 @@ way for one ticket are not lent to another.
 
 from collections.abc import Iterable
 
-from arbiter.core import types
 from arbiter.core.decisions import EventKind, Grant, Reason
 from arbiter.core.eviction import oversize, pressure
-from arbiter.core.eviction.compaction import make_room
+from arbiter.core.eviction.compaction import compact_or_evict
 from arbiter.core.eviction.eligibility import may_swap
 from arbiter.core.eviction.eviction import evict_own, revoke, victims_for
 from arbiter.core.eviction.ranking import victims_no_more_urgent
@@ -34,7 +33,7 @@ from arbiter.core.tickets.device_limits import (
 )
 from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.tickets.loads import note_evicted_for
-from arbiter.core.types import Priority
+from arbiter.core.types import DeviceBytes, Priority
 from arbiter.errors import NeverFits, QuotaExceeded, RolePinned, TicketClosed
 from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
 
@@ -102,7 +101,7 @@ def _place_on_one(
     if device := next((d for d in usable if limits.fits(d, need)), None):
         return _grant(state, pass_, entry, waiting, {device: need})
     promised = next((d for d in usable if limits.missing(d) <= 0), None) or next(
-        (d for d in usable if make_room(state, entry, d, limits.missing(d), urgent)), None
+        (d for d in usable if compact_or_evict(state, entry, d, limits.missing(d), urgent)), None
     )
     if promised:
         pass_.promised[promised] += need
@@ -160,7 +159,7 @@ def _hold_to_quota(
     pass_: GrantPass,
     entry: Ticket,
     limits: Limits,
-    urgent: types.Priority,
+    urgent: Priority,
     together: Iterable[DeviceId] = (),
 ) -> Outcome:
     """Rejects what its tenant can never have (C10); defers what the tenant has too much for now,
@@ -235,7 +234,7 @@ def _place_oversize(
     return Outcome.GRANTED
 
 
-def _urgency(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> types.Priority:
+def _urgency(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> Priority:
     """Returns with which priority a ticket asks. An aged ticket holds others up, and asks with the
     priority of the most urgent of them."""
     if not waiting.is_aged:
@@ -330,7 +329,7 @@ def _place_parts(
 
 
 def _make_room_on_each(
-    state: CoreState, pass_: GrantPass, entry: Ticket, needs: Sizes, urgent: types.Priority
+    state: CoreState, pass_: GrantPass, entry: Ticket, needs: Sizes, urgent: Priority
 ) -> None:
     """Revokes victims on every device, or on none while one device would still lack room. A victim
     on several devices leaves all of them, so what each lacks is computed anew."""
@@ -339,7 +338,7 @@ def _make_room_on_each(
         return
     for device, size in sorted(needs.items()):
         if (lacking := Bytes(size - pass_.room(device, entry))) > 0:
-            make_room(state, entry, device, lacking, urgent)
+            compact_or_evict(state, entry, device, lacking, urgent)
         pass_.promised[device] += size
 
 
@@ -435,7 +434,7 @@ def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes) -> None:
 
 def grant_of(entry: Ticket) -> Grant:
     """Returns the grant of a ticket that has one, as it was or is repeated."""
-    devices = tuple(types.DeviceBytes(d, size) for d, size in sorted(entry.home.items()))
+    devices = tuple(DeviceBytes(d, size) for d, size in sorted(entry.home.items()))
     load = entry.last_load
     return Grant(entry.ticket, devices, load.load_by, load.predicted)
 
