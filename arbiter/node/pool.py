@@ -41,7 +41,7 @@ END_S = 6.0
 _LEAST_BYTES = 2 * EXTENT_BYTES  # a pool that holds less serves nothing
 _STEP_BYTES = 2 * EXTENT_BYTES  # what a writer may grow by until the next turn
 _NAME_MOST = 239  # characters of what a slab is for, in its name; the kernel allows 249 in all
-_MARK = f"/memfd:{NAME}-"
+_LINK_PREFIX = f"/memfd:{NAME}-"  # of what /proc/PID/fd shows for a slab's file
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +446,7 @@ def _label(request: SlabRequest) -> str:
 
 def _request(target: str) -> SlabRequest:
     """Raises ValueError unless it is the name of a slab."""
-    name = target.removeprefix(_MARK).removesuffix(" (deleted)")
+    name = target.removeprefix(_LINK_PREFIX).removesuffix(" (deleted)")
     content, key, owner = name.split(".", 2)
     return SlabRequest(Content(content), owner, key)
 
@@ -457,7 +457,7 @@ def _open_slabs(pid: int) -> list[Path]:
         names = os.listdir(folder)
     except OSError:  # it has just ended
         return []
-    return [folder / name for name in names if _target(folder / name).startswith(_MARK)]
+    return [folder / name for name in names if _target(folder / name).startswith(_LINK_PREFIX)]
 
 
 def _target(path: Path) -> str:

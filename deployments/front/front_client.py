@@ -27,10 +27,10 @@ async def carry(path: Path, scope: Scope, first: Message, receive: Receive, send
 
     It connects once the client has sent something, so that a front that ends has the head of each
     request on its way, and need not wait for connections without one."""
-    line = await _connected(path)
+    connection = await _connected(path)
     try:
-        leaving = await line.ask(scope, first, receive)
-        carrying = asyncio.ensure_future(line.answer(send))
+        leaving = await connection.ask(scope, first, receive)
+        carrying = asyncio.ensure_future(connection.answer(send))
         await asyncio.wait({leaving, carrying}, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
         if carrying.done():
@@ -39,7 +39,7 @@ async def carry(path: Path, scope: Scope, first: Message, receive: Receive, send
             carrying.cancel()
             await asyncio.wait({carrying})
     finally:
-        line.close()
+        connection.close()
 
 
 async def _connected(path: Path) -> "_Connection":

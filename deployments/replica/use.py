@@ -77,14 +77,11 @@ class Use:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self._end(error)
+        self.release(error)
 
     def release(self, error: BaseException | None = None) -> None:
         """Ends the use; does nothing if the use has ended or was never entered. `error`: why it
         ended early."""
-        self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
         held, self._held = self._held, None
         if held is not None:
             self._ticket = held.ticket

@@ -37,7 +37,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
 
     def initialize_state(self) -> None:
         """Called by Serve before anything else is."""
-        self._memory = RoutingHistory()
+        self._history = RoutingHistory()
         self._waiting: dict[int, PendingRequest] = {}
 
     async def choose_replicas(
@@ -52,21 +52,21 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         request, now_s = request_of(pending_request.args), time.monotonic()
         found = {one.replica_id.unique_id: one for one in candidate_replicas}
         states = [self._state_of(key, one, request) for key, one in found.items()]
-        sent, sticky = self._memory.sent(request.model, now_s), self._memory.sticky(request)
+        sent, sticky = self._history.sent(request.model, now_s), self._history.sticky(request)
         order = rank(request, states, sticky=sticky, sent=sent)
-        self._memory.chosen(request, order[0], now_s)  # others come before it is sent
+        self._history.chosen(request, order[0], now_s)  # others come before it is sent
         return [[found[key]] for key in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, _: Any) -> None:
         """Notes where the call went in the end: the first choice may have had no room."""
         request = request_of(pending_request.args)
-        self._memory.chosen(request, replica_id.unique_id, time.monotonic())
+        self._history.chosen(request, replica_id.unique_id, time.monotonic())
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._memory.keep({one.replica_id.unique_id for one in replicas})
+        self._history.keep({one.replica_id.unique_id for one in replicas})
         for one in replicas:
-            self._memory.seen.told(one.replica_id.unique_id, one.routing_stats.get("models", ()))
+            self._history.seen.told(one.replica_id.unique_id, one.routing_stats.get("models", ()))
 
     def _state_of(self, key: str, one: RunningReplica, request: RouteRequest) -> ReplicaState:
         queue = self.replica_queue_len_cache.get(one.replica_id) or 0
@@ -77,7 +77,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
             queue >= one.max_ongoing_requests,
             said.get("models", {}),
             said.get("adapters", ()),
-            self._memory.seen.share(key, request.model, request.pieces),
+            self._history.seen.share(key, request.model, request.pieces),
         )
 
     # Serve finds a waiting call by its request's id, which all concurrent calls of one request
