@@ -194,21 +194,12 @@ class Arbiter:
         changes."""
         return replica_targets.targets(self._state, now)
 
-    def export_learned(self) -> list[dict[str, Any]]:
-        """Returns what was learned of models as plain rows; `restore_learned` reads them back."""
-        return self._state.estimates.export()
-
     @property
     def hours(self) -> frozenset[str]:
         """Returns the hours of models and of batch work (C13), of which `HoursRead` is to tell."""
         known = self._state.registry
         named = {*known.hours.values(), *known.batch_hours.values(), self.settings.batch_hours}
         return frozenset(named - {""})
-
-    @property
-    def learned_changes_count(self) -> int:
-        """Rises with each change of what `export_learned` returns."""
-        return self._state.estimates.changes_count
 
     @property
     def registered(self) -> tuple[types.CapabilitySpec, ...]:
@@ -227,9 +218,20 @@ class Arbiter:
         outcome."""
         return {name: taken.read() for name, taken in self._state.request_times.items()}
 
-    def export_floors(self) -> list[list[str]]:
-        """Returns rows of capability, model and floor; `restore_floors` reads them back."""
-        return [[*name, floor.value] for name, floor in sorted(self._state.floors.items())]
+    # -- across restarts -----------------------------------------------------------------------
+
+    def export_learned(self) -> list[dict[str, Any]]:
+        """Returns what was learned of models as plain rows; `restore_learned` reads them back."""
+        return self._state.estimates.export()
+
+    @property
+    def learned_changes_count(self) -> int:
+        """Rises with each change of what `export_learned` returns."""
+        return self._state.estimates.changes_count
+
+    def restore_learned(self, rows: list[dict[str, Any]]) -> None:
+        """Takes back the rows of `export_learned`."""
+        self._state.estimates.restore(rows)
 
     @property
     def used_models(self) -> list[types.ModelName]:
@@ -253,6 +255,10 @@ class Arbiter:
     def restore_accounts(self, rows: list[list[Any]]) -> None:
         """Takes back the rows of `export_accounts`."""
         self._state.accounts.restore(rows, self._state.now)
+
+    def export_floors(self) -> list[list[str]]:
+        """Returns rows of capability, model and floor; `restore_floors` reads them back."""
+        return [[*name, floor.value] for name, floor in sorted(self._state.floors.items())]
 
     def restore_floors(self, rows: list[list[str]]) -> None:
         """Takes back the rows of `export_floors`. Raises ValueError for an unknown floor."""
@@ -287,10 +293,6 @@ class Arbiter:
             name = types.ModelName(capability, model)
             self._state.removed_models[name] = min(Instant(at), self._state.now)
         floors.forget_uses(self._state, list(self._state.removed_models))
-
-    def restore_learned(self, rows: list[dict[str, Any]]) -> None:
-        """Takes back the rows of `export_learned`."""
-        self._state.estimates.restore(rows)
 
 
 def _handle_on(copied: CoreState, event: ev.Event, now: Instant) -> list[Decision]:
