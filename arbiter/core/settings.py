@@ -133,8 +133,8 @@ class Settings:
 
     lease_term_most: Span = seconds(86_400)  # A15; batch clusters cap a job at a day
     lease_notice_most: Span = seconds(120)  # cloud spot machines give 30 s to 2 min
-    lease_tenant_bytes: Bytes | None = None  # A15: the most one tenant may lease; None:
-    lease_tenant_fraction: float = 0.5  # this share of all that can be lent, half for everyone else
+    lease_tenant_bytes: Bytes | None = None  # A15: the most one tenant may lease; None: a fraction
+    lease_tenant_fraction: float = 0.5  # of all that can be lent: half is left for everyone else
 
     tenants: tuple[TenantLimits, ...] = ()  # C10; of others nothing is limited
     quota_window: Span = seconds(3600)  # their averages: clouds bill by the hour
