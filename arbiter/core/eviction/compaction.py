@@ -43,22 +43,22 @@ def on_asked(state: CoreState, event: ev.CompactAsked) -> None:
 
 
 def compact_or_evict(
-    state: CoreState, waiting: Ticket, device: DeviceId, short: Bytes, urgent: Priority
+    state: CoreState, asker: Ticket, device: DeviceId, short: Bytes, urgent: Priority
 ) -> bool:
     """Frees idle models that, loaded again, leave `short` bytes more to a queued ticket; where they
     would not suffice, evicts as `eviction.make_room` does, and returns what that returns. These
     models are freed at once, because the ticket waits for the bytes of all of them, and loaded
     again once it has its answer. `arbiter free` takes whole models, which return after it."""
-    if waiting.frees:
-        return eviction.make_room(state, waiting, device, short, urgent)
+    if asker.frees:
+        return eviction.make_room(state, asker, device, short, urgent)
     book = state.ledger.books[device]
-    options, chosen = waste.compaction_for(state, book, waiting, short, urgent)
+    options, chosen = waste.compaction_for(state, book, asker, short, urgent)
     if not chosen or prefetches_that_make_room(state, book, short):
-        return eviction.make_room(state, waiting, device, short, urgent)
-    eviction.remember(state, book, waiting, short, options, chosen, is_compaction=True)
-    run = state.compactions.begin_for(waiting.ticket)
+        return eviction.make_room(state, asker, device, short, urgent)
+    eviction.remember(state, book, asker, short, options, chosen, is_compaction=True)
+    run = state.compactions.begin_for(asker.ticket)
     for option in chosen:
-        _free(state, run, book.entries[option.ticket], waiting)
+        _free(state, run, book.entries[option.ticket], asker)
     return True
 
 

@@ -47,30 +47,30 @@ def is_evictable(state: CoreState, entry: Ticket) -> bool:
 
 
 def find_obstacle(
-    state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority
+    state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority
 ) -> Obstacle | None:
-    """Returns why a ticket may not be revoked for `waiting`, which asks with priority `urgent`;
+    """Returns why a ticket may not be revoked for `asker`, which asks with priority `urgent`;
     None when it may. A victim is never more urgent than the asker, and an equal leaves only after
     its minimum residency (C2, C4). An asleep ticket that waits to be woken gives way to tickets
     before it in the queue, never to those behind: what it still holds on the device could keep the
     head of the queue waiting for ever. `arbiter free` takes whatever is idle, and nothing else."""
-    if entry is waiting:
+    if entry is asker:
         return Obstacle.ITSELF
     if not is_evictable(state, entry):
         return Obstacle.UNLAWFUL
-    if state.tenants and quotas.is_reserved(state, entry, waiting.client.tenant):
+    if state.tenants and quotas.is_reserved(state, entry, asker.client.tenant):
         return Obstacle.RESERVED
-    if waiting.lease and waiting.frees:
-        return _why_not_freed(state, entry, waiting)
+    if asker.lease and asker.frees:
+        return _why_not_freed(state, entry, asker)
     if entry.ticket in state.queue:
-        is_ahead = state.queue.is_ahead(waiting.ticket, entry.ticket)
+        is_ahead = state.queue.is_ahead(asker.ticket, entry.ticket)
         return None if is_ahead else Obstacle.AHEAD
-    return _too_soon(state, entry, waiting, urgent)
+    return _too_soon(state, entry, asker, urgent)
 
 
-def _why_not_freed(state: CoreState, entry: Ticket, waiting: Ticket) -> Obstacle | None:
+def _why_not_freed(state: CoreState, entry: Ticket, asker: Ticket) -> Obstacle | None:
     """Returns why `arbiter free` may not have a ticket."""
-    queued = state.queue.find(waiting.ticket)
+    queued = state.queue.find(asker.ticket)
     if entry.inflight > 0 or entry.ticket in state.queue:
         return Obstacle.IN_USE
     if queued is not None and leaves_too_late(state, entry, queued.deadline):
@@ -85,28 +85,26 @@ def leaves_too_late(state: CoreState, entry: Ticket, deadline: Instant | None) -
     return after(state.now, entry.lease.terms.notice) > deadline
 
 
-def _too_soon(
-    state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority
-) -> Obstacle | None:
+def _too_soon(state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority) -> Obstacle | None:
     """Returns the obstacle that time alone removes."""
     its_own = effective_priority(state, entry)
     if its_own < urgent:
         return Obstacle.URGENT
     if its_own == urgent and state.now < min_residency_ends(state, entry):
         return Obstacle.LATELY
-    if its_own == urgent and state.now < collated_until(state, entry, waiting):
+    if its_own == urgent and state.now < collated_until(state, entry, asker):
         return Obstacle.COLLATED
     return None
 
 
-def may_swap(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> bool:
-    """Says whether a ticket may be revoked for `waiting`."""
-    return find_obstacle(state, entry, waiting, urgent) is None
+def may_swap(state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority) -> bool:
+    """Says whether a ticket may be revoked for `asker`."""
+    return find_obstacle(state, entry, asker, urgent) is None
 
 
-def obstacle_text(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> str | None:
+def obstacle_text(state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority) -> str | None:
     """Returns the obstacle in words; None when the ticket may be revoked."""
-    obstacle = find_obstacle(state, entry, waiting, urgent)
+    obstacle = find_obstacle(state, entry, asker, urgent)
     return TEXTS[obstacle](state, entry, urgent) if obstacle else None
 
 
@@ -191,36 +189,36 @@ def _residency_loads(state: CoreState, entry: Ticket) -> float:
     return max(usual, 1.0 / state.settings.loading_most_fraction - 1.0)
 
 
-def collated_until(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant:
+def collated_until(state: CoreState, entry: Ticket, asker: Ticket) -> Instant:
     """Returns until when a resident goes on with requests of its own although a ticket as urgent
     waits for its place: where the asker's model has left for it before, so that both would trade
     places with every few requests (C13). A model without requests leaves at once."""
     if entry.state is not State.RESIDENT or entry.is_prefetch:
         return state.now
-    bound = collation_bound(state, entry, waiting)
+    bound = collation_bound(state, entry, asker)
     return bound if entry.inflight > 0 else min(bound, pause_ends(state, entry))
 
 
-def collation_bound(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant:
+def collation_bound(state: CoreState, entry: Ticket, asker: Ticket) -> Instant:
     """Returns until when an asker waits for a model with which it trades places, at most: no longer
     than half of the time that its deadline leaves. A request that gave up and asks again goes on
     with its wait. Now where they do not trade."""
-    if not state.trades.has_left_for(waiting.model_name, entry.model_name, state.now):
+    if not state.trades.has_left_for(asker.model_name, entry.model_name, state.now):
         return state.now
-    return trade_bound(state, entry.capability, waiting)
+    return trade_bound(state, entry.capability, asker)
 
 
-def trade_bound(state: CoreState, capability: str, waiting: Ticket) -> Instant:
+def trade_bound(state: CoreState, capability: str, asker: Ticket) -> Instant:
     """Returns the same for a model of a capability that is known to trade places."""
-    queued = state.queue.find(waiting.ticket)
+    queued = state.queue.find(asker.ticket)
     if queued is None or not state.settings.collate_most:
         return state.now
     asked = queued.request.asked
-    began = state.trades.waits_since((waiting.holder, waiting.model), asked)
+    began = state.trades.waits_since((asker.holder, asker.model), asked)
     bound = after(began, state.settings.collate_most)
     if queued.deadline is None:
         return bound
-    load = state.estimates.load_time(waiting.model_key, waiting.need.weights_bytes)
+    load = state.estimates.load_time(asker.model_key, asker.need.weights_bytes)
     turnover = state.estimates.turnover(capability)
     spare = since(asked, queued.deadline) - load - turnover
     return min(bound, after(asked, Span(max(0, spare // 2))))

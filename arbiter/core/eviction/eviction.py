@@ -50,7 +50,7 @@ Victims = list[Ticket]
 
 
 def make_room(
-    state: CoreState, waiting: Ticket, device: DeviceId, short: Bytes, urgent: Priority
+    state: CoreState, asker: Ticket, device: DeviceId, short: Bytes, urgent: Priority
 ) -> bool:
     """Revokes victims that free `short` bytes beyond what is on its way, for an asker of priority
     `urgent`. Returns False, having revoked none, when all lawful victims would not suffice.
@@ -60,52 +60,52 @@ def make_room(
         for prefetched in prefetches:
             kill_and_notify(state, prefetched, Reason.WITHDRAWN)
         return True
-    options, chosen, _ = _weigh(state, book, waiting, short, urgent)
+    options, chosen, _ = _weigh(state, book, asker, short, urgent)
     if chosen:
-        remember(state, book, waiting, short, options, chosen)
+        remember(state, book, asker, short, options, chosen)
     victims = [book.entries[option.ticket] for option in chosen]
-    reason = Reason.FREE if waiting.frees else Reason.SWAP
+    reason = Reason.FREE if asker.frees else Reason.SWAP
     for victim in victims:
-        note_evicted_for(state, waiting, victim)
-        revoke(state, victim, reason, waiting)
+        note_evicted_for(state, asker, victim)
+        revoke(state, victim, reason, asker)
     return bool(victims)
 
 
-def evict_own(state: CoreState, waiting: Ticket, short: Bytes, urgent: Priority) -> bool:
+def evict_own(state: CoreState, asker: Ticket, short: Bytes, urgent: Priority) -> bool:
     """Revokes, among the asker's own tenant, on whatever device, the cheapest set that frees
     `short` (C10). Returns False when there is none."""
-    own = {e.ticket: e for e in quotas.tickets_of(state, waiting.client.tenant)}
+    own = {e.ticket: e for e in quotas.tickets_of(state, asker.client.tenant)}
     books = {d for e in own.values() for d in e.home if d in state.ledger.books}
     options: dict[TicketId, PricedVictim] = {}
     for device in sorted(books):
         for entry, option in ranked_victims(state, state.ledger.books[device]):
-            if entry.ticket in own and may_swap(state, entry, waiting, urgent):
+            if entry.ticket in own and may_swap(state, entry, asker, urgent):
                 freed = quotas.device_bytes(state, entry)
                 options[entry.ticket] = replace(option, freed_bytes=freed)
     chosen = choose(options.values(), short)
     for option in chosen:
-        note_evicted_for(state, waiting, own[option.ticket])
-        revoke(state, own[option.ticket], Reason.SWAP, waiting)
+        note_evicted_for(state, asker, own[option.ticket])
+        revoke(state, own[option.ticket], Reason.SWAP, asker)
     return bool(chosen)
 
 
 def victims_for(
-    state: CoreState, waiting: Ticket, device: DeviceId, short: Bytes, urgent: Priority
+    state: CoreState, asker: Ticket, device: DeviceId, short: Bytes, urgent: Priority
 ) -> Victims:
     """Returns the tickets that `make_room` would revoke; empty when they would not suffice."""
     book = state.ledger.books[device]
     if prefetches := prefetches_that_make_room(state, book, short):
         return prefetches
-    _, chosen, _ = _weigh(state, book, waiting, short, urgent)
+    _, chosen, _ = _weigh(state, book, asker, short, urgent)
     return [book.entries[option.ticket] for option in chosen]
 
 
 def waits_for_cheaper_until(
-    state: CoreState, book: DeviceAccount, waiting: Ticket, short: Bytes, urgent: Priority
+    state: CoreState, book: DeviceAccount, asker: Ticket, short: Bytes, urgent: Priority
 ) -> Instant | None:
     """Returns when the cheaper victims may leave for which `make_room` revokes none now; None: it
     waits for none."""
-    return _weigh(state, book, waiting, short, urgent)[2]
+    return _weigh(state, book, asker, short, urgent)[2]
 
 
 def evict_overcommitted(state: CoreState) -> None:
@@ -141,7 +141,7 @@ def _stays_on(book: DeviceAccount, entry: Ticket) -> bool:
 
 
 def _weigh(
-    state: CoreState, book: DeviceAccount, waiting: Ticket, short: Bytes, urgent: Priority
+    state: CoreState, book: DeviceAccount, asker: Ticket, short: Bytes, urgent: Priority
 ) -> tuple[list[PricedVictim], list[PricedVictim], Instant | None]:
     """Returns the lawful options, and the cheapest set of them that suffices, or none; none also
     where the asker waits for cheaper victims, and then until when. In a long order the search stops
@@ -150,12 +150,12 @@ def _weigh(
     soon: list[PricedVictim] = []  # lawful once their minimum residency is over
     missing = int(short)
     spare_count = EXACT_COUNT
-    spare = quotas.ReserveSlack(state, book, waiting.client.tenant)
+    spare = quotas.ReserveSlack(state, book, asker.client.tenant)
     for option in victims_no_more_urgent(state, book, urgent):
         if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
             break
         entry = book.entries[option.ticket]
-        if obstacle := find_obstacle(state, entry, waiting, urgent):
+        if obstacle := find_obstacle(state, entry, asker, urgent):
             if obstacle is Obstacle.LATELY:
                 soon.append(option)
             continue
@@ -167,7 +167,7 @@ def _weigh(
     chosen = choose(options, short) if missing <= 0 else []
     if soon and chosen:
         cheaper = [o for o in (*options, *soon) if o.rank < max(c.rank for c in chosen)]
-        until = _worth_waiting_until(state, book, waiting, chosen, choose(cheaper, short))
+        until = _worth_waiting_until(state, book, asker, chosen, choose(cheaper, short))
         if until is not None:
             return options, [], until
     return options, chosen, None
@@ -176,14 +176,14 @@ def _weigh(
 def _worth_waiting_until(
     state: CoreState,
     book: DeviceAccount,
-    waiting: Ticket,
+    asker: Ticket,
     chosen: list[PricedVictim],
     later: list[PricedVictim],
 ) -> Instant | None:
     """Returns until when an asker waits for `later`, victims of cheaper ranks whose minimum
     residency ends soon (C4): before the dearest of `chosen` could be back, counted from when the
     asker came, and before its deadline. None: it does not wait."""
-    queued = state.queue.find(waiting.ticket)
+    queued = state.queue.find(asker.ticket)
     if queued is None or not later:
         return None
     until = max(min_residency_ends(state, book.entries[option.ticket]) for option in later)
@@ -192,8 +192,8 @@ def _worth_waiting_until(
     reload = max(
         state.estimates.load_time(entry.model_key, entry.need.weights_bytes) for entry in leaving
     )
-    turnover = state.estimates.turnover(waiting.capability)
-    load = state.estimates.load_time(waiting.model_key, waiting.need.weights_bytes)
+    turnover = state.estimates.turnover(asker.capability)
+    load = state.estimates.load_time(asker.model_key, asker.need.weights_bytes)
     serves_at = after(until, Span(turnover + load))
     is_in_time = queued.deadline is None or serves_at <= queued.deadline
     return until if is_in_time and until <= after(queued.request.asked, reload) else None
@@ -202,7 +202,7 @@ def _worth_waiting_until(
 def remember(
     state: CoreState,
     book: DeviceAccount,
-    waiting: Ticket,
+    asker: Ticket,
     short: Bytes,
     options: list[PricedVictim],
     chosen: list[PricedVictim],
@@ -213,8 +213,8 @@ def remember(
     state.evictions.add(
         EvictionRecord(
             state.now,
-            waiting.ticket,
-            waiting.model,
+            asker.ticket,
+            asker.model,
             book.device,
             short,
             state.settings.evict,
@@ -247,24 +247,24 @@ def _took_more(entry: Ticket, device: DeviceId) -> bool:
 # -- asking ---------------------------------------------------------------------------------------
 
 
-def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | None) -> None:
+def revoke(state: CoreState, entry: Ticket, reason: Reason, asker: Ticket | None) -> None:
     """Asks the holder of a resident ticket for its bytes; an asleep ticket has nothing in flight
     and is killed."""
     size = charged(entry)
-    for_whom = waiting.ticket if waiting else None
+    asked_by = asker.ticket if asker else None
     role = state.policies.roles.get(entry.role)
     state.log(
         EventKind.EVICTION,
         entry,
         size=size,
         reason=reason.value,
-        waiting=for_whom,
+        waiting=asked_by,
         act=role.act if role else None,
         cost_s=round(in_seconds(reload_span(state, entry)) + (role.evict_cost_s if role else 0), 3),
     )
     entry.note_revoked(state.now)
-    if waiting is not None and not waiting.lease and reason is Reason.SWAP:
-        state.trades.asked(entry.ticket, waiting.model_name)
+    if asker is not None and not asker.lease and reason is Reason.SWAP:
+        state.trades.asked(entry.ticket, asker.model_name)
     if entry.state is State.ASLEEP:
         kill_and_notify(state, entry, reason)
         return

@@ -123,17 +123,17 @@ def _cool_down(state: CoreState, entry: Ticket, cause: str) -> None:
 # -- what made room for a load that failed comes back --------------------------------------------
 
 
-def note_evicted_for(state: CoreState, waiting: Ticket, victim: Ticket) -> None:
+def note_evicted_for(state: CoreState, asker: Ticket, victim: Ticket) -> None:
     """Notes that a victim made room for a load. A process outside Serve that was asked for its
     lease has no model to bring back. What left for `arbiter free` returns after it, if it was
     awake."""
     if victim.lease:
         return
-    if waiting.frees:
+    if asker.frees:
         if victim.state is State.RESIDENT:
-            state.freed_for.setdefault(waiting.ticket, {})[victim.model_name] = None
+            state.freed_for.setdefault(asker.ticket, {})[victim.model_name] = None
         return
-    made_room = state.evicted_for.setdefault((waiting.holder, waiting.model), EvictedFor())
+    made_room = state.evicted_for.setdefault((asker.holder, asker.model), EvictedFor())
     made_room.models[(victim.holder, victim.model)] = victim.ticket
 
 
