@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from arbiter.errors import ArbiterUnavailable, LeaseRefused, RequestError
 from arbiter.loopback import is_loopback
+from arbiter.units import DEFAULT_TENANT
 
 URL = "http://127.0.0.1:8000"
 WAIT_S = 2.0  # one call; the arbiter gives a lease up after 10 s without one
@@ -133,8 +134,6 @@ class RayTransport:
         return said
 
     def delete(self, lease: str, tenant: str | None) -> None:
-        from arbiter.protocol.lease_schema import DEFAULT_TENANT
-
         self._call("end_lease", lease, tenant or DEFAULT_TENANT)
 
     def _call(self, method: str, *arguments: Any) -> Any:

@@ -19,6 +19,9 @@ Generation = NewType("Generation", int)  # of what a person set; counts every ch
 
 
 DEFAULT_TENANT = "default"  # of every caller without an API key
+# The longest time that a person or a client may name: a leap year. What is lawful of it the
+# settings say; beyond 292 years nanoseconds do not fit.
+LONGEST_S = 31_622_400.0
 
 
 class Content(StrEnum):

@@ -28,6 +28,10 @@ DEADLINE_HEADER = "x-arbiter-deadline-s"
 # socket and the word.
 SIDE_STREAM, SIDE_STREAM_PATH = "x-arbiter-side-stream", "/control/side_stream/"
 
+# The pieces of an event stream that are never held to be sent with the next: vLLM's first piece
+# names the role, and the second is the first token.
+FIRST_PIECES = 2
+
 # In the headers of a multipart call, whose body the front leaves as it is: the name that the engine
 # serves (an alias of a profile, or a bare adapter name, may stand in the form).
 SERVED_HEADER = "x-arbiter-served-model"

@@ -7,11 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from arbiter.core.types import DeviceBytes, LeaseConditions
 from arbiter.protocol.messages import LeaseCall
-from arbiter.units import Bytes, DeviceId, NodeId, seconds
+from arbiter.units import DEFAULT_TENANT, LONGEST_S, Bytes, DeviceId, NodeId, seconds
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # names a ticket, so no separators
-DEFAULT_TENANT = "default"
-LONGEST_S = 31_622_400.0  # a leap year; what is lawful of it the settings say
 PID_MOST = 1 << 22  # pid_max of 64-bit Linux (proc(5))
 
 

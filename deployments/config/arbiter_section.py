@@ -7,8 +7,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from arbiter.core import settings as core
 from arbiter.core.view import NamedRole, PressureMarks, Role
 from arbiter.opening_hours import parse
-from arbiter.units import Bytes, seconds
-from deployments.config.fields import LONGEST_S, Hours, KvTerm, Size, Strict, Zone
+from arbiter.units import LONGEST_S, Bytes, seconds
+from deployments.config.fields import Hours, KvTerm, Size, Strict, Zone
 from deployments.config.outside_policies import imported
 from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES
 

@@ -48,8 +48,6 @@ Zone = Annotated[str, AfterValidator(check_zone)]
 KvTerm = Literal["short", "long", "extended"]
 USUAL: KvTerm = "long"  # of an engine that is told nothing
 
-LONGEST_S = 31_622_400.0  # a leap year; beyond 292 of them nanoseconds do not fit
-
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

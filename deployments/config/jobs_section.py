@@ -2,7 +2,8 @@
 
 from pydantic import Field
 
-from deployments.config.fields import LONGEST_S, Size, Strict
+from arbiter.units import LONGEST_S
+from deployments.config.fields import Size, Strict
 
 
 class JobsConfig(Strict):

@@ -17,9 +17,8 @@ from typing import Any
 
 from arbiter.core.types import DeviceBytes, ModelName, Need, Split
 from arbiter.errors import ArbiterUnavailable, LoadFailed, UnknownCapability, UnknownModel
-from arbiter.protocol.lease_schema import DEFAULT_TENANT
 from arbiter.protocol.messages import CopyRequest, Plain
-from arbiter.units import MIB, Bytes, Content, Span, seconds
+from arbiter.units import DEFAULT_TENANT, MIB, Bytes, Content, Span, seconds
 from deployments import prefixes
 from deployments.config.engine_kinds import engine_kind
 from deployments.config.fields import USUAL, parse_size

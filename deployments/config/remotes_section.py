@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from deployments.config.fields import LONGEST_S, Size, Strict
+from arbiter.units import LONGEST_S
+from deployments.config.fields import Size, Strict
 
 Input = Literal["text", "image", "audio"]
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"

@@ -23,10 +23,9 @@ from pydantic import (
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.protocol.lease_schema import DEFAULT_TENANT
-from arbiter.units import Bytes, seconds
+from arbiter.units import DEFAULT_TENANT, LONGEST_S, Bytes, seconds
 from deployments.config.arbiter_section import ArbiterConfig, in_zone
-from deployments.config.fields import LONGEST_S, Hours, KvTerm, Size, Strict, parse_size
+from deployments.config.fields import Hours, KvTerm, Size, Strict, parse_size
 from deployments.config.jobs_section import JobsConfig
 from deployments.config.remotes_section import RemotesConfig
 from deployments.config.task_section import PREFIX, TaskConfig, check_ladders, named

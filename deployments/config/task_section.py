@@ -5,7 +5,8 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from deployments.config.fields import LONGEST_S, Strict
+from arbiter.units import LONGEST_S
+from deployments.config.fields import Strict
 
 PREFIX = "task:"  # of a task's name where a request names a model
 

@@ -25,7 +25,6 @@ PATH = messages.SIDE_STREAM_PATH
 HEADER = messages.SIDE_STREAM.encode()
 
 JOIN_S = 0.005  # of a piece's delay at most
-FIRST_PIECES = 2  # vLLM's first piece names the role, and the second is the first token
 
 # Of bytes that were made and not taken; then the engine's application waits, as on a socket.
 MOST_HELD_BYTES = 1 << 18
@@ -94,7 +93,8 @@ class SideStream:
                 if held:
                     await send({"type": "http.response.body", "body": held, "more_body": True})
                     self._sent += 1
-                    self._due_s = loop.time() + JOIN_S if self._sent >= FIRST_PIECES else 0.0
+                    is_joined = self._sent >= messages.FIRST_PIECES
+                    self._due_s = loop.time() + JOIN_S if is_joined else 0.0
             if not self.is_whole:
                 raise SideStreamBroken
             await send({"type": "http.response.body", "body": b""})

@@ -12,6 +12,7 @@ from deployments.config.schema import Table
 from deployments.config.task_section import PREFIX
 from deployments.front import model_cards
 from deployments.front.request import BadRequest, headers_for_later
+from deployments.front.schemas import DAY_S
 from deployments.front.service import AnyCall
 from deployments.jobs.client import JobsClient
 from deployments.jobs.responses import Json
@@ -20,7 +21,6 @@ from deployments.messages import InferenceCall
 from deployments.remotes.offers import RemoteCall
 from deployments.tasks.climb import TaskCall
 
-DAY_S = 86_400.0
 ASYNC_KEEP_S = DAY_S  # results may be pictures and sound; a client that polls comes back
 POLL_S = 10.0  # of one long poll; a stream that is silent for longer is sent a comment
 CANCEL_S = 10.0  # what a call's end may take, down to the engine

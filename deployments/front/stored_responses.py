@@ -15,7 +15,7 @@ from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from deployments.front import async_calls
 from deployments.front.request import BadRequest, check_body, headers_for_later, json_object
-from deployments.front.schemas import StoredFields
+from deployments.front.schemas import DAY_S, StoredFields
 from deployments.front.service import AnyCall, Parts
 from deployments.jobs import responses
 from deployments.jobs.client import JobsClient
@@ -26,7 +26,7 @@ from deployments.tasks.climb import TaskCall
 
 logger = logging.getLogger("ray.serve")
 
-KEEP_S = 30 * async_calls.DAY_S  # OpenAI's
+KEEP_S = 30 * DAY_S  # OpenAI's
 # How long a live answer waits for its keeping: a process of jobs starts in 1-3 s, on a machine busy
 # with imports in ten, and it is woken when the call begins
 KEEP_WITHIN_S = 10.0

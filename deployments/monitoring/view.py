@@ -16,7 +16,8 @@ import msgspec
 from deployments.monitoring.attention import Alert, alerts_of
 from deployments.monitoring.parts import Part, parts_of
 
-ORDER = ("resident", "draining", "loading", "asleep", "queued", "reclaiming")  # best first
+# The states of tickets of one model, best first: the first one there is the model's.
+ORDER = ("resident", "draining", "loading", "asleep", "queued", "reclaiming")
 COLD = "cold"
 
 

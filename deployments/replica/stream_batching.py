@@ -13,14 +13,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from deployments.messages import ResponseHead
+from deployments.messages import FIRST_PIECES, ResponseHead
 
 # Chunks a second over all streams of a replica. Serve carries 940 to 2,580 between two replicas on
 # two cores (docs/benchmarks.md); well below it, so that proxy, front and engine keep their cores.
 CHUNKS_PER_S = 500.0
-
-# Pieces that never wait: vLLM's first piece names the role, and the second is the first token.
-FIRST_PIECES = 2
 
 # A piece waits for the next one this many times as long as the last came after the one before:
 # steps of an engine differ by less, unless it takes in a long prompt.

@@ -13,9 +13,9 @@ from arbiter.core.reports.plan import PlanQuestion
 from arbiter.core.tickets.leases import LEASE
 from arbiter.core.types import LeaseConditions, Need
 from arbiter.errors import DeadlineUnmet
-from arbiter.protocol.lease_schema import LONGEST_S, NAME
+from arbiter.protocol.lease_schema import NAME
 from arbiter.protocol.messages import LeaseCall
-from arbiter.units import GIB, Bytes, NodeId, seconds
+from arbiter.units import GIB, LONGEST_S, Bytes, NodeId, seconds
 from deployments.config.fields import Strict
 from deployments.front.dependencies import Admin
 from deployments.front.routes.json_route import JsonRoute

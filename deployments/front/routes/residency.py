@@ -20,11 +20,11 @@ from deployments.front.dependencies import Admin, State, Viewer
 from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
 from deployments.front.schemas import refusals
+from deployments.monitoring.view import ORDER
 
 router = APIRouter(
     prefix="/arbiter", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 503)
 )
-ORDER = ("resident", "draining", "loading", "asleep", "queued", "reclaiming")  # best first
 LEVELS = {"resident": "device", "draining": "device", "loading": "loading", "asleep": "host"}
 
 
