@@ -37,6 +37,8 @@ class RequestLog:
         client: Client = ANYBODY,
         ran: Span | None = None,
     ) -> None:
+        """Notes a request that has ended. `ran`: how long the model served it; None: it never
+        did."""
         is_room = len(self._requests) < CLIENTS_MOST or client in self._requests
         self._requests[client if is_room else Client(client.tenant)] += 1
         word = outcome if outcome in OUTCOMES else "refused"
@@ -46,7 +48,7 @@ class RequestLog:
         else:
             self._dropped += 1
 
-    def waiting(self) -> tuple[tuple[FinishedRequest, ...], int]:
+    def untold(self) -> tuple[tuple[FinishedRequest, ...], int]:
         """What the next heartbeat says: runs, and how many were dropped."""
         return tuple(self._kept), self._dropped
 
@@ -58,7 +60,7 @@ class RequestLog:
         """How long these requests took, as a histogram per outcome."""
         return tuple(RequestTimes(outcome, taken.read()) for outcome, taken in self._times.items())
 
-    def said(self, renewed: Renewed) -> None:
+    def forget_told(self, renewed: Renewed) -> None:
         """Drops what a heartbeat told that has arrived, so that the next one does not repeat it."""
         for _ in renewed.runs:
             self._kept.popleft()

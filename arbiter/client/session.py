@@ -246,7 +246,7 @@ class Session:
             epoch, arbiter = self.epoch, self.arbiter
             if epoch is None or arbiter is None:
                 continue
-            runs, dropped = self.runs.waiting()
+            runs, dropped = self.runs.untold()
             counted = self.runs.usage(), self.runs.times()
             renewed = ev.Renewed(self.holder, self._held_tickets(), runs, dropped, *counted)
             try:
@@ -254,7 +254,7 @@ class Session:
             except (StaleEpoch, rpc.ConnectionLost, rpc.RemoteError):
                 self.lose(epoch)
             else:
-                self.runs.said(renewed)
+                self.runs.forget_told(renewed)
 
     # -- the outbox ------------------------------------------------------------------------------
 

@@ -530,7 +530,7 @@ BUGS = [
     Bug("a front without an arbiter says it is up", "deployments/front/metrics_page.py", "MetricsPage._refresh",
         "self._is_up = False",
         ""),
-    Bug("heartbeats count a request again and again", "arbiter/client/request_log.py", "RequestLog.said",
+    Bug("heartbeats count a request again and again", "arbiter/client/request_log.py", "RequestLog.forget_told",
         "taken.subtract(told.took)",
         ""),
     Bug("a load counts as a reload without an eviction", "arbiter/metrics/counters.py", "Counters._note_load",

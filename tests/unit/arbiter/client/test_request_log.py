@@ -26,11 +26,11 @@ def test_runs_are_bounded_and_dropped_ones_are_counted() -> None:
     runs = RequestLog(most=2)
     for number in range(5):
         noted(runs, f"r{number}")
-    kept, dropped = runs.waiting()
+    kept, dropped = runs.untold()
     assert ([run.request for run in kept], dropped) == (["r0", "r1"], 3)
     noted(runs, "r5")  # while the heartbeat is on its way
-    runs.said(ev.Renewed(HOLDER, (), kept, dropped))
-    assert runs.waiting() == ((), 1)
+    runs.forget_told(ev.Renewed(HOLDER, (), kept, dropped))
+    assert runs.untold() == ((), 1)
 
 
 @pytest.mark.spec("C10")
@@ -44,7 +44,7 @@ def test_requests_are_counted_by_client_also_those_whose_run_was_dropped(
     usage = runs.usage()
     assert {(u.client.name, u.requests_count) for u in usage} == {("a", 2), ("b", 1), ("", 2)}
     runs.note(TICKET, "m", seconds(1), "answered", "", types.Client("t", "a"))
-    runs.said(ev.Renewed(HOLDER, (), usage=usage))
+    runs.forget_told(ev.Renewed(HOLDER, (), usage=usage))
     assert runs.usage() == (ev.Usage(types.Client("t", "a"), 1),)
 
 
@@ -60,7 +60,7 @@ def test_times_count_all_requests_and_are_told_once() -> None:
     }
     renewed = ev.Renewed(HOLDER, (), request_times=runs.times())
     runs.note(TICKET, "a", seconds(4), "answered", "")  # while the heartbeat is on its way
-    runs.said(renewed)
+    runs.forget_told(renewed)
     [left] = runs.times()
     assert (left.outcome, sum(left.took.counts), left.took.sum) == ("answered", 1, 4.0)
 

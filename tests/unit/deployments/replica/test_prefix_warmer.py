@@ -260,7 +260,7 @@ async def test_engine_that_knows_no_prewarm_is_never_asked(clock: HandClock) -> 
         await use(residency)
         sessions = Sessions(residency, _nothing)
         assert sessions.open(call()).head.status == 202
-        await settle(lambda: len(arbiter.runs.waiting()[0]) == 2)
+        await settle(lambda: len(arbiter.runs.untold()[0]) == 2)
         await no_more()
         assert engine.prewarms == [] and told(arbiter) == []
 

@@ -45,5 +45,5 @@ async def test_warm_request_touches_nothing_of_the_client_but_its_log() -> None:
         async with residency.use("a") as use:
             parts = [part async for part in use.stream("POST", "/v1/x", {}, b"")]
         assert len(parts) == 2 and only.touched == []
-        assert len(only.runs.waiting()[0]) == 1
+        assert len(only.runs.untold()[0]) == 1
         residency._client = arbiter

@@ -109,7 +109,7 @@ async def test_client_that_leaves_as_its_model_becomes_resident_is_not_in_flight
             await asyncio.sleep(0)
     await steps.aclose()
     assert mine.uses.inflight == 0
-    runs, _ = holder.runs.waiting()
+    runs, _ = holder.runs.untold()
     assert [run.outcome for run in runs] == ["left"]
 
 
