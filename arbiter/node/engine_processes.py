@@ -166,8 +166,9 @@ class EngineProcesses:
         self._copies.take_back(ticket)
 
     async def _see_dead_writers(self, request: SlabRequest) -> None:
-        """An engine that has just been killed gives its slab back once nothing of it is left, which
-        takes milliseconds: the engine that takes its place is to find the slab."""
+        """Waits for the ends of such slabs' dead writers. An engine that has just been killed gives
+        its slab back once nothing of it is left, which takes milliseconds: the engine that takes
+        its place is to find the slab."""
         ends_s = time.monotonic() + DEAD_WRITER_S
         while time.monotonic() < ends_s:
             writers = [self.children.by_ticket.get(t) for t in self._pool.writers(request)]
@@ -187,7 +188,8 @@ class EngineProcesses:
         self._end_if_killed(ticket)
 
     def _end_if_killed(self, ticket: TicketId) -> None:
-        """`kill` leaves the report to a spawn under way. Raises TicketClosed."""
+        """Reports the end of a ticket that was killed: `kill` leaves that to a spawn under way.
+        Raises TicketClosed."""
         if self.children.may_not_start(ticket):
             self._reports.note_ended(ticket)
             raise TicketClosed(ticket)
@@ -213,8 +215,9 @@ class EngineProcesses:
                 await asyncio.sleep(RETRY_S)
 
     def _adopt_child(self, ticket: TicketId, pid: int, spec: SpawnSpec) -> children.Child | None:
-        """A child that died and was collected may have left its pid to another process. But that is
-        no child of the zygote, which has forked nothing since: only we ask it, one at a time."""
+        """Opens a child that was just forked; None: it is dead. A child that died and was collected
+        may have left its pid to another process. But that is no child of the zygote, which has
+        forked nothing since: only we ask it, one at a time."""
         zygote = self.supervisor.known
         child = self.children.open(ticket, pid, spec.devices, zygote=zygote)
         found = procfs.process(pid) if child else None
@@ -278,14 +281,16 @@ class EngineProcesses:
         return True
 
     def _see_dead(self, child: children.Child) -> None:
-        """Nothing can be added to a final tree, so no look at all processes is needed."""
+        """Looks again at a child whose tree is final, and ends it where none of it is left. Nothing
+        can be added to a final tree, so no look at all processes is needed."""
         if child.tree_is_final:
             self.children.see_dead(child)
             if not child.members:
                 self._end(child)
 
     def _end(self, child: children.Child) -> None:
-        """Nothing of it is left. That is said first, because a request may wait for its bytes."""
+        """Forgets a child of which nothing is left, and reports that. It says so first, because a
+        request may wait for its bytes."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(child.fd)
         self.children.forget(child)
@@ -320,7 +325,8 @@ class EngineProcesses:
         return self.supervisor.is_alive() and forked_by == self.supervisor.known
 
     async def _adopt(self) -> None:
-        """Children forked just before an earlier agent died, which left no note of them."""
+        """Watches children that were forked just before an earlier agent died: it left no note of
+        them."""
         for row in await self.supervisor.zygote.list():
             known = row.ticket in self.children.by_ticket or row.ticket in self._spawning
             if known:
@@ -329,7 +335,8 @@ class EngineProcesses:
                 self._watch(child)
 
     def _kill_orphans(self) -> None:
-        """Forked by a zygote that died before it could say so: no ticket names them."""
+        """Kills the orphans: a zygote forked them and died before it could say so, and no ticket
+        names them."""
         self.children.refresh()
         known = {pid for c in self.children.by_ticket.values() for pid in c.members}
         children.kill_all(

@@ -1,4 +1,4 @@
-"""Start, find and speak to the node's zygote, the process that engines are forked from.
+"""Starts, finds and speaks to the node's zygote, the process that engines are forked from.
 
 Lines of JSON over a unix socket in a 0700 directory; both ends check the other's user.
 """
@@ -56,7 +56,7 @@ class Zygote:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ping(self, within_s: float) -> int:
-        """Its pid, once its imports are done. Raises ZygoteError."""
+        """Returns its pid, once its imports are done. Raises ZygoteError."""
         reply = await self._ask({"op": "ping"}, within_s)
         return int(reply["pid"])
 
@@ -86,7 +86,8 @@ class Zygote:
             self._streams = None
 
     async def _ask(self, message: dict[str, Any], within_s: float) -> dict[str, Any]:
-        """The wait for the answers to earlier messages counts: a zygote that hangs gives none."""
+        """Sends a message and returns the answer. The wait for the answers to earlier messages
+        counts: a zygote that hangs gives none. Raises ZygoteError."""
         try:
             async with asyncio.timeout(within_s), self._lock:
                 reply = await self._round_trip(message)

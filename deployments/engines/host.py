@@ -11,10 +11,14 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
                             recorded at load, and the model was loaded from disk again
     POST /control/purge     200 {"purges"}: whether the engine has caches, which are then empty
     POST /control/shrink_slabs
-    POST /control/cap_slabs
-    POST /control/forget_tenant
                             200 {"shrinks"}: whether it writes slabs of the node's pool, which then
                             have no more than they may; asleep too
+    POST /control/cap_slabs
+                            {"caps": {TENANT: PART}}: 200 {"caps"}: whether its slabs keep tenants
+                            to these parts of their rows; asleep too
+    POST /control/forget_tenant
+                            {"tenant": NAME}: 200 {"forgets"}: whether it keeps anything of a
+                            tenant between requests, which has then left; asleep too
     GET  /control/side_stream/WORD
                             200 and the pieces of the event stream that was asked for with that word
     POST /control/drop_drafter
