@@ -68,7 +68,8 @@ class HolderClient:
         self.session.check()
 
     async def joined(self, within_s: float = UNREACHABLE_S) -> None:
-        """Raises ArbiterUnavailable when the arbiter has been away, or stays away, for long."""
+        """Waits until this holder has joined. Raises ArbiterUnavailable when the arbiter has been
+        away, or stays away, for long."""
         session = self.session
         left_s = within_s
         if session.has_found_no_arbiter:

@@ -209,7 +209,8 @@ def _adopted(lease: str, parts: dict[str, Path]) -> CopyFiles | None:
 
 
 def read_index(fd: int) -> Index:
-    """Raises OSError, ValueError, KeyError, TypeError for what is no index."""
+    """Reads the index of a copy. Raises OSError, ValueError, KeyError, TypeError for what is no
+    index."""
     raw = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
     owner, names = ModelName(*raw.pop("owner")), tuple(raw.pop("names"))
     index = Index(owner=owner, names=names, sizes=tuple(raw.pop("sizes")), **raw)

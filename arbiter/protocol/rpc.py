@@ -99,7 +99,7 @@ async def connect_to_socket(handle: Any, address: dict[str, str] | None, own_nod
 
 
 async def connect(path: Path) -> "SocketPeer":
-    """Raises OSError."""
+    """Connects to a socket of this user. Raises OSError."""
     loop = asyncio.get_running_loop()
     _, peer = await loop.create_unix_connection(SocketPeer, str(path))
     if not peer.is_open:

@@ -88,7 +88,7 @@ class _UseLog:
 
 
 def demand_of(steps: Iterable[Step]) -> Demand:
-    """Raises NothingLoaded."""
+    """Returns what a replay of recorded steps needs. Raises NothingLoaded."""
     reader = DemandReader()
     for step in steps:
         reader.read(step.event, step.at, step.decisions)

@@ -31,7 +31,8 @@ class EgressBook:
         self._store, self._tell, self._unix_s = store, tell, unix_s
 
     def leave(self, egress: Egress) -> DaySpent:
-        """Raises RemoteBudgetSpent, EgressRefused."""
+        """Reserves the price of a request that is about to leave; done once for an id. Raises
+        RemoteBudgetSpent, EgressRefused."""
         now, tenant, remote = self._now(), egress.tenant, egress.remote
         day = day_of(now)
         spent = DaySpent(*self._store.spent(day, tenant, remote))

@@ -134,7 +134,8 @@ class LeaseService:
     async def update(
         self, call: messages.LeaseCall, *, is_kept: bool = False
     ) -> messages.LeaseState:
-        """Raises RequestError when it is refused, or its process is not there."""
+        """Asks for a lease, or beats for it, and waits for news. Raises RequestError when it is
+        refused, or its process is not there."""
         if call.ticket in self._ended:
             return messages.LeaseState(call.ticket, "ended", reason=self._ended[call.ticket])
         session = self._sessions.get(call.ticket) or self._open(call, is_kept)

@@ -138,7 +138,7 @@ class Named:
 
 
 def written(machine: Machine, chosen: list[str], models: list[str], port: int = 8000) -> Written:
-    """Raises CommandError."""
+    """Makes the text of a configuration for this machine. Raises CommandError."""
     from deployments.cli.model_sources import look
 
     entries = config_text.shipped(FILES[bool(machine.gpus)])

@@ -83,7 +83,7 @@ class Audio:
 
     @classmethod
     def open(cls, path: FileName) -> "Audio":
-        """Raises OSError."""
+        """Reads a file, whose type its suffix tells. Raises OSError."""
         file = Path(path)
         kind = SOUNDS.get(file.suffix.lower(), "application/octet-stream")
         return cls(file.read_bytes(), kind)

@@ -125,7 +125,7 @@ class WhisperEngine:
             await asgi.refuse_request(send, error)
 
     def checked(self, form: forms.Form, task: str) -> Asked:
-        """Raises BadField."""
+        """Reads the form of a request, as far as this model can serve it. Raises BadField."""
         multilingual = self.model.model.is_multilingual
         if task == "translate" and not multilingual:
             text = f"{self.name} knows English only; translation takes a multilingual Whisper model"

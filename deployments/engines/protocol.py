@@ -178,7 +178,7 @@ class Spawn:
 
 
 def parse_spawn(raw: dict[str, Any]) -> Spawn:
-    """Raises BadSpawn that names the bad field."""
+    """Reads a spawn message. Raises BadSpawn that names the bad field."""
     spawn = Spawn(
         _text(raw, "ticket"),
         _text(raw, "entry"),

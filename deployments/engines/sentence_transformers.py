@@ -242,7 +242,7 @@ def _hand_out(batch: list[Waiting], work: asyncio.Future[list[np.ndarray]]) -> N
 
 
 def parse(raw: bytes, width: int, *, matryoshka: bool) -> Asked:
-    """Raises BadField that names the field."""
+    """Reads a request for embeddings. Raises BadField that names the field."""
     body = asgi.json_object(raw)
     encoding = body.get("encoding_format") or "float"
     if encoding not in ("float", "base64"):

@@ -175,7 +175,7 @@ class Phrases:
 
 
 def parse(raw: bytes) -> Asked:
-    """Raises BadField."""
+    """Reads a request for speech. Raises BadField."""
     body = asgi.json_object(raw)
     text, voice = body.get("input"), body.get("voice") or ""
     if isinstance(voice, dict):

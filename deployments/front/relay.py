@@ -34,7 +34,8 @@ STARTING = messages.Progress("starting", 0, None)
 
 
 async def relay(parts: Parts, *, wants_progress: bool, progress_s: float = PROGRESS_S) -> Response:
-    """Raises RequestError where no status has been sent yet."""
+    """Makes the HTTP response of these parts. Raises RequestError where no status has been sent
+    yet."""
     if wants_progress:
         beginning = FirstPart(parts, progress_s)
         first = await beginning.first()

@@ -58,14 +58,15 @@ class Tasks:
         self._service, self._forecasts = service, forecasts
 
     def find(self, name: str) -> TaskConfig:
-        """Raises UnknownModel with near misses."""
+        """Returns the task of that name. Raises UnknownModel with the tasks there are."""
         tasks = self._service.table.tasks
         if name not in tasks:
             raise UnknownModel(PREFIX + name, "", tuple(PREFIX + task for task in sorted(tasks)))
         return tasks[name]
 
     async def call(self, task: str, asked: ParsedRequest, caller: Caller) -> TaskCall:
-        """Raises UnknownModel, and NoRung where no model of it can have the request."""
+        """Makes the call of a task, with its ladder in order. Raises UnknownModel, and NoRung where
+        no model of it can have the request."""
         config = self.find(task)
         ladder = await self.ladder(config, asked, caller)
         if not ladder.rungs:

@@ -119,7 +119,8 @@ class Remotes:
     # -- may it leave? -------------------------------------------------------------------------
 
     def offer(self, asked: ParsedRequest, name: str, caller: Caller) -> Offer:
-        """Raises UnknownModel."""
+        """Says whether a request may leave for a model of a remote, at which price, and when it
+        would be answered; else why not. Raises UnknownModel."""
         remote, model = self.model(name)
         try:
             new = self._judged(asked, name, caller)

@@ -89,7 +89,7 @@ def setting_of(
 
 
 def size_of(size: str | None, limits: Limits) -> tuple[int, int]:
-    """Raises BadField."""
+    """Returns width and height in pixels. Raises BadField."""
     found = _SIZE.fullmatch(size or "")
     if found is None:  # auto
         return _fitted((limits.width, limits.height), limits)

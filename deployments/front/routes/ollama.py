@@ -69,7 +69,8 @@ async def ps(caller: Inferrer, front: State) -> dict[str, Any]:
 
 @router.post("/show")
 async def show(body: bodies.Show, caller: Inferrer, front: State) -> dict[str, Any]:
-    """Raises UnknownModel, AdapterAmbiguous, AdapterInvalid."""
+    """The card of one name, as Ollama has it. Raises UnknownModel, AdapterAmbiguous,
+    AdapterInvalid."""
     name = _name(front, body.model, caller)
     if name in front.service.remotes.names(caller):
         return catalogue.remote_card(*front.service.remotes.model(name), front.started_unix_s)

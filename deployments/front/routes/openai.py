@@ -107,7 +107,8 @@ async def models(caller: Inferrer, front: State) -> dict[str, Any]:
 
 @router.get("/models/{model:path}", responses=refusals(401, 403, 404))
 async def model(model: str, caller: Inferrer, front: State) -> dict[str, Any]:
-    """Raises UnknownModel, AdapterAmbiguous, AdapterInvalid."""
+    """The card of one name: a model, an adapter, a task, or a model on another machine. Raises
+    UnknownModel, AdapterAmbiguous, AdapterInvalid."""
     if (task := task_of(model)) is not None:
         front.tasks.find(task)
         return _task_card(front, task, await model_cards.facts(front.table, front.table.homes))

@@ -14,7 +14,8 @@ router = APIRouter(prefix="/arbiter", responses=refusals(401, 403, 503))
 
 @router.get("/remotes")
 async def remotes(_: Viewer, front: State) -> dict[str, Any]:
-    """Raises ArbiterUnavailable."""
+    """The remotes, whether they may be asked, and what tenants have spent there today. Raises
+    ArbiterUnavailable."""
     spent = await call_arbiter("spending", within_s=STATE_WAIT_S)
     asked = front.service.remotes
     return {
