@@ -7,8 +7,13 @@ python -m benchmarks.replay --traces DIR --fit   # start weights of the learned 
 
 import argparse
 import sys
+from collections.abc import Iterable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import partial
+from itertools import product
 from statistics import mean
 
+from arbiter.core.records import reuse
 from benchmarks.replay import prepare, traces
 from benchmarks.replay.mixes import MIXES
 from benchmarks.replay.table import (
@@ -59,37 +64,40 @@ def arrivals(name: str, args: argparse.Namespace) -> list[traces.Arrival]:
     return traces.azure(folder / f"AzureLLMInferenceTrace_{which}.csv.gz", STRETCH, args.seed)
 
 
-def rows_of(name: str, args: argparse.Namespace) -> list[Row]:
-    came = arrivals(name, args)
-    tuned, everything = halves(came)
+def cases_of(names: Iterable[str], args: argparse.Namespace) -> list[Case]:
+    return [Case(*case) for case in product(names, (MIXES[m] for m in args.mix), args.budget)]
+
+
+def rows_of(args: argparse.Namespace, case: Case) -> list[Row]:
+    reuse.WINDOWS = tuple(args.windows)
+    tuned, everything = halves(arrivals(case.trace, args))
     used = tuned if args.tune else everything
     counted_from_s = used[-1][0] * (WARM_FRACTION if args.tune else 0.5)
-    rows: list[Row] = []
-    for mix in args.mix:
-        for budget_fraction in args.budget:
-            case = Case(name, MIXES[mix], budget_fraction)
-            for row in run(case, used, counted_from_s, args.policy, args.seed):
-                print(row, flush=True)
-                rows.append(row)
-    return rows
+    return list(run(case, used, counted_from_s, args.policy, args.seed))
 
 
-def fitted(args: argparse.Namespace) -> dict[str, object]:
+def weights_of(args: argparse.Namespace, case: Case) -> list[float]:
+    reuse.WINDOWS = tuple(args.windows)
+    return last_weights(case, arrivals(case.trace, args), args.seed)
+
+
+def fitted(args: argparse.Namespace, pool: Executor) -> dict[str, object]:
     """The start weights: the mean of all families, of which each trace counts the same."""
     by_family = {}
     for family, names in FITTED.items():
-        of_traces = []
-        for name in names:
-            came = arrivals(name, args)
-            cases = [Case(name, MIXES[mix], budget) for mix in args.mix for budget in args.budget]
-            weights = [last_weights(case, came, args.seed) for case in cases]
-            of_traces.append([mean(row) for row in zip(*weights, strict=True)])
-            print(name, *(f"{weight:.2f}" for weight in of_traces[-1]), flush=True)
-        by_family[family] = [mean(row) for row in zip(*of_traces, strict=True)]
-    return {
-        "families": by_family,
-        "born": [mean(row) for row in zip(*by_family.values(), strict=True)],
-    }
+        cases = cases_of(names, args)
+        of_traces: dict[str, list[list[float]]] = {}
+        weights = pool.map(partial(weights_of, args), cases)
+        for case, row in zip(cases, weights, strict=True):
+            print(case.trace, case.mix.name, *(f"{weight:.2f}" for weight in row), flush=True)
+            of_traces.setdefault(case.trace, []).append(row)
+        by_family[family] = _means([_means(rows) for rows in of_traces.values()])
+    return {"families": by_family, "born": _means(list(by_family.values()))}
+
+
+def _means(rows: list[list[float]]) -> list[float]:
+    """Place by place."""
+    return [mean(column) for column in zip(*rows, strict=True)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -103,6 +111,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--policy", nargs="+", choices=POLICIES, default=sorted(EVICT))
     made.add_argument("--fit", action="store_true", help="start weights, on half of the traces")
     made.add_argument("--tune", action="store_true", help="on the first half instead")
+    made.add_argument(
+        "--windows", nargs=3, type=float, default=reuse.WINDOWS, help="of the learned policy"
+    )
+    made.add_argument("--processes", type=int, default=1, help="each runs one cell at a time")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--label", help="of the JSON file")
     return made
@@ -111,13 +123,18 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     names = ["synthetic"] if args.synthetic else args.trace
-    try:
-        if args.fit:
-            write("replay", fitted(args), args.seed, args.label or "fit")
-            return
-        rows = [row for name in names for row in rows_of(name, args)]
-    except traces.TracesAbsent as absent:
-        sys.exit(str(absent))
+    rows: list[Row] = []
+    with ProcessPoolExecutor(args.processes) as pool:
+        try:
+            if args.fit:
+                write("replay", fitted(args, pool), args.seed, args.label or "fit")
+                return
+            for found in pool.map(partial(rows_of, args), cases_of(names, args)):
+                for row in found:
+                    print(row, flush=True)
+                rows += found
+        except traces.TracesAbsent as absent:
+            sys.exit(str(absent))
     means = mean_closed(rows)
     for policy, parts in means.items():
         print(f"{policy:<15}", "  ".join(f"{name} {part:.2f}" for name, part in parts.items()))
