@@ -3,10 +3,11 @@
 import json
 import os
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 
-from arbiter.core.records.reuse import BORN
+from arbiter.core.records.reuse import BORN, WINDOWS
 from arbiter.core.settings import DEFAULTS
 from arbiter.units import Instant
 from benchmarks.replay import mixes, prepare, traces
@@ -65,6 +66,29 @@ def test_start_weights_are_those_fitted_on_traces_of_which_none_is_reported() ->
     assert [round(weight, 2) for weight in fit["born"]] == list(BORN)
     reported = {row["trace"] for row in told["rows"]}
     assert reported and not reported & {name for names in FITTED.values() for name in names}
+
+
+@pytest.mark.spec("C3", "N4")
+def test_windows_were_compared_on_the_fitted_half_alone() -> None:
+    """What is shipped is within two standard errors of the best of the three that were tried."""
+    closed = {n: closed_by_trace(f"replay_windows_{n}") for n in (1, 2, 4)}
+    assert WINDOWS == (1.0, 10.0, 100.0)
+    fitted = {name for names in FITTED.values() for name in names}
+    assert all(by_trace.keys() == fitted for by_trace in closed.values())
+    for other in (2, 4):
+        more = [closed[other][name] - closed[1][name] for name in fitted]
+        assert mean(more) < 2 * stdev(more) / len(more) ** 0.5
+
+
+def closed_by_trace(record: str) -> dict[str, float]:
+    """The mean of the three parts of the gap that the learned policy closes from nothing."""
+    rows = json.loads((FOLDER / f"{record}.json").read_text())["figures"]["rows"]
+    parts: dict[str, list[float]] = {}
+    for row in rows:
+        if row["policy"] == "learned_from_nothing":
+            known = [row[part] for part in DRAWN_LEAST if row[part] is not None]
+            parts.setdefault(row["trace"], []).append(mean(known))
+    return {trace: mean(values) for trace, values in parts.items()}
 
 
 def test_thinning_keeps_each_clients_share_and_a_seed_gives_the_same_arrivals() -> None:
