@@ -25,6 +25,7 @@ from tests.support.ports import free_port
 
 ARBITER = [sys.executable, "-m", "deployments.cli"]
 MAKE = ["make", "--no-print-directory", "serve", f"VENV={sys.prefix}"]
+INSTALLED = f"{sys.prefix}/.installed-cpu"
 HELLO = [{"role": "user", "content": "hi"}]
 ADAPTERS = default_folder() / "small-chat-adapters"
 CHAT = {"model": "small-chat", "messages": HELLO, "max_tokens": 2, "temperature": 0}
@@ -73,8 +74,17 @@ def running(command: list[str], file: Path, env: dict[str, str]) -> Iterator[Gra
         stop(process)
 
 
+def is_installed(*more: str) -> bool:
+    """Whether make has nothing to install for this checkout; it only looks."""
+    look = ["make", "--question", INSTALLED, f"VENV={sys.prefix}", *more]
+    code = subprocess.run(look, cwd=ROOT, timeout=60, check=False).returncode
+    assert code in (0, 1), "make could not look"
+    return code == 0
+
+
 @contextlib.contextmanager
 def plain_start(**variables: str) -> Iterator[Graph]:
+    assert is_installed(), f"{INSTALLED} is older than this checkout: `make install` comes first"
     with own_home() as (home, bare):
         env, file = bare | RAYS_OWN | variables, home / "serve_config.yaml"
         words = ["init", str(file), "--cpu", "--port", str(free_port())]
@@ -135,6 +145,13 @@ def test_serve_run_of_the_shipped_file_answers_with_no_variable_set() -> None:
             status, answer = graph.post("/v1/chat/completions", CHAT)
             assert status == 200, answer
             assert answer["usage"]["completion_tokens"] == 2
+
+
+def test_what_make_would_install_is_known_without_installing() -> None:
+    """An environment may be another checkout's as well, so no test changes it."""
+    before = os.stat(INSTALLED).st_mtime_ns
+    assert not is_installed("--what-if=pyproject.toml")
+    assert os.stat(INSTALLED).st_mtime_ns == before
 
 
 @pytest.mark.spec("H0", "M1", "M2", "F2")
