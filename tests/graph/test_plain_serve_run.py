@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from deployments.cli.serve import RULE, ask_ready
-from models import shipped
+from models import shipped, vllm_classes
 from models.make_models import default_folder
 from tests.graph.conftest import BIN, ROOT, Graph, command_of, stop, until
 from tests.support.hub_server import PINNED, hub_server
@@ -54,6 +54,8 @@ def own_home() -> Iterator[tuple[Path, dict[str, str]]]:
         made.mkdir(parents=True)
         shipped.unpack_all(default_folder())  # as `make models` does
         (made / "models").symlink_to(default_folder())
+        vllm_classes.inspect(default_folder())  # into the cache of vLLM, of which it has a copy
+        shutil.copytree(Path.home() / ".cache" / "vllm", home / ".cache" / "vllm")
         (home / ".ray").mkdir()
         (home / ".ray" / "config.json").write_text('{"usage_stats": false}')  # no report goes out
         yield home, {"HOME": folder, "TMPDIR": folder, "PATH": os.environ["PATH"]}
