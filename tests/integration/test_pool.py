@@ -1,6 +1,7 @@
 """Slabs on a real cluster: the agent lends them, the arbiter has those of removed models erased."""
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -17,6 +18,9 @@ from arbiter.pool.slab_file import save as slab_save
 from arbiter.protocol.messages import SlabRequest, SpawnSpec
 from arbiter.units import KIB, MIB, Bytes, Content, TicketId
 from deployments.config import boot
+from models.train_vision import QUESTIONS
+from tests.support.drawings import drawing, uri
+from tests.support.engine_host import slab_bytes
 from tests.support.live_arbiter import ENGINE, LiveArbiter, capability, live_arbiter, model
 from tests.support.slabs import slab_file, writer
 from tests.support.waits import eventually
@@ -122,6 +126,92 @@ async def test_budgets_of_ram_fall_by_what_slabs_of_each_content_take_of_it() ->
                 assert before.keys() == {"cpu", "host"}
                 for kind, size in _beyond_free(state).items():
                     assert abs(size - before[kind]) <= 2 * MIB, (name, kind)
+
+
+ADAPTERS = tuple(f"a{number}" for number in range(8))
+RANK = 256  # of their slots, so that their images take more than two extents of 32 MiB
+SEEN = (0, 60, 150)  # of the drawings
+GROWS_BY = {"kv": 32 * MIB, "adapter": 64 * MIB, "picture": 32 * MIB}
+
+
+@pytest.mark.spec("B4")
+async def test_budgets_of_ram_count_every_byte_of_the_slabs_that_engines_of_vllm_fill(
+    tiny: Path, describer: Path
+) -> None:
+    """As many as the kernel says, whatever else takes RAM meanwhile."""
+    async with live_arbiter(_writers(tiny, describer), arenas={}) as d:
+        agent = (await d.pids())["agent"]
+        chat, vision = d.holder("chat"), d.holder("vision")
+        await _complete(chat, "talk", tokens=8)  # no whole block
+        await _see(vision)
+        before = await d.until(lambda s: _slabs(s).keys() == GROWS_BY.keys() and _adds_up(s, agent))
+        for name in ("talk", *ADAPTERS):
+            await _complete(chat, name, tokens=200)
+        await _see(vision, *SEEN)
+
+        def is_stored(state: dict[str, Any]) -> bool:
+            rows = {kind: slab["rows_count"] for kind, slab in _slabs(state).items()}
+            return rows["adapter"] == len(ADAPTERS) and rows["picture"] == len(SEEN)
+
+        after = await d.until(lambda s: is_stored(s) and _adds_up(s, agent))
+        assert all(slab["ticket"] for slab in _slabs(after).values()), "their engines serve"
+        for kind, least in GROWS_BY.items():
+            sizes = [_slabs(state)[kind]["allocated_bytes"] for state in (before, after)]
+            assert sizes[1] - sizes[0] >= least, kind
+
+
+def _writers(text: Path, eyes: Path) -> dict[str, Any]:
+    """A model of text with adapters, and one that sees, each by vLLM."""
+    slots = {"folder": f"{text}-adapters", "max_rank": RANK, "slots": 2}
+    args = {"max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory_bytes": "32 MiB"}
+    common = {"can_sleep": False, "keep_warm_s": -1, "engine_args": args}
+    talk = {"source": str(text), "adapters": slots, **common}
+    sees = {"source": str(eyes), "keep_kv": False, **common}
+    return {
+        "chat": {"role": "text", "engine": "vllm", "models": {"talk": talk}},
+        "vision": {"role": "vision", "engine": "vllm", "models": {"eyes": sees}},
+    }
+
+
+async def _complete(holder: Any, name: str, tokens: int) -> None:
+    """Has the model go on after so many with its adapter of that name, or by itself."""
+    body = {"model": name, "prompt": [n + 3 for n in range(tokens)], "max_tokens": 1}
+    raw = json.dumps(body).encode()
+    said = json.loads(await holder.post.remote("talk", "/v1/completions", raw))
+    assert said["model"] == name, said
+
+
+async def _see(holder: Any, *drawings: int) -> None:
+    """Has the model answer about each drawing, or without one."""
+    text = {"type": "text", "text": QUESTIONS["describe"][0]}
+    pictures = [{"type": "image_url", "image_url": {"url": uri(drawing(n))}} for n in drawings]
+    for parts in [[picture, text] for picture in pictures] or [[text]]:
+        body = {"model": "eyes", "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        raw = json.dumps(body).encode()
+        said = json.loads(await holder.post.remote("eyes", "/v1/chat/completions", raw))
+        assert said["choices"], said
+
+
+def _slabs(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By content, of which each has one."""
+    found = {row["slab"]["content"]: row["slab"] for row in state["slabs"]}
+    assert len(found) == len(state["slabs"])
+    return found
+
+
+def _adds_up(state: dict[str, Any], agent: int) -> bool:
+    """Whether the slabs are as large as the kernel says, and each budget of RAM counts them: what
+    is foreign in it has their bytes beside those that are neither free nor an engine's."""
+    slabs = slab_bytes(agent)
+    engines = sum(x["measured_bytes"] for x in state["devices"])
+    counted = []
+    for x in state["devices"]:
+        assert x["free_bytes"] + x["charged_bytes"] + x["foreign_bytes"] == x["budget_bytes"]
+        others = x["capacity_bytes"] - x["physical_free_bytes"] - engines - slabs
+        counted.append(x["foreign_bytes"] - others)
+    assert len(counted) == 2, "of the CPU and of the host"
+    shown = sum(slab["allocated_bytes"] for slab in _slabs(state).values())
+    return shown == slabs and all(abs(size - slabs) <= MIB for size in counted)
 
 
 def _beyond_free(state: dict[str, Any]) -> dict[str, int]:
