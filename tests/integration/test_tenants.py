@@ -1,12 +1,15 @@
 """Tenants, and settings that change while the system runs, on a real cluster."""
 
+import asyncio
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from arbiter.client.admin import call_arbiter
 from arbiter.core.types import Client
-from arbiter.errors import QuotaExceeded, SettingsConflict
+from arbiter.errors import QuotaExceeded, SettingsConflict, TenantCoolingDown
+from arbiter.units import KIB, TicketId
 from deployments.config import boot, runtime_settings
 from deployments.config.schema import ConfigError
 from tests.support.live_arbiter import capability, kill, live_arbiter, model
@@ -43,6 +46,100 @@ async def test_tenant_at_its_maximum_evicts_only_its_own_models_and_its_account_
         state = await d.until(lambda s: s["epoch"] > state["epoch"] and s["tickets"])
         assert [t["tenant"] for t in state["tickets"]] == ["acme"] * len(state["tickets"])
         await d.books_are_true()
+
+
+SAVER = Client("saver")
+
+
+@pytest.mark.spec("C10")
+async def test_reserved_bytes_are_kept_from_other_tenants_and_used_by_theirs_at_once() -> None:
+    models = {"chat": capability(**{n: model(80) for n in "abcd"}, large=model(300))}
+    async with live_arbiter(models, mib=400, tenants={"saver": {"reserved": "150 MiB"}}) as d:
+        holder = d.holder()
+        with pytest.raises(QuotaExceeded):
+            await holder.ask.remote("large", client=OTHER)
+        for name in "ab":
+            await holder.keep.remote(name)
+        waiting = holder.ask.remote("c", client=OTHER)
+        state = await d.until(lambda s: [q["model"] for q in s["queue"]] == ["c"])
+        [cpu] = [x for x in state["devices"] if x["kind"] == "cpu"]
+        assert cpu["free_bytes"] > 150 << 20, "it would fit"
+        assert await holder.ask.remote("d", client=SAVER) == 200
+        await d.until(lambda s: [t["model"] for t in s["tickets"] if t["idle_s"]] == ["d"])
+        [queued] = (await d.state())["queue"]
+        said = (await call_arbiter("explain", TicketId(queued["ticket"])))["said"]
+        assert any("within the reserve of saver" in line for line in said), said
+        await holder.let_go.remote("a")
+        assert await asyncio.wait_for(waiting, 90) == 200
+        assert [e["model"] for e in await d.events("eviction")] == ["a"]
+        assert (await d.states())["d"] == "resident"
+        await d.books_are_true()
+
+
+@pytest.mark.spec("C10")
+async def test_tenant_over_its_average_loads_no_more_until_well_below_and_keeps_what_it_has() -> (
+    None
+):
+    async with live_arbiter({"chat": capability(a=model(50), b=model(50))}) as d:
+        holder = d.holder()
+        assert await holder.ask.remote("a", client=PHONE) == 200
+        await _bound_average(4 * KIB)
+        await d.until(lambda s: _average(s) > 4 * KIB)
+        with pytest.raises(RayTaskError) as caught:
+            await holder.ask.remote("b", client=PHONE)
+        refused = caught.value.cause
+        assert isinstance(refused, TenantCoolingDown) and refused.average_bytes > 4 * KIB
+        assert refused.retry_after_s > 3_600 * 0.1, "in which an average falls by a tenth"
+        assert await holder.ask.remote("a", client=PHONE) == 200
+        assert await holder.ask.remote("b", client=OTHER) == 200
+        await d.unload("a")
+        await d.unload("b")
+        held = _average(await d.state())
+        await _bound_average(round(held / 0.95))
+        with pytest.raises(TenantCoolingDown):
+            await holder.ask.remote("b", client=PHONE)
+        await _bound_average(round(held / 0.85))
+        assert await holder.ask.remote("b", client=PHONE) == 200
+        await d.books_are_true()
+
+
+async def _bound_average(size: int) -> None:
+    """What the phone's tenant may hold on average."""
+    generation = (await runtime_settings.read())["generation"]
+    await runtime_settings.change(generation, {"tenants": {PHONE.tenant: {"average": size}}})
+
+
+def _average(state: dict[str, Any]) -> int:
+    """What the phone's tenant has held on average."""
+    return sum(t["average_bytes"] for t in state["tenants"] if t["tenant"] == PHONE.tenant)
+
+
+@pytest.mark.spec("C10")
+@pytest.mark.parametrize("share, order", [(1, "aebfc"), (3, "aebcf")])
+async def test_tenants_are_granted_in_turns_by_the_bytes_they_asked_for_and_their_share(
+    share: int, order: str
+) -> None:
+    """`e` and `f` are of one tenant, which asks when the other waits for three already."""
+    models = {n: model(200, can_sleep=False) for n in "uabcef"}
+    tenants = {"acme": {"share": share}}
+    async with live_arbiter({"chat": capability(**models)}, barrier_s=60, tenants=tenants) as d:
+        holder = d.holder()
+        await holder.keep.remote("u")
+        asked = []
+        for name in "abcef":
+            client = PHONE if name in "abc" else OTHER
+            asked.append(holder.ask.remote(name, client=client))
+            await d.until(lambda s: len(s["queue"]) == len(asked))
+        assert _queued(await d.state()) == order
+        await holder.let_go.remote("u")
+        assert await asyncio.wait_for(asyncio.gather(*asked), 120) == [200] * len(asked)
+        granted = [e["model"] for e in await d.events("ticket_granted")]
+        assert "".join(granted) == f"u{order}"
+        await d.books_are_true()
+
+
+def _queued(state: dict[str, Any]) -> str:
+    return "".join(q["model"] for q in state["queue"])
 
 
 @pytest.mark.spec("C12", "C4")
