@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from arbiter.core.types import Priority
+from arbiter.units import MIB
 from tests.support.live_arbiter import capability, live_arbiter, model, two
 from tests.support.waits import eventually
 
@@ -203,3 +204,47 @@ async def test_host_ram_above_its_mark_gives_up_the_models_that_slept_longest() 
         loads = [e["model"] for e in await d.events("model_load")]
         assert loads == ["a", "b", "c", "a"], "b woke up, and a was loaded anew"
         await d.books_are_true()
+
+
+@pytest.mark.spec("C4")
+@pytest.mark.parametrize(
+    "percents, leaves",
+    [([17, 9, 31, 32, 9], "ab"), ([12, 9, 30, 31, 9], "a")],
+    ids=["from 89 to 98, beyond 81", "from 82 to 91, down to 79"],
+)
+async def test_host_ram_is_governed_by_marks_of_nine_and_eight_tenths_where_nothing_is_set(
+    percents: list[int], leaves: str
+) -> None:
+    """Models of so many percent of its budget fall asleep one after the other, and only the last
+    brings it above the high mark."""
+    budget_mib, names = 500, "abcde"
+    sizes = dict(zip(names, percents, strict=True)) | {"f": 9}
+    models = {name: model(part * budget_mib // 100) for name, part in sizes.items()}
+    arenas = {kind: round(budget_mib / 0.9) * MIB for kind in ("cpu", "host")}
+    awake_one = {"one_resident_roles": ["text"], "evict": "priority_lru"}
+    async with live_arbiter({"chat": capability(**models)}, arenas=arenas, **awake_one) as d:
+        holder = d.holder()
+
+        async def left() -> list[str]:
+            return [e["model"] for e in await d.events("eviction") if e["reason"] == "fit"]
+
+        for name in names:
+            assert await holder.ask.remote(name) == 200
+        state = await d.until(lambda s: _asleep(s) == {*"abcd"})
+        assert sum(percents[:4]) - 1 < _on_host(state) <= sum(percents[:4])
+        assert await left() == []
+        assert await holder.ask.remote("f") == 200
+        await d.until(lambda s: _asleep(s) == {*names} - {*leaves})
+        await d.books_are_true()
+        assert _asleep(await d.state()) == {*names} - {*leaves}
+        assert await left() == [*leaves]
+
+
+def _asleep(state: dict[str, Any]) -> set[str]:
+    return {t["model"] for t in state["tickets"] if t["state"] == "asleep"}
+
+
+def _on_host(state: dict[str, Any]) -> float:
+    """The percent of the budget of host RAM that is lent."""
+    [host] = [x for x in state["devices"] if x["kind"] == "host"]
+    return 100 * float(host["charged_bytes"] / host["budget_bytes"])
