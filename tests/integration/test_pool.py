@@ -151,7 +151,7 @@ async def test_budgets_of_ram_count_every_byte_of_the_slabs_that_engines_of_vllm
 
         def is_stored(state: dict[str, Any]) -> bool:
             rows = {kind: slab["rows_count"] for kind, slab in _slabs(state).items()}
-            return rows["adapter"] == len(ADAPTERS) and rows["picture"] == len(SEEN)
+            return (rows["adapter"], rows["picture"]) == (len(ADAPTERS), len(SEEN))
 
         after = await d.until(lambda s: is_stored(s) and _adds_up(s, agent))
         assert all(slab["ticket"] for slab in _slabs(after).values()), "their engines serve"
