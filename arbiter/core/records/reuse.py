@@ -7,9 +7,10 @@ models in turn how soon they are wanted; the next use, or 0.4 turnovers of silen
 Of each model a dozen numbers are kept, and at most FOLLOWERS_COUNT counts of what came after it; a
 use or a load takes the same time however many models there are.
 
-`WINDOWS` were chosen and `BORN` was fitted on fifteen traces of four families, and what they close
-is told of seven others (docs/benchmarks.md). `SAME_VISIT` to `LOOKS_COUNT` were looked at on 21
-public traces of eight families; half and double of them change the gap closed there by 0.01.
+`WINDOWS` to `LOOKS_COUNT` were looked at on 21 public traces of eight families; half and double of
+them change the gap closed there by 0.01. `BORN` was fitted on fifteen traces of four families, on
+which windows were compared once more, and what it closes is told of seven others
+(docs/benchmarks.md).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

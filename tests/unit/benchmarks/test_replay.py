@@ -70,14 +70,17 @@ def test_start_weights_are_those_fitted_on_traces_of_which_none_is_reported() ->
 
 @pytest.mark.spec("C3", "N4")
 def test_windows_were_compared_on_the_fitted_half_alone() -> None:
-    """What is shipped is within two standard errors of the best of the three that were tried."""
+    """What they close there is what docs/benchmarks.md says."""
     closed = {n: closed_by_trace(f"replay_windows_{n}") for n in (1, 2, 4)}
     assert WINDOWS == (1.0, 10.0, 100.0)
     fitted = {name for names in FITTED.values() for name in names}
     assert all(by_trace.keys() == fitted for by_trace in closed.values())
-    for other in (2, 4):
-        more = [closed[other][name] - closed[1][name] for name in fitted]
-        assert mean(more) < 2 * stdev(more) / len(more) ** 0.5
+    told = "The mean of the three parts of the gap is {:.3f}"
+    page = " ".join((FOLDER.parent / "benchmarks.md").read_text().split())
+    assert told.format(mean(closed[1].values())) in page
+    more = [[closed[n][name] - closed[1][name] for name in fitted] for n in (2, 4)]
+    assert "are {:.3f} and {:.3f},".format(*map(mean, more)) in page
+    assert "errors of {:.3f} and {:.3f},".format(*(stdev(m) / len(m) ** 0.5 for m in more)) in page
 
 
 def closed_by_trace(record: str) -> dict[str, float]:
