@@ -8,7 +8,7 @@ import pytest
 
 from arbiter.client.admin import call_arbiter
 from arbiter.core.types import Priority
-from arbiter.units import seconds
+from arbiter.units import MIB, seconds
 from deployments.config import boot
 from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
 from tests.support.waits import eventually
@@ -98,4 +98,20 @@ async def test_marks_of_a_device_act_only_once_a_ticket_waits_and_free_down_to_t
         assert not await d.events("eviction")
         assert await d.holder("other").ask.remote("x") == 200
         assert len(await d.events("eviction")) == 2
+        await d.books_are_true()
+
+
+async def test_marks_of_a_device_act_once_a_model_grows_and_free_down_to_the_low() -> None:
+    """Four models of 74 MiB each, of 400: one that leaves would be room enough to grow by 150."""
+    more = {"grow_to": {"kv_cache_memory_bytes": 150 * MIB}}
+    sizes = {name: model(50, can_sleep=False) for name in "abcd"}
+    chat = capability(**sizes | {"a": sizes["a"] | more})
+    async with live_arbiter({"chat": chat}, device_marks={"high": 0.7, "low": 0.5}) as d:
+        h = d.holder()
+        for name in "abcd":
+            assert await h.ask.remote(name) == 200
+        await d.until(lambda s: all((t["idle_s"] or 0) > 2 for t in s["tickets"]))
+        assert not await d.events("eviction")
+        await h.grow.remote("a")
+        assert [e["model"] for e in await d.events("eviction")] == ["b", "c"]
         await d.books_are_true()
