@@ -161,7 +161,7 @@ async def test_budgets_of_ram_count_every_byte_of_the_slabs_that_engines_of_vllm
 
 
 def _writers(text: Path, eyes: Path) -> dict[str, Any]:
-    """A model of text with adapters, and one that sees, each by vLLM."""
+    """A model of text with adapters, and a model of vision, each by vLLM."""
     slots = {"folder": f"{text}-adapters", "max_rank": RANK, "slots": 2}
     args = {"max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory_bytes": "32 MiB"}
     common = {"can_sleep": False, "keep_warm_s": -1, "engine_args": args}
