@@ -48,9 +48,11 @@ def refusal(
     not help, or not soon."""
     known = state.holders.get(holder)
     node = state.nodes.get(known.node) if known else None
-    if not state.tenants or node is None:
+    if not state.tenants:
         return None
-    bounds = at_most(state, tenant, compute_books(state, node)).values() or [need]
+    # In a new epoch a holder may ask before the agent of its node has come back.
+    books = compute_books(state, node) if node else ()
+    bounds = at_most(state, tenant, books).values() or [need]
     bound = max(bounds) if how is Split.NONE else sum(bounds)
     return _cooling(state, tenant) or never(state, tenant, need, bound)
 

@@ -258,3 +258,14 @@ def test_tenant_over_its_average_cools_down_until_well_below_it() -> None:
     still = refusal(driver.ask(soon, "e", 1, tenant="x"))
     assert isinstance(still, TenantCoolingDown) and gib(9) < still.average_bytes < gib(10)
     assert granted(driver.ask(later, "large", 1, tenant="x")) == ["large"]
+
+
+def test_tenants_limits_hold_before_the_agent_of_the_holders_node_is_there() -> None:
+    """As in a new epoch, in which holder and agent join in any order."""
+    driver = CoreDriver(device=80, settings=settings(terms("x", most=30, average=10)))
+    driver.join(0, "early", node="m")
+    error = refusal(driver.ask(1, "large", 40, tenant="x", holder="early"))
+    assert isinstance(error, QuotaExceeded)
+    driver.resident(2, "a", 20, tenant="x")
+    error = refusal(driver.ask(3600, "b", 1, tenant="x", holder="early"))
+    assert isinstance(error, TenantCoolingDown)
