@@ -106,7 +106,8 @@ async def test_marks_of_a_device_act_once_a_model_grows_and_free_down_to_the_low
     more = {"grow_to": {"kv_cache_memory_bytes": 150 * MIB}}
     sizes = {name: model(50, can_sleep=False) for name in "abcd"}
     chat = capability(**sizes | {"a": sizes["a"] | more})
-    async with live_arbiter({"chat": chat}, device_marks={"high": 0.7, "low": 0.5}) as d:
+    own = {"device_marks": {"high": 0.7, "low": 0.5}, "evict": "priority_lru"}
+    async with live_arbiter({"chat": chat}, **own) as d:
         h = d.holder()
         for name in "abcd":
             assert await h.ask.remote(name) == 200
