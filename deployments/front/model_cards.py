@@ -3,10 +3,10 @@ that the routes of OpenAI and Ollama show, each in its own words.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from arbiter.errors import ArbiterUnavailable
 from deployments.config.file_threads import in_thread
@@ -17,10 +17,13 @@ from deployments.config.schema import CapabilityConfig, ConfigError, ModelConfig
 from deployments.front import arbiter_gateway
 from deployments.front.arbiter_gateway import AWAY, Presence, soonest
 
+T = TypeVar("T")
+Look = Callable[[str, CapabilityConfig], T]  # into the files of a model
+
 # Waited for the arbiter's state: its restart takes longer, and a list of models does without.
 STATE_S = 1.0
-THREADS_MOST = 16  # in which one request has headers of models read
-# Of all headers of a list, each of which takes milliseconds. A file server may hang for hours.
+THREADS_MOST = 16  # in which one request has files of models read
+# Of a list, in which each model's files take milliseconds. A file server may hang for hours.
 FILES_S = 5.0
 
 # By role, where the table lists no paths: what every class of the role serves.
@@ -77,26 +80,39 @@ async def facts(table: Table, models: Iterable[str]) -> dict[str, Facts]:
         there = (await arbiter_gateway.state(STATE_S)).presences(homes)
     except ArbiterUnavailable:
         there = dict.fromkeys(homes, AWAY)
-    rows = [(model, table.capabilities[home]) for model, home in homes.items()]
-    configs = [capability.models[model] for model, capability in rows]
+    tokens = await contexts(table, homes)
+    words = {
+        model: capabilities(table.capabilities[home], table.capabilities[home].models[model])
+        for model, home in homes.items()
+    }
+    return {model: Facts(words[model], tokens[model], there[model]) for model in homes}
+
+
+async def contexts(table: Table, models: Iterable[str]) -> dict[str, int | None]:
+    """The most tokens that each reads; None where its files do not say, or not within FILES_S."""
+    return await from_files(
+        table, models, lambda model, capability: context(capability.models[model])
+    )
+
+
+async def from_files(table: Table, models: Iterable[str], look: Look[T]) -> dict[str, T | None]:
+    """What `look` finds in the files of each of these models of the table, THREADS_MOST models at a
+    time; None where it has not come within FILES_S of all of them. Raises what `look` raises."""
     turns = asyncio.Semaphore(THREADS_MOST)
 
-    async def tokens_of(config: ModelConfig) -> int | None:
+    async def read(model: str) -> T:
+        capability = table.capabilities[table.homes[model]]
         async with turns:
-            return await in_thread(config.source, context, config)
+            return await in_thread(capability.models[model].source, look, model, capability)
 
-    reads = [asyncio.ensure_future(tokens_of(config)) for config in configs]
+    reads = {model: asyncio.ensure_future(read(model)) for model in models}
     try:
         if reads:
-            await asyncio.wait(reads, timeout=FILES_S)
-        read = [one.result() if one.done() else None for one in reads]
+            await asyncio.wait(reads.values(), timeout=FILES_S)
+        return {model: one.result() if one.done() else None for model, one in reads.items()}
     finally:
-        for one in reads:
+        for one in reads.values():
             one.cancel()
-    return {
-        model: Facts(capabilities(capability, config), tokens, there[model])
-        for (model, capability), config, tokens in zip(rows, configs, read, strict=True)
-    }
 
 
 def remote_facts(model: RemoteModel) -> Facts:

@@ -8,7 +8,7 @@ from typing import Any
 from deployments.config.load_plan import plan
 from deployments.config.remotes_section import RemoteModel
 from deployments.config.schema import CapabilityConfig, ConfigError, Table
-from deployments.front.model_cards import Facts, context, remote_facts
+from deployments.front.model_cards import Facts, remote_facts
 from deployments.front.model_names import Target
 
 Fields = dict[str, Any]
@@ -21,17 +21,20 @@ FOR_EVER = timedelta(microseconds=2**63 // 1_000)
 
 
 def tags(
-    table: Table, names: list[str], known: Mapping[str, Facts], started_unix_s: int
+    table: Table,
+    names: list[str],
+    known: Mapping[str, Facts],
+    sizes: Mapping[str, int | None],
+    started_unix_s: int,
 ) -> list[Fields]:
     """One row for each name, adapters with the size of their base. `known` has the facts of each
-    model. Reads headers of files."""
-    sizes = {model: _weights_bytes(table, model) for model in table.homes}
+    model, `sizes` its `weights_bytes`."""
     return [
         {
             "name": name,
             "model": name,
             "modified_at": _time(started_unix_s),
-            "size": sizes[_base(table, name)],
+            "size": sizes[_base(table, name)] or 0,
             "digest": _digest(table, name),
             "details": _details(table.capabilities[table.homes[_base(table, name)]]),
             **_facts(known[_base(table, name)]),
@@ -58,17 +61,30 @@ def remote_tag(name: str, remote: str, model: RemoteModel, started_unix_s: int) 
     }
 
 
-def loaded(table: Table, state: Mapping[str, Any]) -> list[Fields]:
-    """Models that serve or sleep, by the arbiter's state. `size_vram` is what lies on GPUs."""
-    gpus = {row["device"] for row in state["devices"] if row["kind"] == "gpu"}
+def loaded(table: Table, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Tickets of models that serve or sleep, by the arbiter's state."""
     return [
-        _row(table, ticket, gpus)
+        ticket
         for ticket in state["tickets"]
         if ticket["state"] in ("resident", "asleep", "draining") and ticket["model"] in table.homes
     ]
 
 
-def _row(table: Table, ticket: Mapping[str, Any], gpus: set[str]) -> Fields:
+def rows(
+    table: Table, state: Mapping[str, Any], contexts: Mapping[str, int | None]
+) -> list[Fields]:
+    """One row for each ticket of `loaded`, whose models have their contexts in `contexts`.
+    `size_vram` is what lies on GPUs."""
+    gpus = {row["device"] for row in state["devices"] if row["kind"] == "gpu"}
+    return [_row(table, ticket, contexts, gpus) for ticket in loaded(table, state)]
+
+
+def _row(
+    table: Table,
+    ticket: Mapping[str, Any],
+    contexts: Mapping[str, int | None],
+    gpus: set[str],
+) -> Fields:
     held = ticket["measured_bytes"] or ticket["charged_bytes"]
     model = ticket["model"]
     capability = table.capabilities[table.homes[model]]
@@ -79,7 +95,7 @@ def _row(table: Table, ticket: Mapping[str, Any], gpus: set[str]) -> Fields:
         "size_vram": sum(size for device, size in held.items() if device in gpus),
         "digest": _digest(table, model),
         "expires_at": (datetime.now(UTC) + _stays(ticket)).isoformat(),
-        "context_length": context(capability.models[model]) or 0,
+        "context_length": contexts[model] or 0,
         "details": _details(capability),
     }
 
@@ -107,8 +123,10 @@ def _facts(known: Facts) -> Fields:
     return {name: value for name, value in known.plain.items() if name != "capabilities"}
 
 
-def card(table: Table, target: Target, known: Facts, started_unix_s: int) -> Fields:
-    """One model or adapter."""
+def card(
+    table: Table, target: Target, known: Facts, size_bytes: int | None, started_unix_s: int
+) -> Fields:
+    """One model or adapter; `size_bytes` of its `weights_bytes`."""
     capability = table.capabilities[target.capability]
     config = capability.models[target.model]
     lines = [f"{name} {value}" for name, value in sorted(config.defaults.items())]
@@ -119,7 +137,7 @@ def card(table: Table, target: Target, known: Facts, started_unix_s: int) -> Fie
         "details": _details(capability),
         "model_info": {
             "general.architecture": capability.engine,
-            "general.size_bytes": _weights_bytes(table, target.model),
+            "general.size_bytes": size_bytes or 0,
             f"{capability.engine}.context_length": known.context_length or 0,
         },
         **_facts(known),
@@ -146,10 +164,10 @@ def _remote_abilities(known: Facts) -> list[str]:
     return list(dict.fromkeys(words.get(word, word) for word in known.capabilities))
 
 
-def _weights_bytes(table: Table, model: str) -> int:
-    """0 where the files are not on this node."""
+def weights_bytes(model: str, capability: CapabilityConfig) -> int:
+    """0 where the files are not on this node. Reads headers of files."""
     try:
-        need = plan(model, table.capabilities[table.homes[model]]).need
+        need = plan(model, capability).need
     except (ConfigError, OSError):
         return 0
     return int(need.weights_bytes)

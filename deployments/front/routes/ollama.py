@@ -4,9 +4,10 @@
 takes a model from others, so it ends no model, and models come from the configuration alone.
 """
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,11 @@ from fastapi.responses import JSONResponse, Response
 from arbiter.errors import UnknownModel
 from deployments import messages
 from deployments.config.file_threads import in_thread
+from deployments.config.schema import Table
 from deployments.front import arbiter_gateway, model_cards
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.keys import Caller
+from deployments.front.model_cards import Facts
 from deployments.front.ollama import bodies, catalogue
 from deployments.front.ollama.answers import Answer, Spoken, embedded, in_chat, in_generate, now
 from deployments.front.relay import ClosingStream, whole
@@ -51,8 +54,9 @@ async def version() -> dict[str, str]:
 async def tags(caller: Inferrer, front: State) -> dict[str, Any]:
     """Models, adapters and models on other machines that this caller may name."""
     names, started_unix_s = front.service.names.visible(caller.tenant), front.started_unix_s
-    known = await model_cards.facts(front.table, front.table.homes)
-    rows = await in_thread("tags", catalogue.tags, front.table, names, known, started_unix_s)
+    table = front.table
+    known, sizes = await _known(table, table.homes)
+    rows = await in_thread("tags", catalogue.tags, table, names, known, sizes, started_unix_s)
     remotes = front.service.remotes
     away = [
         catalogue.remote_tag(name, *remotes.model(name), started_unix_s)
@@ -64,7 +68,10 @@ async def tags(caller: Inferrer, front: State) -> dict[str, Any]:
 @router.get("/ps")
 async def ps(caller: Inferrer, front: State) -> dict[str, Any]:
     """Models that are loaded, with the bytes that the node agent measured."""
-    return {"models": catalogue.loaded(front.table, (await arbiter_gateway.state()).plain)}
+    table, state = front.table, (await arbiter_gateway.state()).plain
+    models = {ticket["model"] for ticket in catalogue.loaded(table, state)}
+    contexts = await model_cards.contexts(table, models)
+    return {"models": catalogue.rows(table, state, contexts)}
 
 
 @router.post("/show")
@@ -74,11 +81,10 @@ async def show(body: bodies.Show, caller: Inferrer, front: State) -> dict[str, A
     name = _name(front, body.model, caller)
     if name in front.service.remotes.names(caller):
         return catalogue.remote_card(*front.service.remotes.model(name), front.started_unix_s)
-    target = front.service.names.find(name, caller.tenant)
-    known = (await model_cards.facts(front.table, [target.model]))[target.model]
-    source = front.table.capabilities[target.capability].models[target.model].source
-    card = catalogue.card
-    return await in_thread(source, card, front.table, target, known, front.started_unix_s)
+    target, table = front.service.names.find(name, caller.tenant), front.table
+    known, sizes = await _known(table, [target.model])
+    at = target.model
+    return catalogue.card(table, target, known[at], sizes[at], front.started_unix_s)
 
 
 @router.post("/chat")
@@ -120,6 +126,17 @@ async def embed(body: bodies.Embed, request: Request, caller: Inferrer, front: S
 async def steer(request: Request, caller: Inferrer) -> Response:
     """What Ollama's users do to its models."""
     raise BadRequest(f"{request.url.path} is not served: {_OTHERS}", None, 501)
+
+
+async def _known(
+    table: Table, models: Iterable[str]
+) -> tuple[dict[str, Facts], dict[str, int | None]]:
+    """Facts and bytes of weights of these models; a file server that hangs is not waited for."""
+    models = tuple(models)
+    return await asyncio.gather(
+        model_cards.facts(table, models),
+        model_cards.from_files(table, models, catalogue.weights_bytes),
+    )
 
 
 async def _spoken(

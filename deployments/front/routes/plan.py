@@ -1,5 +1,6 @@
 """The dry run over HTTP (K3): what a request would bring about. It changes nothing."""
 
+import asyncio
 from typing import Literal
 
 from fastapi import APIRouter
@@ -16,7 +17,7 @@ from deployments.config import load_plan
 from deployments.config.fields import Strict
 from deployments.config.file_threads import in_thread
 from deployments.config.schema import ConfigError, Table
-from deployments.front import plan_questions
+from deployments.front import model_cards, plan_questions
 from deployments.front.arbiter_gateway import STATE_WAIT_S
 from deployments.front.dependencies import State, Viewer
 from deployments.front.request import BadRequest
@@ -71,7 +72,13 @@ async def question(table: Table, body: PlanBody, tenant: str) -> PlanQuestion:
     try:
         capability = table.capabilities[home]
         source = capability.models[body.model].source
-        made = await in_thread(source, load_plan.plan, body.model, capability)
+        async with asyncio.timeout(within_s := model_cards.FILES_S):
+            made = await in_thread(source, load_plan.plan, body.model, capability)
+    except TimeoutError as error:
+        said = (
+            f"the files of {body.model} were not read within {within_s:g} s; say its need by `gb`"
+        )
+        raise BadRequest(said, "model") from error
     except (ConfigError, OSError) as error:
         said = f"what {body.model} needs cannot be told ({error}); say it by `gb`"
         raise BadRequest(said, "model") from error

@@ -23,7 +23,7 @@ def stays_s(**ticket: Any) -> float:
     """Seconds from now until `expires_at`, as the client reads it."""
     books = Books()
     books.holds("m", 100, **ticket)
-    rows = catalogue.loaded(TABLE, books.state())
+    rows = catalogue.rows(TABLE, books.state(), {"m": 512})
     [row] = ProcessResponse.model_validate({"models": rows}).models
     assert row.expires_at is not None
     return (row.expires_at - datetime.now(UTC)).total_seconds()
