@@ -142,20 +142,19 @@ class Catalogue:
 
     def find(self, name: str, tenant: str = "") -> Entry | None:
         """The adapter that a client names, or None when this tenant may see none of that name. What
-        lies behind a manifest that cannot be read is told only to a client that names its base: a
-        bare name may mean an adapter of another base, or none at all. Raises AdapterAmbiguous,
-        AdapterInvalid."""
+        lies behind a manifest that cannot be read is told only to a client that names its base, or
+        an adapter of all tenants, which the manifest may hide: any other bare name may mean an
+        adapter of another base, or none at all. Raises AdapterAmbiguous, AdapterInvalid."""
         base, colon, bare = name.partition(":")
         if not colon:
             base, bare = "", name
         if not _NAME.fullmatch(bare) or bare in self._reserved or (colon and not base):
             return None
-        untold = () if base else (AdapterInvalid,)
+        look = self._place if base else self._place_of_bare
         places: dict[str, _Place] = {}
         for each in [base] if base else list(self._folders):
-            with contextlib.suppress(*untold):
-                if found := self._place(each, bare, tenant):
-                    places[each] = found
+            if found := look(each, bare, tenant):
+                places[each] = found
         if len(places) > 1:
             raise AdapterAmbiguous(bare, tuple(sorted(places)))
         for base, found in places.items():
@@ -201,6 +200,22 @@ class Catalogue:
             if row is not None:
                 return _Place(home / MANIFEST, owner, row)
         return None
+
+    def _place_of_bare(self, base: str, name: str, tenant: str) -> _Place | None:
+        """Like `_place`, but raises AdapterInvalid only where all tenants have such an adapter."""
+        try:
+            return self._place(base, name, tenant)
+        except AdapterInvalid:
+            if self._is_common(base, name):
+                raise
+            return None
+
+    def _is_common(self, base: str, name: str) -> bool:
+        """Whether all tenants have an adapter of this name, as far as can be read."""
+        try:
+            return self._place(base, name, "") is not None
+        except AdapterInvalid:
+            return False
 
     def _rows(self, home: Path, owner: str) -> Mapping[str, Mapping[str, Any]]:
         """Rows of the manifest in a folder, read again when it changed. Raises AdapterInvalid."""

@@ -228,6 +228,18 @@ def test_a_broken_manifest_of_one_base_stops_no_bare_name_of_another(
 
 
 @pytest.mark.spec("L3")
+def test_a_tenants_broken_manifest_is_told_to_a_bare_name_that_it_may_hide(
+    catalogue: Catalogue, root: Path
+) -> None:
+    (root / "chat" / "@beta").mkdir()
+    (root / "chat" / "@beta" / "remote.json").write_text("{")
+    with pytest.raises(AdapterInvalid, match=r"remote\.json is not JSON"):
+        catalogue.find("legal", "beta")
+    assert catalogue.find("legal", "gamma") is not None
+    assert catalogue.find("unknown", "beta") is None
+
+
+@pytest.mark.spec("L3")
 @pytest.mark.parametrize("row", [[{}] * 9, {"url": [{}]}, {"note": "s3://ours/far/"}, 7, None])
 def test_a_row_that_can_be_no_adapter_is_refused_by_name_and_not_kept(
     tmp_path: Path, row: Any
