@@ -170,13 +170,15 @@ def front(url: str | None) -> Iterator[Front]:
     import httpx
 
     where = address(url)
-    host = urlsplit(where).hostname or ""
+    parts = urlsplit(where)
     with httpx.Client(
         base_url=where,
         headers=_headers(api_key(where)),
         timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
         # The owner's key goes to this machine and to no proxy that the environment names.
-        trust_env=not is_loopback(host),
+        trust_env=not is_loopback(parts.hostname or ""),
+        # By itself httpx reads SSL_CERT_FILE and SSL_CERT_DIR only where it reads of proxies, too.
+        verify=httpx.create_ssl_context() if parts.scheme == "https" else True,
         transport=transport(),
     ) as client:
         yield Front(where, client)

@@ -140,13 +140,16 @@ def _client(
 ) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+    parts = urlsplit(url)
     return httpx.AsyncClient(
         base_url=url,
         headers=headers,
         timeout=timeout,
         transport=transport,
         # A key for this machine goes to no proxy that the environment names.
-        trust_env=not is_loopback(urlsplit(url).hostname or ""),
+        trust_env=not is_loopback(parts.hostname or ""),
+        # By itself httpx reads SSL_CERT_FILE and SSL_CERT_DIR only where it reads of proxies, too.
+        verify=httpx.create_ssl_context() if parts.scheme == "https" else True,
     )
 
 

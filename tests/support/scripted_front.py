@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,8 +66,8 @@ class ScriptedFront:
         return httpx.MockTransport(handle)
 
     @contextmanager
-    def serving(self) -> Iterator[str]:
-        """Its address, for as long as it listens."""
+    def serving(self, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+        """Its address, for as long as it listens; over https with `tls`."""
         script = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -88,10 +89,13 @@ class ScriptedFront:
                 """Nothing: the test reads `requests`."""
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            scheme = "http" if tls is None else "https"
+            yield f"{scheme}://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             server.server_close()
