@@ -26,6 +26,9 @@ FILES, MAX_FILE_FORM_BYTES = "/v1/files", FILE_MOST_BYTES + FORM_BYTES
 # A body of at most so many bytes is taken whatever others hold: 64 MiB for 1,000 requests in
 # flight, about what these cost the front without their bodies.
 SMALL_BYTES = 64 << 10
+# A body is slow while it gets no SMALL_BYTES in so many seconds: a tenth of the 1 Mbit/s that
+# `front.body_s` allows for. Two lost packets that are sent again take 3 s.
+SLOW_S = 5.0
 
 ENCODING = "content-encoding"
 
@@ -37,6 +40,17 @@ class HeldBodies:
 
     def __init__(self) -> None:
         self.size_bytes = 0
+        self.arriving: dict[BoundedBody, None] = {}  # those that are not whole
+
+    def have_room(self, piece_bytes: int, most_bytes: int) -> bool:
+        """Whether so many bytes more are at most `most_bytes`, if need be without bodies that are
+        slow, which this ends, the slowest first."""
+        while self.size_bytes + piece_bytes > most_bytes:
+            slow = [body for body in self.arriving if body.is_slow]
+            if not slow:
+                return False
+            min(slow, key=lambda body: body.progress_s).end()
+        return True
 
 
 class BodyLimit:
@@ -75,7 +89,8 @@ class BoundedBody:
     """The `receive` of one request. Raises HTTPException, which FastAPI lets pass: 413 where more
     arrives than was declared, 408 where the next piece or the end is late, 429 where all bodies
     together would be too much. A sender that is slow, or sends nothing more, would hold a place of
-    the front, and the bytes so far, for ever."""
+    the front, and the bytes so far, for ever. While others need its bytes, a slow body ends with
+    408 at once."""
 
     def __init__(
         self, receive: Receive, path: str, limits: FrontConfig, bodies: HeldBodies
@@ -88,41 +103,72 @@ class BoundedBody:
         self._loop = asyncio.get_running_loop()
         self._ends = self._loop.time() + self._whole_s
         self._size, self._held_bytes, self._is_whole = 0, 0, False
+        self.progress_s, self._progress_size = self._loop.time(), 0
+        self._bound: asyncio.Timeout | None = None  # of the piece that is waited for
+        self._is_ended = False
 
     async def __call__(self) -> Message:
         if self._is_whole:  # the client is waited for only to leave
             return await self._receive()
         piece_ends = self._loop.time() + self._piece_s
         try:
-            async with asyncio.timeout_at(min(piece_ends, self._ends)):
+            async with asyncio.timeout_at(min(piece_ends, self._ends)) as self._bound:
                 message = await self._receive()
+            if self._is_ended:
+                raise TimeoutError
         except TimeoutError:
-            is_piece = piece_ends < self._ends
-            late = f"nothing in {self._piece_s:g} s" if is_piece else f"{self._whole_s:g} s"
-            raise _too_slow(self._size, late) from None
+            raise _too_slow(self._size, self._late(is_piece=piece_ends < self._ends)) from None
+        finally:
+            self._bound = None
         self._size += len(message.get("body", b""))
         if self._size > self._most_bytes:
             raise too_large(self._most_bytes)
-        self._hold(len(message.get("body", b"")))
+        if self._size >= self._progress_size + SMALL_BYTES:
+            self.progress_s, self._progress_size = self._loop.time(), self._size
         self._is_whole = not message.get("more_body", False)
+        self._hold(len(message.get("body", b"")))
         return message
+
+    def _late(self, *, is_piece: bool) -> str:
+        if self._is_ended:
+            return f"{SLOW_S:g} s with less than {SMALL_BYTES >> 10} KiB, and others need its place"
+        return f"nothing in {self._piece_s:g} s" if is_piece else f"{self._whole_s:g} s"
+
+    @property
+    def is_slow(self) -> bool:
+        """It holds more than a small body, is waited for, and has long made no progress."""
+        is_awaited = self._bound is not None and not self._bound.expired()
+        is_late = self._loop.time() - self.progress_s >= SLOW_S
+        return is_awaited and is_late and self._held_bytes > SMALL_BYTES
+
+    def end(self) -> None:
+        """Ends a slow body, with 408, and gives its bytes to others."""
+        assert self._bound is not None, "it is slow"
+        self._is_ended = True
+        self._bound.reschedule(self._loop.time())
+        self.forget()
 
     def _hold(self, piece_bytes: int) -> None:
         if (bodies := self._bodies) is None:
             return
-        is_full = bodies.size_bytes + piece_bytes > self._bodies_most_bytes
-        if is_full and self._size > SMALL_BYTES:
+        is_small = self._size <= SMALL_BYTES
+        if not is_small and not bodies.have_room(piece_bytes, self._bodies_most_bytes):
             error = _full(bodies.size_bytes, self._bodies_most_bytes)
             self.forget()  # now, so that no other body is refused for the bytes of this one
             raise error
         bodies.size_bytes += piece_bytes
         self._held_bytes += piece_bytes
+        if self._is_whole:
+            bodies.arriving.pop(self, None)
+        else:
+            bodies.arriving[self] = None
 
     def forget(self) -> None:
         """Called once the body is needed no more; a second call changes nothing."""
         if self._bodies is not None:
             self._bodies.size_bytes -= self._held_bytes
             self._held_bytes = 0
+            self._bodies.arriving.pop(self, None)
 
 
 def too_large(most_bytes: int) -> HTTPException:

@@ -12,7 +12,7 @@ from httpx import ASGITransport, AsyncClient
 from starlette.exceptions import HTTPException
 
 from deployments.config.schema import FrontConfig
-from deployments.front import application, keys
+from deployments.front import application, body_limit, keys
 from deployments.front.auth import Authenticator
 from deployments.front.body_limit import SMALL_BYTES, BodyLimit, BoundedBody
 from deployments.front.dependencies import FrontState
@@ -124,8 +124,9 @@ async def test_answer_may_take_longer_than_its_body_had(front: FrontState) -> No
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages", "/api/embed", "/v1/responses"])
 async def test_body_beyond_what_the_front_holds_of_all_is_429_and_harms_no_other(
-    client: AsyncClient, front: FrontState, path: str
+    client: AsyncClient, front: FrontState, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
+    monkeypatch.setattr(body_limit, "SLOW_S", WITHIN_S)
     asked = {"model": "unknown", "input": "x", "max_tokens": 1}
     asked["messages"] = [{"role": "user", "content": "x"}]
     small = json.dumps(asked).encode()
@@ -157,6 +158,42 @@ async def test_body_beyond_what_the_front_holds_of_all_is_429_and_harms_no_other
         rest.set()
         assert (await first).status_code == 404 == (await post(large)).status_code
     assert (front.bodies.size_bytes, front.service.in_flight) == (0, 0)
+
+
+async def test_body_that_comes_slowly_gives_its_bytes_to_others_once_all_are_held(
+    client: AsyncClient, front: FrontState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = b'{"model": "unknown", "input": "x"}'
+    configure(front, in_flight=9, bodies_bytes=6 * SMALL_BYTES)
+    monkeypatch.setattr(body_limit, "SLOW_S", WITHIN_S)
+    rest = asyncio.Event()
+
+    async def body(pieces: int) -> AsyncIterator[bytes]:
+        for _ in range(pieces):
+            yield b" " * SMALL_BYTES
+        await rest.wait()
+        yield small
+
+    def post(content: Any) -> Any:
+        return asyncio.create_task(client.post("/v1/embeddings", content=content, headers=JSON))
+
+    async with asyncio.timeout(WITHIN_S):
+        slow = [post(body(2)), post(body(2))]
+        while front.bodies.size_bytes < 4 * SMALL_BYTES:
+            await asyncio.sleep(0)
+        large = small + b" " * (3 * SMALL_BYTES)
+        assert (await post(large)).status_code == 429, "they may still come"
+        for held in front.bodies.arriving:
+            held.progress_s -= WITHIN_S
+        assert (await post(large)).status_code == 404, "it is taken, and there is no such model"
+        ended = await slow[0]
+        error = ended.json()["error"]
+        assert (ended.status_code, error["code"]) == (408, "body_too_slow")
+        assert "others need its place" in error["message"]
+        assert not slow[1].done(), "there is room without it"
+        rest.set()
+        assert (await slow[1]).status_code == 404
+    assert (front.bodies.size_bytes, front.bodies.arriving) == (0, {})
 
 
 async def test_refused_body_gives_its_bytes_to_others_at_once(front: FrontState) -> None:
