@@ -32,7 +32,8 @@ def choice_us(replicas: int, samples: int) -> float:
     memory, took = RoutingHistory(), []
     pieces = split(pieces_of(PROMPT, "t", "m"))
     for i in range(replicas):
-        memory.seen.note(f"r{i}", "m", pieces)
+        memory.seen.note(f"r{i}", "m", pieces, 0.0)
+        memory.seen.told(f"r{i}", ["m"], {"m": -1.0})
     for number in range(samples):
         request = RouteRequest("m", f"m:a{number % 16}", f"t/{number % 100}", pieces)
         began_ns = time.perf_counter_ns()

@@ -3,12 +3,14 @@
 Only an engine's tokenizer knows where the blocks of a prompt end, and a front has none. A piece of
 PIECE_CHARACTERS is about as long as a block of the CPU build (128 tokens), and its hash, like a
 block's, covers all that comes before it, the tenant and the adapter: two prompts share as many
-leading hashes as leading pieces. What is wrong here costs a prefill, never an answer.
+leading hashes as leading pieces. An engine says by a time what it has evicted: of what it was sent
+until then, nothing counts as held. What is wrong here costs a prefill, never an answer.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from math import inf
 from typing import Any
 
 PIECE_CHARACTERS = 512
@@ -69,34 +71,49 @@ def split(hashes: bytes) -> list[bytes]:
 
 
 class SeenPieces:
-    """The pieces that each replica was sent for each model, the least recently sent forgotten."""
+    """The pieces that each replica was sent for each model, and when; the least recently sent
+    forgotten. Times are wall-clock seconds, because replicas of other nodes tell some."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, str], OrderedDict[bytes, None]] = {}
+        self._seen: dict[tuple[str, str], OrderedDict[bytes, float]] = {}
+        self._kept_since_s: dict[tuple[str, str], float] = {}
         self._models: dict[str, frozenset[str]] = {}  # by replica, as it said last
 
-    def note(self, replica: str, model: str, pieces: Sequence[bytes]) -> None:
+    def note(self, replica: str, model: str, pieces: Sequence[bytes], sent_s: float) -> None:
         """Notes that a prompt went to a replica. Its tail is forgotten before its head."""
         if not pieces:
             return
         seen = self._seen.setdefault((replica, model), OrderedDict())
         for piece in reversed(pieces):
-            seen[piece] = None
+            seen[piece] = max(sent_s, seen.get(piece, sent_s))
             seen.move_to_end(piece)
         while len(seen) > PIECES_OF_A_MODEL:
             seen.popitem(last=False)
 
     def share(self, replica: str, model: str, pieces: Sequence[bytes]) -> float:
-        """The fraction of a prompt, from its beginning on, that a replica was sent: 0 to 1."""
+        """The fraction of a prompt, from its beginning on, that a replica was sent and has kept:
+        0 to 1."""
         seen = self._seen.get((replica, model))
         if not seen or not pieces:
             return 0.0
-        known = next((n for n, piece in enumerate(pieces) if piece not in seen), len(pieces))
-        return known / len(pieces)
+        since_s, find = self._kept_since_s.get((replica, model), -inf), seen.get
+        lost = (n for n, piece in enumerate(pieces) if find(piece, -inf) <= since_s)
+        return next(lost, len(pieces)) / len(pieces)
 
-    def told(self, replica: str, models: Collection[str]) -> None:
+    def has_kept(self, replica: str, model: str, sent_s: float) -> bool:
+        """Whether a replica has kept the KV of what it was sent then, as far as it has said."""
+        return sent_s > self._kept_since_s.get((replica, model), -inf)
+
+    def told(
+        self, replica: str, models: Collection[str], kept_since_s: Mapping[str, float]
+    ) -> None:
         """A replica says which models it has: it knows nothing more of those that it had before. A
-        model that is on its way there is not said yet, so that only a loss counts."""
+        model that is on its way there is not said yet, so that only a loss counts. It says too
+        since when it has kept what it was sent for a model, which is never undone: an engine that
+        begins anew has less."""
+        for model, since_s in kept_since_s.items():
+            known_s = self._kept_since_s.get((replica, model), since_s)
+            self._kept_since_s[replica, model] = max(since_s, known_s)
         now = frozenset(models)
         for model in self._models.get(replica, now) - now:
             self._seen.pop((replica, model), None)
@@ -106,5 +123,6 @@ class SeenPieces:
         """Forgets replicas that are not among these."""
         for replica in [name for name in self._models if name not in replicas]:
             del self._models[replica]
-        for key in [key for key in self._seen if key[0] not in replicas]:
-            del self._seen[key]
+        for known in (self._seen, self._kept_since_s):
+            for key in [key for key in known if key[0] not in replicas]:
+                del known[key]

@@ -3,10 +3,11 @@
 Replicas are compared by these, in this order, and the first difference decides: whether one is
 full, what it has of the model, whether the adapter has a slot there, whether the last request of
 the key went there, whether most of the prompt was sent there, and how many requests it has, those
-that run included. A model that must be loaded costs seconds, an adapter that must be put
-into a slot milliseconds to tens of them, a conversation without its cached prefix a prefill, and a
-longer queue a share of a batch. An overloaded replica, with OVERLOAD_COUNT or more requests above
-the least busy one, is not preferred for adapter, key and prompt.
+that run included. Key and prompt count until the engine there has evicted their KV. A model that
+must be loaded costs seconds, an adapter that must be put into a slot milliseconds to tens of them,
+a conversation without its cached prefix a prefill, and a longer queue a share of a batch. An
+overloaded replica, with OVERLOAD_COUNT or more requests above the least busy one, is not preferred
+for adapter, key and prompt.
 """
 
 from collections import OrderedDict
@@ -60,7 +61,7 @@ class ReplicaState:
         default_factory=dict
     )  # name to ModelPresence, of those above COLD
     adapters: Collection[str] = ()  # in slots, by full name
-    held_share: float = 0.0  # of the request's pieces, how many it was sent for this model
+    held_share: float = 0.0  # of the request's pieces, how many it was sent and has kept
 
 
 def rank(
@@ -96,11 +97,12 @@ def rank(
 
 
 class RoutingHistory:
-    """Remembers where calls of one capability went. Times are seconds of any one clock."""
+    """Remembers where calls of one capability went. Times are wall-clock seconds."""
 
     def __init__(self) -> None:
         self._sent: dict[str, tuple[str, float]] = {}  # by model
-        self._sticky: OrderedDict[tuple[str, str], str] = OrderedDict()  # by key and served name
+        # By key and served name, the replica and when its last call came.
+        self._sticky: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
         self.seen = SeenPieces()
 
     def sent(self, model: str, now_s: float) -> str | None:
@@ -108,17 +110,26 @@ class RoutingHistory:
         return replica if replica and now_s - at_s < FOLLOW_S else None
 
     def sticky(self, request: RouteRequest) -> str | None:
-        return self._sticky.get((request.key, request.served)) if request.key else None
+        """The replica that has the KV of the request's key: it went there last, and the replica has
+        not lost what was sent at that time."""
+        replica, sent_s = self._sticky.get((request.key, request.served), ("", 0.0))
+        has_it = replica and self.seen.has_kept(replica, request.model, sent_s)
+        return replica if has_it else None
 
-    def chosen(self, request: RouteRequest, replica: str, now_s: float) -> None:
-        """Notes that the call goes to the replica."""
+    def chosen(
+        self, request: RouteRequest, replica: str, now_s: float, sent_s: float | None = None
+    ) -> None:
+        """Notes that the call goes to the replica. `sent_s`: when, no later than its engine has it;
+        None: now."""
         if not request.model:
             return  # a call of another kind teaches nothing
+        sent_s = now_s if sent_s is None else sent_s
         self._sent[request.model] = replica, now_s
-        self.seen.note(replica, request.model, request.pieces)
+        self.seen.note(replica, request.model, request.pieces, sent_s)
         if request.key:
             key = request.key, request.served
-            self._sticky[key] = replica
+            known, known_s = self._sticky.get(key, (replica, sent_s))
+            self._sticky[key] = replica, max(sent_s, known_s) if known == replica else sent_s
             self._sticky.move_to_end(key)
             if len(self._sticky) > KEYS:
                 self._sticky.popitem(last=False)
@@ -126,7 +137,7 @@ class RoutingHistory:
     def keep(self, replicas: Collection[str]) -> None:
         """Forgets what is known of replicas that are not among these."""
         self.seen.keep(replicas)
-        for key in [k for k, replica in self._sticky.items() if replica not in replicas]:
+        for key in [k for k, (replica, _) in self._sticky.items() if replica not in replicas]:
             del self._sticky[key]
         for model in [m for m, (replica, _) in self._sent.items() if replica not in replicas]:
             del self._sent[model]

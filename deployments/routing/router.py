@@ -49,7 +49,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # this order is all there is
-        request, now_s = request_of(pending_request.args), time.monotonic()
+        request, now_s = request_of(pending_request.args), time.time()
         found = {one.replica_id.unique_id: one for one in candidate_replicas}
         states = [self._state_of(key, one, request) for key, one in found.items()]
         sent, sticky = self._history.sent(request.model, now_s), self._history.sticky(request)
@@ -58,15 +58,17 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         return [[found[key]] for key in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, _: Any) -> None:
-        """Notes where the call went in the end: the first choice may have had no room."""
-        request = request_of(pending_request.args)
-        self._history.chosen(request, replica_id.unique_id, time.monotonic())
+        """Notes where the call went in the end: the first choice may have had no room. Its engine
+        may have it by now, so what it was sent is as old as the call."""
+        request, came_s = request_of(pending_request.args), pending_request.created_at
+        self._history.chosen(request, replica_id.unique_id, time.time(), came_s)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self._history.keep({one.replica_id.unique_id for one in replicas})
         for one in replicas:
-            self._history.seen.told(one.replica_id.unique_id, one.routing_stats.get("models", ()))
+            key, said = one.replica_id.unique_id, one.routing_stats
+            self._history.seen.told(key, said.get("models", ()), said.get("kept_since_s", {}))
 
     def _state_of(self, key: str, one: RunningReplica, request: RouteRequest) -> ReplicaState:
         queue = self.replica_queue_len_cache.get(one.replica_id) or 0

@@ -275,7 +275,9 @@ def test_serve_router_interface_matches_resident_router() -> None:
             mine = inspect.signature(ours).parameters
             is_open = any(p.kind is p.VAR_KEYWORD for p in theirs.values())
             assert is_open or len(mine) == len(theirs), name
-    assert {"args", "metadata", "routing_context", "future"} <= set(PendingRequest.__annotations__)
+    assert {"args", "metadata", "routing_context", "future", "created_at"} <= set(
+        PendingRequest.__annotations__
+    )
     for read in ("routing_stats", "max_ongoing_requests", "replica_id"):
         assert isinstance(inspect.getattr_static(RunningReplica, read), property), read
     assert inspect.iscoroutinefunction(RequestRouter.choose_replicas)

@@ -1,6 +1,7 @@
 """Hashes of a prompt's pieces: equal for as long as two prompts are, of one tenant and adapter."""
 
 import json
+from math import inf
 from typing import Any
 
 import pytest
@@ -105,7 +106,7 @@ def test_beginning_of_a_prompt_has_the_same_hashes_alone(text: str, cuts: list[i
 
 def test_share_counts_what_was_sent_from_the_beginning_on() -> None:
     seen, prompt = SeenPieces(), [b"1", b"2", b"3", b"4"]
-    seen.note("a", "m", prompt[:3])
+    seen.note("a", "m", prompt[:3], 1.0)
     assert seen.share("a", "m", prompt) == 0.75
     assert seen.share("a", "m", [b"0", *prompt]) == 0.0, "the first decides"
     assert seen.share("a", "n", prompt) == seen.share("b", "m", prompt) == 0.0
@@ -117,31 +118,79 @@ def test_least_recently_sent_piece_is_forgotten_and_the_tail_of_a_prompt_first(
 ) -> None:
     monkeypatch.setattr(module, "PIECES_OF_A_MODEL", 4)
     seen = SeenPieces()
-    seen.note("a", "m", [b"1", b"2", b"3"])
-    seen.note("a", "m", [b"x", b"y"])
+    seen.note("a", "m", [b"1", b"2", b"3"], 1.0)
+    seen.note("a", "m", [b"x", b"y"], 1.0)
     assert seen.share("a", "m", [b"1", b"2", b"3"]) == pytest.approx(2 / 3)
-    seen.note("a", "m", [b"1"])
-    seen.note("a", "m", [b"z"])
+    seen.note("a", "m", [b"1"], 1.0)
+    seen.note("a", "m", [b"z"], 1.0)
     assert seen.share("a", "m", [b"1", b"2"]) == 0.5
     assert seen.share("a", "m", [b"x", b"y"]) == 1.0
 
 
 def test_replica_that_lost_a_model_knows_its_prompts_no_more() -> None:
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"])
-    seen.note("a", "n", [b"1"])
-    seen.told("a", {})  # the model is on its way there
+    seen.note("a", "m", [b"1"], 1.0)
+    seen.note("a", "n", [b"1"], 1.0)
+    seen.told("a", {}, {})  # the model is on its way there
     assert seen.share("a", "m", [b"1"]) == 1.0
-    seen.told("a", {"m": 3, "n": 3})
-    seen.told("a", {"m": 1, "n": 3})  # asleep
+    seen.told("a", {"m": 3, "n": 3}, {})
+    seen.told("a", {"m": 1, "n": 3}, {})  # asleep
     assert seen.share("a", "m", [b"1"]) == 1.0
-    seen.told("a", {"n": 3})
+    seen.told("a", {"n": 3}, {})
     assert (seen.share("a", "m", [b"1"]), seen.share("a", "n", [b"1"])) == (0.0, 1.0)
 
 
 def test_replica_that_left_is_forgotten() -> None:
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"])
-    seen.told("a", {"m": 3})
+    seen.note("a", "m", [b"1"], 1.0)
+    seen.told("a", {"m": 3}, {})
     seen.keep({"b"})
     assert seen.share("a", "m", [b"1"]) == 0.0
+
+
+def test_what_was_sent_before_an_engine_kept_it_counts_no_more_and_what_was_sent_later_does() -> (
+    None
+):
+    seen = SeenPieces()
+    seen.note("a", "m", [b"1", b"2"], 10.0)
+    seen.note("a", "m", [b"1", b"3"], 20.0)
+    seen.note("b", "m", [b"1", b"2"], 10.0)
+    seen.told("a", ["m"], {"m": 5.0})
+    assert [seen.share("a", "m", [b"1", piece]) for piece in (b"2", b"3")] == [1.0, 1.0]
+    seen.told("a", ["m"], {"m": 10.0, "n": 99.0})
+    assert [seen.share("a", "m", [b"1", piece]) for piece in (b"2", b"3")] == [0.5, 1.0]
+    assert seen.share("b", "m", [b"1", b"2"]) == 1.0, "another replica's engine"
+    assert [seen.has_kept("a", "m", at_s) for at_s in (10.0, 10.1)] == [False, True]
+    assert seen.has_kept("b", "m", 0.0)
+    seen.told("a", ["m"], {"m": 20.0})
+    assert seen.share("a", "m", [b"1", b"3"]) == 0.0
+    seen.note("a", "m", [b"1", b"2"], 21.0)
+    assert seen.share("a", "m", [b"1", b"2"]) == 1.0, "it was sent anew"
+
+
+def test_replica_that_keeps_nothing_holds_nothing_whatever_it_is_sent() -> None:
+    seen = SeenPieces()
+    seen.told("a", ["m"], {"m": inf})
+    seen.note("a", "m", [b"1"], 10.0)
+    assert seen.share("a", "m", [b"1"]) == 0.0
+
+
+def test_what_a_replica_has_lost_it_has_not_again_when_an_engine_begins_anew() -> None:
+    seen = SeenPieces()
+    seen.note("a", "m", [b"1"], 10.0)
+    seen.told("a", ["m"], {"m": 20.0})
+    seen.told("a", ["m"], {"m": 0.0})
+    seen.told("a", ["m"], {})
+    assert seen.share("a", "m", [b"1"]) == 0.0
+    seen.keep([])
+    seen.note("a", "m", [b"1"], 10.0)
+    assert seen.share("a", "m", [b"1"]) == 1.0, "all is forgotten of a replica that left"
+
+
+def test_later_time_of_two_that_are_noted_of_one_prompt_counts() -> None:
+    """The router notes a call when it chooses and once more when it is sent, as old as it is."""
+    seen = SeenPieces()
+    seen.note("a", "m", [b"1"], 10.0)
+    seen.note("a", "m", [b"1"], 9.0)
+    seen.told("a", ["m"], {"m": 9.5})
+    assert seen.share("a", "m", [b"1"]) == 1.0

@@ -164,6 +164,28 @@ def test_a_prompt_is_remembered_where_it_went() -> None:
     assert memory.seen.share("a", "m", pieces) == 0.0
 
 
+def test_conversation_stays_where_it_was_until_the_engine_there_has_evicted_its_kv() -> None:
+    memory, hello = RoutingHistory(), RouteRequest("m", "m", "acme/c-2")
+    states = [ReplicaState("a", 1, models=HERE), ReplicaState("b", 0, models=HERE)]
+
+    def first(request: RouteRequest) -> str:
+        return rank(request, states, sticky=memory.sticky(request))[0]
+
+    memory.chosen(TALK, "a", 10.0)
+    memory.chosen(hello, "a", 20.0)
+    memory.seen.told("a", HERE, {"m": 9.0})
+    assert [first(TALK), first(hello)] == ["a", "a"]
+    memory.seen.told("a", HERE, {"m": 15.0})
+    assert [first(TALK), first(hello)] == ["b", "a"]
+    memory.chosen(TALK, "a", 30.0, 16.0)
+    assert first(TALK) == "a"
+    memory.chosen(TALK, "a", 31.0, 14.0)
+    assert first(TALK) == "a", "the later time counts"
+    memory.chosen(TALK, "b", 32.0, 14.0)
+    memory.seen.told("b", HERE, {"m": 15.0})
+    assert memory.sticky(TALK) is None, "of another replica, its own"
+
+
 def test_adapter_slots_hold_the_most_recently_used_adapters() -> None:
     slotted = AdapterSlots()
     for name in ("m:a", "m:b", "m:a", "m:c"):
