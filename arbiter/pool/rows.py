@@ -73,6 +73,9 @@ class Rows:
         self._free: list[int] = []  # a heap: low rows first, so that the tail empties
         self._known_count = 0  # rows below it are in one of the collections above
         self._last_use_s = 0.0
+        # The latest use of a row that left because others were used later. Rows that left by their
+        # term or a tenant's cap are left out: they say nothing of other rows as old.
+        self.lost_used_s = 0.0
         self._next_sweep_s = 0.0
         self._adopt()
 
@@ -259,8 +262,7 @@ class Rows:
         if len(self._free) < count:
             free = (key for key in self._ready if key not in self._pins and key not in keep)
             victims = [key for key, _ in zip(free, range(count - len(self._free)), strict=False)]
-            for key in victims:
-                self._evict(key)
+            self._evict_oldest(victims)
             evicted += victims
         return evicted
 
@@ -339,6 +341,11 @@ class Rows:
         self._next_sweep_s = now + SWEEP_S
         return self.expire()
 
+    def _evict_oldest(self, victims: Collection[bytes]) -> None:
+        for key in victims:
+            self.lost_used_s = max(self.lost_used_s, self._marks[key].used_s)
+            self._evict(key)
+
     def _evict(self, key: bytes) -> None:
         self._forget(key)
         self._counts[Count.EVICTED] += 1
@@ -372,8 +379,7 @@ class Rows:
         over = len(self._ready) + len(self._reserved) + len(self._settling) - room
         idle = (key for key in self._ready if key not in self._pins)
         victims = [key for key, _ in zip(idle, range(max(0, over)), strict=False)]
-        for key in victims:
-            self._evict(key)
+        self._evict_oldest(victims)
         self._cut_to(self._end_of_fixed(room), slab.permitted_bytes)
         return gone + victims
 

@@ -5,7 +5,8 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
     GET  /control/ready     answers once loaded: 200 {"load_seconds", "can_sleep"}, or 500 {"error":
                             {"type", "message", "out_of_memory"}}, after which the process ends
     GET  /control/lifeline  never ends; when its connection closes, so does the process, at once
-    GET  /control/health    200, or 503 with the cause
+    GET  /control/health    200 {"asleep"}, of an engine with a prefix cache also "kept_since_s"
+                            (protocol.TellsKept), or 503 with the cause
     POST /control/sleep     200 {"seconds"}; repeating it is harmless
     POST /control/wake      200 {"seconds", "verified"}; false: the probe differed from the one
                             recorded at load, and the model was loaded from disk again
@@ -53,6 +54,7 @@ from deployments.engines.protocol import (
     Send,
     ShrinksSlabs,
     Spawn,
+    TellsKept,
     load_failure,
 )
 from deployments.engines.side_streams import PATH as SIDE_STREAM
@@ -276,7 +278,10 @@ class EngineHost:
         if error := task.exception():
             cause = load_failure(error)
             return await asgi.refuse(send, 503, cause.message, kind=cause.kind)
-        await asgi.respond(send, 200, {"asleep": self.asleep})
+        said: dict[str, Any] = {"asleep": self.asleep}
+        if isinstance(self.engine, TellsKept):
+            said["kept_since_s"] = self.engine.kept_since_s()
+        await asgi.respond(send, 200, said)
 
     async def _sleep(self, receive: Receive, send: Send) -> None:
         await self._turned(send, self._fall_asleep())

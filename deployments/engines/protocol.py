@@ -110,6 +110,16 @@ class ForgetsTenants(Protocol):
 
 
 @runtime_checkable
+class TellsKept(Protocol):
+    """An engine whose prefix cache loses first what was used longest ago."""
+
+    def kept_since_s(self) -> float:
+        """Wall-clock seconds: it holds most of the KV of each request that arrived later, and of
+        earlier ones none that counts; inf: it keeps none. Called awake and asleep, and waits for
+        nothing."""
+
+
+@runtime_checkable
 class DropsDrafter(Protocol):
     """An engine whose drafter may leave while it serves."""
 

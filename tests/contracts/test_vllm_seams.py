@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from base64 import b64encode
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,9 @@ from vllm.multimodal.media import MediaConnector
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core_client
@@ -38,6 +42,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.utils import EngineZmqAddresses
+from vllm.v1.request import Request
 from vllm.v1.sample import logits_processor
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -50,6 +55,7 @@ from deployments.engines.sentence_transformers import spread
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.cpu_worker import SleepingCpuWorker
 from deployments.engines.vllm.engine import arguments
+from deployments.engines.vllm.kept_blocks import KeptBlocks
 from deployments.engines.vllm.lora_cpu import SegmentedPunica
 from deployments.engines.vllm.pictures import NamedMessages
 from models import vllm_classes
@@ -319,6 +325,23 @@ def test_scheduler_passes_over_what_may_not_run_yet_and_preempts_between_steps()
     assert "self.kv_holding_waiting.prepend_requests(" in source
     freed = inspect.getsource(Scheduler._free_request_blocks)
     assert "self.deferred_frees.append(" in freed
+
+
+def test_block_pool_tells_one_collector_of_each_block_that_a_request_is_given() -> None:
+    """What deployments.engines.vllm.kept_blocks stands on."""
+    told = {name for name in vars(KeptBlocks) if not name.startswith("_")}
+    assert told <= vars(KVCacheMetricsCollector).keys()
+    calls = re.findall(r"self\.metrics_collector\.(\w+)\(", inspect.getsource(BlockPool))
+    assert set(calls) == told
+    evicts = inspect.getsource(BlockPool._maybe_evict_cached_block)
+    assert evicts.index("on_block_evicted") < evicts.index("_remove_cached_block_hashes")
+    gives = "allocate_new_computed_blocks allocate_new_blocks"
+    source = inspect.getsource(KVCacheManager.allocate_slots)
+    assert all(f"self.coordinator.{name}(" in source for name in gives.split())
+    elsewhere = inspect.getsource(KVCacheManager).replace(source, "")
+    assert not any(f"self.coordinator.{name}(" in elsewhere for name in gives.split())
+    assert inspect.getsource(Scheduler).count("self.kv_cache_manager.allocate_slots(") == 2
+    assert "self.arrival_time = arrival_time if" in inspect.getsource(Request)
 
 
 def test_default_classes_are_inspected_in_this_process_and_kept_where_vllm_looks(

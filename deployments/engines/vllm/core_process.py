@@ -39,6 +39,7 @@ from deployments.engines.vllm import (
     picture_connector,
     picture_slab,
 )
+from deployments.engines.vllm.kept_blocks import KeptSince, watch_blocks
 from deployments.engines.vllm.picture_cache import PictureCache
 
 logger = init_logger(__name__)
@@ -89,7 +90,8 @@ class ForkedCore(EngineCoreProc):
         addresses: EngineZmqAddresses,
         vllm_config: VllmConfig,
         stats: bool,
-        images: adapter_images.LentSlab | None = None,
+        images: adapter_images.LentSlab | None,
+        kept: KeptSince,
     ) -> None:
         self.given = addresses
         if picture_slab.has_slab(vllm_config):
@@ -102,7 +104,9 @@ class ForkedCore(EngineCoreProc):
             log_stats=stats,
         )
 
-        kv_offload.manager_of(self.scheduler)  # so that it knows the tenants of requests
+        watch_blocks(self.scheduler, kept)
+        if manager := kv_offload.manager_of(self.scheduler):  # it knows the tenants of requests now
+            manager.tell_kept(kept)
         picture_connector.cache_of(self.scheduler)  # so that it knows its hits on the device
         self.images = adapter_images.open_images(self.model_executor, vllm_config, images)
         self.trace = StepTrace()
@@ -247,6 +251,7 @@ class Core:
     pidfd: int  # readable once the core is dead
     report: int  # a pipe: one JSON line when the core is up or could not start
     client_addresses: dict[str, str]
+    kept: KeptSince
 
 
 def fork_core(
@@ -262,6 +267,7 @@ def fork_core(
     addresses = {"input_address": f"ipc://{base}.in", "output_address": f"ipc://{base}.out"}
     read, write = os.pipe()
     parent = os.getpid()
+    kept = KeptSince()
     nvidia.close_nvml()  # vLLM has counted GPUs
     pid = os.fork()
     if pid == 0:
@@ -269,9 +275,9 @@ def fork_core(
             # Before the first operation, and in the thread that will run them all: libgomp starts
             # its pool then, with as many as this thread asks for.
             torch.set_num_threads(threads)
-        _live(lambda: _core(vllm_config, addresses, stats, images), write, parent)
+        _live(lambda: _core(vllm_config, addresses, stats, images, kept), write, parent)
     os.close(write)
-    return Core(pid, os.pidfd_open(pid), read, addresses)
+    return Core(pid, os.pidfd_open(pid), read, addresses, kept)
 
 
 def _core(
@@ -279,11 +285,12 @@ def _core(
     addresses: dict[str, str],
     stats: bool,
     images: adapter_images.LentSlab | None,
+    kept: KeptSince,
 ) -> ForkedCore:
     given = EngineZmqAddresses(
         inputs=[addresses["input_address"]], outputs=[addresses["output_address"]]
     )
-    return ForkedCore(given, vllm_config, stats, images)
+    return ForkedCore(given, vllm_config, stats, images, kept)
 
 
 def _live(make: Callable[[], ForkedCore], report: int, parent: int) -> NoReturn:

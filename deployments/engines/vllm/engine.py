@@ -437,6 +437,9 @@ class VllmEngine:
         if self.llm.output_processor.has_unfinished_requests():
             self.watch.check()
 
+    def kept_since_s(self) -> float:
+        return self.core.kept.since_s
+
     async def _ask_core(self) -> None:
         assert self.llm is not None
         await self.llm.engine_core.call_utility_async("hold_trace")

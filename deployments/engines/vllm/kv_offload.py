@@ -9,6 +9,7 @@ A model that sees takes pictures only, and no embeddings from clients.
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import Content
 from deployments import messages
 from deployments.engines.protocol import Config
+from deployments.engines.vllm.kept_blocks import KeptSince
 from deployments.engines.vllm.kv_restore import Restorer
 from deployments.engines.vllm.lent_slab import (
     Region,
@@ -257,6 +259,7 @@ class SlabManager(OffloadingManager):
         if restorer is not None:
             rows.before_erasure = restorer.forget_tenant
         self.requests: Mapping[str, Any] = {}  # the scheduler's own, by id: see `manager_of`
+        self._kept: KeptSince | None = None
         self._steps_to_settle = 0
         self._loads_began_ns: dict[str, int] = {}  # by request: it has one load at a time
 
@@ -342,6 +345,13 @@ class SlabManager(OffloadingManager):
         """Erases what the owner has ordered to, and gives back what its limit no longer permits,
         also in an engine that sleeps."""
         self.rows.shrink_to_limit()
+        if self._kept is not None:
+            self._kept.lost_in_slab(self.rows.lost_used_s if self.may_store else math.inf)
+
+    def tell_kept(self, kept: KeptSince) -> None:
+        """Says after each step what it has lost, from now on."""
+        self._kept = kept
+        self.shrink()
 
     def reset_cache(self) -> None:
         """What is READY stays: a block's key says what it holds. vLLM calls this for every sleep.

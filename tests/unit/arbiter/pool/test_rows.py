@@ -220,6 +220,25 @@ def test_lower_limit_evicts_expired_then_least_recent_rows_and_keeps_the_bytes_o
         assert ready(later, kept) == kept
 
 
+@pytest.mark.spec("G3")
+def test_latest_use_that_was_lost_is_that_of_rows_that_left_as_the_oldest(
+    fd: int, clock: Clock, rows: Rows
+) -> None:
+    store(rows, *keys(FULL - 1))
+    clock.now_s += 10
+    rows.touch([b"k0"])
+    store(rows, b"young")
+    assert rows.lost_used_s == 0.0
+    rows.reserve([b"new"])
+    assert clock() - 10 <= rows.lost_used_s < clock() - 9, "k1 left"
+    set_limit(fd, 1)
+    before_s, gone = rows.lost_used_s, rows.shrink_to_limit()
+    assert rows.lost_used_s > before_s and b"young" not in gone
+    clock.now_s += 2 * TERM_S
+    assert set(rows.expire()) >= {b"k0", b"young"}
+    assert rows.lost_used_s < clock() - 2 * TERM_S, "other rows as old may have longer terms"
+
+
 @pytest.mark.spec("E1")
 def test_lower_limit_waits_for_rows_that_are_being_written(fd: int, rows: Rows) -> None:
     store(rows, *keys(FULL - 1))

@@ -1,0 +1,127 @@
+"""Since when an engine has kept the KV of its requests, so that the router knows what it lost (G3).
+
+vLLM's prefix cache evicts the least recently used block first, so one time says what it holds: the
+arrival of the latest request whose blocks are lost. Of what came before it nothing counts as held,
+and of what came after it all does. A slab keeps what the device evicts; then what counts is the
+earlier of the two times.
+"""
+
+import math
+import mmap
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from deployments.routing.rank import HELD_SHARE
+
+_DEVICE, _SLAB = 0, 1
+
+
+class KeptSince:
+    """Two times in memory that a frontend shares with the core it forks, which may be in a step
+    when it is asked. In wall-clock seconds, because processes of other nodes compare them."""
+
+    def __init__(self) -> None:
+        self._times = memoryview(mmap.mmap(-1, 2 * 8)).cast("d")
+        self.lost_on_device(time.time())
+        self.lost_in_slab(math.inf)
+
+    def lost_on_device(self, arrived_s: float) -> None:
+        """The device has lost the blocks of requests up to this time; inf: it keeps none."""
+        self._times[_DEVICE] = arrived_s
+
+    def lost_in_slab(self, used_s: float) -> None:
+        """A slab has lost the rows that were used up to this time; inf: there is no slab."""
+        self._times[_SLAB] = used_s
+
+    @property
+    def since_s(self) -> float:
+        """What arrived later is held; inf: nothing is."""
+        return min(self._times)
+
+
+class KeptBlocks:
+    """Stands where vLLM's block pool has a collector of metrics, which hears of each block, and
+    passes all on to the one that was there.
+
+    A block belongs to the request that used it last, by the arrival of that. A request counts as
+    lost once less than HELD_SHARE of its blocks are left, because the router asks for no more."""
+
+    def __init__(self, since: KeptSince, beside: KVCacheMetricsCollector | None = None) -> None:
+        self._since, self._beside = since, beside
+        self.arrived_s = 0.0  # of the request that allocates now
+        self._owners: dict[int, float] = {}  # by block, the arrival of its request
+        self._counts: dict[float, list[int]] = {}  # by arrival, the blocks held and those lost
+        self._lost_s = 0.0
+
+    def on_block_allocated(self, block: KVCacheBlock) -> None:
+        self._use(block.block_id)
+        if self._beside is not None:
+            self._beside.on_block_allocated(block)
+
+    def on_block_accessed(self, block: KVCacheBlock) -> None:
+        self._use(block.block_id)
+        if self._beside is not None:
+            self._beside.on_block_accessed(block)
+
+    def on_block_evicted(self, block: KVCacheBlock) -> None:
+        """vLLM calls this for each block that it takes into use, also where that held nothing."""
+        arrived_s = self._leave(block.block_id)
+        if arrived_s is not None and block.block_hash is not None:
+            self._lose(arrived_s)
+        if self._beside is not None:
+            self._beside.on_block_evicted(block)
+
+    def reset(self) -> None:
+        """All blocks have lost what they held, as in a sleep."""
+        self._owners.clear()
+        self._counts.clear()
+        self._lost_s = time.time()
+        self._since.lost_on_device(self._lost_s)
+        if self._beside is not None:
+            self._beside.reset()
+
+    def _use(self, block: int) -> None:
+        arrived_s = self.arrived_s
+        if self._owners.get(block) == arrived_s:
+            return
+        self._leave(block)
+        self._owners[block] = arrived_s
+        self._counts.setdefault(arrived_s, [0, 0])[0] += 1
+
+    def _leave(self, block: int) -> float | None:
+        """The block belongs to no request now. Returns the arrival of the one that it had."""
+        arrived_s = self._owners.pop(block, None)
+        if arrived_s is not None:
+            self._counts[arrived_s][0] -= 1
+            if not self._counts[arrived_s][0]:
+                del self._counts[arrived_s]
+        return arrived_s
+
+    def _lose(self, arrived_s: float) -> None:
+        counts = self._counts.get(arrived_s, [0, 0])  # of a request without blocks all are lost
+        counts[1] += 1
+        held, lost = counts
+        if held < HELD_SHARE * (held + lost) and arrived_s > self._lost_s:
+            self._lost_s = arrived_s
+            self._since.lost_on_device(arrived_s)
+
+
+def watch_blocks(scheduler: Any, since: KeptSince) -> None:
+    """Has the scheduler's prefix cache, where it has one, tell of what it loses."""
+    manager = scheduler.kv_cache_manager
+    if not manager.enable_caching:
+        return since.lost_on_device(math.inf)
+    pool = manager.block_pool
+    pool.metrics_collector = kept = KeptBlocks(since, pool.metrics_collector)
+    allocate: Callable[..., Any] = manager.allocate_slots
+
+    def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
+        kept.arrived_s = request.arrival_time
+        return allocate(request, *args, **kwargs)
+
+    manager.allocate_slots = allocate_slots
