@@ -81,12 +81,13 @@ class SeenPieces:
 
     def note(self, replica: str, model: str, pieces: Sequence[bytes], sent_s: float) -> None:
         """Notes that a prompt went to a replica. Its tail is forgotten before its head."""
-        if not pieces:
+        if not pieces or not self.has_kept(replica, model, sent_s):
             return
         seen = self._seen.setdefault((replica, model), OrderedDict())
         for piece in reversed(pieces):
-            seen[piece] = max(sent_s, seen.get(piece, sent_s))
-            seen.move_to_end(piece)
+            if seen.get(piece, -inf) <= sent_s:
+                seen[piece] = sent_s
+                seen.move_to_end(piece)
         while len(seen) > PIECES_OF_A_MODEL:
             seen.popitem(last=False)
 
@@ -96,9 +97,8 @@ class SeenPieces:
         seen = self._seen.get((replica, model))
         if not seen or not pieces:
             return 0.0
-        since_s, find = self._kept_since_s.get((replica, model), -inf), seen.get
-        lost = (n for n, piece in enumerate(pieces) if find(piece, -inf) <= since_s)
-        return next(lost, len(pieces)) / len(pieces)
+        known = next((n for n, piece in enumerate(pieces) if piece not in seen), len(pieces))
+        return known / len(pieces)
 
     def has_kept(self, replica: str, model: str, sent_s: float) -> bool:
         """Whether a replica has kept the KV of what it was sent then, as far as it has said."""
@@ -112,8 +112,11 @@ class SeenPieces:
         since when it has kept what it was sent for a model, which is never undone: an engine that
         begins anew has less."""
         for model, since_s in kept_since_s.items():
-            known_s = self._kept_since_s.get((replica, model), since_s)
-            self._kept_since_s[replica, model] = max(since_s, known_s)
+            if self.has_kept(replica, model, since_s):
+                self._kept_since_s[replica, model] = since_s
+                seen = self._seen.get((replica, model), OrderedDict())
+                while seen and next(iter(seen.values())) <= since_s:
+                    seen.popitem(last=False)
         now = frozenset(models)
         for model in self._models.get(replica, now) - now:
             self._seen.pop((replica, model), None)
