@@ -196,6 +196,9 @@ class Capability:
         return {
             "models": {name: int(p) for name, p in presences.items() if p},
             "adapters": self.slotted.names({held.ticket for held in models.values()}),
+            "kept_since_s": {
+                name: held.kept_since_s for name, held in models.items() if held.kept_since_s
+            },
         }
 
     async def check_health(self) -> None:

@@ -74,13 +74,15 @@ class EngineLink:
             error = said["error"]
             raise LoadRefused(f"{error['type']}: {error['message']}", error["out_of_memory"])
 
-    async def health(self) -> None:
-        """Raises LoadRefused when the engine says that it cannot serve."""
+    async def health(self) -> float:
+        """Since when the engine has kept the KV of requests, 0 where it does not say (see
+        protocol.TellsKept). Raises LoadRefused when the engine says that it cannot serve."""
         with self._typed():
             async with self._session.get("/control/health") as answer:
                 said = await answer.json()
         if answer.status != 200:
             raise LoadRefused(said["error"]["message"], False)
+        return float(said.get("kept_since_s", 0.0))
 
     async def sleep(self) -> None:
         """Raises LoadRefused when the engine cannot."""

@@ -208,6 +208,7 @@ class HeldModel:
     gang: Gang | None = None  # until the grant: the tickets requested together
     slab_caps: tuple[tuple[str, float], ...] = ()  # of tenants, as its engine was told them
     files: LoadedFiles = field(default_factory=LoadedFiles)
+    kept_since_s: float = 0.0  # its engine holds the KV of later requests; 0: it has not said
     outdated: asyncio.Event = field(default_factory=asyncio.Event)  # its files were replaced
     uses: Uses = field(default_factory=Uses)
     demand: Demand = field(default_factory=Demand)

@@ -1,5 +1,5 @@
 """Watches each loaded model for as long as it is held: are its files those it was loaded from (D5),
-and does its engine answer (H9)?
+and does its engine answer (H9)? The answer says too what KV the engine still has (G3).
 
 A model replaced on disk under its name is loaded anew; the old one finishes what it has begun and
 answers no other request. An engine that is dead breaks its lifeline and is heard of at once; an
@@ -109,7 +109,9 @@ async def watch_engine(held: HeldModel, close: Close) -> None:
             continue
         try:
             async with asyncio.timeout(HUNG_S):
-                await link.health()
+                kept_since_s = await link.health()
+            if held.link is link:
+                held.kept_since_s = kept_since_s
         except EngineLost:
             if held.link is link and not link.is_held:
                 return  # the lifeline says so as well

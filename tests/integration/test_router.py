@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, replace
@@ -55,9 +56,9 @@ class Chat(Capability):
 
 
 @contextlib.asynccontextmanager
-async def two() -> AsyncIterator[tuple[LiveArbiter, Any]]:
+async def two(**engine_args: Any) -> AsyncIterator[tuple[LiveArbiter, Any]]:
     async with live_arbiter(
-        {"chat": capability(a=model(40, chunks=10_000, chunk_seconds=0.05))}
+        {"chat": capability(a=model(40, chunks=10_000, chunk_seconds=0.05, **engine_args))}
     ) as d:
         app = Chat.bind("chat")
         handle = await asyncio.to_thread(serve.run, app, name="chat", route_prefix=None)
@@ -250,6 +251,26 @@ async def test_new_conversation_goes_where_its_prompt_is_known_unless_that_is_ov
             asks = await asked(d, MANUAL, "Which rule?", **both)
             assert await replica_of(handle, asks) == place, f"the first of {both} decides"
         held.end()
+
+
+async def test_prompt_and_conversation_go_to_the_least_loaded_once_their_kv_is_evicted(
+    tmp_path: Path,
+) -> None:
+    kept = tmp_path / "kept"
+    async with two(kept=str(kept)) as (d, handle):
+        first, other = await both_loaded(d, handle)
+        talk = await asked(d, MANUAL, "And what does rule 7 say?", "talk")
+        busy = await opened(d, handle, talk)
+        assert busy.replica == first
+        await eventually(lambda: _goes_to(handle, call(), other))  # it has less to do
+        new = await asked(d, MANUAL, "Why?")
+        brief = await asked(d, "Be brief.", "Why?", "talk")  # only its key says where it was
+        assert [await replica_of(handle, one) for one in (new, brief)] == [first, first]
+        # All that they are sent until then: the engines of both have lost it when they say so.
+        kept.write_text(str(time.time() + 3_600))
+        await eventually(lambda: _goes_to(handle, brief, other))
+        await eventually(lambda: _goes_to(handle, new, other))
+        busy.end()
 
 
 # Of a prompt that the first replica was sent: its stable run, and OpenAI's key for it.

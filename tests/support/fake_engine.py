@@ -6,7 +6,8 @@ streamed answer, stays (ends neither with its lifeline nor on SIGTERM, and says 
 a temporary file and a block of shared memory), forget (its probe changes after a wake), sick (its
 health), told (a file that says how this load fails; empty: it does not), gate (a file for which a
 load waits at its end, and says so by a file beside it), purged (a file that is there once its
-caches are emptied), prewarm_fails (why), hoard (bytes that it keeps from its second request on). A
+caches are emptied), kept (a file that says since when it has kept the KV of
+requests), prewarm_fails (why), hoard (bytes that it keeps from its second request on). A
 body's `until` names a file at which its stream ends before all chunks.
 """
 
@@ -86,6 +87,10 @@ class FakeEngine:
 
     async def health(self) -> None:
         assert not self.args.get("sick"), "told to be sick"
+
+    def kept_since_s(self) -> float:
+        file = Path(self.args.get("kept", os.devnull))
+        return float(file.read_text() or 0) if file.exists() else 0.0
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = json.loads((await receive())["body"] or b"{}")

@@ -257,6 +257,35 @@ async def test_watch_that_ends_by_a_bug_is_logged(
     assert "nobody thought of this" in caplog.text
 
 
+class TellsKept:
+    """An engine that has evicted more each time that it is asked."""
+
+    is_held = True
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def health(self) -> float:
+        self.asked += 1
+        if self.asked == 3:
+            await asyncio.Event().wait()
+        return 10.0 * self.asked
+
+
+@pytest.mark.spec("G3")
+async def test_replica_learns_what_its_engine_has_evicted_with_its_health(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "ASK_S", 0.0)
+    held, engine = await loaded(model), TellsKept()
+    link: Any = engine
+    held.link = link
+    watching = asyncio.ensure_future(watchdog.watch_engine(held, lambda *_: None))
+    await eventually(lambda: engine.asked == 3)
+    assert held.kept_since_s == 20.0
+    watching.cancel()
+
+
 class HangsLater:
     """An engine of which one question fails for want of a connection, and the next has no end."""
 
