@@ -46,7 +46,7 @@ class KeptSince:
 
 class KeptBlocks:
     """Stands where vLLM's block pool has a collector of metrics, which hears of each block, and
-    passes all on to the one that was there.
+    passes all on to the collector that was there.
 
     A block belongs to the request that used it last, by the arrival of that. A request counts as
     lost once less than HELD_SHARE of its blocks are left, because the router asks for no more."""
@@ -94,7 +94,7 @@ class KeptBlocks:
         self._counts.setdefault(arrived_s, [0, 0])[0] += 1
 
     def _leave(self, block: int) -> float | None:
-        """The block belongs to no request now. Returns the arrival of the one that it had."""
+        """The block belongs to no request now. Returns the arrival of its request."""
         arrived_s = self._owners.pop(block, None)
         if arrived_s is not None:
             self._counts[arrived_s][0] -= 1
