@@ -137,7 +137,7 @@ BUGS = [
         "task.pin_primary and found.state.position == 0",
         "False"),
     Bug("a lease ends whenever its bytes are wanted", "arbiter/core/queue/wait_estimate.py", "_room_at",
-        "missing > 0 and leased",
+        "leased and short > sum(freed for _, freed in leaving)",
         "False"),
     Bug("a repeated end is paid again", "arbiter/server/egress.py", "EgressBook.left",
         "self._store.is_reserved(egress.id)",

@@ -82,7 +82,11 @@ def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span
     loads = [load_span(state, e) for e in ahead if e is not None]
     turn = Span(sum(loads) // len(loads) if loads else 0)
     stays = max(turn, state.settings.min_residency)
-    rooms = [_room_at(state, book, entry, waiting) for book in books]
+    needs = [w.need_bytes for w in sample]
+    rooms = [
+        _room_at(state, book, entry, waiting, needs[number :: len(books)])
+        for number, book in enumerate(books)
+    ]
     room_at = min((at for at in rooms if at is not None), default=None)
     if room_at is None:
         return None
@@ -110,39 +114,66 @@ def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry) -> tuple[int, l
 
 
 def _room_at(
-    state: CoreState, book: DeviceAccount, entry: Ticket, waiting: QueueEntry
+    state: CoreState, book: DeviceAccount, entry: Ticket, waiting: QueueEntry, ahead: list[Bytes]
 ) -> Instant | None:
-    """Returns when enough of what is there may have left, the soonest lawful first; None where that
-    takes the end of a lease."""
-    missing = waiting.need_bytes - max(0, book.free_bytes)
-    if missing <= 0:
+    """Returns when enough of what is there may have left, the soonest lawful first, where what
+    comes back goes to the tickets `ahead` of it for which it suffices; None where that takes the
+    end of a lease."""
+    room = _Room(waiting.need_bytes, ahead)
+    if room.suffices_with(Bytes(max(0, book.free_bytes))):
         return state.now
-    turnover = state.estimates.turnover(entry.capability)
-    missing -= returning_bytes(book)
     leaves_at = state.now
-    if missing <= 0:
+    if returning := returning_bytes(book):
         drains = [_drain(state, e) for e in book.leaving.values()]
-        return after(leaves_at, Span(max(drains, default=Span(0)) + turnover))
-    short = Bytes(missing)
+        turnovers = [state.estimates.turnover(e.capability) for e in book.leaving.values()]
+        leaves_at = after(leaves_at, Span(max(drains) + max(turnovers)))
+        if room.suffices_with(returning):
+            return leaves_at
     cheapest = islice(ranked_victims(state, book), LOOKED_AT_COUNT)
-    others = [e for e, _ in cheapest if e is not entry and not e.pinned]
-    leased = [e for e in others if e.lease and not e.lease.terms.preemptible and not e.leaving]
-    leaving = [
-        (after(_lawful_at(state, e, waiting), _drain(state, e)), e.charge(book.device))
-        for e in others
-        if e not in leased
-    ]
-    for other_at, freed in sorted(leaving):
-        if missing <= 0:
-            break
-        leaves_at = other_at
-        missing = missing - freed
-    # It may leave the soonest alone, because cheaper ones may leave soon enough (C4).
-    cheaper_at = waits_for_cheaper_until(state, book, entry, short, waiting.request.priority)
-    leaves_at = max(leaves_at, cheaper_at or leaves_at)
-    if missing > 0 and leased:
+    staying = (e for e, _ in cheapest if e is not entry and e.ticket not in book.leaving)
+    others = [e for e in staying if not e.pinned]
+    leased = [e for e in others if e.lease and not e.lease.terms.preemptible]
+    leaving = sorted(
+        (_gone_at(state, e, waiting), e.charge(book.device)) for e in others if e not in leased
+    )
+    short = Bytes(waiting.need_bytes - max(0, book.free_bytes) - returning)
+    if leased and short > sum(freed for _, freed in leaving):
         return None
-    return after(leaves_at, turnover)
+    for other_at, freed in leaving:
+        leaves_at = max(leaves_at, other_at)
+        if room.suffices_with(freed):
+            break
+    if short > 0:  # it may wait for cheaper ones than the soonest, if they may leave soon (C4)
+        cheaper_at = waits_for_cheaper_until(state, book, entry, short, waiting.request.priority)
+        leaves_at = max(leaves_at, cheaper_at or leaves_at)
+    return leaves_at
+
+
+class _Room:
+    """Counts what comes back to a device for a ticket, and what of it goes to those ahead."""
+
+    def __init__(self, need: Bytes, ahead: list[Bytes]) -> None:
+        self._need = need
+        self._ahead = ahead
+        self._free = 0
+
+    def suffices_with(self, more: Bytes) -> bool:
+        """Says whether there is room for it, with so much more."""
+        self._free += more
+        left = []
+        for need in self._ahead:
+            if need <= self._free:
+                self._free -= need
+            else:
+                left.append(need)
+        self._ahead = left
+        return self._free >= self._need
+
+
+def _gone_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
+    """Returns when the bytes of a ticket that may leave may be back."""
+    span = _drain(state, entry) + state.estimates.turnover(entry.capability)
+    return after(_lawful_at(state, entry, waiting), Span(span))
 
 
 def _drain(state: CoreState, entry: Ticket) -> Span:

@@ -179,3 +179,35 @@ def test_what_is_in_flight_at_a_victim_counts_as_long_as_its_requests_run(
     driver.beat(150, "b", inflight=inflight)
     driver.ask(150, "a2", 60)
     assert driver.last("ticket_waits").took == seconds(wait_s)
+
+
+def loaded_once(driver: CoreDriver, t: float, name: str, took_s: float) -> None:
+    """A model loads, and leaves at once."""
+    assert granted(driver.ask(t, name, 60)) == [name]
+    driver.at(t + took_s, ev.Loaded(TicketId(name), seconds(took_s)))
+    driver.at(t + took_s, ev.Released(TicketId(name), "manual"))
+    driver.gone(t + took_s, name)
+
+
+@pytest.mark.spec("A21", "N5")
+def test_bytes_that_come_back_are_not_promised_past_the_ticket_before() -> None:
+    """What `c` gives back goes to `d`, which asked first; `e` needs the bytes of `b`, which stays
+    for the 20 s that its load took."""
+    driver = CoreDriver(device=80)
+    loaded_once(driver, 0, "e0", 5)
+    driver.resident(10, "c", 40)
+    driver.ask(80, "b", 40)
+    driver.at(100, ev.Loaded(TicketId("b"), seconds(20)))
+    driver.beat(100, "b")
+    assert revoked(driver.ask(101, "d", 35)) == [("c", "swap", "gone")]
+    driver.ask(102, "e", 40)
+    assert driver.last("ticket_waits").took == seconds(18 + 5)
+
+
+@pytest.mark.spec("A21", "N5")
+def test_bytes_of_a_victim_come_back_as_slowly_as_those_of_its_capability_did() -> None:
+    driver = CoreDriver(device=80)
+    known(driver)
+    driver.join(129, "o", capability="embedding")
+    driver.ask(130, "e1", 60, holder="o", capability="embedding", model="e1")
+    assert driver.last("ticket_waits").took == seconds(4)
