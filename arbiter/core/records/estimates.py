@@ -10,6 +10,7 @@ none it estimates: from the sizes of the files, else from the number of paramete
 """
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -131,6 +132,12 @@ class Recent:
         self._middle.pop(key, None)
 
 
+# Of the newest loads, whatever the model: how many times as long as their estimate they took. A
+# machine on which others compute, or several models load at once, slows them all.
+OVERRUNS_COUNT = 8
+OVERRUN_RANK = 6  # of these in order: three in four loads take no longer
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Says how many bytes a load will take, and where the number comes from."""
@@ -154,6 +161,7 @@ class Estimates:
         self._settled: dict[ModelKey, Bytes] = {}  # the peak up to its first use, of its last load
         self._loads = Recent()
         self._wakes = Recent()
+        self._overruns = deque([1.0] * OVERRUNS_COUNT, OVERRUNS_COUNT)  # the newest last
         self._runs: RunTimes[ModelKey] = RunTimes()
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
         self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
@@ -223,6 +231,11 @@ class Estimates:
         if took or weights == 0 or key in self._loads:
             return took
         return self._predictor.seconds(key.capability, weights)
+
+    def slowed_load_time(self, load: Span) -> Span:
+        """Returns how long a load may take whose estimate is `load`: as many times as long as three
+        in four took of late, and never less."""
+        return Span(round(load * max(1.0, sorted(self._overruns)[OVERRUN_RANK])))
 
     def wake_time(self, key: ModelKey) -> Span:
         """Returns how long a wake takes; 0 when the model was never woken."""
@@ -295,6 +308,8 @@ class Estimates:
         """Learns how long a load took, which also ends the correction after a failure for
         memory."""
         self._predictor.loaded(key.capability, weights, took)
+        if estimate := self._loads.of(key):
+            self._overruns.append(took / estimate)
         if self._corrected.pop(key, None):
             self.version += 1
         self._loads.note(key, took)

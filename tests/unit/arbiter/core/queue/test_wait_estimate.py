@@ -211,3 +211,21 @@ def test_bytes_of_a_victim_come_back_as_slowly_as_those_of_its_capability_did() 
     driver.join(129, "o", capability="embedding")
     driver.ask(130, "e1", 60, holder="o", capability="embedding", model="e1")
     assert driver.last("ticket_waits").took == seconds(4)
+
+
+@pytest.mark.spec("A21", "N5")
+@pytest.mark.parametrize(
+    ("slow_count", "wait_s"), [(0, 20), (1, 20), (2, 50)],
+    ids=["as told", "one of eight slow", "two of eight slow"],
+)  # fmt: skip
+def test_wait_counts_a_load_as_slow_as_loads_of_other_models_were_of_late(
+    slow_count: int, wait_s: float
+) -> None:
+    """A load of `a` takes 20 s, one of `b` a second, or 2.5 s on a busy machine."""
+    driver = CoreDriver(device=80)
+    loaded_once(driver, 0, "a", 20)
+    for number, took_s in enumerate([1.0] * 8 + [2.5] * slow_count):
+        loaded_once(driver, 30 + 10 * number, f"b{number}", took_s)
+    driver.resident(200, "c", 70)
+    driver.ask(300, "a1", 60)
+    assert driver.last("ticket_waits").took == seconds(wait_s)
