@@ -77,6 +77,7 @@ class PooledSlab:
     save: Save | None = None
     leaves_for: str = ""  # the reason of the save
     erasing: list[Removal] = field(default_factory=list)  # of which its writer is to be told
+    is_removed: bool = False  # its model was, while an engine had the slab: it goes with that one
     # Of rows that no mark shows any more, while the slab is idle. It is lent to no engine before:
     # a writer may take such a row again. Where the agent ends first, the memory ends with it.
     overwriting: Future[None] | None = None
@@ -126,7 +127,7 @@ class PooledSlab:
             restored_count=counts.restored_count,
             load=Span(counts.load_ns),
             restore=Span(counts.restore_ns),
-            must_erase=bool(self.erasing) or self.view.must_erase,
+            must_erase=(bool(self.erasing) and self._is_written) or self.view.must_erase,
             hot_count=counts.hot_count if self.ticket else 0,
             hot_hits_count=counts.hot_hits_count,
         )
@@ -135,8 +136,6 @@ class PooledSlab:
         """Erases a tenant's rows: at once where the slab is idle, the bytes in the thread, else by
         its writer, which `order_erasures` tells."""
         if self.ticket is not None:
-            if self.view.geometry is None:
-                return  # no engine has written it, and perhaps this one does not either
             self.erasing.append(removal)
             return self.order_erasures()
         self.end_save()  # it may have read some of them
@@ -146,9 +145,16 @@ class PooledSlab:
         if rows := self.view.clear_tenant(removal):
             self.overwriting = thread.submit(self.view.overwrite, rows)
 
+    @property
+    def _is_written(self) -> bool:
+        """Whether an engine has ever opened it as its writer."""
+        return self.view.geometry is not None
+
     def order_erasures(self) -> None:
-        """Gives the writer the next order, once it has carried out the last one."""
-        if self.erasing and self.view.order_erasure(self.erasing[0]):
+        """Gives the writer the next order, once it has carried out the last one. An engine that has
+        not opened the slab yet may never do so, but it may know the file with the tenant's rows
+        already, and bring them back: its orders wait until it has."""
+        if self.erasing and self._is_written and self.view.order_erasure(self.erasing[0]):
             del self.erasing[0]
 
     def carry_out_erasures(self, thread: Executor) -> None:
@@ -246,6 +252,8 @@ class Pool:
             if slab.ticket == ticket:
                 slab.ticket, slab.idle_since_s = None, time.monotonic()
                 slab.carry_out_erasures(self._thread)
+        for slab in [s for s in self._slabs if s.ticket is None and s.is_removed]:
+            self._drop(slab, "removed")
 
     def recover(self, ticket: TicketId, pids: Iterable[int]) -> None:
         """Finds the slabs again that engines had open when an earlier agent ended. Its idle slabs
@@ -322,9 +330,13 @@ class Pool:
             self.files.erase_tenant(removal)
 
     def drop_owner(self, owner: str) -> None:
-        """Erases what belongs to a removed model (D9). Its engines have ended by then."""
-        for slab in [s for s in self._slabs if s.ticket is None and s.request.owner == owner]:
-            self._drop(slab, "removed")
+        """Erases what belongs to a removed model (D9). Its engines have ended by then, but for one
+        that is still being killed, whose slab goes as it comes back."""
+        for slab in [s for s in self._slabs if s.request.owner == owner]:
+            if slab.ticket is None:
+                self._drop(slab, "removed")
+            else:
+                slab.is_removed = True
         if self.files:
             self.files.erase(owner)
 

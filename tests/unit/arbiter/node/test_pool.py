@@ -772,6 +772,50 @@ def test_slab_of_an_engine_that_ended_before_it_erased_is_erased_as_it_comes_bac
     assert rows is not None
 
 
+@pytest.mark.spec("E6")
+def test_engine_that_loads_while_a_tenant_is_removed_brings_none_of_its_rows_back(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch, held: Event
+) -> None:
+    write_of(saving.lend(A, CHAT), "a")
+    saving.take_back(A)
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: len(saving.dropped()) == 1)
+    monkeypatch.undo()
+    file = Path(saving.file_for(CHAT) or "")
+    slab = saving.lend(B, CHAT)
+    saved = SavedRows(file, Content.KV, SPACE, Bytes(SLOT), time.time())
+    with contextlib.closing(saved):
+        saving.drop_tenant(Removal(ACME, time.time()))
+        assert [s.must_erase for s in saving.readings()] == [False], "it may never open the slab"
+        mark = saved.mark(b"a")
+        assert mark is not None
+        rows = opened(slab)
+        rows.before_erasure = saved.forget_tenant
+        rows.reserve([b"a"], tenant=ACME)
+        rows.mark_restored(mark)
+        saving.turn()
+        assert [s.must_erase for s in saving.readings()] == [True]
+        rows.shrink_to_limit()
+        assert rows.keys() == [] and saved.mark(b"a") is None
+    assert [s.must_erase for s in saving.readings()] == [False]
+
+
+@pytest.mark.spec("D9", "E6")
+def test_slab_that_an_engine_still_has_as_its_model_is_removed_goes_with_the_engine(
+    saving: Pool,
+) -> None:
+    write(saving.lend(A, CHAT), "x")
+    unwritten = saving.lend(B, CHAT)
+    write(saving.lend(C, OTHER), "y")
+    saving.drop_owner("chat/m")
+    assert len(saving.readings()) == 3, "no slab is taken from an engine"
+    write(unwritten, "z")
+    for ticket in (A, B, C):
+        saving.take_back(ticket)
+    assert [s.owner for s in saving.readings()] == ["chat/o"]
+    assert {d.reason for d in saving.dropped()} == {"removed"}
+
+
 def hold_overwriting(pool: Pool, held: Event) -> None:
     pool._thread.submit(held.wait, 20)
 
