@@ -140,6 +140,15 @@ class LoadModel:
 
 
 @dataclass(frozen=True, slots=True)
+class WithdrawLoad:
+    """Has a holder withdraw a load of a model for which no request waits: its floor was lowered. A
+    load that has been granted goes on. Safe to repeat."""
+
+    holder: HolderId
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class PurgeCaches:
     """Has a holder's engine drop what it keeps only to answer sooner (C5). Safe to repeat."""
 
@@ -308,6 +317,7 @@ OutgoingDecision = (
     | KillEngine
     | RequestReading
     | LoadModel
+    | WithdrawLoad
     | DropDrafter
     | DropSlabs
     | DropTenant

@@ -171,6 +171,13 @@ class ReloadCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class WithdrawCommand:
+    """The model is wanted no more but by the requests that wait for it."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class PurgeCommand:
     """The ticket's engine is to empty its caches; or only to have its slabs give back what they
     have beyond their limits, and erase what is to be erased."""
@@ -260,6 +267,7 @@ Command = (
     RevokeCommand
     | WaitEstimate
     | ReloadCommand
+    | WithdrawCommand
     | PurgeCommand
     | ForgetTenantCommand
     | PrewarmCommand

@@ -36,6 +36,7 @@ from arbiter.core.decisions import (
     Revoke,
     SetTimer,
     WarmPrefixes,
+    WithdrawLoad,
 )
 from arbiter.core.reports.plan import PlanQuestion
 from arbiter.errors import RequestError, TicketClosed
@@ -224,6 +225,7 @@ class Shell:
             case (
                 Queued()
                 | LoadModel()
+                | WithdrawLoad()
                 | DropDrafter()
                 | PurgeCaches()
                 | ForgetTenant()
@@ -446,13 +448,21 @@ class Shell:
 
 
 def _as_command(
-    decision: Queued | LoadModel | DropDrafter | PurgeCaches | ForgetTenant | WarmPrefixes,
+    decision: Queued
+    | LoadModel
+    | WithdrawLoad
+    | DropDrafter
+    | PurgeCaches
+    | ForgetTenant
+    | WarmPrefixes,
 ) -> messages.Command:
     match decision:
         case Queued(ticket, _, predicted):
             return messages.WaitEstimate(ticket, predicted)
         case LoadModel(_, model):
             return messages.ReloadCommand(model)
+        case WithdrawLoad(_, model):
+            return messages.WithdrawCommand(model)
         case DropDrafter(_, model):
             return messages.Resize(model, messages.ModelSize.ALONE)
         case PurgeCaches(ticket, _, only_slabs):

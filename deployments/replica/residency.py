@@ -18,6 +18,7 @@ import contextvars
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -58,6 +59,7 @@ class Residency:
         self._client: HolderClient | None = None
         self.on_tenant_removed: Callable[[str], None] = lambda tenant: None
         self._pinned: frozenset[str] = frozenset()
+        self._withdrawn: Counter[str] = Counter()  # by model, how often its unasked load was
         self._closed = False
 
     @classmethod
@@ -168,19 +170,26 @@ class Residency:
         the arbiter decides: it knows how much is left. A model wanted without requests goes on."""
         if held.demand.is_wanted or held.model in self._pinned:
             return
-        if held.state is HolderState.QUEUED and held.work:
-            held.work.cancel()
-            if held.ticket in self.tickets:
-                held.move(HolderState.ASLEEP)  # it waited for its wake, and sleeps on
-            else:
-                unloading.close(self, held)
+        if held.state is HolderState.QUEUED:
+            self._leave_queue(held)
         elif held.state is HolderState.LOADING:
             self.client().tell(ev.Withdrawn(held.ticket))
 
+    def _leave_queue(self, held: HeldModel) -> None:
+        if held.work is None:
+            return
+        held.work.cancel()
+        if held.ticket in self.tickets:
+            held.move(HolderState.ASLEEP)  # it waited for its wake, and sleeps on
+        else:
+            unloading.close(self, held)
+
     async def _open(self, model: str) -> HeldModel:
         """A held model with its load under way; another request may have opened it meanwhile."""
-        made = await self.plan(model)
-        return self.models.get(model) or self.open(HeldModel(made, new_ticket(model)))
+        return self._held(await self.plan(model))
+
+    def _held(self, made: ModelPlan) -> HeldModel:
+        return self.models.get(made.model) or self.open(HeldModel(made, new_ticket(made.model)))
 
     async def plan(self, model: str) -> ModelPlan:
         """Waits for the arbiter's table. Raises RequestError."""
@@ -233,12 +242,19 @@ class Residency:
             case messages.WaitEstimate(ticket, predicted):
                 for held in [h for h in self.models.values() if h.ticket == ticket]:
                     held.expected(predicted)
-            case messages.ReloadCommand(model):
-                self.background.begin(self._bring_back(model))
+            case messages.ReloadCommand() | messages.WithdrawCommand():
+                self._on_unasked_load(command)
             case messages.Resize():
                 self.background.begin(resize.on_command(self, command))
             case messages.ConfigChanged(table):
                 self._take_table(table)
+
+    def _on_unasked_load(self, command: messages.ReloadCommand | messages.WithdrawCommand) -> None:
+        match command:
+            case messages.ReloadCommand(model):
+                self._begin_return(model)
+            case messages.WithdrawCommand(model):
+                self._withdraw(model)
 
     def _on_caches(self, command: messages.CacheCommand) -> None:
         if isinstance(command, messages.ForgetTenantCommand):
@@ -274,22 +290,40 @@ class Residency:
         for held in self.tickets.values():
             self.tell_caps(held)
         for model in pinned:
-            self.background.begin(self._bring_back(model))
+            self._begin_return(model)
 
     def pin_again(self, model: str, after_s: float | None, *, is_wanted: bool = False) -> None:
         """See ResidencyApi."""
 
         def bring() -> None:
             if (is_wanted or model in self._pinned) and not self._closed:
-                self.background.begin(self._bring_back(model))
+                self._begin_return(model)
 
         if after_s is not None:
             asyncio.get_running_loop().call_later(after_s, bring)
 
-    async def _bring_back(self, model: str) -> None:
-        """Loads without a request: the model is pinned, or had made room for a load that failed."""
+    def _withdraw(self, model: str) -> None:
+        """Ends a load without a request, unless it was granted. Requests that wait for it go on,
+        and the last of them ends it."""
+        self._withdrawn[model] += 1
+        held = self.models.get(model)
+        if held is None:
+            return
+        held.demand.is_wanted = False
+        if held.state is HolderState.QUEUED and not held.demand.waiters:
+            self._leave_queue(held)
+
+    def _begin_return(self, model: str) -> None:
+        self.background.begin(self._bring_back(model, self._withdrawn[model]))
+
+    async def _bring_back(self, model: str, withdrawn_count: int) -> None:
+        """Loads without a request: the model is pinned, or had made room for a load that failed.
+        Not where that was withdrawn since it began."""
         try:
-            held = await self._open(model)
+            made = await self.plan(model)
+            if self._withdrawn[model] > withdrawn_count:
+                return
+            held = self._held(made)
         except RequestError as error:
             logger.warning("%s is not brought back: %s", model, error)
             again_s = error.retry_after_s

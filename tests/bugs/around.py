@@ -223,7 +223,7 @@ BUGS = [
     Bug("an equal split over the fullest", "arbiter/core/queue/gangs.py", "_equally",
         "-b.free_bytes",
         "b.free_bytes"),
-    Bug("what is wanted no more is loaded by the next to join", "arbiter/core/residency/floors.py", "_act_on",
+    Bug("what is wanted no more is loaded by the next to join", "arbiter/core/residency/floors.py", "_withdraw_load",
         "state.wanted.pop(name, None)",
         ""),
     Bug("a model that refused is asked again at once by its floor", "arbiter/core/residency/floors.py", "settle",

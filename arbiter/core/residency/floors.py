@@ -9,7 +9,7 @@ device floor releases the device as soon as the model is idle.
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, LogEvent, Reason
+from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, LogEvent, Reason, WithdrawLoad
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.residency import slabs
@@ -35,20 +35,21 @@ def on_set(state: CoreState, event: ev.FloorSet) -> None:
     """Sets the floor of a model and acts on it. Raises UnknownCapability, UnknownModel, having
     changed nothing."""
     state.registry.find(event.model_name)
+    before = state.all_floors().get(event.model_name, Floor.COLD)
     state.floors[event.model_name] = event.floor
-    _act_on(state, event.model_name, event.floor, source="person")
+    _act_on(state, event.model_name, before, event.floor, source="person")
 
 
 def on_table(state: CoreState, before: dict[ModelName, Floor]) -> None:
     """Acts on floors that a change of the table has changed. `before`: all floors before it."""
     after = state.all_floors()
     for name in sorted(before.keys() | after.keys()):
-        floor = after.get(name, Floor.COLD)
-        if floor is not before.get(name, Floor.COLD) and is_known(state, name):
-            _act_on(state, name, floor, source="table")
+        old, new = before.get(name, Floor.COLD), after.get(name, Floor.COLD)
+        if new is not old and is_known(state, name):
+            _act_on(state, name, old, new, source="table")
 
 
-def _act_on(state: CoreState, name: ModelName, floor: Floor, *, source: str) -> None:
+def _act_on(state: CoreState, name: ModelName, before: Floor, floor: Floor, *, source: str) -> None:
     state.log(
         EventKind.FLOOR_SET,
         capability=name.capability,
@@ -60,7 +61,7 @@ def _act_on(state: CoreState, name: ModelName, floor: Floor, *, source: str) -> 
     for entry in entries:
         state.ledger.pin(entry, state.is_pinned(name))
         is_to_be_awake = entry.state in AWAKE or entry.ticket in state.queue
-        entry.settle_when_idle(floor is not Floor.DEVICE and is_to_be_awake)
+        entry.settle_when_idle(floor is Floor.COLD or (floor is Floor.HOST and is_to_be_awake))
         state.set_timer(entry, state.now)
         cap_pins(state, entry.home)
     if floor is Floor.DEVICE:
@@ -68,14 +69,24 @@ def _act_on(state: CoreState, name: ModelName, floor: Floor, *, source: str) -> 
         if failure := state.failures.get(name):
             state.timers.set(("floors", ""), failure.until)
         return
-    if floor is Floor.COLD:
-        state.wanted.pop(name, None)
-        state.asked_loads.pop(name, None)
-        for entry in entries:
-            entry.settle_when_idle(True)
+    if floor is Floor.COLD or before is Floor.DEVICE:
+        _withdraw_load(state, name, entries)
     if error := _not_resident(state, name):
         for entry in [e for e in entries if e.ticket in state.queue]:
             reject_queued(state, entry, error)
+
+
+def _withdraw_load(state: CoreState, name: ModelName, entries: list[Ticket]) -> None:
+    """Ends what was to load without a request: a ticket in the queue for which no request waits
+    would else be granted, and have others evicted for it. Which tickets these are is known to the
+    holders only. A model that the table pins stays wanted."""
+    state.wanted.pop(name, None)
+    asked = state.asked_loads.pop(name, None)
+    if state.is_pinned(name):
+        return
+    holders = [entry.holder for entry in entries if entry.ticket in state.queue]
+    for holder in dict.fromkeys([*holders, *([asked.holder] if asked else [])]):
+        state.decide(WithdrawLoad(holder, name.model))
 
 
 def on_rebuilt(state: CoreState, entry: Ticket) -> None:

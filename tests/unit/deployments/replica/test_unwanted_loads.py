@@ -76,3 +76,44 @@ async def test_load_that_all_have_left_is_not_tried_again_when_it_fails_for_memo
         fails.set()
         await until(lambda: "a" not in residency.models)
         assert len(arbiter.asked) == 1
+
+
+@pytest.mark.spec("A8", "D1")
+async def test_load_without_a_request_leaves_the_queue_once_its_floor_is_lowered() -> None:
+    async with holder() as (residency, arbiter, _):
+        arbiter.grants_at_once = False
+        residency._on_command(messages.ReloadCommand("a"))
+        await until(lambda: "a" in arbiter.answers)
+        queued = residency.models["a"]
+        await residency.background.done()
+        residency._on_command(messages.WithdrawCommand("a"))
+        await until(lambda: ev.Withdrawn(queued.ticket) in arbiter.told)
+        assert "a" not in residency.models
+
+
+@pytest.mark.spec("A8", "D1")
+async def test_requests_wait_on_for_a_load_whose_floor_is_lowered_and_the_last_ends_it() -> None:
+    async with holder() as (residency, arbiter, _):
+        arbiter.grants_at_once = False
+        residency._on_command(messages.ReloadCommand("a"))
+        await until(lambda: "a" in arbiter.answers)
+        queued = residency.models["a"]
+        await residency.background.done()
+        request = asyncio.ensure_future(use(residency))
+        await until(lambda: bool(queued.demand.waiters))
+        residency._on_command(messages.WithdrawCommand("a"))
+        assert residency.models["a"] is queued and queued.state is HolderState.QUEUED
+        request.cancel()
+        await until(lambda: ev.Withdrawn(queued.ticket) in arbiter.told)
+
+
+@pytest.mark.spec("D1")
+async def test_load_that_is_being_planned_as_its_floor_is_lowered_asks_for_no_ticket() -> None:
+    async with holder() as (residency, arbiter, _):
+        residency._on_command(messages.ReloadCommand("a"))
+        residency._on_command(messages.WithdrawCommand("a"))
+        await residency.background.done()
+        assert not arbiter.asked and not residency.models
+        residency._on_command(messages.ReloadCommand("a"))
+        await until(lambda: "a" in residency.models)
+        await until(lambda: residency.models["a"].state is HolderState.RESIDENT)

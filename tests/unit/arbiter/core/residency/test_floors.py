@@ -7,7 +7,7 @@ import pytest
 
 from arbiter import units
 from arbiter.core import events as ev
-from arbiter.core.decisions import DropSlabs, LoadModel
+from arbiter.core.decisions import DropSlabs, LoadModel, WithdrawLoad
 from arbiter.core.types import Floor, Phase, Priority
 from arbiter.errors import NeverFits, NotResident, UnknownModel
 from arbiter.units import GIB, HolderId, NodeId, TicketId
@@ -90,6 +90,33 @@ def test_floor_withdrawn_before_a_holder_joins_loads_nothing() -> None:
     d = CoreDriver(holders=())
     assert floor(d, 0, "a", Floor.DEVICE) == floor(d, 1, "a", Floor.COLD) == []
     assert d.join(2, "h") == []
+
+
+@pytest.mark.spec("A8", "D1")
+@pytest.mark.parametrize("to", [Floor.COLD, Floor.HOST])
+def test_lowered_device_floor_has_its_holder_withdraw_what_it_only_loads_for_the_floor(
+    to: Floor,
+) -> None:
+    d = CoreDriver(host=80)
+    d.resident(0, "b", 50)
+    d.beat(1, "b", inflight=1)
+    assert floor(d, 2, "a", Floor.DEVICE) == [LoadModel(H, "a")]
+    assert floor(d, 3, "a", to) == [WithdrawLoad(H, "a")], "its request may be under way"
+    floor(d, 4, "a", Floor.DEVICE)
+    d.ask(5, "a", 50)
+    assert d.state_of("a") == "queued"
+    assert floor(d, 6, "a", to) == [WithdrawLoad(H, "a")]
+    d.at(7, ev.Withdrawn(TicketId("a"), H))
+    assert d.state_of("a") == "closed"
+    assert floor(d, 8, "a", Floor.COLD) == [], "nothing is loaded without a request"
+
+
+@pytest.mark.spec("D1")
+def test_load_by_hand_goes_on_under_a_host_floor() -> None:
+    d = CoreDriver(host=80)
+    assert d.at(0, ev.LoadAsked("text", "a")) == [LoadModel(H, "a")]
+    assert floor(d, 1, "a", Floor.HOST) == []
+    assert floor(d, 2, "a", Floor.COLD) == [WithdrawLoad(H, "a")]
 
 
 @pytest.mark.spec("D1", "D8")
