@@ -150,8 +150,8 @@ class Arbiter:
         if entry is None:
             if ticket in state.answers:
                 return types.GrantCheck.ENDED
-            is_settling = state.awaited and not state.gave_up_waiting
-            return types.GrantCheck.SETTLING if is_settling else types.GrantCheck.NOT_GRANTED
+            may_rejoin = state.holders_may_rejoin
+            return types.GrantCheck.SETTLING if may_rejoin else types.GrantCheck.NOT_GRANTED
         is_lease = entry.lease is not None
         if entry.state is State.QUEUED or entry.node != node or is_lease:
             return types.GrantCheck.NOT_GRANTED

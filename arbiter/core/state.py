@@ -342,6 +342,14 @@ class CoreState:
         lost_at = after(self.born, self.settings.timeouts.lost)
         return self.now >= (lost_at if self.awaited else self.settled_at)
 
+    @property
+    def holders_may_rejoin(self) -> bool:
+        """Says whether a holder may come back that has tickets of the last epoch. A holder has the
+        time to rejoin also where the state file does not name it, because the file was lost or
+        could not be written."""
+        is_awaited = bool(self.awaited) and not self.gave_up_waiting
+        return is_awaited or self.now < after(self.born, self.settings.timeouts.rejoin)
+
     def is_silent(self, holder: HolderId) -> bool:
         """Says whether a holder was not heard for so long that a grant would only lie there."""
         known = self.holders.get(holder)

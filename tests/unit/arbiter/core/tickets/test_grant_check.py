@@ -18,14 +18,15 @@ def check(driver: CoreDriver, ticket: TicketId, node: NodeId = NODE) -> GrantChe
 
 def test_ticket_may_have_an_engine_from_its_grant_to_its_release() -> None:
     driver = CoreDriver(device=80)
+    driver.read(6)
     assert check(driver, A) is GrantCheck.NOT_GRANTED
-    driver.ask(1, "a", 60)
+    driver.ask(7, "a", 60)
     assert check(driver, A) is GrantCheck.GRANTED
-    driver.at(2, ev.Loaded(A, seconds(1)))
+    driver.at(8, ev.Loaded(A, seconds(1)))
     assert check(driver, A) is GrantCheck.GRANTED  # its engine may be replaced (A14)
-    driver.at(3, ev.Released(A, "manual"))
+    driver.at(9, ev.Released(A, "manual"))
     assert check(driver, A) is GrantCheck.ENDED
-    driver.gone(4, "a")
+    driver.gone(10, "a")
     assert check(driver, A) is GrantCheck.ENDED
 
 
@@ -56,4 +57,16 @@ def test_grant_of_the_last_epoch_counts_once_its_holder_has_rejoined() -> None:
     assert check(driver, A) is GrantCheck.SETTLING
     driver.join(1, "h", driver.held("a", types.Phase.LOADING, model="a", size=10))
     assert check(driver, A) is GrantCheck.GRANTED
+    driver.read(6)
+    assert check(driver, B) is GrantCheck.NOT_GRANTED
+
+
+@pytest.mark.spec("A18")
+def test_load_goes_on_though_the_arbiter_lost_its_state_file_once_its_holder_has_rejoined() -> None:
+    driver = CoreDriver(holders=())
+    driver.read(4)
+    assert check(driver, A) is GrantCheck.SETTLING, "its agent asks again"
+    driver.join(4.5, "h", driver.held("a", types.Phase.LOADING, model="a", size=10))
+    assert check(driver, A) is GrantCheck.GRANTED
+    driver.read(5)
     assert check(driver, B) is GrantCheck.NOT_GRANTED
