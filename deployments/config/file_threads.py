@@ -22,7 +22,9 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class _Thread:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "model-files"))
-    work_count: int = 0  # begun and not done, also where its caller has left
+    # In this order. Not the pool's own queue, which keeps what was cancelled until its turn comes:
+    # that is never where a server hangs, and each client that gives up would leave some there.
+    waiting: dict[Future[Any], Callable[[], Any]] = field(default_factory=dict)
 
 
 _threads: dict[str, _Thread] = {}  # by name, while each has work
@@ -33,19 +35,44 @@ def in_thread(
     name: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> asyncio.Future[T]:
     """Begins the work in the thread of that name, once what was begun there before is done. `name`:
-    of a model's files, as its source. The thread ends with its last work."""
+    of a model's files, as its source. The thread ends with its last work. What is cancelled before
+    it has begun leaves nothing behind."""
+    answer: Future[T] = Future()
     with _lock:
+        is_idle = name not in _threads
         thread = _threads.setdefault(name, _Thread())
-        thread.work_count += 1
-        begun = thread.pool.submit(partial(work, *args, **kwargs))
-    begun.add_done_callback(partial(_note_done, name))
-    return asyncio.wrap_future(begun)
+        thread.waiting[answer] = partial(work, *args, **kwargs)
+    answer.add_done_callback(partial(_forget, thread))
+    if is_idle:
+        _begin_next(name, thread)
+    return asyncio.wrap_future(answer)
 
 
-def _note_done(name: str, _: Future[Any]) -> None:
+def _forget(thread: _Thread, cancelled: Future[Any]) -> None:
+    """Work that has begun is not among the waiting any more."""
     with _lock:
-        thread = _threads[name]
-        thread.work_count -= 1
-        if thread.work_count == 0:
-            del _threads[name]
-            thread.pool.shutdown(wait=False)
+        thread.waiting.pop(cancelled, None)
+
+
+def _begin_next(name: str, thread: _Thread) -> None:
+    """Begins the first work that is not cancelled; ends the thread where there is none."""
+    while True:
+        with _lock:
+            answer = next(iter(thread.waiting), None)
+            if answer is None:
+                del _threads[name]
+                break
+            work = thread.waiting.pop(answer)
+        if answer.set_running_or_notify_cancel():
+            done = thread.pool.submit(work)
+            return done.add_done_callback(partial(_settle, name, thread, answer))
+    thread.pool.shutdown(wait=False)
+
+
+def _settle(name: str, thread: _Thread, answer: Future[Any], done: Future[Any]) -> None:
+    """Tells the caller how its work ended, and goes on with the next."""
+    if error := done.exception():
+        answer.set_exception(error)
+    else:
+        answer.set_result(done.result())
+    _begin_next(name, thread)

@@ -1,7 +1,9 @@
 """Threads that read files of models, where some of the files wait for a server that hangs."""
 
 import asyncio
+import gc
 import threading
+from weakref import WeakSet
 
 import pytest
 
@@ -27,6 +29,28 @@ async def test_files_that_hang_keep_one_thread_whoever_leaves_and_delay_no_other
         server.set()
     assert await asyncio.gather(*asked[1:]) == [True] * 5
     await eventually(lambda: not names())
+
+
+@pytest.mark.spec("D5")
+async def test_reads_whose_clients_have_left_are_not_kept_while_a_server_hangs() -> None:
+    server, kept = threading.Event(), WeakSet[Request]()
+    begun = in_thread("hangs", server.wait, WITHIN_S)
+    try:
+        for _ in range(100):
+            kept.add(request := Request())
+            in_thread("hangs", request.read).cancel()
+        del request
+        await eventually(lambda: not gc.collect() and not kept)
+        last = in_thread("hangs", lambda: "read")
+    finally:
+        server.set()
+    assert await begun and await last == "read"
+    await eventually(lambda: not names())
+
+
+class Request:
+    def read(self) -> None:
+        raise AssertionError("its client has left")
 
 
 async def test_error_of_the_work_is_that_of_its_caller_and_ends_the_thread_as_well() -> None:
