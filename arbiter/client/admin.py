@@ -104,7 +104,8 @@ def _kept_table(error: GetTimeoutError) -> messages.Plain:
     """The table of an arbiter that hangs. Raises GetTimeoutError."""
     from arbiter.server.store import default_path, kept_table
 
-    table = kept_table(file := default_path(), ray_internals.session_name())
+    file = ray_internals.noted_state_file() or default_path()
+    table = kept_table(file, ray_internals.session_name())
     if table is None:
         raise GetTimeoutError(
             f"it did not answer for {START_S:g} s, and {file} has no table of this cluster that"

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from arbiter.protocol.messages import node_of
+from arbiter.protocol.messages import NAMESPACE, node_of
 from arbiter.units import NodeId
 
 Raised = TypeVar("Raised", bound=Exception)
@@ -28,6 +29,21 @@ def session_name() -> str:
     """Names one life of the cluster."""
     name: str = ray._private.worker._global_node.session_name
     return name
+
+
+_STATE_FILE = b"state_file"
+
+
+def note_state_file(path: Path) -> None:
+    """Has the cluster's control store remember where its arbiter keeps its state."""
+    written = str(path.absolute()).encode()
+    internal_kv._internal_kv_put(_STATE_FILE, written, namespace=NAMESPACE.encode())
+
+
+def noted_state_file() -> Path | None:
+    """What `note_state_file` noted last; None where no arbiter of this cluster has."""
+    found = internal_kv._internal_kv_get(_STATE_FILE, namespace=NAMESPACE.encode())
+    return Path(found.decode()) if found else None
 
 
 def logs_folder() -> Path:

@@ -56,6 +56,7 @@ class ArbiterActor:
         self._boot = boot
         path = Path(boot.state_file) if boot.state_file else default_path()
         self._store = Store(path, ray_internals.session_name())
+        ray_internals.note_state_file(path)  # where a reader finds it though this process hangs
         self._jobs = JobBook(path)
         self._configuration = self._store.configuration() or boot.configuration.numbered(1)
         self._store.save_configuration(self._configuration)

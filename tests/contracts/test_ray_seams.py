@@ -57,6 +57,9 @@ class Probe:
     async def places(self) -> tuple[str, str]:
         return ray_internals.session_name(), str(ray_internals.logs_folder())
 
+    async def note_state_file(self, path: str) -> None:
+        ray_internals.note_state_file(Path(path))
+
     async def spares(self) -> list[int]:
         return spare_workers.unused()
 
@@ -110,6 +113,13 @@ async def test_a_plain_constructor_of_an_asyncio_actor_runs_on_its_loop(probe: A
 async def test_session_name_and_log_folder_are_found_in_a_worker(probe: Any) -> None:
     session, logs = await probe.places.remote()
     assert session in logs and Path(logs).is_dir()
+
+
+@pytest.mark.spec("A20")
+async def test_what_a_worker_notes_in_the_control_store_is_read_by_a_driver(probe: Any) -> None:
+    for path in ("/one/arbiter.sqlite", "/other/arbiter.sqlite"):
+        await probe.note_state_file.remote(path)
+        assert ray_internals.noted_state_file() == Path(path)
 
 
 @pytest.mark.spec("N3")

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -47,11 +48,10 @@ async def test_arbiter_that_hangs_is_shut_down_with_its_agents_engines_and_zygot
 
 
 async def test_arbiter_that_hangs_is_upgraded_and_keeps_its_engines(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with live_arbiter() as d:
-        file = d.folder / "arbiter.sqlite"
-        monkeypatch.setattr(store, "default_path", lambda: file)
+        monkeypatch.setattr(store, "default_path", lambda: tmp_path / "of another.sqlite")
         h = d.holder()
         await h.ask.remote("a")
         engines, pid = await d.engines(), await d.arbiter_pid()

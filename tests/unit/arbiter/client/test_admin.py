@@ -83,10 +83,12 @@ class Actors:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.living = {messages.NAME, messages.agent_name(NodeId("n"))}
+        self.noted: Path | None = None  # as the state file of the arbiter
         self.done: list[tuple[str, str]] = []  # calls and kills, in order, by name
         monkeypatch.setattr(admin, "find_actor", self.find)
         monkeypatch.setattr(ray_internals, "living_nodes", lambda: {NodeId("n"): "ray's"})
         monkeypatch.setattr(ray_internals, "session_name", lambda: "one")
+        monkeypatch.setattr(ray_internals, "noted_state_file", lambda: self.noted)
         monkeypatch.setattr(ray, "get", self.get)
         monkeypatch.setattr(ray, "kill", self.kill)
 
@@ -153,7 +155,10 @@ def test_arbiter_that_hangs_is_upgraded_with_the_table_of_its_state_file(
     with pytest.raises(GetTimeoutError, match=r"arbiter\.sqlite has no table .* `arbiter down`"):
         admin.upgrade_arbiter(boot.read)
     assert not actors.done, "nothing was changed"
-    monkeypatch.setattr(store, "kept_table", lambda path, session: kept)
+    actors.noted = tmp_path / "configured.sqlite"
+    monkeypatch.setattr(
+        store, "kept_table", lambda path, session: kept if path == actors.noted else None
+    )
     report = admin.upgrade_arbiter(boot.read)
     assert (report["after"], report["epoch"]) == ("new", 9)
     assert report["before"] == "did not answer for 60 s"

@@ -18,5 +18,6 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
 
     monkeypatch.setattr(RayAgents, "look", look)
     monkeypatch.setattr(ray_internals, "session_name", lambda: "session")
+    monkeypatch.setattr(ray_internals, "note_state_file", lambda path: None)
     monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
     return running_in(tmp_path)
