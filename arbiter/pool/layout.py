@@ -110,7 +110,7 @@ class Header:
 class Mark(NamedTuple):
     """What the table says of a row. Times are wall-clock seconds, because they outlive a boot's
     monotonic clock in a file. `kind`: of a row of KV the Term of the use that expires last.
-    `stored_s`: when its writer began to write it."""
+    `stored_s`: when the request came for which it was written."""
 
     key: bytes
     expires_s: float

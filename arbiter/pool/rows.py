@@ -34,7 +34,7 @@ class Reserved:
 
 
 class _Claim(NamedTuple):
-    """Whose a reserved row will be, and since when it is being written."""
+    """Whose a reserved row will be, and when the request for it came."""
 
     tenant: bytes
     stored_s: float
@@ -67,6 +67,8 @@ class Rows:
         self._tenants = TenantRows(caps or {})
         self._caps_changed = False
         self._claims: dict[bytes, _Claim] = {}  # of reserved rows
+        # By tenant. A person removes each, so they are few.
+        self._removed: dict[bytes, Removal] = {}
         self._settling: list[int] = []  # rows that are free once no write of theirs can come
         self._pins: dict[bytes, int] = {}
         self._marks: dict[bytes, Mark] = {}  # of READY rows
@@ -204,25 +206,32 @@ class Rows:
         *,
         tenant: bytes = NO_TENANT,
         term: Term = Term.LONG,
+        asked_s: float | None = None,
     ) -> Reserved:
         """Rows for those keys that are neither READY nor reserved; READY ones count as used. Evicts
         what it must, but no key of `keys` or `keep`; a tenant at its cap loses rows of its own.
-        What finds no room is left out, the last keys first, and counted."""
+        What finds no room is left out, the last keys first, and counted. So is all that a request
+        asks for which came before its tenant was removed. `asked_s`: when it came; None: now."""
         ready, reserved = self._ready, self._reserved
         new = [key for key in dict.fromkeys(keys) if key not in ready and key not in reserved]
         self.touch([key for key in keys if key in ready][::-1], term)
         evicted: list[bytes] = []
-        most = len(new)
-        if self._tenants.is_capped(tenant):
+        claim = _Claim(tenant, self._clock() if asked_s is None else asked_s)
+        most = 0 if self._is_removed(claim) else len(new)
+        if most and self._tenants.is_capped(tenant):
             evicted, most = self._keep_to_cap(tenant, most, {*keys, *keep})
         if most > len(self._free):
             evicted += self._make_room(most, {*keys, *keep})
         rows = {key: heapq.heappop(self._free) for key in new[: min(most, len(self._free))]}
         self._reserved |= rows
-        self._claims |= dict.fromkeys(rows, _Claim(tenant, self._clock()))
+        self._claims |= dict.fromkeys(rows, claim)
         self._tenants.add(tenant, len(rows))
         self._counts[Count.REFUSED] += len(new) - len(rows)
         return Reserved(rows, evicted)
+
+    def _is_removed(self, claim: _Claim) -> bool:
+        removal = self._removed.get(claim.tenant)
+        return removal is not None and removal.covers(*claim)
 
     def _keep_to_cap(self, tenant: bytes, count: int, keep: set[bytes]) -> tuple[list[bytes], int]:
         """Evicts the least recently used rows of a tenant until so many more are within its cap.
@@ -366,6 +375,7 @@ class Rows:
         slab, erasure = self.slab, self.slab.file.erasure
         gone: list[bytes] = []
         if (removal := erasure.removal) is not None:
+            self._removed[removal.tenant] = removal
             self.before_erasure(removal)
             gone = self.erase_tenant(removal)
             if not self._has_any(removal):

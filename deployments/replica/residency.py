@@ -60,6 +60,7 @@ class Residency:
         self.on_tenant_removed: Callable[[str], None] = lambda tenant: None
         self._pinned: frozenset[str] = frozenset()
         self._withdrawn: Counter[str] = Counter()  # by model, how often its unasked load was
+        self._removed_ns: dict[str, int] = {}  # tenants, and when; a person removes each
         self._closed = False
 
     @classmethod
@@ -267,7 +268,11 @@ class Residency:
         elif held.warmer is not None:
             held.warmer.on_speech()
 
+    def was_removed_since(self, tenant: str, began_ns: int) -> bool:
+        return began_ns <= self._removed_ns.get(tenant, -1)
+
     def _forget_tenant(self, tenant: str) -> None:
+        self._removed_ns[tenant] = time.monotonic_ns()
         for warmer in [held.warmer for held in self.models.values() if held.warmer]:
             warmer.forget_tenant(tenant)
         self.on_tenant_removed(tenant)

@@ -31,6 +31,9 @@ class ResidencyApi(Protocol):
     def begin(self, held: HeldModel, work: Coroutine[Any, Any, None]) -> None:
         """Makes it the model's work: there is one at a time, on a task of its own."""
 
+    def was_removed_since(self, tenant: str, began_ns: int) -> bool:
+        """Whether a tenant was removed after a request of it came. On the monotonic clock."""
+
     def tell_caps(self, held: HeldModel) -> None:
         """Has the engine follow caps of tenants that have changed since it was told them."""
 

@@ -11,7 +11,7 @@ from arbiter.errors import EngineLost, RequestError, TicketClosed
 from arbiter.units import Span, TicketId, in_seconds
 from deployments.messages import ResponseHead
 from deployments.prefixes import Cut
-from deployments.replica.held_model import HeldModel, HolderState
+from deployments.replica.held_model import HeldModel, HolderState, Warms
 from deployments.replica.residency_api import ResidencyApi
 
 
@@ -137,13 +137,19 @@ class Use:
 
     def begins_with(self, cut: Cut, chat: bytes, tenant: str) -> None:
         """Notes that a request with this body begins with a stable prefix."""
-        if self._held is not None and self._held.warmer is not None:
-            self._held.warmer.on_use(cut, chat, tenant)
+        if warmer := self._warmer_for(tenant):
+            warmer.on_use(cut, chat, tenant)
 
     def opens_session(self, cut: Cut | None, chat: bytes, tenant: str) -> None:
         """Has the prefix warmed once the engine is idle; None: what the configuration declares."""
-        if self._held is not None and self._held.warmer is not None:
-            self._held.warmer.on_session(cut, chat, tenant)
+        if warmer := self._warmer_for(tenant):
+            warmer.on_session(cut, chat, tenant)
+
+    def _warmer_for(self, tenant: str) -> Warms | None:
+        """None where nothing is warmed, or no more for a tenant that was removed meanwhile."""
+        if self._held is None or self._residency.was_removed_since(tenant, self._began_ns):
+            return None
+        return self._held.warmer
 
     @property
     def predicted_s(self) -> float:

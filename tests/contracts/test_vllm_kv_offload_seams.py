@@ -63,6 +63,7 @@ def test_scheduler_knows_a_request_and_its_salt_before_the_connector_does() -> N
     known = source.index("self.requests[request.request_id] = request")
     assert known < source.index("self.connector.on_new_request(request)")
     assert "self.cache_salt" in inspect.getsource(Request.__init__)
+    assert "self.arrival_time = arrival_time" in inspect.getsource(Request.__init__)
     create = inspect.getsource(scheduler._create_req_context)
     assert "req_id=req.request_id" in create
 

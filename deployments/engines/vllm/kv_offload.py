@@ -230,10 +230,11 @@ class SlabSpec(OffloadingSpec):
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """Whose request it is, and how long what it uses stays, as its rows say it."""
+    """Whose request it is, how long what it uses stays, as its rows say it, and when it came."""
 
     tenant: bytes = layout.NO_TENANT
     term: Term = Term.LONG
+    asked_s: float | None = None  # None: not known, so that its rows are of when it asks for them
 
 
 _NO_USE = _Use()
@@ -293,7 +294,7 @@ class SlabManager(OffloadingManager):
         if not self.may_store:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         keep, use = req_context._offload_key_positions, _use(req_context)
-        found = self.rows.reserve(keys, keep, tenant=use.tenant, term=use.term)
+        found = self.rows.reserve(keys, keep, tenant=use.tenant, term=use.term, asked_s=use.asked_s)
         spec = CPULoadStoreSpec(list(found.rows.values()))
         return PrepareStoreOutput(list(found.rows), spec, found.evicted)
 
@@ -321,9 +322,13 @@ class SlabManager(OffloadingManager):
         requests. The connector leaves the salt out of its context, and the last blocks are stored
         when the request is gone."""
         request = self.requests.get(req_context.req_id)
-        salt = request.cache_salt if request is not None else None
-        tenant = layout.tenant_digest(salt or "")
-        req_context.set_state(_Use(tenant, _term(req_context.kv_transfer_params)))
+        term = _term(req_context.kv_transfer_params)
+        if request is None:
+            use = _Use(term=term)
+        else:
+            tenant = layout.tenant_digest(request.cache_salt or "")
+            use = _Use(tenant, term, request.arrival_time)
+        req_context.set_state(use)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -27,6 +27,7 @@ class Asked:
     identity: str
     count: int
     tenant: bytes = NO_TENANT
+    asked_s: float | None = None  # when the request came
 
     @property
     def keys(self) -> list[bytes]:
@@ -103,7 +104,7 @@ class PictureCache:
     def _reserve(self, picture: Asked) -> None:
         keys = picture.keys
         places = {key: part for part, key in enumerate(keys)}
-        found = self.rows.reserve(keys, tenant=picture.tenant)
+        found = self.rows.reserve(keys, tenant=picture.tenant, asked_s=picture.asked_s)
         if any(key not in found.rows and key not in self.rows for key in keys):
             for key in found.rows:
                 self.rows.abandon(key)

@@ -133,9 +133,9 @@ class PictureConnector(ECConnectorBase):
             and each.mm_position.offset + each.mm_position.length > num_computed_tokens
         ]
         if coming:
-            tenant = layout.tenant_digest(request.cache_salt or "")
+            whose = layout.tenant_digest(request.cache_salt or ""), request.arrival_time
             self.cache.expect(
-                Asked(each.identifier, each.mm_position.get_num_embeds(), tenant) for each in coming
+                Asked(each.identifier, each.mm_position.get_num_embeds(), *whose) for each in coming
             )
         return True
 

@@ -80,9 +80,36 @@ def test_block_is_found_once_it_is_written_and_not_before(manager: SlabManager) 
     assert manager.lookup(b"a", asked) is LookupResult.HIT
 
 
+def came(tenant: str = "", at_s: float = 0.0) -> Any:
+    """A request, as vLLM has it."""
+    return SimpleNamespace(cache_salt=tenant or None, arrival_time=at_s)
+
+
+@pytest.mark.spec("E6")
+def test_request_that_came_before_its_tenant_was_removed_leaves_no_row(
+    fd: int, manager: SlabManager
+) -> None:
+    acme, (before, after) = (
+        layout.tenant_digest("acme"),
+        (ReqContext("before"), ReqContext("after")),
+    )
+    manager.requests = {"before": came("acme", 10.0), "after": came("acme", 12.0)}
+    with contextlib.closing(SlabView(fd)) as owner:
+        manager.on_new_request(before)
+        manager.prepare_store([b"old"], before)
+        manager.complete_store({b"old"}, before)
+        owner.order_erasure(Removal(acme, 11.0))
+        manager.shrink()
+        assert not owner.must_erase and not list(owner.marks())
+        manager.on_new_request(after)
+        for asked, key in ((before, b"older"), (after, b"new")):
+            manager.complete_store(set(manager.prepare_store([key], asked).keys_to_store), asked)
+        assert [mark.key for _, mark in owner.marks()] == [b"new"]
+
+
 @pytest.mark.spec("E6")
 def test_row_says_whose_request_stored_it_also_when_that_is_gone(manager: SlabManager) -> None:
-    requests = {name: SimpleNamespace(cache_salt=name or None) for name in ("acme", "")}
+    requests = {name: came(name) for name in ("acme", "")}
     manager.requests = requests
     for name in ("acme", ""):
         asked = ReqContext(name)
@@ -101,7 +128,7 @@ def test_rows_of_the_default_tenant_have_its_digest_also_before_they_are_in_a_fi
     manager: SlabManager,
 ) -> None:
     asked = ReqContext("r")
-    manager.requests = {"r": SimpleNamespace(cache_salt=None)}
+    manager.requests = {"r": came()}
     manager.on_new_request(asked)
     manager.prepare_store([b"key"], asked)
     manager.complete_store({b"key"}, asked)
@@ -229,7 +256,7 @@ def test_reset_keeps_what_is_whole_and_the_place_of_what_was_written_until_the_w
 def test_engine_that_takes_no_step_after_a_reset_erases_and_shrinks(
     fd: int, manager: SlabManager
 ) -> None:
-    manager.requests = {"r": SimpleNamespace(cache_salt="acme")}
+    manager.requests = {"r": came("acme")}
     store(manager, keys(FULL // 2, "a"))
     manager.requests = {}
     store(manager, keys(FULL // 2, "b"))

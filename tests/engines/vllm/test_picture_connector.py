@@ -40,6 +40,7 @@ def request(name: str, *pictures: str, modality: str = "image") -> Any:
         request_id=name,
         mm_features=features,
         cache_salt=None,
+        arrival_time=0.0,
         get_num_encoder_embeds=lambda number: EMBEDDINGS,
     )
 

@@ -215,6 +215,22 @@ def test_order_waits_for_what_was_under_way_at_the_removal_and_for_nothing_later
 
 
 @pytest.mark.spec("E6")
+def test_request_that_came_before_the_removal_stores_nothing_after_it(
+    fd: int, clock: Clock
+) -> None:
+    with rows_of(fd, clock) as own, contextlib.closing(SlabView(fd)) as owner:
+        asked_s = clock()
+        owner.order_erasure(Removal(ACME, clock()))
+        clock.now_s += 1
+        assert own.reserve([b"a"], tenant=ACME, asked_s=asked_s).rows, "its order is not read yet"
+        own.mark_ready(b"a", ACME)
+        assert own.shrink_to_limit() == [b"a"] and not owner.must_erase
+        assert own.reserve([b"b"], tenant=ACME, asked_s=asked_s).rows == {}
+        assert own.reserve([b"b"], tenant=OTHER, asked_s=asked_s).rows
+        assert own.reserve([b"c"], tenant=ACME).rows, "it has come again"
+
+
+@pytest.mark.spec("E6")
 def test_idle_slab_keeps_what_a_tenant_stored_after_its_removal_also_under_the_next_writer(
     fd: int, clock: Clock
 ) -> None:

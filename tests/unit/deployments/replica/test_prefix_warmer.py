@@ -330,6 +330,23 @@ async def test_removed_tenants_prefix_is_warmed_no_more(clock: HandClock) -> Non
         assert [event.prefix for event in told(arbiter)] == ["l"]
 
 
+@pytest.mark.spec("E6", "G1")
+async def test_request_that_came_before_its_tenant_was_removed_leaves_no_prefix(
+    clock: HandClock,
+) -> None:
+    async with warming(stable_prefixes=[]) as (residency, arbiter, _):
+        for key in ("old", "new"):
+            of_request = call(cut=Cut(1, key=key))
+            async with residency.use("a") as open_use:
+                if key == "old":
+                    residency._on_command(messages.ForgetTenantCommand("acme"))
+                open_use.begins_with(of_request.stable, of_request.body, "acme")
+        clock.advance(240)
+        await settle(lambda: told(arbiter))
+        await no_more()
+        assert [event.prefix for event in told(arbiter)] == ["new"], "it has come again"
+
+
 @pytest.mark.spec("G1", "L3")
 async def test_prefix_larger_than_any_context_is_not_kept(
     clock: HandClock, monkeypatch: pytest.MonkeyPatch
