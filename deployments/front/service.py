@@ -28,7 +28,14 @@ from ray.serve.exceptions import (
     RayServeException,
 )
 
-from arbiter.errors import CapabilityFailed, DeadlineUnmet, EngineLost, QueueFull, RequestError
+from arbiter.errors import (
+    CapabilityFailed,
+    DeadlineUnmet,
+    EngineLost,
+    QueueFull,
+    RequestError,
+    RolePinned,
+)
 from arbiter.protocol import ray_internals
 from arbiter.units import TicketId
 from deployments import messages, prefixes
@@ -53,7 +60,8 @@ AnyCall = messages.InferenceCall | TaskCall
 Send = Callable[[messages.InferenceCall], Any]
 
 # A call whose replica or engine died before the client saw anything is sent again, at most three
-# times in all: replica, engine and arbiter killed together are three causes.
+# times in all: replica, engine and arbiter killed together are three causes. So is a call that a
+# pinned model keeps off the node to which it went.
 TRIES = 3
 
 # When a full queue may have room again: a short response takes about this long.
@@ -219,14 +227,24 @@ async def answer(call: messages.InferenceCall, send: Send) -> Parts:
                     yield part
             return
         except RequestError as error:
-            if has_begun or not messages.is_transient(error) or number == TRIES:
+            again = None if has_begun or number == TRIES else _again(call, error)
+            if again is None:
                 raise
+            call = again
         if call.deadline_s is not None:
             now_s = time.monotonic()
             left_s = call.deadline_s - (now_s - began_s)
             if left_s <= 0:
                 raise DeadlineUnmet(TicketId(call.model), call.deadline_s, RETRY_AFTER_S)
             call, began_s = replace(call, deadline_s=left_s), now_s
+
+
+def _again(call: messages.InferenceCall, error: RequestError) -> messages.InferenceCall | None:
+    """The call that may succeed where this one failed; None: there is none. After a refusal for a
+    pinned model the router looks on other nodes, which may have the place."""
+    if isinstance(error, RolePinned) and error.node not in call.refused_nodes:
+        return replace(call, refused_nodes=(*call.refused_nodes, error.node))
+    return call if messages.is_transient(error) else None
 
 
 async def _translated(response: Any, call: messages.InferenceCall) -> Parts:

@@ -48,6 +48,7 @@ class RouteRequest:
     served: str  # what the engine is asked for: the model, or one of its adapters by full name
     key: str = ""  # of its KV, with its tenant; empty: it has none
     pieces: Sequence[bytes] = ()  # of its prompt
+    refused_nodes: Collection[str] = ()  # which do not load its model
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class ReplicaState:
     )  # name to ModelPresence, of those above COLD
     adapters: Collection[str] = ()  # in slots, by full name
     held_share: float = 0.0  # of the request's pieces, how many it was sent and has kept
+    node: str = ""
 
 
 def rank(
@@ -71,8 +73,10 @@ def rank(
     sticky: str | None = None,
     sent: str | None = None,
 ) -> list[str]:
-    """Returns all replicas, best first. `sticky`: the replica that holds the KV of the request's
-    key; `sent`: the replica to which the model's last call went within FOLLOW_S."""
+    """Returns the replicas, best first: all, but for those on nodes that refused the request,
+    unless there are no others. `sticky`: the replica that holds the KV of the request's key;
+    `sent`: the replica to which the model's last call went within FOLLOW_S."""
+    replicas = [r for r in replicas if r.node not in request.refused_nodes] or replicas
     least_count = min((one.queue_count for one in replicas), default=0)
 
     def price(one: ReplicaState) -> tuple[bool, int, bool, bool, bool, int, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from arbiter.protocol.messages import node_of
 from deployments import messages
 from deployments.routing.pieces import split
 from deployments.routing.rank import ReplicaState, RouteRequest, RoutingHistory, rank
@@ -25,7 +26,8 @@ def request_of(args: Sequence[Any]) -> RouteRequest:
     if not isinstance(call, messages.InferenceCall):
         return ANYTHING
     key = f"{call.tenant}/{call.key}" if call.key else ""
-    return RouteRequest(call.model, call.served or call.model, key, split(call.pieces))
+    served = call.served or call.model
+    return RouteRequest(call.model, served, key, split(call.pieces), call.refused_nodes)
 
 
 class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
@@ -80,6 +82,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
             said.get("models", {}),
             said.get("adapters", ()),
             self._history.seen.share(key, request.model, request.pieces),
+            node_of(one.node_id or ""),
         )
 
     # Serve finds a waiting call by its request's id, which all concurrent calls of one request

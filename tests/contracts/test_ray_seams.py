@@ -288,7 +288,7 @@ def test_serve_router_interface_matches_resident_router() -> None:
     assert {"args", "metadata", "routing_context", "future", "created_at"} <= set(
         PendingRequest.__annotations__
     )
-    for read in ("routing_stats", "max_ongoing_requests", "replica_id"):
+    for read in ("routing_stats", "max_ongoing_requests", "replica_id", "node_id"):
         assert isinstance(inspect.getattr_static(RunningReplica, read), property), read
     assert inspect.iscoroutinefunction(RequestRouter.choose_replicas)
     assert "replica_queue_len_cache" in vars(RequestRouter)

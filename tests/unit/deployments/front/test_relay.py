@@ -14,8 +14,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 from starlette.types import Message
 
-from arbiter.errors import CapabilityFailed, DeadlineUnmet, EngineLost, RequestError
-from arbiter.units import TicketId
+from arbiter.errors import CapabilityFailed, DeadlineUnmet, EngineLost, RequestError, RolePinned
+from arbiter.units import NodeId, TicketId
 from deployments import messages
 from deployments.front.http_errors import refused
 from deployments.front.relay import PROGRESS_S
@@ -58,9 +58,11 @@ class Capability:
 
     def __init__(self, *answers: Answer) -> None:
         self.answers, self.calls = list(answers), 0
+        self.seen: list[messages.InferenceCall] = []
 
     def __call__(self, call: messages.InferenceCall) -> Answer:
         self.calls += 1
+        self.seen.append(call)
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
@@ -94,6 +96,29 @@ async def test_a_replica_that_dies_before_its_head_is_asked_again() -> None:
         response = await relay(CALL, capability)
         assert response.status_code == 200
         assert capability.calls == 2
+
+
+def pinned_on(node: str) -> Answer:
+    return Answer(RayTaskError("handle", "there", RolePinned("tiny", "text", NodeId(node), "big")))
+
+
+@pytest.mark.spec("A11")
+async def test_call_that_a_pinned_model_keeps_off_a_node_is_sent_to_another() -> None:
+    capability = Capability(pinned_on("n1"), Answer(JSON))
+    response = await relay(CALL, capability)
+    assert response.status_code == 200
+    assert [call.refused_nodes for call in capability.seen] == [(), ("n1",)]
+
+
+@pytest.mark.spec("A11")
+@pytest.mark.parametrize(("nodes", "calls_count"), [("aa", 2), ("abcd", TRIES)])
+async def test_call_that_pinned_models_keep_off_all_nodes_is_refused(
+    nodes: str, calls_count: int
+) -> None:
+    capability = Capability(*(pinned_on(node) for node in nodes))
+    response = await relay(CALL, capability)
+    assert response.status_code == 409 and capability.calls == calls_count
+    assert json.loads(await body_of(response))["error"]["code"] == "role_pinned"
 
 
 @pytest.mark.spec("L3")

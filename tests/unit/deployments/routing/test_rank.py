@@ -36,6 +36,15 @@ def test_a_resident_model_counts_before_any_queue() -> None:
     assert rank(BASE, states) == ["here", "coming", "asleep", "idle"]
 
 
+@pytest.mark.spec("A11")
+def test_nodes_that_refused_a_request_get_it_again_only_where_there_are_no_others() -> None:
+    there, full = ReplicaState("there", node="n1"), ReplicaState("full", is_full=True, node="n2")
+    again = RouteRequest("m", "m", refused_nodes=("n1",))
+    assert rank(BASE, [full, there]) == ["there", "full"]
+    assert rank(again, [full, there]) == ["full"], "it waits for room there"
+    assert rank(again, [there]) == ["there"]
+
+
 def test_adapter_slot_ranks_before_conversation_and_conversation_before_queue() -> None:
     law = RouteRequest("m", "m:law", "acme/c-1")
     states = [ReplicaState("free", 0, models=HERE), ReplicaState("talked", 1, models=HERE),
