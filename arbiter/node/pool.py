@@ -330,8 +330,8 @@ class Pool:
             self.files.erase_tenant(removal)
 
     def drop_owner(self, owner: str) -> None:
-        """Erases what belongs to a removed model (D9). Its engines have ended by then, but for one
-        that is still being killed, whose slab goes as it comes back."""
+        """Erases what belongs to a removed model (D9). Its engines have ended by then, or are being
+        killed: the slab of such an engine goes as it comes back."""
         for slab in [s for s in self._slabs if s.request.owner == owner]:
             if slab.ticket is None:
                 self._drop(slab, "removed")
