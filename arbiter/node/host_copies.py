@@ -188,10 +188,12 @@ class HostCopies:
         copy = HostCopy(lease, found.size_bytes)
         self._copies.append(copy)
         self._start(self._keep(copy))
+        files: CopyFiles | None = None
         try:
             files = await self._in_thread(copy_files.make, found, name, request)
             is_same = await self._in_thread(copy_files.look, request) == found
         except OSError:
+            copy.files = files  # which leave with it
             self._drop(copy)
             raise
         # Another folder's load may have made the same copy meanwhile.

@@ -263,6 +263,32 @@ async def test_model_without_such_files_or_with_unreadable_ones_has_no_copy(
     await eventually(lambda: not node.arbiter.held)
 
 
+async def test_copy_whose_files_cannot_be_looked_at_once_it_is_made_takes_no_memory(
+    node: Node, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The RAM of a copy is given back with its last descriptor."""
+    look, made = copy_files.look, list[copy_files.CopyFiles]()
+    make = copy_files.make
+
+    def noted(*given: Any) -> copy_files.CopyFiles:
+        made.append(make(*given))
+        return made[0]
+
+    def away(asked: CopyRequest) -> copy_files.Found | None:
+        if made:
+            raise OSError("its server is away")
+        return look(asked)
+
+    monkeypatch.setattr(copy_files, "make", noted)
+    monkeypatch.setattr(copy_files, "look", away)
+    assert await node.lend("t", request(model)) is None
+    assert node.copies.held_bytes == 0 and made
+    for fd in made[0].fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    await eventually(lambda: not node.arbiter.held)
+
+
 @pytest.mark.spec("D5")
 async def test_replaced_files_are_another_copy_and_the_old_one_leaves_with_its_last_user(
     node: Node, model: Path
