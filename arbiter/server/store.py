@@ -313,8 +313,8 @@ class Store:
         if not self._write("BEGIN IMMEDIATE"):  # without it a crash would forget what was spent
             return False
         gone = "DELETE FROM remote_reserved WHERE id = ? RETURNING day, tenant, remote"
-        rows = self._read(gone, key)
-        is_written = all(
+        rows = self._run(gone, key)
+        is_written = rows is not None and all(
             self._write(
                 "INSERT INTO remote_spent VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET"
                 " tokens = tokens + excluded.tokens, micros = micros + excluded.micros",

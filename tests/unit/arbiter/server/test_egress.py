@@ -60,14 +60,12 @@ def test_each_message_counts_once_however_often_it_comes(path: Path) -> None:
 
 
 @pytest.mark.spec("J5")
-def test_what_could_not_be_settled_stays_reserved(path: Path) -> None:
+@pytest.mark.parametrize("write", ["INSERT ON remote_spent", "DELETE ON remote_reserved"])
+def test_what_could_not_be_settled_stays_reserved(path: Path, write: str) -> None:
     now = Arbiter(path)
     now.book.leave(FIRST)
     with sqlite3.connect(path) as other:
-        other.execute(
-            "CREATE TRIGGER full BEFORE INSERT ON remote_spent"
-            " BEGIN SELECT RAISE(ABORT, 'full'); END"
-        )
+        other.execute(f"CREATE TRIGGER full BEFORE {write} BEGIN SELECT RAISE(ABORT, 'full'); END")
     with pytest.raises(EgressUnsettled, match=r"its highest price stays reserved: .*full"):
         now.book.left(end(FIRST))
     assert now.store.spent("2026-05-29", "ann", "cloud") == (60, 600)
