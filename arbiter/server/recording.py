@@ -6,6 +6,7 @@ still decides what it decided, and where it began to differ. A file holds severa
 arbiter restarted; each begins with its own heading.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -112,40 +113,47 @@ class DecisionHash:
 
 
 class Recorder:
-    """Appends; a full disk or a full file ends the recording, not the arbiter."""
+    """Appends; a full disk or a full file ends the recording, not the arbiter. Raises OSError where
+    the heading cannot be written."""
 
     def __init__(self, path: Path, heading: RecordingHeader) -> None:
         self._sum = DecisionHash()
         self._left_bytes = FILE_MOST_BYTES - (path.stat().st_size if path.exists() else 0)
         opened = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         self._file = os.fdopen(opened, "a", buffering=1)  # by line: a kill loses at most one
-        self._write({"heading": to_json(heading)})
+        try:
+            self._write({"heading": to_json(heading)})
+        except OSError:
+            self.close()
+            raise
 
     def event(self, event: ev.Event, at: Instant) -> None:
         """Writes an event before the core sees it, so that an event which breaks the core is in
         the file."""
+        if self._file.closed:
+            return
         line = {"at": at, "kind": type(event).__name__, "so_far": str(self._sum)}
-        self._write(line | {"event": to_json(event)})
+        try:
+            self._write(line | {"event": to_json(event)})
+        except OSError as error:
+            logger.error("the recording ends here: %s", error)
+            self.close()
 
     def decided(self, decisions: list[Decision]) -> None:
         self._sum.add(decisions)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a line that could not be written, tried once more
+            self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file.closed:
-            return
+        """Raises OSError."""
         text = json.dumps(line, separators=(",", ":")) + "\n"
         self._left_bytes -= len(text)
-        try:
-            self._file.write(text)
-        except OSError as error:
-            logger.error("the recording ends here: %s", error)
-            self._left_bytes = -1
+        self._file.write(text)
         if self._left_bytes < 0:
             logger.warning("the recording is full and ends here")
-            self._file.close()
+            self.close()
 
 
 # -- reading --------------------------------------------------------------------------------------

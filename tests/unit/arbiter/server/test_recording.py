@@ -165,6 +165,21 @@ def test_a_full_file_ends_the_recording_and_nothing_else(
     assert steps and all(step.is_same for step in steps)
 
 
+def test_disk_that_fills_up_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    recorder = Recorder(path, RecordingHeader("p", SETTINGS, Epoch(1), (), None, Instant(0)))
+    size = path.stat().st_size
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, recorder._file.fileno())
+    os.close(full)
+    for at in (1, 2):
+        recorder.event(ev.TimerFired(), Instant(at))
+    recorder.close()
+    assert path.stat().st_size == size
+    with pytest.raises(OSError, match="No space"):
+        Recorder(Path("/dev/full"), RecordingHeader("p", SETTINGS, Epoch(1), (), None, Instant(0)))
+
+
 def test_unreadable_recording_is_named_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
