@@ -22,8 +22,9 @@ from arbiter.core.eviction.ranking import (
 from arbiter.core.eviction.sleep import await_confirmation, grant_with_host_copy
 from arbiter.core.records.eviction_history import EvictionRecord
 from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.records.victim_set import EXACT_COUNT, PricedVictim, choose
+from arbiter.core.records.victim_set import EXACT_COUNT, choose
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import inexact, process_ram, quotas
 from arbiter.core.tickets.loads import note_evicted_for, prefetches_that_make_room

@@ -12,9 +12,9 @@ from itertools import chain
 from math import ceil
 
 from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.records.timers import Timers
-from arbiter.core.records.victim_set import COST_LEAST, PricedVictim
 from arbiter.core.state import CoreState
 from arbiter.core.types import Priority
 from arbiter.core.view import Candidate, Key, Price
@@ -32,6 +32,7 @@ PRICED_FOR = Span(60 * SECOND)
 # Nor is a price older than this by the clock of turnovers (reuse.ReuseLearner), where loads are
 # what prices drift by: a fifth of what is asked there.
 PRICED_FOR_TURNOVERS = 0.02
+COST_LEAST_S = 1e-9  # what no request will miss still costs this, so that none leaves for nothing
 
 
 class Ranking:
@@ -185,7 +186,7 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
         )
     )
     rank = (entry.ticket in state.queue, entry.inflight > 0, -urgent, *price.rank)
-    return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST, price.cost_s), price.why)
+    return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST_S, price.cost_s), price.why)
 
 
 def reload_span(state: CoreState, entry: Ticket) -> Span:

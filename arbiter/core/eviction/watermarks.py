@@ -15,8 +15,8 @@ from arbiter.core.eviction.eviction import revoke
 from arbiter.core.eviction.oversize import may_exceed_budget as may_exceed
 from arbiter.core.eviction.ranking import effective_priority, ranked_victims
 from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.records.victim_set import PricedVictim
 from arbiter.core.settings import Watermarks
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from arbiter.core.records.victim_set import PricedVictim
+from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.view import Key
 from arbiter.units import Bytes, DeviceId, Instant, TicketId
 

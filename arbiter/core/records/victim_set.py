@@ -7,37 +7,13 @@ ranks are all alike (cost_aware) a sum.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from operator import attrgetter
 
-from arbiter.core.view import Key
-from arbiter.units import Bytes, TicketId
+from arbiter.core.records.priced_victim import PricedVictim
+from arbiter.units import Bytes
 
 EXACT_COUNT = 12  # C3: at most this many of one rank are solved exactly, at most 2^12 sets
-COST_LEAST = (
-    1e-9  # what no request will miss still costs something, so that none leaves for nothing
-)
-
-
-@dataclass(slots=True)
-class PricedVictim:
-    """Describes a lawful victim and its price. Nothing writes to it, but it is not frozen: each
-    price needs a new one, and a frozen dataclass takes four times as long to make."""
-
-    ticket: TicketId
-    freed_bytes: Bytes
-    rank: Key
-    cost_s: float  # adds up within one rank
-    why: object = None  # as the policy has it; `str` of it is for people
-    # Cheapest first; per byte within a rank, because bytes are what is bought.
-    place: Key = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Once, because each search of an order asks for it.
-        self.place = (self.rank, self.cost_s / (self.freed_bytes or 1), self.ticket)
-
-
 PLACE = attrgetter("place")
 RANK = attrgetter("rank")
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbiter.core.eviction.ranking import effective_priority
+from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.records.reuse import Reuse
-from arbiter.core.records.victim_set import PricedVictim
 from arbiter.core.settings import DEFAULTS
 from arbiter.core.types import Priority
 from arbiter.core.view import Candidate, IdleModel, Key, PlacementOption, QueuedRequest
