@@ -1,7 +1,7 @@
 """Chooses victims, revokes them, and handles their replies (A6, A9, B4, C3).
 
 The policy only prices lawful candidates (eligibility.py); the core takes the cheapest set that
-suffices (records/victim_set.py), or none.
+suffices (victim_set.py), or none.
 """
 
 from dataclasses import replace
@@ -20,11 +20,11 @@ from arbiter.core.eviction.ranking import (
     victims_no_more_urgent,
 )
 from arbiter.core.eviction.sleep import await_confirmation, grant_with_host_copy
+from arbiter.core.eviction.victim_set import EXACT_COUNT, choose
 from arbiter.core.records.eviction_history import EvictionRecord
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.records.victim_set import EXACT_COUNT, choose
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import inexact, process_ram, quotas
 from arbiter.core.tickets.loads import note_evicted_for, prefetches_that_make_room

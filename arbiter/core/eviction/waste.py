@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from arbiter.core.eviction.eligibility import find_obstacle
 from arbiter.core.eviction.ranking import price_victim
+from arbiter.core.eviction.victim_set import choose
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.records.victim_set import choose
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import inexact, quotas
 from arbiter.core.tickets.device_limits import on_demand_of

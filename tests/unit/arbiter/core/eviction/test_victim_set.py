@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from arbiter.core.eviction.victim_set import choose, freed
 from arbiter.core.records.priced_victim import PricedVictim
-from arbiter.core.records.victim_set import choose, freed
 from arbiter.units import Bytes, TicketId
 
 # Few ranks, costs and sizes, so that ties and exact sums are common.
