@@ -301,7 +301,7 @@ class CoreState:
     def answer_error_finally(self, ticket: TicketId, error: RequestError) -> None:
         """Answers a ticket with an error for good: asking again under this ticket repeats it. What
         is kept is another than what an asker raises."""
-        self.remember(ticket, error.unraised())
+        self.keep_answer(ticket, error.unraised())
         self.answer_error(ticket, error)
 
     def answer_error(self, ticket: TicketId, error: RequestError) -> None:
@@ -311,7 +311,7 @@ class CoreState:
             LogEvent(EventKind.TICKET_REFUSED, {"code": error.code, "cause": str(error)}, ticket)
         )
 
-    def remember(self, ticket: TicketId, error: RequestError) -> None:
+    def keep_answer(self, ticket: TicketId, error: RequestError) -> None:
         """Keeps the final answer of a ticket, so that a repeated request gets it again. The oldest
         answer beyond `remembered_count` is forgotten."""
         self.answers[ticket] = error
@@ -496,7 +496,7 @@ class CoreState:
         self.compactions.note_waste(entry.ticket, is_enough=False)
         self.move(entry, State.CLOSED)
         if entry.ticket not in self.answers:
-            self.remember(entry.ticket, TicketClosed(entry.ticket))
+            self.keep_answer(entry.ticket, TicketClosed(entry.ticket))
 
 
 # -------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def compact_or_evict(
     options, chosen = waste.compaction_for(state, book, asker, short, urgent)
     if not chosen or prefetches_that_make_room(state, book, short):
         return eviction.make_room(state, asker, device, short, urgent)
-    eviction.remember(state, book, asker, short, options, chosen, is_compaction=True)
+    eviction.record_choice(state, book, asker, short, options, chosen, is_compaction=True)
     run = state.compactions.begin_for(asker.ticket)
     for option in chosen:
         _free(state, run, book.entries[option.ticket], asker)

@@ -63,7 +63,7 @@ def make_room(
         return True
     options, chosen, _ = _weigh(state, book, asker, short, urgent)
     if chosen:
-        remember(state, book, asker, short, options, chosen)
+        record_choice(state, book, asker, short, options, chosen)
     victims = [book.entries[option.ticket] for option in chosen]
     reason = Reason.FREE if asker.frees else Reason.SWAP
     for victim in victims:
@@ -200,7 +200,7 @@ def _worth_waiting_until(
     return until if is_in_time and until <= after(queued.request.asked, reload) else None
 
 
-def remember(
+def record_choice(
     state: CoreState,
     book: DeviceAccount,
     asker: Ticket,

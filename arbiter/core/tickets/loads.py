@@ -185,9 +185,8 @@ def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
     entry = state.live(event.ticket, *states, by=event.holder)
     if entry is None:
         if state.ledger.find(event.ticket) is None and event.ticket not in state.answers:
-            state.remember(
-                event.ticket, TicketClosed(event.ticket)
-            )  # it arrived before its request
+            # The withdrawal arrived before its request.
+            state.keep_answer(event.ticket, TicketClosed(event.ticket))
             state.mark_dirty(*state.queue.nodes)  # its gang may wait for it
         return
     if entry.state is State.QUEUED:
