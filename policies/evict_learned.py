@@ -8,12 +8,9 @@ device that loads little forgets little (docs/adr/0040, docs/benchmarks.md).
 """
 
 from arbiter.core.view import Candidate, Price
-from arbiter.units import in_seconds
-
-UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to estimate from: a mid-size model from disk
+from policies import reload
 
 
 def price(c: Candidate) -> Price:
-    reload_s = in_seconds(c.reload) or UNKNOWN_LOAD_S
-    cost_s = reload_s * c.reuse.chance + c.evict_cost_s
+    cost_s = reload.expected_s(c) * c.reuse.chance + c.evict_cost_s
     return Price((c.role_rank,), cost_s, c.reuse)

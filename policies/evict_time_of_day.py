@@ -10,13 +10,11 @@ Shahrad et al. (ATC 2020) keep functions warm by habits as well, by histograms o
 from math import sqrt
 
 from arbiter.core.view import Candidate, Price
-from arbiter.units import in_seconds
+from policies import reload
 
-UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to estimate from: a mid-size model from disk
 UNSEEN_COUNT = 0.02  # four windows after one use; beyond that only the other tells apart
 
 
 def price(c: Candidate) -> Price:
-    reload_s = in_seconds(c.reload) or UNKNOWN_LOAD_S
     often = sqrt((c.recent_count + UNSEEN_COUNT) * (c.usual_count + UNSEEN_COUNT))
-    return Price(rank=(c.role_rank,), cost_s=reload_s * often + c.evict_cost_s)
+    return Price(rank=(c.role_rank,), cost_s=reload.expected_s(c) * often + c.evict_cost_s)
