@@ -18,9 +18,9 @@ from arbiter.core.records.accounts import Accounts
 from arbiter.core.records.compactions import Compactions
 from arbiter.core.records.estimates import Estimates
 from arbiter.core.records.eviction_history import EvictionHistory
+from arbiter.core.records.hours_readings import HoursReadings
 from arbiter.core.records.ledger import Ledger
 from arbiter.core.records.loading_times import LoadingTimes
-from arbiter.core.records.opening_hours import OpeningHours
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.request_queue import RequestQueue
 from arbiter.core.records.reuse import ReuseLearner
@@ -139,7 +139,7 @@ class CoreState:
     """Holds all that the rules read and change, by group:
 
     - configuration: `settings`, `policies`, `registry` (with the floors of the table), `tenants`,
-      and `floors`, which people set; `opening_hours`, as the clock on the wall has them;
+      and `floors`, which people set; `hours_readings`, as the clock on the wall has them;
     - the books: `ledger` (tickets and devices), `queue`, `holders`, `nodes`, `accounts` of clients;
     - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `reuse`,
       `transition_counts`, `last_home`, `trades` of places, `loading_times` and `loading_much`, by
@@ -175,7 +175,7 @@ class CoreState:
         self.epoch = epoch
         self.ledger = Ledger()
         self.registry = Registry(tuple(sorted(policies.roles)))
-        self.opening_hours = OpeningHours()
+        self.hours_readings = HoursReadings()
         self._begin_learning(settings, now)
         self.evictions = EvictionHistory()
         self.trades = Trades()
@@ -372,7 +372,7 @@ class CoreState:
     def opens_at(self, name: types.ModelName) -> Instant | None:
         """Returns when the hours of a model begin; None while it may be loaded."""
         hours = self.registry.hours.get(name)
-        return self.opening_hours.opens_at(hours) if hours else None
+        return self.hours_readings.opens_at(hours) if hours else None
 
     def batch_hours_of(self, name: types.ModelName) -> str:
         """Returns the hours of batch work for a model; empty where it has none."""

@@ -22,7 +22,7 @@ def on_read(state: CoreState, event: ev.HoursRead) -> None:
     """Takes what the clock on the wall says of hours, and has those that opened or closed
     followed."""
     closed_before = closed(state)
-    for reading in state.opening_hours.read(event.readings, state.now):
+    for reading in state.hours_readings.read(event.readings, state.now):
         state.log(EventKind.HOURS, hours=reading.hours, is_open=reading.is_open, took=reading.left)
     follow(state)
     load_opened(state, closed_before)
@@ -83,5 +83,5 @@ def held_until(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant 
         return None
     opens = [state.opens_at(entry.model_name)]
     if waiting.request.priority is Priority.BATCH and not entry.is_prefetch:
-        opens.append(state.opening_hours.opens_at(state.batch_hours_of(entry.model_name)))
+        opens.append(state.hours_readings.opens_at(state.batch_hours_of(entry.model_name)))
     return max((at for at in opens if at is not None), default=None)

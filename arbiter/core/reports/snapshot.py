@@ -318,9 +318,9 @@ def _hours(state: CoreState, now: Instant) -> Iterator[HoursView]:
     if state.settings.batch_hours:
         rows.append(("batch", everywhere, state.settings.batch_hours))
     for work, name, hours in rows:
-        if window := state.opening_hours.find(hours):
-            left = Span(max(0, since(now, window.changes_at)))
-            yield HoursView(work, *name, hours, window.is_open, left)
+        if found := state.hours_readings.find(hours):
+            left = Span(max(0, since(now, found.changes_at)))
+            yield HoursView(work, *name, hours, found.is_open, left)
 
 
 def _tenant(state: CoreState, tenant: str, now: Instant) -> TenantView:
