@@ -30,12 +30,11 @@ from arbiter.errors import DeadlineUnmet, EngineLost, LoadFailed, RequestError, 
 from arbiter.protocol import messages
 from arbiter.units import HolderId, TicketId
 from deployments.config.load_plan import ModelPlan, Plans
-from deployments.messages import ResponseHead
 from deployments.replica import loaded_files, loading, resize, unloading
 from deployments.replica.background import BackgroundTasks, detached_task
 from deployments.replica.engine_client import LoadRefused
 from deployments.replica.held_model import UNDER_WAY, HeldModel, HolderState, new_ticket
-from deployments.replica.use import Use, one_shot
+from deployments.replica.use import Use
 
 logger = logging.getLogger("arbiter.residency")
 
@@ -90,12 +89,6 @@ class Residency:
     ) -> Use:
         """`async with` it. Raises RequestError: unknown, not in time, failed, no arbiter."""
         return Use(self, model, deadline_s, priority, request, client)
-
-    async def request(
-        self, model: str, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> tuple[ResponseHead, bytes]:
-        """One-shot use."""
-        return await one_shot(self.use(model), method, path, headers, body)
 
     async def grow(self, model: str) -> None:
         """Gives a resident model what its `grow_to` says (A14); resize.give_back is the reverse."""

@@ -157,14 +157,6 @@ class Use:
         return in_seconds(self._held.load.predicted) if self._held else 0.0
 
 
-async def one_shot(
-    use: Use, method: str, path: str, headers: dict[str, str], body: bytes
-) -> tuple[ResponseHead, bytes]:
-    """Returns the whole answer; the model is in use until it is complete."""
-    async with use as engine:
-        return await whole(engine.stream(method, path, headers, body))
-
-
 async def whole(stream: AsyncGenerator[ResponseHead | bytes, None]) -> tuple[ResponseHead, bytes]:
     """An engine's answer to its end. Raises EngineLost."""
     head, *rest = [part async for part in stream]

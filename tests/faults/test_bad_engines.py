@@ -13,7 +13,7 @@ from arbiter.errors import EngineLost, LoadFailed
 from arbiter.units import MIB, TicketId
 from deployments.replica import watchdog
 from deployments.replica.residency import Residency
-from tests.support.live_arbiter import CONTEXT, capability, gone, live_arbiter, model
+from tests.support.live_arbiter import CONTEXT, capability, embedded, gone, live_arbiter, model
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -154,20 +154,19 @@ async def test_hanging_engine_is_killed_and_its_request_gets_engine_lost(
     monkeypatch.setattr(watchdog, "HUNG_S", 1.0)
     async with live_arbiter() as d:
         residency = Residency.start("chat")
-        ask = "a", "POST", "/v1/embeddings", {}, b"{}"
-        assert (await residency.request(*ask))[0].status == 200
+        assert (await embedded(residency, "a"))[0].status == 200
         [(pid, *_)] = (await d.engines()).values()
         agent = (await d.pids())["agent"]
         os.kill(pid, signal.SIGSTOP)
         os.kill(agent, signal.SIGSTOP)  # or the engine would be gone before it can be seen to end
         try:
             with pytest.raises(EngineLost):
-                await asyncio.wait_for(residency.request(*ask), 90)
+                await asyncio.wait_for(embedded(residency, "a"), 90)
             await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["reclaiming"])
         finally:
             os.kill(agent, signal.SIGCONT)
         await gone(pid)
-        assert (await residency.request(*ask))[0].status == 200
+        assert (await embedded(residency, "a"))[0].status == 200
         assert "lost" in [e["reason"] for e in await d.events("model_unload")]
         await residency.close()
         await d.books_are_true()

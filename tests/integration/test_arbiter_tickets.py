@@ -34,7 +34,7 @@ from deployments.config import boot
 from deployments.config.schema import parse_table
 from deployments.messages import refusal
 from deployments.replica.residency import Residency
-from tests.support.live_arbiter import capability, gone, live_arbiter, model, two
+from tests.support.live_arbiter import capability, embedded, gone, live_arbiter, model, two
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -336,7 +336,7 @@ async def test_a_driver_holds_a_model_too_and_use_after_release_is_typed() -> No
                 await d.until(lambda s: s["tickets"][0]["inflight"] == 1)
                 raise ZeroDivisionError
         await d.until(lambda s: s["tickets"][0]["inflight"] == 0)
-        head, body = await residency.request("a", "POST", "/v1/embeddings", {}, b"{}")
+        head, body = await embedded(residency, "a")
         assert head.status == 200 and b"embedding" in body
         await residency.close()
         await d.until(lambda s: not s["tickets"] and not s["holders"])

@@ -13,7 +13,7 @@ from arbiter.core.types import Floor, Level
 from arbiter.units import Bytes, TicketId, seconds
 from deployments.replica.residency import Residency
 from deployments.replica.use import Use
-from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model, two
+from tests.support.live_arbiter import LiveArbiter, capability, embedded, live_arbiter, model, two
 from tests.support.message_counter import a_heartbeat
 from tests.support.waits import eventually
 
@@ -152,7 +152,7 @@ async def test_timeout_of_a_caller_ends_its_use_while_the_model_streams() -> Non
         await idle(d, "a")
         told = await eventually(lambda: d.events("capability_run"))
         assert [e["outcome"] for e in told] == ["left"]
-        head, _ = await residency.request("a", "POST", "/v1/embeddings", {}, b"{}")
+        head, _ = await embedded(residency, "a")
         assert head.status == 200
         await residency.close()
         await d.until(lambda s: not s["tickets"])

@@ -25,10 +25,12 @@ from arbiter.protocol import messages, ray_internals
 from arbiter.units import MIB, TicketId
 from deployments.config import boot
 from deployments.config.schema import parse_table
+from deployments.messages import ResponseHead
 from deployments.prefixes import Cut
 from deployments.replica import prefix_warmer, resize, unloading
 from deployments.replica.prefix_warmer import MonotonicClock
 from deployments.replica.residency import Residency
+from deployments.replica.use import whole
 from tests.support.waits import WITHIN_S, pauses
 
 ENGINE = "tests.support.fake_engine:build"
@@ -53,6 +55,12 @@ def capability(role: str = "text", **models: Any) -> dict[str, Any]:
 def two(**engine_args: Any) -> dict[str, Any]:
     """Two models of which only one fits."""
     return {"chat": capability(a=model(200, **engine_args)), "other": capability(b=model(200))}
+
+
+async def embedded(residency: Residency, name: str) -> tuple[ResponseHead, bytes]:
+    """The whole answer of a model to one request for embeddings."""
+    async with residency.use(name) as engine:
+        return await whole(engine.stream("POST", "/v1/embeddings", {}, b"{}"))
 
 
 class ShiftedClock(MonotonicClock):
