@@ -358,13 +358,6 @@ class SlabView:
         """Closes the order that the last writer left open. Nothing of its tenant is there."""
         self._file.erasure.finish()
 
-    def erase(self) -> None:
-        """Wipes header, table and rows of a slab that no writer has. Raises OSError."""
-        layout.erase_header(self._file.buffer)
-        for count in Count:
-            self._file.counts[count] = 0
-        self._file.punch(Bytes(layout.HEADER_BYTES), self._file.capacity)
-
     def close(self) -> None:
         self._file.close()
 

@@ -108,7 +108,8 @@ class PoolUnderTest:
         view = self.views[Content.KV]
         most, wanted = Bytes(64 * MIB), lambda: True
         slab_file.save(view, self.file, now_s=time.time(), most_bytes=most, is_wanted=wanted)
-        view.erase()
+        # The next writer finds nothing, as in the new slab that it would be lent.
+        Slab(self.fds[Content.KV], Content.KV, bytes(32), ROW, extent_bytes=EXTENT).close()
 
     def erase(self, removal: Removal) -> None:
         """As the owner of idle slabs."""

@@ -156,20 +156,6 @@ def test_owner_sees_what_a_slab_holds_and_for_whom(fd: int) -> None:
         assert view.expires_s == pytest.approx(clock() + 100, abs=1)
 
 
-@pytest.mark.spec("E2")
-def test_erased_slab_is_empty_for_every_namespace_and_holds_its_header_only(fd: int) -> None:
-    with rows_of(fd, Clock()) as rows:
-        store(rows, *keys(5))
-    with contextlib.closing(SlabView(fd)) as view:
-        limit = view.limit_bytes
-        view.erase()
-        assert (view.content, view.ready_count, view.counts.ready_count) == (None, 0, 0)
-        assert (blocks(fd), view.limit_bytes) == (4 * KIB, limit)
-    with rows_of(fd, Clock()) as rows:
-        assert len(rows) == 0
-        assert store(rows, b"again") == [b"again"]
-
-
 @pytest.mark.spec("E5")
 def test_pages_of_a_writer_killed_while_it_grew_or_shrank_are_given_back(fd: int) -> None:
     with rows_of(fd, Clock()) as rows:
