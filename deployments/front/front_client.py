@@ -4,16 +4,14 @@ import asyncio
 import os
 import socket
 from pathlib import Path
-from typing import cast
 
-import httptools
 from starlette.types import Message, Receive, Scope, Send
 
 from arbiter.protocol.peer_credentials import peer_uid
+from deployments.front.response_reader import ResponseReader
 
 # Of a connection, which ends here.
 _HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect"})
-MOST_HELD_BYTES = 1 << 18
 
 
 class NoFront(Exception):
@@ -66,31 +64,26 @@ class FrontGone(Exception):
     """The front died in the middle of a response."""
 
 
-class _Connection(asyncio.Protocol):
-    """One request and its response, taken apart by httptools; what that calls has its names."""
+class _Connection(ResponseReader):
+    """One request and its response."""
 
     def __init__(self) -> None:
-        self._wakeup = asyncio.Event()
+        super().__init__()
         self._flows = asyncio.Event()
         self._flows.set()
-        self._transport: asyncio.Transport | None = None
-        self.is_lost = self._is_complete = False
-        self._parser = httptools.HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
         self._start: Message | None = None
-        self._held: list[bytes] = []
-        self._held_bytes = 0
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        if self.transport is not None:
+            self.transport.close()
 
     async def ask(self, scope: Scope, first: Message, receive: Receive) -> "asyncio.Task[None]":
         """Writes the request. The task goes on with its body, and ends when the client leaves.
 
         The front is not told to close the connection: it may answer before the end of the body, and
         what is written to a closed connection loses the answer that lies in it."""
-        assert self._transport is not None
+        assert self.transport is not None
         target = scope["raw_path"] + (
             b"?" + scope["query_string"] if scope["query_string"] else b""
         )
@@ -109,7 +102,7 @@ class _Connection(asyncio.Protocol):
         is_chunked = not is_sized and (has_more or bool(body))
         if is_chunked:
             head.append(b"transfer-encoding: chunked\r\n")
-        self._transport.write(b"".join([*head, b"\r\n", _framed(body, is_chunked, has_more)]))
+        self.transport.write(b"".join([*head, b"\r\n", _framed(body, is_chunked, has_more)]))
         return asyncio.ensure_future(self._rest(receive, is_chunked, has_more))
 
     async def _rest(self, receive: Receive, is_chunked: bool, has_more: bool) -> None:
@@ -117,51 +110,30 @@ class _Connection(asyncio.Protocol):
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
-            if has_more and self._transport is not None:
+            if has_more and self.transport is not None:
                 has_more = message.get("more_body", False)
                 await self._flows.wait()
-                self._transport.write(_framed(message.get("body", b""), is_chunked, has_more))
+                self.transport.write(_framed(message.get("body", b""), is_chunked, has_more))
 
     async def answer(self, send: Send) -> None:
         """Sends head and body on. Raises FrontGone."""
         while self._start is None and not self.is_lost:
-            await self._wait()
+            await self.news()
         if self._start is None:
             return
         await send(self._start)
-        while not (self._is_complete and not self._held):
-            if self._held:
-                held, self._held = b"".join(self._held), []
-                if self._held_bytes > MOST_HELD_BYTES and self._transport and not self.is_lost:
-                    self._transport.resume_reading()
-                self._held_bytes = 0
+        while (held := self.take_held()) or not self.is_complete:
+            if held:
                 await send({"type": "http.response.body", "body": held, "more_body": True})
             elif self.is_lost:
                 raise FrontGone
             else:
-                await self._wait()
+                await self.news()
         await send({"type": "http.response.body", "body": b""})
 
-    async def _wait(self) -> None:
-        self._wakeup.clear()
-        await self._wakeup.wait()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses of it
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.is_lost = True
-        if self._held_bytes > MOST_HELD_BYTES and self._transport:
-            self._transport.pause_reading()
-        self._wakeup.set()
-
     def connection_lost(self, error: Exception | None) -> None:
-        self.is_lost = True
+        super().connection_lost(error)
         self._flows.set()
-        self._wakeup.set()
 
     def pause_writing(self) -> None:
         self._flows.clear()
@@ -174,18 +146,14 @@ class _Connection(asyncio.Protocol):
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
+        status = self.parser.get_status_code()
         if status >= 200:  # else: it goes on with the body, or hints at what comes
             self._start = {
                 "type": "http.response.start", "status": status, "headers": self._headers,
             }  # fmt: skip
 
-    def on_body(self, piece: bytes) -> None:
-        self._held.append(piece)
-        self._held_bytes += len(piece)
-
     def on_message_complete(self) -> None:
-        self._is_complete = self._start is not None
+        self.is_complete = self._start is not None
 
 
 def _framed(piece: bytes, is_chunked: bool, has_more: bool) -> bytes:

@@ -13,19 +13,14 @@ import os
 import secrets
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import cast
-
-import httptools
 
 from arbiter.protocol import ray_internals
+from deployments.front.response_reader import ResponseReader
 from deployments.messages import SIDE_STREAM_PATH
 
 # A header of a request on its way from proxy to front: the token. What a client sends in it is
 # dropped.
 READER = "x-arbiter-reader"
-
-# Of bytes that have come and not been asked for; then the engine's socket fills, which stops it.
-MOST_HELD_BYTES = 1 << 18
 
 
 class SideStreamLost(Exception):
@@ -78,55 +73,25 @@ async def read(place: str) -> AsyncGenerator[bytes, None]:
         transport.close()
 
 
-class _Incoming(asyncio.Protocol):
-    """One response, taken apart by httptools; what it calls has its names."""
-
-    def __init__(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self._held: list[bytes] = []
-        self._held_bytes = 0
-        self._wakeup = asyncio.Event()
-        self._is_complete = self._is_lost = False
-        self._transport: asyncio.ReadTransport | None = None
+class _Incoming(ResponseReader):
+    """One response, of which only the body of a status 200 counts."""
 
     async def take(self) -> bytes | None:
         """All bytes there are; waits for some. None: the end. Raises SideStreamLost."""
-        while not self._held:
-            if self._is_complete:
+        while not (held := self.take_held()):
+            if self.is_complete:
                 return None
-            if self._is_lost:
+            if self.is_lost:
                 raise SideStreamLost
-            self._wakeup.clear()
-            await self._wakeup.wait()
-        held, self._held = b"".join(self._held), []
-        if self._held_bytes > MOST_HELD_BYTES and self._transport and not self._is_lost:
-            self._transport.resume_reading()
-        self._held_bytes = 0
+            await self.news()
         return held
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.ReadTransport, transport)  # uvloop's are no subclasses of it
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self._is_lost = True
-        if self._held_bytes > MOST_HELD_BYTES and self._transport:
-            self._transport.pause_reading()
-        self._wakeup.set()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._is_lost = True
-        self._wakeup.set()
-
     def on_headers_complete(self) -> None:
-        self._is_lost = self._parser.get_status_code() != 200
+        self.is_lost = self.parser.get_status_code() != 200
 
     def on_body(self, piece: bytes) -> None:
-        if not self._is_lost:
-            self._held.append(piece)
-            self._held_bytes += len(piece)
+        if not self.is_lost:
+            super().on_body(piece)
 
     def on_message_complete(self) -> None:
-        self._is_complete = not self._is_lost
+        self.is_complete = not self.is_lost
