@@ -9,17 +9,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Compacted, EventKind, LogEvent
-from arbiter.errors import RequestError, SettingsConflict, StaleEpoch
+from arbiter.errors import StaleEpoch
 from arbiter.node import zygote_client
 from arbiter.protocol import messages, ray_internals, rpc
 from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId, in_seconds
@@ -29,13 +26,8 @@ from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId, in_seco
 # needs is imported where it is used; that is a tenth of a second.
 if TYPE_CHECKING:
     from arbiter.core.reports.plan import PlanQuestion
-    from arbiter.server.event_log import EventLog
-    from arbiter.server.recording import Recorder, RecordingHeader
-    from arbiter.server.shell import Shell
 
 logger = logging.getLogger("arbiter")
-
-HANDLE_S = 10.0  # a holder's actor answers its first call within its own start
 
 
 class ArbiterActor:
@@ -43,8 +35,10 @@ class ArbiterActor:
 
     def __init__(self, boot: messages.StartConfig) -> None:
         from arbiter import heap
+        from arbiter.server import new_epoch
+        from arbiter.server.configuration import LiveConfiguration
         from arbiter.server.egress import EgressBook
-        from arbiter.server.event_log import EventLog
+        from arbiter.server.holder_sessions import HolderSessions
         from arbiter.server.hours_clock import HoursClock
         from arbiter.server.job_book import JobBook
         from arbiter.server.lease_service import LeaseService
@@ -57,23 +51,22 @@ class ArbiterActor:
         path = Path(boot.state_file) if boot.state_file else default_path()
         self._store = Store(path, ray_internals.session_name())
         ray_internals.note_state_file(path)  # where a reader finds it though this process hangs
-        self._jobs = JobBook(path)
-        self._configuration = self._store.configuration() or boot.configuration.numbered(1)
-        self._store.save_configuration(self._configuration)
-        epoch = self._store.next_epoch()
+        chosen = self._store.configuration() or boot.configuration.numbered(1)
+        self._store.save_configuration(chosen)
         self._agents = RayAgents(boot.agent)
-        log = EventLog(epoch, Path(boot.event_file) if boot.event_file else None)
         self._tasks: set[asyncio.Future[None]] = set()
-        self._shell = self._new_shell(epoch, log)
-        self._sessions: dict[HolderId, str] = {}  # the last one of each holder
-        self._session_ends: dict[str, asyncio.Event] = {}  # set when the session is over
+        jobs = JobBook(path)
+        self._shell = new_epoch.begin(boot, chosen, self._store, jobs, self._agents, self._start)
+        self._sessions = HolderSessions(self._shell, self._store, self._start)
         self._leases = LeaseService(self._shell, self._agents, self._store)
         self._egress = EgressBook(self._store, self._shell.tell)
-        self._hours = HoursClock(self._shell.feed)
-        self._tell_hours(self._configuration.capabilities.capabilities)
-        self._shell.feed(self._configuration.capabilities)
+        hours = HoursClock(self._shell.feed)
+        self._configuration = LiveConfiguration(
+            chosen, self._shell, self._store, hours, self._begin_anew
+        )
+        self._configuration.begin()
         self._tell_start()
-        self._restore_registered()
+        self._configuration.restore_registered()
         self._leases.restore()
         self._rpc = self._serve_rpc()
         self._watch = NodeWatch(
@@ -81,7 +74,7 @@ class ArbiterActor:
             self._agents,
             self._store,
             self._leases.sweep,
-            self._hours,
+            hours,
             boot.usage_looks_count,
         )
         self._start(self._watch.watch_nodes())
@@ -91,61 +84,6 @@ class ArbiterActor:
 
     def __repr__(self) -> str:
         return f"Arbiter({self._boot.configuration.settings.evict})"
-
-    def _new_shell(self, epoch: Epoch, log: "EventLog") -> "Shell":
-        """Its core is made from a heading, so that a recording of this epoch begins as it did."""
-        from arbiter.server.day_replays import DayReplays
-        from arbiter.server.recording import RecordingHeader
-        from arbiter.server.shell import Shell, monotonic
-        from arbiter.server.status_log import opened
-
-        chosen = self._configuration
-        known = tuple(sorted(member.holder for member in self._store.members()))
-        heading = RecordingHeader(
-            messages.protocol_hash(),
-            chosen.settings,
-            epoch,
-            known,
-            self._store.learned(),
-            monotonic(),
-            self._store.floors(),
-            self._store.accounts(),
-            self._store.usage(),
-            {
-                name: max(0.0, time.time() - at)
-                for name, at in self._store.removed_tenants().items()
-            },
-            self._store.removed_models(),
-            self._store.removing(),
-        )
-        core, module = heading.core(chosen.policies), self._boot.replay_module
-        day = DayReplays(module, chosen.settings, monotonic) if module else None
-        shell = Shell(
-            core,
-            epoch,
-            self._agents,
-            log,
-            recorder=self._recorder(heading, log),
-            day=day,
-            jobs=self._jobs,
-            statuses=opened(core, epoch, monotonic),
-        )
-        if day:
-            self._start(day.run(self._boot.replay_s))
-        return shell
-
-    def _recorder(self, heading: "RecordingHeader", log: "EventLog") -> "Recorder | None":
-        """A file that cannot be written costs the recording, not the arbiter."""
-        from arbiter.server.recording import Recorder
-
-        path = self._store.recording()
-        if path is None:
-            return None
-        try:
-            return Recorder(Path(path), heading)
-        except OSError as error:
-            log.tell(LogEvent(EventKind.NOT_RECORDED, {"cause": str(error)}))
-            return None
 
     def _serve_rpc(self) -> rpc.RpcServer:
         """Serves holders and the agent of this node over a socket."""
@@ -167,28 +105,6 @@ class ArbiterActor:
         self._shell.tell(
             LogEvent(EventKind.ARBITER_STARTED, {"holders": known, "broken_state": aside})
         )
-
-    def _restore_registered(self) -> None:
-        """A capability that the table names differently by now gives way to the table."""
-        try:
-            registered = self._store.registered()
-        except ValueError as error:  # of other code, which is to register them again
-            return self._tell_registration_lost(None, error)
-        for capability in registered:
-            try:
-                self._tell_hours([capability])
-                self._shell.feed(ev.CapabilityRegistered(capability))
-            except RequestError as error:
-                self._tell_registration_lost(capability.name, error)
-
-    def _tell_hours(self, capabilities: Iterable[types.CapabilitySpec]) -> None:
-        self._hours.tell_of(capabilities, self._shell.core.settings.batch_hours)
-
-    def _tell_registration_lost(self, capability: str | None, cause: Exception) -> None:
-        """`capability`: None for all of them."""
-        kind = EventKind.REGISTRATION_LOST
-        said = LogEvent(kind, {"capability": capability, "cause": str(cause)})
-        self._shell.tell(said)
 
     def _tell_trouble(self, why: str) -> None:
         self._shell.tell(LogEvent(EventKind.STATE_NOT_KEPT, {"cause": why}))
@@ -218,47 +134,27 @@ class ArbiterActor:
         """`handles`: the holder's own actor, if it is one. `refs`: its pending call of
         `keepalive(session_id)`. Both are in lists, so that Ray passes them on instead of waiting
         for them."""
-        from arbiter.server.store import Member
-
-        self._shell.calls_count += 1
-        holder = joined.holder
-        process = joined.pid, joined.start_ticks
-        self._store.add_member(Member(holder, joined.node, *process, joined.is_driver))
-        self._shell.open_mail(holder)
-        before, self._sessions[holder] = self._sessions.get(holder), session_id
-        if before:
-            self._session_end(before).set()
-        self._start(self._watch_holder(holder, session_id, handles, refs))
-        self._shell.feed(joined)
-        return messages.JoinReply(
-            self._shell.epoch,
-            self._configuration.table,
-            self._configuration.settings.timeouts,
-        )
+        self._sessions.join(joined, session_id, handles, refs)
+        chosen = self._configuration.current
+        return messages.JoinReply(self._shell.epoch, chosen.table, chosen.settings.timeouts)
 
     async def keepalive(self, session_id: str) -> None:
         """The caller owns its result, so that losing the result is its death. Returns when that
         joining is over, whichever of the two calls came first."""
-        try:
-            await self._session_end(session_id).wait()
-        finally:
-            self._session_ends.pop(session_id, None)
-
-    def _session_end(self, session_id: str) -> asyncio.Event:
-        return self._session_ends.setdefault(session_id, asyncio.Event())
+        await self._sessions.ended(session_id)
 
     async def acquire(self, epoch: Epoch, requested: ev.Requested) -> messages.Granted:
         """Waits for a grant. Raises RequestError; cancelled: the ticket is withdrawn."""
-        self._check(epoch, requested.holder)
+        self._sessions.check(epoch, requested.holder)
         return await self._shell.acquire(requested)
 
     async def grow(self, epoch: Epoch, holder: HolderId, event: ev.GrowthAsked) -> messages.Granted:
         """Waits for more for a resident. Raises GrowthRefused, NeverFits, TicketClosed."""
-        self._check(epoch, holder)
+        self._sessions.check(epoch, holder)
         return await self._shell.grow(replace(event, holder=holder))
 
     async def tell(self, epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
-        self._check(epoch, holder)
+        self._sessions.check(epoch, holder)
         match event:
             case ev.Withdrawn():
                 self._shell.withdrawn(replace(event, holder=holder))
@@ -267,56 +163,26 @@ class ArbiterActor:
             case ev.GrowthAsked():
                 self._shell.growth_withdrawn(event)
             case ev.HolderLost():
-                self._lost(holder)
+                self._sessions.lost(holder)
             case _:
                 self._shell.feed(event)
 
     async def renew(self, epoch: Epoch, renewed: ev.Renewed) -> Epoch:
-        self._check(epoch, renewed.holder)
+        self._sessions.check(epoch, renewed.holder)
         self._shell.feed(renewed)
         if not self._shell.core.has_joined(renewed.holder):  # it was silent, and counted as dead
-            self._lost(renewed.holder)
+            self._sessions.lost(renewed.holder)
             raise StaleEpoch(epoch, self._shell.epoch)
-        self._check_mail(epoch, renewed.holder)
+        self._sessions.check_mail(epoch, renewed.holder)
         return self._shell.epoch
 
     async def listen(
         self, holder: HolderId, epoch: Epoch, ack: int
     ) -> tuple[messages.SequencedCommand, ...]:
         """Commands after `ack`; empty when none came for a while. Raises StaleEpoch: rejoin."""
-        self._check(epoch, holder)
-        self._check_mail(epoch, holder)
+        self._sessions.check(epoch, holder)
+        self._sessions.check_mail(epoch, holder)
         return await self._shell.listen(holder, ack)
-
-    def _check(self, epoch: Epoch, holder: HolderId) -> None:
-        self._shell.calls_count += 1
-        if epoch != self._shell.epoch or not self._shell.has_mail(holder):
-            raise StaleEpoch(epoch, self._shell.epoch)
-
-    def _check_mail(self, epoch: Epoch, holder: HolderId) -> None:
-        """Refuses the calls by which a session lives to a holder that must rejoin, and no others:
-        the holder is alive and on the books, so its other calls go on."""
-        if self._shell.must_rejoin(holder):
-            raise StaleEpoch(epoch, self._shell.epoch)
-
-    async def _watch_holder(
-        self, holder: HolderId, session_id: str, handles: list[Any], refs: list[Any]
-    ) -> None:
-        """Ends when the holder's process does: in 10-25 ms if its actor was called once, because
-        that subscribes us to the actor's state, else in 2 s."""
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            async with asyncio.timeout(HANDLE_S):
-                for handle in handles:
-                    await handle.__ray_ready__.remote()
-        if await ray_internals.owner_died(refs[0]) and self._sessions.get(holder) == session_id:
-            self._lost(holder)
-
-    def _lost(self, holder: HolderId) -> None:
-        if session_id := self._sessions.pop(holder, None):
-            self._session_end(session_id).set()
-        self._store.drop_holder(holder)
-        self._shell.close_mail(holder)
-        self._shell.feed(ev.HolderLost(holder))
 
     # -- nodes ---------------------------------------------------------------------------------
 
@@ -373,44 +239,12 @@ class ArbiterActor:
     async def configure(self, configuration: messages.Configuration) -> None:
         """Takes the table that the front read from its file. An unchanged file takes back no
         change made at runtime since (C12)."""
-        if configuration.table != self._configuration.written:
-            self._choose(configuration.numbered(self._configuration.generation + 1))
+        self._configuration.configure(configuration)
 
     async def change_settings(self, wanted: messages.Configuration, of: Generation) -> Generation:
         """Changes the settings at runtime, if they are still of that generation; kept across
         restarts. Returns the new generation. Raises SettingsConflict. Repeated, it is done once."""
-        now = self._configuration
-        if now.table == wanted.table and now.generation == of + 1:
-            return now.generation
-        if now.generation != of:
-            raise SettingsConflict(of, now.generation)
-        self._choose(replace(wanted, written=now.written, generation=Generation(of + 1)))
-        return self._configuration.generation
-
-    def _choose(self, configuration: messages.Configuration) -> None:
-        """Takes effect at once; other settings or policies begin a new epoch, in which holders
-        rejoin with everything they hold. Raises CapabilityConflict or UnknownRole, having changed
-        nothing."""
-        from arbiter.core.records.registry import Registry
-
-        old, core, table = self._configuration, self._shell.core, configuration.capabilities
-        future = Registry(tuple(sorted(configuration.policies.roles)))
-        for capability in core.registered:
-            future.register(capability)
-        future.replace(table.capabilities)  # first, because it may be refused
-        if {spec.role for spec in table.capabilities} <= old.policies.roles.keys():
-            self._tell_hours(table.capabilities)
-            self._shell.feed(table)  # else the next epoch takes it, which has the new roles
-        self._configuration = configuration
-        self._store.save_configuration(configuration)
-        known = {(spec.name, model.name) for spec in future.specs.values() for model in spec.models}
-        floors = [row for row in core.export_floors() if (row[0], row[1]) in known]
-        self._store.save_floors(floors)  # what was removed has none
-        removed = [list(name) for name in core.model_names if name not in known]
-        self._store.save_removing(core.export_removing() + removed)
-        self._shell.command_all(messages.ConfigChanged(configuration.table))
-        if (old.settings, old.policies) != (configuration.settings, configuration.policies):
-            self._begin_anew("settings changed")
+        return self._configuration.change(wanted, of)
 
     async def record(self, path: str | None, of: Epoch) -> None:
         """Every event from the epoch after `of` on; None: no longer. The next epoch begins now.
@@ -433,19 +267,13 @@ class ArbiterActor:
         """Adds a capability from Python, which lasts until `unregister`, over changes of the table
         and restarts (A2). Raises CapabilityConflict, UnknownRole; ValueError for hours that are
         none."""
-        self._tell_hours([capability])
-        self._shell.feed(ev.CapabilityRegistered(capability))
-        self._store.save_registered(self._shell.core.registered)
-        self._store.save_removing(self._shell.core.export_removing())
+        self._configuration.register(capability)
 
     async def unregister(self, capability: str) -> None:
         """Its models leave once they are idle. Raises UnknownCapability for a name that was not
         registered from Python, or is no longer: also when a call is sent again whose answer was
         lost."""
-        self._shell.feed(ev.CapabilityUnregistered(capability))
-        self._store.save_registered(self._shell.core.registered)
-        self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
-        self._store.save_removing(self._shell.core.export_removing())
+        self._configuration.unregister(capability)
 
     async def unload(self, ticket: TicketId) -> None:
         """Unloads a model by hand; a model in use stays."""
@@ -503,7 +331,7 @@ class ArbiterActor:
         self._shell.feed(ev.TenantRemoved(tenant))
 
     async def state(self) -> messages.Plain:
-        now = self._configuration
+        now = self._configuration.current
         chosen = {"policy": now.settings.evict, "table": now.table, "generation": now.generation}
         return {**self._shell.snapshot(), **chosen}
 
@@ -538,7 +366,7 @@ class ArbiterActor:
     async def table(self) -> messages.Plain:
         """What another arbiter is to be started with, in plain values: it may be of other code,
         in which a pickled object would be read without an error, and wrong."""
-        return self._configuration.table
+        return self._configuration.current.table
 
     async def close(self, wait_s: float) -> int:
         """Grant nothing more, unload what is idle, wait for the rest; then end all agents and

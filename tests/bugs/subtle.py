@@ -311,7 +311,7 @@ BUGS = [
     Bug("what the table has is not registered", "arbiter/core/records/registry.py", "Registry.register",
         "self.registered[spec.name] = spec",
         "self._table.get(spec.name) or self.registered.setdefault(spec.name, spec)"),
-    Bug("a change with a new role goes to the running core", "arbiter/server/actor.py", "ArbiterActor._choose",
+    Bug("a change with a new role goes to the running core", "arbiter/server/configuration.py", "LiveConfiguration._choose",
         "{spec.role for spec in table.capabilities} <= old.policies.roles.keys()",
         "True"),
     Bug("how a model leaves after its wake is timed from its sleep", "arbiter/core/eviction/sleep.py", "confirm_sleep",

@@ -49,7 +49,7 @@ async def test_ended_session_leaves_no_pending_keepalive(running: Running) -> No
         assert not second.done() and actor._shell.has_mail(H)
         await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
         await ended(second)
-        assert not actor._session_ends
+        assert not actor._sessions._ends
 
 
 @pytest.mark.spec("A15", "A18")
@@ -82,13 +82,13 @@ async def test_settings_change_once_per_generation_and_a_reread_file_undoes_noth
             await actor.change_settings(written, first)
         assert caught.value.current == first + 1 and begun == ["settings changed"]
         await actor.configure(written)
-        assert actor._configuration.settings.bypass_count == 3
+        assert actor._configuration.current.settings.bypass_count == 3
     async with running() as actor:  # after a shutdown only the file counts
         assert (await actor.state())["generation"] == first
         await actor.change_settings(wanted, first)
         again = configuration(parse_table(TABLE | {"arbiter": {"bypass_count": 5}}))
         await actor.configure(again)
-        assert actor._configuration.settings.bypass_count == 5
+        assert actor._configuration.current.settings.bypass_count == 5
         assert (await actor.state())["generation"] == first + 2
 
 
