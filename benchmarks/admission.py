@@ -35,7 +35,7 @@ from benchmarks import load, report
 from benchmarks.adapters import ENGINE_ARGS, ENTRY, RANK, STREAMS, make_adapters, plain_lora
 from deployments.config import load_plan
 from deployments.config.model_files import slot_size, weights_bytes
-from deployments.config.schema import AdaptersConfig
+from deployments.config.model_section import AdaptersConfig
 from tests.support.engine_host import Child, ZygoteUnderTest, zygote
 
 PLAIN = "benchmarks.ungated:build"

@@ -14,7 +14,9 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from deployments.config.schema import CapabilityArgs, CapabilityConfig, ConfigError, FrontArgs
+from deployments.config.capability_section import CapabilityConfig
+from deployments.config.config_file import CapabilityArgs, FrontArgs
+from deployments.config.schema import ConfigError
 
 # By role, and `rerank`, which a row of the table names by `class`.
 CLASSES = {

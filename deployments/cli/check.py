@@ -49,7 +49,8 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Name every wrong key of a configuration, and what each model needs."""
-    from deployments.config.schema import ConfigError, check_file
+    from deployments.config.config_file import check_file
+    from deployments.config.schema import ConfigError
 
     with working(f"building {file}"):
         plans: dict[str, ModelPlan] = {}

@@ -20,7 +20,8 @@ from deployments.config.model_files import (
     slot_size,
     weights_bytes,
 )
-from deployments.config.schema import ConfigError, ModelConfig
+from deployments.config.model_section import ModelConfig
+from deployments.config.schema import ConfigError
 
 Arguments = Mapping[str, Any]  # `engine_args`
 # From the kind, the folder of the model and its configuration; raises ConfigError.

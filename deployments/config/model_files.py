@@ -9,7 +9,8 @@ from typing import Any
 from arbiter.core.records import estimates
 from arbiter.units import GIB, Bytes
 from deployments.config import safetensors_header
-from deployments.config.schema import ConfigError, ModelConfig
+from deployments.config.model_section import ModelConfig
+from deployments.config.schema import ConfigError
 
 # vLLM's default number of sequences in a batch; more slots than sequences serve no request.
 DEFAULT_SEQUENCES = 128

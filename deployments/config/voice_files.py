@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deployments.config.load_plan import resolve
-from deployments.config.schema import ESPEAK, ConfigError, ModelConfig
+from deployments.config.model_section import ESPEAK, ModelConfig
+from deployments.config.schema import ConfigError
 
 ESPEAK_DEFAULT = "en-us"
 

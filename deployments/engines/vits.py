@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from deployments.config.schema import ESPEAK
+from deployments.config.model_section import ESPEAK
 from deployments.engines import asgi, sound
 from deployments.engines.asgi import BadField
 from deployments.engines.espeak import Espeak

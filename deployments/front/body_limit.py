@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arbiter.units import Bytes, human
-from deployments.config.schema import FrontConfig
+from deployments.config.front_section import FrontConfig
 from deployments.front.http_errors import on_http_exception, refused
 from deployments.front.request import BadRequest
 from deployments.front.service import RETRY_AFTER_S

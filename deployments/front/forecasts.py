@@ -21,8 +21,9 @@ from arbiter.core.types import Priority
 from arbiter.errors import ArbiterUnavailable, UnknownCapability, UnknownModel
 from arbiter.units import DEFAULT_TENANT
 from deployments.config import load_plan
+from deployments.config.capability_section import CapabilityConfig
 from deployments.config.file_threads import in_thread
-from deployments.config.schema import CapabilityConfig, ConfigError, Table
+from deployments.config.schema import ConfigError, Table
 from deployments.front import arbiter_gateway, model_cards, plan_questions
 from deployments.front.arbiter_gateway import NEVER_SEEN, ArbiterState, ModelTimes, Presence
 from deployments.tasks import predict

@@ -12,8 +12,9 @@ from collections import OrderedDict
 from hashlib import blake2b
 from typing import get_args
 
+from deployments.config.capability_section import CapabilityConfig
 from deployments.config.fields import KvTerm
-from deployments.config.schema import CapabilityConfig, ModelConfig
+from deployments.config.model_section import ModelConfig
 from deployments.front.schemas import Body, Generates
 from deployments.front.stable_prefix import StableRun
 from deployments.routing.rank import KEYS

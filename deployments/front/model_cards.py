@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arbiter.errors import ArbiterUnavailable
+from deployments.config.capability_section import CapabilityConfig
 from deployments.config.file_threads import in_thread
 from deployments.config.load_plan import resolve
 from deployments.config.model_files import context_tokens
+from deployments.config.model_section import ModelConfig
 from deployments.config.remotes_section import RemoteModel
-from deployments.config.schema import CapabilityConfig, ConfigError, ModelConfig, Table
+from deployments.config.schema import ConfigError, Table
 from deployments.front import arbiter_gateway
 from deployments.front.arbiter_gateway import AWAY, Presence, soonest
 

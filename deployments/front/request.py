@@ -16,7 +16,8 @@ from arbiter.errors import RequestError
 from arbiter.units import DEFAULT_TENANT
 from deployments import messages
 from deployments.config.fields import USUAL, KvTerm
-from deployments.config.schema import ModelConfig, Profile
+from deployments.config.front_section import Profile
+from deployments.config.model_section import ModelConfig
 from deployments.front import stable_prefix
 from deployments.front.kv_use import key_of
 from deployments.front.model_names import Target

@@ -41,7 +41,9 @@ from arbiter.units import TicketId
 from deployments import messages, prefixes
 from deployments.config.arbiter_section import TenantConfig
 from deployments.config.fields import KvTerm
-from deployments.config.schema import ModelConfig, Profile, Table
+from deployments.config.front_section import Profile
+from deployments.config.model_section import ModelConfig
+from deployments.config.schema import Table
 from deployments.config.task_section import TaskConfig
 from deployments.front.keys import Caller, Scope
 from deployments.front.kv_use import KeyTerms, asked_term, keeps_kv, term_of

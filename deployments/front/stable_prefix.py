@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deployments import prefixes
-from deployments.config.schema import ModelConfig
+from deployments.config.model_section import ModelConfig
 from deployments.front.model_names import Target
 from deployments.prefixes import Cut
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from arbiter.errors import RequestError, UnknownModel
 from deployments import messages, prefixes
-from deployments.config.schema import Profile
+from deployments.config.front_section import Profile
 from deployments.config.task_section import PREFIX, TaskConfig
 from deployments.front.forecasts import UNSEEN, Forecast, Forecasts
 from deployments.front.keys import Caller

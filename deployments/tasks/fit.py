@@ -10,7 +10,8 @@ from typing import Any
 
 from deployments import messages, prefixes
 from deployments.app import CLASSES, class_path
-from deployments.config.schema import CapabilityConfig, ConfigError
+from deployments.config.capability_section import CapabilityConfig
+from deployments.config.schema import ConfigError
 
 # Characters of a token of text, as English has it for most tokenizers. A length told by this is an
 # estimate: a request near the bound may reach an engine that refuses it.

@@ -19,8 +19,8 @@ from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.settings import DEFAULTS
 from arbiter.server.store import Store
 from arbiter.units import GIB, Bytes, seconds
+from deployments.config.config_file import check_file
 from deployments.config.load_plan import plan
-from deployments.config.schema import check_file
 from tests.support.command_line import Run
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunne
 from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from deployments.config.schema import check_file
+from deployments.config.config_file import check_file
 from deployments.engines.vllm.picture_connector import PictureConnector, PicturesInUse
 from tests.support.engine_host import ROOT
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from deployments.config.capability_section import CapabilityConfig
 from deployments.config.load_plan import plan
 from deployments.config.remotes_section import RemoteModel
-from deployments.config.schema import CapabilityConfig, ConfigError, Table
+from deployments.config.schema import ConfigError, Table
 from deployments.front.model_cards import Facts, remote_facts
 from deployments.front.model_names import Target
 

@@ -21,7 +21,8 @@ from deployments.capabilities.text import TextServer
 from deployments.capabilities.tts import SpeechServer
 from deployments.capabilities.vad import VadServer
 from deployments.capabilities.vision import VisionServer
-from deployments.config.schema import Table, check_file
+from deployments.config.config_file import check_file
+from deployments.config.schema import Table
 
 SERVED = Path(__file__).parents[3] / "serve_config.yaml"
 HEARD = b"a file of speech"

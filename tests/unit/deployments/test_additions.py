@@ -12,7 +12,8 @@ from arbiter.core.view import Candidate
 from arbiter.units import GIB, Bytes, HolderId, Instant, Span, TicketId
 from deployments import app
 from deployments.config import boot, runtime_settings
-from deployments.config.schema import CapabilityArgs, ConfigError, parse_table
+from deployments.config.config_file import CapabilityArgs
+from deployments.config.schema import ConfigError, parse_table
 from deployments.replica.capability import Capability
 from tests.support.contributing import ROOT, addition, package
 

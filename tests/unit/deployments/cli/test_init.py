@@ -18,9 +18,9 @@ from arbiter.node import nvml, procfs
 from arbiter.node.nvml import Card
 from arbiter.units import GIB, MIB, Bytes
 from deployments.cli import config_text
+from deployments.config.config_file import check_file
 from deployments.config.engine_kinds import ENGINES
 from deployments.config.fields import parse_size
-from deployments.config.schema import check_file
 from tests.support.command_line import Run
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 1024}

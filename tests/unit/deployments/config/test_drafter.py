@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from arbiter.units import MIB, Bytes
+from deployments.config.capability_section import CapabilityConfig
 from deployments.config.load_plan import DRAFTER_WORKING_BYTES, plan
-from deployments.config.schema import CapabilityConfig, ConfigError, Table
+from deployments.config.schema import ConfigError, Table
 from tests.support.model_files import safetensors
 
 pytestmark = pytest.mark.spec("A13", "F9")

@@ -9,9 +9,11 @@ import pytest
 from arbiter.core.types import Need
 from arbiter.units import MIB, Bytes, Content
 from deployments.config import engine_kinds
+from deployments.config.capability_section import CapabilityConfig
 from deployments.config.engine_kinds import EngineKind
 from deployments.config.load_plan import plan
-from deployments.config.schema import CapabilityConfig, ConfigError, ModelConfig
+from deployments.config.model_section import ModelConfig
+from deployments.config.schema import ConfigError
 from tests.support.adapters import write
 from tests.support.model_files import safetensors
 

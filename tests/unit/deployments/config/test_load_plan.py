@@ -10,7 +10,8 @@ import pytest
 from arbiter.core.types import DeviceBytes, Split
 from arbiter.units import MIB, Bytes, DeviceId
 from deployments.config import engine_kinds, load_plan, model_files
-from deployments.config.schema import CapabilityConfig, ConfigError
+from deployments.config.capability_section import CapabilityConfig
+from deployments.config.schema import ConfigError
 from tests.support.adapters import write
 from tests.support.few_threads import few_threads, is_free
 from tests.support.model_files import safetensors

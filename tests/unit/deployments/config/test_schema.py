@@ -9,8 +9,9 @@ import yaml
 
 from arbiter.units import GIB, MIB, seconds
 from deployments.config.boot import as_plain
+from deployments.config.config_file import check_file
 from deployments.config.fields import parse_size
-from deployments.config.schema import ConfigError, Table, check_file, parse_table
+from deployments.config.schema import ConfigError, Table, parse_table
 from deployments.config.voice_files import voices
 
 SHIPPED = Path(__file__).parents[4] / "serve_config.yaml"

@@ -9,7 +9,8 @@ import pytest
 
 from deployments.config import voice_files
 from deployments.config.load_plan import resolve
-from deployments.config.schema import ConfigError, ModelConfig
+from deployments.config.model_section import ModelConfig
+from deployments.config.schema import ConfigError
 
 pytestmark = pytest.mark.spec("H4")
 

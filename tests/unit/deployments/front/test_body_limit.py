@@ -11,7 +11,7 @@ import pytest
 from httpx import ASGITransport, AsyncClient
 from starlette.exceptions import HTTPException
 
-from deployments.config.schema import FrontConfig
+from deployments.config.front_section import FrontConfig
 from deployments.front import application, body_limit, keys
 from deployments.front.auth import Authenticator
 from deployments.front.body_limit import SMALL_BYTES, BodyLimit, BoundedBody

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from arbiter.errors import ArbiterUnavailable
-from deployments.config.schema import ModelConfig, Table, parse_table
+from deployments.config.model_section import ModelConfig
+from deployments.config.schema import Table, parse_table
 from deployments.front import arbiter_gateway, model_cards
 from deployments.front.arbiter_gateway import Presence, typed
 from tests.support.few_threads import few_threads, is_free

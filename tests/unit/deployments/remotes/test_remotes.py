@@ -144,7 +144,7 @@ async def test_local_only_wins_over_the_scope(remotes: Remotes, how: Any) -> Non
 async def test_a_clients_false_does_not_take_back_its_header_nor_its_profile(
     remotes: Remotes,
 ) -> None:
-    from deployments.config.schema import Profile
+    from deployments.config.front_section import Profile
 
     profiles = {"careful": Profile(local_only=True)}
     body = {"model": "far-chat", "messages": HELLO, "x_local_only": False}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deployments.config.schema import CapabilityConfig
+from deployments.config.capability_section import CapabilityConfig
 from deployments.tasks.fit import Needs, needs_of, served_paths, unfit
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
