@@ -43,6 +43,7 @@ NEAR = {
     "arbiter/core/eviction/oversize.py": "arbiter/core/queue/test_grants.py",
     "arbiter/core/eviction/waste.py": "arbiter/core/eviction/test_compaction.py",
     "arbiter/core/queue/pass_state.py": "arbiter/core/queue/test_grants.py",
+    "arbiter/core/records/load_predictor.py": "arbiter/core/queue/test_wait_estimate.py",
     "arbiter/core/records/request_queue.py": "arbiter/core/queue/test_grants.py",
     "arbiter/core/records/ticket.py": "arbiter/core/tickets/test_reclaim.py",
     "arbiter/core/records/timers.py": "arbiter/core/tickets/test_reclaim.py",
@@ -50,6 +51,7 @@ NEAR = {
     "arbiter/core/tickets/loads.py": "arbiter/core/tickets/test_reclaim.py",
     "arbiter/client/gang_request.py": "deployments/replica/test_use_all.py",
     "arbiter/errors/base.py": "arbiter/test_errors.py",
+    "arbiter/server/configuration.py": "arbiter/server/test_lasting_state.py",
     "deployments/engines/vllm/admission.py": "deployments/engines/vllm/test_batch_gate.py",
     "deployments/replica/held_model.py": "deployments/replica/test_residency.py",
 }

@@ -151,7 +151,7 @@ BUGS = [
     Bug("deadlines are not foreseen", "arbiter/core/queue/wait_estimate.py", "estimate_new",
         "predicted_at > waiting.deadline",
         "False"),
-    Bug("a constant predictor", "arbiter/core/records/estimates.py", "Fit.at",
+    Bug("a constant predictor", "arbiter/core/records/load_predictor.py", "Fit.at",
         "mean_y + slope * (x - mean_x)",
         "mean_y"),
     Bug("no overhead is learned", "arbiter/core/records/estimates.py", "Estimates._size",

@@ -8,7 +8,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.records.estimates import Predictor
+from arbiter.core.records.load_predictor import Predictor
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import GIB, Bytes, HolderId, TicketId, in_seconds, seconds
 from tests.support.core_driver import CPU, PLAIN, CoreDriver, granted, refusal, revoked
