@@ -39,6 +39,7 @@ CORE_FOLDERS = ("arbiter/core", "policies")
 NEAR = {
     "arbiter/client/session.py": "arbiter/client/test_holder.py",
     "arbiter/core/arbiter.py": "arbiter/core/queue/test_admission.py",
+    "arbiter/core/dispatch.py": "arbiter/core/residency/test_floors.py",
     "arbiter/core/eviction/eligibility.py": "arbiter/core/eviction/test_eviction.py",
     "arbiter/core/eviction/oversize.py": "arbiter/core/queue/test_grants.py",
     "arbiter/core/eviction/waste.py": "arbiter/core/eviction/test_compaction.py",

@@ -17,18 +17,17 @@ The rules stand in folders by subject: `queue/` (admission, grants, placement), 
 `tickets/` (loads, reclaim, leases, quotas); `records/` holds their data, `state.py` all of it.
 """
 
-from collections.abc import Callable, Sequence
-from functools import singledispatch
+from collections.abc import Sequence
 from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import timeouts, types
-from arbiter.core.decisions import Compacted, Decision, EventKind, Reason, SetTimer
-from arbiter.core.eviction import compaction, eviction, pressure, sleep
+from arbiter.core.decisions import Compacted, Decision, SetTimer
+from arbiter.core.dispatch import apply
+from arbiter.core.eviction import compaction, eviction
 from arbiter.core.histogram import HistogramCounts
-from arbiter.core.queue import admission, grant_pass, hours, wait_estimate
-from arbiter.core.records.registry import Registry
-from arbiter.core.records.ticket import CHARGED, State
+from arbiter.core.queue import grant_pass, wait_estimate
+from arbiter.core.records.ticket import State
 from arbiter.core.reports import dry_run, replica_targets
 from arbiter.core.reports.explain import Explanation, explain
 from arbiter.core.reports.plan import Plan, PlanQuestion
@@ -36,16 +35,11 @@ from arbiter.core.reports.snapshot import StateView, view_of
 from arbiter.core.residency import (
     floors,
     growth,
-    heartbeats,
-    idle,
     prefetch,
-    prewarm,
-    readings,
-    slabs,
 )
 from arbiter.core.settings import Settings
 from arbiter.core.state import CoreState, Foresight
-from arbiter.core.tickets import device_limits, lessees, loads, reclaim
+from arbiter.core.tickets import lessees
 from arbiter.core.view import Policies
 from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId, after, seconds
 
@@ -79,7 +73,7 @@ class Arbiter:
         assert now >= state.now, "time went back"
         state.now = now
         state.out = []
-        _apply.registry.get(type(event), _apply)(event, state)  # its own look-up takes 0.5 us
+        apply.registry.get(type(event), apply)(event, state)  # its own look-up takes 0.5 us
         timeouts.fire_due(state)
         eviction.evict_overcommitted(state)
         growth.grant_waiting(state)
@@ -300,216 +294,3 @@ def _handle_on(copied: CoreState, event: ev.Event, now: Instant) -> list[Decisio
     twin = object.__new__(Arbiter)
     twin._state = copied
     return twin.handle(event, now)
-
-
-# -- the events -----------------------------------------------------------------------------------
-
-
-@singledispatch
-def _apply(event: ev.Event, _: CoreState) -> None:
-    raise TypeError(f"unknown event {event!r}")
-
-
-@_apply.register
-def _(event: ev.CapabilitiesSet, state: CoreState) -> None:
-    _change_registry(state, lambda registry: registry.replace(event.capabilities))
-
-
-@_apply.register
-def _(event: ev.CapabilityRegistered, state: CoreState) -> None:
-    _change_registry(state, lambda registry: registry.register(event.capability))
-
-
-@_apply.register
-def _(event: ev.CapabilityUnregistered, state: CoreState) -> None:
-    _change_registry(state, lambda registry: registry.unregister(event.capability))
-
-
-def _change_registry(state: CoreState, change: Callable[[Registry], None]) -> None:
-    """Changes which capabilities and models there are, and what depends on it. Raises what
-    `change` raises, having changed nothing."""
-    before = tuple(state.registry.specs.values())
-    floors_before = state.all_floors()
-    closed_before = hours.closed(state)
-    change(state.registry)
-    _follow_registry(state, before)
-    floors.on_table(state, floors_before)
-    hours.load_opened(state, closed_before)
-
-
-def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> None:
-    """Everything that depends on which capabilities and models there are."""
-    floors.note_removed(state, before)
-    admission.reject_removed_models(state)
-    for entry in state.ledger.entries(*CHARGED):
-        heartbeats.apply_configuration(state, entry)
-        state.set_timer(entry, state.now)
-    hours.follow(state)
-    readings.rebudget(state)
-    device_limits.cap_pins(state, state.ledger.books)
-    state.mark_dirty(*state.nodes)
-    device_limits.flag_pinned(state, state.ledger.books)
-
-
-@_apply.register
-def _(event: ev.NodeSeen, state: CoreState) -> None:
-    readings.on_node_seen(state, event)
-    device_limits.flag_pinned(state, [spec.device for spec in event.devices])
-
-
-@_apply.register
-def _(event: ev.NodeLost, state: CoreState) -> None:
-    readings.on_node_lost(state, event)
-    for holder in [h for h in state.holders.values() if h.node == event.node]:
-        heartbeats.on_lost(state, holder.holder)
-
-
-@_apply.register
-def _(event: ev.Measured, state: CoreState) -> None:
-    readings.on_measured(state, event)
-
-
-@_apply.register
-def _(event: ev.EngineGone, state: CoreState) -> None:
-    readings.on_engine_gone(state, event)
-
-
-@_apply.register
-def _(event: ev.Joined, state: CoreState) -> None:
-    heartbeats.on_joined(state, event)
-    floors.on_join(state, event.capability)
-
-
-@_apply.register
-def _(event: ev.Renewed, state: CoreState) -> None:
-    heartbeats.on_renewed(state, event)
-
-
-@_apply.register
-def _(event: ev.HolderLost, state: CoreState) -> None:
-    heartbeats.on_lost(state, event.holder)
-
-
-@_apply.register
-def _(event: ev.Requested, state: CoreState) -> None:
-    admission.on_requested(state, event)
-
-
-@_apply.register
-def _(event: ev.GrowthAsked, state: CoreState) -> None:
-    growth.on_growth_asked(state, event)
-
-
-@_apply.register
-def _(event: ev.GaveBack, state: CoreState) -> None:
-    growth.on_gave_back(state, event)
-
-
-@_apply.register
-def _(event: ev.Withdrawn, state: CoreState) -> None:
-    loads.on_withdrawn(state, event)
-
-
-@_apply.register
-def _(event: ev.Loaded, state: CoreState) -> None:
-    if entry := state.live(event.ticket, State.LOADING):
-        loads.on_loaded(state, entry, event.took, verified=event.verified)
-
-
-@_apply.register
-def _(event: ev.LoadBroke, state: CoreState) -> None:
-    loads.note_cause(state, event)
-    if entry := state.live(event.ticket, State.LOADING):
-        loads.on_load_failed(state, entry, event.cause, event.out_of_memory)
-
-
-@_apply.register
-def _(event: ev.Busy, state: CoreState) -> None:
-    if entry := state.live(event.ticket, State.DRAINING):
-        reason = entry.leaving
-        eviction.victim_declined(state, entry, EventKind.VICTIM_BUSY, event.inflight)
-        if reason is Reason.PRESSURE:
-            pressure.evict_next(state, entry)
-
-
-@_apply.register
-def _(event: ev.BarrierDropped, state: CoreState) -> None:
-    if entry := state.live(event.ticket, State.DRAINING):
-        eviction.victim_declined(state, entry, EventKind.BARRIER_DROPPED, event.inflight)
-
-
-@_apply.register
-def _(event: ev.Slept, state: CoreState) -> None:
-    if entry := state.live(event.ticket, State.DRAINING):
-        sleep.on_slept(state, entry)
-
-
-@_apply.register
-def _(event: ev.Released, state: CoreState) -> None:
-    reclaim.on_released(state, event)
-
-
-@_apply.register
-def _(event: ev.Prewarmed, state: CoreState) -> None:
-    prewarm.on_prewarmed(state, event)
-
-
-@_apply.register
-def _(event: ev.SpeechStarted, state: CoreState) -> None:
-    prewarm.on_speech(state, event)
-
-
-@_apply.register
-def _(event: ev.UnloadAsked, state: CoreState) -> None:
-    idle.on_unload_asked(state, event.ticket)
-
-
-@_apply.register
-def _(event: ev.PriorityRaised, state: CoreState) -> None:
-    admission.on_raised(state, event)
-
-
-@_apply.register
-def _(event: ev.CancelAsked, state: CoreState) -> None:
-    admission.on_cancel_asked(state, event)
-
-
-@_apply.register
-def _(event: ev.FloorSet, state: CoreState) -> None:
-    floors.on_set(state, event)
-    state.mark_dirty(*state.nodes)  # other tickets may be victims now
-
-
-@_apply.register
-def _(event: ev.LoadAsked, state: CoreState) -> None:
-    floors.on_load_asked(state, event)
-
-
-@_apply.register
-def _(event: ev.CompactAsked, state: CoreState) -> None:
-    compaction.on_asked(state, event)
-
-
-@_apply.register
-def _(event: ev.PressurePushed, state: CoreState) -> None:
-    pressure.on_pushed(state, event)
-
-
-@_apply.register
-def _(event: ev.TenantRemoved, state: CoreState) -> None:
-    slabs.on_tenant_removed(state, event)
-
-
-@_apply.register
-def _(event: ev.HoursRead, state: CoreState) -> None:
-    hours.on_read(state, event)
-
-
-@_apply.register
-def _(_event: ev.ClosingDown, state: CoreState) -> None:
-    timeouts.start_closing(state)
-
-
-@_apply.register
-def _(_event: ev.TimerFired, _: CoreState) -> None:
-    pass

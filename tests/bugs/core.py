@@ -306,7 +306,7 @@ BUGS = [
         "from arbiter.core.view import IdleModel",
         "from arbiter.core.view import IdleModel\n"
         "import time"),
-    Bug("the core rolls dice", "arbiter/core/arbiter.py", "",
+    Bug("the core rolls dice", "arbiter/core/dispatch.py", "",
         "from functools import singledispatch",
         "from functools import singledispatch\n"
         "import random"),

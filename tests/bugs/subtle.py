@@ -305,7 +305,7 @@ BUGS = [
     Bug("a capability that is back is still being removed", "arbiter/core/residency/floors.py", "note_removed",
         "del state.removing[name]",
         "pass"),
-    Bug("a registered capability waits for its floor", "arbiter/core/arbiter.py", "_change_registry",
+    Bug("a registered capability waits for its floor", "arbiter/core/dispatch.py", "_change_registry",
         "floors.on_table(state, floors_before)",
         ""),
     Bug("what the table has is not registered", "arbiter/core/records/registry.py", "Registry.register",
