@@ -1,5 +1,6 @@
 """Bodies of the generating routes: what the front checks before a model is loaded for a request,
-and what /openapi.json says. SCHEMAS has one row for each path; a new JSON route is a row.
+and what /openapi.json says of them (openapi.py). SCHEMAS has one row for each path; a new JSON
+route is a row.
 
 A body lists the fields that the front bounds or reads. The engine checks all others, which pass
 unchanged. Extension fields may come as headers as well (`x-priority` for `x_priority`).
@@ -473,53 +474,3 @@ SCHEMAS: dict[str, Schema] = {
     "/v1/images/variations": Schema(Variations, Kind.FORM),
 }
 OF_THE_TABLE = Schema(Body, Kind.ANY)
-
-_TAKES = {
-    Kind.TEXT: ("application/json",),
-    Kind.JSON: ("application/json",),
-    Kind.FORM: ("multipart/form-data",),
-    Kind.ANY: ("application/json", "multipart/form-data"),
-}
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "integer", "null"]},
-            },
-        }
-    },
-}
-_REFUSALS = {
-    400: "a field is wrong; `param` names it",
-    401: "this needs an API key",
-    403: "the key lacks a scope, or the Host or Origin is not allowed",
-    404: "no such model",
-    409: "in conflict with the present state; the message says which",
-    410: "an operator cancelled it while it waited",
-    413: "the body is too large",
-    429: "a queue is full; see Retry-After",
-    501: "not served here; the message says what to do",
-    503: "cannot be served now; see Retry-After",
-    507: "larger than the whole budget",
-}
-_OF_MODELS = tuple(status for status in _REFUSALS if status != 501)
-
-
-def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route: OpenAI's error object for each status."""
-    error = {"content": {"application/json": {"schema": ERROR}}}
-    return {status: {"description": _REFUSALS[status], **error} for status in statuses}
-
-
-def described(schema: Schema) -> dict[str, Any]:
-    """Arguments of a FastAPI route that takes such a body."""
-    fields = {"schema": schema.body.model_json_schema()}
-    body = {"required": True, "content": dict.fromkeys(_TAKES[schema.kind], fields)}
-    return {"openapi_extra": {"requestBody": body}, "responses": refusals(*_OF_MODELS)}

@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from deployments.front import arbiter_gateway
 from deployments.front.dependencies import Require, State, Viewer
 from deployments.front.keys import Scope
+from deployments.front.openapi import refusals
 from deployments.front.relay import ClosingStream
-from deployments.front.schemas import refusals
 from deployments.front.tasks import task_of
 
 router = APIRouter(prefix="/arbiter", dependencies=[Depends(Require(Scope.VIEW))])

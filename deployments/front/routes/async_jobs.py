@@ -9,9 +9,9 @@ from fastapi.responses import Response
 
 from deployments.front import async_calls
 from deployments.front.dependencies import Inferrer, State
+from deployments.front.openapi import refusals
 from deployments.front.relay import ClosingStream, event_stream
 from deployments.front.routes.openai import counted
-from deployments.front.schemas import refusals
 from deployments.jobs.errors import Conflict
 from deployments.jobs.store import Job
 

@@ -5,10 +5,10 @@ from typing import Any
 from fastapi import APIRouter
 
 from deployments.config import voice_files
-from deployments.config.schema import CapabilityConfig
+from deployments.config.capability_section import CapabilityConfig
 from deployments.front import model_cards
 from deployments.front.dependencies import Inferrer, State
-from deployments.front.schemas import refusals
+from deployments.front.openapi import refusals
 
 ROLE = "tts"
 router = APIRouter(prefix="/v1/audio")

@@ -7,10 +7,10 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from deployments.front.dependencies import Inferrer, State
+from deployments.front.openapi import refusals
 from deployments.front.request import BadRequest
 from deployments.front.routes.files import EXPIRES_LEAST_S, EXPIRES_MOST_S, page
 from deployments.front.routes.json_route import JsonRoute
-from deployments.front.schemas import refusals
 from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.file_store import BATCH_KEPT_S
 from deployments.jobs.validation import ENDPOINTS, window_s

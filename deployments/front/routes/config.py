@@ -8,9 +8,9 @@ from pydantic import Field
 from deployments.config import runtime_settings
 from deployments.config.fields import Strict
 from deployments.front.dependencies import Admin, State, Viewer
+from deployments.front.openapi import refusals
 from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
-from deployments.front.schemas import refusals
 
 GENERATION_MOST_DIGITS = 18  # more is no generation of a file, and slow or impossible to read
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute, responses=refusals(400, 401, 403, 503))

@@ -10,8 +10,8 @@ from starlette.datastructures import FormData, UploadFile
 
 from deployments.front.body_limit import FORM_BYTES
 from deployments.front.dependencies import FrontState, Inferrer, State
+from deployments.front.openapi import refusals
 from deployments.front.request import FORM, BadRequest
-from deployments.front.schemas import refusals
 from deployments.front.uploads import read_form
 from deployments.jobs.bodies import PIECE_BYTES, folder_of
 from deployments.jobs.database import state_path, storage_error

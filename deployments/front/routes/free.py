@@ -18,9 +18,9 @@ from arbiter.protocol.messages import LeaseCall
 from arbiter.units import GIB, LONGEST_S, Bytes, NodeId, seconds
 from deployments.config.fields import Strict
 from deployments.front.dependencies import Admin
+from deployments.front.openapi import refusals
 from deployments.front.routes.json_route import JsonRoute
 from deployments.front.routes.plan import MOST_GB
-from deployments.front.schemas import refusals
 
 router = APIRouter(prefix="/arbiter", route_class=JsonRoute, responses=refusals(400, 401, 403, 503))
 CALL_S = 2.0  # one call waits as long; the arbiter gives a lease up after 10 s without one

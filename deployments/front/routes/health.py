@@ -5,7 +5,7 @@ from fastapi.responses import JSONResponse, Response
 
 from deployments.front import arbiter_gateway
 from deployments.front.dependencies import State
-from deployments.front.schemas import refusals
+from deployments.front.openapi import refusals
 
 router = APIRouter()
 

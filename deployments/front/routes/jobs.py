@@ -5,8 +5,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 
 from deployments.front.dependencies import Admin, State, Viewer
+from deployments.front.openapi import refusals
 from deployments.front.routes.json_route import JsonRoute
-from deployments.front.schemas import refusals
 
 router = APIRouter(
     prefix="/arbiter/jobs", route_class=JsonRoute, responses=refusals(401, 403, 404, 503)

@@ -13,9 +13,9 @@ from arbiter.units import TicketId
 from deployments.front import arbiter_gateway
 from deployments.front.dependencies import Admin, Lessee
 from deployments.front.keys import Scope
+from deployments.front.openapi import refusals
 from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
-from deployments.front.schemas import refusals
 
 router = APIRouter(
     prefix="/arbiter/leases", route_class=JsonRoute, responses=refusals(400, 401, 403, 503)

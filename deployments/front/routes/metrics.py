@@ -7,7 +7,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from deployments.front.dependencies import State, Viewer
-from deployments.front.schemas import refusals
+from deployments.front.openapi import refusals
 
 router = APIRouter()
 PAGE: dict[int | str, dict[str, Any]] = {

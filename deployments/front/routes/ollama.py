@@ -25,11 +25,11 @@ from deployments.front.keys import Caller
 from deployments.front.model_cards import Facts
 from deployments.front.ollama import bodies, catalogue
 from deployments.front.ollama.answers import Answer, Spoken, embedded, in_chat, in_generate, now
+from deployments.front.openapi import refusals
 from deployments.front.relay import ClosingStream, whole
 from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
 from deployments.front.routes.openai import call_for
-from deployments.front.schemas import refusals
 from deployments.front.service import Parts
 from deployments.front.tasks import task_of
 from deployments.remotes.offers import SERVED_BY

@@ -17,9 +17,10 @@ from deployments.front.async_calls import prefers_async
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.error_forms import form_of
 from deployments.front.keys import Caller, Scope
+from deployments.front.openapi import described, refusals
 from deployments.front.relay import relay
 from deployments.front.request import parse
-from deployments.front.schemas import OF_THE_TABLE, SCHEMAS, described, refusals
+from deployments.front.schemas import OF_THE_TABLE, SCHEMAS
 from deployments.front.service import AnyCall, Parts
 from deployments.front.tasks import base_of, task_of
 from deployments.messages import ACQUIRE, InferenceCall

@@ -20,9 +20,9 @@ from deployments.config.schema import ConfigError, Table
 from deployments.front import model_cards, plan_questions
 from deployments.front.arbiter_gateway import STATE_WAIT_S
 from deployments.front.dependencies import State, Viewer
+from deployments.front.openapi import refusals
 from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
-from deployments.front.schemas import refusals
 
 router = APIRouter(
     prefix="/arbiter", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 503)

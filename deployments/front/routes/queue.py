@@ -9,8 +9,8 @@ from arbiter.core.types import Priority
 from arbiter.units import TicketId
 from deployments.config.fields import Strict
 from deployments.front.dependencies import Admin
+from deployments.front.openapi import refusals
 from deployments.front.routes.json_route import JsonRoute
-from deployments.front.schemas import refusals
 
 router = APIRouter(
     prefix="/arbiter/queue", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 409, 503)

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from arbiter.client.admin import call_arbiter
 from deployments.front.arbiter_gateway import STATE_WAIT_S
 from deployments.front.dependencies import State, Viewer
-from deployments.front.schemas import refusals
+from deployments.front.openapi import refusals
 
 router = APIRouter(prefix="/arbiter", responses=refusals(401, 403, 503))
 

@@ -17,9 +17,9 @@ from deployments.config.schema import Table
 from deployments.front import arbiter_gateway
 from deployments.front.arbiter_gateway import ArbiterState
 from deployments.front.dependencies import Admin, State, Viewer
+from deployments.front.openapi import refusals
 from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
-from deployments.front.schemas import refusals
 from deployments.monitoring.view import ORDER
 
 router = APIRouter(

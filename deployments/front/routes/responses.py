@@ -9,10 +9,11 @@ from fastapi.responses import JSONResponse, Response
 from deployments.front import async_calls
 from deployments.front.accepted import accepted
 from deployments.front.dependencies import Inferrer, State
+from deployments.front.openapi import described, refusals
 from deployments.front.relay import event_stream
 from deployments.front.request import BadRequest
 from deployments.front.routes.openai import call_for, relayed
-from deployments.front.schemas import SCHEMAS, described, refusals
+from deployments.front.schemas import SCHEMAS
 from deployments.front.stored_responses import StoredResponses
 from deployments.jobs import responses
 

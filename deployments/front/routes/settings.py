@@ -8,8 +8,8 @@ from pydantic import Field
 from deployments.config import runtime_settings
 from deployments.config.fields import Strict
 from deployments.front.dependencies import Admin, Viewer
+from deployments.front.openapi import refusals
 from deployments.front.routes.json_route import JsonRoute
-from deployments.front.schemas import refusals
 
 router = APIRouter(prefix="/arbiter", route_class=JsonRoute, responses=refusals(400, 401, 403, 503))
 

@@ -7,9 +7,9 @@ from fastapi import APIRouter, Path
 from arbiter.client.admin import call_arbiter
 from deployments.front.dependencies import Admin, State
 from deployments.front.keys import TENANT
+from deployments.front.openapi import refusals
 from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
-from deployments.front.schemas import refusals
 
 router = APIRouter(
     prefix="/arbiter/tenants", route_class=JsonRoute, responses=refusals(400, 401, 403, 503)

@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from deployments.front import arbiter_gateway
 from deployments.front.adapter_tiers import in_order, tiers_of
 from deployments.front.dependencies import FrontState, State, Viewer
+from deployments.front.openapi import refusals
 from deployments.front.relay import ClosingStream
 from deployments.front.routes.arbiter import EVENT_STREAM
-from deployments.front.schemas import refusals
 from deployments.monitoring.view import Facts, to_plain
 
 router = APIRouter(prefix="/arbiter/view", responses=refusals(401, 403))
