@@ -31,24 +31,12 @@ from arbiter.units import GIB, MIB
 from benchmarks import report, servers
 from benchmarks.calls import FACT, LOOK, TOKENS, Call, answer
 from benchmarks.first_token import until
+from benchmarks.gpu_models import ONE, TWO, configured, make_all
 from deployments.front import keys
-from models import shipped
-from models.make_models import Shape, default_folder, is_made, make
+from models.make_models import default_folder
 
-PORT = 18_430
-ONE, TWO = (
-    Shape(f"gpu-{name}", 24, 2048, 5504, heads=32, kv_heads=8, adapters=0, seed=seed)
-    for name, seed in (("one", 1), ("two", 2))
-)
-WIDTH, LAYERS = 1024, 24  # of the encoder
-STAYS_S = 600
 BACK_WITHIN_S = 30.0
 LEFT_BYTES = 3 * GIB  # by a stranger that presses, its own context of half a GiB aside
-# A Llama's cache is large beside its context of 0.7 GiB, which no sleep gives back: a model counts
-# as asleep when nine tenths of its ticket have fallen. The room is for one of them, awake.
-ARENA = "20 GiB"
-NEED = {"weights": "2.2 GiB", "working": "10.2 GiB", "context": "0.8 GiB"}
-ENGINE_ARGS = {"max_model_len": 4096, "max_num_seqs": 32, "kv_cache_memory_bytes": "10 GiB"}
 MOVES = ("model_load", "model_unload", "model_wake", "wake_unverified", "not_asleep")
 LONG = " ".join(f"the {number}th part of memory is lent," for number in range(250))
 
@@ -70,127 +58,6 @@ class Gpu:
     def by_pid(self) -> dict[int, int]:
         listed = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
         return {process.pid: int(process.usedGpuMemory or 0) for process in listed}
-
-
-def make_encoder(folder: Path) -> None:
-    """A sentence-transformers model of random weights."""
-    if (folder / "modules.json").exists():
-        return
-    import torch
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from transformers import AutoTokenizer, BertConfig, BertModel
-
-    tokenizer = AutoTokenizer.from_pretrained(default_folder() / ONE.name)
-    tokenizer.model_max_length = 512
-    torch.manual_seed(3)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=WIDTH // 64,
-        intermediate_size=4 * WIDTH,
-    )
-    with tempfile.TemporaryDirectory() as plain:
-        bert: Any = BertModel(config)
-        bert.save_pretrained(plain)
-        tokenizer.save_pretrained(plain)
-        modules = [Transformer(plain), Pooling(WIDTH)]
-        SentenceTransformer(modules=modules, device="cpu").save(str(folder))
-
-
-def make_all() -> Path:
-    """The models, made unless they are there; returns the encoder's folder."""
-    shipped.unpack_all(default_folder())
-    for shape in (ONE, TWO):
-        if not is_made(default_folder(), shape):
-            make(default_folder(), shape)
-    folder = default_folder() / "gpu-encoder"
-    make_encoder(folder)
-    return folder
-
-
-def configured(encoder: Path, state_file: Path) -> dict[str, Any]:
-    def capability(role: str, engine: str, **models: Any) -> dict[str, Any]:
-        times = {"keep_warm_s": STAYS_S, "downscale_to_zero_s": STAYS_S}
-        return {"role": role, "engine": engine, **times, "models": models}
-
-    eager = {"enforce_eager": True}
-    tiny = {"max_model_len": 512, "max_num_seqs": 16, "kv_cache_memory_bytes": "64 MiB", **eager}
-    llamas = {
-        shape.name: {
-            "source": f"made:{shape.name}",
-            "need": NEED,
-            "engine_args": {**ENGINE_ARGS, **eager},
-        }
-        for shape in (ONE, TWO)
-    }
-    adapters = default_folder() / "small-chat-adapters"
-    chat = {
-        "source": "made:small-chat",
-        "need": {"weights": "16 MiB", "working": "0.6 GiB", "context": "0.8 GiB"},
-        "can_sleep": False,
-        "adapters": {"folder": str(adapters), "slots": 8},
-        "engine_args": {
-            "max_model_len": 2048,
-            "kv_cache_memory_bytes": "0.3 GiB",
-            "max_num_seqs": 32,
-            **eager,
-        },
-    }
-    table = {
-        "arbiter": {
-            "state_file": str(state_file),
-            "arenas": {"gpu": ARENA, "host": "64 GiB"},
-        },
-        "capabilities": {
-            "chat": capability("text", "vllm", **llamas, **{"small-chat": chat}),
-            "embedding": capability(
-                "embedding",
-                "sentence_transformers",
-                encoder={
-                    "source": str(encoder),
-                    "need": {"weights": "1.2 GiB", "working": "0.2 GiB", "context": "0.7 GiB"},
-                },
-            ),
-            "vision": capability(
-                "vision",
-                "vllm",
-                **{
-                    "tiny-describe": {
-                        "source": "made:tiny-describe",
-                        "need": {"weights": "8 MiB", "working": "0.4 GiB", "context": "0.8 GiB"},
-                        "can_sleep": False,
-                        "engine_args": {**tiny, "limit_mm_per_prompt": {"image": 2}},
-                    }
-                },
-            ),
-            "image": capability(
-                "image",
-                "diffusers",
-                **{
-                    "tiny-draw": {
-                        "source": "made:tiny-draw",
-                        "need": {"weights": "8 MiB", "working": "0.2 GiB", "context": "0.7 GiB"},
-                        "engine_args": {"steps": 10, "guidance": 2.0, "max_batch": 8},
-                    }
-                },
-            ),
-        },
-    }
-    front = {"name": "front", "user_config": table}
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": PORT},
-        "applications": [
-            {
-                "name": "front",
-                "route_prefix": "/",
-                "import_path": "deployments.app:front",
-                "deployments": [front],
-            }
-        ],
-    }
 
 
 class Graph:
