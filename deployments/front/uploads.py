@@ -21,6 +21,8 @@ async def read_form(request: Request, folder: Path, most_fields: int) -> FormDat
             return await _Parser(request.headers, stream, folder, most_fields).parse()
     except MultiPartException as error:
         raise HTTPException(400, error.message) from error
+    except ValueError as error:  # a charset that no codec can have, or that cannot decode it
+        raise HTTPException(400, f"the body is not multipart/form-data: {error}") from error
 
 
 class _Parser(MultiPartParser):

@@ -325,3 +325,11 @@ async def test_upload_waits_in_the_folder_of_the_bodies_and_leaves_nothing_there
 async def test_form_that_cannot_be_read_is_400(front: Front, body: bytes) -> None:
     answer = await front.http().post("/files", content=body, headers=FORM)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+@pytest.mark.spec("J4", "L3")
+@pytest.mark.parametrize("charset", ["undefined", "punycode", "utf-8\0"])
+async def test_form_whose_charset_reads_no_text_is_400(front: Front, charset: str) -> None:
+    headers = {"content-type": f"{FORM['content-type']}; charset={charset}"}
+    answer = await front.http().post("/files", content=HEAD + b"x" + END, headers=headers)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
