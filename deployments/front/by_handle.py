@@ -4,6 +4,7 @@ over HTTP, without a socket or Serve's proxy in between."""
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
@@ -87,7 +88,7 @@ def _scope(asked: HandleRequest) -> Scope:
         "http_version": "1.1",
         "method": asked.method,
         "scheme": "http",
-        "path": path,
+        "path": unquote(path),
         "raw_path": path.encode(),
         "query_string": query.encode(),
         "root_path": "",

@@ -127,6 +127,17 @@ async def test_where_models_are_is_read_and_set(
 
 
 @pytest.mark.spec("D8", "J7")
+async def test_name_with_signs_of_urls_is_the_same_over_http_and_by_handle(
+    clients: dict[str, AsyncClient], arbiter: Arbiter
+) -> None:
+    name = "what is 50%25: é?#"
+    arbiter.answers["load"] = None
+    for client in clients.values():
+        await client.load(name)
+        assert arbiter.asked[-1][-1] == name
+
+
+@pytest.mark.spec("D8", "J7")
 async def test_host_copies_are_seen_and_dropped(
     clients: dict[str, AsyncClient], arbiter: Arbiter
 ) -> None:
