@@ -145,6 +145,8 @@ class Exchange:
     async def _whole(self, response: aiohttp.ClientResponse) -> messages.FullResponse:
         raw = b"".join([piece async for piece in self._pieces(response)])
         said = _object(raw)
+        if _has_error(said):
+            raise Failed(Failure.SERVER, "its answer is an error of status 200")
         self._note_usage(said)
         self._counted_bytes = len(raw)
         self.is_whole = True
@@ -168,7 +170,7 @@ class Exchange:
 
     def _goes_on(self, event: dict[str, Any]) -> bool:
         """False for the usage that only we asked for."""
-        if "error" in event:
+        if _has_error(event):
             raise Failed(Failure.SERVER, "it broke off with an error in its stream")
         self._note_usage(event)
         choices = event.get("choices")
@@ -228,6 +230,11 @@ def _object(raw: bytes) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise Failed(Failure.PROTOCOL, "its answer is no JSON object")
     return said
+
+
+def _has_error(said: dict[str, Any]) -> bool:
+    """Some servers write `null` into each answer, and some give an error the status 200."""
+    return said.get("error") is not None
 
 
 def _seconds(text: str) -> float | None:

@@ -152,6 +152,15 @@ async def test_a_remote_that_is_down_is_tried_twice_and_paid_nothing() -> None:
     assert (book.ends[0].prompt_tokens_count, book.ends[0].money_micros) == (0, 0)
 
 
+@pytest.mark.spec("J5")
+async def test_an_error_of_status_200_is_no_answer() -> None:
+    body = b'{"error": {"message": "the provider is down", "code": 502}}'
+    whole = JSON + b"content-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+    async with raw_remote(says(whole)) as port:
+        found = await failure(port)
+    assert found == ("server", "its answer is an error of status 200", [])
+
+
 # -- TLS -------------------------------------------------------------------------------------------
 
 
