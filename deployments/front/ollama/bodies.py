@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deployments.front.schemas import (
     MAX_MESSAGES,
@@ -30,7 +30,18 @@ _KINDS = {"iVBOR": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp", "Qk"
 Fields = dict[str, Any]
 
 
-class Asked(BaseModel):
+class Read(BaseModel):
+    """An object as Go reads it, in which Ollama is written: a field that is null is absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {name: given for name, given in value.items() if given is not None}
+
+
+class Asked(Read):
     """Fields of every route that runs a model."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -85,16 +96,16 @@ class Generates(Asked):
         return found
 
 
-class ToolFunction(BaseModel):
+class ToolFunction(Read):
     name: str
     arguments: dict[str, Any] = Field({})
 
 
-class ToolCall(BaseModel):
+class ToolCall(Read):
     function: ToolFunction
 
 
-class Message(BaseModel):
+class Message(Read):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     images: list[str] | None = None

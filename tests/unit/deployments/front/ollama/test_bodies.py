@@ -77,6 +77,17 @@ def test_generate_is_a_chat_of_one_message_and_raw_is_a_completion() -> None:
     assert raw == {"model": "m", "prompt": "x"}
 
 
+@pytest.mark.spec("J1")
+def test_field_that_is_null_is_absent() -> None:
+    call = {"function": {"name": "f", "arguments": None}}
+    said = {"role": "user", "content": None, "images": None, "tool_calls": [call]}
+    given = dict.fromkeys(("stream", "options", "format", "tools", "keep_alive", "think"))
+    asked = bodies.Chat.model_validate({"model": "m", "messages": [said], **given})
+    assert asked.stream and asked.messages[0].content == ""
+    assert bodies.Chat.model_validate({"model": "m", "messages": None}).messages == []
+    assert bodies.Generate.model_validate({"model": "m", "prompt": None, "raw": None}).prompt == ""
+
+
 @pytest.mark.spec("J1", "L3")
 @pytest.mark.parametrize(
     ("kind", "body", "field"),
