@@ -62,8 +62,9 @@ class Answer:
         """Lines of JSON from server-sent events. A break is a line with its error."""
         try:
             async for event in events(parts):
-                if "error" in event:
-                    yield _line({"error": event["error"].get("message", "")})
+                if (error := event.get("error")) is not None:
+                    said = error.get("message", "") if isinstance(error, dict) else str(error)
+                    yield _line({"error": said})
                     return
                 if spoken := self._piece(event):
                     yield _line(self._head() | spoken | {"done": False})
@@ -90,9 +91,12 @@ class Answer:
 
     def _collect(self, calls: Any) -> None:
         for call in calls:
-            known = self._calls.setdefault(call["index"], {"name": "", "arguments": ""})
+            # Some remotes write each call whole and without its index.
+            index = call.get("index")
+            number = len(self._calls) if index is None else index
+            known = self._calls.setdefault(number, {"name": "", "arguments": ""})
             for name in known:
-                known[name] += call.get("function", {}).get(name) or ""
+                known[name] += (call.get("function") or {}).get(name) or ""
 
     def _head(self) -> Fields:
         return {"model": self._model, "created_at": now()}
@@ -148,10 +152,13 @@ def _thinking(message: Mapping[str, Any]) -> str:
 
 def _call(function: Mapping[str, Any]) -> Fields:
     """Ollama's arguments are an object; what a model wrote may be none."""
+    written = function.get("arguments") or "{}"
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        arguments = {"text": function["arguments"]}
+        arguments = json.loads(written)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = {"text": written}
     return {"function": {"name": function["name"], "arguments": arguments}}
 
 

@@ -69,11 +69,30 @@ async def test_pieces_of_tool_calls_are_put_together() -> None:
     assert last["done"]
 
 
+@pytest.mark.spec("J1")
+async def test_calls_without_an_index_are_calls_of_their_own() -> None:
+    rows = [{"function": {"name": name, "arguments": "{}"}} for name in "fg"]
+    called, last = await lines(sse(delta(tool_calls=rows[:1]), delta(tool_calls=rows[1:]), USAGE))
+    assert [row["function"]["name"] for row in called["message"]["tool_calls"]] == ["f", "g"]
+    assert last["done"]
+
+
+@pytest.mark.spec("J1")
+@pytest.mark.parametrize("written", ["[1]", "5", '"a"', "null", "[" * 100_000])
+async def test_arguments_that_are_no_object_are_one_with_their_text(written: str) -> None:
+    call = {"index": 0, "function": {"name": "f", "arguments": written}}
+    called, last = await lines(sse(delta(tool_calls=[call]), USAGE), size=10_000)
+    [found] = called["message"]["tool_calls"]
+    assert found["function"]["arguments"] == {"text": written} and last["done"]
+
+
 @pytest.mark.spec("J1", "J8")
 async def test_break_of_a_stream_is_a_line_with_its_error() -> None:
-    first, broken = await lines(sse(delta(content="a"), {"error": {"message": "engine lost"}}))
-    assert first["message"]["content"] == "a"
-    assert broken == {"error": "engine lost"}
+    for error in ({"message": "engine lost"}, "engine lost"):
+        piece = delta(content="a") | {"error": None}  # as some remotes write it
+        first, broken = await lines(sse(piece, {"error": error}))
+        assert first["message"]["content"] == "a"
+        assert broken == {"error": "engine lost"}
 
 
 @pytest.mark.spec("J1", "J8")
