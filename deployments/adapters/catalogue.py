@@ -121,7 +121,8 @@ class _Manifest:
 
 
 class Catalogue:
-    """The adapters of some base models. Not for several threads at once."""
+    """The adapters of some base models. Several threads may look at once: what is remembered of a
+    folder is replaced as a whole."""
 
     def __init__(
         self,
@@ -133,7 +134,8 @@ class Catalogue:
         """`folders`: base model to its folder. `reserved`: names of base models, which no adapter
         may have; those of `folders` always are. `urls`: base model to the prefixes that its
         manifests may use; `fetched`: where what they name is on this node."""
-        self._folders = {base: folder.resolve() for base, folder in folders.items()}
+        self._folders = dict(folders)
+        self._resolved: dict[str, Path] = {}  # of those looked into: a file server may hang
         self._reserved = reserved | set(folders)
         self._urls, self._fetched = urls, fetched
         self._listings: dict[Path, _Listing] = {}
@@ -175,9 +177,15 @@ class Catalogue:
         """Full names, `base:adapter`, of all that this tenant may see, sorted."""
         return sorted(
             f"{base}:{name}"
-            for base, folder in self._folders.items()
-            for name in self._names_of(folder, tenant)
+            for base in self._folders
+            for name in self._names_of(self._folder(base), tenant)
         )
+
+    def _folder(self, base: str) -> Path:
+        """The folder of a base model, without links."""
+        if base not in self._resolved:
+            self._resolved[base] = self._folders[base].resolve()
+        return self._resolved[base]
 
     def _names_of(self, folder: Path, tenant: str) -> set[str]:
         found: set[str] = set()
@@ -189,10 +197,9 @@ class Catalogue:
 
     def _place(self, base: str, name: str, tenant: str) -> _Place | None:
         """A tenant's own adapter hides the common one. Raises AdapterInvalid for a bad manifest."""
-        folder = self._folders.get(base)
-        if folder is None:
+        if base not in self._folders:
             return None
-        for home, owner in _homes(folder, tenant):
+        for home, owner in _homes(self._folder(base), tenant):
             path = home / name
             if is_folder(home) and is_folder(path) and os.path.lexists(path / CONFIG):
                 return _Place(path, owner)

@@ -22,7 +22,7 @@ async def submit(
     priority: Priority | None,
 ) -> Response:
     """Queues the call. Raises BadRequest, TooMuch, StorageFull, JobsAway."""
-    new = async_calls.new_job(async_calls.for_later(call), headers, priority)
+    new = async_calls.new_job(await async_calls.for_later(call), headers, priority)
     job: Job = await front.jobs.call("create", new, raw)
     return await accepted(job, front.table)
 

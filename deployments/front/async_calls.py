@@ -44,7 +44,7 @@ def new_job(call: InferenceCall, headers: Mapping[str, str], priority: Priority 
     )
 
 
-def for_later(call: AnyCall) -> InferenceCall:
+async def for_later(call: AnyCall) -> InferenceCall:
     """The call, where a job may make it; of a task its path and tenant, with the task as the model,
     because its rungs are ordered anew when it is made. Raises BadRequest for what only another
     machine could answer, because the key may have lost its scope by then."""
@@ -53,7 +53,7 @@ def for_later(call: AnyCall) -> InferenceCall:
         if not here:
             said = f"no model of this machine can have this request of {PREFIX}{call.task}"
             raise BadRequest(f"{said}; ask it live", "model")
-        return replace(call.call_of(here[0].name), model=PREFIX + call.task)
+        return replace(await call.call_of(here[0].name), model=PREFIX + call.task)
     if isinstance(call, RemoteCall):
         raise BadRequest(f"{call.remote} is no model of this machine; ask it live", "model")
     return call

@@ -1,17 +1,42 @@
 """ModelNames: which engine a name means for a tenant: a model, `base:adapter`, or a bare adapter
-name."""
+name. Adapter folders are read in threads, because they may lie on a file server that hangs."""
 
+import asyncio
 import bisect
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from arbiter.core.types import Priority
-from arbiter.errors import UnknownModel
+from arbiter.errors import RequestError, UnknownModel
 from deployments.adapters.catalogue import Catalogue
+from deployments.config.file_threads import in_thread
 from deployments.config.schema import Table
+
+logger = logging.getLogger("ray.serve")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Of a look into adapter folders, which takes milliseconds. A file server may hang for hours.
+FOLDERS_S = 5.0
 
 # Names on either side of a wrong name in the alphabet that are compared with it for a near miss.
 # Comparing all of 10,000 would block the front for a tenth of a second.
 NEIGHBOURS = 50
+
+
+class AdaptersAway(RequestError):
+    """The folder of an adapter cannot be read now."""
+
+    code, retry_after_s = "adapters_away", FOLDERS_S
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(name, why)
+        self.name, self.why = name, why
+
+    def __str__(self) -> str:
+        return f"whether {self.name!r} is an adapter cannot be told now: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +54,22 @@ class ModelNames:
 
     def __init__(self, table: Table) -> None:
         self._homes = table.homes
-        folders, urls = table.adapter_folders, table.adapter_urls
-        self._adapters = Catalogue(folders, frozenset(self._homes), urls)
+        self._folders, urls = table.adapter_folders, table.adapter_urls
+        self._adapters = Catalogue(self._folders, frozenset(self._homes), urls)
 
-    def find(self, name: str, tenant: str) -> Target:
-        """Raises UnknownModel with near misses, also for another tenant's adapter; and
-        AdapterAmbiguous, AdapterInvalid."""
+    async def find(self, name: str, tenant: str) -> Target:
+        """Raises UnknownModel with near misses, also for another tenant's adapter; AdapterAmbiguous
+        and AdapterInvalid; and AdaptersAway where folders are not read within FOLDERS_S."""
         if capability := self._homes.get(name):
             return Target(capability, name, name)
-        entry = self._adapters.find(name, tenant)
+        base, colon, _ = name.partition(":")
+        try:
+            entry = await self._read(base if colon else None, self._adapters.find, name, tenant)
+        except OSError as error:
+            raise AdaptersAway(name, _why(error)) from error
         if entry is None:
-            raise UnknownModel(name, "", self._near(name, tenant))
+            models = tuple(sorted(self._homes))
+            raise UnknownModel(name, "", models + await self._known(self._near, name, tenant))
         priority = Priority[entry.priority.upper()]
         return Target(self._homes[entry.base], entry.base, entry.full_name, priority)
 
@@ -51,14 +81,45 @@ class ModelNames:
         """The model of a name that `visible` returned: itself, or an adapter's base."""
         return name if name in self._homes else name.partition(":")[0]
 
-    def visible(self, tenant: str) -> list[str]:
-        """Models, then adapters by full name."""
-        return sorted(self._homes) + self._adapters.names(tenant)
+    async def visible(self, tenant: str) -> tuple[str, ...]:
+        """Models, then adapters by full name, as far as these are read within FOLDERS_S."""
+        return tuple(sorted(self._homes)) + await self._known(self._names, tenant)
+
+    async def _known(
+        self, look: Callable[P, tuple[str, ...]], *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[str, ...]:
+        """What `look` finds in all folders; nothing where they cannot be read."""
+        try:
+            return await self._read(None, look, *args, **kwargs)
+        except OSError as error:
+            logger.warning("no adapters are listed: %s", _why(error))
+            return ()
+
+    async def _read(
+        self, base: str | None, look: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What `look` finds in the folder of a model, or in all. Looks into the same folders come
+        one after another. Raises OSError, and TimeoutError, which is one, after FOLDERS_S."""
+        if not self._folders:
+            return look(*args, **kwargs)
+        folders = self._folders if base not in self._folders else {base: self._folders[base]}
+        where = " ".join(sorted({str(folder) for folder in folders.values()}))
+        async with asyncio.timeout(FOLDERS_S):
+            return await in_thread(f"adapters in {where}", look, *args, **kwargs)
+
+    def _names(self, tenant: str) -> tuple[str, ...]:
+        return tuple(self._adapters.names(tenant))
 
     def _near(self, name: str, tenant: str) -> tuple[str, ...]:
         adapters = self._adapters.names(tenant)
         bare = {full.partition(":")[2]: full for full in adapters}
-        return (*sorted(self._homes), *_around(name, adapters), *_around(name, sorted(bare)))
+        return (*_around(name, adapters), *_around(name, sorted(bare)))
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return f"the adapter folders were not read within {FOLDERS_S:g} s"
+    return f"{error.filename}: {error.strerror}"
 
 
 def _around(name: str, names: list[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
     with service.admitted():                                  # QueueFull beyond front.in_flight
         asked = await parse(path, raw, headers, service.profiles)
-        async with aclosing(service.run(service.call(asked, tenant))) as parts:
+        async with aclosing(service.run(await service.call(asked, tenant))) as parts:
             async for part in parts: ...                      # Progress, ResponseHead, bytes
 
 The HTTP routes add keys and the form of the response (deployments.front.relay). Closing the
@@ -124,7 +124,7 @@ class InferenceService:
         finally:
             self._in_flight -= 1
 
-    def call(
+    async def call(
         self,
         asked: ParsedRequest,
         tenant: str,
@@ -133,14 +133,15 @@ class InferenceService:
         model: str = "",
     ) -> messages.InferenceCall:
         """`scopes`: of the caller's key. `model`: in place of the one asked for, of which it is a
-        rung. Raises UnknownModel, AdapterAmbiguous, AdapterInvalid; NotServedHere where the table
-        lists other paths for the model's capability; BadRequest where no model is named and not
-        just one serves the path; for a remote model what Remotes.call raises."""
+        rung. Raises UnknownModel, AdapterAmbiguous, AdapterInvalid, AdaptersAway; NotServedHere
+        where the table lists other paths for the model's capability; BadRequest where no model is
+        named and not just one serves the path; for a remote model what Remotes.call raises."""
         name = model or asked.model or self._only(asked.path)
         if self.remotes.has(name):
             return self.remotes.call(asked, name, Caller(tenant, scopes))
-        target = self.names.find(name, tenant)
-        capability = self._table.capabilities[target.capability]
+        table = self._table  # of these names, also where a new one comes meanwhile
+        target = await self.names.find(name, tenant)
+        capability = table.capabilities[target.capability]
         path = prefixes.served_path(asked.path)
         if capability.paths and path not in (*capability.paths, messages.ACQUIRE):
             raise messages.NotServedHere(target.model, path, capability.paths)

@@ -103,7 +103,7 @@ class StoredResponses:
         priority: Priority | None,
     ) -> Job:
         """Queues it. Raises TooMuch, StorageFull, BadRequest."""
-        model = async_calls.for_later(call).model
+        model = (await async_calls.for_later(call)).model
         new = self._new(asked, model, responses.new_id())
         lifted = {} if priority is None else {"priority": priority.name}
         new.meta.update(lifted)

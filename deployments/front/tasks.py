@@ -82,8 +82,8 @@ class Tasks:
             now = await self._as_it_is(config, ladder, max(0.0, left_s))
             return leaves_for(config, waiting, now, left_s)
 
-        def call_of(name: str) -> messages.InferenceCall:
-            call = self._service.call(asked, caller.tenant, caller.scopes, model=name)
+        async def call_of(name: str) -> messages.InferenceCall:
+            call = await self._service.call(asked, caller.tenant, caller.scopes, model=name)
             return replace(call, stay_warm_s=max(call.stay_warm_s, config.keep_warm_s))
 
         watch = None if budget_s is None else onward
@@ -104,7 +104,9 @@ class Tasks:
                 found.append(_remote(position, remotes.offer(asked, name, caller)))
                 continue
             forecast = known.get(here[name], UNSEEN)
-            refused = forecast.never or self._unfit(needs, name, caller.tenant, forecast.context)
+            refused = forecast.never or await self._unfit(
+                needs, name, caller.tenant, forecast.context
+            )
             found.append(RungState(position, name, False, forecast.predicted, refused))
         budget_s = asked.checked.x_budget_s or config.budget_s
         return order(config, found, budget_s)
@@ -135,12 +137,13 @@ class Tasks:
         paths = served_paths(table.capabilities[home]) if home else frozenset[str]()
         return prefixes.CHAT if not paths or prefixes.CHAT in paths else min(paths)
 
-    def _unfit(self, needs: Needs, name: str, tenant: str, context: int | None) -> str | None:
+    async def _unfit(self, needs: Needs, name: str, tenant: str, context: int | None) -> str | None:
+        table = self._service.table
         try:
-            target = self._service.names.find(name, tenant)
+            target = await self._service.names.find(name, tenant)
         except RequestError as error:  # an adapter that is not there, or another tenant's
             return str(error)
-        capability = self._service.table.capabilities[target.capability]
+        capability = table.capabilities[target.capability]
         return unfit(needs, target.model, capability, context)
 
 

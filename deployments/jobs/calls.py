@@ -110,7 +110,7 @@ async def attempt(
             tasks = Tasks(service, forecasts or Forecasts())
             call = _in_time(await tasks.call(task, asked, Caller(tenant, NO_SCOPES)), priority)
         else:
-            call = replace(service.call(asked, tenant), priority=priority)
+            call = replace(await service.call(asked, tenant), priority=priority)
         call = replace(call, wants_progress=wants_progress)
         async with aclosing(service.run(call)) as parts:
             answer = await _taken(_after_progress(parts, on_progress), on_events)
@@ -121,17 +121,17 @@ async def attempt(
         return refused(error)
 
 
-def target(service: InferenceService, asked: ParsedRequest, tenant: str) -> tuple[str, str]:
+async def target(service: InferenceService, asked: ParsedRequest, tenant: str) -> tuple[str, str]:
     """Model and served name, by which lines are collated: of a task its own name, twice. Raises
     RequestError; for a task the first rung's, where no rung can have the request."""
     task = task_of(asked.model)
     if task is None:
-        call = service.call(asked, tenant)
+        call = await service.call(asked, tenant)
         return call.model, call.served
     first: RequestError | None = None
     for rung in Tasks(service, Forecasts()).find(task).ladder:
         try:
-            service.call(asked, tenant, model=rung)
+            await service.call(asked, tenant, model=rung)
             return PREFIX + task, PREFIX + task
         except RequestError as error:
             first = first or error
@@ -152,8 +152,8 @@ def _with_rest(asked: ParsedRequest, waited_s: float) -> ParsedRequest | None:
 def _in_time(call: TaskCall, priority: Priority) -> TaskCall:
     """Waits for its rung however long that takes, since no person does."""
 
-    def call_of(rung: str) -> messages.InferenceCall:
-        return replace(call.call_of(rung), priority=priority)
+    async def call_of(rung: str) -> messages.InferenceCall:
+        return replace(await call.call_of(rung), priority=priority)
 
     return replace(call, call_of=call_of, onward=None)
 

@@ -15,7 +15,7 @@ from deployments.front.request import parse
 from deployments.front.service import InferenceService
 from deployments.jobs.batch_store import Batch, Line, LineError
 from deployments.jobs.bodies import PIECE_BYTES
-from deployments.jobs.calls import target
+from deployments.jobs.calls import TRANSIENT, Again, target
 
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -103,7 +103,7 @@ class Validator:
         return self.errors
 
     async def check(self, offset: int, raw: bytes) -> Line | None:
-        """None: the line is blank, or wrong, which `errors` tells."""
+        """None: the line is blank, or wrong, which `errors` tells. Raises Again."""
         self._number += 1
         if not raw.strip():
             return None
@@ -119,7 +119,7 @@ class Validator:
         return Line(self._number, offset, len(raw), model, served)
 
     async def _target(self, raw: bytes) -> tuple[str, str]:
-        """Model and served name. Raises WrongLine."""
+        """Model and served name. Raises WrongLine; Again where a file server is away."""
         line = self._parsed(raw)
         if (first := self._seen.setdefault(line.custom_id, self._number)) != self._number:
             said = f"custom_id {line.custom_id!r} is that of line {first} as well"
@@ -133,8 +133,10 @@ class Validator:
         try:
             service = self._service
             asked = await parse(line.url, body, JSON_HEADERS, service.profiles)
-            return target(service, asked, self._batch.tenant)
+            return await target(service, asked, self._batch.tenant)
         except RequestError as error:
+            if error.status_code in TRANSIENT:  # of no fault of the line's
+                raise Again(error.retry_after_s, str(error)) from error
             param = f"body.{error.param}" if error.param else "body"
             raise self._wrong(error.code, str(error), param) from error
 

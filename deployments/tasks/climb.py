@@ -41,7 +41,8 @@ class TaskCall:
     task: str
     request_id: str
     ladder: Ladder
-    call_of: Callable[[str], messages.InferenceCall]  # by a rung's name; raises RequestError
+    # By a rung's name; raises RequestError
+    call_of: Callable[[str], Awaitable[messages.InferenceCall]]
     wants_progress: bool
     onward: Onward | None = None  # None: it has no budget, so no rung is left for its wait
 
@@ -61,7 +62,7 @@ async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) 
         rung = ahead.pop(0)
         has_begun = False
         try:
-            one = _later(call, call.call_of(rung.name), time.monotonic() - began_s)
+            one = _later(call, await call.call_of(rung.name), time.monotonic() - began_s)
             logger.info("request %s: task %s -> %s", call.request_id, call.task, rung.name)
             parts = run(one)
             if ahead and rung.name not in left and not rung.state.is_remote:

@@ -99,7 +99,7 @@ async def asked(
     if conversation is not None:
         fields["x_conversation_id"] = conversation
     it = await parse(PATH, json.dumps(fields).encode(), {}, {})
-    target = ModelNames(d.table).find("a", "default")
+    target = await ModelNames(d.table).find("a", "default")
     return call_of(it, target, d.table.capabilities["chat"].models["a"], "default")
 
 

@@ -1,7 +1,7 @@
 """What Ollama's clients are told of models: those there are, those loaded, one in detail."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -23,7 +23,7 @@ FOR_EVER = timedelta(microseconds=2**63 // 1_000)
 
 def tags(
     table: Table,
-    names: list[str],
+    names: Sequence[str],
     known: Mapping[str, Facts],
     sizes: Mapping[str, int | None],
     started_unix_s: int,

@@ -53,8 +53,8 @@ async def version() -> dict[str, str]:
 @router.get("/tags")
 async def tags(caller: Inferrer, front: State) -> dict[str, Any]:
     """Models, adapters and models on other machines that this caller may name."""
-    names, started_unix_s = front.service.names.visible(caller.tenant), front.started_unix_s
-    table = front.table
+    table, started_unix_s = front.table, front.started_unix_s
+    names = await front.service.names.visible(caller.tenant)
     known, sizes = await _known(table, table.homes)
     rows = await in_thread("tags", catalogue.tags, table, names, known, sizes, started_unix_s)
     remotes = front.service.remotes
@@ -78,10 +78,11 @@ async def ps(caller: Inferrer, front: State) -> dict[str, Any]:
 async def show(body: bodies.Show, caller: Inferrer, front: State) -> dict[str, Any]:
     """The card of one name, as Ollama has it. Raises UnknownModel, AdapterAmbiguous,
     AdapterInvalid."""
-    name = _name(front, body.model, caller)
+    name = await _name(front, body.model, caller)
     if name in front.service.remotes.names(caller):
         return catalogue.remote_card(*front.service.remotes.model(name), front.started_unix_s)
-    target, table = front.service.names.find(name, caller.tenant), front.table
+    table = front.table
+    target = await front.service.names.find(name, caller.tenant)
     known, sizes = await _known(table, [target.model])
     at = target.model
     return catalogue.card(table, target, known[at], sizes[at], front.started_unix_s)
@@ -187,7 +188,7 @@ async def _run(
     """The response to an OpenAI body: no progress, because Ollama's lines have no comments. Raises
     RequestError."""
     service = front.service
-    fields["model"] = _name(front, fields["model"], caller)
+    fields["model"] = await _name(front, fields["model"], caller)
     with service.admitted():
         raw = json.dumps(fields).encode()
         call, _ = await call_for(request, caller, front, path, raw)
@@ -198,7 +199,7 @@ async def _run(
                 yield part
 
 
-def _name(front: FrontState, name: str, caller: Caller) -> str:
+async def _name(front: FrontState, name: str, caller: Caller) -> str:
     """Ollama's clients add `:latest` to a name without a tag."""
     plain, service = name.removesuffix(":latest"), front.service
     is_alias = any(plain in profile.aliases for profile in service.profiles.values())
@@ -208,7 +209,7 @@ def _name(front: FrontState, name: str, caller: Caller) -> str:
         if (task := task_of(plain)) is not None:
             front.tasks.find(task)
             return plain
-        service.names.find(plain, caller.tenant)
+        await service.names.find(plain, caller.tenant)
     except UnknownModel:
         return name
     return plain

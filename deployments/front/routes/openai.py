@@ -67,7 +67,7 @@ async def call_for(
         front.auth.require(request, Scope.PRIORITY)
     if (task := task_of(asked.model)) is not None:
         return await front.tasks.call(task, asked, caller), asked.priority
-    return service.call(asked, caller.tenant, caller.scopes), asked.priority
+    return await service.call(asked, caller.tenant, caller.scopes), asked.priority
 
 
 async def counted(front: FrontState, body: Any) -> AsyncGenerator[Any, None]:
@@ -95,11 +95,11 @@ def _name(path: str) -> str:
 async def models(caller: Inferrer, front: State) -> dict[str, Any]:
     """Models, and the adapters that this caller may name: what each is good for, where it is and
     when it could answer."""
-    names = front.service.names
-    known = await model_cards.facts(front.table, front.table.homes)
+    table, names = front.table, front.service.names
+    known = await model_cards.facts(table, table.homes)
     cards = [
         _card(front, name, names.home(name), known[names.base(name)])
-        for name in names.visible(caller.tenant)
+        for name in await names.visible(caller.tenant)
     ]
     remotes = [_remote_card(front, name) for name in front.service.remotes.names(caller)]
     tasks = [_task_card(front, name, known) for name in sorted(front.table.tasks)]
@@ -109,14 +109,15 @@ async def models(caller: Inferrer, front: State) -> dict[str, Any]:
 @router.get("/models/{model:path}", responses=refusals(401, 403, 404))
 async def model(model: str, caller: Inferrer, front: State) -> dict[str, Any]:
     """The card of one name: a model, an adapter, a task, or a model on another machine. Raises
-    UnknownModel, AdapterAmbiguous, AdapterInvalid."""
+    UnknownModel, AdapterAmbiguous, AdapterInvalid, AdaptersAway."""
     if (task := task_of(model)) is not None:
         front.tasks.find(task)
         return _task_card(front, task, await model_cards.facts(front.table, front.table.homes))
     if model in front.service.remotes.names(caller):
         return _remote_card(front, model)
-    target = front.service.names.find(model, caller.tenant)
-    known = await model_cards.facts(front.table, [target.model])
+    table = front.table
+    target = await front.service.names.find(model, caller.tenant)
+    known = await model_cards.facts(table, [target.model])
     return _card(front, target.served, target.capability, known[target.model])
 
 

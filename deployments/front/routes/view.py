@@ -25,7 +25,7 @@ def facts_of(front: FrontState) -> Callable[[], Awaitable[Facts]]:
     """What the front knows of its table."""
 
     async def facts() -> Facts:
-        names = front.service.names.visible("")
+        names = await front.service.names.visible("")
         counts = Counter(base for base, colon, _ in (n.partition(":") for n in names) if colon)
         return Facts(front.table.homes, counts)
 
@@ -70,7 +70,7 @@ async def adapters(
 ) -> dict[str, Any]:
     """Adapters by full name whose name contains `search`, and how many do; of those in slots and of
     the first `most` the tiers, where they are known."""
-    names = front.service.names.visible(caller.tenant)
+    names = await front.service.names.visible(caller.tenant)
     words = search.casefold()
     found = [
         name

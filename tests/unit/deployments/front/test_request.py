@@ -56,7 +56,7 @@ async def call(
 ) -> tuple[messages.InferenceCall, dict[str, Any]]:
     of = of or table()
     it = await asked(body, headers, of)
-    target = ModelNames(of).find(it.model, tenant)
+    target = await ModelNames(of).find(it.model, tenant)
     made = call_of(it, target, of.capabilities["chat"].models[target.model], tenant)
     return made, json.loads(made.body)
 
@@ -144,7 +144,7 @@ async def test_call_carries_the_pieces_of_the_prompt_that_its_engine_gets() -> N
 @pytest.mark.spec("G4")
 async def test_term_goes_to_the_engine_where_it_is_not_the_usual_one() -> None:
     of = table()
-    it, target = await asked(PLAIN), ModelNames(of).find("tiny", "default")
+    it, target = await asked(PLAIN), await ModelNames(of).find("tiny", "default")
 
     def told(term: KvTerm | None) -> Any:
         made = call_of(it, target, of.capabilities["chat"].models["tiny"], "default", term=term)
@@ -160,7 +160,7 @@ async def test_extension_fields_of_pictures_reach_the_engine_and_no_others_do() 
     drawing |= {"x_negative_prompt": "y", "x_strength": 0.5}
     said = json.dumps(drawing | {"x_priority": "low", "x_else": 1}).encode()
     it = await read(said, path="/v1/images/generations")
-    target, of = ModelNames(table()).find("tiny", "default"), table()
+    target, of = await ModelNames(table()).find("tiny", "default"), table()
     made = call_of(it, target, of.capabilities["chat"].models["tiny"], "default")
     assert json.loads(made.body) == drawing
     assert (made.priority, made.wants_progress) == (Priority.LOW, False)
@@ -257,7 +257,7 @@ async def test_body_that_needs_no_change_is_forwarded_unchanged() -> None:
     it = await read(raw)
     made = call_of(
         it,
-        ModelNames(table()).find("tiny", ""),
+        await ModelNames(table()).find("tiny", ""),
         table().capabilities["chat"].models["tiny"],
         "default",
     )
@@ -336,7 +336,7 @@ async def test_form_goes_on_as_it_came_with_its_fields_read() -> None:
         ("model", b"tiny"), ("x_priority", b"low"), ("x_stay_warm", b"2"), file=b"\x00\xff--"
     )
     it = await read(raw, MULTIPART, path=UPLOAD)
-    target = ModelNames(table()).find(it.model, "acme")
+    target = await ModelNames(table()).find(it.model, "acme")
     made = call_of(it, target, table().capabilities["chat"].models["tiny"], "acme")
     assert made.body == raw
     assert made.headers["content-type"] == MULTIPART["content-type"]
@@ -450,44 +450,44 @@ def with_adapters(folder: Path, *names: str) -> Table:
 
 
 @pytest.mark.spec("F2")
-def test_an_adapter_is_found_by_full_and_by_bare_name(tmp_path: Path) -> None:
+async def test_an_adapter_is_found_by_full_and_by_bare_name(tmp_path: Path) -> None:
     names = ModelNames(with_adapters(tmp_path, "law"))
     for name in ("law", "tiny:law"):
-        target = names.find(name, "acme")
+        target = await names.find(name, "acme")
         assert (target.model, target.served, target.capability) == ("tiny", "tiny:law", "chat")
-    assert names.visible("acme") == ["other", "tiny", "tiny:law"]
+    assert await names.visible("acme") == ("other", "tiny", "tiny:law")
 
 
 @pytest.mark.spec("F2", "L1")
-def test_an_adapter_of_another_tenant_is_not_there(tmp_path: Path) -> None:
+async def test_an_adapter_of_another_tenant_is_not_there(tmp_path: Path) -> None:
     names = ModelNames(with_adapters(tmp_path, "@acme/secret"))
-    assert names.find("secret", "acme").served == "tiny:secret"
-    assert "tiny:secret" not in names.visible("evil")
+    assert (await names.find("secret", "acme")).served == "tiny:secret"
+    assert "tiny:secret" not in await names.visible("evil")
     for name in ("secret", "tiny:secret", "@acme/secret", "tiny:@acme/secret", "secre"):
         with pytest.raises(UnknownModel) as caught:
-            names.find(name, "evil")
+            await names.find(name, "evil")
         assert "secret'" not in str(caught.value).replace(repr(name), "")
         assert not any("secret" in known for known in caught.value.known)
 
 
 @pytest.mark.spec("L3")
-def test_a_near_miss_is_offered_among_thousands(tmp_path: Path) -> None:
+async def test_a_near_miss_is_offered_among_thousands(tmp_path: Path) -> None:
     names = ModelNames(with_adapters(tmp_path, *(f"adapter-{n:04}" for n in range(300))))
     with pytest.raises(UnknownModel) as caught:
-        names.find("adapter-01234", "")
+        await names.find("adapter-01234", "")
     assert "or adapter-0123?" in str(caught.value)
     assert len(str(caught.value)) < 1_000
     with pytest.raises(UnknownModel, match="did you mean tiny"):
-        names.find("tinny", "")
+        await names.find("tinny", "")
 
 
 @settings(max_examples=examples(200))
 @given(st.text(max_size=60))
-def test_no_name_leaves_its_folder_or_breaks_the_front(name: str) -> None:
+async def test_no_name_leaves_its_folder_or_breaks_the_front(name: str) -> None:
     names = ModelNames(table({"adapters": {"folder": "/proc"}}))
     if name not in ("tiny", "other"):
         with pytest.raises(UnknownModel):
-            names.find(name, name)
+            await names.find(name, name)
 
 
 # -- whatever a client may send -------------------------------------------------------------------
@@ -517,7 +517,7 @@ async def test_any_body_and_headers_are_understood_or_refused_by_name(
     except BadRequest as error:
         assert error.status_code == 400
         return
-    target = ModelNames(table()).find("tiny", "")
+    target = await ModelNames(table()).find("tiny", "")
     made = call_of(it, target, table().capabilities["chat"].models["tiny"], "default")
     assert made.request_id.isprintable()
     assert not [name for name in json.loads(made.body) if name.startswith("x_")]

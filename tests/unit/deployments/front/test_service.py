@@ -26,7 +26,7 @@ def service(speaker: Speaker) -> InferenceService:
 
 
 async def call(service: InferenceService, path: str = SPEAK) -> messages.InferenceCall:
-    return service.call(await parse(path, BODY, FORM, service.profiles), "default")
+    return await service.call(await parse(path, BODY, FORM, service.profiles), "default")
 
 
 async def test_form_goes_in_and_bytes_come_out_unchanged(
@@ -85,7 +85,9 @@ async def test_no_request_keeps_kv_longer_than_its_tenant_may(service: Inference
     async def term(tenant: str, **said: Any) -> str:
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], **said})
         asked = await parse("/v1/chat/completions", body.encode(), {}, service.profiles)
-        made: str = json.loads(service.call(asked, tenant).body)["kv_transfer_params"]["term"]
+        made: str = json.loads((await service.call(asked, tenant)).body)["kv_transfer_params"][
+            "term"
+        ]
         return made
 
     assert await term("default", prompt_cache_retention="24h") == "extended"
@@ -111,7 +113,7 @@ async def test_rerank_of_teis_clients_goes_to_the_only_model_that_reranks(
         ranks = {"role": "embedding", "class": "rerank", "engine": "vllm", "models": models}
         capabilities = {"chat": chat, "embed": embed} | ({"ranks": ranks} if names else {})
         service.configure(parse_table({"capabilities": capabilities}))
-        return service.call(await parse(path, body, {}, service.profiles), "default")
+        return await service.call(await parse(path, body, {}, service.profiles), "default")
 
     found = await asked("ranker")
     assert (found.model, json.loads(found.body)["model"]) == ("ranker", "ranker")

@@ -313,9 +313,9 @@ async def test_change_needs_the_scope_admin(client: AsyncClient, keeper: Keeper)
 async def test_call_of_a_task_that_is_made_later_names_the_task(front: FrontState) -> None:
     asking = await parse(CHAT, json.dumps({"model": "task:sum", **HELLO}).encode(), {}, {})
     call = await front.tasks.call("sum", asking, Caller("ann", frozenset()))
-    later = async_calls.for_later(call)
+    later = await async_calls.for_later(call)
     assert (later.model, later.tenant, later.path) == ("task:sum", "ann", CHAT)
     away = replace(call.ladder.rungs[0].state, is_remote=True)
     rungs = (replace(call.ladder.rungs[0], state=away),)
     with pytest.raises(BadRequest, match="no model of this machine"):
-        async_calls.for_later(replace(call, ladder=replace(call.ladder, rungs=rungs)))
+        await async_calls.for_later(replace(call, ladder=replace(call.ladder, rungs=rungs)))

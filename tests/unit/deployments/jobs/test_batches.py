@@ -13,6 +13,7 @@ import pytest
 from arbiter.core.types import Priority
 from arbiter.errors import DeadlineUnmet, EngineLost, NeverFits
 from arbiter.units import Bytes, TicketId
+from deployments.front.model_names import AdaptersAway, ModelNames, Target
 from deployments.jobs import batch_runner, batch_store, calls
 from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.errors import Conflict, NotFound, Refused, TooMuch
@@ -105,6 +106,24 @@ async def test_one_wrong_line_fails_the_batch_and_is_named(
     assert (error["line"], error["code"], error["param"]) == (3, code, param)
     assert not capability.calls
     assert plain["request_counts"]["total"] == 0 and plain["output_file_id"] is None
+
+
+@pytest.mark.spec("J4", "J8")
+async def test_line_whose_adapters_cannot_be_read_now_is_not_wrong(
+    service: JobsService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = [AdaptersAway("one", "the folder was not read")]
+    find = ModelNames.find
+    monkeypatch.setattr(AdaptersAway, "retry_after_s", 0.01)
+
+    async def found(names: ModelNames, name: str, tenant: str) -> Target:
+        if away:
+            raise away.pop()
+        return await find(names, name, tenant)
+
+    monkeypatch.setattr(ModelNames, "find", found)
+    await begin(service, [line("a"), line("b")])
+    assert (await ended(service)).plain["request_counts"]["completed"] == 2
 
 
 @pytest.mark.spec("J4", "L2")

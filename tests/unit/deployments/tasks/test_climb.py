@@ -59,7 +59,7 @@ class Models:
             Rung(RungState(n, str(n), False, NOTHING), 0.0, "?") for n in range(len(self.scripts))
         )
 
-        def call_of(name: str) -> InferenceCall:
+        async def call_of(name: str) -> InferenceCall:
             return InferenceCall("/p", b"", {}, "r", name, deadline_s, wants_progress=True)
 
         return TaskCall("sum", "r", Ladder(rungs, ()), call_of, wants_progress=False)
@@ -160,7 +160,7 @@ class Waits:
             to = self.onward_to.pop(0) if self.onward_to else None
             return next((rung for rung in rungs if rung.name == to), None)
 
-        def call_of(name: str) -> InferenceCall:
+        async def call_of(name: str) -> InferenceCall:
             return InferenceCall("/p", b"", {}, "r", name)
 
         return TaskCall("sum", "r", Ladder(tuple(rungs), ()), call_of, False, onward)

@@ -196,7 +196,7 @@ async def test_reader_of_a_stream_has_its_end_from_the_next_process(
     asked = {"model": "one", "input": "Who?", "background": True, "stream": True}
     prepared = await kept.prepare(json.dumps(asked).encode(), stores=True)
     parsed = await parse("/v1/responses", prepared.body, {}, {})
-    job = await kept.begin(prepared, front.state.service.call(parsed, "default"), {}, None)
+    job = await kept.begin(prepared, await front.state.service.call(parsed, "default"), {}, None)
     stream = kept.stream(job, None)
     events = [await anext(stream) for _ in range(6)]  # all but the last, which the gate holds
     former = front.service
