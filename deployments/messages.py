@@ -70,7 +70,9 @@ class InferenceCall:
     served: str = ""  # the name the engine serves: an adapter, or the model (also where empty)
     stable: Cut | None = None  # the prefix that other requests share with it
     reader_node: str = ""  # where a side stream would be read; empty: it reads none
-    refused_nodes: tuple[str, ...] = ()  # on which the model is not loaded, however long it waits
+    refused_nodes: tuple[
+        str, ...
+    ] = ()  # that refused this call, because a pinned model stays there
 
 
 @dataclass(frozen=True, slots=True)

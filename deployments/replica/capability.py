@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from ray import serve
 
 from arbiter.core.types import Client
-from arbiter.errors import DeadlineUnmet, RequestError, TicketClosed
+from arbiter.errors import DeadlineUnmet, RequestError, RolePinned, TicketClosed
 from arbiter.protocol.ray_internals import own_node
 from arbiter.units import TicketId
 from deployments import messages, prefixes
@@ -65,9 +65,9 @@ class Capability:
 
     async def handle(self, call: messages.InferenceCall) -> AsyncIterator[messages.Part]:
         """Closing this generator cancels the work down to the engine. A refusal is a response;
-        within a stream of events it is the last event. Raises EngineLost where the client has seen
-        nothing yet, so that the front tries again, and any RequestError within another kind of
-        stream, so that the front breaks the connection."""
+        within a stream of events it is the last event. Raises EngineLost and RolePinned where the
+        client has seen nothing yet, so that the front tries again, and any RequestError within
+        another kind of stream, so that the front breaks the connection."""
         if (said := await self._at_once(call)) is not None:
             yield said
             return
@@ -87,7 +87,7 @@ class Capability:
             logger.warning("request %s: %s", call.request_id, error)
             if begun is not None and begun.is_event_stream:
                 yield messages.stream_error(error)
-            elif begun is not None or messages.is_transient(error):
+            elif begun is not None or messages.is_transient(error) or isinstance(error, RolePinned):
                 raise
             else:
                 yield messages.FullResponse(*messages.refusal(error))

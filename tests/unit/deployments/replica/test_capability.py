@@ -11,8 +11,8 @@ from types import TracebackType
 import pytest
 
 from arbiter.core.types import Priority
-from arbiter.errors import EngineLost, TicketClosed
-from arbiter.units import TicketId
+from arbiter.errors import EngineLost, RolePinned, TicketClosed
+from arbiter.units import NodeId, TicketId
 from deployments import messages
 from deployments.engines.protocol import COULD_GROW
 from deployments.replica.capability import Capability
@@ -21,6 +21,7 @@ from deployments.replica.stream_batching import StreamBatching
 JSON = messages.ResponseHead(200, {"content-type": "application/json"})
 SSE = messages.ResponseHead(200, {"content-type": "text/event-stream; charset=utf-8"})
 LOST = EngineLost("m", TicketId("t"))
+PINNED = RolePinned("m", "chat", NodeId("n"), "other")
 CALL = messages.InferenceCall("/v1/thing", b"{}", {}, "req-1", "m")
 
 
@@ -195,3 +196,16 @@ async def test_could_grow_header_does_not_reach_the_client() -> None:
     engine.grow = stays_small  # type: ignore[method-assign]
     said = await whole(engine)
     assert said.head.status == 400 and COULD_GROW not in said.head.headers
+
+
+class PinnedElsewhere(DyingEngine):
+    """Refuses the model, because a pinned one has the place."""
+
+    async def __aenter__(self) -> "DyingEngine":
+        raise PINNED
+
+
+@pytest.mark.spec("A11")
+async def test_refusal_for_a_pinned_model_is_raised_for_the_front_to_try_another_node() -> None:
+    with pytest.raises(RolePinned):
+        assert not [part async for part in ExampleCapability(PinnedElsewhere(JSON)).handle(CALL)]
