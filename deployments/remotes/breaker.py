@@ -17,7 +17,7 @@ class Failure(StrEnum):
     CERTIFICATE = "certificate"  # TLS does not prove that it is the remote: nothing has left
     TIMEOUT = "timeout"
     BROKEN = "broken"  # the connection ended before the answer did
-    SERVER = "server"  # a status of 500 and above
+    SERVER = "server"  # a status of 500 and above, or an error that comes with 200
     LIMITED = "limited"  # 429
     KEY = "key"  # 401, 403
     PROTOCOL = "protocol"  # a redirect, another content type, more bytes than allowed, no JSON

@@ -145,11 +145,11 @@ class Exchange:
     async def _whole(self, response: aiohttp.ClientResponse) -> messages.FullResponse:
         raw = b"".join([piece async for piece in self._pieces(response)])
         said = _object(raw)
-        if _has_error(said):
-            raise Failed(Failure.SERVER, "its answer is an error of status 200")
         self._note_usage(said)
         self._counted_bytes = len(raw)
         self.is_whole = True
+        if _has_error(said):
+            raise Failed(Failure.SERVER, "its answer is an error of status 200")
         return messages.FullResponse(self._head(JSON), raw)
 
     async def _events(

@@ -156,9 +156,11 @@ async def test_a_remote_that_is_down_is_tried_twice_and_paid_nothing() -> None:
 async def test_an_error_of_status_200_is_no_answer() -> None:
     body = b'{"error": {"message": "the provider is down", "code": 502}}'
     whole = JSON + b"content-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+    book = CountingBook()
     async with raw_remote(says(whole)) as port:
-        found = await failure(port)
+        found = await failure(port, book=book)
     assert found == ("server", "its answer is an error of status 200", [])
+    assert book.ends[0].answer_tokens_count <= len(body), "what came is paid, not what was reserved"
 
 
 # -- TLS -------------------------------------------------------------------------------------------
