@@ -57,16 +57,19 @@ class ModelNames:
         self._folders, urls = table.adapter_folders, table.adapter_urls
         self._adapters = Catalogue(self._folders, frozenset(self._homes), urls)
 
-    async def find(self, name: str, tenant: str) -> Target:
-        """Raises UnknownModel with near misses, also for another tenant's adapter; AdapterAmbiguous
-        and AdapterInvalid; and AdaptersAway where folders are not read within FOLDERS_S."""
+    async def find(self, name: str, tenant: str, *, within_s: float | None = None) -> Target:
+        """`within_s`: what adapter folders may take; None: FOLDERS_S. Raises UnknownModel with near
+        misses, also for another tenant's adapter; AdapterAmbiguous and AdapterInvalid; and
+        AdaptersAway where folders are not read in time."""
+        bound_s = FOLDERS_S if within_s is None else within_s
         if capability := self._homes.get(name):
             return Target(capability, name, name)
         base, colon, _ = name.partition(":")
         try:
-            entry = await self._read(base if colon else None, self._adapters.find, name, tenant)
+            where = base if colon else None
+            entry = await self._read(where, bound_s, self._adapters.find, name, tenant)
         except OSError as error:
-            raise AdaptersAway(name, _why(error)) from error
+            raise AdaptersAway(name, _why(error, bound_s)) from error
         if entry is None:
             models = tuple(sorted(self._homes))
             raise UnknownModel(name, "", models + await self._known(self._near, name, tenant))
@@ -90,21 +93,26 @@ class ModelNames:
     ) -> tuple[str, ...]:
         """What `look` finds in all folders; nothing where they cannot be read."""
         try:
-            return await self._read(None, look, *args, **kwargs)
+            return await self._read(None, FOLDERS_S, look, *args, **kwargs)
         except OSError as error:
-            logger.warning("no adapters are listed: %s", _why(error))
+            logger.warning("no adapters are listed: %s", _why(error, FOLDERS_S))
             return ()
 
     async def _read(
-        self, base: str | None, look: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self,
+        base: str | None,
+        within_s: float,
+        look: Callable[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
         """What `look` finds in the folder of a model, or in all. Looks into the same folders come
-        one after another. Raises OSError, and TimeoutError, which is one, after FOLDERS_S."""
-        if not self._folders:
-            return look(*args, **kwargs)
-        folders = self._folders if base not in self._folders else {base: self._folders[base]}
+        one after another. Raises OSError, and TimeoutError, which is one, after `within_s`."""
+        if not self._folders or (base is not None and base not in self._folders):
+            return look(*args, **kwargs)  # it has no folder to look into
+        folders = self._folders if base is None else {base: self._folders[base]}
         where = " ".join(sorted({str(folder) for folder in folders.values()}))
-        async with asyncio.timeout(FOLDERS_S):
+        async with asyncio.timeout(within_s):
             return await in_thread(f"adapters in {where}", look, *args, **kwargs)
 
     def _names(self, tenant: str) -> tuple[str, ...]:
@@ -116,9 +124,9 @@ class ModelNames:
         return (*_around(name, adapters), *_around(name, sorted(bare)))
 
 
-def _why(error: OSError) -> str:
+def _why(error: OSError, within_s: float) -> str:
     if isinstance(error, TimeoutError) and error.errno is None:
-        return f"the adapter folders were not read within {FOLDERS_S:g} s"
+        return f"the adapter folders were not read within {within_s:g} s"
     return f"{error.filename}: {error.strerror}"
 
 

@@ -3,6 +3,7 @@
 Names, tenants and adapters count for each rung as for a request that names the rung itself.
 """
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,8 @@ from deployments.tasks.fit import Needs, needs_of, served_paths, unfit
 from deployments.tasks.ladder import Ladder, Rung, RungState, leaves_for, order
 from deployments.tasks.predict import REMOTE, Prediction
 
+# That a ladder waits for adapter folders: a rung whose folder hangs keeps the others waiting.
+LOOK_S = 1.0
 SHORT = {"role": "user", "content": "?"}  # what an explanation is about
 
 
@@ -98,16 +101,19 @@ class Tasks:
         known = await self._forecasts.read(self._service.table, sorted(set(here.values())))
         generates = isinstance(asked.checked, Generates)
         needs = needs_of(asked.path, asked.fields, generates=generates)
-        found = []
-        for position, name in enumerate(config.ladder):
+
+        async def state_of(position: int, name: str) -> RungState:
             if name not in here:
-                found.append(_remote(position, remotes.offer(asked, name, caller)))
-                continue
+                return _remote(position, remotes.offer(asked, name, caller))
             forecast = known.get(here[name], UNSEEN)
-            refused = forecast.never or await self._unfit(
-                needs, name, caller.tenant, forecast.context
-            )
-            found.append(RungState(position, name, False, forecast.predicted, refused))
+            state = RungState(position, name, False, forecast.predicted, forecast.never)
+            if forecast.never:
+                return state
+            return await self._fitted(state, needs, caller.tenant, forecast.context)
+
+        found = await asyncio.gather(
+            *(state_of(position, name) for position, name in enumerate(config.ladder))
+        )
         budget_s = asked.checked.x_budget_s or config.budget_s
         return order(config, found, budget_s)
 
@@ -137,14 +143,17 @@ class Tasks:
         paths = served_paths(table.capabilities[home]) if home else frozenset[str]()
         return prefixes.CHAT if not paths or prefixes.CHAT in paths else min(paths)
 
-    async def _unfit(self, needs: Needs, name: str, tenant: str, context: int | None) -> str | None:
+    async def _fitted(
+        self, state: RungState, needs: Needs, tenant: str, context: int | None
+    ) -> RungState:
+        """The rung with why it cannot have such a request, where it cannot."""
         table = self._service.table
         try:
-            target = await self._service.names.find(name, tenant)
-        except RequestError as error:  # an adapter that is not there, or another tenant's
-            return str(error)
+            target = await self._service.names.find(state.name, tenant, within_s=LOOK_S)
+        except RequestError as error:  # an adapter that is not there or away, or another tenant's
+            return replace(state, refused=str(error), retry_after_s=error.retry_after_s)
         capability = table.capabilities[target.capability]
-        return unfit(needs, target.model, capability, context)
+        return replace(state, refused=unfit(needs, target.model, capability, context))
 
 
 def _seen_now(state: RungState, known: Mapping[str, Forecast]) -> RungState:

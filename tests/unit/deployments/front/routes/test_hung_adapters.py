@@ -13,6 +13,7 @@ from deployments.adapters import catalogue
 from deployments.adapters.safe_files import is_folder
 from deployments.config.schema import parse_table
 from deployments.front import arbiter_gateway, model_names
+from deployments.front import tasks as tasks_of_front
 from tests.support.answering_front import AnsweringFront, whole
 from tests.support.arbiter_states import Books
 
@@ -40,6 +41,7 @@ async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     (law / "adapter_model.safetensors").write_bytes(b"")
     monkeypatch.setattr(catalogue, "is_folder", looks)
     monkeypatch.setattr(model_names, "FOLDERS_S", 0.5)
+    monkeypatch.setattr(tasks_of_front, "LOOK_S", 0.2)
     monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
     models = {
         name: {"source": "x", "adapters": {"folder": str(tmp_path / name)}} for name in (FAR, NEAR)
@@ -47,7 +49,11 @@ async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     chat = {"role": "text", "engine": "vllm", "models": models}
     front = AnsweringFront(tmp_path)
     front.says(CHAT, whole({"choices": []}))
-    front.state.service.configure(parse_table({"capabilities": {"chat": chat}}))
+    tasks = {
+        "mixed": {"ladder": [f"{FAR}:law", f"{FAR}:tax", NEAR]},
+        "away": {"ladder": [f"{FAR}:law"]},
+    }
+    front.state.service.configure(parse_table({"capabilities": {"chat": chat}, "tasks": tasks}))
     made = AsyncClient(transport=ASGITransport(front.app), base_url="http://localhost")
     async with made:
         try:
@@ -81,6 +87,23 @@ async def test_lists_and_near_misses_do_without_adapters_whose_file_server_hangs
 ) -> None:
     async with asyncio.timeout(WITHIN_S / 2):
         cards = (await client.get("/v1/models")).json()["data"]
-    assert [card["id"] for card in cards] == [FAR, NEAR]
+    assert [card["id"] for card in cards if "task:" not in card["id"]] == [FAR, NEAR]
     refused = await asked(client, f"{NEAR}:low")
     assert refused.status_code == 404 and "did you mean" in refused.json()["error"]["message"]
+
+
+@pytest.mark.spec("F2", "J1")
+async def test_name_of_no_model_with_adapters_looks_into_no_folder(client: AsyncClient) -> None:
+    refused = await asked(client, "llama:8b")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.spec("F2", "J7")
+async def test_ladder_goes_on_without_the_adapters_whose_file_server_hangs(
+    client: AsyncClient,
+) -> None:
+    answer = await asked(client, "task:mixed")
+    assert answer.status_code == 200
+    refused = await asked(client, "task:away")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "task_has_no_model")
+    assert int(refused.headers["retry-after"]) >= 1
