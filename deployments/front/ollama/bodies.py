@@ -157,7 +157,7 @@ class Embed(Asked):
         return found
 
 
-class Show(BaseModel):
+class Show(Read):
     """POST /api/show"""
 
     model: str = Field(min_length=1, max_length=MAX_NAME)

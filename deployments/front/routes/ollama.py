@@ -54,8 +54,9 @@ async def version() -> dict[str, str]:
 async def tags(caller: Inferrer, front: State) -> dict[str, Any]:
     """Models, adapters and models on other machines that this caller may name."""
     table, started_unix_s = front.table, front.started_unix_s
-    names = await front.service.names.visible(caller.tenant)
-    known, sizes = await _known(table, table.homes)
+    names, (known, sizes) = await asyncio.gather(
+        front.service.names.visible(caller.tenant), _known(table, table.homes)
+    )
     rows = await in_thread("tags", catalogue.tags, table, names, known, sizes, started_unix_s)
     remotes = front.service.remotes
     away = [

@@ -1,5 +1,6 @@
 """OpenAI's routes: models, and one route for each row of SCHEMAS and each path of the table."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -96,11 +97,10 @@ async def models(caller: Inferrer, front: State) -> dict[str, Any]:
     """Models, and the adapters that this caller may name: what each is good for, where it is and
     when it could answer."""
     table, names = front.table, front.service.names
-    known = await model_cards.facts(table, table.homes)
-    cards = [
-        _card(front, name, names.home(name), known[names.base(name)])
-        for name in await names.visible(caller.tenant)
-    ]
+    known, visible = await asyncio.gather(
+        model_cards.facts(table, table.homes), names.visible(caller.tenant)
+    )
+    cards = [_card(front, name, names.home(name), known[names.base(name)]) for name in visible]
     remotes = [_remote_card(front, name) for name in front.service.remotes.names(caller)]
     tasks = [_task_card(front, name, known) for name in sorted(front.table.tasks)]
     return {"object": "list", "data": cards + remotes + tasks}
