@@ -45,11 +45,16 @@ class HeldBodies:
     def have_room(self, piece_bytes: int, most_bytes: int) -> bool:
         """Whether so many bytes more are at most `most_bytes`, if need be without bodies that are
         slow, which this ends, the slowest first."""
-        while self.size_bytes + piece_bytes > most_bytes:
-            slow = [body for body in self.arriving if body.is_slow]
-            if not slow:
-                return False
-            min(slow, key=lambda body: body.progress_s).end()
+        short_bytes = self.size_bytes + piece_bytes - most_bytes
+        slow = sorted(
+            (body for body in self.arriving if body.is_slow), key=lambda body: body.progress_s
+        )
+        if short_bytes > sum(body.held_bytes for body in slow):
+            return False
+        for body in slow:
+            if self.size_bytes + piece_bytes <= most_bytes:
+                break
+            body.end()
         return True
 
 
@@ -102,7 +107,7 @@ class BoundedBody:
         self._bodies_most_bytes = limits.bodies_bytes
         self._loop = asyncio.get_running_loop()
         self._ends = self._loop.time() + self._whole_s
-        self._size, self._held_bytes, self._is_whole = 0, 0, False
+        self._size, self.held_bytes, self._is_whole = 0, 0, False
         self.progress_s, self._progress_size = self._loop.time(), 0
         self._bound: asyncio.Timeout | None = None  # of the piece that is waited for
         self._is_ended = False
@@ -131,7 +136,8 @@ class BoundedBody:
 
     def _late(self, *, is_piece: bool) -> str:
         if self._is_ended:
-            return f"{SLOW_S:g} s with less than {SMALL_BYTES >> 10} KiB, and others need its place"
+            little = f"less than {SMALL_BYTES >> 10} KiB in {SLOW_S:g} s"
+            return f"{little}, while another request needs the memory that it holds"
         return f"nothing in {self._piece_s:g} s" if is_piece else f"{self._whole_s:g} s"
 
     @property
@@ -139,7 +145,7 @@ class BoundedBody:
         """It holds more than a small body, is waited for, and has long made no progress."""
         is_awaited = self._bound is not None and not self._bound.expired()
         is_late = self._loop.time() - self.progress_s >= SLOW_S
-        return is_awaited and is_late and self._held_bytes > SMALL_BYTES
+        return is_awaited and is_late and self.held_bytes > SMALL_BYTES
 
     def end(self) -> None:
         """Ends a slow body, with 408, and gives its bytes to others."""
@@ -157,7 +163,7 @@ class BoundedBody:
             self.forget()  # now, so that no other body is refused for the bytes of this one
             raise error
         bodies.size_bytes += piece_bytes
-        self._held_bytes += piece_bytes
+        self.held_bytes += piece_bytes
         if self._is_whole:
             bodies.arriving.pop(self, None)
         else:
@@ -166,8 +172,8 @@ class BoundedBody:
     def forget(self) -> None:
         """Called once the body is needed no more; a second call changes nothing."""
         if self._bodies is not None:
-            self._bodies.size_bytes -= self._held_bytes
-            self._held_bytes = 0
+            self._bodies.size_bytes -= self.held_bytes
+            self.held_bytes = 0
             self._bodies.arriving.pop(self, None)
 
 

@@ -185,11 +185,13 @@ async def test_body_that_comes_slowly_gives_its_bytes_to_others_once_all_are_hel
         assert (await post(large)).status_code == 429, "they may still come"
         for held in front.bodies.arriving:
             held.progress_s -= WITHIN_S
+        assert (await post(large + b" " * (3 * SMALL_BYTES))).status_code == 429, "not even so"
+        assert not slow[0].done(), "it would have ended for nothing"
         assert (await post(large)).status_code == 404, "it is taken, and there is no such model"
         ended = await slow[0]
         error = ended.json()["error"]
         assert (ended.status_code, error["code"]) == (408, "body_too_slow")
-        assert "others need its place" in error["message"]
+        assert "another request needs the memory" in error["message"]
         assert not slow[1].done(), "there is room without it"
         rest.set()
         assert (await slow[1]).status_code == 404
