@@ -64,7 +64,11 @@ def _begin_next(name: str, thread: _Thread) -> None:
                 break
             work = thread.waiting.pop(answer)
         if answer.set_running_or_notify_cancel():
-            done = thread.pool.submit(work)
+            try:
+                done = thread.pool.submit(work)
+            except RuntimeError as error:  # the process may have no more threads
+                answer.set_exception(error)
+                continue
             return done.add_done_callback(partial(_settle, name, thread, answer))
     thread.pool.shutdown(wait=False)
 

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakSet
 
 import pytest
@@ -61,3 +62,16 @@ async def test_error_of_the_work_is_that_of_its_caller_and_ends_the_thread_as_we
 
 def fail() -> None:
     raise OSError("stale")
+
+
+async def test_work_that_gets_no_thread_says_so_and_the_next_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(ThreadPoolExecutor, "submit", no_thread)
+        with pytest.raises(RuntimeError, match="thread"):
+            await in_thread("scarce", lambda: "read")
+    assert await in_thread("scarce", lambda: "read") == "read"
