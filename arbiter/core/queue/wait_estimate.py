@@ -144,10 +144,20 @@ def _room_at(
         leaves_at = max(leaves_at, other_at)
         if room.suffices_with(freed):
             break
-    if short > 0:  # it may wait for cheaper ones than the soonest, if they may leave soon (C4)
-        cheaper_at = waits_for_cheaper_until(state, book, entry, short, waiting.request.priority)
-        leaves_at = max(leaves_at, cheaper_at or leaves_at)
-    return leaves_at
+    return max(leaves_at, _cheaper_gone_at(state, book, entry, short, waiting))
+
+
+def _cheaper_gone_at(
+    state: CoreState, book: DeviceAccount, entry: Ticket, short: Bytes, waiting: QueueEntry
+) -> Instant:
+    """Returns when the bytes of cheaper models than those that may leave the soonest may be back,
+    if it waits for those (C4); else now."""
+    if short <= 0:
+        return state.now
+    leave_at = waits_for_cheaper_until(state, book, entry, short, waiting.request.priority)
+    if leave_at is None:
+        return state.now
+    return after(leave_at, state.estimates.turnover(entry.capability))
 
 
 class _Room:
