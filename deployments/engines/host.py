@@ -5,7 +5,7 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
     GET  /control/ready     answers once loaded: 200 {"load_seconds", "can_sleep"}, or 500 {"error":
                             {"type", "message", "out_of_memory"}}, after which the process ends
     GET  /control/lifeline  never ends; when its connection closes, so does the process, at once
-    GET  /control/health    200 {"asleep"}, of an engine with a prefix cache also "kept_since_s"
+    GET  /control/health    200 {"asleep"}, of an engine that tells it also "kept_since_s"
                             (protocol.TellsKept), or 503 with the cause
     POST /control/sleep     200 {"seconds"}; repeating it is harmless
     POST /control/wake      200 {"seconds", "verified"}; false: the probe differed from the one

@@ -109,14 +109,16 @@ class SeenPieces:
     ) -> None:
         """A replica says which models it has: it knows nothing more of those that it had before. A
         model that is on its way there is not said yet, so that only a loss counts. It says too
-        since when it has kept what it was sent for a model, which is never undone: an engine that
-        begins anew has less."""
+        since when it has kept what it was sent for a model. An engine that begins anew has less, so
+        that time only grows, but after inf: a model whose engine kept nothing may have another that
+        does."""
         for model, since_s in kept_since_s.items():
-            if self.has_kept(replica, model, since_s):
+            known_s = self._kept_since_s.get((replica, model), -inf)
+            if since_s > known_s or (known_s == inf and since_s < inf):
                 self._kept_since_s[replica, model] = since_s
                 seen = self._seen.get((replica, model), OrderedDict())
-                while seen and next(iter(seen.values())) <= since_s:
-                    seen.popitem(last=False)
+                for piece in [piece for piece, sent_s in seen.items() if sent_s <= since_s]:
+                    del seen[piece]
         now = frozenset(models)
         for model in self._models.get(replica, now) - now:
             self._seen.pop((replica, model), None)

@@ -111,7 +111,9 @@ class RoutingHistory:
 
     def sent(self, model: str, now_s: float) -> str | None:
         replica, at_s = self._sent.get(model, ("", 0.0))
-        return replica if replica and now_s - at_s < FOLLOW_S else None
+        return (
+            replica if replica and 0 <= now_s - at_s < FOLLOW_S else None
+        )  # a clock may step back
 
     def sticky(self, request: RouteRequest) -> str | None:
         """The replica that has the KV of the request's key: it went there last, and the replica has

@@ -194,3 +194,20 @@ def test_later_time_of_two_that_are_noted_of_one_prompt_counts() -> None:
     seen.note("a", "m", [b"1"], 9.0)
     seen.told("a", ["m"], {"m": 9.5})
     assert seen.share("a", "m", [b"1"]) == 1.0
+
+
+def test_engine_that_keeps_kv_after_another_kept_none_holds_what_it_is_sent() -> None:
+    seen = SeenPieces()
+    seen.told("a", ["m"], {"m": inf})
+    seen.told("a", ["m"], {"m": 20.0})
+    seen.note("a", "m", [b"1"], 30.0)
+    assert seen.share("a", "m", [b"1"]) == 1.0
+    assert not seen.has_kept("a", "m", 10.0)
+
+
+def test_call_that_waited_to_be_sent_is_lost_with_those_as_old() -> None:
+    seen = SeenPieces()
+    seen.note("a", "m", [b"1"], 10.0)
+    seen.note("a", "m", [b"2"], 5.0)
+    seen.told("a", ["m"], {"m": 7.0})
+    assert [seen.share("a", "m", [piece]) for piece in (b"1", b"2")] == [1.0, 0.0]
