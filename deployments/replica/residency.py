@@ -292,10 +292,11 @@ class Residency:
 
     def pin_again(self, model: str, after_s: float | None, *, is_wanted: bool = False) -> None:
         """See ResidencyApi."""
+        withdrawn_count = self._withdrawn[model]
 
         def bring() -> None:
             if (is_wanted or model in self._pinned) and not self._closed:
-                self._begin_return(model)
+                self.background.begin(self._bring_back(model, withdrawn_count))
 
         if after_s is not None:
             asyncio.get_running_loop().call_later(after_s, bring)
