@@ -110,30 +110,30 @@ class Header:
 class Mark(NamedTuple):
     """What the table says of a row. Times are wall-clock seconds, because they outlive a boot's
     monotonic clock in a file. `kind`: of a row of KV the Term of the use that expires last.
-    `stored_s`: when the request came for which it was written."""
+    `asked_s`: when the request came for which it was written."""
 
     key: bytes
     expires_s: float
     used_s: float
     tenant: bytes = NO_TENANT
     kind: int = 0
-    stored_s: float = 0.0
+    asked_s: float = 0.0
 
     @property
     def is_sound(self) -> bool:
         """Whether its times are numbers; others are damage."""
-        return math.isfinite(self.expires_s + self.used_s + self.stored_s)
+        return math.isfinite(self.expires_s + self.used_s + self.asked_s)
 
 
 class Removal(NamedTuple):
-    """What leaves with a removed tenant: its rows that were stored until then (wall-clock seconds).
-    Later ones are those of a tenant that has come again under its name."""
+    """What leaves with a removed tenant: its rows of requests that came until then (wall-clock
+    seconds). Later ones are those of a tenant that has come again under its name."""
 
     tenant: bytes
     until_s: float = math.inf
 
-    def covers(self, tenant: bytes, stored_s: float) -> bool:
-        return tenant == self.tenant and stored_s <= self.until_s
+    def covers(self, tenant: bytes, asked_s: float) -> bool:
+        return tenant == self.tenant and asked_s <= self.until_s
 
 
 def content_code(content: Content) -> int:
@@ -183,7 +183,7 @@ def write_mark(buffer: Buffer, row: int, mark: Mark) -> None:
     """Makes a row visible. Its bytes must be there."""
     at = HEADER_BYTES + row * MARK_BYTES
     times = (mark.expires_s, mark.used_s)
-    fields = (mark.kind, *times, mark.tenant, len(mark.key), mark.key, mark.stored_s)
+    fields = (mark.kind, *times, mark.tenant, len(mark.key), mark.key, mark.asked_s)
     _MARK.pack_into(buffer, at, FREE, *fields)
     _STATE.pack_into(buffer, at, READY)
 

@@ -37,7 +37,7 @@ class _Claim(NamedTuple):
     """Whose a reserved row will be, and when the request for it came."""
 
     tenant: bytes
-    stored_s: float
+    asked_s: float
 
 
 class Rows:
@@ -285,8 +285,8 @@ class Rows:
         Raises RowMisused."""
         expires, used = self._times(term)
         claim = self._claims.get(key)
-        stored_s = claim.stored_s if claim else used  # without a claim it is refused below
-        self._show(Mark(key, expires, used, tenant, term, stored_s))
+        asked_s = claim.asked_s if claim else used  # without a claim it is refused below
+        self._show(Mark(key, expires, used, tenant, term, asked_s))
         self._counts[Count.STORED] += 1
 
     def mark_restored(self, saved: Mark) -> None:
@@ -396,7 +396,7 @@ class Rows:
     def _has_any(self, removal: Removal) -> bool:
         if not self._tenants.held(removal.tenant):
             return False
-        is_ready = any(removal.covers(m.tenant, m.stored_s) for m in self._marks.values())
+        is_ready = any(removal.covers(m.tenant, m.asked_s) for m in self._marks.values())
         return is_ready or any(removal.covers(*claim) for claim in self._claims.values())
 
     def erase_tenant(self, removal: Removal) -> list[bytes]:
@@ -404,7 +404,7 @@ class Rows:
         a later call. Returns the keys that left."""
         idle = (key for key in self._ready if key not in self._pins)
         marks = ((key, self._marks[key]) for key in idle)
-        own = (key for key, mark in marks if removal.covers(mark.tenant, mark.stored_s))
+        own = (key for key, mark in marks if removal.covers(mark.tenant, mark.asked_s))
         gone = [key for key, _ in zip(own, range(ERASED_AT_ONCE), strict=False)]
         nothing = bytes(self.slab.geometry.row_bytes)
         for key in gone:

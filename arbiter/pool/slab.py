@@ -333,7 +333,7 @@ class SlabView:
     def clear_tenant(self, removal: Removal) -> list[int]:
         """Makes the rows of a removed tenant invisible in a slab that no writer has. Returns them:
         their bytes are there until `overwrite`."""
-        found = [row for row, m in self.marks() if removal.covers(m.tenant, m.stored_s)]
+        found = [row for row, m in self.marks() if removal.covers(m.tenant, m.asked_s)]
         for row in found:
             layout.clear_mark(self._file.buffer, row)
         if found:

@@ -119,7 +119,7 @@ class SavedRows:
     def forget_tenant(self, removal: Removal) -> None:
         """What leaves with the tenant is found no more."""
         rows = list(self._rows.items())  # at once, because a `read` may take one out meanwhile
-        for key in [k for k, row in rows if removal.covers(row.mark.tenant, row.mark.stored_s)]:
+        for key in [k for k, row in rows if removal.covers(row.mark.tenant, row.mark.asked_s)]:
             self._rows.pop(key, None)
 
     def sources(self) -> Iterator[_Source]:
@@ -179,7 +179,7 @@ def erase_tenant(path: Path, removal: Removal) -> bool:
         kept = [
             _Source(r.mark, fd, r.offset, r.digest)
             for r in rows
-            if not removal.covers(r.mark.tenant, r.mark.stored_s)
+            if not removal.covers(r.mark.tenant, r.mark.asked_s)
         ]
         if head is None or len(kept) == len(rows):
             return False
@@ -299,7 +299,7 @@ def _digest(namespace: bytes, mark: Mark) -> _Digest:
 
 def _packed(mark: Mark) -> bytes:
     times = (mark.expires_s, mark.used_s)
-    return _MARK.pack(mark.kind, *times, mark.tenant, len(mark.key), mark.key, mark.stored_s)
+    return _MARK.pack(mark.kind, *times, mark.tenant, len(mark.key), mark.key, mark.asked_s)
 
 
 def _open(path: Path) -> int | None:

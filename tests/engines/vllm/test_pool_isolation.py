@@ -124,7 +124,7 @@ class PoolUnderTest:
             saved = saved_rows(self.file, model)
             marks += [row.mark for row in saved.sources()]
             saved.close()
-        return any(removal.covers(mark.tenant, mark.stored_s) for mark in marks)
+        return any(removal.covers(mark.tenant, mark.asked_s) for mark in marks)
 
 
 class Engine:

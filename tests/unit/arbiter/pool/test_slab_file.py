@@ -359,7 +359,7 @@ def test_restored_row_is_found_by_this_writer_and_the_next_and_expires_as_it_wou
             assert view.expires_s == mark.expires_s
             # So that the removal of a tenant reaches what was stored before it, also from a file.
             [(_, shown)] = view.marks()
-            assert shown.stored_s == mark.stored_s < clock.now_s
+            assert shown.asked_s == mark.asked_s < clock.now_s
 
 
 def save_for_ever(fd: int, path: Path, ready: int) -> None:
