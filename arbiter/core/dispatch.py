@@ -11,7 +11,7 @@ from arbiter.core.decisions import EventKind, Reason
 from arbiter.core.eviction import compaction, eviction, pressure, sleep
 from arbiter.core.queue import admission, hours
 from arbiter.core.records.registry import Registry
-from arbiter.core.records.ticket import CHARGED, State
+from arbiter.core.records.ticket import State
 from arbiter.core.residency import (
     floors,
     growth,
@@ -62,7 +62,7 @@ def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...])
     """Everything that depends on which capabilities and models there are."""
     floors.note_removed(state, before)
     admission.reject_removed_models(state)
-    for entry in state.ledger.entries(*CHARGED):
+    for entry in state.ledger.entries():  # also queued ones, which are granted as they stand
         heartbeats.apply_configuration(state, entry)
         state.set_timer(entry, state.now)
     hours.follow(state)

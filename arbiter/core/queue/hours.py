@@ -10,7 +10,7 @@ it is free to go.
 from arbiter.core import events as ev
 from arbiter.core.decisions import EventKind
 from arbiter.core.records.request_queue import QueueEntry
-from arbiter.core.records.ticket import CHARGED, Ticket
+from arbiter.core.records.ticket import Ticket
 from arbiter.core.residency import floors
 from arbiter.core.state import CoreState, reject_queued
 from arbiter.core.tickets.device_limits import cap_pins
@@ -31,7 +31,7 @@ def on_read(state: CoreState, event: ev.HoursRead) -> None:
 def follow(state: CoreState) -> None:
     """Has all that depends on hours agree with them: pins, what leaves, and what is queued."""
     if state.registry.hours:
-        for entry in state.ledger.entries(*CHARGED):
+        for entry in state.ledger.entries():
             if not entry.lease and entry.model_name in state.registry.hours:
                 state.ledger.pin(entry, state.is_pinned(entry.model_name))
                 state.set_timer(entry, state.now)

@@ -318,3 +318,11 @@ def test_a_dry_run_says_not_before_the_hours(priority: str, code: str | None) ->
     assert (plan.answer, plan.code) == (Answer.NOT_BEFORE, code)
     assert plan.wait is not None and in_seconds(plan.wait) == 500
     assert any("500 s" in line for line in plan.said)
+
+
+@pytest.mark.spec("C8", "C13")
+def test_a_pinned_model_that_was_asked_for_before_its_hours_is_pinned_once_they_begin() -> None:
+    driver = with_hours(is_open=False, left_s=600, pinned=True)
+    driver.ask(0, "a", 10, deadline_s=900)
+    assert granted(read(driver, 600, NIGHT, True)) == ["a"]
+    assert driver.ticket("a").pinned
