@@ -404,14 +404,13 @@ def _grant(
     state.trades.granted((entry.holder, entry.model))
     state.accounts.served(waiting.request.virtual_start_bytes)
     count_bypasses(state, pass_, waiting.request.sequence, home)
-    charge_and_grant(state, entry, home)
+    charge_and_grant(state, entry, home, since(waiting.request.asked, state.now))
     return Outcome.GRANTED
 
 
-def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes) -> None:
+def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes, waited: Span = Span(0)) -> None:
     """Moves a ticket to LOADING. What is granted already (the copy in host RAM of an asleep ticket)
-    stays charged."""
-    waited = since(entry.since, state.now)
+    stays charged. `waited`: in the queue."""
     key = entry.model_key
     if entry.wakes_count:
         predicted = state.estimates.wake_time(key)

@@ -404,3 +404,13 @@ def test_wake_for_a_quarantined_holder_is_refused() -> None:
     assert error == errors.HolderQuarantined(HolderId("h"), gib(60))
     driver.gone(31, "b")
     assert granted(driver.ask(32, "a", 80, host=40)) == ["a"]
+
+
+@pytest.mark.spec("K2")
+def test_wait_of_a_wake_is_told_from_its_request_on() -> None:
+    driver = asleep()
+    driver.ask(30, "a", 80, host=40)
+    driver.at(31, ev.LoadBroke(TicketId("b"), "x", False))
+    driver.gone(32, "b")
+    told = [e for e in driver.logged if e.kind == "ticket_granted"][-1]
+    assert (told.ticket, told.took) == ("a", seconds(2))
