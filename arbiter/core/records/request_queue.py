@@ -244,8 +244,9 @@ class RequestQueue:
 
     def have_copies(self, node: NodeId, models: frozenset[ModelName]) -> None:
         """Notes of which models a node has the files in RAM: tickets for them are warm (C6)."""
-        before = self._copies.get(node, frozenset())
-        self._copies[node] = models
+        before = self._copies.pop(node, frozenset())
+        if models:
+            self._copies[node] = models
         for model in sorted(before ^ models):
             self._rewarm(node, model)
 

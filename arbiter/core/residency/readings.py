@@ -34,6 +34,7 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
         node.unclaimed = old.unclaimed
         node.unreadable = old.unreadable
         node.inexact = old.inexact
+        node.copies = old.copies  # until its readings say otherwise
         node.readings = {d: r for d, r in old.readings.items() if d in node.devices}
         for spec in old.devices.values():
             if not _is_same(spec, node.devices.get(spec.device)):
@@ -107,6 +108,7 @@ def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
         state.stale_count += 1
         return
     state.log(EventKind.NODE_LOST, node=event.node)
+    state.queue.have_copies(event.node, frozenset())
     for entry in state.ledger.entries():
         if entry.node == event.node and entry.state is not State.QUEUED:
             _leave_with_device(state, entry)

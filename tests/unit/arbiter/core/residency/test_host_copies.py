@@ -170,3 +170,17 @@ def test_a_copy_that_comes_or_goes_moves_the_tickets_that_wait() -> None:
     driver.at(6, reading("copy", ("text", "c")))
     driver.at(7, ev.Released(TicketId("a"), "manual"))
     assert granted(driver.gone(8, "a")) == ["c"]
+
+
+@pytest.mark.spec("C6", "D4")
+def test_copies_that_left_with_their_agent_make_no_ticket_warm() -> None:
+    driver = CoreDriver(host=40)
+    driver.resident(0, "b", 60)
+    driver.beat(1, "b", inflight=1)
+    driver.at(2, reading("copy", ("text", "a"), t=2))
+    driver.ask(3, "c", 60)
+    driver.ask(4, "a", 60)
+    assert driver.queue() == ["a", "c"]
+    driver.see_node(5, 80, 40)
+    driver.at(6, reading("copy", t=6))
+    assert driver.queue() == ["c", "a"]
