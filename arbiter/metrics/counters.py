@@ -9,6 +9,7 @@ from typing import Any
 from arbiter import errors
 from arbiter.core.decisions import EventKind, LogEvent, Reason
 from arbiter.core.histogram import Histogram
+from arbiter.core.tickets.leases import LEASE
 from arbiter.metrics.table import TABLE, Kind
 from arbiter.units import in_seconds
 
@@ -89,7 +90,8 @@ class Counters:
             case EventKind.EVICTION:
                 self._count("evictions", data["reason"])
                 self._count("evicted_bytes", data["reason"], by=event.size_bytes or 0)
-                self._evicted.add((data["capability"], data["model"]))
+                if data["capability"] != LEASE:  # what its client called it never loads again
+                    self._evicted.add((data["capability"], data["model"]))
             case EventKind.ESTIMATE_ERROR:
                 self._note_estimate(event, data)
 

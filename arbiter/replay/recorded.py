@@ -204,7 +204,7 @@ class DemandReader:
 
     def _asked(self, event: ev.Requested, at: Instant) -> None:
         home = self._homes.get(event.holder)
-        if home is None:
+        if home is None or event.lease is not None:  # a replay leaves leases out
             return
         key = (event.capability, event.model, home[0])
         self._remember(event.ticket, key)
@@ -219,7 +219,7 @@ class DemandReader:
         node, capability = self._homes.get(event.holder, (None, ""))
         if node is None:
             return
-        for held in event.tickets:
+        for held in [h for h in event.tickets if h.lease is None]:
             key = (capability, held.model, node)
             self._remember(held.ticket, key)
             seen = self._seen.setdefault(key, _Seen(held.need))

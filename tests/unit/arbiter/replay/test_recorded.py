@@ -77,3 +77,19 @@ def test_revoke_of_a_ticket_that_is_not_known_is_not_remembered() -> None:
     lost = Revoke(TicketId("lost"), HolderId("h"), Reason.LOST, Tier.GONE, s(1))
     reader.read(ev.TimerFired(), s(1), [lost])
     assert b"lost" not in pickle.dumps(reader._revoked_at)
+
+
+@pytest.mark.spec("K2")
+def test_a_lease_takes_no_place_of_the_uses_that_a_replay_needs() -> None:
+    """It is in use at each heartbeat, and a replay leaves it out."""
+    reader, holder = DemandReader(most_uses_count=10), HolderId("h-n")
+    asked_on(reader, "n", 1)
+    terms = types.LeaseConditions("t", seconds(60), seconds(1))
+    need = types.Need(gib(1))
+    reader.read(ev.Requested(TicketId("job"), holder, "text", "job", need, lease=terms), s(2), [])
+    phase = types.Phase.RESIDENT
+    held = ev.HeldTicket(TicketId("job"), "job", phase, 0, seconds(0), (), need, lease=terms)
+    for t in range(3, 30):
+        reader.read(ev.Renewed(holder, (held,)), s(t), [])
+    assert b"job" not in pickle.dumps(reader)
+    assert len(reader.demand().uses) == 1
