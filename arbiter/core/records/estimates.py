@@ -164,6 +164,7 @@ class Estimates:
         self._wakes = Recent()
         self._overruns = deque([1.0] * OVERRUNS_COUNT, OVERRUNS_COUNT)  # the newest last
         self._runs: RunTimes[ModelKey] = RunTimes()
+        self._ran: dict[ModelName, dict[ModelKey, None]] = {}  # the keys of `_runs`, by model
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
         self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
         self._slowest: dict[ModelName, Span] = {}  # of a model under any settings
@@ -258,7 +259,7 @@ class Estimates:
     def run_times(self, name: ModelName) -> RunSpans | None:
         """Returns how long requests of a model run, under the settings with which they take
         longest; None before the first."""
-        found = [self._runs.read(key) for key in self._runs if key.name == name]
+        found = [self._runs.read(key) for key in self._ran.get(name, ())]
         return max((spans for spans in found if spans), default=None)
 
     def turnover(self, capability: str) -> Span:
@@ -328,6 +329,7 @@ class Estimates:
 
     def ran(self, key: ModelKey, took: Span) -> None:
         """Learns how long an answered request ran since its model served."""
+        self._ran.setdefault(key.name, {})[key] = None
         if self._runs.note(key, took):
             self.changes_count += 1
 
@@ -348,6 +350,7 @@ class Estimates:
         for recent in (self._loads, self._wakes):
             recent.forget(key)
         self._runs.forget(key)
+        self._ran.get(key.name, {}).pop(key, None)
         self._sleepless.discard(key)
         self.changes_count += 1
 
@@ -360,6 +363,7 @@ class Estimates:
             self.forget(key)
         for name in gone:
             self._slowest.pop(name, None)
+            self._ran.pop(name, None)
         self.changes_count += 1
 
     # -- across restarts -----------------------------------------------------------------------
@@ -437,6 +441,7 @@ class Estimates:
         for took_ns in row["wakes_ns"]:
             self._wakes.note(key, Span(took_ns))
         for took_ns in row.get("runs_ns", ()):  # rows of the same version had none before J5
+            self._ran.setdefault(key.name, {})[key] = None
             self._runs.note(key, Span(took_ns))
 
     def _restore_capability(self, row: dict[str, Any]) -> None:
