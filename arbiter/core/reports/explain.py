@@ -156,8 +156,8 @@ def _urgency(state: CoreState, entry: Ticket) -> Priority:
     urgent it holds up."""
     waiting = state.queue.find(entry.ticket)
     assert waiting is not None
-    competing = state.queue.at(entry.node) if waiting.is_aged else [waiting]
-    return min(w.request.priority for w in competing)
+    held_up = state.queue.at(entry.node) if waiting.is_aged else ()
+    return min([waiting.request.priority, *(w.request.priority for w in held_up if not w.is_held)])
 
 
 def _now_said(
