@@ -83,6 +83,7 @@ def test_revoke_of_a_ticket_that_is_not_known_is_not_remembered() -> None:
 def test_a_lease_takes_no_place_of_the_uses_that_a_replay_needs() -> None:
     """It is in use at each heartbeat, and a replay leaves it out."""
     reader, holder = DemandReader(most_uses_count=10), HolderId("h-n")
+    reader.read(ev.CapabilitiesSet((TEXT,)), s(0), [])
     asked_on(reader, "n", 1)
     terms = types.LeaseConditions("t", seconds(60), seconds(1))
     need = types.Need(gib(1))
