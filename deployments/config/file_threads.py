@@ -8,6 +8,7 @@ waits for delays no other model.
 """
 
 import asyncio
+import errno
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,8 @@ def in_thread(
 ) -> asyncio.Future[T]:
     """Begins the work in the thread of that name, once what was begun there before is done. `name`:
     of a model's files, as its source. The thread ends with its last work. What is cancelled before
-    it has begun leaves nothing behind."""
+    it has begun leaves nothing behind. Raises what the work raises, and OSError where the process
+    gets no thread."""
     answer: Future[T] = Future()
     with _lock:
         is_idle = name not in _threads
@@ -67,7 +69,7 @@ def _begin_next(name: str, thread: _Thread) -> None:
             try:
                 done = thread.pool.submit(work)
             except RuntimeError as error:  # the process may have no more threads
-                answer.set_exception(error)
+                answer.set_exception(OSError(errno.EAGAIN, str(error), name))
                 continue
             return done.add_done_callback(partial(_settle, name, thread, answer))
     thread.pool.shutdown(wait=False)

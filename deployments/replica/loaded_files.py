@@ -24,6 +24,7 @@ sleeps.
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import stat
 import time
@@ -35,6 +36,8 @@ from typing import Any, BinaryIO
 from deployments.config.file_threads import in_thread
 from deployments.replica import remote_files
 from deployments.replica.remote_files import SharedLooks
+
+logger = logging.getLogger("arbiter.residency")
 
 # Of a file up to 16 MiB all is read, of a larger one 64 pieces of 64 KiB from its first to its last
 # byte. Weights that were trained or converted anew differ in every piece.
@@ -139,8 +142,12 @@ async def look(model: str) -> LoadedFiles:
 
 async def has_moved(loaded: LoadedFiles) -> bool:
     """True if names, sizes, times or inodes differ. A model whose plan names no folder never
-    has."""
-    return await in_thread(loaded.model, differ, loaded)
+    has; nor has one that cannot be looked at now."""
+    try:
+        return await in_thread(loaded.model, differ, loaded)
+    except OSError as error:  # no thread for the look
+        logger.warning("%s: its files are not looked at now: %s", loaded.model, error)
+        return False
 
 
 async def were_replaced(loaded: LoadedFiles) -> bool:

@@ -72,6 +72,6 @@ async def test_work_that_gets_no_thread_says_so_and_the_next_is_done(
 
     with monkeypatch.context() as scarce:
         scarce.setattr(ThreadPoolExecutor, "submit", no_thread)
-        with pytest.raises(RuntimeError, match="thread"):
+        with pytest.raises(OSError, match="new thread"):
             await in_thread("scarce", lambda: "read")
     assert await in_thread("scarce", lambda: "read") == "read"

@@ -5,10 +5,12 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -316,3 +318,14 @@ async def test_engine_that_hangs_after_a_failed_connection_is_ended(
     engine.is_held, engine.asked = False, 0
     await asyncio.wait_for(watchdog.watch_engine(held, lambda _, reason: ends.append(reason)), 60)
     assert ends == [Reason.LOST], "its lifeline tells of its end"
+
+
+async def test_watch_goes_on_where_a_look_gets_no_thread(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = await loaded(model)
+    with monkeypatch.context() as scarce:
+        scarce.setattr(ThreadPoolExecutor, "submit", Mock(side_effect=RuntimeError("no thread")))
+        assert not await loaded_files.has_moved(held.files)
+    (model / "config.json").write_text("{ }")
+    assert await loaded_files.has_moved(held.files)
