@@ -142,7 +142,7 @@ async def look(model: str) -> LoadedFiles:
 
 async def has_moved(loaded: LoadedFiles) -> bool:
     """True if names, sizes, times or inodes differ. A model whose plan names no folder never
-    has; nor has one that cannot be looked at now."""
+    has; nor do files that cannot be looked at now."""
     try:
         return await in_thread(loaded.model, differ, loaded)
     except OSError as error:  # no thread for the look

@@ -77,7 +77,7 @@ BUGS = [
         "min(asked or usual, longest, key=TERMS.index)",
         "asked or usual"),
     Bug("a call is followed for ever", "deployments/routing/rank.py", "RoutingHistory.sent",
-        "replica and now_s - at_s < FOLLOW_S",
+        "replica and 0 <= now_s - at_s < FOLLOW_S",
         "replica"),
     Bug("the adapter used last leaves its slot", "deployments/routing/rank.py", "AdapterSlots.note",
         "used.popitem(last=False)",

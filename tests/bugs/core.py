@@ -54,7 +54,7 @@ BUGS = [
         "is_in_time and until <= after(queued.request.asked, reload)",
         "is_in_time"),
     Bug("the wait for a cheaper role is left out of what is told", "arbiter/core/queue/wait_estimate.py", "_room_at",
-        "max(leaves_at, cheaper_at or leaves_at)",
+        "max(leaves_at, _cheaper_gone_at(state, book, entry, short, waiting))",
         "leaves_at"),
     Bug("what is in flight takes no time", "arbiter/core/queue/wait_estimate.py", "_drain",
         "entry.inflight",
