@@ -413,6 +413,9 @@ BUGS = [
         "left = [e for e in book.entries.values() if _returning_bytes(e)]",
         "left: list[Ticket] = []"),
     Bug("who stands before is not foreseen", "arbiter/core/queue/wait_estimate.py", "estimated_wait",
-        "sum(w.need_bytes for w in sample) * ahead_count // len(sample)",
-        "sum(w.need_bytes for w in sample) * 0"),
+        "sum(needs) * ahead_count // len(sample)",
+        "sum(needs) * 0"),
+    Bug("a wake lacks nothing", "arbiter/core/queue/wait_estimate.py", "_lacking",
+        "entry.home.get(book.device, 0) - entry.charge(book.device)",
+        "0"),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from arbiter.core.eviction.eligibility import (
 )
 from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
 from arbiter.core.eviction.ranking import effective_priority, priority_fades_at, ranked_victims
-from arbiter.core.queue import hours
+from arbiter.core.queue import hours, placement
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import State, Ticket
@@ -70,27 +70,33 @@ def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span
     node = state.nodes.get(entry.node)
     if node is None or not state.is_settled:
         return None
-    books = [b for b in compute_books(state, node) if waiting.need_bytes <= b.budget_bytes]
+    is_wake = entry.state is State.ASLEEP
+    books = [
+        book
+        for book in compute_books(state, node)
+        if (book.device in entry.home if is_wake else waiting.need_bytes <= book.budget_bytes)
+    ]
     if not books:
         return None
     ahead_count, sample = _ahead(state, entry, waiting)
-    wanted = int(waiting.need_bytes)
+    needs = [_lacking(state, w, books[0]) for w in sample]
+    wanted = int(_lacking(state, waiting, books[0]))
     if sample:
-        wanted += sum(w.need_bytes for w in sample) * ahead_count // len(sample)
+        wanted += sum(needs) * ahead_count // len(sample)
     lent = sum(b.budget_bytes for b in books)
     turns = wanted // max(1, lent)  # times that everything must change before it is its turn
     ahead = [state.ledger.find(w.request.ticket) for w in sample]
     loads = [load_span(state, e) for e in ahead if e is not None]
     turn = Span(sum(loads) // len(loads) if loads else 0)
     stays = max(turn, state.settings.min_residency)
-    needs = [w.need_bytes for w in sample]
     rooms = [
         _room_at(state, book, entry, waiting, needs[number :: len(books)])
         for number, book in enumerate(books)
     ]
-    room_at = min((at for at in rooms if at is not None), default=None)
-    if room_at is None:
+    known = [at for at in rooms if at is not None]
+    if not known or (is_wake and None in rooms):
         return None
+    room_at = max(known) if is_wake else min(known)  # a wake needs all devices where it was
     turnover = state.estimates.turnover(entry.capability)
     wait = since(state.now, room_at) + turns * (turn + stays + turnover)
     if turns:  # what is before it serves first, in the same place
@@ -114,13 +120,24 @@ def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry) -> tuple[int, l
     return len(free), free[:SAMPLED_COUNT]
 
 
+def _lacking(state: CoreState, waiting: QueueEntry, book: DeviceAccount) -> Bytes:
+    """Returns what a ticket lacks on a device: to be awake again, or to be loaded there."""
+    entry = state.ledger.find(waiting.request.ticket)
+    if entry is None:
+        return waiting.need_bytes
+    if entry.state is State.ASLEEP:
+        return Bytes(max(0, entry.home.get(book.device, 0) - entry.charge(book.device)))
+    return waiting.need_bytes or placement.estimated_bytes(state, entry, book.budget_bytes)
+
+
 def _room_at(
     state: CoreState, book: DeviceAccount, entry: Ticket, waiting: QueueEntry, ahead: list[Bytes]
 ) -> Instant | None:
     """Returns when enough of what is there may have left, the soonest lawful first, where what
     comes back goes to the tickets `ahead` of it for which it suffices; None where that takes the
     end of a lease."""
-    room = _Room(waiting.need_bytes, ahead)
+    need = _lacking(state, waiting, book)
+    room = _Room(need, ahead)
     if room.suffices_with(Bytes(max(0, book.free_bytes))):
         return state.now
     leaves_at = state.now
@@ -137,7 +154,7 @@ def _room_at(
     leaving = sorted(
         (_gone_at(state, e, waiting), e.charge(book.device)) for e in others if e not in leased
     )
-    short = Bytes(waiting.need_bytes - max(0, book.free_bytes) - returning)
+    short = Bytes(need - max(0, book.free_bytes) - returning)
     if leased and short > sum(freed for _, freed in leaving):
         return None
     for other_at, freed in leaving:

@@ -1,5 +1,7 @@
 """Sleep and wake (A10, B4, D1). Times in seconds, sizes in GiB."""
 
+from dataclasses import replace
+
 import pytest
 
 from arbiter import errors
@@ -7,11 +9,13 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Grant, RequestReading
 from arbiter.core.records.estimates import ModelKey
+from arbiter.core.settings import Settings
 from arbiter.units import HolderId, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
     HOST,
     NODE,
+    PLAIN,
     CoreDriver,
     gib,
     granted,
@@ -24,9 +28,9 @@ from tests.support.core_driver import (
 KEY = ModelKey("text", "a", "")
 
 
-def asleep(host: float = 100) -> CoreDriver:
+def asleep(host: float = 100, settings: Settings = PLAIN) -> CoreDriver:
     """`a` (80) sleeps with 40 in host RAM and a residue of 5; `b` is being loaded."""
-    driver = CoreDriver(device=80, host=host)
+    driver = CoreDriver(device=80, host=host, settings=settings)
     driver.resident(0, "a", 80, host=40)
     driver.engines["a"] = {CPU: 80}
     driver.read(1)
@@ -414,3 +418,16 @@ def test_wait_of_a_wake_is_told_from_its_request_on() -> None:
     driver.gone(32, "b")
     told = [e for e in driver.logged if e.kind == "ticket_granted"][-1]
     assert (told.ticket, told.took) == ("a", seconds(2))
+
+
+@pytest.mark.spec("A21", "D1")
+def test_told_wait_of_a_wake_counts_how_long_what_has_its_place_stays() -> None:
+    driver = asleep(settings=replace(PLAIN, min_residency=seconds(10)))
+    driver.at(23, ev.Loaded(TicketId("b"), seconds(3)))
+    driver.beat(24, "b")
+    driver.ask(24, "a", 80, host=40)
+    [told] = [q for q in driver.queued if q.ticket == "a"]
+    assert told.predicted >= seconds(9)
+    driver.at(25, ev.Withdrawn(TicketId("a")))
+    late = refusal(driver.ask(26, "a", 80, host=40, deadline_s=5))
+    assert isinstance(late, errors.DeadlineUnmet)
