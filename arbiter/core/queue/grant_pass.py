@@ -13,6 +13,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.records.timers import NEVER
+from arbiter.core.residency import growth
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import (
@@ -64,7 +65,7 @@ def _new_pass(state: CoreState, node: Node) -> GrantPass:
     books = compute_books(state, node)
     reserves = quotas.reserves(state)
     most = max([on_demand_of(b) for b in books], default=Bytes(0))
-    return GrantPass(
+    made = GrantPass(
         node,
         {b.device: b for b in books if is_readable(state, node, b.device, state.now)},
         max([b.budget_bytes for b in books], default=Bytes(0)),
@@ -73,6 +74,8 @@ def _new_pass(state: CoreState, node: Node) -> GrantPass:
         reserves,
         PlacementMemo(state.queue.stats(node.node)),
     )
+    made.promised.update(growth.promised(state, node.node))
+    return made
 
 
 def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> None:

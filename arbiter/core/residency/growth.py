@@ -19,7 +19,7 @@ from arbiter.core.tickets import quotas
 from arbiter.core.tickets.budget import on_demand
 from arbiter.core.tickets.device_limits import readable_devices, watch_claims
 from arbiter.errors import GrowthRefused, NeverFits, TicketClosed
-from arbiter.units import Bytes, DeviceId, HolderId, Span, after, since
+from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, after, since
 
 Devices = tuple[types.DeviceBytes, ...]
 
@@ -110,6 +110,30 @@ def grant_waiting(state: CoreState) -> None:
                 _make_room(state, entry, state.ledger.books[device], part)
 
 
+def promised(state: CoreState, node: NodeId) -> Sizes:
+    """Returns what is free or on its way back on a node's devices and suffices for tickets that
+    grow there, which are before the queue."""
+    found: Sizes = {}
+    for entry in _growing(state):
+        if entry.node == node and all(d in state.ledger.books for d in entry.home):
+            lacking = _lacking(entry)
+            if all(part <= _coming(state, entry, d) for d, part in lacking.items()):
+                found |= {d: Bytes(found.get(d, 0) + max(0, p)) for d, p in lacking.items()}
+    return found
+
+
+def _lacking(entry: Ticket) -> dict[DeviceId, int]:
+    """Returns what it wants beyond what it took already, which is charged."""
+    wanted = _wanted(entry).items()
+    return {d: part + entry.granted.get(d, 0) - entry.charge(d) for d, part in wanted}
+
+
+def _coming(state: CoreState, entry: Ticket, device: DeviceId) -> int:
+    """Returns what is free for it on a device, or on its way back."""
+    book = state.ledger.books[device]
+    return _free(state, entry, book, has_left=True) + returning_bytes(book)
+
+
 def _may_be_lent(state: CoreState, entry: Ticket) -> bool:
     """Says whether its devices may be lent from, as for a load: not while holders of the last epoch
     are awaited, nor on a device that was not read lately or whose real memory is short."""
@@ -184,11 +208,7 @@ def _has_room(state: CoreState, entry: Ticket) -> bool:
     """Says whether the growth fits now. What the ticket took beyond its grant is charged
     already."""
     return not quotas.over_limit(state, entry.client.tenant, entry.grows_bytes) and all(
-        part
-        <= _free(state, entry, state.ledger.books[d])
-        + entry.charge(d)
-        - entry.granted.get(d, Bytes(0))
-        for d, part in _wanted(entry).items()
+        part <= _free(state, entry, state.ledger.books[d]) for d, part in _lacking(entry).items()
     )
 
 

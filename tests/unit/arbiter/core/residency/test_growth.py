@@ -44,6 +44,20 @@ def test_idle_models_are_evicted_for_growth() -> None:
     assert granted(d.gone(12, "c")) == ["a"] and d.charged() == 75
 
 
+def test_bytes_on_their_way_to_a_growing_resident_are_not_lent_to_the_queue() -> None:
+    d = CoreDriver(holders=("h", "k"))
+    d.resident(0, "a", 30)
+    d.beat(1, "a", inflight=1)
+    for name in ("b", "c"):
+        d.resident(1, name, 20, holder="k")
+    assert len(revoked(grow(d, 20, "a", 40))) == 2
+    assert d.ask(21, "d", 25, priority=types.Priority.BATCH) == []
+    for name in ("b", "c"):
+        d.at(22, ev.Released(TicketId(name), "swap"))
+    assert granted(d.gone(23, "b")) == []
+    assert granted(d.gone(24, "c")) == ["a"] and d.charged() == 70
+
+
 def test_growth_without_room_in_time_is_refused_and_the_resident_goes_on() -> None:
     d = driver()
     assert grow(d, 2, "a", 25, within_s=10) == []
