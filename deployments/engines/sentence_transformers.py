@@ -143,9 +143,18 @@ class EmbeddingEngine:
         return await self.worker.run(function, *args)
 
     async def _embed(self, texts: list[str]) -> np.ndarray:
-        answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
-        self.queue.put_nowait(Waiting(texts, answer))
-        return await answer
+        """Asks for one pass at a time, so that requests take turns, and that of a client which
+        leaves ends with the pass under way. Texts of like lengths share one: it pads to the
+        longest."""
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+        found = []
+        for start in range(0, len(order), self.max_batch):
+            answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
+            part = [texts[number] for number in order[start : start + self.max_batch]]
+            self.queue.put_nowait(Waiting(part, answer))
+            found.append(await answer)
+        vectors: np.ndarray = np.concatenate(found)[np.argsort(order)]
+        return vectors
 
     async def _embed_for(self, receive: Receive, texts: list[str]) -> np.ndarray | None:
         """The vectors, or None when the client leaves first, which takes its texts off the

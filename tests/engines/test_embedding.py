@@ -244,6 +244,35 @@ async def test_next_embedding_request_is_served_after_all_waiting_clients_left()
     assert slow.passes == [[["here"]]]
 
 
+@pytest.mark.spec("H1")
+async def test_request_of_many_texts_shares_its_turns_and_has_its_vectors_in_order() -> None:
+    slow, texts = Slow(), ["x" * length for length in range(100, 0, -1)]
+    await slow.engine.load()
+    many = asyncio.ensure_future(slow.engine._embed(texts))
+    await asyncio.to_thread(slow.begun.wait, 60)
+    one = asyncio.ensure_future(slow.engine._embed(["one"]))
+    await asyncio.sleep(0)  # it is in the queue
+    slow.go_on.set()
+    async with asyncio.timeout(60):
+        assert (await one).tolist() == [[3]]
+        assert (await many).tolist() == [[length] for length in range(100, 0, -1)]
+    assert ["one"] in slow.passes[1], "it waits for one pass, not for all"
+
+
+@pytest.mark.spec("J8")
+async def test_texts_of_a_client_that_leaves_end_with_the_pass_under_way() -> None:
+    slow = Slow()
+    await slow.engine.load()
+    many = asyncio.ensure_future(slow.engine._embed(["x"] * 100))
+    await asyncio.to_thread(slow.begun.wait, 60)
+    many.cancel()
+    await asyncio.wait({many})
+    slow.go_on.set()
+    async with asyncio.timeout(60):
+        assert (await slow.engine._embed(["here"])).tolist() == [[4]]
+    assert [sum(map(len, requests)) for requests in slow.passes] == [32, 1]
+
+
 @pytest.mark.spec("H9")
 async def test_embedding_engine_whose_pass_hangs_is_unhealthy() -> None:
     slow = Slow()
