@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -18,6 +19,7 @@ from PIL import Image
 from deployments import messages
 from deployments.engines import dispatch_lock
 from deployments.engines.diffusers import engine as module
+from deployments.engines.diffusers import pipeline
 from deployments.engines.diffusers.batches import Drawn, Order, Step
 from deployments.engines.diffusers.requests import Setting
 from models import shapes
@@ -214,6 +216,25 @@ def test_body_that_is_no_form_is_refused(draw: Child) -> None:
     assert (status, said["error"]["param"]) == (400, "body")
     assert draw.call("POST", "/v1/images/unknown", {})[0] == 404
     assert draw.call("GET", "/v1/models")[1]["data"][0]["id"] == "draw"
+
+
+@pytest.mark.spec("A17", "D6")
+def test_pipeline_that_is_loaded_anew_is_gone_before_the_next_is_read(
+    drawing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = pipeline.Pipeline(str(drawing), {}, 1, 1)
+    made.load()
+    before = weakref.ref(made.pipe.unet)
+    read = pipeline.AutoPipelineForText2Image.from_pretrained
+    left: list[bool] = []
+
+    def reads(*args: Any, **more: Any) -> Any:
+        left.append(before() is None)
+        return read(*args, **more)
+
+    monkeypatch.setattr(pipeline.AutoPipelineForText2Image, "from_pretrained", reads)
+    made.load()
+    assert left == [True]
 
 
 @pytest.mark.spec("H5", "A8")

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from arbiter.node import procfs
 from deployments import messages
@@ -201,6 +203,26 @@ def test_sleep_after_many_concurrent_requests_gives_back_nine_tenths(
         assert awake - device_bytes(child.pid) >= 0.9 * awake
         assert child.call("POST", "/control/wake")[1]["verified"] is True
         assert answer(child, "a1") == before
+
+
+@pytest.mark.spec("D1", "D6")
+def test_files_that_the_index_leaves_out_are_neither_kept_asleep_nor_read_by_a_wake(
+    engines: ZygoteUnderTest, tiny: Path, tmp_path: Path
+) -> None:
+    """Some models of the hub have their weights a second time, in another form."""
+    shutil.copytree(tiny, model := tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    other = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    save_file(other, model / "other.safetensors")
+    given = config(model, enable_lora=False, lora_modules={})
+    with served(engines, "listed", VLLM, given) as child:
+        before = answer(child)
+        assert child.call("POST", "/control/sleep")[0] == 200
+        status, woken = child.call("POST", "/control/wake")
+        assert (status, woken["verified"]) == (200, True)
+        assert answer(child) == before
 
 
 @pytest.mark.spec("D5")

@@ -1,6 +1,7 @@
 """Pipeline: a text-to-image pipeline of diffusers, and the others that share its modules."""
 
 import copy
+import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,9 @@ class Pipeline:
         self._slots = slots
 
     def load(self) -> None:
-        """Raises what diffusers does."""
+        """Raises what diffusers does. A second call, after a wake that did not verify, replaces
+        what was loaded."""
+        self._drop()
         torch.set_num_threads(self._threads)
         # bfloat16 on a GPU: in float16 the autoencoder of SDXL overflows.
         default = "float32" if self.device == "cpu" else "bfloat16"
@@ -59,6 +62,14 @@ class Pipeline:
         self._image2image = _sharing(AutoPipelineForImage2Image, self.pipe)
         self._inpainting = _sharing(AutoPipelineForInpainting, self.pipe)
         self.limits = self._limits()
+
+    def _drop(self) -> None:
+        """A pipeline that is replaced leaves first: the ticket is for one."""
+        for name in ("pipe", "modules", "adapters", "_image2image", "_inpainting"):
+            vars(self).pop(name, None)
+        gc.collect()  # its parts refer to each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _limits(self) -> Limits:
         given, takes = self._arguments, _takes(self.pipe)

@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+from vllm.model_executor.model_loader.weight_utils import (
+    filter_duplicate_safetensors_files,
+    safetensors_weights_iterator,
+)
 from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -84,7 +88,11 @@ class SleepingCpuWorker(CPUWorker):
         return freed
 
     def _checkpoint(self) -> list[Path]:
-        return sorted(Path(self.model_config.model).glob("*.safetensors"))
+        """The files that vLLM's loader reads: where an index lists them, no others."""
+        folder = self.model_config.model
+        found = [str(path) for path in Path(folder).glob("*.safetensors")]
+        listed = filter_duplicate_safetensors_files(found, folder, SAFE_WEIGHTS_INDEX_NAME)
+        return sorted(map(Path, listed))
 
     def sleep(self, level: int = 1) -> None:
         if self.emptied:
