@@ -54,11 +54,25 @@ def _tensor_files(source: Path) -> list[Path]:
 def _tensor_files_in(folder: Path) -> list[Path]:
     """A pipeline of diffusers lists the folders of its parts (`unet`, `vae`, ...) in its index, and
     a file beside the index is the whole pipeline once more. In any other folder the files at its
-    top are the model, and nested folders (`original`, `onnx`) are other forms of it; they count
-    only where the top has none."""
+    top are the model, where an index lists them no others, and nested folders (`original`, `onnx`)
+    are other forms of it; they count only where the top has none. Raises ConfigError."""
     if parts := _parts_of_pipeline(folder):
         return [file for part in parts for file in sorted((folder / part).glob("*.safetensors"))]
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.rglob("*.safetensors"))
+    listed = _listed(folder)
+    top = [f for f in sorted(folder.glob("*.safetensors")) if not listed or f.name in listed]
+    return top or sorted(folder.rglob("*.safetensors"))
+
+
+def _listed(folder: Path) -> set[str]:
+    """The files that a model's index lists; some models lie beside them in another form, as one
+    `consolidated.safetensors`. Raises ConfigError."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return set()
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index}: not the index of a model: {error!r}") from error
 
 
 def _parts_of_pipeline(folder: Path) -> list[str]:

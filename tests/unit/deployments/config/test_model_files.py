@@ -47,6 +47,22 @@ def test_weights_in_nested_folders_count_where_the_top_has_none(tmp_path: Path) 
     assert model_files.weights_bytes(tmp_path) == 7
 
 
+@pytest.mark.spec("A17")
+def test_weights_that_an_index_lists_count_and_no_other_form_beside_them(tmp_path: Path) -> None:
+    for name, size in {"model-1.safetensors": 30, "model-2.safetensors": 12}.items():
+        safetensors(tmp_path, name, size)
+    safetensors(tmp_path, "consolidated.safetensors", 42)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+    )
+    assert model_files.weights_bytes(tmp_path) == 42
+    for broken in ("[1]", "{}", '{"weight_map": [1]}', "no json"):
+        index.write_text(broken)
+        with pytest.raises(ConfigError, match="not the index of a model"):
+            model_files.weights_bytes(tmp_path)
+
+
 def test_a_folder_without_tensors_asks_for_a_need(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give the model a `need`"):
         model_files.weights_bytes(tmp_path)
