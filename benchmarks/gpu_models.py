@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models import shipped
-from models.make_models import Shape, default_folder, is_made, make
+from models.make_models import MEDIUM, TINY, Shape, default_folder, is_made, make
 
 PORT = 18_430
 ONE, TWO = (
@@ -22,6 +22,7 @@ ARENA = "20 GiB"
 NEED = {"weights": "2.2 GiB", "working": "10.2 GiB", "context": "0.8 GiB"}
 ENGINE_ARGS = {"max_model_len": 4096, "max_num_seqs": 32, "kv_cache_memory_bytes": "10 GiB"}
 EAGER = {"enforce_eager": True}
+DRAFTED, DRAFTING, UNSIZED = "drafted-chat", "drafting-chat", "unsized-chat"
 
 
 def make_encoder(folder: Path) -> None:
@@ -54,7 +55,7 @@ def make_encoder(folder: Path) -> None:
 def make_all() -> Path:
     """The models, made unless they are there; returns the encoder's folder."""
     shipped.unpack_all(default_folder())
-    for shape in (ONE, TWO):
+    for shape in (TINY, MEDIUM, ONE, TWO):
         if not is_made(default_folder(), shape):
             make(default_folder(), shape)
     folder = default_folder() / "gpu-encoder"
@@ -70,7 +71,9 @@ def configured(encoder: Path, state_file: Path) -> dict[str, Any]:
             "arenas": {"gpu": ARENA, "host": "64 GiB"},
         },
         "capabilities": {
-            "chat": _capability("text", "vllm", **_llamas(), **{"small-chat": _chat()}),
+            "chat": _capability(
+                "text", "vllm", **_llamas(), **{"small-chat": _chat()}, **_drafted(), **_unsized()
+            ),
             "embedding": _capability(
                 "embedding",
                 "sentence_transformers",
@@ -126,6 +129,22 @@ def _chat() -> dict[str, Any]:
             **EAGER,
         },
     }
+
+
+def _drafted() -> dict[str, Any]:
+    """A target whose drafter is the larger of the two, so that its leaving is seen."""
+    sizes = {"max_model_len": 1024, "max_num_seqs": 8, "kv_cache_memory_bytes": "0.2 GiB"}
+    need = {"weights": "32 MiB", "working": "0.6 GiB", "context": "0.8 GiB"}
+    target = {"source": f"made:{TINY.name}", "can_sleep": False, "need": need}
+    target |= {"drafter": {"model": DRAFTING}, "engine_args": {**sizes, **EAGER}}
+    return {DRAFTED: target, DRAFTING: {"source": f"made:{MEDIUM.name}", "can_sleep": False}}
+
+
+def _unsized() -> dict[str, Any]:
+    """A model whose size its configuration leaves to the estimate."""
+    sizes = {"max_model_len": 1024, "max_num_seqs": 8, "kv_cache_memory_bytes": "0.2 GiB"}
+    args = {**sizes, **EAGER}
+    return {UNSIZED: {"source": f"made:{TINY.name}", "can_sleep": False, "engine_args": args}}
 
 
 def _describe() -> dict[str, Any]:

@@ -3,7 +3,7 @@ models that load, sleep, wake, are killed and make room for each other and for s
 
     python -m benchmarks.on_gpu --seconds 20
 
-It takes some three minutes, of which the models take one; `--only-make` makes them beforehand. Two
+It takes some five minutes, of which the models take one; `--only-make` makes them beforehand. Two
 Llamas of 1.1 billion random weights share room for one of them with an encoder of 0.3 billion
 and the tiny models of pictures. The steps run one after the other; a step that fails is told with
 its error, and the next goes on. With neither GPU nor driver it stops at once.
@@ -29,11 +29,12 @@ import pynvml
 
 from arbiter.units import GIB, MIB
 from benchmarks import report, servers
-from benchmarks.calls import FACT, LOOK, TOKENS, Call, answer
+from benchmarks.calls import FACT, LOOK, PICTURE, TOKENS, Call, answer
 from benchmarks.first_token import until
-from benchmarks.gpu_models import ONE, TWO, configured, make_all
+from benchmarks.gpu_models import DRAFTED, ONE, TWO, UNSIZED, configured, make_all
 from deployments.front import keys
 from models.make_models import default_folder
+from models.train_vision import QUESTIONS
 
 BACK_WITHIN_S = 30.0
 LEFT_BYTES = 3 * GIB  # by a stranger that presses, its own context of half a GiB aside
@@ -96,7 +97,14 @@ class Graph:
         return found
 
     def unload(self, model: str) -> None:
-        self.send("POST", f"/arbiter/models/unload/{model}")
+        """Until it is gone: a model that answers, or whose bytes are changing, is asked again."""
+
+        def gone() -> bool:
+            if self.ticket(model) is not None:
+                self.send("POST", f"/arbiter/models/unload/{model}")
+            return self.ticket(model) is None
+
+        until(gone, BACK_WITHIN_S, f"{model} is gone")
 
     def chat(self, model: str, text: str = "Who holds the memory?", **more: Any) -> Any:
         messages = [{"role": "user", "content": text}]
@@ -227,6 +235,98 @@ def adapters(graph: Graph) -> dict[str, Any]:
     }
 
 
+def unsized(graph: Graph) -> dict[str, Any]:
+    """What a model of no stated size is granted at its first load and at the next, beside what
+    it takes."""
+    found: dict[str, Any] = {}
+    for when in ("first", "next"):
+        graph.text(UNSIZED)
+        time.sleep(1.5)
+        row = graph.ticket(UNSIZED) or {}
+        found[when] = {"granted": row["need_bytes"], "measured": row["measured_bytes"]}
+        graph.unload(UNSIZED)
+    return found
+
+
+def drafted(graph: Graph) -> dict[str, Any]:
+    """A drafter leaves under low pressure, its text goes on, and it is back with the next load."""
+
+    def ask() -> str:
+        fields = {"prompt": "A lease is", "max_tokens": 48, "temperature": 0}
+        said, _ = answer(graph.url, Call("/v1/completions", fields), DRAFTED)
+        return str(json.loads(said)["choices"][0]["text"])
+
+    def drafter() -> int | None:
+        return (graph.ticket(DRAFTED) or {}).get("drafter_bytes")
+
+    texts, failures, stop = [ask()], [], threading.Event()
+    before, pids = graph.ticket(DRAFTED) or {}, set(graph.gpu.by_pid())
+    device = graph.device()
+
+    def go_on() -> None:
+        while not stop.is_set():
+            try:
+                texts.append(ask())
+            except FAILURES as error:
+                failures.append(repr(error)[:300])
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    start_s = time.monotonic()
+    try:
+        graph.send("POST", "/arbiter/pressure", {"where": device["node"], "level": "low"})
+        until(lambda: drafter() == 0, 60, "the drafter has left")
+        took_s = time.monotonic() - start_s
+        time.sleep(1.5)
+        after, pids_after = graph.ticket(DRAFTED) or {}, set(graph.gpu.by_pid())
+    finally:
+        graph.send("POST", "/arbiter/pressure", {"where": device["node"], "level": "nominal"})
+        stop.set()
+        thread.join()
+    graph.unload(DRAFTED)
+    texts.append(ask())
+    return {
+        "answers": len(texts),
+        "different_texts": len(set(texts)),
+        "failures": failures,
+        "left_s": took_s,
+        "same_ticket": before.get("ticket") == after.get("ticket"),
+        "drafter_bytes": [before.get("drafter_bytes"), after.get("drafter_bytes"), drafter()],
+        "charged": [before.get("charged_bytes"), after.get("charged_bytes")],
+        "measured": [before.get("measured_bytes"), after.get("measured_bytes")],
+        "engines": {"ended": sorted(pids - pids_after), "came": sorted(pids_after - pids)},
+    }
+
+
+def pictures(graph: Graph) -> dict[str, Any]:
+    """A picture that an engine has seen is not encoded again, by it or by the next."""
+
+    def counts() -> tuple[int, int]:
+        rows = [s["slab"] for s in graph.state()["slabs"]]
+        mine = [
+            r for r in rows if (r["owner"], r["content"]) == ("vision/tiny-describe", "picture")
+        ]
+        used: dict[str, Any] = max(
+            mine, key=lambda row: (row["ticket"] or "", row["rows_count"]), default={}
+        )
+        return used.get("misses_count", 0), used.get("hits_count", 0)
+
+    def see(kind: str) -> str:
+        """Words before the picture, so that no other question has its tokens in the KV cache."""
+        part = {"type": "image_url", "image_url": {"url": PICTURE}}
+        asked = [{"type": "text", "text": QUESTIONS[kind][0]}, part]
+        return graph.text("tiny-describe", messages=[{"role": "user", "content": asked}])
+
+    found: dict[str, Any] = {"at_first": counts()}
+    for when, kind in (("again", "shape"), ("next_engine", "background")):
+        if when == "next_engine":
+            graph.unload("tiny-describe")
+        said = see(kind)
+        time.sleep(2.5)  # an agent tells of slabs each second or two
+        found[when] = {"misses_and_hits": counts(), "seen": said}
+    return found
+
+
 def conversation(graph: Graph) -> dict[str, Any]:
     """Known tokens of a long prompt while its engine lives, and after it was unloaded."""
     found: dict[str, Any] = {}
@@ -234,7 +334,6 @@ def conversation(graph: Graph) -> dict[str, Any]:
         if when == "next_engine":
             time.sleep(2)
             graph.unload(ONE.name)
-            until(lambda: graph.level(ONE.name) == "gone", BACK_WITHIN_S, "unloaded")
             graph.text(ONE.name)
         said, took_s = graph.chat(ONE.name, text=LONG)
         details = said["usage"].get("prompt_tokens_details") or {}
@@ -343,6 +442,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20, help="of load")
     parser.add_argument("--only-make", action="store_true", help="the models")
+    parser.add_argument("--steps", nargs="+", help="by name; default: all")
     args = parser.parse_args()
     encoder = make_all()
     if args.only_make:
@@ -355,7 +455,10 @@ def main() -> None:
         ("woken", woken),
         ("under_load", lambda graph: under_load(graph, args.seconds)),
         ("small_ones", small_ones),
+        ("pictures", pictures),
         ("adapters", adapters),
+        ("unsized", unsized),
+        ("drafted", drafted),
         ("conversation", conversation),
         ("killed", killed),
         ("foreign", foreign),
@@ -368,6 +471,8 @@ def main() -> None:
         with servers.our_graph(config, "default") as url:
             graph = Graph(url, state_file, gpu)
             for name, step in steps:
+                if args.steps and name not in args.steps:
+                    continue
                 start_s = time.monotonic()
                 try:
                     figures[name] = step(graph)

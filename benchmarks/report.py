@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import pynvml
+
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 PACKAGES = (
     "ray",
@@ -70,7 +72,24 @@ def machine() -> dict[str, Any]:
             cpu = line.partition(":")[2].strip()
             break
     ram_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"cpu": cpu, "cores": os.cpu_count(), "ram_gib": round(ram_gib, 1)}
+    gpus = _gpus()
+    found = {"cpu": cpu, "cores": os.cpu_count(), "ram_gib": round(ram_gib, 1)}
+    return {**found, "gpus": gpus} if gpus else found
+
+
+def _gpus() -> list[str]:
+    """Name, memory and driver of each."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    driver, found = pynvml.nvmlSystemGetDriverVersion(), []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        total = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+        name = pynvml.nvmlDeviceGetName(handle)
+        found.append(f"{name}, {total >> 20} MiB, driver {driver}")
+    return found
 
 
 def versions() -> dict[str, str]:
