@@ -439,15 +439,23 @@ def grant_of(entry: Ticket) -> Grant:
 
 
 def age(state: CoreState, entry: Ticket) -> None:
-    """Runs the time rule of bypassing: after so long a ticket is aged."""
+    """Runs the time rule of bypassing: after so long a ticket is aged, and at once where the
+    settings allow no bypass."""
     waiting = state.queue.find(entry.ticket)
     if waiting is None or waiting.is_aged or waiting.is_held:
         return
     ages_at = after(waiting.ages_from or waiting.request.asked, state.settings.timeouts.bypass)
-    if state.now >= ages_at:
+    if state.now >= ages_at or _is_never_bypassed(state, entry):
         state.queue.age(waiting)
     else:
         state.set_timer(entry, ages_at)
+
+
+def _is_never_bypassed(state: CoreState, entry: Ticket) -> bool:
+    """Says whether no later ticket may be granted first. A gang takes its place with its last
+    member: until then the others cannot be granted."""
+    is_whole = not entry.gang or gangs.members(state, entry) is not None
+    return not state.settings.bypass_count and is_whole
 
 
 # -------------------------------------------------------------------------------------------------

@@ -43,6 +43,16 @@ def test_incomplete_gang_is_not_counted_as_bypassed() -> None:
     assert granted(d.want(2, "b", 20, "ab")) == ["a", "b"]
 
 
+@pytest.mark.spec("A13", "C6")
+def test_gang_that_no_ticket_may_bypass_waits_for_its_last_member() -> None:
+    d = GpuDriver(80, settings=replace(PLAIN, bypass_count=0))
+    assert granted(d.ask(0, "c", 50, holder="k")) == ["c"]
+    assert d.want(1, "a", 20, "ab") == []
+    assert granted(d.ask(2, "d", 1, holder="k")) == ["d"]
+    assert d.want(3, "b", 20, "ab") == []
+    assert d.ask(4, "e", 1, holder="k") == []
+
+
 @pytest.mark.spec("C6")
 def test_ticket_is_not_bypassed_on_a_device_it_could_never_use() -> None:
     d = GpuDriver(80, 20)
