@@ -114,7 +114,7 @@ def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry) -> tuple[int, l
     """Returns how many tickets go before it, and the first of them. What is held outside its hours
     does not (C13), unless it is itself: then all may be let go at once."""
     count = state.queue.ahead_count(waiting)
-    if waiting.is_held or not state.hours_readings.has_closed:
+    if waiting.is_held or not state.queue.stats(entry.node).held_count:
         return count, state.queue.first(entry.node, min(count, SAMPLED_COUNT))
     free = [w for w in state.queue.first(entry.node, count) if not w.is_held]
     return len(free), free[:SAMPLED_COUNT]

@@ -80,6 +80,7 @@ class QueueStats:
     quota_groups: Counter[str] = field(default_factory=Counter)
     holders: dict[HolderId, int] = field(default_factory=dict)  # and how many of these are theirs
     deadlines_count: int = 0  # tickets that have one
+    held_count: int = 0  # outside their hours
     soonest: Instant = NEVER  # none of those whose need is known must have room before
 
     def count(self, waiting: QueueEntry, more: int) -> None:
@@ -87,6 +88,7 @@ class QueueStats:
         self.urgencies[urgency_of(waiting.request)] += more
         self.quota_groups[waiting.quota_group] += more
         self.deadlines_count += more * (waiting.deadline is not None)
+        self.held_count += more * waiting.is_held
         if theirs := self.holders.get(waiting.holder, 0) + more:
             self.holders[waiting.holder] = theirs
         else:
@@ -259,6 +261,11 @@ class RequestQueue:
             waiting.deadline = deadline
             self._stats[waiting.node].deadlines_count -= deadline is None
 
+    def hold(self, waiting: QueueEntry, *, is_held: bool, now: Instant) -> None:
+        """Notes whether a ticket is held outside its hours; let go, its wait counts from now."""
+        self._stats[waiting.node].held_count += is_held - waiting.is_held
+        waiting.note_hours(is_held=is_held, now=now)
+
     def loading(self, node: NodeId, model: ModelName, more: int) -> None:
         """Notes that a load of a model begins (1) or ends (-1): tickets for it are warm meanwhile
         (C6)."""
@@ -384,7 +391,7 @@ class RequestQueue:
 
     def has_free(self) -> bool:
         """Says whether a ticket waits that no hours hold (C13)."""
-        return any(not waiting.is_held for waiting in self._waiting.values())
+        return len(self._waiting) > sum(stats.held_count for stats in self._stats.values())
 
     def count(self, model: ModelName) -> int:
         """Returns how many tickets wait for a model."""
