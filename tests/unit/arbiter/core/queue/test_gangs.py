@@ -214,6 +214,24 @@ def test_wake_without_room_on_another_device_evicts_nothing() -> None:
     assert d.state_of("c") == "draining"
 
 
+@pytest.mark.spec("A13", "K3")
+def test_explain_of_a_wake_over_two_devices_gives_what_each_of_them_lacks() -> None:
+    d = asleep_over_two()
+    for t, (name, priority) in enumerate((("c", NORMAL), ("d", HIGH)), start=1):
+        d.ask(t, name, 60, holder="k", priority=priority)
+        d.done(t, name)
+    d.want(30, "a", 100, how=Split.EQUAL)
+    found = d.arbiter.explain(TicketId("a"), d.now)
+    assert [(x.need_bytes, x.short_bytes) for x in found.shortages] == [(gib(50), gib(30))] * 2
+    assert found.said[2:] == (
+        "Tickets that may leave hold 60.0 GiB: c.",
+        "On g/gpu:1 it needs 50.0 GiB, 20.0 GiB are free, 0.0 MiB on their way back: "
+        "30.0 GiB short.",
+        "d (d) holds 60.0 GiB and stays: it is more urgent (high before normal).",
+        "It wakes on 2 devices: no ticket leaves before all of them can have room.",
+    )
+
+
 @pytest.mark.spec("A13", "C3")
 def test_victim_over_several_devices_counts_on_each() -> None:
     d = GpuDriver(80, 80)
