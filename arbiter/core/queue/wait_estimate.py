@@ -11,6 +11,7 @@ from arbiter.core.decisions import EventKind, Queued
 from arbiter.core.eviction.eligibility import (
     collated_until,
     collation_bound,
+    grows_until,
     min_residency_ends,
 )
 from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
@@ -222,8 +223,8 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
         loaded_at = max(state.now, after(entry.since, load))
         stays_until = after(loaded_at, state.settings.min_residency)
         return max(stays_until, _collated_at(state, entry, waiting))
-    lawful_at = max(state.now, entry.declined_until)
     asker = waiting.request.priority
+    lawful_at = max(entry.declined_until, grows_until(state, entry, asker))
     its_own = effective_priority(state, entry)
     if its_own < asker:
         fades_at = priority_fades_at(state, entry) or after(state.now, state.settings.carry_most)
