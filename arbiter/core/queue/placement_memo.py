@@ -21,7 +21,7 @@ class PlacementMemo:
     because within a pass bytes are only taken: those of victims are promised to their asker. A
     ticket that waits for cheaper victims (C4) stands for those alone whose deadline allows that
     wait. Three shortcuts follow, each of which leaves the decisions as they would be without it,
-    but that a larger ticket waits with one that waits for cheaper victims:
+    but that a larger ticket may share such a wait though cheaper victims do not suffice for it:
 
     - `covers`: a ticket for which this is proved is not tried;
     - `can_skip`: nor looked up, if its need is known by the present version of the estimates;

@@ -29,8 +29,7 @@ def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
     entry = state.live(event.ticket, State.RESIDENT, by=event.holder)
     if entry is None:
         return state.answer_error(event.ticket, TicketClosed(event.ticket))
-    if entry.ticket in state.growing:
-        _end(state, entry)
+    _end(state, entry)
     until = after(state.now, event.within)
     entry.ask_growth(event.more_bytes, until)
     if event.more_bytes <= 0:  # it wants no more
