@@ -17,6 +17,7 @@ from arbiter.core.residency import (
     growth,
     heartbeats,
     idle,
+    loading_share,
     prewarm,
     readings,
     slabs,
@@ -135,6 +136,7 @@ def _(event: ev.Withdrawn, state: CoreState) -> None:
 def _(event: ev.Loaded, state: CoreState) -> None:
     if entry := state.live(event.ticket, State.LOADING):
         loads.on_loaded(state, entry, event.took, verified=event.verified)
+        loading_share.watch_loaded(state, entry)
 
 
 @apply.register

@@ -117,6 +117,7 @@ RULES: dict[str, Callable[[CoreState, str], None]] = {
     "closing": lambda state, _: end_closing(state),
     "compaction": compaction.on_timer,
     "floors": lambda state, _: floors.enforce(state),
+    "loading": lambda state, _: loading_share.watch_above(state),
     "audit": audit,
     "queue": look_at_queue,
 }

@@ -11,7 +11,7 @@ from arbiter.core import events as ev
 from arbiter.core.decisions import Decision, Grant
 from arbiter.core.types import Priority
 from arbiter.units import SECOND, TicketId, seconds
-from tests.support.core_driver import PLAIN, CoreDriver
+from tests.support.core_driver import NODE, PLAIN, CoreDriver
 
 pytestmark = pytest.mark.spec("C13")
 MODELS = "abcd"
@@ -90,7 +90,9 @@ class Day:
 
     def held(self) -> list[TicketId]:
         found = [self.driver.request_queue.find(t) for t in self.driver.queue()]
-        return [w.request.ticket for w in found if w and w.is_held]
+        held = [w.request.ticket for w in found if w and w.is_held]
+        assert self.driver.request_queue.stats(NODE).held_count == len(held)
+        return held
 
 
 @given(st.lists(st.one_of(turn, ask, use, wait), max_size=40))
@@ -99,6 +101,7 @@ def test_loads_begin_within_hours_and_none_waits_for_ever(steps: list[tuple[obje
     for name, *given_ in steps:
         getattr(day, str(name))(*given_)
         day.driver.audit()
+        day.held()
     for hours in EVERY:
         day.turn(hours, True, 3600)
     assert day.held() == []

@@ -47,6 +47,10 @@ class CoreQueries:
     def tickets_of(self, holder: str) -> list[Ticket]:
         return self.state.ledger.held_by(HolderId(holder))
 
+    def tickets_of_model(self, model: str) -> list[str]:
+        """Of a text model."""
+        return [e.ticket for e in self.state.ledger.of_model(types.ModelName("text", model))]
+
     def state_of(self, name: str) -> str:
         found = self.find(name)
         return found.state.value if found else "closed"

@@ -28,6 +28,7 @@ class Obstacle(Enum):
     UNLAWFUL = auto()
     AHEAD = auto()
     URGENT = auto()
+    GROWING = auto()
     LATELY = auto()
     COLLATED = auto()
     RESERVED = auto()
@@ -90,11 +91,21 @@ def _too_soon(state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority) 
     its_own = effective_priority(state, entry)
     if its_own < urgent:
         return Obstacle.URGENT
+    if state.now < grows_until(state, entry, urgent):
+        return Obstacle.GROWING
     if its_own == urgent and state.now < min_residency_ends(state, entry):
         return Obstacle.LATELY
     if its_own == urgent and state.now < collated_until(state, entry, asker):
         return Obstacle.COLLATED
     return None
+
+
+def grows_until(state: CoreState, entry: Ticket, urgent: Priority) -> Instant:
+    """Returns until when a resident that waits for more memory (A14) stays before an asker that is
+    no more urgent: it is before the queue. Now where it waits for none."""
+    if entry.ticket not in state.growing or entry.growth is None or urgent < entry.priority:
+        return state.now
+    return entry.growth.until
 
 
 def may_swap(state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority) -> bool:
@@ -118,6 +129,11 @@ def _lately_text(state: CoreState, entry: Ticket, _: Priority) -> str:
     much = max((state.loading_much.get(d, 0.0) for d in entry.home), default=0.0)
     why = f", longer because loads took {much:.0%} of the last ten minutes" if much else ""
     return f"protected for another {left_s:.1f} s (minimum residency{why})"
+
+
+def _growing_text(state: CoreState, entry: Ticket, urgent: Priority) -> str:
+    left_s = in_seconds(since(state.now, grows_until(state, entry, urgent)))
+    return f"it waits for more memory itself, for another {left_s:.1f} s at most"
 
 
 def _collated_text(state: CoreState, entry: Ticket, _: Priority) -> str:
@@ -156,6 +172,7 @@ TEXTS: dict[Obstacle, Callable[[CoreState, Ticket, Priority], str]] = {
     Obstacle.NOTICE: _notice_text,
     Obstacle.AHEAD: lambda *_: "it waits in the queue itself, before the asker",
     Obstacle.URGENT: _urgent_text,
+    Obstacle.GROWING: _growing_text,
     Obstacle.LATELY: _lately_text,
     Obstacle.COLLATED: _collated_text,
 }

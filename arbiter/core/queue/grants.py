@@ -13,7 +13,12 @@ from arbiter.core.decisions import EventKind, Grant, Reason
 from arbiter.core.eviction import oversize, pressure
 from arbiter.core.eviction.compaction import compact_or_evict
 from arbiter.core.eviction.eligibility import may_swap
-from arbiter.core.eviction.eviction import evict_own, revoke, victims_for
+from arbiter.core.eviction.eviction import (
+    evict_own,
+    revoke,
+    victims_for,
+    waits_for_cheaper_until,
+)
 from arbiter.core.eviction.ranking import victims_no_more_urgent
 from arbiter.core.queue import freeing, gangs, placement
 from arbiter.core.queue.outcome import Outcome
@@ -35,7 +40,7 @@ from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.types import DeviceBytes, Priority
 from arbiter.errors import NeverFits, QuotaExceeded, RolePinned, TicketClosed
-from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
+from arbiter.units import SECOND, Bytes, DeviceId, Instant, Span, after, since
 
 # -- a new load -----------------------------------------------------------------------------------
 
@@ -50,7 +55,7 @@ def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry
         outcome = _place_beyond_one_device(state, pass_, entry, waiting, limits)
         if outcome is not Outcome.NOT_APPLICABLE:
             return outcome
-    if not waiting.is_aged and pass_.memo.covers(need, entry.priority, waiting.quota_group):
+    if not waiting.is_aged and pass_.memo.covers(waiting, need, entry.priority):
         return pass_.defer(waiting, ())
     urgent = _urgency(state, pass_, waiting)
     limits = pass_.limits(state, entry, need)
@@ -108,8 +113,29 @@ def _place_on_one(
     elif entry.frees:
         return _take_rest(state, pass_, entry, waiting, devices)
     elif usable == devices and not _is_closed_to_it_only(state, pass_, entry, urgent):
-        pass_.memo.note(need, entry.priority, waiting.quota_group)
+        until = _waits_for_cheaper_until(state, pass_, entry, limits, usable, urgent)
+        pass_.memo.note(waiting, need, entry.priority, until)
     return pass_.defer(waiting, devices)
+
+
+def _waits_for_cheaper_until(
+    state: CoreState,
+    pass_: GrantPass,
+    entry: Ticket,
+    limits: Limits,
+    devices: list[DeviceId],
+    urgent: Priority,
+) -> Instant | None:
+    """Returns until when a ticket that found no room waits for cheaper victims (C4); None: it
+    waits for none. Not asked where no ticket behind it has a deadline: all of them would wait as
+    well."""
+    if not pass_.memo.has_deadlines_left:
+        return None
+    found = [
+        waits_for_cheaper_until(state, pass_.books[d], entry, limits.missing(d), urgent)
+        for d in devices
+    ]
+    return max((until for until in found if until is not None), default=None)
 
 
 def _take_rest(
@@ -439,15 +465,23 @@ def grant_of(entry: Ticket) -> Grant:
 
 
 def age(state: CoreState, entry: Ticket) -> None:
-    """Runs the time rule of bypassing: after so long a ticket is aged."""
+    """Runs the time rule of bypassing: after so long a ticket is aged, and at once where the
+    settings allow no bypass."""
     waiting = state.queue.find(entry.ticket)
     if waiting is None or waiting.is_aged or waiting.is_held:
         return
     ages_at = after(waiting.ages_from or waiting.request.asked, state.settings.timeouts.bypass)
-    if state.now >= ages_at:
+    if state.now >= ages_at or _is_never_bypassed(state, entry):
         state.queue.age(waiting)
     else:
         state.set_timer(entry, ages_at)
+
+
+def _is_never_bypassed(state: CoreState, entry: Ticket) -> bool:
+    """Says whether no later ticket may be granted first. A gang takes its place with its last
+    member: until then the others cannot be granted."""
+    is_whole = not entry.gang or gangs.members(state, entry) is not None
+    return not state.settings.bypass_count and is_whole
 
 
 # -------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def hold(state: CoreState, entry: Ticket, waiting: QueueEntry) -> None:
     if waiting.is_held and not is_held:
         state.set_timer(entry, state.now)  # it ages from now on
         state.mark_dirty(entry.node)
-    waiting.note_hours(is_held=is_held, now=state.now)
+    state.queue.hold(waiting, is_held=is_held, now=state.now)
 
 
 def held_until(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant | None:

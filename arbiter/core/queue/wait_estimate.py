@@ -11,6 +11,7 @@ from arbiter.core.decisions import EventKind, Queued
 from arbiter.core.eviction.eligibility import (
     collated_until,
     collation_bound,
+    grows_until,
     min_residency_ends,
 )
 from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
@@ -114,7 +115,7 @@ def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry) -> tuple[int, l
     """Returns how many tickets go before it, and the first of them. What is held outside its hours
     does not (C13), unless it is itself: then all may be let go at once."""
     count = state.queue.ahead_count(waiting)
-    if waiting.is_held or not state.hours_readings.has_closed:
+    if waiting.is_held or not state.queue.stats(entry.node).held_count:
         return count, state.queue.first(entry.node, min(count, SAMPLED_COUNT))
     free = [w for w in state.queue.first(entry.node, count) if not w.is_held]
     return len(free), free[:SAMPLED_COUNT]
@@ -222,8 +223,8 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
         loaded_at = max(state.now, after(entry.since, load))
         stays_until = after(loaded_at, state.settings.min_residency)
         return max(stays_until, _collated_at(state, entry, waiting))
-    lawful_at = max(state.now, entry.declined_until)
     asker = waiting.request.priority
+    lawful_at = max(entry.declined_until, grows_until(state, entry, asker))
     its_own = effective_priority(state, entry)
     if its_own < asker:
         fades_at = priority_fades_at(state, entry) or after(state.now, state.settings.carry_most)

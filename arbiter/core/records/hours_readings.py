@@ -32,11 +32,6 @@ class HoursReadings:
             self._latest[reading.hours] = HoursState(reading.is_open, after(now, reading.left))
         return changed
 
-    @property
-    def has_closed(self) -> bool:
-        """Says whether any hours are closed."""
-        return any(not state.is_open for state in self._latest.values())
-
     def find(self, hours: str) -> HoursState | None:
         """Returns what the last reading said; None for hours that no reading named."""
         return self._latest.get(hours)

@@ -85,6 +85,7 @@ class Ledger:
         self._held: dict[HolderId, dict[TicketId, Ticket]] = {}
         self._holding: dict[HolderId, dict[TicketId, Ticket]] = {}  # of those, past the queue
         self._leases: dict[TicketId, Ticket] = {}
+        self._of_model: dict[ModelName, dict[TicketId, Ticket]] = {}
         self.dirty: set[NodeId] = set()  # changed since the last grant pass there
         self._touched: set[DeviceId] = set()
         self._short: dict[NodeId, set[DeviceId]] = {}
@@ -100,6 +101,7 @@ class Ledger:
             self._holding.setdefault(entry.holder, {})[entry.ticket] = entry
         if entry.lease:
             self._leases[entry.ticket] = entry
+        self._of_model.setdefault(entry.model_name, {})[entry.ticket] = entry
         self.open_count[entry.capability] += 1
         self._count(entry, 1)
 
@@ -218,6 +220,10 @@ class Ledger:
         very long."""
         return self._holding.get(holder, {})
 
+    def of_model(self, name: ModelName) -> list[Ticket]:
+        """Returns all tickets of a model, queued ones included."""
+        return list(self._of_model.get(name, {}).values())
+
     def leases(self) -> list[Ticket]:
         """Returns all tickets of leases. One whose process keeps its memory has no holder any
         more."""
@@ -230,6 +236,9 @@ class Ledger:
             index.get(entry.holder, {}).pop(entry.ticket, None)
             if not index.get(entry.holder):
                 index.pop(entry.holder, None)
+        del self._of_model[entry.model_name][entry.ticket]
+        if not self._of_model[entry.model_name]:
+            del self._of_model[entry.model_name]
         self.open_count[entry.capability] -= 1
 
     def _count(self, entry: Ticket, sign: int) -> None:
@@ -362,6 +371,10 @@ def audit(ledger: Ledger) -> None:
         _audit_book(ledger, book)
     if ledger.entries(State.CLOSED):
         raise LedgerBroken("a closed ticket is still on the books")
+    names = {e.model_name for e in ledger.entries()}
+    of_models = {e.ticket for name in names for e in ledger.of_model(name)}
+    if of_models != {e.ticket for e in ledger.entries()}:
+        raise LedgerBroken(f"index {sorted(of_models)} of tickets by model differs")
     for holder in {e.holder for e in ledger.entries()}:
         charged = {e.ticket for e in ledger.held_by(holder) if e.state in CHARGED}
         if charged != ledger.holding(holder).keys():

@@ -10,7 +10,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from arbiter.core import events as ev
@@ -33,7 +33,7 @@ from arbiter.core.reports.plan import (
 )
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases
-from arbiter.core.tickets.device_limits import COMPUTE
+from arbiter.core.tickets.device_limits import COMPUTE, compute_books, on_demand_of
 from arbiter.core.tickets.leases import LEASE
 from arbiter.core.view import Policies
 from arbiter.errors import QuotaExceeded, RequestError
@@ -41,7 +41,9 @@ from arbiter.units import Bytes, HolderId, Instant, NodeId, Span, TicketId, huma
 from arbiter.units import seconds as span_of
 
 TICKET, HOLDER = TicketId("dry run"), HolderId("dry run")  # no client and no replica has such names
-ATTEMPTS_COUNT = 4  # nodes tried, each with a copy of its own; the best answer counts
+# Nodes tried, the likeliest first, each with a copy of its own: the arbiter answers nothing else
+# meanwhile. The best answer counts.
+ATTEMPTS_COUNT = 4
 
 Step = Callable[[CoreState, ev.Event, Instant], list[Decision]]  # `Arbiter.handle` on a state
 
@@ -66,11 +68,15 @@ def plan(state: CoreState, question: PlanQuestion, now: Instant, step: Step) -> 
         return _waiting(question, None, None, said)
     frozen = _freeze(state)
     plans = []
-    for attempt in attempts:
+    for attempt in attempts[:ATTEMPTS_COUNT]:
         plans.append(_try(state, frozen, question, attempt, here, now, step))
         if plans[-1].answer is Answer.NOW:
             break
-    return min(plans, key=_rank)
+    best = min(plans, key=_rank)
+    if best.answer is Answer.NOW or len(attempts) <= ATTEMPTS_COUNT:
+        return best
+    left_out = f"Of {len(attempts)} nodes only the {ATTEMPTS_COUNT} with the most room were tried."
+    return replace(best, said=(*best.said, left_out))
 
 
 def _rank(made: Plan) -> tuple[int, int, int]:
@@ -97,6 +103,8 @@ def _present(state: CoreState, question: PlanQuestion) -> Ticket | None:
 
 
 def _attempts(state: CoreState, question: PlanQuestion, here: Ticket | None) -> list[_Attempt]:
+    """Returns the holders and nodes that the request could go to, those with the most room
+    first."""
     if here is not None:
         return [_Attempt(here.holder, here.node, False)]
     able: dict[NodeId, _Attempt] = {}
@@ -107,7 +115,16 @@ def _attempts(state: CoreState, question: PlanQuestion, here: Ticket | None) -> 
             able.setdefault(holder.node, _Attempt(holder.holder, holder.node, False))
     nodes = [n for n in sorted(state.nodes) if question.node in (None, n)]
     fresh = [_Attempt(question.holder or HOLDER, node, True) for node in nodes]
-    return ([*able.values()] or fresh)[:ATTEMPTS_COUNT]
+    return sorted([*able.values()] or fresh, key=lambda a: _by_room(state, question, a.node))
+
+
+def _by_room(state: CoreState, question: PlanQuestion, name: NodeId) -> tuple[bool, int, NodeId]:
+    """Orders nodes: those that can ever lend as much, then by what is free there."""
+    node = state.nodes.get(name)
+    books = compute_books(state, node) if node else []
+    total = max if question.split is types.Split.NONE else sum
+    most, free = total([0, *map(on_demand_of, books)]), total([0, *(b.free_bytes for b in books)])
+    return most < question.need.device_bytes, -free, name
 
 
 def _freeze(state: CoreState) -> bytes:

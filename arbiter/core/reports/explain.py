@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from arbiter.core.decisions import Reason
 from arbiter.core.eviction.eligibility import obstacle_text
-from arbiter.core.eviction.eviction import returning_bytes
+from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
 from arbiter.core.eviction.ranking import price_victim
 from arbiter.core.eviction.waste import compaction_obstacle, wasted_bytes
 from arbiter.core.queue import hours, placement
@@ -51,6 +51,8 @@ class Shortage:
     foreign_bytes: Bytes
     kept_bytes: Bytes  # of what is free, reserved for other tenants
     charged_tickets: tuple[ChargedTicket, ...]
+    leavable_bytes: Bytes  # what those of them that may leave would give it
+    cheaper_in: Span  # until cheaper ones may leave, for which it waits; 0: it waits for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,10 @@ def _waiting(state: CoreState, entry: Ticket) -> tuple[tuple[TicketId, ...], tup
 
 
 def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
-    need = placement.estimated_bytes(state, entry, book.budget_bytes)
-    need = Bytes(need - entry.charge(book.device))  # an asleep ticket keeps a part
+    if entry.home:  # each device where it wakes has its part, some of which is charged already
+        need = Bytes(max(0, entry.home[book.device] - entry.charge(book.device)))
+    else:
+        need = placement.estimated_bytes(state, entry, book.budget_bytes)
     coming = returning_bytes(book)
     urgent = _urgency(state, entry)
     kept = quotas.kept(quotas.reserves(state), book, entry.client.tenant)
@@ -146,8 +150,21 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
         )
         for o, e in priced
     )
+    spare = quotas.ReserveSlack(state, book, entry.client.tenant)
+    lawful = (book.entries[x.ticket] for x in charged_tickets if x.obstacle is None)
+    leavable = Bytes(sum(spare.take(e, e.charge(book.device)) for e in lawful))
+    until = waits_for_cheaper_until(state, book, entry, short, urgent) if short else None
     return Shortage(
-        book.device, need, book.free_bytes, coming, short, book.foreign_bytes, kept, charged_tickets
+        book.device,
+        need,
+        book.free_bytes,
+        coming,
+        short,
+        book.foreign_bytes,
+        kept,
+        charged_tickets,
+        leavable,
+        since(state.now, until) if until is not None else Span(0),
     )
 
 
@@ -182,11 +199,7 @@ def _now_said(
         said.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
     if ahead:
         said.append(f"{len(ahead)} wait before it: {', '.join(ahead[:5])}.")
-    if not shortages:
-        said.append("No node agent has introduced a device it could go to.")
-    for shortage in shortages:
-        said += _shortage_said(shortage)
-    return said
+    return said + _shortages_said(entry, shortages)
 
 
 def _hours_said(state: CoreState, entry: Ticket, now: Instant) -> list[str]:
@@ -232,6 +245,16 @@ def _silence_said(state: CoreState, entry: Ticket, now: Instant) -> str:
     return f"{sent}; nothing is granted to it until it does."
 
 
+def _shortages_said(entry: Ticket, shortages: tuple[Shortage, ...]) -> list[str]:
+    if not shortages:
+        return ["No node agent has introduced a device it could go to."]
+    said = [line for shortage in shortages for line in _shortage_said(shortage)]
+    if len(entry.home) > 1 and any(s.short_bytes for s in shortages):
+        home = f"It wakes on {len(entry.home)} devices"
+        said.append(f"{home}: no ticket leaves before all of them can have room.")
+    return said
+
+
 def _shortage_said(s: Shortage) -> list[str]:
     kept = f" ({human(s.kept_bytes)} of it reserved for others)" if s.kept_bytes else ""
     head = f"On {s.device} it needs {human(s.need_bytes)}, {human(s.free_bytes)} are free{kept}"
@@ -240,10 +263,11 @@ def _shortage_said(s: Shortage) -> list[str]:
     said = [f"{head}, {human(s.coming_bytes)} on their way back: {human(s.short_bytes)} short."]
     lawful = [x for x in s.charged_tickets if x.obstacle is None]
     if lawful:
-        could = human(Bytes(sum(x.charged_bytes for x in lawful)))
-        said.append(
-            f"Tickets that may leave hold only {could}: {', '.join(x.model for x in lawful)}."
-        )
+        only = "only " if s.leavable_bytes < s.short_bytes else ""
+        names = ", ".join(x.model for x in lawful)
+        said.append(f"Tickets that may leave hold {only}{human(s.leavable_bytes)}: {names}.")
+    if s.cheaper_in:
+        said.append(f"It waits {in_seconds(s.cheaper_in):.1f} s, until cheaper tickets may leave.")
     said += [
         f"{x.model} ({x.ticket}) holds {human(x.charged_bytes)} and stays: {x.obstacle}."
         for x in s.charged_tickets

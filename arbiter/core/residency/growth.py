@@ -29,7 +29,7 @@ def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
     entry = state.live(event.ticket, State.RESIDENT, by=event.holder)
     if entry is None:
         return state.answer_error(event.ticket, TicketClosed(event.ticket))
-    state.growing.pop(entry.ticket, None)
+    _end(state, entry)
     until = after(state.now, event.within)
     entry.ask_growth(event.more_bytes, until)
     if event.more_bytes <= 0:  # it wants no more
@@ -179,9 +179,15 @@ def _resize(state: CoreState, entry: Ticket, home: Sizes) -> None:
 
 def _reject(state: CoreState, entry: Ticket, error: GrowthRefused | NeverFits) -> None:
     """Answers a wish to grow with an error, which is not remembered: the ticket goes on."""
-    state.growing.pop(entry.ticket, None)
+    _end(state, entry)
     entry.end_growth()
     state.answer_error(entry.ticket, error)
+
+
+def _end(state: CoreState, entry: Ticket) -> None:
+    """Has it wait for growth no more; it may make room for the queue again."""
+    state.growing.pop(entry.ticket, None)
+    state.mark_dirty(entry.node)
 
 
 def _error(entry: Ticket, cause: str) -> GrowthRefused:

@@ -11,7 +11,7 @@ from arbiter.core.eviction.eviction import send_revoke, victim_declined
 from arbiter.core.eviction.sleep import on_slept
 from arbiter.core.histogram import SECONDS_BOUNDS, Histogram
 from arbiter.core.records.ticket import Grown, Load, Sizes, State, Ticket
-from arbiter.core.residency import floors, growth, host_copies
+from arbiter.core.residency import floors, growth, host_copies, loading_share
 from arbiter.core.residency.readings import claim_unclaimed
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import leases, lessees, quotas
@@ -228,6 +228,7 @@ def _apply_loading(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None
     is_wake = entry.wakes_count > 0  # then an old heartbeat may still say resident
     if held.phase is types.Phase.RESIDENT and (not is_wake or _is_confirmed(state, entry)):
         on_loaded(state, entry, since(entry.since, state.now))
+        loading_share.watch_loaded(state, entry)
         use(state, entry, held)
     elif is_wake and held.phase is types.Phase.ASLEEP and _is_confirmed(state, entry):
         let_sleep(state, entry)

@@ -6,9 +6,12 @@ many times their own load as keep loads within the bound (`eligibility.min_resid
 
 from arbiter.core.decisions import EventKind
 from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets.device_limits import COMPUTE
-from arbiter.units import Instant
+from arbiter.units import SECOND, Instant, Span, after
+
+LOOKED_EVERY = Span(10 * SECOND)  # a share of ten minutes moves by less than 0.02 meanwhile
 
 
 def loading_fraction(state: CoreState, book: DeviceAccount, now: Instant) -> float:
@@ -19,15 +22,33 @@ def loading_fraction(state: CoreState, book: DeviceAccount, now: Instant) -> flo
 
 def watch(state: CoreState) -> None:
     """Notes on which devices loads take more than they should, and tells when that changes."""
-    most = state.settings.loading_most_fraction
-    for device, book in state.ledger.books.items():
-        if book.kind not in COMPUTE:
-            continue
-        share = loading_fraction(state, book, state.now)
-        was_above = device in state.loading_much
-        if share > most:
-            state.loading_much[device] = share
-        else:
-            state.loading_much.pop(device, None)
-        if was_above != (share > most):
-            state.log(EventKind.LOADING_SHARE, device=device, fraction=round(share, 3), most=most)
+    for book in state.ledger.books.values():
+        _look_at(state, book)
+
+
+def watch_loaded(state: CoreState, entry: Ticket) -> None:
+    """Notes the same of the devices on which a load has ended."""
+    for device in entry.home:
+        if book := state.ledger.books.get(device):
+            _look_at(state, book)
+
+
+def watch_above(state: CoreState) -> None:
+    """Notes the same of the devices above the bound, below which time alone brings them."""
+    for device in list(state.loading_much):
+        _look_at(state, state.ledger.books[device])
+
+
+def _look_at(state: CoreState, book: DeviceAccount) -> None:
+    if book.kind not in COMPUTE:
+        return
+    device, most = book.device, state.settings.loading_most_fraction
+    share = loading_fraction(state, book, state.now)
+    was_above = device in state.loading_much
+    if share > most:
+        state.loading_much[device] = share
+        state.timers.set(("loading", ""), after(state.now, LOOKED_EVERY))
+    else:
+        state.loading_much.pop(device, None)
+    if was_above != (share > most):
+        state.log(EventKind.LOADING_SHARE, device=device, fraction=round(share, 3), most=most)

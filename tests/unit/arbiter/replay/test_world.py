@@ -87,6 +87,15 @@ def test_victim_sleeps_in_host_ram_and_comes_back_in_the_time_of_a_wake() -> Non
     assert found.waited == seconds(3 * LOAD_S + WAKE_S + 2 * 0.5)
 
 
+@pytest.mark.spec("C13")
+def test_a_device_that_loads_too_much_keeps_its_models_longer() -> None:
+    uses = [(6 * n, "ab"[n % 2]) for n in range(200)]
+    bound, unbound = SETTINGS, replace(SETTINGS, loading_most_fraction=1.0)
+    asked = demand(*uses, budget=5)
+    few, many = (World(asked, how, bundle(how)).run() for how in (bound, unbound))
+    assert few.loads_count < many.loads_count
+
+
 def test_only_requests_after_the_counted_instant_are_scored() -> None:
     asked = demand((0, "a"), (20, "a"), (30, "a"))
     found = World(asked, SETTINGS, bundle(SETTINGS), s(15)).run()

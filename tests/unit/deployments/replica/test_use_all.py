@@ -14,6 +14,7 @@ from arbiter.errors import ENGINE_DIED, DeadlineUnmet, NeverFits
 from arbiter.protocol import messages
 from arbiter.units import Bytes, TicketId, seconds
 from deployments.replica.engine_client import LoadRefused
+from deployments.replica.held_model import HeldModel
 from deployments.replica.use_all import use_all
 from tests.support import scripted_holder
 from tests.support.scripted_holder import ScriptedClient, revoke, until, use
@@ -68,6 +69,28 @@ async def test_refused_gang_member_takes_the_others_out_of_the_queue() -> None:
             await asyncio.wait_for(seen, 60)
         await until(lambda: ev.Withdrawn(arbiter.requests[0].ticket) in arbiter.told)
         assert not residency.models and residency.account() == ()
+
+
+async def test_gang_member_stays_in_the_queue_when_a_load_without_a_request_is_withdrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with holder() as (residency, arbiter):
+        opens = residency.open
+
+        def open_(held: HeldModel) -> HeldModel:
+            """The command arrives before the request that opened the model waits for it."""
+            asyncio.get_running_loop().call_soon(
+                residency._on_command, messages.WithdrawCommand(held.model)
+            )
+            return opens(held)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(residency, "open", open_)
+        seen = asyncio.ensure_future(see(residency))
+        await asked(arbiter, "a", "b")
+        assert all(len(request.gang) == 2 for request in arbiter.requests)
+        arbiter.says("a")
+        arbiter.says("b")
+        assert len(set(await asyncio.wait_for(seen, 60))) == 2
 
 
 async def test_cancelled_or_late_gang_request_withdraws_all_members() -> None:

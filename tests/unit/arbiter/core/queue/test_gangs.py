@@ -43,6 +43,16 @@ def test_incomplete_gang_is_not_counted_as_bypassed() -> None:
     assert granted(d.want(2, "b", 20, "ab")) == ["a", "b"]
 
 
+@pytest.mark.spec("A13", "C6")
+def test_gang_that_no_ticket_may_bypass_waits_for_its_last_member() -> None:
+    d = GpuDriver(80, settings=replace(PLAIN, bypass_count=0))
+    assert granted(d.ask(0, "c", 50, holder="k")) == ["c"]
+    assert d.want(1, "a", 20, "ab") == []
+    assert granted(d.ask(2, "d", 1, holder="k")) == ["d"]
+    assert d.want(3, "b", 20, "ab") == []
+    assert d.ask(4, "e", 1, holder="k") == []
+
+
 @pytest.mark.spec("C6")
 def test_ticket_is_not_bypassed_on_a_device_it_could_never_use() -> None:
     d = GpuDriver(80, 20)
@@ -202,6 +212,24 @@ def test_wake_without_room_on_another_device_evicts_nothing() -> None:
     d.at(31, ev.Released(TicketId("d"), "x"))
     d.at(32, ev.EngineGone(NodeId("g"), TicketId("d"), True))
     assert d.state_of("c") == "draining"
+
+
+@pytest.mark.spec("A13", "K3")
+def test_explain_of_a_wake_over_two_devices_gives_what_each_of_them_lacks() -> None:
+    d = asleep_over_two()
+    for t, (name, priority) in enumerate((("c", NORMAL), ("d", HIGH)), start=1):
+        d.ask(t, name, 60, holder="k", priority=priority)
+        d.done(t, name)
+    d.want(30, "a", 100, how=Split.EQUAL)
+    found = d.arbiter.explain(TicketId("a"), d.now)
+    assert [(x.need_bytes, x.short_bytes) for x in found.shortages] == [(gib(50), gib(30))] * 2
+    assert found.said[2:] == (
+        "Tickets that may leave hold 60.0 GiB: c.",
+        "On g/gpu:1 it needs 50.0 GiB, 20.0 GiB are free, 0.0 MiB on their way back: "
+        "30.0 GiB short.",
+        "d (d) holds 60.0 GiB and stays: it is more urgent (high before normal).",
+        "It wakes on 2 devices: no ticket leaves before all of them can have room.",
+    )
 
 
 @pytest.mark.spec("A13", "C3")

@@ -57,6 +57,16 @@ def test_ticket_is_bypassed_eight_times_and_then_reserves_its_device() -> None:
 
 
 @pytest.mark.spec("C6")
+def test_no_ticket_is_bypassed_where_the_settings_allow_no_bypass() -> None:
+    driver = CoreDriver(device=80, settings=replace(PLAIN, bypass_count=0))
+    loading(driver, 50)
+    driver.ask(1, "large", 60)
+    assert driver.ask(2, "b", 1, priority=Priority.URGENT) == []
+    driver.at(3, ev.LoadBroke(TicketId("a"), "x", False))
+    assert granted(driver.gone(3, "a")) == ["large", "b"]
+
+
+@pytest.mark.spec("C6")
 def test_earlier_ticket_granted_first_does_not_count_as_a_bypass() -> None:
     driver = CoreDriver(device=80)
     loading(driver, 80)

@@ -6,11 +6,13 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.decisions import Decision, LoadModel
+from arbiter.core.queue.wait_estimate import SAMPLED_COUNT
+from arbiter.core.records.request_queue import QueueEntry, RequestQueue
 from arbiter.core.reports.dry_run import Answer, PlanQuestion
 from arbiter.core.settings import Settings
 from arbiter.core.types import Floor, Need, Priority
 from arbiter.errors import DeadlineUnmet, OutsideHours
-from arbiter.units import HolderId, Instant, TicketId, in_seconds, seconds
+from arbiter.units import HolderId, Instant, NodeId, TicketId, in_seconds, seconds
 from tests.support.core_driver import (
     CPU,
     PLAIN,
@@ -282,6 +284,26 @@ def test_held_tickets_before_it_do_not_lengthen_the_estimate_of_another() -> Non
         driver.beat(1, "b", inflight=1)
         driver.ask(2, "c", 60)
     assert behind.queued[0].predicted == alone.queued[0].predicted
+
+
+def test_closed_hours_that_left_the_table_have_no_estimate_look_at_the_whole_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = with_hours(is_open=False)
+    text, embedding = driver.table
+    free = replace(text.models[0], hours="")
+    driver.at(1, ev.CapabilitiesSet((replace(text, models=(free, *text.models[1:])), embedding)))
+    driver.ask(2, "b", 80)
+    looked, first = [], RequestQueue.first
+
+    def count(queue: RequestQueue, node: NodeId, most: int) -> list[QueueEntry]:
+        looked.append(most)
+        return first(queue, node, most)
+
+    monkeypatch.setattr(RequestQueue, "first", count)
+    for n in range(2 * SAMPLED_COUNT):
+        driver.ask(3, f"c{n}", 80)
+    assert max(looked) == SAMPLED_COUNT
 
 
 def test_a_lease_waits_for_no_hours() -> None:

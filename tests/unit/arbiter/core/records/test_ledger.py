@@ -2,6 +2,7 @@
 
 import pytest
 
+from arbiter.core import events as ev
 from arbiter.core.records.ticket import TRANSITIONS, State
 from arbiter.errors import LedgerBroken
 from arbiter.units import (
@@ -42,6 +43,16 @@ def test_untouched_books_are_checked_on_the_timer() -> None:
     driver.fire_timer(9.9)
     with pytest.raises(LedgerBroken):
         driver.fire_timer(10)
+
+
+def test_tickets_of_a_model_are_found_until_they_are_closed() -> None:
+    driver = CoreDriver(device=10)
+    for name in ("a1", "b1", "a2"):
+        driver.ask(0, name, 10)
+    assert driver.tickets_of_model("a") == ["a1", "a2"]
+    driver.at(1, ev.Withdrawn(TicketId("a2")))
+    assert driver.tickets_of_model("a") == ["a1"]
+    driver.audit()
 
 
 def test_an_index_that_lost_a_ticket_is_found_by_the_audit() -> None:

@@ -117,6 +117,28 @@ def test_the_best_of_several_nodes_is_told() -> None:
     assert ask(driver, 1, 50, node=NODE).answer is Answer.NEVER
 
 
+def many_nodes(*sizes: float) -> CoreDriver:
+    """Nodes n, n1, n2, and so on of these sizes, each with a holder."""
+    driver = CoreDriver(device=sizes[0])
+    for number, size in enumerate(sizes):
+        node = f"n{number or ''}"
+        if number:
+            driver.see_node(0, size, 0, node=node)
+            driver.read(0, node=node)
+            driver.join(0, f"h{number}", node=node)
+    return driver
+
+
+def test_of_many_nodes_those_with_the_most_room_are_tried() -> None:
+    driver = many_nodes(10, 20, 30, 40, 50, 60)
+    assert ask(driver, 1, 45, "a").node == "n5"
+    driver.resident(2, "b", 60, holder="h5")
+    driver.beat(2, "b", holder="h5", inflight=1)
+    plan = ask(driver, 30, 55, "a")  # no other can ever lend as much
+    assert (plan.answer, plan.node) == (Answer.AFTER_EVICTING, "n5")
+    assert plan.said[-1] == "Of 6 nodes only the 4 with the most room were tried."
+
+
 def test_something_unknown_is_asked_for_as_a_lease_would() -> None:
     driver = CoreDriver(device=80)
     driver.resident(0, "a", 30)

@@ -148,6 +148,21 @@ def test_explain_of_a_learned_price_says_in_words_what_it_comes_from() -> None:
     assert all("wanted soon with" in row.why for row in shortage.charged_tickets)
 
 
+@pytest.mark.spec("K3", "C4")
+def test_explain_of_a_ticket_that_waits_for_cheaper_ones_says_so_and_for_how_long() -> None:
+    driver = CoreDriver(device=80)
+    driver.ask(0, "a", 40)
+    driver.at(0, ev.Loaded(TicketId("a"), units.seconds(3)))
+    driver.ask(20, "e1", 40, capability="embedding", model="e1")
+    driver.at(20, ev.Loaded(TicketId("e1"), units.seconds(2)))
+    for name in ("a", "e1"):
+        driver.beat(20, name)
+    assert revoked(driver.ask(20.5, "b", 30)) == []
+    said = why(driver, 20.5, "b").said
+    assert "Tickets that may leave hold 40.0 GiB: a." in said
+    assert "It waits 1.5 s, until cheaper tickets may leave." in said
+
+
 def test_explain_of_a_closed_ticket_uses_history_and_of_an_unknown_one_fails() -> None:
     driver = CoreDriver(device=80)
     driver.resident(0, "a", 80)

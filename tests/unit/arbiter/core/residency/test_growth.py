@@ -58,6 +58,40 @@ def test_bytes_on_their_way_to_a_growing_resident_are_not_lent_to_the_queue() ->
     assert granted(d.gone(24, "c")) == ["a"] and d.charged() == 70
 
 
+def waits_to_grow() -> CoreDriver:
+    """Two models of 30 of 80 in use, of which `a` waits for 25 more until 30, and `b` is urgent."""
+    d = CoreDriver(holders=("h", "k"))
+    d.resident(0, "a", 30)
+    d.resident(0, "b", 30, holder="k", priority=types.Priority.URGENT)
+    d.beat(1, "a", inflight=1)
+    d.beat(1, "b", holder="k", inflight=1)
+    assert grow(d, 20, "a", 25, within_s=10) == []
+    return d
+
+
+@pytest.mark.spec("C2")
+@pytest.mark.parametrize("inflight", [0, 1])
+def test_a_resident_that_waits_for_growth_leaves_for_more_urgent_tickets_only(
+    inflight: int,
+) -> None:
+    d = waits_to_grow()
+    d.beat(21, "a", inflight=inflight)
+    assert d.ask(22, "c", 35) == []
+    said = d.arbiter.explain(TicketId("c"), d.now).said
+    assert any("it waits for more memory itself, for another 8.0 s at most" in x for x in said)
+    asked = d.ask(23, "d", 35, priority=types.Priority.HIGH)
+    assert revoked(asked) == [("a", "swap", "gone")]
+
+
+@pytest.mark.spec("C2")
+@pytest.mark.parametrize("how", ["not granted", "not wanted"])
+def test_a_resident_that_waits_for_growth_no_more_may_leave_at_once(how: str) -> None:
+    d = waits_to_grow()
+    assert d.ask(22, "c", 35) == []
+    ended = d.fire_timer(30) if how == "not granted" else grow(d, 23, "a", 0)
+    assert revoked(ended) == [("a", "swap", "gone")] and not d.growing()
+
+
 def test_growth_without_room_in_time_is_refused_and_the_resident_goes_on() -> None:
     d = driver()
     assert grow(d, 2, "a", 25, within_s=10) == []

@@ -9,6 +9,8 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, LoadModel
+from arbiter.core.records.ledger import Ledger
+from arbiter.core.records.ticket import State, Ticket
 from arbiter.errors import TicketClosed
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import CPU, PLAIN, CoreDriver, capability, granted, refusal, revoked
@@ -58,6 +60,27 @@ def test_next_model_of_a_pipeline_is_prefetched_into_free_room() -> None:
     assert d.last("model_preload").data["why"] == "pipeline"
     assert granted(d.ask(11, "a2", 30, model="a")) == ["a2"]
     assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == []  # its own load prefetches nothing
+
+
+def test_a_use_looks_at_no_ticket_of_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    d = driver()
+    use(d, 10)
+    d.resident(11, "a2", 30, model="a")
+    looked, entries = [], Ledger.entries
+
+    def note(ledger: Ledger, *states: State) -> list[Ticket]:
+        looked.append(states)
+        return entries(ledger, *states)
+
+    monkeypatch.setattr(Ledger, "entries", note)
+    assert d.at(12, ev.Renewed(HolderId("k"), (used(d, "e1x", 12),))) == []
+    assert looked == []
+
+
+def used(d: CoreDriver, name: str, t: float) -> ev.HeldTicket:
+    """What a holder says of a ticket that has served once more."""
+    held = d.held(name, t=t, model="e1")
+    return replace(held, uses_count=held.uses_count + 1)
 
 
 def waits(d: CoreDriver) -> None:
