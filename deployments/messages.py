@@ -176,5 +176,16 @@ def refusal(error: RequestError) -> tuple[ResponseHead, bytes]:
 
 def stream_error(error: RequestError) -> bytes:
     """An SSE event for a stream that breaks after its head was sent."""
-    _, body = refusal(error)
-    return b"data: " + body + b"\n\n"
+    return late(*refusal(error))
+
+
+def late(head: ResponseHead, body: bytes) -> bytes:
+    """An SSE event for a whole response behind a head of status 200. Its error object says its own
+    status, which is told nowhere else."""
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        said = None
+    if isinstance(said, dict) and isinstance(said.get("error"), dict) and head.status >= 400:
+        body = json.dumps({**said, "error": {**said["error"], "status": head.status}}).encode()
+    return b"data: " + body.replace(b"\n", b" ") + b"\n\n"

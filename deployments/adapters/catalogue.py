@@ -147,11 +147,9 @@ class Catalogue:
         lies behind a manifest that cannot be read is told only to a client that names its base, or
         an adapter of all tenants, which the manifest may hide: any other bare name may mean an
         adapter of another base, or none at all. Raises AdapterAmbiguous, AdapterInvalid."""
-        base, colon, bare = name.partition(":")
-        if not colon:
-            base, bare = "", name
-        if not _NAME.fullmatch(bare) or bare in self._reserved or (colon and not base):
+        if not self.may_name(name):
             return None
+        base, bare = _parted(name)
         look = self._place if base else self._place_of_bare
         places: dict[str, _Place] = {}
         for each in [base] if base else list(self._folders):
@@ -163,6 +161,12 @@ class Catalogue:
             is_remote = found.row is not None
             return (self._remote if is_remote else self._entry)(bare, base, found)
         return None
+
+    def may_name(self, name: str) -> bool:
+        """Whether an adapter may be called so, whatever is in the folders. Reads no disk."""
+        base, bare = _parted(name)
+        is_whole = ":" not in name or base != ""
+        return is_whole and bool(_NAME.fullmatch(bare)) and bare not in self._reserved
 
     def entries(self, names: Iterable[str], tenant: str = "") -> list[Entry]:
         """The entries of those names that mean an adapter which can be read."""
@@ -285,6 +289,12 @@ class Catalogue:
             )
             found = [name for name, _ in zip(names, range(MAX_NAMES), strict=False)]
         return frozenset(found) - self._reserved
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """The base model and the bare name of an adapter; a bare name has no base."""
+    base, colon, bare = name.partition(":")
+    return (base, bare) if colon else ("", name)
 
 
 def home_of(folder: Path, tenant: str) -> Path:

@@ -111,7 +111,8 @@ def told_in_stream(event: Mapping[str, Any]) -> ToldError | None:
         return None
     code = error.get("code")
     kind = _by_code().get(str(code), RequestError)
-    status = code if isinstance(code, int) else kind.status_code
+    said = [error.get("status"), code, kind.status_code]
+    status = next(each for each in said if isinstance(each, int))
     return _of(error, str(error.get("message")), status, kind.retry_after_s)
 
 

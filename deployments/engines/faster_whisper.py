@@ -6,8 +6,8 @@ threads; default: the model's, else one for each core, at most 4), `vad` (the fo
 behind `vad_filter`; default made:silero-vad).
 
 The model is a folder that `ct2-transformers-converter` makes; its model.bin is no pickle. Sound is
-heard in pieces, cut where it is quiet, so that a long file takes no more memory than a short one
-and its client may leave between two segments.
+decoded and heard in pieces, cut where it is quiet, so that a long file takes no more memory than a
+short one and its client may leave between two segments.
 Source: github.com/SYSTRAN/faster-whisper, platform.openai.com/docs/api-reference/audio.
 """
 
@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +154,10 @@ class WhisperEngine:
 
     async def _answer(self, asked: Asked, raw: bytes, send: Send) -> None:
         """Raises BadField before the head is sent."""
-        samples = await self.worker.run(sound.decode, raw, self.max_seconds)
-        said = Transcript(asked, samples)
-        segments = self.worker.each(self._segments(said))
+        file = sound.SoundFile(raw, self.max_seconds)
+        spans = await self._spans(asked, file)
+        said = Transcript(asked, file.count)
+        segments = self.worker.each(self._segments(said, pieces(file.parts(), spans)))
         if asked.is_stream:
             return await asgi.stream_events(send, events(said, segments))
         async for _ in segments:  # `said` keeps them
@@ -164,13 +165,13 @@ class WhisperEngine:
         kind, body = WRITE[asked.form](said)
         await asgi.send_bytes(send, kind, body.encode())
 
-    def _segments(self, said: Transcript) -> Iterator[Any]:
+    def _segments(self, said: Transcript, heard: Iterator[tuple[int, np.ndarray]]) -> Iterator[Any]:
         """Hears piece by piece; times count from the begin of the file. None after each piece: a
         turn ends there too, because there may be no segment in it."""
         asked = said.asked
-        for begin, end in pieces(said.samples, self._spans(said)):
+        for begin, samples in heard:
             found, info = self.model.transcribe(
-                sound.floats(said.samples[begin:end]),
+                sound.floats(samples),
                 language=said.language or None,
                 task=asked.task,
                 beam_size=self.beam_size,
@@ -186,16 +187,24 @@ class WhisperEngine:
                 yield moved
             yield None
 
-    def _spans(self, said: Transcript) -> list[tuple[int, int]]:
-        """Begin and end of what is to be heard, in samples."""
-        if not said.asked.skips_silence:
-            return [(0, len(said.samples))]
+    async def _spans(self, asked: Asked, file: sound.SoundFile) -> list[tuple[int, int]]:
+        """Begin and end of what is to be heard, in samples. Reads the file to its end, in turns, so
+        that it is refused before anything of it is heard. Raises BadSound."""
+        if not asked.skips_silence:
+            async for _ in self.worker.each(file.parts()):
+                continue
+            return [(0, file.count)]
         from deployments.engines import silero  # and with it torch, where a client asks for it
+
+        parts = [p async for p in self.worker.each(self._probabilities(file.parts()))]
+        return joined(silero.spans([p for part in parts for p in part], file.count))
+
+    def _probabilities(self, parts: Iterator[np.ndarray]) -> Iterator[list[float]]:
+        from deployments.engines import silero
 
         if self.vad is None:
             self.vad = silero.load(self.vad_folder)
-        found = [p for part in silero.probabilities(self.vad, said.samples) for p in part]
-        return joined(silero.spans(found, len(said.samples)))
+        yield from silero.probabilities(self.vad, parts)
 
 
 def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -209,23 +218,26 @@ def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def pieces(samples: np.ndarray, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Begin and end, in samples, of parts of at most PIECE_S: spans, cut where they are quiet."""
+def pieces(
+    parts: Iterable[np.ndarray], spans: list[tuple[int, int]]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Begin, in samples, and samples of what is at most PIECE_S long: spans, cut where they are
+    quiet. `parts`: of the file."""
+    window = sound.Window(parts)
     for start, end in spans:
         begin = start
         while end - begin > PIECE_S * HEARD_HZ:
-            cut = _quietest(
-                samples, begin + (PIECE_S - CUT_S) * HEARD_HZ, begin + PIECE_S * HEARD_HZ
-            )
-            yield begin, cut
-            begin = cut
-        yield begin, end
+            samples = window.read(begin, begin + PIECE_S * HEARD_HZ)
+            count = _quietest(samples, (PIECE_S - CUT_S) * HEARD_HZ)
+            yield begin, samples[:count]
+            begin += count
+        yield begin, window.read(begin, end)
 
 
-def _quietest(samples: np.ndarray, begin: int, end: int) -> int:
-    """The middle of the quietest QUIET_S between two samples."""
+def _quietest(samples: np.ndarray, begin: int) -> int:
+    """The middle of the quietest QUIET_S behind a sample."""
     width = int(QUIET_S * HEARD_HZ)
-    rows = np.abs(samples[begin:end].astype(np.int32)).reshape(-1, width).sum(1)
+    rows = np.abs(samples[begin:].astype(np.int32)).reshape(-1, width).sum(1)
     return begin + int(rows.argmin()) * width + width // 2
 
 

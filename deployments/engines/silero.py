@@ -10,7 +10,7 @@ the package's TorchScript: the .safetensors in that package is another training.
 Source: github.com/snakers4/silero-vad; its TorchScript is equal to 1e-5 (tests/engines).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ MAX_SECONDS = 7_200.0
 FRAME, CONTEXT, PAD = 512, 64, 64  # samples: of a frame, of the frame before, mirrored at its end
 BINS = 129  # of the spectrum: its real parts, then as many imaginary ones
 WIDTH = 128
-PART_FRAMES = 312  # ten seconds, heard at once; the net's memory goes from part to part
 # The fields of a request by the library's names, each with its bounds and its default.
 FIELDS = {
     "threshold": ("threshold", 0.01, 0.99, 0.5),
@@ -81,12 +80,13 @@ def load(folder: Path) -> SileroVad:
     return model.eval()
 
 
-def probabilities(model: SileroVad, samples: np.ndarray) -> Iterator[list[float]]:
-    """Yields part by part, for each FRAME of int16 samples at 16 kHz, the probability of speech."""
+def probabilities(model: SileroVad, parts: Iterable[np.ndarray]) -> Iterator[list[float]]:
+    """Yields part by part, for each FRAME of int16 samples at 16 kHz, the probability of speech;
+    the net's memory goes from part to part. `parts`: of whole frames, but for the last."""
     state = (torch.zeros(1, 1, WIDTH), torch.zeros(1, 1, WIDTH))
     context = torch.zeros(CONTEXT)
-    for begin in range(0, len(samples), PART_FRAMES * FRAME):
-        part = torch.from_numpy(sound.floats(samples[begin : begin + PART_FRAMES * FRAME]))
+    for samples in parts:
+        part = torch.from_numpy(sound.floats(samples))
         part = padded(part, (0, -len(part) % FRAME))
         with torch.inference_mode():
             found, state = model(torch.cat([context, part]), state)
@@ -106,7 +106,8 @@ def build(config: Config) -> "VadEngine":
 
 
 class VadEngine:
-    """One model and one thread; requests take turns by ten seconds of sound."""
+    """One model and one thread; requests take turns by ten seconds of sound, and no more than that
+    of a file is decoded at a time."""
 
     can_sleep = False  # its weights are a megabyte
 
@@ -142,11 +143,11 @@ class VadEngine:
             await asgi.refuse_request(send, error)
 
     async def _answer(self, raw: bytes, said: dict[str, float], send: Send) -> None:
-        samples = await self.worker.run(sound.decode, raw, self.max_seconds)
-        parts = [part async for part in self.worker.each(probabilities(self.model, samples))]
-        found = spans([p for part in parts for p in part], len(samples), **said)
+        file = sound.SoundFile(raw, self.max_seconds)
+        parts = [p async for p in self.worker.each(probabilities(self.model, file.parts()))]
+        found = spans([p for part in parts for p in part], file.count, **said)
         rows = [{"start": b / HEARD_HZ, "end": e / HEARD_HZ} for b, e in found]
-        body = {"duration": len(samples) / HEARD_HZ, "segments": rows}
+        body = {"duration": file.count / HEARD_HZ, "segments": rows}
         await asgi.respond(send, 200, body)
 
 

@@ -1,6 +1,7 @@
 """Sound in files: bytes to samples, bounded at each step, and samples to bytes as they are made.
 
     samples = decode(raw, most_s=1800)                # one channel, 16 kHz; raises BadSound
+    for part in SoundFile(raw, most_s=1800).parts(): ...              # the same, ten seconds each
     encoder = Encoder("mp3", rate_hz=22_050)
     pieces = [encoder.add(clause) for clause in clauses] + [encoder.end()]
 
@@ -11,7 +12,7 @@ Source: ffmpeg.org/ffmpeg-formats.html, `format_whitelist`.
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import av
@@ -28,6 +29,10 @@ FORMATS = (
 )
 # Sound outside these is no speech; a file that says 1 Hz would grow 16,000-fold in the resampler.
 RATES_HZ, MOST_CHANNELS = range(4_000, 768_001), 32
+PART = 312 * 512  # samples decoded at once: ten seconds, in whole frames of Silero's
+# Of a file, in 1.9 MB; a longer one is decoded again for its next reading, 600 times faster than it
+# is spoken.
+KEPT = 60 * HEARD_HZ
 LEAST_S = 0.1  # OpenAI's own bound
 # One packet may be broken; this many in a row are no sound.
 MOST_BROKEN_FRAMES = 100
@@ -53,6 +58,13 @@ def _refuse_to_open(url: str, flags: int, options: dict[str, Any]) -> NoReturn:
 def decode(raw: bytes, most_s: float) -> np.ndarray:
     """Returns int16 samples, shape [n], at HEARD_HZ; `floats` of a part is what models take. Raises
     BadSound."""
+    return np.concatenate(list(parts(raw, most_s, HEARD_HZ)))
+
+
+def parts(raw: bytes, most_s: float, count: int) -> Iterator[np.ndarray]:
+    """Yields what `decode` returns in parts of `count` samples, the last one of what is left.
+    Raises BadSound, also behind some parts."""
+    heard_count = 0
     try:
         with av.open(
             io.BytesIO(_without_headers_to_unpack(raw)),
@@ -61,13 +73,84 @@ def decode(raw: bytes, most_s: float) -> np.ndarray:
             io_open=_refuse_to_open,
             container_options={"format_whitelist": FORMATS, "protocol_whitelist": ""},
         ) as container:
-            samples = _read(container, most_s)
+            for part in _in_parts(_read(container, most_s), count):
+                heard_count += len(part)
+                _check_least(heard_count)
+                yield part
     except (av.FFmpegError, ValueError, EOFError, OSError) as error:
         why = error.strerror if isinstance(error, av.FFmpegError) else error
         raise BadSound(f"no sound that can be read: {why}") from error
-    if len(samples) < LEAST_S * HEARD_HZ:
-        raise BadSound(f"{len(samples) / HEARD_HZ:.3f} s of sound; it takes {LEAST_S} s")
-    return samples
+    _check_least(heard_count)
+
+
+def _check_least(count: int) -> None:
+    if count < LEAST_S * HEARD_HZ:
+        raise BadSound(f"{count / HEARD_HZ:.3f} s of sound; it takes {LEAST_S} s")
+
+
+def _in_parts(pieces: Iterator[np.ndarray], count: int) -> Iterator[np.ndarray]:
+    """Yields samples of pieces of any length in parts of `count`, and what is left."""
+    held: list[np.ndarray] = []
+    missing = count
+    for piece in pieces:
+        begin = 0
+        while len(piece) - begin >= missing:
+            yield np.concatenate([*held, piece[begin : begin + missing]])
+            begin, held, missing = begin + missing, [], count
+        if begin < len(piece):
+            held.append(piece[begin:])
+            missing -= len(piece) - begin
+    if held:
+        yield np.concatenate(held)
+
+
+class SoundFile:
+    """The sound of a file, decoded part by part for each reading, so that a long one takes no more
+    memory than a short one. `count`: of its samples, once it was read to its end."""
+
+    def __init__(self, raw: bytes, most_s: float) -> None:
+        self._raw, self._most_s = raw, most_s
+        self.count = 0
+        self._kept: list[np.ndarray] | None = None
+
+    def parts(self) -> Iterator[np.ndarray]:
+        """Yields what `decode` returns in parts of PART samples. Raises BadSound."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        count = 0
+        kept: list[np.ndarray] = []
+        for part in parts(self._raw, self._most_s, PART):
+            count += len(part)
+            if count <= KEPT:
+                kept.append(part)
+            else:
+                kept.clear()
+            yield part
+        self.count = count
+        if count <= KEPT:
+            self._kept = kept
+
+
+class Window:
+    """Reads samples of parts that come one after another, and holds no more than it was asked
+    for."""
+
+    def __init__(self, parts: Iterable[np.ndarray]) -> None:
+        self._parts = iter(parts)
+        self._held, self._begin = np.zeros(0, np.int16), 0
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """The samples between two places; `begin` never goes back."""
+        self._forget(begin)
+        while self._begin + len(self._held) < end:
+            self._held = np.concatenate([self._held, next(self._parts)])
+            self._forget(begin)
+        return self._held[begin - self._begin : end - self._begin]
+
+    def _forget(self, begin: int) -> None:
+        gone = min(begin - self._begin, len(self._held))
+        self._held, self._begin = self._held[gone:], self._begin + gone
 
 
 def _without_headers_to_unpack(raw: bytes) -> bytes:
@@ -90,8 +173,8 @@ def floats(samples: np.ndarray) -> np.ndarray:
     return samples.astype(np.float32) / 32_768.0
 
 
-def _read(container: Any, most_s: float) -> np.ndarray:
-    """16-bit samples of the first sound in a container."""
+def _read(container: Any, most_s: float) -> Iterator[np.ndarray]:
+    """Yields 16-bit samples of the first sound in a container. Raises BadSound."""
     if not container.streams.audio:
         raise BadSound("the file has no sound in it")
     stream = container.streams.audio[0]
@@ -102,15 +185,14 @@ def _read(container: Any, most_s: float) -> np.ndarray:
         if declared_s > most_s:
             raise BadSound(f"the file declares {declared_s:.0f} s; at most {most_s:.0f} s are read")
     resampler = av.AudioResampler(format="s16", layout="mono", rate=HEARD_HZ)
-    parts: list[np.ndarray] = []
     count, most_count = 0, int(most_s * HEARD_HZ)
     for frame in _frames(container, stream):
         for heard in resampler.resample(frame):
-            parts.append(heard.to_ndarray().reshape(-1))
-            count += len(parts[-1])
-        if count > most_count:
-            raise BadSound(f"longer than {most_s:.0f} s, the most that is read")
-    return np.concatenate(parts) if parts else np.zeros(0, np.int16)
+            piece = heard.to_ndarray().reshape(-1)
+            count += len(piece)
+            if count > most_count:
+                raise BadSound(f"longer than {most_s:.0f} s, the most that is read")
+            yield piece
 
 
 def _frames(container: Any, stream: Any) -> Iterator[Any]:

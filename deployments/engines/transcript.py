@@ -5,8 +5,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from deployments.engines.sound import HEARD_HZ
 
 
@@ -25,16 +23,16 @@ class Asked:
 
 
 class Transcript:
-    """What was heard so far of one file."""
+    """What was heard so far of one file. `count`: of all its samples."""
 
-    def __init__(self, asked: Asked, samples: np.ndarray) -> None:
-        self.asked, self.samples = asked, samples
+    def __init__(self, asked: Asked, count: int) -> None:
+        self.asked, self.count = asked, count
         self.language = asked.language or ""
         self.segments: list[Any] = []
 
     @property
     def seconds(self) -> float:
-        return len(self.samples) / HEARD_HZ
+        return self.count / HEARD_HZ
 
     @property
     def text(self) -> str:

@@ -120,6 +120,12 @@ def said(body: bytes) -> str:
 
 
 def _status_of(body: bytes) -> int:
-    """Returns a status by OpenAI's `type`, because a stream has no status of its own."""
-    kind = json.loads(body).get("error", {}).get("type", "")
-    return {"rate_limit_error": 429, "invalid_request_error": 400}.get(kind, 500)
+    """The status of an error in a stream, whose head has another: as our own errors say it, as
+    vLLM's have it for a code, else by OpenAI's `type`."""
+    error = json.loads(body)["error"]
+    if not isinstance(error, dict):
+        return 500
+    kind = str(error.get("type"))
+    by_type = {"rate_limit_error": 429, "invalid_request_error": 400}.get(kind, 500)
+    told = [error.get("status"), error.get("code"), by_type]
+    return next(status for status in told if isinstance(status, int))

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError, UnknownModel
-from deployments.adapters.catalogue import Catalogue
+from deployments.adapters.catalogue import Catalogue, Entry
 from deployments.config.file_threads import in_thread
 from deployments.config.schema import Table
 
@@ -64,17 +64,24 @@ class ModelNames:
         bound_s = FOLDERS_S if within_s is None else within_s
         if capability := self._homes.get(name):
             return Target(capability, name, name)
-        base, colon, _ = name.partition(":")
-        try:
-            where = base if colon else None
-            entry = await self._read(where, bound_s, self._adapters.find, name, tenant)
-        except OSError as error:
-            raise AdaptersAway(name, _why(error, bound_s)) from error
+        entry = None
+        if self._adapters.may_name(name):
+            entry = await self._entry(name, tenant, bound_s)
         if entry is None:
             models = tuple(sorted(self._homes))
             raise UnknownModel(name, "", models + await self._known(self._near, name, tenant))
         priority = Priority[entry.priority.upper()]
         return Target(self._homes[entry.base], entry.base, entry.full_name, priority)
+
+    async def _entry(self, name: str, tenant: str, within_s: float) -> Entry | None:
+        """The adapter of a name. A bare name is looked for in every folder, because several models
+        may have an adapter of it, and then it means none of them. Raises AdaptersAway."""
+        base, colon, _ = name.partition(":")
+        try:
+            where = base if colon else None
+            return await self._read(where, within_s, self._adapters.find, name, tenant)
+        except OSError as error:
+            raise AdaptersAway(name, _why(error, within_s)) from error
 
     def home(self, name: str) -> str:
         """The capability of a name that `visible` returned; reads no disk."""

@@ -133,7 +133,7 @@ class FirstPart:
             while (first := await self.first()) is None:
                 yield self._comment()
             if isinstance(first, messages.FullResponse):  # its status came too late
-                yield b"data: " + first.body.replace(b"\n", b" ") + b"\n\n"
+                yield messages.late(first.head, first.body)
             elif not first.is_event_stream:
                 said = first.headers.get("content-type", "no content type")
                 yield messages.stream_error(CapabilityFailed("the model", f"it streams {said}"))

@@ -12,8 +12,8 @@ until then another model can take over, and after it none can.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
@@ -22,6 +22,7 @@ from deployments import messages
 from deployments.checked_sockets import AddressRefused
 from deployments.config.remotes_section import RemoteConfig
 from deployments.remotes import connect
+from deployments.remotes.answer_forms import WrongForm, check_event, check_whole
 from deployments.remotes.body import BYTES_PER_TOKEN
 from deployments.remotes.breaker import Failure
 from deployments.remotes.offers import SERVED_BY, RemoteCall
@@ -150,6 +151,8 @@ class Exchange:
         self.is_whole = True
         if _has_error(said):
             raise Failed(Failure.SERVER, "its answer is an error of status 200")
+        with _in_form():
+            check_whole(self._call.path, said)
         return messages.FullResponse(self._head(JSON), raw)
 
     async def _events(
@@ -172,6 +175,8 @@ class Exchange:
         """False for the usage that only we asked for."""
         if _has_error(event):
             raise Failed(Failure.SERVER, "it broke off with an error in its stream")
+        with _in_form():
+            check_event(event)
         self._note_usage(event)
         choices = event.get("choices")
         if choices:
@@ -230,6 +235,16 @@ def _object(raw: bytes) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise Failed(Failure.PROTOCOL, "its answer is no JSON object")
     return said
+
+
+@contextmanager
+def _in_form() -> Iterator[None]:
+    """Raises Failed where the answer has another form than its path has."""
+    try:
+        yield
+    except WrongForm as error:
+        why = f"`{error.place}` of its answer is missing, or of another type"
+        raise Failed(Failure.PROTOCOL, why) from error
 
 
 def _has_error(said: dict[str, Any]) -> bool:

@@ -47,6 +47,7 @@ class PrefixBook:
 
     def __init__(self, declared: Iterable[Prefix]) -> None:
         self._known = {p.key: Known(p, 0, 0, is_declared=True) for p in declared}
+        self._too_large: dict[str, str] = {}  # keys, each with its tenant; the last used last
 
     def on_load(self, now_ns: int) -> None:
         """The engine is new: what requests brought is forgotten, what is declared is warmed."""
@@ -64,8 +65,22 @@ class PrefixBook:
         for key in of_requests[: max(0, len(of_requests) - MOST_COUNT)]:
             del self._known[key]
 
+    def add_too_large(self, key: str, tenant: str) -> None:
+        """Notes a prefix that is not kept, so that no further request is read for it."""
+        self._too_large[key] = tenant
+        for oldest in list(self._too_large)[:-MOST_COUNT]:
+            del self._too_large[oldest]
+
+    def is_too_large(self, key: str) -> bool:
+        """Whether a prefix is noted as too large. To ask counts as a use."""
+        if key not in self._too_large:
+            return False
+        self._too_large[key] = self._too_large.pop(key)
+        return True
+
     def forget_tenant(self, tenant: str) -> None:
         """Forgets what requests of a tenant brought."""
+        self._too_large = {k: whose for k, whose in self._too_large.items() if whose != tenant}
         self._known = {
             key: known
             for key, known in self._known.items()

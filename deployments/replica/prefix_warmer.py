@@ -139,9 +139,12 @@ class PrefixWarmer:
 
     def _knows(self, cut: Cut, chat: bytes, tenant: str) -> bool:
         """Learns a prefix that is new; False: it is too large to be kept."""
+        if self._book.is_too_large(cut.key):
+            return False
         if not self._book.knows(cut.key):
             found = prefixes.prefix_of(json.loads(chat), cut, tenant)
             if len(found.body) > PREFIX_MOST_BYTES:
+                self._book.add_too_large(cut.key, tenant)
                 return False
             self._book.add(found, self._clock.now_ns())
         return True

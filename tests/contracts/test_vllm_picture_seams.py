@@ -77,6 +77,19 @@ def test_scheduler_tells_the_request_asks_for_its_pictures_and_then_says_what_it
     assert "self.ec_connector.update_connector_output(" in source(Scheduler.update_from_output)
 
 
+def test_request_that_is_preempted_in_its_step_frees_its_pictures_before_the_step_is_told() -> None:
+    """On this rests that what no request reads is neither loaded nor written. In a step without
+    work for the worker it would never be told done."""
+    assert "self.encoder_cache_manager.free(request)" in source(Scheduler._preempt_request)
+    freed = source(EncoderCacheManager.get_freed_mm_hashes)
+    assert "if mm_hash not in self.cached]" in freed
+    step = source(Scheduler.schedule)
+    told = step.index("free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes()")
+    assert step.index("self._preempt_request(") < told < step.index("build_connector_meta(")
+    execute = source(GPUModelRunner.execute_model)
+    assert execute.index("return EMPTY_MODEL_RUNNER_OUTPUT") < execute.index("self._preprocess(")
+
+
 def test_device_hears_of_dropped_pictures_before_it_loads_and_also_in_an_empty_step() -> None:
     execute = source(GPUModelRunner.execute_model)
     updates = execute.index("self._update_states(scheduler_output)")

@@ -220,7 +220,8 @@ async def test_a_client_that_disconnects_is_not_computed_for() -> None:
     await slow.engine.load()
     first = asyncio.ensure_future(slow.engine._embed(["first"]))
     await asyncio.to_thread(slow.begun.wait, 60)
-    gone = asyncio.ensure_future(slow.engine._embed_for(told.get, ["second"]))
+    asked = module.Asked(["second"], None, False)
+    gone = asyncio.ensure_future(slow.engine._answer_for(told.get, asked, 1))
     third = asyncio.ensure_future(slow.engine._embed(["third one"]))
     told.put_nowait({"type": "http.disconnect"})
     async with asyncio.timeout(60):
@@ -257,6 +258,46 @@ async def test_request_of_many_texts_shares_its_turns_and_has_its_vectors_in_ord
         assert (await one).tolist() == [[3]]
         assert (await many).tolist() == [[length] for length in range(100, 0, -1)]
     assert ["one"] in slow.passes[1], "it waits for one pass, not for all"
+
+
+@pytest.mark.spec("H1", "J1")
+@pytest.mark.parametrize("as_base64", [False, True])
+async def test_answer_to_many_texts_is_written_in_turns_with_other_requests(
+    as_base64: bool,
+) -> None:
+    slow, texts = Slow(), ["x" * length for length in range(1, 101)]
+    slow.engine.name = 'a "model" of []'
+    slow.go_on.set()
+    await slow.engine.load()
+    turns: list[int] = []
+    writing = asyncio.Event()
+
+    async def others() -> None:
+        await writing.wait()
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    def shortened(vectors: Any, dimensions: int | None) -> Any:
+        writing.set()
+        return vectors / 7
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "shorten", shortened)
+        beside = asyncio.ensure_future(others())
+        async with asyncio.timeout(60):
+            raw = await slow.engine._answer(module.Asked(texts, None, as_base64), 9)
+        beside.cancel()
+    assert len(turns) >= 99
+    encode = module._base64 if as_base64 else module._floats
+    vectors = enumerate(module.np.arange(1, 101)[:, None] / 7)
+    whole = {
+        "object": "list",
+        "data": [{"object": "embedding", "index": n, "embedding": encode(v)} for n, v in vectors],
+        "model": slow.engine.name,
+        "usage": {"prompt_tokens": 9, "total_tokens": 9},
+    }
+    assert raw == json.dumps(whole).encode()
 
 
 @pytest.mark.spec("J8")

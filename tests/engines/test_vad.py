@@ -88,8 +88,10 @@ def test_module_gives_the_probabilities_of_the_torchscript(
 ) -> None:
     """Over more than one part, between which the net's memory is handed on."""
     samples = sound.decode(spoken[0], most_s=60)
-    parts = list(silero.probabilities(silero.load(folder), samples))
-    assert len(parts) == len(samples) // (silero.PART_FRAMES * silero.FRAME) + 1 > 1
+    file = sound.SoundFile(spoken[0], most_s=60)
+    parts = list(silero.probabilities(silero.load(folder), file.parts()))
+    assert len(parts) == len(samples) // sound.PART + 1 > 1
+    assert file.count == len(samples) and sound.PART % silero.FRAME == 0
     ours = [p for part in parts for p in part]
     script = load_silero_vad()
     wave = torch.from_numpy(sound.floats(samples))

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -63,15 +63,16 @@ class SeeingEngine:
         self.cache.expect(Asked(name, counts.get(name, EMBEDDINGS), tenant) for name in names)
 
     def schedule(
-        self, *names: str, counts: dict[str, int] | None = None
+        self, *names: str, counts: dict[str, int] | None = None, unread: Collection[str] = ()
     ) -> tuple[Copies, list[bool]]:
-        """One step with these pictures, and which of them were promised."""
+        """One step with these pictures, and which of them were promised. `unread`: those of
+        requests that were preempted in it."""
         self.expect(*names, counts=counts or {})
         promised = []
         for name in names:
             promised.append(self.cache.promise(name))
             self.cache.begin(name)
-        return self.cache.end_step(), promised
+        return self.cache.end_step(unread), promised
 
     def work(self, copies: Copies) -> dict[str, torch.Tensor]:
         """As a worker: what it loaded, after it has written what the encoder made."""

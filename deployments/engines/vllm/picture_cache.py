@@ -9,7 +9,7 @@ ends the engine. So a yes pins the rows until the worker has loaded them.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from arbiter.pool import Rows
@@ -116,14 +116,26 @@ class PictureCache:
         """Counts a picture that the device has, because another request reads it."""
         self.rows.count_use(is_hit=True)
 
-    def end_step(self) -> Copies:
-        """What the worker has to copy. Promises that no request took are none any more."""
+    def end_step(self, unread: Collection[str] = ()) -> Copies:
+        """What the worker has to copy. Promises that no request took are none any more. `unread`:
+        identities of pictures that no request reads at the end of the step: its own was preempted
+        in the same step, which may leave no work for the worker, so that no end would be told."""
+        self._take_back(unread)
         for promised in self._promised.values():
             self.rows.unpin(promised.picture.keys)
         self._promised.clear()
         self._asked.clear()
         copies, self._copies = self._copies, Copies()
         return copies
+
+    def _take_back(self, unread: Collection[str]) -> None:
+        """Ends the copies of this step for pictures that it does not have any more."""
+        for load in [load for load in self._copies.loads if load.picture.identity in unread]:
+            self._copies.loads.remove(load)
+            self.rows.unpin(load.picture.keys)
+        for save in [save for save in self._copies.saves if save.picture.identity in unread]:
+            self._copies.saves.remove(save)
+            self._end_save(save, is_whole=False)
 
     def finish(self, copies: Copies, saved: Iterable[str]) -> None:
         """The workers have done that step; `saved`: the identities whose rows they wrote."""

@@ -146,7 +146,8 @@ class PictureConnector(ECConnectorBase):
         self.cache.begin(request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
-        return Step(self.cache.end_step())
+        """Of what is freed no request reads anything: vLLM leaves out what is read again."""
+        return Step(self.cache.end_step(set(scheduler_output.free_encoder_mm_hashes)))
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
         done = connector_output.ec_connector_worker_meta

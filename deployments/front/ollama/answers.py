@@ -151,10 +151,11 @@ def _thinking(message: Mapping[str, Any]) -> str:
 
 
 def _call(function: Mapping[str, Any]) -> Fields:
-    """Ollama's arguments are an object; what a model wrote may be none."""
+    """Ollama's arguments are an object; what a model wrote may be none. Some remotes write an
+    object too, where OpenAI has a text."""
     written = function.get("arguments") or "{}"
     try:
-        arguments = json.loads(written)
+        arguments = json.loads(written) if isinstance(written, str) else written
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

@@ -56,6 +56,20 @@ class Pictures(RuleBasedStateMachine):
         self.in_flight.append(self.engine.schedule(*names, counts=COUNTS)[0])
         self.uses += len(names)
 
+    @precondition(lambda self: len(self.in_flight) < MOST_IN_FLIGHT)
+    @rule(
+        preempted=st.sampled_from(sorted(COUNTS)),
+        others=st.lists(st.sampled_from(sorted(COUNTS)), unique=True, max_size=2),
+    )
+    def preempt(self, preempted: str, others: list[str]) -> None:
+        """A more urgent request takes the blocks of one that has its picture in the same step."""
+        names = [preempted, *(name for name in others if name != preempted)]
+        copies, _ = self.engine.schedule(*names, counts=COUNTS, unread={preempted})
+        copied = {copy.picture.identity for copy in (*copies.loads, *copies.saves)}
+        assert preempted not in copied
+        self.in_flight.append(copies)
+        self.uses += len(names)
+
     @rule(name=st.sampled_from(sorted(COUNTS)))
     def ask_in_vain(self, name: str) -> None:
         """The request found no blocks of KV."""
@@ -94,6 +108,12 @@ class Pictures(RuleBasedStateMachine):
     @invariant()
     def each_use_is_counted_once(self) -> None:
         assert sum(self.engine.counts) == self.uses
+
+    @invariant()
+    def nothing_is_held_between_steps(self) -> None:
+        if not self.in_flight:
+            rows = self.engine.cache.rows
+            assert not rows._pins and not rows._reserved
 
     @invariant()
     def no_more_stay_than_may(self) -> None:

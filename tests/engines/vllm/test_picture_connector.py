@@ -69,6 +69,12 @@ def connector(cache: PictureCache) -> PictureConnector:
     return made
 
 
+def step_of(made: PictureConnector, freed: list[str] | None = None) -> Copies:
+    """What the workers have to copy in a step; `freed`: pictures that nothing reads any more."""
+    output: Any = SimpleNamespace(free_encoder_mm_hashes=freed or [])
+    return made.build_connector_meta(output).copies
+
+
 @pytest.mark.spec("H8")
 def test_media_whose_identity_is_not_ours_are_neither_kept_nor_counted(
     engine: SeeingEngine,
@@ -77,8 +83,7 @@ def test_media_whose_identity_is_not_ours_are_neither_kept_nor_counted(
     assert made.ensure_cache_available(asked, 0)
     assert not made.has_cache_item("a")
     made.update_state_after_alloc(asked, 0)
-    step = made.build_connector_meta(None)  # type: ignore[arg-type]
-    assert (step.copies, engine.counts) == (Copies(), (0, 0))
+    assert (step_of(made), engine.counts) == (Copies(), (0, 0))
 
 
 @pytest.mark.spec("H8")
@@ -88,7 +93,7 @@ def test_picture_that_is_computed_is_not_looked_for_again(engine: SeeingEngine) 
     for computed, is_there in ((24, True), (25, False)):
         made.ensure_cache_available(asked, computed)
         assert made.has_cache_item("a") is is_there
-        made.build_connector_meta(None)  # type: ignore[arg-type]
+        step_of(made)
 
 
 @pytest.mark.spec("H8")
@@ -96,11 +101,57 @@ def test_step_is_done_once_all_workers_are_and_the_first_one_wrote(engine: Seein
     made, asked = connector(engine.cache), request("r", "a")
     made.ensure_cache_available(asked, 0)
     made.update_state_after_alloc(asked, 0)
-    copies = made.build_connector_meta(None).copies  # type: ignore[arg-type]
+    copies = step_of(made)
     assert engine.copier.save(copies.saves[0], embeddings("a", EMBEDDINGS))
     done = Done(copies).aggregate(Done(copies, {"a"})).aggregate(Done(copies))
     made.update_connector_output(SimpleNamespace(ec_connector_worker_meta=done))  # type: ignore[arg-type]
     assert engine.look("a") == [True]
+
+
+def takes(made: PictureConnector, manager: PicturesInUse, asked: Any) -> None:
+    """As vLLM's scheduler gives a request its picture."""
+    made.ensure_cache_available(asked, 0)
+    if not manager.check_and_update_cache(asked, 0):
+        made.has_cache_item("a")
+        manager.allocate(asked, 0)
+        made.update_state_after_alloc(asked, 0)
+
+
+@pytest.mark.spec("H8")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_picture_of_a_request_that_is_preempted_in_its_step_is_neither_loaded_nor_pinned(
+    engine: SeeingEngine, is_known: bool
+) -> None:
+    """The device would keep it, and the books would not have it."""
+    if is_known:
+        engine.look("a")
+    made, manager, asked = connector(engine.cache), PicturesInUse(1000), request("r", "a")
+    takes(made, manager, asked)
+    manager.free(asked)  # a more urgent request takes its blocks
+    assert step_of(made, manager.get_freed_mm_hashes()) == Copies()
+    assert engine.look("a") == [is_known], "its rows can be had again"
+    engine.cache.purge()
+    assert engine.cache.facts()["ready"] == 0, "nothing holds them"
+
+
+@pytest.mark.spec("H8")
+@pytest.mark.parametrize("is_before", [True, False])
+def test_picture_that_another_request_of_the_step_reads_is_loaded_all_the_same(
+    engine: SeeingEngine, is_before: bool
+) -> None:
+    engine.look("a")
+    made, manager = connector(engine.cache), PicturesInUse(1000)
+    one, other = request("one", "a"), request("other", "a")
+    takes(made, manager, one)
+    if is_before:
+        takes(made, manager, other)
+    manager.free(one)
+    if not is_before:
+        takes(made, manager, other)
+    copies = step_of(made, manager.get_freed_mm_hashes())
+    assert torch.equal(engine.work(copies)["a"], embeddings("a", EMBEDDINGS))
+    engine.cache.purge()
+    assert engine.cache.facts()["ready"] == 0
 
 
 def test_row_is_whole_pages() -> None:

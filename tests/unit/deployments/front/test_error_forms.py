@@ -1,5 +1,6 @@
 """Errors take the form of the API that was asked, whatever part of the front they come from."""
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 from httpx import ASGITransport, AsyncClient
 
-from arbiter.errors import EngineLost
+from arbiter.errors import EngineLost, QueueFull, UnknownModel
 from arbiter.units import TicketId
 from deployments import messages
 from deployments.front import application, keys
@@ -18,6 +19,7 @@ from deployments.front.error_forms import ErrorForms
 from deployments.front.keys import Keyring, Scope
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
+from deployments.remotes.offers import RemoteRefused
 from tests.support.speaker import Speaker, table
 
 MESSAGES = "/v1/messages"
@@ -138,5 +140,56 @@ async def test_break_of_a_stream_becomes_anthropics_error_event() -> None:
         ': waits\n\nevent: ping\ndata: {"type": "ping"}\n\n' + passed + "event: error\ndata: {"
     )
     assert text.count("event: error") == 1
-    assert '"type": "api_error"' in text
+    assert '"type": "overloaded_error"' in text
     assert plain.encode().endswith(broken)
+
+
+def of_vllm(code: int) -> tuple[messages.ResponseHead, bytes]:
+    """A refusal as vLLM writes it."""
+    error = {"message": "no", "type": "BadRequestError", "param": None, "code": code}
+    return messages.ResponseHead(code, {}), json.dumps({"error": error}).encode()
+
+
+@pytest.mark.spec("J1")
+@pytest.mark.parametrize(
+    ("refused", "kind"),
+    [
+        (messages.refusal(EngineLost("m", TicketId("t"))), "overloaded_error"),
+        (messages.refusal(RemoteRefused(504, "deadline_unmet", "late")), "api_error"),
+        (messages.refusal(UnknownModel("m", "", ())), "not_found_error"),
+        (messages.refusal(RemoteRefused(403, "local_only", "stays")), "permission_error"),
+        (messages.refusal(QueueFull("m", 1, 1, 1.0)), "rate_limit_error"),
+        (of_vllm(400), "invalid_request_error"),
+        (of_vllm(500), "api_error"),
+    ],
+)
+async def test_error_has_one_type_of_anthropics_before_and_after_the_head(
+    refused: tuple[messages.ResponseHead, bytes], kind: str
+) -> None:
+    head, body = refused
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        is_late = scope["query_string"] == b"late"
+        status, sent = (200, messages.late(head, body)) if is_late else (head.status, body)
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": sent})
+
+    async with AsyncClient(transport=ASGITransport(ErrorForms(app)), base_url="http://x") as made:
+        early = (await made.post(MESSAGES)).json()
+        event = (await made.post(f"{MESSAGES}?late")).text
+    assert early["error"]["type"] == kind
+    assert json.loads(event.removeprefix("event: error\ndata: ")) == early
+
+
+@pytest.mark.spec("J1")
+async def test_error_of_a_stream_that_is_a_text_becomes_anthropics_too() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b'data: {"error": "broken"}\n\n'})
+
+    async with AsyncClient(transport=ASGITransport(ErrorForms(app)), base_url="http://x") as made:
+        event = (await made.post(MESSAGES)).text
+    assert event.startswith("event: error\n")
+    assert '"type": "api_error", "message": "broken"' in event

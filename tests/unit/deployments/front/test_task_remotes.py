@@ -18,9 +18,10 @@ from deployments.front.keys import Keyring, Scope
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
 from deployments.messages import ResponseHead
+from deployments.remotes.body import KNOWN
 from deployments.remotes.breaker import RULES, Failure
 from deployments.remotes.remotes import Remotes
-from tests.support.hostile_remotes import EVENT, SSE, resets
+from tests.support.hostile_remotes import EVENT, JSON, SSE, resets, says
 from tests.support.remote_server import WORDS, CountingBook, GoodRemote, good_remote, raw_remote
 from tests.support.speaker import Response
 from tests.support.task_front import CHAT, COLD, HELLO, Engines, ScriptedArbiter
@@ -30,14 +31,17 @@ THERE, FAR = "cloud/their-chat", "far-chat"
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
 
 
-def table(url: str, **task: Any) -> Table:
+def table(url: str, paths: tuple[str, ...] = (CHAT,), **task: Any) -> Table:
+    """`paths`: of the remote's model."""
     models = {name: {"source": "/x", "need": {"weights": "1 MiB"}} for name in ("warm", "cold")}
     chat = {"role": "text", "engine": "vllm", "models": models}
     usual = {"ladder": ["cold", FAR], "budget_s": 5}
+    remotes = section(url).model_dump(mode="json")
+    remotes["rows"]["cloud"]["models"][FAR]["paths"] = paths
     return parse_table(
         {
             "capabilities": {"chat": chat},
-            "remotes": section(url).model_dump(mode="json"),
+            "remotes": remotes,
             "tasks": {"sum": usual | task},
         }
     )
@@ -131,6 +135,29 @@ async def test_ollamas_routes_take_a_remote_model_and_show_it_to_keys_that_may_u
     assert (await client.post("/api/chat", json=said, headers=poor)).status_code == 403
     shown = await client.post("/api/show", json={"model": name}, headers=poor)
     assert shown.status_code == 404
+
+
+@pytest.mark.spec("J5", "J1")
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/api/chat", HELLO),
+        ("/api/generate", {"prompt": "a"}),
+        ("/api/generate", {}),
+        ("/api/embed", {"input": "a"}),
+        ("/v1/chat/completions", HELLO),
+    ],
+)
+async def test_answer_of_a_remote_without_its_fields_is_no_answer_on_any_route(
+    client: AsyncClient, front: FrontState, path: str, asked: dict[str, Any]
+) -> None:
+    async with raw_remote(says(JSON + b'\r\n{"id": "there"}')) as port:
+        front.service.configure(table(f"http://127.0.0.1:{port}/v1", tuple(KNOWN)))
+        answer = await client.post(path, json={"model": FAR, **asked, "stream": False})
+    assert answer.status_code == 502
+    error = answer.json()["error"]
+    said = error if isinstance(error, str) else error["message"]
+    assert "of its answer is missing" in said
 
 
 @pytest.mark.spec("J5", "J1")

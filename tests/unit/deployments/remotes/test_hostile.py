@@ -33,6 +33,24 @@ from tests.support.remote_server import Answer, CountingBook, raw_remote
 from tests.unit.deployments.remotes.conftest import CLOUD, KEY, asked, section
 
 QUICK = {"head_s": 0.3, "idle_s": 0.3, "total_s": 1.0, "answer_bytes": 1 << 20}
+CHATTED = b'{"choices": [{"message": {}}], "usage": {"prompt_tokens": 1}}'
+# Objects of status 200 that are no answer to a chat, and no event of one.
+NO_CHATS = (
+    b"{}",
+    b'{"choices": []}',
+    b'{"choices": {"message": {}}}',
+    b'{"choices": [{}]}',
+    b'{"choices": [{"message": "a"}]}',
+    b'{"choices": [{"message": {"tool_calls": [{"id": "a"}]}}]}',
+    b'{"choices": [{"message": {}, "finish_reason": []}]}',
+    b'{"choices": [{"message": {}}], "usage": [7]}',
+)
+NO_EVENTS = (
+    b'{"choices": {"delta": {}}}',
+    b'{"choices": ["a"]}',
+    b'{"choices": [{"delta": "a"}]}',
+    b'{"choices": [{"delta": {"tool_calls": [{"function": {"arguments": {}}}]}}]}',
+)
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +102,7 @@ async def failure(
         (says(OK + b"text/html\r\n\r\n<html>"), "protocol"),
         (says(JSON + b"content-encoding: gzip\r\n\r\n\x1f\x8b"), "protocol"),
         (says(SSE + b"\r\n" + EVENT), "protocol"),
+        *((says(JSON + b"\r\n" + body), "protocol") for body in NO_CHATS),
         (says(b"HTTP/1.1 500 no\r\ncontent-length: 0\r\n\r\n"), "server"),
         (says(b"HTTP/1.1 429 no\r\nretry-after: 7\r\ncontent-length: 0\r\n\r\n"), "limited"),
     ],
@@ -111,6 +130,10 @@ async def test_an_answer_that_is_none_ends_within_its_bounds(answer: Answer, kin
         (says(SSE + b'\r\ndata: {"error": {"message": "sk-theirs"}}\n\n'), "server", False),
         (says(SSE + b"\r\ndata: <script>\n\n"), "protocol", False),
         (says(SSE + b"\r\n" + EVENT + b"data: [[[\n\n"), "protocol", True),
+        *(
+            (says(SSE + b"\r\n" + EVENT + b"data: " + event + b"\n\n"), "protocol", True)
+            for event in NO_EVENTS
+        ),
     ],
 )
 async def test_a_stream_that_breaks_is_not_begun_again(
@@ -170,9 +193,7 @@ async def test_an_error_of_status_200_is_no_answer() -> None:
 async def https(name: str, ca: trustme.CA) -> AsyncIterator[int]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ca.issue_cert(name).configure_cert(context)
-    body = b'{"choices": [], "usage": {"prompt_tokens": 1}}'
-    whole = JSON + b"content-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
-    async with raw_remote(says(whole), context) as port:
+    async with raw_remote(says(JSON + b"\r\n" + CHATTED), context) as port:
         yield port
 
 
@@ -280,7 +301,7 @@ async def test_a_name_of_a_private_address_is_not_connected_to(address: str) -> 
 
 @pytest.mark.spec("J5", "L2")
 async def test_a_name_that_changes_its_address_between_two_requests_gains_nothing() -> None:
-    body = JSON + b"content-length: 2\r\n\r\n{}"
+    body = JSON + b"\r\n" + CHATTED
     async with raw_remote(says(body)) as port:
         async with named(["127.0.0.1"], ["169.254.169.254"]) as (names, resolver):
             remotes = Remotes(CountingBook(), resolver)
@@ -295,7 +316,7 @@ async def test_a_name_that_changes_its_address_between_two_requests_gains_nothin
 
 
 async def test_of_several_addresses_only_the_allowed_are_connected_to() -> None:
-    body = JSON + b"content-length: 2\r\n\r\n{}"
+    body = JSON + b"\r\n" + CHATTED
     async with raw_remote(says(body)) as port:
         async with named(["169.254.169.254", "127.0.0.1"]) as (_, resolver):
             remotes = Remotes(CountingBook(), resolver)
@@ -308,7 +329,7 @@ async def test_of_several_addresses_only_the_allowed_are_connected_to() -> None:
 
 @pytest.mark.spec("J5")
 async def test_proxies_of_the_environment_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = JSON + b"content-length: 2\r\n\r\n{}"
+    body = JSON + b"\r\n" + CHATTED
     async with raw_remote(says(body)) as port, raw_remote(hangs()) as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{proxy}")

@@ -126,3 +126,13 @@ def test_prefixes_of_requests_are_bounded_and_the_least_recently_used_go() -> No
     book.add(prefix("new"), MOST_COUNT + 1)
     assert book.knows("0") and book.knows("a") and book.knows("new")
     assert not book.knows("1") and book.knows("2")
+
+
+@pytest.mark.spec("G1", "L3")
+def test_of_prefixes_that_are_too_large_the_last_used_are_known() -> None:
+    book = PrefixBook([])
+    for number in range(MOST_COUNT):
+        book.add_too_large(f"k{number}", "acme")
+    assert book.is_too_large("k0")
+    book.add_too_large("one more", "acme")
+    assert [book.is_too_large(key) for key in ("k0", "k1", "one more")] == [True, False, True]

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -363,6 +364,36 @@ async def test_prefix_larger_than_any_context_is_not_kept(
         await no_more()
         assert [event.prefix for event in told(arbiter)] == ["small"]
         assert len(engine.prewarms) == 1
+
+
+@pytest.mark.spec("G1", "L3")
+async def test_prefix_that_is_too_large_is_read_once(
+    clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def noted(chat: Any, cut: Cut, tenant: str) -> prefixes.Prefix:
+        read.append(cut.key)
+        return prefixes.prefix_of(chat, cut, tenant)
+
+    seam = SimpleNamespace(**vars(prefixes) | {"prefix_of": noted})
+    monkeypatch.setattr(prefix_warmer, "prefixes", seam)
+    monkeypatch.setattr(prefix_warmer, "PREFIX_MOST_BYTES", 1_000)
+    async with warming(stable_prefixes=[]) as (residency, _, engine):
+        large = call(cut=Cut(1, key="large"), messages=[{"role": "system", "content": "x" * 1_000}])
+
+        async def use_it() -> None:
+            async with residency.use("a") as open_use:
+                open_use.begins_with(large.stable, large.body, "acme")
+                open_use.opens_session(large.stable, large.body, "acme")
+
+        for _ in range(3):
+            await use_it()
+        assert read == ["large"]
+        residency._on_command(messages.ForgetTenantCommand("acme"))
+        await use_it()
+        assert read == ["large", "large"], "nothing of a removed tenant's is kept"
+        assert engine.prewarms == []
 
 
 @pytest.mark.spec("G6")

@@ -126,3 +126,11 @@ def test_whole_answer_has_text_thinking_and_calls() -> None:
         "tool_calls": [{"function": {"name": "f", "arguments": {"text": "no json"}}}],
     }
     assert (found["done"], found["done_reason"], found["load_duration"]) == (True, "stop", 0)
+
+
+@pytest.mark.spec("J1")
+def test_arguments_that_a_remote_writes_as_an_object_are_that_object() -> None:
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    said = {"choices": [{"message": {"content": None, "tool_calls": [call]}}]}
+    found = Answer("m", in_chat, {}, time.monotonic_ns()).whole(said)
+    assert found["message"]["tool_calls"] == [call]

@@ -98,6 +98,16 @@ async def test_name_of_no_model_with_adapters_looks_into_no_folder(client: Async
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.spec("F2", "J1")
+@pytest.mark.parametrize("name", ["org/llama-8b", "@acme", ".law", f"{NEAR}:{FAR}", ":law"])
+async def test_name_that_no_adapter_may_have_is_unknown_while_a_file_server_hangs(
+    client: AsyncClient, name: str
+) -> None:
+    assert (await asked(client, "law")).status_code == 503, "the folders are being looked into"
+    refused = await asked(client, name)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
 @pytest.mark.spec("F2", "J7")
 async def test_ladder_goes_on_without_the_adapters_whose_file_server_hangs(
     client: AsyncClient,
