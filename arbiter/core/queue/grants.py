@@ -13,12 +13,7 @@ from arbiter.core.decisions import EventKind, Grant, Reason
 from arbiter.core.eviction import oversize, pressure
 from arbiter.core.eviction.compaction import compact_or_evict
 from arbiter.core.eviction.eligibility import may_swap
-from arbiter.core.eviction.eviction import (
-    evict_own,
-    revoke,
-    victims_for,
-    waits_for_cheaper_until,
-)
+from arbiter.core.eviction.eviction import evict_own, revoke, victims_for
 from arbiter.core.eviction.ranking import victims_no_more_urgent
 from arbiter.core.queue import freeing, gangs, placement
 from arbiter.core.queue.outcome import Outcome
@@ -40,7 +35,7 @@ from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.types import DeviceBytes, Priority
 from arbiter.errors import NeverFits, QuotaExceeded, RolePinned, TicketClosed
-from arbiter.units import SECOND, Bytes, DeviceId, Instant, Span, after, since
+from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
 
 # -- a new load -----------------------------------------------------------------------------------
 
@@ -55,7 +50,7 @@ def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry
         outcome = _place_beyond_one_device(state, pass_, entry, waiting, limits)
         if outcome is not Outcome.NOT_APPLICABLE:
             return outcome
-    if not waiting.is_aged and pass_.memo.covers(waiting, need, entry.priority):
+    if not waiting.is_aged and pass_.memo.covers(need, entry.priority, waiting.quota_group):
         return pass_.defer(waiting, ())
     urgent = _urgency(state, pass_, waiting)
     limits = pass_.limits(state, entry, need)
@@ -113,29 +108,8 @@ def _place_on_one(
     elif entry.frees:
         return _take_rest(state, pass_, entry, waiting, devices)
     elif usable == devices and not _is_closed_to_it_only(state, pass_, entry, urgent):
-        until = _waits_for_cheaper_until(state, pass_, entry, limits, usable, urgent)
-        pass_.memo.note(waiting, need, entry.priority, until)
+        pass_.memo.note(need, entry.priority, waiting.quota_group)
     return pass_.defer(waiting, devices)
-
-
-def _waits_for_cheaper_until(
-    state: CoreState,
-    pass_: GrantPass,
-    entry: Ticket,
-    limits: Limits,
-    devices: list[DeviceId],
-    urgent: Priority,
-) -> Instant | None:
-    """Returns until when a ticket that found no room waits for cheaper victims (C4); None: it
-    waits for none. Not asked where no ticket behind it has a deadline: all of them would wait as
-    well."""
-    if not pass_.memo.has_deadlines_left:
-        return None
-    found = [
-        waits_for_cheaper_until(state, pass_.books[d], entry, limits.missing(d), urgent)
-        for d in devices
-    ]
-    return max((until for until in found if until is not None), default=None)
 
 
 def _take_rest(

@@ -6,13 +6,12 @@ bypass it so often and for so long; then it is *aged*, and stands before all tha
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from arbiter.core.records.timers import NEVER
 from arbiter.core.types import ModelName, Priority
 from arbiter.core.view import Key, QueuedRequest
-from arbiter.units import Bytes, HolderId, Instant, NodeId, Span, TicketId
+from arbiter.units import Bytes, HolderId, Instant, NodeId, TicketId
 
 NO_HOLDER = HolderId("")
 # Before every priority: an asleep ticket is tried by itself, because it wakes where it is.
@@ -39,7 +38,6 @@ class QueueEntry:
     tenant: str = ""  # that asked
     work_bytes: float = 0.0  # of its tenant's share: see Accounts.virtual_start_of
     version: int = -1  # of the estimates that say so
-    lead: Span = Span(0)  # so long before its deadline it must have room, by that version
     is_held: bool = False  # outside its hours: not tried (C13)
     ages_from: Instant | None = None  # when it was last let go; None: since it asked
 
@@ -52,15 +50,6 @@ class QueueEntry:
     def expect(self, serves_at: Instant) -> None:
         """Notes when it should serve, as far as can be said when it joins."""
         self.predicted_at = serves_at
-
-    @property
-    def can_wait_until(self) -> Instant:
-        """Returns until when it may wait for room, by its deadline."""
-        return NEVER if self.deadline is None else Instant(self.deadline - self.lead)
-
-    def note_lead(self, lead: Span) -> None:
-        """Notes how long before its deadline it must have room."""
-        self.lead = lead
 
     def note_need(self, need: Bytes, version: int) -> None:
         """Notes what it needs by this version of the estimates."""
@@ -79,15 +68,12 @@ class QueueStats:
     least_bytes: Bytes = Bytes(0)  # none of those needs less
     quota_groups: Counter[str] = field(default_factory=Counter)
     holders: dict[HolderId, int] = field(default_factory=dict)  # and how many of these are theirs
-    deadlines_count: int = 0  # tickets that have one
     held_count: int = 0  # outside their hours
-    soonest: Instant = NEVER  # none of those whose need is known must have room before
 
     def count(self, waiting: QueueEntry, more: int) -> None:
         """Counts a ticket that joins (1) or leaves (-1)."""
         self.urgencies[urgency_of(waiting.request)] += more
         self.quota_groups[waiting.quota_group] += more
-        self.deadlines_count += more * (waiting.deadline is not None)
         self.held_count += more * waiting.is_held
         if theirs := self.holders.get(waiting.holder, 0) + more:
             self.holders[waiting.holder] = theirs
@@ -95,7 +81,7 @@ class QueueStats:
             del self.holders[waiting.holder]
         if waiting.version == self.version:
             self.known_count += more
-            self._note_least(waiting)
+            self.least_bytes = min(self.least_bytes, waiting.need_bytes)
 
     def know(self, waiting: QueueEntry, need: Bytes, version: int) -> None:
         """Notes what a ticket needs by this version of the estimates; a newer version makes all
@@ -104,20 +90,10 @@ class QueueStats:
             self.version = version
             self.known_count = 0
             self.least_bytes = need
-            self.soonest = NEVER
         self.known_count += waiting.version != version
-        waiting.note_need(need, version)
-        self._note_least(waiting)
-
-    def _note_least(self, waiting: QueueEntry) -> None:
-        self.least_bytes = min(self.least_bytes, waiting.need_bytes)
-        self.soonest = min(self.soonest, waiting.can_wait_until)
-
-    def weigh(self, queued: Iterable[QueueEntry]) -> None:
-        """Computes the least need, and who must have room soonest, anew from all tickets."""
-        known = [w for w in queued if w.version == self.version]
-        self.least_bytes = min((w.need_bytes for w in known), default=Bytes(0))
-        self.soonest = min((w.can_wait_until for w in known), default=NEVER)
+        self.least_bytes = min(self.least_bytes, need)
+        waiting.need_bytes = need
+        waiting.version = version
 
     def needs_at_least(self, need: Bytes, version: int) -> bool:
         """Says whether every ticket needs so much; False while the need of one is unknown."""
@@ -259,7 +235,6 @@ class RequestQueue:
         waiting = self._waiting[ticket]
         if waiting.deadline is not None and (deadline is None or deadline > waiting.deadline):
             waiting.deadline = deadline
-            self._stats[waiting.node].deadlines_count -= deadline is None
 
     def hold(self, waiting: QueueEntry, *, is_held: bool, now: Instant) -> None:
         """Notes whether a ticket is held outside its hours; let go, its wait counts from now."""
@@ -365,8 +340,10 @@ class RequestQueue:
         return bisect_left(self._order[waiting.node], (waiting.key, waiting.request.ticket))
 
     def weigh(self, node: NodeId) -> None:
-        """Computes anew what the statistics of a node say of the least."""
-        self.stats(node).weigh(self.at(node))
+        """Computes anew the least need on a node, from all entries."""
+        stats = self.stats(node)
+        known = [w.need_bytes for w in self.at(node) if w.version == stats.version]
+        stats.least_bytes = min(known, default=Bytes(0))
 
     def stats(self, node: NodeId) -> QueueStats:
         """Returns the statistics of a node."""

@@ -348,20 +348,6 @@ def test_an_asker_waits_for_a_cheaper_role_that_may_leave_before_the_dearer_coul
     assert revoked(driver.fire_timer(22)) == [("e1", "swap", "gone")]
 
 
-@pytest.mark.spec("C4", "N2")
-@pytest.mark.parametrize("behind", [("c",), ("c", "d"), ("d", "c")])
-def test_an_asker_that_waits_for_a_cheaper_role_holds_up_none_whose_deadline_is_sooner(
-    behind: tuple[str, ...],
-) -> None:
-    driver = chat_beside_an_embedding(reload_s=3, stays_s=2)
-    assert revoked(driver.ask(20.5, "b", 30)) == []
-    gone: list[tuple[str, str, str]] = []
-    for name in behind:
-        gone += revoked(driver.ask(20.6, name, 30, deadline_s=3 if name == "c" else None))
-    assert gone == [("a", "swap", "gone")]
-    assert driver.evictions_of("c") and not driver.evictions_of("b")
-
-
 @pytest.mark.spec("A21", "C4")
 @pytest.mark.parametrize(("reload_s", "wait_s"), [(3, 1.5), (1, 0)], ids=["waits", "does not"])
 def test_an_asker_that_waits_for_a_cheaper_role_is_told_so(reload_s: float, wait_s: float) -> None:
