@@ -102,7 +102,7 @@ class Settings:
     pool_fraction: float = 1.0  # B2: of the arena, for tickets; not the slabs' pool
     gpu_margin_bytes: Bytes = Bytes(512 * MIB)  # B3: context and driver, GPUs only
 
-    bypass_count: int = 8  # C6: nor more often than this; 0: never
+    bypass_count: int = 8  # C6: nor more often than this; 0: never, at a walk of the queue
     roles: tuple[NamedRole, ...] = ()  # C1: beside those of policies/roles.py
     one_resident_roles: frozenset[str] = frozenset()  # A11: exclusion groups; by default none
 

@@ -4,6 +4,7 @@ The policy only prices lawful candidates (eligibility.py); the core takes the ch
 suffices (victim_set.py), or none.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from arbiter.core.decisions import EventKind, Reason, Revoke, Tier
@@ -61,15 +62,16 @@ def make_room(
         for prefetched in prefetches:
             kill_and_notify(state, prefetched, Reason.WITHDRAWN)
         return True
-    options, chosen, _ = _weigh(state, book, asker, short, urgent)
+    victims = victims_no_more_urgent(state, book, urgent)
+    options, chosen, _ = _weigh(state, book, asker, short, urgent, victims)
     if chosen:
         record_choice(state, book, asker, short, options, chosen)
-    victims = [book.entries[option.ticket] for option in chosen]
     reason = Reason.FREE if asker.frees else Reason.SWAP
-    for victim in victims:
+    for option in chosen:
+        victim = book.entries[option.ticket]
         note_evicted_for(state, asker, victim)
         revoke(state, victim, reason, asker)
-    return bool(victims)
+    return bool(chosen)
 
 
 def evict_own(state: CoreState, asker: Ticket, short: Bytes, urgent: Priority) -> bool:
@@ -97,16 +99,22 @@ def victims_for(
     book = state.ledger.books[device]
     if prefetches := prefetches_that_make_room(state, book, short):
         return prefetches
-    _, chosen, _ = _weigh(state, book, asker, short, urgent)
+    priced = victims_no_more_urgent(state, book, urgent)
+    _, chosen, _ = _weigh(state, book, asker, short, urgent, priced)
     return [book.entries[option.ticket] for option in chosen]
 
 
 def waits_for_cheaper_until(
-    state: CoreState, book: DeviceAccount, asker: Ticket, short: Bytes, urgent: Priority
+    state: CoreState,
+    book: DeviceAccount,
+    asker: Ticket,
+    short: Bytes,
+    urgent: Priority,
+    victims: Iterable[PricedVictim],
 ) -> Instant | None:
-    """Returns when the cheaper victims may leave for which `make_room` revokes none now; None: it
-    waits for none."""
-    return _weigh(state, book, asker, short, urgent)[2]
+    """Returns when the cheaper of these victims, in their order, may leave for which `make_room`
+    revokes none now; None: it waits for none."""
+    return _weigh(state, book, asker, short, urgent, victims)[2]
 
 
 def evict_overcommitted(state: CoreState) -> None:
@@ -142,17 +150,22 @@ def _stays_on(book: DeviceAccount, entry: Ticket) -> bool:
 
 
 def _weigh(
-    state: CoreState, book: DeviceAccount, asker: Ticket, short: Bytes, urgent: Priority
+    state: CoreState,
+    book: DeviceAccount,
+    asker: Ticket,
+    short: Bytes,
+    urgent: Priority,
+    victims: Iterable[PricedVictim],
 ) -> tuple[list[PricedVictim], list[PricedVictim], Instant | None]:
-    """Returns the lawful options, and the cheapest set of them that suffices, or none; none also
-    where the asker waits for cheaper victims, and then until when. In a long order the search stops
-    soon behind those that suffice."""
+    """Returns the lawful options among `victims`, and the cheapest set of them that suffices, or
+    none; none also where the asker waits for cheaper ones, and then until when. In a long order the
+    search stops soon behind those that suffice."""
     options: list[PricedVictim] = []
     soon: list[PricedVictim] = []  # lawful once their minimum residency is over
     missing = int(short)
     spare_count = EXACT_COUNT
     spare = quotas.ReserveSlack(state, book, asker.client.tenant)
-    for option in victims_no_more_urgent(state, book, urgent):
+    for option in victims:
         if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
             break
         entry = book.entries[option.ticket]

@@ -11,11 +11,15 @@ from arbiter.core.decisions import EventKind, Queued
 from arbiter.core.eviction.eligibility import (
     collated_until,
     collation_bound,
-    grows_until,
     min_residency_ends,
 )
 from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
-from arbiter.core.eviction.ranking import effective_priority, priority_fades_at, ranked_victims
+from arbiter.core.eviction.ranking import (
+    effective_priority,
+    priority_fades_at,
+    ranked_victims,
+    victims_no_more_urgent,
+)
 from arbiter.core.queue import hours, placement
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
@@ -172,7 +176,9 @@ def _cheaper_gone_at(
     if it waits for those (C4); else now."""
     if short <= 0:
         return state.now
-    leave_at = waits_for_cheaper_until(state, book, entry, short, waiting.request.priority)
+    urgent = waiting.request.priority
+    victims = victims_no_more_urgent(state, book, urgent)
+    leave_at = waits_for_cheaper_until(state, book, entry, short, urgent, victims)
     if leave_at is None:
         return state.now
     return after(leave_at, state.estimates.turnover(entry.capability))
@@ -224,7 +230,7 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
         stays_until = after(loaded_at, state.settings.min_residency)
         return max(stays_until, _collated_at(state, entry, waiting))
     asker = waiting.request.priority
-    lawful_at = max(entry.declined_until, grows_until(state, entry, asker))
+    lawful_at = entry.declined_until  # a growth ends with its grant, long before the latest moment
     its_own = effective_priority(state, entry)
     if its_own < asker:
         fades_at = priority_fades_at(state, entry) or after(state.now, state.settings.carry_most)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from arbiter.core.decisions import Reason
 from arbiter.core.eviction.eligibility import obstacle_text
 from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
-from arbiter.core.eviction.ranking import price_victim
+from arbiter.core.eviction.ranking import MAY_LEAVE, price_victim
 from arbiter.core.eviction.waste import compaction_obstacle, wasted_bytes
 from arbiter.core.queue import hours, placement
 from arbiter.core.records.eviction_history import EvictionRecord, ScoredVictim, in_words
 from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
@@ -112,6 +113,21 @@ def _closed(state: CoreState, ticket: TicketId, past: tuple[Past, ...]) -> Expla
 # -- now ------------------------------------------------------------------------------------------
 
 
+def _waits_for_cheaper(
+    state: CoreState,
+    book: DeviceAccount,
+    entry: Ticket,
+    short: Bytes,
+    priced: list[tuple[PricedVictim, Ticket]],
+) -> Span:
+    """Returns for how long it waits for cheaper victims. The prices are those of this reading: the
+    device's own order of victims is renewed by what asks for them, and no reading may do that."""
+    urgent = _urgency(state, entry)
+    victims = [o for o, e in priced if e.state in MAY_LEAVE]
+    until = short and waits_for_cheaper_until(state, book, entry, short, urgent, victims)
+    return since(state.now, until) if until else Span(0)
+
+
 def _waiting(state: CoreState, entry: Ticket) -> tuple[tuple[TicketId, ...], tuple[Shortage, ...]]:
     tickets = [w.request.ticket for w in state.queue.at(entry.node)]  # it competes with these only
     ahead = tuple(tickets[: tickets.index(entry.ticket)])
@@ -153,7 +169,6 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
     spare = quotas.ReserveSlack(state, book, entry.client.tenant)
     lawful = (book.entries[x.ticket] for x in charged_tickets if x.obstacle is None)
     leavable = Bytes(sum(spare.take(e, e.charge(book.device)) for e in lawful))
-    until = waits_for_cheaper_until(state, book, entry, short, urgent) if short else None
     return Shortage(
         book.device,
         need,
@@ -164,7 +179,7 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
         kept,
         charged_tickets,
         leavable,
-        since(state.now, until) if until is not None else Span(0),
+        _waits_for_cheaper(state, book, entry, short, priced),
     )
 
 

@@ -51,4 +51,5 @@ def _look_at(state: CoreState, book: DeviceAccount) -> None:
     else:
         state.loading_much.pop(device, None)
     if was_above != (share > most):
+        state.mark_dirty(book.node)  # who may leave, and when, depends on it
         state.log(EventKind.LOADING_SHARE, device=device, fraction=round(share, 3), most=most)

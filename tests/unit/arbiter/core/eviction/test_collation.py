@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from arbiter.core import events as ev
+from arbiter.core.residency import loading_share
 from arbiter.core.types import Priority
 from arbiter.units import HolderId, Span, TicketId, in_seconds, seconds
 from tests.support.core_driver import CPU, PLAIN, CoreDriver, refusal, revoked, s
@@ -175,3 +176,13 @@ def test_below_the_bound_the_residency_is_as_before_and_the_event_log_tells() ->
     driver.fire_timer(650)  # of the first load 150 s count
     assert driver.last("loading_share").data["fraction"] == pytest.approx(170 / 600, abs=1e-3)
     assert revoked(driver.ask(651, "c", 60)) == [("b", "swap", "gone")]
+
+
+def test_queue_is_looked_at_again_once_a_device_is_below_the_bound() -> None:
+    driver = loaded_much()
+    state = driver.state
+    for now_s, is_looked_at in ((240, False), (700, True)):
+        state.now = s(now_s)
+        state.take_dirty_nodes()
+        loading_share.watch_above(state)
+        assert bool(state.dirty_nodes()) == is_looked_at

@@ -158,7 +158,10 @@ def test_explain_of_a_ticket_that_waits_for_cheaper_ones_says_so_and_for_how_lon
     for name in ("a", "e1"):
         driver.beat(20, name)
     assert revoked(driver.ask(20.5, "b", 30)) == []
+    [book] = [b for b in driver.state.ledger.books.values() if b.device == CPU]
+    book.note_stale(TicketId("a"))
     said = why(driver, 20.5, "b").said
+    assert book.stale == {"a"}, "no reading renews the device's own order of victims"
     assert "Tickets that may leave hold 40.0 GiB: a." in said
     assert "It waits 1.5 s, until cheaper tickets may leave." in said
 
