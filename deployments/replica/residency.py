@@ -303,14 +303,14 @@ class Residency:
 
     def _withdraw(self, model: str) -> None:
         """Ends a load without a request, unless it was granted. Requests that wait for it go on,
-        and the last of them ends it; a member of a gang has one, which may be about to wait."""
+        and the last of them ends it. A ticket that no such load brought is of a request that is
+        about to wait, as for a gang."""
         self._withdrawn[model] += 1
         held = self.models.get(model)
         if held is None:
             return
-        held.demand.is_wanted = False
-        is_asked = held.demand.waiters or held.gang is not None
-        if held.state is HolderState.QUEUED and not is_asked:
+        was_wanted, held.demand.is_wanted = held.demand.is_wanted, False
+        if was_wanted and held.state is HolderState.QUEUED and not held.demand.waiters:
             self._leave_queue(held)
 
     def _begin_return(self, model: str) -> None:
