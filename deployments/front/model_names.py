@@ -64,11 +64,11 @@ class ModelNames:
         bound_s = FOLDERS_S if within_s is None else within_s
         if capability := self._homes.get(name):
             return Target(capability, name, name)
-        entry = None
-        if self._adapters.may_name(name):
-            entry = await self._entry(name, tenant, bound_s)
+        models = tuple(sorted(self._homes))
+        if not self._adapters.may_name(name):
+            raise UnknownModel(name, "", models)  # at once: no folder need be looked into
+        entry = await self._entry(name, tenant, bound_s)
         if entry is None:
-            models = tuple(sorted(self._homes))
             raise UnknownModel(name, "", models + await self._known(self._near, name, tenant))
         priority = Priority[entry.priority.upper()]
         return Target(self._homes[entry.base], entry.base, entry.full_name, priority)

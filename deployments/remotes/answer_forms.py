@@ -37,7 +37,7 @@ class _Choice(BaseModel):
 
 
 class _ChatChoice(_Choice):
-    message: _Message
+    message: _Message | None  # null where a filter took it
 
 
 class _TextChoice(_Choice):
@@ -66,7 +66,7 @@ class _Vectors(_Answer):
 
 class _FunctionPiece(BaseModel):
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
 
 
 class _ToolCallPiece(BaseModel):

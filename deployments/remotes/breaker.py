@@ -21,6 +21,7 @@ class Failure(StrEnum):
     LIMITED = "limited"  # 429
     KEY = "key"  # 401, 403
     PROTOCOL = "protocol"  # a redirect, another content type, more bytes than allowed, no JSON
+    FORM = "form"  # JSON of another form than its path has: the remote works, and not for this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ class Breaker:
 
     def failed(self, failure: Failure, retry_after_s: float | None = None) -> None:
         """`retry_after_s`: as the remote asks; within the bound of the rule."""
+        if failure is Failure.FORM:
+            return self.answered()
         rule = RULES[failure]
         self._in_a_row[failure] += 1
         was_tried, self._is_tried = self._is_tried, False

@@ -244,7 +244,7 @@ def _in_form() -> Iterator[None]:
         yield
     except WrongForm as error:
         why = f"`{error.place}` of its answer is missing, or of another type"
-        raise Failed(Failure.PROTOCOL, why) from error
+        raise Failed(Failure.FORM, why) from error
 
 
 def _has_error(said: dict[str, Any]) -> bool:

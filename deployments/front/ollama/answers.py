@@ -96,7 +96,8 @@ class Answer:
             number = len(self._calls) if index is None else index
             known = self._calls.setdefault(number, {"name": "", "arguments": ""})
             for name in known:
-                known[name] += (call.get("function") or {}).get(name) or ""
+                piece = (call.get("function") or {}).get(name) or ""
+                known[name] += json.dumps(piece) if isinstance(piece, dict) else piece
 
     def _head(self) -> Fields:
         return {"model": self._model, "created_at": now()}

@@ -24,7 +24,7 @@ def fail(breaker: Breaker, failure: Failure, times: int = 1) -> None:
 
 
 @pytest.mark.spec("J5")
-@pytest.mark.parametrize("failure", list(Failure))
+@pytest.mark.parametrize("failure", list(RULES))
 def test_each_class_of_failure_has_its_own_patience(clock: Clock, failure: Failure) -> None:
     rule, breaker = RULES[failure], Breaker(clock)
     fail(breaker, failure, rule.in_a_row - 1)
@@ -49,6 +49,16 @@ def test_after_the_cool_down_one_request_tries_and_a_failure_doubles_it(clock: C
     assert breaker.left_s == 0
     fail(breaker, Failure.SERVER, 2)
     assert breaker.left_s == 0, "an answer makes all forgotten"
+
+
+@pytest.mark.spec("J5", "L3")
+def test_answers_of_another_form_refuse_no_other_request(clock: Clock) -> None:
+    breaker = Breaker(clock)
+    fail(breaker, Failure.SERVER, 2)
+    fail(breaker, Failure.FORM, 9)
+    assert breaker.left_s == 0
+    fail(breaker, Failure.SERVER, 2)
+    assert breaker.left_s == 0, "the remote has answered in between"
 
 
 def test_a_trial_whose_client_left_lets_another_try(clock: Clock) -> None:
