@@ -158,7 +158,7 @@ def test_explain_of_a_ticket_that_waits_for_cheaper_ones_says_so_and_for_how_lon
     for name in ("a", "e1"):
         driver.beat(20, name)
     assert revoked(driver.ask(20.5, "b", 30)) == []
-    [book] = [b for b in driver.state.ledger.books.values() if b.device == CPU]
+    book = driver.account()
     book.note_stale(TicketId("a"))
     said = why(driver, 20.5, "b").said
     assert book.stale == {"a"}, "no reading renews the device's own order of victims"
