@@ -1,7 +1,7 @@
 """The few semi-internal things asked of Ray, in one place; tests/contracts holds each of them."""
 
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import Context
 from functools import cache
 from pathlib import Path
@@ -190,6 +190,36 @@ def counted_by_proxy(app: Any) -> Iterator[None]:
         yield
     finally:
         app._ongoing_requests_end()
+
+
+def proxies() -> list[Any]:
+    """Handles of Serve's HTTP proxies on living nodes."""
+    from ray.serve._private.constants import SERVE_NAMESPACE, SERVE_PROXY_NAME
+    from ray.serve._private.utils import format_actor_name
+
+    found = []
+    for ray_node_id in living_nodes().values():
+        with suppress(ValueError):  # no proxy runs there
+            name = format_actor_name(SERVE_PROXY_NAME, ray_node_id)
+            found.append(ray.get_actor(name, namespace=SERVE_NAMESPACE))
+    return found
+
+
+def put_around_proxy(proxy: Any, around: Callable[[Any], Any], made: type) -> bool:
+    """Puts middlewares of ASGI around what a proxy of Serve answers with, also on connections that
+    are open. Called in the proxy's process, with the actor. `around`: gives the outermost of them,
+    an instance of `made`. Returns False where they are around it already."""
+    from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+    _, server = proxy._start_http_server_task.result()
+    outer = server.config.loaded_app  # uvicorn's own, which knows whom the client came from
+    inner = outer.app if isinstance(outer, ProxyHeadersMiddleware) else None
+    if inner is None:
+        raise RuntimeError(f"the proxy's server wraps it in {type(outer).__name__}, not as known")
+    if isinstance(inner, made):
+        return False
+    outer.app = around(inner)
+    return True
 
 
 @cache

@@ -15,6 +15,7 @@ from deployments.front.auth import Authenticator
 from deployments.front.dependencies import FrontState
 from deployments.front.front_socket import FrontSocket
 from deployments.front.keys import Keyring, ensure_first, keys_path
+from deployments.front.plain_proxies import PlainProxies
 from deployments.messages import ResponseHead
 
 
@@ -37,6 +38,7 @@ class Front:
         self._front = FrontState(started_unix_s=int(time.time()))
         self._application = application.build(self._front)
         self._socket = FrontSocket(self._application)
+        self._proxies = PlainProxies()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor (its name for it)."""
@@ -63,6 +65,11 @@ class Front:
         self._front.service.configure(in_force)
         application.offer(self._application)
         await self._socket.open()
+        await self._proxies.wrap()
+
+    async def check_health(self) -> None:
+        """Called by Serve each ten seconds. A proxy that it has started meanwhile is seen to."""
+        await self._proxies.wrap()
 
     async def __del__(self) -> None:
         """Called by Serve, once those requests that it carries itself are answered."""

@@ -15,9 +15,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import ray
+import uvicorn
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.serve import context as serve_context
-from ray.serve._private import http_util
+from ray.serve._private import http_util, proxy, proxy_state
 from ray.serve._private.http_util import RequestIdMiddleware
 from ray.serve._private.proxy import HTTPProxy
 from ray.serve._private.router import (
@@ -27,6 +28,8 @@ from ray.serve._private.router import (
     SingletonThreadRouter,
 )
 from ray.serve.config import AutoscalingContext
+from starlette.responses import PlainTextResponse
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from arbiter.errors import NeverFits
 from arbiter.node import spare_workers
@@ -245,6 +248,21 @@ def test_serve_router_notes_a_request_until_a_replica_has_taken_it() -> None:
     assert ray_internals.waits_for_replica(context)
     serve_context._remove_request_pending_assignment("one", "its response")
     assert not ray_internals.waits_for_replica(context)
+
+
+@pytest.mark.spec("J8", "L3")
+async def test_a_proxy_of_serve_can_be_found_and_keeps_its_server_where_it_is_looked_for(
+    probe: Any,
+) -> None:
+    begun = inspect.getsource(proxy)
+    assert "self._start_http_server_task = event_loop.create_task(\n" in begun
+    returned = inspect.signature(http_util.start_asgi_http_server).return_annotation
+    assert str(returned).endswith("Tuple[_asyncio.Task, uvicorn.server.Server]")
+    assert "format_actor_name(SERVE_PROXY_NAME, node_id)" in inspect.getsource(proxy_state)
+    assert await probe.__ray_call__.remote(lambda actor: os.getpid()) != os.getpid()
+    config = uvicorn.Config(PlainTextResponse("as Serve gives it"), log_config=None)
+    config.load()
+    assert isinstance(config.loaded_app, ProxyHeadersMiddleware)
 
 
 def test_a_draining_proxy_of_serve_waits_for_requests_that_are_counted_for_it() -> None:

@@ -3,6 +3,7 @@
 `serve run` with its lines in a file."""
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,19 +136,45 @@ def is_warm(graph: Graph) -> bool:
     return bool(nodes) and all(row["state"] == "ready" for row in nodes.values())
 
 
-@pytest.mark.spec("H0")
+@pytest.mark.spec("H0", "J8", "L3")
 def test_serve_run_of_the_shipped_file_answers_with_no_variable_set() -> None:
-    """But for the port, which another may have."""
-    whole = (ROOT / "serve_config.yaml").read_text()
-    text = whole.replace("  port: 8000\n", f"  port: {free_port()}\n")
-    assert text != whole
+    """But for the port, which another may have; and beside an application that fails."""
+    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    assert config["http_options"]["port"] == 8000
+    config["http_options"]["port"] = free_port()
+    failing = [{"name": "front", "user_config": {"arbiter": "none"}}]
+    fails = {"import_path": "deployments.app:front", "deployments": failing}
+    config["applications"].append({"name": "fails", "route_prefix": "/fails", **fails})
     with own_home() as (home, env):
-        (file := home / "serve_config.yaml").write_text(text)
+        (file := home / "serve_config.yaml").write_text(yaml.safe_dump(config))
         with running([str(BIN / "serve"), "run", str(file)], file, env) as graph:
             until(lambda: is_warm(graph), 400, "its front and its node are ready")
             status, answer = graph.post("/v1/chat/completions", CHAT)
             assert status == 200, answer
             assert answer["usage"]["completion_tokens"] == 2
+            knows_what_serve_gets_wrong(graph)
+
+
+def knows_what_serve_gets_wrong(graph: Graph) -> None:
+    """Although its proxy was started without our middlewares."""
+    place = urllib.parse.urlsplit(graph.url).netloc
+    connection = http.client.HTTPConnection(place, timeout=60)
+    connection.putrequest("GET", "/health")
+    connection.putheader("x-request-id", b"\xff\xfe")
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
+    answer.read()
+
+    def refused() -> tuple[int, str | None] | None:
+        """Until Serve has given the deployment up, a request waits for a replica of it."""
+        connection.request("GET", "/fails/health")
+        answer = connection.getresponse()
+        said = answer.read().decode()
+        is_serves = "failed to deploy" in said
+        return (answer.status, answer.headers["retry-after"]) if is_serves else None
+
+    assert until(refused, 180, "Serve has given it up") == (503, "10")
 
 
 def test_what_make_would_install_is_known_without_installing() -> None:
