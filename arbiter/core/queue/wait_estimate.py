@@ -230,7 +230,8 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
         stays_until = after(loaded_at, state.settings.min_residency)
         return max(stays_until, _collated_at(state, entry, waiting))
     asker = waiting.request.priority
-    lawful_at = entry.declined_until  # a growth ends with its grant, long before the latest moment
+    # A growth ends with its grant, long before the latest moment.
+    lawful_at = max(state.now, entry.declined_until)
     its_own = effective_priority(state, entry)
     if its_own < asker:
         fades_at = priority_fades_at(state, entry) or after(state.now, state.settings.carry_most)

@@ -9,6 +9,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.records.load_predictor import Predictor
+from arbiter.core.types import Priority
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import GIB, Bytes, HolderId, TicketId, in_seconds, seconds
 from tests.support.core_driver import CPU, PLAIN, CoreDriver, granted, refusal, revoked
@@ -110,6 +111,15 @@ def test_deadline_that_wait_and_load_cannot_meet_is_refused_with_the_estimate() 
     assert driver.state_of("b") == "resident"  # nobody left for it
     assert driver.ask(101, "a3", 60, deadline_s=50) == []
     assert driver.last("ticket_waits").took == seconds(47)
+
+
+@pytest.mark.spec("A21")
+def test_wait_for_a_model_that_is_less_urgent_has_the_time_that_its_bytes_take() -> None:
+    driver = CoreDriver(device=80)
+    known(driver)
+    asked = {"deadline_s": 23, "priority": Priority.URGENT}
+    error = refusal(driver.ask(100, "a2", 60, **asked))
+    assert error == DeadlineUnmet(TicketId("a2"), 0.0, 24.0, 24.0)  # 4 s to leave, 20 to load
 
 
 @pytest.mark.spec("A21")
