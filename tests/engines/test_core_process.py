@@ -1,12 +1,18 @@
 """The engine core's fork, on a node with GPUs."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import float32
 
+from deployments.engines.protocol import EngineLoadFailed
+from deployments.engines.vllm import engine
 from tests.support import nvml
 from tests.support.engine_host import ROOT
 
@@ -27,6 +33,43 @@ pynvml.nvmlInit()  # as vLLM counts the GPUs of a model that is divided, and doe
 core = core_process.fork_core(None, "/nowhere", stats=False)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(core.pid, 0)[1]))
 """
+
+
+FAILS = """
+import os
+from deployments.engines.vllm import core_process
+
+def fails(*_):
+    raise AssertionError  # as vLLM's kernels do, without a word
+
+core_process._core = fails
+core = core_process.fork_core(None, "/nowhere", stats=False)
+try:
+    core_process.await_core(core)
+except core_process.EngineLoadFailed as error:
+    print(error.kind)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(core.pid, 0)[1]))
+"""
+
+
+def test_core_that_fails_writes_its_traceback_before_it_ends() -> None:
+    env = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS], env=os.environ | env, check=False, capture_output=True
+    )
+    assert (done.returncode, done.stdout.strip()) == (1, b"AssertionError")
+    assert done.stderr.endswith(b"in fails\nAssertionError\n")
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_adapters_in_float32_are_refused_on_a_gpu_in_words(
+    on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_on_cpu", lambda: on_cpu)
+    config: Any = SimpleNamespace(lora_config=object(), model_config=SimpleNamespace(dtype=float32))
+    refused = contextlib.nullcontext() if on_cpu else pytest.raises(EngineLoadFailed, match="dtype")
+    with refused:
+        engine._refuse_float32_adapters(config)
 
 
 @pytest.mark.spec("B5")

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -303,6 +304,8 @@ def _live(make: Callable[[], ForkedCore], report: int, parent: int) -> NoReturn:
         _run(make, report)
         status = 0
     finally:
+        if status:
+            traceback.print_exc()  # Python would, at an end that this process does not reach
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

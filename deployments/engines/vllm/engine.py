@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from fastapi import FastAPI
+from torch import float32
 from vllm import PoolingParams, SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -75,6 +76,7 @@ def build(config: Config) -> "VllmEngine":
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
+    _refuse_float32_adapters(vllm_config)
     if _on_cpu():
         # vLLM would start each process of a parallel model by spawn, which imports everything anew.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -97,6 +99,14 @@ def build(config: Config) -> "VllmEngine":
     if "adapters" in config:
         engine.adapters = AdapterService(config, engine.gate)
     return engine
+
+
+def _refuse_float32_adapters(vllm_config: VllmConfig) -> None:
+    """Raises EngineLoadFailed for what ends a load on a GPU with an assertion that says nothing:
+    vLLM's kernels for adapters there take no float32 (0.32, lora_shrink_op.py)."""
+    if vllm_config.lora_config and vllm_config.model_config.dtype == float32 and not _on_cpu():
+        why = "engine_args: dtype float32: adapters on a GPU need float16 or bfloat16"
+        raise EngineLoadFailed("BadConfig", why, False)
 
 
 def _gate(config: Config, vllm_config: VllmConfig) -> BatchGate:

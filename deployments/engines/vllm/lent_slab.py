@@ -68,7 +68,7 @@ def weights_digest(source: Path) -> str | None:
 
 class Region:
     """The rows of a slab, as numpy has them, and as vLLM's worker for GPUs wants its host memory
-    (SharedOffloadRegion). The latter has not run on a GPU."""
+    (SharedOffloadRegion)."""
 
     # vLLM would pin so many bytes, and pinning gives every page memory, beyond the slab's limit.
     total_size_bytes = 0
