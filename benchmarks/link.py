@@ -2,7 +2,7 @@
 
     python -m benchmarks.link --gib 4 --rounds 5
 
-Both copy as many bytes in turn: `torch.Tensor.copy_` from pinned memory, and the copy with which
+Both copy as many bytes in turn: a pinned tensor's `to("cuda")`, and the copy with which
 engines put modules to sleep and wake them. Both write memory of the GPU that is allocated in the
 same measured time.
 """

@@ -66,6 +66,7 @@ class Graph:
 
     def __init__(self, url: str, state_file: Path, gpu: Gpu) -> None:
         self.url, self.gpu = url, gpu
+        self.texts: dict[str, set[str]] = {ONE.name: set(), TWO.name: set()}  # of the same prompt
         self._key = keys.first_key_path(keys.keys_path(None, str(state_file))).read_text().strip()
 
     def send(self, method: str, path: str, body: object = None) -> Any:
@@ -145,25 +146,25 @@ def loaded(graph: Graph) -> dict[str, Any]:
     """First loads, the zygote's imports among them."""
     found: dict[str, Any] = {}
     for shape in (ONE, TWO, ONE):
-        _, took_s = graph.chat(shape.name)
+        said, took_s = graph.chat(shape.name)
+        graph.texts[shape.name].add(said["choices"][0]["message"]["content"])
         found.setdefault(f"{shape.name}_s", []).append(took_s)
         found[f"after_{shape.name}"] = graph.books()
     return found
 
 
 def woken(graph: Graph, rounds: int = 5) -> dict[str, Any]:
-    """Each request puts the other to sleep. Answers of one model stay the same."""
-    texts: dict[str, set[str]] = {ONE.name: set(), TWO.name: set()}
+    """Each request puts the other to sleep. Answers of one model stay as before its first sleep."""
     times = []
     for _ in range(rounds):
         for shape in (TWO, ONE):
             said, took_s = graph.chat(shape.name)
-            texts[shape.name].add(said["choices"][0]["message"]["content"])
+            graph.texts[shape.name].add(said["choices"][0]["message"]["content"])
             times.append(took_s)
     kinds = [e for e in graph.events() if e["kind"] in MOVES]
     return {
         "swap_s": report.Sample(tuple(times)),
-        "different_answers": {name: len(found) for name, found in texts.items()},
+        "different_answers": {name: len(found) for name, found in graph.texts.items()},
         "last_events": kinds[-8:],
         **graph.books(),
     }
@@ -241,7 +242,7 @@ def unsized(graph: Graph) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for when in ("first", "next"):
         graph.text(UNSIZED)
-        time.sleep(1.5)
+        time.sleep(4)  # two readings teach what it takes
         row = graph.ticket(UNSIZED) or {}
         found[when] = {"granted": row["need_bytes"], "measured": row["measured_bytes"]}
         graph.unload(UNSIZED)
@@ -346,7 +347,8 @@ def conversation(graph: Graph) -> dict[str, Any]:
 
 
 def killed(graph: Graph) -> dict[str, Any]:
-    """SIGKILL of an engine: seconds until NVML has its bytes back, and until the books have."""
+    """SIGKILL of an engine: seconds until NVML has its bytes back, and until the
+    arbiter knows."""
     graph.text(ONE.name)
     held, pid = max((size, pid) for pid, size in graph.gpu.by_pid().items())  # it is the largest
     name = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -357,10 +359,10 @@ def killed(graph: Graph) -> dict[str, Any]:
     os.kill(pid, signal.SIGKILL)
     until(lambda: graph.gpu.used() <= before - 0.9 * held, BACK_WITHIN_S, "bytes are back")
     back_s = time.monotonic() - start_s
-    until(lambda: graph.level(ONE.name) != "resident", BACK_WITHIN_S, "the books know")
-    booked_s = time.monotonic() - start_s
+    until(lambda: graph.level(ONE.name) != "resident", BACK_WITHIN_S, "the arbiter knows")
+    known_s = time.monotonic() - start_s
     again = graph.text(ONE.name)
-    return {"held_mib": held // MIB, "back_s": back_s, "booked_s": booked_s, "again": again}
+    return {"held_mib": held // MIB, "back_s": back_s, "known_s": known_s, "again": again}
 
 
 FAILURES = (RuntimeError, OSError, LookupError, ValueError, TypeError, AssertionError)
@@ -390,7 +392,7 @@ def stranger(size_bytes: int) -> Iterator[int]:
 
 
 def foreign(graph: Graph) -> dict[str, Any]:
-    """What a process without a ticket holds is named, and charged."""
+    """What a process without a ticket holds is named, and charged once it takes from the arena."""
     before = graph.device()["foreign_bytes"]
     with stranger(4 * GIB) as pid:
         held = graph.gpu.by_pid()[pid]
@@ -442,7 +444,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20, help="of load")
     parser.add_argument("--only-make", action="store_true", help="the models")
-    parser.add_argument("--steps", nargs="+", help="by name; default: all")
+    parser.add_argument("--steps", nargs="+", help="by name; default: all, which are written down")
     args = parser.parse_args()
     encoder = make_all()
     if args.only_make:
@@ -482,7 +484,8 @@ def main() -> None:
                 took_s = time.monotonic() - start_s
                 told = json.dumps(figures[name], default=str)
                 print(f"{name} ({took_s:.1f} s): {told}", flush=True)
-                report.write("on_gpu", figures)  # what there is, should a later step end it
+                if not args.steps:  # a later step may end it, and a part is no record
+                    report.write("on_gpu", figures)
 
 
 if __name__ == "__main__":
