@@ -1,6 +1,6 @@
 """The few semi-internal things asked of Ray, in one place; tests/contracts holds each of them."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
 from functools import cache
@@ -205,10 +205,10 @@ def proxies() -> list[Any]:
     return found
 
 
-def put_around_proxy(proxy: Any, around: Callable[[Any], Any], made: type) -> bool:
-    """Puts middlewares of ASGI around what a proxy of Serve answers with, also on connections that
-    are open. Called in the proxy's process, with the actor. `around`: gives the outermost of them,
-    an instance of `made`. Returns False where they are around it already."""
+def put_around_proxy(proxy: Any, middleware: type) -> bool:
+    """Puts a middleware of ASGI around what a proxy of Serve answers with, also on connections that
+    are open. Called in the proxy's process, with the actor. Returns False where it is the outermost
+    already."""
     from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
     _, server = proxy._start_http_server_task.result()
@@ -216,9 +216,9 @@ def put_around_proxy(proxy: Any, around: Callable[[Any], Any], made: type) -> bo
     inner = outer.app if isinstance(outer, ProxyHeadersMiddleware) else None
     if inner is None:
         raise RuntimeError(f"the proxy's server wraps it in {type(outer).__name__}, not as known")
-    if isinstance(inner, made):
+    if isinstance(inner, middleware):
         return False
-    outer.app = around(inner)
+    outer.app = middleware(inner)
     return True
 
 

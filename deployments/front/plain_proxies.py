@@ -1,7 +1,7 @@
 """Proxies of Serve that were started without our middlewares, as by a plain `serve run`: the front
-puts around each of them those that answer what Serve itself gets wrong.
+puts around each of them the one that answers what Serve itself gets wrong, for every application.
 
-The others, which shorten the way of a stream, need the variables with which Ray was started.
+The others are for the front alone, and need the variables with which Ray was started.
 """
 
 import asyncio
@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray.exceptions import RayError
-from starlette.types import ASGIApp
 
 from arbiter.protocol import ray_internals
-from deployments.front.proxy import BoundedWait, ProxyErrors
+from deployments.front.proxy import ServeErrors
 from deployments.start_variables import VARIABLES
 
 logger = logging.getLogger("arbiter.front")
 _NAME = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-ANSWERS_S = 10.0  # it imports the middlewares first
+WRAPPED_S = 10.0  # the proxies import the middleware first
 
 
 class PlainProxies:
-    """Those of this cluster, as one front knows them."""
+    """Those of this cluster, as one front knows them. `environment`: the front's, which is taken
+    for that of each node."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._has_own = environment.get(_NAME) == VARIABLES[_NAME]
@@ -36,22 +36,22 @@ class PlainProxies:
         if self._has_own:
             return
         try:
-            found = {p._actor_id.hex(): p for p in await asyncio.to_thread(ray_internals.proxies)}
-            new = [actor_id for actor_id in found if actor_id not in self._seen]
-            asked = (found[actor_id].__ray_call__.remote(_put_around) for actor_id in new)
-            async with asyncio.timeout(ANSWERS_S):
-                await asyncio.gather(*asked)
-            self._seen = frozenset(found)
+            async with asyncio.timeout(WRAPPED_S):
+                await self._wrap_new()
         except (RayError, TimeoutError, RuntimeError) as error:
             if (said := str(error)) != self._said:
                 logger.warning("Serve's proxy answers its own errors in its own way: %s", said)
                 self._said = said
 
+    async def _wrap_new(self) -> None:
+        found = {p._actor_id.hex(): p for p in await asyncio.to_thread(ray_internals.proxies)}
+        new = [actor_id for actor_id in found if actor_id not in self._seen]
+        await asyncio.gather(
+            *(found[actor_id].__ray_call__.remote(_put_around) for actor_id in new)
+        )
+        self._seen = frozenset(found)
+
 
 def _put_around(proxy: Any) -> None:
     """Runs in the proxy."""
-    ray_internals.put_around_proxy(proxy, _wrapped, ProxyErrors)
-
-
-def _wrapped(app: ASGIApp) -> ProxyErrors:
-    return ProxyErrors(BoundedWait(app))
+    ray_internals.put_around_proxy(proxy, ServeErrors)

@@ -1,7 +1,7 @@
 """Middlewares of Serve's HTTP proxy, which Serve loads from the variable
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` (`arbiter serve` sets it; it is read when Ray starts).
-Where it was not set, as under a plain `serve run`, the front puts the first and the last of them
-around each proxy itself (plain_proxies).
+Where it was not set, as under a plain `serve run`, the front puts the last of them around each proxy
+itself (plain_proxies).
 
 Without them two requests get Serve's bare 500: a request in flight when the front's process dies,
 and a request with a header of Serve's own that Serve cannot decode. Serve's own 503, of an
@@ -113,9 +113,33 @@ class UndecodableHeader(RequestError):
         )
 
 
-class ProxyErrors:
-    """An ASGI middleware around Serve's proxy. Each 429 and 503 that goes out has a Retry-After,
-    and no header of a client steers Serve."""
+class FrontErrors:
+    """An ASGI middleware around Serve's proxy: a request that lost its front is told so, and no
+    header of a client steers Serve."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        kept = [(name, value) for name, value in scope["headers"] if name not in CONTROLS]
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        await self._app({**scope, "headers": kept}, receive, noted)
+        if not has_begun:
+            await _refuse(FrontLost(), scope, receive, send)
+
+
+class ServeErrors:
+    """An ASGI middleware around Serve's proxy, right for every application behind it: each 429 and
+    503 that goes out has a Retry-After, and no header that Serve cannot decode is a 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -127,21 +151,16 @@ class ProxyErrors:
         kept = [
             (name, value)
             for name, value in scope["headers"]
-            if name not in CONTROLS and (name != REQUEST_ID or value.isascii())
+            if name != REQUEST_ID or value.isascii()
         ]
         if (name := _undecodable(kept)) is not None:
             await _refuse(UndecodableHeader(name), scope, receive, send)
             return
-        has_begun = False
 
-        async def noted(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
+        async def told(message: Message) -> None:
             await send(_with_retry_after(message))
 
-        await self._app({**scope, "headers": kept}, receive, noted)
-        if not has_begun:
-            await _refuse(FrontLost(), scope, receive, send)
+        await self._app({**scope, "headers": kept}, receive, told)
 
 
 def _with_retry_after(message: Message) -> Message:
@@ -275,5 +294,5 @@ class _Carried:
 
 def middlewares() -> list[Middleware]:
     """Called by Serve in each proxy, outermost last."""
-    parts = BoundedWait, FrontBySocket, SideStreams, ProxyErrors
+    parts = BoundedWait, FrontBySocket, SideStreams, FrontErrors, ServeErrors
     return [Middleware(part) for part in parts]

@@ -304,11 +304,13 @@ def _live(make: Callable[[], ForkedCore], report: int, parent: int) -> NoReturn:
         _run(make, report)
         status = 0
     finally:
-        if status:
-            traceback.print_exc()  # Python would, at an end that this process does not reach
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            if status:
+                traceback.print_exc()  # Python would, at an end that this process does not reach
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also where the log's disk is full
+            os._exit(status)
 
 
 def _run(make: Callable[[], ForkedCore], report: int) -> None:
