@@ -45,10 +45,8 @@ class PlainProxies:
 
     async def _wrap_new(self) -> None:
         found = {p._actor_id.hex(): p for p in await asyncio.to_thread(ray_internals.proxies)}
-        new = [actor_id for actor_id in found if actor_id not in self._seen]
-        await asyncio.gather(
-            *(found[actor_id].__ray_call__.remote(_put_around) for actor_id in new)
-        )
+        new = [proxy for actor_id, proxy in found.items() if actor_id not in self._seen]
+        await asyncio.gather(*(proxy.__ray_call__.remote(_put_around) for proxy in new))
         self._seen = frozenset(found)
 
 

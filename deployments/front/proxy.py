@@ -1,7 +1,7 @@
 """Middlewares of Serve's HTTP proxy, which Serve loads from the variable
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` (`arbiter serve` sets it; it is read when Ray starts).
-Where it was not set, as under a plain `serve run`, the front puts the last of them around each proxy
-itself (plain_proxies).
+Where it was not set, as under a plain `serve run`, the front puts the last of them around each
+proxy itself (plain_proxies).
 
 Without them two requests get Serve's bare 500: a request in flight when the front's process dies,
 and a request with a header of Serve's own that Serve cannot decode. Serve's own 503, of an
