@@ -1,5 +1,5 @@
 """Proxies of Serve that were started without our middlewares, as by a plain `serve run`: the front
-puts around each of them the one that answers what Serve itself gets wrong, for every application.
+puts around each of them the middleware for what Serve itself gets wrong, of every application.
 
 The others are for the front alone, and need the variables with which Ray was started.
 """
