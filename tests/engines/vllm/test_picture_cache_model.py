@@ -62,7 +62,7 @@ class Pictures(RuleBasedStateMachine):
         others=st.lists(st.sampled_from(sorted(COUNTS)), unique=True, max_size=2),
     )
     def preempt(self, preempted: str, others: list[str]) -> None:
-        """A more urgent request takes the blocks of one that has its picture in the same step."""
+        """A more urgent request takes the blocks of another whose picture is for the same step."""
         names = [preempted, *(name for name in others if name != preempted)]
         copies, _ = self.engine.schedule(*names, counts=COUNTS, unread={preempted})
         copied = {copy.picture.identity for copy in (*copies.loads, *copies.saves)}
