@@ -20,6 +20,7 @@ STAYS_S = 600
 # as asleep when nine tenths of its ticket have fallen. The room is for one of them, awake.
 ARENA = "20 GiB"
 NEED = {"weights": "2.2 GiB", "working": "10.2 GiB", "context": "0.8 GiB"}
+GRAPHS = {"working": "11.2 GiB"}  # what a compiled model takes with its graphs
 ENGINE_ARGS = {"max_model_len": 4096, "max_num_seqs": 32, "kv_cache_memory_bytes": "10 GiB"}
 EAGER = {"enforce_eager": True}
 DRAFTED, DRAFTING, UNSIZED = "drafted-chat", "drafting-chat", "unsized-chat"
@@ -63,8 +64,8 @@ def make_all() -> Path:
     return folder
 
 
-def configured(encoder: Path, state_file: Path) -> dict[str, Any]:
-    """The whole configuration of Serve. `encoder`: its folder."""
+def configured(encoder: Path, state_file: Path, *, is_compiled: bool = False) -> dict[str, Any]:
+    """The whole configuration of Serve. `encoder`: its folder. `is_compiled`: the Llamas."""
     table = {
         "arbiter": {
             "state_file": str(state_file),
@@ -72,7 +73,12 @@ def configured(encoder: Path, state_file: Path) -> dict[str, Any]:
         },
         "capabilities": {
             "chat": _capability(
-                "text", "vllm", **_llamas(), **{"small-chat": _chat()}, **_drafted(), **_unsized()
+                "text",
+                "vllm",
+                **_llamas(is_compiled),
+                **{"small-chat": _chat()},
+                **_drafted(),
+                **_unsized(),
             ),
             "embedding": _capability(
                 "embedding",
@@ -104,12 +110,12 @@ def _capability(role: str, engine: str, **models: Any) -> dict[str, Any]:
     return {"role": role, "engine": engine, **times, "models": models}
 
 
-def _llamas() -> dict[str, Any]:
+def _llamas(is_compiled: bool) -> dict[str, Any]:
     return {
         shape.name: {
             "source": f"made:{shape.name}",
-            "need": NEED,
-            "engine_args": {**ENGINE_ARGS, **EAGER},
+            "need": NEED | GRAPHS if is_compiled else NEED,
+            "engine_args": ENGINE_ARGS if is_compiled else {**ENGINE_ARGS, **EAGER},
         }
         for shape in (ONE, TWO)
     }

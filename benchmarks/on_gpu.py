@@ -444,6 +444,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20, help="of load")
     parser.add_argument("--only-make", action="store_true", help="the models")
+    help_ = "the Llamas as vLLM runs them by default, compiled and with graphs"
+    parser.add_argument("--compiled", action="store_true", help=help_)
     parser.add_argument("--steps", nargs="+", help="by name; default: all, which are written down")
     args = parser.parse_args()
     encoder = make_all()
@@ -469,7 +471,7 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         state_file = Path(folder) / "arbiter.sqlite"
-        config = configured(encoder, state_file)
+        config = configured(encoder, state_file, is_compiled=args.compiled)
         with servers.our_graph(config, "default") as url:
             graph = Graph(url, state_file, gpu)
             for name, step in steps:
@@ -485,7 +487,7 @@ def main() -> None:
                 told = json.dumps(figures[name], default=str)
                 print(f"{name} ({took_s:.1f} s): {told}", flush=True)
                 if not args.steps:  # a later step may end it, and a part is no record
-                    report.write("on_gpu", figures)
+                    report.write("on_gpu", figures, label="compiled" if args.compiled else None)
 
 
 if __name__ == "__main__":
