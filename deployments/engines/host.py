@@ -8,8 +8,9 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
     GET  /control/health    200 {"asleep"}, of an engine that tells it also "kept_since_s"
                             (protocol.TellsKept), or 503 with the cause
     POST /control/sleep     200 {"seconds"}; repeating it is harmless
-    POST /control/wake      200 {"seconds", "verified"}; false: the probe differed from the one
-                            recorded at load, and the model was loaded from disk again
+    POST /control/wake      200 {"seconds", "verified", "restored"}. Not verified: the probe
+                            differed from the one recorded at load, and the model was loaded from
+                            disk again. Not restored: that did not help, and the holder ends it
     POST /control/purge     200 {"purges"}: whether the engine has caches, which are then empty
     POST /control/shrink_slabs
                             200 {"shrinks"}: whether it writes slabs of the node's pool, which then
@@ -41,6 +42,7 @@ from typing import Any, NoReturn, cast
 from arbiter import heap
 from deployments.engines import asgi, lent, linux, shared_copy
 from deployments.engines.protocol import (
+    CannotReload,
     CannotSleep,
     CapsSlabs,
     Config,
@@ -371,12 +373,21 @@ class EngineHost:
         return {"seconds": time.perf_counter() - began_s}
 
     async def _wake_up(self) -> dict[str, Any]:
-        engine, began_s, verified = self._engine_that_sleeps(), time.perf_counter(), True
+        engine, began_s = self._engine_that_sleeps(), time.perf_counter()
+        verified = restored = True
         if self.asleep:
             await engine.wake()
-            verified = await engine.probe() == self.known_probe
+            verified = restored = await engine.probe() == self.known_probe
             if not verified:
-                await engine.load()
-                self.known_probe = await engine.probe()
-            self.asleep = False
-        return {"seconds": time.perf_counter() - began_s, "verified": verified}
+                restored = await self._reloaded(engine)
+            self.asleep = not restored
+        took_s = time.perf_counter() - began_s
+        return {"seconds": took_s, "verified": verified, "restored": restored}
+
+    async def _reloaded(self, engine: Engine) -> bool:
+        """Whether a load from disk, in this process, brought the recorded answer back."""
+        try:
+            await engine.load()
+        except CannotReload:
+            return False
+        return await engine.probe() == self.known_probe

@@ -56,7 +56,8 @@ class Engine(Protocol):
     can_sleep: bool
 
     async def load(self) -> None:
-        """Brings the model from disk. Called again when a wake did not verify."""
+        """Brings the model from disk. Called again when a wake did not verify; then it may raise
+        CannotReload."""
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: the data routes, in OpenAI's shapes."""
@@ -130,6 +131,10 @@ class DropsDrafter(Protocol):
 
 class CannotSleep(Exception):
     """The engine has no sleep, is not loaded, or has no copy to sleep in."""
+
+
+class CannotReload(Exception):
+    """What the engine lost lies in no file, so that only a new process brings it back."""
 
 
 class EngineLoadFailed(Exception):

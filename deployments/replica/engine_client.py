@@ -35,6 +35,7 @@ class LoadRefused(Exception):
 class Woken:
     took: Span
     verified: bool  # False: the engine found its answer changed and loaded from disk again
+    restored: bool  # False: it is changed still, and the engine must end
 
 
 class EngineLink:
@@ -111,7 +112,7 @@ class EngineLink:
     async def wake(self) -> Woken:
         """Raises LoadRefused when neither host RAM nor disk brought it back."""
         said = await self._control("/control/wake")
-        return Woken(seconds(said["seconds"]), bool(said["verified"]))
+        return Woken(seconds(said["seconds"]), bool(said["verified"]), bool(said["restored"]))
 
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes

@@ -149,6 +149,8 @@ async def wake(residency: ResidencyApi, held: HeldModel) -> None:
         return unloading.end(residency, held, Reason.FAILED, failed)
     if is_outdated:
         return unloading.end_outdated(residency, held)
+    if not woken.restored:
+        return unloading.end_unrestored(residency, held, took_s)
     serve(residency, held, took_s, woken.verified)
 
 

@@ -7,7 +7,7 @@ from arbiter.core import events as ev
 from arbiter.core.decisions import Reason, Tier
 from arbiter.errors import EngineLost, LoadFailed, RequestError
 from arbiter.protocol.messages import RevokeCommand
-from arbiter.units import Span, in_seconds
+from arbiter.units import Span, in_seconds, seconds
 from deployments.replica import loaded_files
 from deployments.replica.engine_client import EngineLink, LoadRefused
 from deployments.replica.held_model import HeldModel, HolderState
@@ -130,6 +130,17 @@ def end_outdated(residency: ResidencyApi, held: HeldModel) -> None:
     residency.plans.forget(held.model)
     is_wanted = held.demand.is_wanted
     end(residency, held, Reason.REPLACED)
+    if is_wanted:
+        residency.pin_again(held.model, 0.0, is_wanted=True)
+
+
+def end_unrestored(residency: ResidencyApi, held: HeldModel, took_s: float) -> None:
+    """Ends a model that woke with other answers and kept them after it was loaded again in place. A
+    new engine loads it, for requests that wait and where it is wanted without one."""
+    logger.warning("%s woke with other answers, also from disk; it is loaded anew", held.ticket)
+    residency.client().tell(ev.Loaded(held.ticket, seconds(took_s), verified=False))
+    is_wanted = held.demand.is_wanted
+    end(residency, held, Reason.FAILED)
     if is_wanted:
         residency.pin_again(held.model, 0.0, is_wanted=True)
 

@@ -63,17 +63,21 @@ async def test_a_model_that_only_says_it_sleeps_is_not_believed_and_is_ended() -
 
 
 @pytest.mark.spec("D6")
-async def test_a_wake_that_does_not_verify_is_reloaded_and_served() -> None:
-    forgetful = capability(a=model(200, forget=True))
+@pytest.mark.parametrize("forget", [True, "for good"])
+async def test_a_wake_that_does_not_verify_is_reloaded_and_served(forget: bool | str) -> None:
+    forgetful = capability(a=model(200, forget=forget))
     async with live_arbiter({"chat": forgetful, "other": capability(b=model(200))}) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.ask.remote("a")
+        [first] = (await d.engines()).values()
         await other.ask.remote("b")
         await d.until(
             lambda s: {"asleep"} == {t["state"] for t in s["tickets"] if t["model"] == "a"}
         )
         assert await asyncio.wait_for(chat.ask.remote("a"), 60) == 200
         assert [e["model"] for e in await d.events("wake_unverified")] == ["a"]
+        is_the_same = first in (await d.engines()).values()
+        assert is_the_same is (forget is True)  # else its answers come from a new engine
         await d.books_are_true()
 
 

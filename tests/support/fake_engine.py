@@ -3,11 +3,11 @@
 It holds real, touched, private bytes, so the kernel measures it. In `engine_args`: bytes and
 kv_cache_memory_bytes, load_seconds, fail (memory, error, hang), chunks and chunk_seconds of a
 streamed answer, stays (ends neither with its lifeline nor on SIGTERM, and says so), litter (leaves
-a temporary file and a block of shared memory), forget (its probe changes after a wake), sick (its
-health), told (a file that says how this load fails; empty: it does not), gate (a file for which a
-load waits at its end, and says so by a file beside it), purged (a file that is there once its
-caches are emptied), kept (a file that says since when it has kept the KV of
-requests), prewarm_fails (why), hoard (bytes that it keeps from its second request on). A
+a temporary file and a block of shared memory), forget (its probe changes after a wake, until the
+next load or "for good"), sick (its health), told (a file that says how this load fails; empty: it
+does not), gate (a file for which a load waits at its end, and says so by a file beside it), purged
+(a file that is there once its caches are emptied), kept (a file that says since when it has kept
+the KV of requests), prewarm_fails (why), hoard (bytes that it keeps from its second request on). A
 body's `until` names a file at which its stream ends before all chunks.
 """
 
@@ -57,6 +57,8 @@ class FakeEngine:
         if fail:
             raise {"memory": MemoryError, "error": RuntimeError}[fail](f"told to fail: {self.size}")
         self._allocate()
+        if self.args.get("forget") != "for good":
+            self.wakes = 0
 
     def _allocate(self) -> None:
         self.held = mmap.mmap(-1, max(64, self.size), TOUCHED)

@@ -31,7 +31,7 @@ class ScriptedEngine:
         self.loaded, self.answer, self.dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.acts: list[str] = []
         self.told: list[Any] = []  # bodies of control calls
-        self.verified, self.asked_if_ready = True, False
+        self.verified, self.restored, self.asked_if_ready = True, True, False
         self.prewarms: list[Any] = []  # bodies, in the order in which they came
         self.warms = asyncio.Event()  # a pre-warm is answered once it is set
         self.warms.set()
@@ -59,7 +59,8 @@ class ScriptedEngine:
         if request.path.startswith("/control/"):
             if request.can_read_body:
                 self.told.append(await request.json())
-            return web.json_response({"seconds": 0.0, "verified": self.verified})
+            said = {"seconds": 0.0, "verified": self.verified, "restored": self.restored}
+            return web.json_response(said)
         if request.path == "/prewarm":
             self.prewarms.append(await request.json())
             await self.warms.wait()

@@ -33,7 +33,14 @@ from arbiter.core.types import Priority
 from arbiter.units import Content
 from deployments import messages, prefixes
 from deployments.engines import asgi, command_line, linux, pickles
-from deployments.engines.protocol import Config, EngineLoadFailed, Receive, Scope, Send
+from deployments.engines.protocol import (
+    CannotReload,
+    Config,
+    EngineLoadFailed,
+    Receive,
+    Scope,
+    Send,
+)
 from deployments.engines.vllm import (
     adapter_images,
     callers,
@@ -270,7 +277,9 @@ class VllmEngine:
 
     async def load(self) -> None:
         if self.llm is not None:
-            await self.llm.collective_rpc("load_from_disk" if _on_cpu() else "reload_weights")
+            if not _on_cpu():
+                raise CannotReload("on a GPU its copy has tables too that lie in no file")
+            await self.llm.collective_rpc("load_from_disk")
             return
         await asyncio.to_thread(await_core, self.core)
         self.llm = AdmittingLLM.from_vllm_config(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from deployments.engines.host import EngineHost
+from deployments.engines.protocol import CannotReload
 from tests.support.fake_engine import FakeEngine
 
 
@@ -103,3 +104,32 @@ async def test_failure_of_an_engines_application_is_an_error_that_clients_can_re
     assert says_so or "of this request" in capsys.readouterr().err
     host.engine.app = works
     assert (await asked(host, "/v1/models"))[0] == 200
+
+
+class LoadsOnce(FakeEngine):
+    """Its answers change for good when it sleeps, and it does not load again."""
+
+    async def load(self) -> None:
+        if self.wakes:
+            raise CannotReload("its tables lie in no file")
+        await super().load()
+
+
+@pytest.mark.spec("D6")
+@pytest.mark.parametrize(
+    ("engine", "is_restored"),
+    [
+        (FakeEngine({"engine_args": {"forget": True}}), True),
+        (FakeEngine({"engine_args": {"forget": "for good"}}), False),
+        (LoadsOnce({"engine_args": {"forget": True}}), False),
+    ],
+)
+async def test_engine_whose_answers_changed_while_it_slept_serves_only_once_they_are_back(
+    engine: FakeEngine, is_restored: bool
+) -> None:
+    host = await host_of(engine)
+    assert (await post(host, "sleep"))[0] == 200
+    status, said = await post(host, "wake")
+    assert status == 200 and json.loads(said).items() >= {"verified": False}.items()
+    assert json.loads(said)["restored"] is is_restored
+    assert (await asked(host, "/v1/chat/completions"))[0] == (200 if is_restored else 503)

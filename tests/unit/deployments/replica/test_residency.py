@@ -381,6 +381,23 @@ async def test_unverified_wake_is_reported_with_its_ticket() -> None:
         assert {load.ticket for load in loads} == {ticket}
 
 
+@pytest.mark.spec("D6")
+async def test_engine_that_a_reload_did_not_restore_ends_and_a_new_one_answers() -> None:
+    async with holder() as (residency, arbiter, engine):
+        before = await use(residency)
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: "Slept" in arbiter.kinds())
+        engine.verified = engine.restored = False
+        ticket = await use(residency)
+        assert ticket != before
+        loads = [event for event in arbiter.told if isinstance(event, ev.Loaded)]
+        assert [(load.ticket, load.verified) for load in loads] == [
+            (before, True), (before, False), (ticket, True),
+        ]  # fmt: skip
+        [released] = [event for event in arbiter.told if isinstance(event, ev.Released)]
+        assert (released.ticket, released.reason) == (before, Reason.FAILED.value)
+
+
 @pytest.mark.spec("A17", "C4")
 async def test_load_time_excludes_waiting_for_a_zygote(
     monkeypatch: pytest.MonkeyPatch,
