@@ -11,22 +11,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
+from deployments.engines.vllm import staged_copier
 from deployments.engines.vllm.kv_offload import RowCopier, SlabManager, SlabSpec
-from deployments.engines.vllm.lent_slab import Region
+from deployments.engines.vllm.staged_copier import StagedCopier
 
 
 def test_our_classes_have_every_method_that_vllm_leaves_open() -> None:
-    ours = {
-        base.OffloadingManager: SlabManager,
-        base.OffloadingWorker: RowCopier,
-        base.OffloadingSpec: SlabSpec,
-    }
-    for theirs, mine in ours.items():
+    ours = (
+        (base.OffloadingManager, SlabManager),
+        (base.OffloadingWorker, RowCopier),
+        (base.OffloadingWorker, StagedCopier),
+        (base.OffloadingSpec, SlabSpec),
+    )
+    for theirs, mine in ours:
         assert issubclass(mine, theirs) and not inspect.isabstract(mine)
         for name, function in inspect.getmembers(mine, inspect.isfunction):
             if name in vars(theirs) and name != "__init__":
@@ -82,11 +85,23 @@ def test_block_of_a_worker_has_the_bytes_of_all_its_layers() -> None:
     assert "worker_kv_bytes_per_block = total_gpu_kv_bytes // kv_cache_config.num_blocks" in source
 
 
-def test_worker_for_gpus_asks_its_region_for_what_ours_has() -> None:
+def test_copies_of_one_direction_take_what_our_lanes_give_them() -> None:
     """Unproven on a GPU; at least the names agree."""
-    pins = inspect.getsource(gpu_worker.pin_mmap_region)
-    takes = inspect.getsource(gpu_worker.CPUOffloadingWorker)
-    for name in ("rank", "_base", "total_size_bytes", "_row_stride", "pinned_addresses"):
-        assert f"region.{name}" in pins
-    assert "mmap_region.create_next_worker_view(" in takes and "mmap_region.is_pinned" in takes
-    assert hasattr(Region, "create_next_worker_view") and hasattr(Region, "cleanup")
+    handler = gpu_worker.SingleDirectionOffloadingHandler
+    ours = inspect.getsource(staged_copier._of_gpu)
+    asked = inspect.signature(handler.__init__).parameters
+    given = [name for name in asked if f"        {name}=" in ours]
+    assert given == [name for name in asked if name not in ("self", "canonical_layout")]
+    assert list(inspect.signature(handler.transfer_async).parameters)[1:] == [
+        "job_id", "src_spec", "dst_spec",
+    ]  # fmt: skip
+    waits = inspect.getsource(handler.wait)
+    assert "event.synchronize()" in waits
+    copies = inspect.getsource(handler.transfer_async)
+    assert "stream.wait_stream(current_platform.current_stream())" in copies
+    assert "row_stride = tensor.stride(0)" in inspect.getsource(gpu_worker.compute_sub_block_ptrs)
+
+
+def test_sleep_on_a_gpu_takes_the_blocks_without_asking_the_connector() -> None:
+    """So that our worker has to wait for copies that are under way."""
+    assert "kv_transfer" not in inspect.getsource(EngineCore.sleep)

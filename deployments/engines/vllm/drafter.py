@@ -13,7 +13,7 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from deployments.engines import linux
-from deployments.engines.vllm.kv_offload import copier_of
+from deployments.engines.vllm.kv_offload import RowCopier, copier_of
 
 _FITS_NOTHING = -1  # longest input of a drafter; the runner looks before each draft
 
@@ -56,7 +56,8 @@ def _free_weights(runner: Any) -> int:
 
 def _free_cache(runner: Any) -> int:
     caches = _caches(runner)
-    if has_kv_transfer_group() and (copier := copier_of(get_kv_transfer_group())):
+    copier = copier_of(get_kv_transfer_group()) if has_kv_transfer_group() else None
+    if isinstance(copier, RowCopier):  # a drafter leaves on a CPU only
         copier.leave_out({cache.data_ptr() for cache in caches})
     for cache in caches:
         linux.blank(cache.data_ptr(), cache.nbytes)

@@ -2,7 +2,11 @@
 
 import logging
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.worker.gpu_worker import Worker
+
+from deployments.engines.vllm.kv_offload import copier_of
+from deployments.engines.vllm.staged_copier import StagedCopier
 
 logger = logging.getLogger(__name__)
 # Of vLLM's last check of a sleep (0.32): all is done by then but a line of its log.
@@ -15,7 +19,12 @@ class SleepingGpuWorker(Worker):
     def sleep(self, level: int = 1) -> None:
         """Sleeps although the card has less free memory than before: vLLM asserts that it has not,
         as if the card were its own, while the arbiter lends what is free to the next load. What
-        this process gave back is told by NVML to the node agent."""
+        this process gave back is told by NVML to the node agent. KV blocks that are on their way
+        to a slab or from it arrive first."""
+        if has_kv_transfer_group():
+            copier = copier_of(get_kv_transfer_group())
+            if isinstance(copier, StagedCopier):
+                copier.drain()
         try:
             super().sleep(level)
         except AssertionError as error:

@@ -50,12 +50,13 @@ from deployments.engines.protocol import Config
 from deployments.engines.vllm.kept_blocks import KeptSince
 from deployments.engines.vllm.kv_restore import Restorer
 from deployments.engines.vllm.lent_slab import (
-    Region,
+    mapped_rows,
     refuse_embeddings,
     take,
     weights_digest,
     whole_pages,
 )
+from deployments.engines.vllm.staged_copier import StagedCopier
 
 logger = init_logger(__name__)
 
@@ -125,6 +126,9 @@ def refusal(vllm_config: VllmConfig) -> str | None:
         "it has an encoder of text or sound": model.is_encoder_decoder,
         "its state is no KV cache alone": model.is_hybrid or model.is_attention_free,
         "its prefix cache is off": not vllm_config.cache_config.enable_prefix_caching,
+        "its device is neither a CPU nor one of CUDA or ROCm": not (
+            current_platform.is_cpu() or current_platform.is_cuda_alike()
+        ),
         "it has several data-parallel cores, and a slab has one writer": (
             parallel.data_parallel_size > 1
         ),
@@ -213,19 +217,10 @@ class SlabSpec(OffloadingSpec):
         return None
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        rows = Region(SlabFile(self.extra_config["slab"]), self.row_bytes)
+        rows = mapped_rows(SlabFile(self.extra_config["slab"]), self.row_bytes)
         start = self.config.parallel.rank * self.rank_bytes
-        if current_platform.is_cpu():
-            return RowCopier(kv_caches, rows.array[:, start : start + self.rank_bytes])
-        from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
-
-        rows.place(self.config.parallel.rank, start)
-        return CPUOffloadingWorker(
-            kv_caches=kv_caches,
-            blocks_per_chunk=self.blocks_per_chunk,
-            num_cpu_chunks=rows.num_chunks,
-            mmap_region=rows,
-        )
+        kind = RowCopier if current_platform.is_cpu() else StagedCopier
+        return kind(kv_caches, rows[:, start : start + self.rank_bytes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,10 +381,10 @@ def manager_of(scheduler: Any) -> SlabManager | None:
     return manager
 
 
-def copier_of(connector: Any) -> "RowCopier | None":
+def copier_of(connector: Any) -> "RowCopier | StagedCopier | None":
     """The copier within vLLM's connector in a worker; None where it is not ours."""
     worker = getattr(getattr(connector, "connector_worker", None), "worker", None)
-    return worker if isinstance(worker, RowCopier) else None
+    return worker if isinstance(worker, RowCopier | StagedCopier) else None
 
 
 class RowCopier(OffloadingWorker):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from vllm.config import VllmConfig
 
 from arbiter.pool import SlabFile, SlabUnusable, layout
@@ -66,37 +65,9 @@ def weights_digest(source: Path) -> str | None:
     return digest.hexdigest() if weights else None
 
 
-class Region:
-    """The rows of a slab, as numpy has them, and as vLLM's worker for GPUs wants its host memory
-    (SharedOffloadRegion)."""
-
-    # vLLM would pin so many bytes, and pinning gives every page memory, beyond the slab's limit.
-    total_size_bytes = 0
-
-    def __init__(self, file: SlabFile, row_bytes: Bytes) -> None:
-        shape = layout.geometry(file.capacity, row_bytes)
-        self.num_chunks, self._row_stride = shape.rows_count, row_bytes
-        flat = np.frombuffer(file.buffer, np.int8, shape.rows_count * row_bytes, shape.data_offset)
-        self.array = flat.reshape(shape.rows_count, row_bytes)
-        self.pinned_addresses: list[int] = []
-
-    def place(self, rank: int, start: int) -> None:
-        """Where the part of a rank begins within a row."""
-        self.rank, self._next = rank, start
-        self._base = torch.from_numpy(self.array)
-
-    @property
-    def is_pinned(self) -> bool:
-        return False
-
-    @is_pinned.setter
-    def is_pinned(self, value: bool) -> None:
-        """vLLM believes to have pinned it, all its zero bytes."""
-
-    def create_next_worker_view(self, tensor_page_size: int) -> torch.Tensor:
-        """Shape [rows, page], int8."""
-        start, self._next = self._next, self._next + tensor_page_size
-        return self._base[:, start : self._next]
-
-    def cleanup(self) -> None:
-        """The mapping ends with the process."""
+def mapped_rows(file: SlabFile, row_bytes: Bytes) -> np.ndarray:
+    """The rows of a slab, int8 of shape [rows, bytes of a row]. They are not pinned: pinning gives
+    every page memory, beyond the slab's limit."""
+    shape = layout.geometry(file.capacity, row_bytes)
+    flat = np.frombuffer(file.buffer, np.int8, shape.rows_count * row_bytes, shape.data_offset)
+    return flat.reshape(shape.rows_count, row_bytes)

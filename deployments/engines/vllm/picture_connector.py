@@ -30,7 +30,7 @@ from vllm.v1.request import Request
 from arbiter.pool import Rows, Slab, SlabFile, layout
 from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import Bytes, Content
-from deployments.engines.vllm.lent_slab import Region, whole_pages
+from deployments.engines.vllm.lent_slab import mapped_rows, whole_pages
 from deployments.engines.vllm.picture_cache import (
     ROW_EMBEDDINGS,
     Asked,
@@ -204,7 +204,7 @@ class Copier:
     def __init__(self, file: SlabFile, width: int, dtype: torch.dtype) -> None:
         self._width, self._dtype = width, dtype
         self._part_bytes = ROW_EMBEDDINGS * width * dtype.itemsize
-        self._rows = Region(file, row_bytes(width, dtype)).array
+        self._rows = mapped_rows(file, row_bytes(width, dtype))
 
     def load(self, copy: Copy) -> torch.Tensor:
         """Shape [count, width], in memory of its own: the row may be another picture's soon."""

@@ -1,11 +1,14 @@
 """The sleep of vLLM's worker for GPUs, with vLLM's own replaced: no GPU is here."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 from vllm.v1.worker.gpu_worker import Worker
 
+from deployments.engines.vllm import gpu_worker
 from deployments.engines.vllm.gpu_worker import SleepingGpuWorker
+from deployments.engines.vllm.staged_copier import StagedCopier
 
 fall_asleep = SleepingGpuWorker.sleep
 
@@ -28,6 +31,21 @@ def test_sleep_stands_where_another_process_took_memory_of_the_card_meanwhile(
     monkeypatch.setattr(Worker, "sleep", sleep)
     fall_asleep(worker, 1)
     assert levels == [1]
+
+
+@pytest.mark.spec("D6", "G4")
+def test_blocks_on_their_way_to_a_slab_arrive_before_their_memory_goes(
+    worker: SleepingGpuWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acts: list[str] = []
+    copier = StagedCopier.__new__(StagedCopier)
+    monkeypatch.setattr(copier, "drain", lambda: acts.append("drain"))
+    connector = SimpleNamespace(connector_worker=SimpleNamespace(worker=copier))
+    monkeypatch.setattr(gpu_worker, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(gpu_worker, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(Worker, "sleep", lambda self, level: acts.append("sleep"))
+    fall_asleep(worker, 1)
+    assert acts == ["drain", "sleep"]
 
 
 @pytest.mark.parametrize("error", [AssertionError("no model"), RuntimeError("CUDA error")])

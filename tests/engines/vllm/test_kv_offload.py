@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.v1.kv_offload.base import (
@@ -23,7 +22,7 @@ from vllm.v1.kv_offload.base import (
 from arbiter.pool import Removal, SlabFile, SlabView, Term, layout
 from deployments.engines.vllm import kv_offload, lent_slab
 from deployments.engines.vllm.kv_offload import RowCopier, SlabManager
-from deployments.engines.vllm.lent_slab import Region
+from deployments.engines.vllm.lent_slab import mapped_rows
 from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, keys, rows_of, set_limit, slab_file
 
 FULL = 4 * EXTENT // ROW
@@ -305,7 +304,7 @@ def caches(seed: int) -> CanonicalKVCaches:
 
 
 def copier(fd: int, cache: CanonicalKVCaches) -> RowCopier:
-    return RowCopier(cache, Region(SlabFile(fd), ROW).array[:, : 2 * PAGE])
+    return RowCopier(cache, mapped_rows(SlabFile(fd), ROW)[:, : 2 * PAGE])
 
 
 @pytest.mark.spec("E10")
@@ -338,18 +337,6 @@ def test_blocks_of_one_engine_are_the_next_ones_also_after_its_storage_was_given
         assert torch.equal(one[1][source, : PAGE - 8], two[1][target, : PAGE - 8])
     assert torch.equal(one[0][6], two[0][4])
     assert not two[1][4].any() and not two[0][0].any(), "only what was asked is written"
-
-
-def test_rows_as_vllms_gpu_worker_takes_them(fd: int) -> None:
-    """Each rank has its part of a row, each tensor its part of that; none of it is pinned."""
-    region = Region(SlabFile(fd), ROW)
-    region.place(rank=1, start=ROW // 2)
-    one, two = region.create_next_worker_view(16), region.create_next_worker_view(8)
-    assert one.shape == (region.num_chunks, 16) and one.stride() == (region._row_stride, 1)
-    two[3] = 7
-    assert np.flatnonzero(region.array[3]).tolist() == list(range(ROW // 2 + 16, ROW // 2 + 24))
-    region.is_pinned = True
-    assert not region.is_pinned and region.total_size_bytes == 0
 
 
 def test_engine_without_a_slab_gets_no_argument() -> None:

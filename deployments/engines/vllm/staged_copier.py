@@ -1,0 +1,237 @@
+"""Copies KV blocks between a GPU and a slab, beside the steps of the engine.
+
+Rows of a slab are not pinned (see lent_slab.mapped_rows), and CUDA copies to and from such memory
+within the call: the engine would wait in each step for the last one's blocks. So blocks pass
+through a pinned buffer, in a thread for each direction (docs/adr/0051).
+"""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from arbiter.units import MIB
+
+BUFFER_BYTES = 32 * MIB  # pinned, for each direction
+
+
+class Device(Protocol):
+    """What a lane needs of its GPU. One for each direction."""
+
+    def submitted(self) -> Any:
+        """Marks what the engine has given the device to do so far. Called by the engine."""
+
+    def after(self, mark: Any) -> AbstractContextManager[None]:
+        """Within what this returns all before the mark is done, and copies may be made. Called by
+        the lane's thread."""
+
+    def copy(self, blocks: GPULoadStoreSpec) -> int:
+        """Copies blocks to or from the first rows of the buffer, as many; returns the bytes once
+        they are there. Called by the lane's thread."""
+
+
+class StagedCopier(OffloadingWorker):
+    """The worker's side on a GPU. `rows`: the slab's part of this worker, shape [rows, bytes of a
+    block]."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, rows: np.ndarray) -> None:
+        spans = _spans(kv_caches)
+        self._store, self._load = (
+            Lane(*_of_gpu(kv_caches, rows.shape[1], is_store), rows, spans, is_store=is_store)
+            for is_store in (True, False)
+        )
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        return self._store.submit(job_id, src_spec, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        return self._load.submit(job_id, dst_spec, src_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        return self._store.finished() + self._load.finished()
+
+    def wait(self, job_ids: set[int]) -> None:
+        self._store.wait(job_ids)
+        self._load.wait(job_ids)
+
+    def drain(self) -> None:
+        """Returns once nothing is copied any more: what sleeps has no blocks."""
+        self._store.drain()
+        self._load.drain()
+
+    def shutdown(self) -> None:
+        self._store.close()
+        self._load.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What fits in the buffer, all of one group."""
+
+    blocks: GPULoadStoreSpec
+    rows: np.ndarray  # indices
+    group: int
+
+
+class Lane:
+    """One direction: jobs in their order, each piece by piece through the buffer.
+
+    `buffer`: pinned, shape [rows, bytes of a block]. `spans`: by group, which bytes of a row its
+    blocks have; the rest of a row stays as it is: in the buffer other rows' bytes lie there."""
+
+    def __init__(
+        self,
+        device: Device,
+        buffer: np.ndarray,
+        rows: np.ndarray,
+        spans: Sequence[Sequence[slice]],
+        *,
+        is_store: bool,
+    ) -> None:
+        self._device, self._buffer, self._rows = device, buffer, rows
+        self._spans, self._is_store = spans, is_store
+        self._thread = ThreadPoolExecutor(1, "store-kv" if is_store else "load-kv")
+        self._jobs: dict[int, Future[TransferResult]] = {}
+
+    def submit(self, job_id: int, blocks: GPULoadStoreSpec, rows: LoadStoreSpec) -> bool:
+        assert isinstance(rows, CPULoadStoreSpec)
+        mark = self._device.submitted()
+        self._jobs[job_id] = self._thread.submit(self._run, job_id, blocks, rows.block_ids, mark)
+        return True
+
+    def finished(self) -> list[TransferResult]:
+        """Raises what a copy raised: without its blocks no answer would be right."""
+        done = [job_id for job_id, job in self._jobs.items() if job.done()]
+        return [self._jobs.pop(job_id).result() for job_id in done]
+
+    def wait(self, job_ids: set[int]) -> None:
+        for job_id in job_ids & self._jobs.keys():
+            self._jobs[job_id].result()
+
+    def drain(self) -> None:
+        self.wait(set(self._jobs))
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _run(
+        self, job_id: int, blocks: GPULoadStoreSpec, rows: np.ndarray, mark: Any
+    ) -> TransferResult:
+        began_s, size = time.perf_counter(), 0
+        with self._device.after(mark):
+            for piece in self._pieces(blocks, rows):
+                if not self._is_store:
+                    self._turn_over(piece)
+                size += self._device.copy(piece.blocks)
+                if self._is_store:
+                    self._turn_over(piece)
+        return TransferResult(job_id, True, size, time.perf_counter() - began_s)
+
+    def _pieces(self, blocks: GPULoadStoreSpec, rows: np.ndarray) -> Iterator[_Piece]:
+        assert len(rows) == len(blocks.block_ids)
+        ends = list(itertools.accumulate(blocks.group_sizes))
+        for group, end in enumerate(ends):
+            start = end - blocks.group_sizes[group]
+            for first in range(start, end, len(self._buffer)):
+                part = slice(first, min(first + len(self._buffer), end))
+                sizes = [0] * len(ends)
+                sizes[group] = part.stop - part.start
+                ids = blocks.block_ids[part].tolist()
+                yield _Piece(GPULoadStoreSpec(ids, sizes, [0] * len(ends)), rows[part], group)
+
+    def _turn_over(self, piece: _Piece) -> None:
+        """Between buffer and slab. One memcpy for each row and span, without the interpreter's
+        lock."""
+        for place, row in enumerate(piece.rows.tolist()):
+            for span in self._spans[piece.group]:
+                if self._is_store:
+                    self._rows[row, span] = self._buffer[place, span]
+                else:
+                    self._buffer[place, span] = self._rows[row, span]
+
+
+def _spans(kv_caches: CanonicalKVCaches) -> list[list[slice]]:
+    """By group, the bytes of a row that its blocks have, neighbours joined."""
+    starts = [0, *itertools.accumulate(cache.page_size_bytes for cache in kv_caches.tensors)]
+    found = []
+    for refs in kv_caches.group_data_refs:
+        joined: list[slice] = []
+        for start, end in sorted(
+            (starts[ref.tensor_idx], starts[ref.tensor_idx] + ref.page_size_bytes) for ref in refs
+        ):
+            if joined and joined[-1].stop >= start:
+                joined[-1] = slice(joined[-1].start, max(joined[-1].stop, end))
+            else:
+                joined.append(slice(start, end))
+        found.append(joined)
+    return found
+
+
+class _Gpu:
+    """vLLM's own copies for one direction, beside the engine's stream."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler, self._stream = handler, current_platform.Stream()
+        self._numbers = itertools.count()
+
+    def submitted(self) -> Any:
+        mark = current_platform.Event(blocking=True)  # to wait takes no processor time
+        mark.record()
+        return mark
+
+    def after(self, mark: Any) -> AbstractContextManager[None]:
+        mark.synchronize()
+        on_stream: AbstractContextManager[None] = current_platform.stream(self._stream)
+        return on_stream
+
+    def copy(self, blocks: GPULoadStoreSpec) -> int:
+        number, rows = next(self._numbers), CPULoadStoreSpec(list(range(len(blocks.block_ids))))
+        given = (blocks, rows) if self._handler.gpu_to_cpu else (rows, blocks)
+        self._handler.transfer_async(number, *given)
+        self._handler.wait({number})
+        [done] = self._handler.get_finished()
+        return int(done.transfer_size)
+
+
+def _of_gpu(
+    kv_caches: CanonicalKVCaches, block_bytes: int, is_store: bool
+) -> tuple[Device, np.ndarray]:
+    """The device of a lane, and its buffer."""
+    from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler
+
+    shape = max(1, BUFFER_BYTES // block_bytes), block_bytes
+    buffer = torch.empty(shape, dtype=torch.int8, pin_memory=True)
+    pages = [cache.page_size_bytes for cache in kv_caches.tensors]
+    starts = [0, *itertools.accumulate(pages)]
+    handler = SingleDirectionOffloadingHandler(
+        gpu_tensors=[
+            cache.tensor.view(torch.int8).view((-1, cache.page_size_bytes))
+            for cache in kv_caches.tensors
+        ],
+        cpu_tensors=[
+            buffer[:, start : start + page] for start, page in zip(starts, pages, strict=False)
+        ],
+        blocks_per_chunk=1,
+        layer_refs_per_group=kv_caches.group_data_refs,
+        gpu_to_cpu=is_store,
+        # Else loads would have Triton compile a kernel amid the first one.
+        host_memory_is_pinned=False,
+    )
+    return _Gpu(handler), buffer.numpy()
