@@ -5,8 +5,8 @@ holds, and whether it says the same after it slept. No Ray.
 
 Eager, with graphs of CUDA but nothing compiled, and as vLLM does by default (compiled, with
 graphs); each starts twice, because the second finds what the first compiled. Then a model with
-adapters and one that sees sleep and wake, and a sleeping copy is spoiled: its wake must notice,
-and load from disk. benchmarks.gpu_models makes `gpu-one`.
+adapters and a model for pictures sleep and wake, and a sleeping copy is spoiled: its wake must
+notice, and say that only a new engine helps. benchmarks.gpu_models makes `gpu-one`.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pynvml
@@ -114,19 +115,19 @@ def mode(running: ZygoteUnderTest, model: str, name: str) -> dict[str, Any]:
     return found
 
 
-def with_adapters(running: ZygoteUnderTest, args: dict[str, Any]) -> dict[str, Any]:
+def with_adapters(running: ZygoteUnderTest) -> dict[str, Any]:
     folder = load_plan.resolve("made:small-chat")
     loras = {name: f"{folder}-adapters/{name}" for name in ADAPTERS}
     more = {"enable_lora": True, "max_loras": len(loras), "max_lora_rank": 8, "lora_modules": loras}
     sizes = {"max_model_len": 1024, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 30}
-    config = {"model": folder, "served_name": "base", "engine_args": {**sizes, **more, **args}}
+    config = {"model": folder, "served_name": "base", "engine_args": {**sizes, **more}}
     with engine(running, "adapters", config) as child:
         return slept(child, lambda: [text(child, name) for name in ("base", *ADAPTERS)])
 
 
-def seeing(running: ZygoteUnderTest, args: dict[str, Any]) -> dict[str, Any]:
+def seeing(running: ZygoteUnderTest) -> dict[str, Any]:
     sizes = {"max_model_len": 512, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 30}
-    more = {"limit_mm_per_prompt": {"image": 2}, **sizes, **args}
+    more = {"limit_mm_per_prompt": {"image": 2}, **sizes}
     path = load_plan.resolve("made:tiny-describe")
     config = {"model": path, "served_name": "sees", "engine_args": more, "slabs": {"picture": {}}}
     with engine(running, "seeing", config) as child:
@@ -134,11 +135,14 @@ def seeing(running: ZygoteUnderTest, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def damaged(running: ZygoteUnderTest, model: str) -> dict[str, Any]:
+    """What its wake says."""
     worker = {"worker_cls": "benchmarks.damaged_worker.DamagedGpuWorker"}
     path = load_plan.resolve(f"made:{model}")
     config = {"model": path, "served_name": model, "engine_args": SIZES | MODES["eager"] | worker}
     with engine(running, "damaged", config) as child:
-        return slept(child, lambda: [text(child, model)])
+        text(child, model)
+        child.call("POST", "/control/sleep", within_s=120)
+        return dict(child.call("POST", "/control/wake", within_s=120)[1])
 
 
 def main() -> None:
@@ -150,12 +154,10 @@ def main() -> None:
     figures: dict[str, Any] = {"model": args.model}
     with zygote("deployments.engines.vllm.preload") as running:
         steps: dict[str, Callable[[], dict[str, Any]]] = {
-            "eager": lambda: mode(running, args.model, "eager"),
-            "graphs": lambda: mode(running, args.model, "graphs"),
-            "default": lambda: mode(running, args.model, "default"),
             "damaged": lambda: damaged(running, args.model),
-            "adapters": lambda: with_adapters(running, {}),
-            "seeing": lambda: seeing(running, {}),
+            **{name: partial(mode, running, args.model, name) for name in MODES},
+            "adapters": lambda: with_adapters(running),
+            "seeing": lambda: seeing(running),
         }
         for name, step in steps.items():
             try:
