@@ -6,6 +6,7 @@ that come before it. Pins are counted here and end with the process.
 """
 
 import heapq
+import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -240,7 +241,7 @@ class Rows:
         over = self._tenants.held(tenant) + min(count, cap) - cap
         idle = (k for k in self._ready if k not in self._pins and k not in keep)
         own = (key for key in idle if self._marks[key].tenant == tenant)
-        victims = [key for key, _ in zip(own, range(max(0, over)), strict=False)]
+        victims = list(itertools.islice(own, max(0, over)))
         for key in victims:
             self._evict(key)
         return victims, max(0, min(count, cap - self._tenants.held(tenant)))
@@ -270,7 +271,7 @@ class Rows:
             self._learn_of_growth()
         if len(self._free) < count:
             free = (key for key in self._ready if key not in self._pins and key not in keep)
-            victims = [key for key, _ in zip(free, range(count - len(self._free)), strict=False)]
+            victims = list(itertools.islice(free, count - len(self._free)))
             self._evict_oldest(victims)
             evicted += victims
         return evicted

@@ -63,6 +63,7 @@ logger = init_logger(__name__)
 FACTS = "/slab"  # GET: what each slab holds, by content; POST: shrinks them to their limits first
 # xxhash would begin each process with random numbers, and no key would be found again.
 _HASH = "sha256"
+_NOTED_S = 30.0  # of a request that runs on
 _STEPS_AFTER_RESET = 2  # until which the worker may still write what was in flight
 
 
@@ -223,20 +224,24 @@ class SlabSpec(OffloadingSpec):
         return kind(kv_caches, rows[:, start : start + self.rank_bytes])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Use:
     """Whose request it is, how long what it uses stays, as its rows say it, and when it came."""
 
     tenant: bytes = layout.NO_TENANT
     term: Term = Term.LONG
     asked_s: float | None = None  # None: not known, so that its rows are of when it asks for them
+    noted_count: int = 0  # of its blocks that were noted as used at the last time
+    noted_s: float = 0.0  # when that was, of time.monotonic
 
-
-_NO_USE = _Use()
+    def must_be_noted(self, count: int, now_s: float) -> bool:
+        """Once there are an eighth more blocks, or after half a minute: to note all of them with
+        each new one would take their square."""
+        return count >= self.noted_count * 9 / 8 or now_s - self.noted_s >= _NOTED_S
 
 
 def _use(req_context: ReqContext) -> _Use:
-    return req_context.get_state(_Use) or _NO_USE
+    return req_context.get_state(_Use) or _Use()
 
 
 def _term(params: Mapping[str, Any] | None) -> Term:
@@ -302,15 +307,17 @@ class SlabManager(OffloadingManager):
                 self.rows.mark_ready(key, use.tenant, use.term)
             else:
                 self.rows.abandon(key)
-        self._used(req_context)
+        if use.must_be_noted(len(req_context._offload_key_positions), time.monotonic()):
+            self._used(req_context)
 
     def _used(self, req_context: ReqContext) -> None:
         """Makes all blocks of a request the most recently used, its first one the last to leave,
         and has none expire before its term: the connector tells us neither of blocks that the
         device has nor of their order."""
-        places = req_context._offload_key_positions
+        places, use = req_context._offload_key_positions, _use(req_context)
         latest_first = sorted(places, key=places.__getitem__, reverse=True)
-        self.rows.touch(latest_first, _use(req_context).term)
+        self.rows.touch(latest_first, use.term)
+        use.noted_count, use.noted_s = len(places), time.monotonic()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Notes the term and the tenant, whose name is the salt that the front gives to its

@@ -225,6 +225,51 @@ def test_tail_of_a_conversation_leaves_before_its_head_in_whatever_order_it_was_
     assert hits(manager, first) == first[:-3]
 
 
+@pytest.mark.spec("G7")
+def test_long_request_notes_its_blocks_as_used_now_and_then_and_not_with_each_new_one(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With each of a thousand new ones it would be half a million."""
+    with slab_file(extents=304, rows=1_216) as fd, rows_of(fd, clock) as rows:
+        manager, noted, note = SlabManager(rows), 0, rows.touch
+
+        def counted(used: list[bytes], term: Term) -> None:
+            nonlocal noted
+            noted += len(used)
+            note(used, term)
+
+        monkeypatch.setattr(rows, "touch", counted)
+        prefix = keys(1_000)
+        asked = ReqContext("r")
+        manager.on_new_request(asked)
+        for place, key in enumerate(prefix, start=1):
+            asked.set_offload_key_position(key, place * 16)
+            manager.prepare_store([key], asked)
+            manager.complete_store({key}, asked)
+        assert len(prefix) < noted < 12 * len(prefix)
+        manager.on_request_finished(asked)
+        monkeypatch.undo()
+        assert list(rows._ready) == prefix[::-1], "the head of a prefix leaves last"
+
+
+def test_request_that_runs_for_long_notes_its_blocks_again(
+    clock: Clock, manager: SlabManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(kv_offload, "time", SimpleNamespace(monotonic=lambda: now.s))
+    first, asked = keys(FULL - 2), request(*keys(FULL - 2))
+    manager.on_new_request(asked)
+    manager.prepare_store(first, asked)
+    manager.complete_store(set(first), asked)
+    for other, after_s, is_noted in ((b"x", 1.0, False), (b"y", 31.0, True)):
+        now.s += after_s
+        with_other = request(other)
+        manager.prepare_store([other], with_other)
+        manager.complete_store({other}, with_other)
+        manager.complete_store(set(), asked)
+        assert (next(reversed(manager.rows._ready)) == first[0]) is is_noted
+
+
 def test_blocks_that_the_device_had_count_as_used(manager: SlabManager) -> None:
     """The connector asks for none of them, and stores none."""
     first, second = keys(FULL // 2, "a"), keys(FULL // 2, "b")
