@@ -10,7 +10,8 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
     POST /control/sleep     200 {"seconds"}; repeating it is harmless
     POST /control/wake      200 {"seconds", "verified", "restored"}. Not verified: the probe
                             differed from the one recorded at load, and the model was loaded from
-                            disk again. Not restored: that did not help, and the holder ends it
+                            disk again if it can be. Not restored: no load in place brought the
+                            recorded answer back, and the holder ends it
     POST /control/purge     200 {"purges"}: whether the engine has caches, which are then empty
     POST /control/shrink_slabs
                             200 {"shrinks"}: whether it writes slabs of the node's pool, which then

@@ -135,9 +135,11 @@ def end_outdated(residency: ResidencyApi, held: HeldModel) -> None:
 
 
 def end_unrestored(residency: ResidencyApi, held: HeldModel, took_s: float) -> None:
-    """Ends a model that woke with other answers and kept them after it was loaded again in place. A
-    new engine loads it, for requests that wait and where it is wanted without one."""
-    logger.warning("%s woke with other answers, also from disk; it is loaded anew", held.ticket)
+    """Ends a model that woke with other answers, which no load in place mended. A new engine loads
+    it, for requests that wait and where it is wanted without one."""
+    logger.warning(
+        "%s woke with other answers, and not mended in place; it is loaded anew", held.ticket
+    )
     residency.client().tell(ev.Loaded(held.ticket, seconds(took_s), verified=False))
     is_wanted = held.demand.is_wanted
     end(residency, held, Reason.FAILED)

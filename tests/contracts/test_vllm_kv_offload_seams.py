@@ -95,6 +95,8 @@ def test_copies_of_one_direction_take_what_our_lanes_give_them() -> None:
     assert list(inspect.signature(handler.transfer_async).parameters)[1:] == [
         "job_id", "src_spec", "dst_spec",
     ]  # fmt: skip
+    submits = inspect.getsource(worker.OffloadingConnectorWorker.start_kv_transfers)
+    assert submits.count("self.worker.submit_store(") == submits.count("submit_load(") == 1
     waits = inspect.getsource(handler.wait)
     assert "event.synchronize()" in waits
     copies = inspect.getsource(handler.transfer_async)

@@ -7,10 +7,11 @@ through a pinned buffer, in a thread for each direction (docs/adr/0051).
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,9 +41,9 @@ class Device(Protocol):
         """Within what this returns all before the mark is done, and copies may be made. Called by
         the lane's thread."""
 
-    def copy(self, blocks: GPULoadStoreSpec) -> int:
-        """Copies blocks to or from the first rows of the buffer, as many; returns the bytes once
-        they are there. Called by the lane's thread."""
+    def copy(self, blocks: GPULoadStoreSpec) -> None:
+        """Copies blocks to or from the first rows of the buffer, as many; returns once they are
+        there. Called by the lane's thread."""
 
 
 class StagedCopier(OffloadingWorker):
@@ -82,6 +83,14 @@ class StagedCopier(OffloadingWorker):
 
 
 @dataclass(frozen=True, slots=True)
+class _Job:
+    blocks: GPULoadStoreSpec
+    rows: np.ndarray  # indices, one for each block
+    mark: Any
+    submitted_s: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """What fits in the buffer, all of one group."""
 
@@ -91,7 +100,8 @@ class _Piece:
 
 
 class Lane:
-    """One direction: jobs in their order, each piece by piece through the buffer.
+    """One direction. All jobs that wait are copied together, because a step submits one for each
+    of its requests; piece by piece through the buffer.
 
     `buffer`: pinned, shape [rows, bytes of a block]. `spans`: by group, which bytes of a row its
     blocks have; the rest of a row stays as it is: in the buffer other rows' bytes lie there."""
@@ -108,22 +118,32 @@ class Lane:
         self._device, self._buffer, self._rows = device, buffer, rows
         self._spans, self._is_store = spans, is_store
         self._thread = ThreadPoolExecutor(1, "store-kv" if is_store else "load-kv")
-        self._jobs: dict[int, Future[TransferResult]] = {}
+        self._waiting: deque[_Job] = deque()
+        self._jobs: dict[int, tuple[_Job, Future[None]]] = {}
+        self._is_broken = False
 
     def submit(self, job_id: int, blocks: GPULoadStoreSpec, rows: LoadStoreSpec) -> bool:
-        assert isinstance(rows, CPULoadStoreSpec)
-        mark = self._device.submitted()
-        self._jobs[job_id] = self._thread.submit(self._run, job_id, blocks, rows.block_ids, mark)
+        assert isinstance(rows, CPULoadStoreSpec) and len(rows.block_ids) == len(blocks.block_ids)
+        job = _Job(blocks, rows.block_ids, self._device.submitted())
+        self._waiting.append(job)
+        self._jobs[job_id] = job, self._thread.submit(self._copy_waiting)
         return True
 
     def finished(self) -> list[TransferResult]:
         """Raises what a copy raised: without its blocks no answer would be right."""
-        done = [job_id for job_id, job in self._jobs.items() if job.done()]
-        return [self._jobs.pop(job_id).result() for job_id in done]
+        done = [job_id for job_id, (_, copied) in self._jobs.items() if copied.done()]
+        return [self._result(job_id) for job_id in done]
+
+    def _result(self, job_id: int) -> TransferResult:
+        job, copied = self._jobs.pop(job_id)
+        copied.result()
+        sizes = (sum(s.stop - s.start for s in spans) for spans in self._spans)
+        size = sum(n * each for n, each in zip(job.blocks.group_sizes, sizes, strict=True))
+        return TransferResult(job_id, True, size, time.perf_counter() - job.submitted_s)
 
     def wait(self, job_ids: set[int]) -> None:
         for job_id in job_ids & self._jobs.keys():
-            self._jobs[job_id].result()
+            self._jobs[job_id][1].result()
 
     def drain(self) -> None:
         self.wait(set(self._jobs))
@@ -131,30 +151,33 @@ class Lane:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _run(
-        self, job_id: int, blocks: GPULoadStoreSpec, rows: np.ndarray, mark: Any
-    ) -> TransferResult:
-        began_s, size = time.perf_counter(), 0
-        with self._device.after(mark):
-            for piece in self._pieces(blocks, rows):
+    def _copy_waiting(self) -> None:
+        """Run once for each job. That of an earlier one may have copied it already."""
+        if self._is_broken:
+            raise RuntimeError("an earlier copy of KV blocks failed")
+        jobs = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        if not jobs:
+            return
+        self._is_broken = True  # unless all of it succeeds
+        with self._device.after(jobs[-1].mark):  # and so after those of the others
+            for piece in self._pieces(jobs):
                 if not self._is_store:
                     self._turn_over(piece)
-                size += self._device.copy(piece.blocks)
+                self._device.copy(piece.blocks)
                 if self._is_store:
                     self._turn_over(piece)
-        return TransferResult(job_id, True, size, time.perf_counter() - began_s)
+        self._is_broken = False
 
-    def _pieces(self, blocks: GPULoadStoreSpec, rows: np.ndarray) -> Iterator[_Piece]:
-        assert len(rows) == len(blocks.block_ids)
-        ends = list(itertools.accumulate(blocks.group_sizes))
-        for group, end in enumerate(ends):
-            start = end - blocks.group_sizes[group]
-            for first in range(start, end, len(self._buffer)):
-                part = slice(first, min(first + len(self._buffer), end))
-                sizes = [0] * len(ends)
-                sizes[group] = part.stop - part.start
-                ids = blocks.block_ids[part].tolist()
-                yield _Piece(GPULoadStoreSpec(ids, sizes, [0] * len(ends)), rows[part], group)
+    def _pieces(self, jobs: list[_Job]) -> Iterator[_Piece]:
+        for group in range(len(self._spans)):
+            parts = [_of_group(job, group) for job in jobs]
+            ids, rows = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            for first in range(0, len(ids), len(self._buffer)):
+                part = slice(first, first + len(self._buffer))
+                sizes = [0] * len(self._spans)
+                sizes[group] = len(ids[part])
+                blocks = GPULoadStoreSpec(ids[part].tolist(), sizes, [0] * len(sizes))
+                yield _Piece(blocks, rows[part], group)
 
     def _turn_over(self, piece: _Piece) -> None:
         """Between buffer and slab. One memcpy for each row and span, without the interpreter's
@@ -165,6 +188,13 @@ class Lane:
                     self._rows[row, span] = self._buffer[place, span]
                 else:
                     self._buffer[place, span] = self._rows[row, span]
+
+
+def _of_group(job: _Job, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Its blocks and rows: groups follow one another."""
+    sizes = job.blocks.group_sizes
+    part = slice(start := sum(sizes[:group]), start + sizes[group])
+    return job.blocks.block_ids[part], job.rows[part]
 
 
 def _spans(kv_caches: CanonicalKVCaches) -> list[list[slice]]:
@@ -197,17 +227,18 @@ class _Gpu:
         return mark
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
+        # A new thread begins on the first GPU, and would leave a context on it.
+        torch.cuda.set_device(self._stream.device)
         mark.synchronize()
         on_stream: AbstractContextManager[None] = current_platform.stream(self._stream)
         return on_stream
 
-    def copy(self, blocks: GPULoadStoreSpec) -> int:
+    def copy(self, blocks: GPULoadStoreSpec) -> None:
         number, rows = next(self._numbers), CPULoadStoreSpec(list(range(len(blocks.block_ids))))
         given = (blocks, rows) if self._handler.gpu_to_cpu else (rows, blocks)
         self._handler.transfer_async(number, *given)
         self._handler.wait({number})
-        [done] = self._handler.get_finished()
-        return int(done.transfer_size)
+        assert len(self._handler.get_finished()) == 1
 
 
 def _of_gpu(

@@ -29,7 +29,7 @@ class MemoryDevice:
 
     def __init__(self, caches: CanonicalKVCaches, buffer: np.ndarray, *, is_store: bool) -> None:
         self.caches, self.buffer, self.is_store = caches, buffer, is_store
-        self.may_copy, self.copies = threading.Event(), 0
+        self.may_copy, self.is_asked, self.copies = threading.Event(), threading.Event(), 0
         self.may_copy.set()
         self.fails = False
         self.marks: list[int] = []
@@ -41,15 +41,16 @@ class MemoryDevice:
 
     @contextmanager
     def after(self, mark: int) -> Iterator[None]:
+        self.is_asked.set()
         assert self.may_copy.wait(BOUND_S)
         self.waited_for.append(mark)
         yield
 
-    def copy(self, blocks: GPULoadStoreSpec) -> int:
+    def copy(self, blocks: GPULoadStoreSpec) -> None:
         if self.fails:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self.copies += 1
-        size, place = 0, 0
+        place = 0
         for refs, count in zip(self.caches.group_data_refs, blocks.group_sizes, strict=True):
             for block in blocks.block_ids[place : place + count]:
                 for ref in refs:
@@ -58,9 +59,7 @@ class MemoryDevice:
                     one, other = page[: end - start], self.buffer[place, start:end]
                     target, source = (other, one) if self.is_store else (one, other)
                     target[:] = source
-                    size += end - start
                 place += 1
-        return size
 
 
 def caches(seed: int) -> CanonicalKVCaches:
@@ -147,16 +146,23 @@ def test_engine_goes_on_while_blocks_are_copied_and_waits_where_it_must(
     under = Under(monkeypatch, rows, 1)
     device = under.devices[True]
     device.may_copy.clear()
-    for job, place in ((1, 0), (2, 1)):
-        under.copier.submit_store(job, blocks([place], []), CPULoadStoreSpec([place]))
-    assert under.copier.get_finished() == [] and device.marks == [0, 1]
-    load = under.copier.submit_load(3, CPULoadStoreSpec([9]), blocks([9], []))
-    under.copier.wait({3, 99})  # the other direction waits for nothing; a job may be known no more
-    assert load and [done.job_id for done in under.copier.get_finished()] == [3]
+    under.copier.submit_store(1, blocks([0], []), CPULoadStoreSpec([0]))
+    assert device.is_asked.wait(BOUND_S)
+    for job in (2, 3):  # of one step
+        under.copier.submit_store(job, blocks([job], [job]), CPULoadStoreSpec([job, 10 + job]))
+    assert under.copier.get_finished() == [] and device.marks == [0, 1, 2]
+    load = under.copier.submit_load(4, CPULoadStoreSpec([9]), blocks([9], []))
+    under.copier.wait({4, 99})  # the other direction waits for nothing; a job may be known no more
+    assert load and [done.job_id for done in under.copier.get_finished()] == [4]
     device.may_copy.set()
     under.copier.drain()
-    assert [done.job_id for done in under.copier.get_finished()] == [1, 2]
-    assert device.waited_for == [0, 1]
+    done = {done.job_id: done.transfer_size for done in under.copier.get_finished()}
+    assert done == {1: 3 * PAGE, 2: 4 * PAGE - 8, 3: 4 * PAGE - 8}
+    assert (device.waited_for, device.copies) == ([0, 2], 3), "a step's jobs are copied together"
+    for job in (2, 3):
+        whole = torch.cat([page[job] for page in under.pages])
+        assert torch.equal(torch.from_numpy(rows[job]), whole)
+        assert torch.equal(torch.from_numpy(rows[10 + job, : PAGE - 8]), under.pages[0][job, :-8])
     under.copier.shutdown()
 
 
@@ -168,3 +174,6 @@ def test_copy_that_fails_ends_the_engine(monkeypatch: pytest.MonkeyPatch, rows: 
         under.copier.wait({1})
     with pytest.raises(RuntimeError, match="illegal memory access"):
         under.copier.get_finished()
+    under.copier.submit_store(2, blocks([0], []), CPULoadStoreSpec([0]))
+    with pytest.raises(RuntimeError, match="an earlier copy of KV blocks failed"):
+        under.copier.wait({2})
