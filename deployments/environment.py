@@ -1,7 +1,7 @@
 """The variables of the process environment that a person may set for this project.
 
 An empty variable counts as not set. Variables of Ray, Serve and the engines keep their own readers,
-and so do `arbiter.leases` and `arbiter.server.store`, which run where this package may not be
+and so do `arbiter.leases` and `arbiter.server.state_path`, which run where this package may not be
 installed.
 """
 

@@ -82,7 +82,7 @@ class StartConfig:
 
     configuration: Configuration
     agent: AgentSettings
-    state_file: str | None = None  # None: store.default_path()
+    state_file: str | None = None  # None: state_path.default_path()
     event_file: str | None = None  # JSON lines, if wanted
     replay_module: str | None = None  # replays the last day (arbiter.server.day_replays), if wanted
     replay_s: float = 1_800.0  # between two such replays

@@ -45,7 +45,8 @@ class ArbiterActor:
         from arbiter.server.node_agents import RayAgents
         from arbiter.server.node_watch import NodeWatch
         from arbiter.server.ray_metrics import export_forever
-        from arbiter.server.store import Store, default_path
+        from arbiter.server.state_path import default_path
+        from arbiter.server.store import Store
 
         self._boot = boot
         path = Path(boot.state_file) if boot.state_file else default_path()
