@@ -338,7 +338,7 @@ class ArbiterActor:
 
     async def metrics(self) -> messages.Plain:
         """The value of every metric, in plain values (K2)."""
-        from arbiter.metrics.samples import to_plain
+        from arbiter.metrics.series import to_plain
 
         return to_plain(self._shell.samples())
 

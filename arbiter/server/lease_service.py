@@ -18,7 +18,7 @@ from arbiter.core import types
 from arbiter.core.decisions import Reason
 from arbiter.core.records.ticket import State
 from arbiter.core.reports.plan import PlanQuestion
-from arbiter.core.tickets.leases import LEASE
+from arbiter.core.types import LEASE
 from arbiter.errors import (
     AgentAway,
     ArbiterUnavailable,

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from arbiter.client.admin import call_arbiter
 from arbiter.core.reports.plan import PlanQuestion
-from arbiter.core.tickets.leases import LEASE
-from arbiter.core.types import LeaseConditions, Need
+from arbiter.core.types import LEASE, LeaseConditions, Need
 from arbiter.errors import DeadlineUnmet
 from arbiter.protocol.messages import LEASE_NAME, LeaseCall
 from arbiter.units import GIB, LONGEST_S, Bytes, NodeId, seconds
