@@ -1,8 +1,8 @@
 """The variables of the process environment that a person may set for this project.
 
-An empty variable counts as not set. Variables of Ray, Serve and the engines keep their own readers,
-and so do `arbiter.leases` and `arbiter.server.store`, which run where this package may not be
-installed.
+An empty variable counts as not set. Variables of Ray, Serve and the engines keep their own readers.
+So do `arbiter.leases` and `arbiter.server.state_path`, which run where this package may not be
+installed, and commands, of whose time the import of pydantic's settings was a seventh.
 """
 
 from pathlib import Path
@@ -25,10 +25,8 @@ class Environment(BaseSettings):
         env_prefix="ARBITER_", env_ignore_empty=True, extra="ignore", frozen=True
     )
 
-    url: str = URL  # the front that commands talk to
-    key: SecretStr | None = (
-        None  # API key that commands send; absent: the owner's, to loopback only
-    )
+    url: str = URL  # the front that clients talk to
+    key: SecretStr | None = None  # API key that clients send; absent: the owner's, to loopback only
     models: Path = Field(default_factory=lambda: _cache("models"))  # made by models/make_models.py
     adapters: Path = Field(default_factory=lambda: _cache("adapters"))  # checked by the engines
     logs: Path = Field(default_factory=lambda: _cache("logs"))  # of `arbiter serve`

@@ -102,7 +102,8 @@ def upgrade_arbiter(boot_of: Callable[[messages.Plain], messages.StartConfig]) -
 
 def _kept_table(error: GetTimeoutError) -> messages.Plain:
     """The table of an arbiter that hangs. Raises GetTimeoutError."""
-    from arbiter.server.store import default_path, kept_table
+    from arbiter.server.state_path import default_path
+    from arbiter.server.store import kept_table
 
     file = ray_internals.noted_state_file() or default_path()
     table = kept_table(file, ray_internals.session_name())

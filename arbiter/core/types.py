@@ -136,6 +136,9 @@ class Need:
         return replace(self, context_bytes=max(self.context_bytes, self.gpu_context_bytes))
 
 
+LEASE = "lease"  # the capability and the role every lease has
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseConditions:
     """Gives the terms on which a process outside Serve holds device memory (A15)."""

@@ -9,11 +9,11 @@ from typing import Any
 from arbiter import errors
 from arbiter.core.decisions import EventKind, LogEvent, Reason
 from arbiter.core.histogram import Histogram
-from arbiter.core.tickets.leases import LEASE
+from arbiter.core.types import LEASE
+from arbiter.metrics.series import Labels
 from arbiter.metrics.table import TABLE, Kind
 from arbiter.units import in_seconds
 
-Labels = tuple[str, ...]
 JOB_KINDS = ("batch", "async", "response")
 JOBS_OPEN = {
     kind: ("queued", "in_progress", "cancelling") for kind in JOB_KINDS if kind != "batch"

@@ -1,21 +1,17 @@
 """The values of one scrape: the state as it is, and the counters so far (K2)."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
 
-from arbiter.core.histogram import Histogram, HistogramCounts, Sum
+from arbiter.core.histogram import Histogram, HistogramCounts
 from arbiter.core.reports.snapshot import DeviceView, StateView, TicketView
 from arbiter.core.types import Level, ModelName
-from arbiter.metrics.counters import JOB_ENDS, JOBS_OPEN, Counters, Labels
-from arbiter.metrics.table import CAPABILITY, TABLE, Kind, Metric
+from arbiter.metrics.counters import JOB_ENDS, JOBS_OPEN, Counters
+from arbiter.metrics.series import Labels, Samples, Value
+from arbiter.metrics.table import CAPABILITY, TABLE, Kind
 from arbiter.replay.score import ReplayedDay
 from arbiter.units import DeviceId, in_seconds
-
-Value = float | HistogramCounts
-Samples = dict[str, dict[Labels, Value]]  # by name of the table, then by the values of its labels
 
 # Best last: a model with several tickets shows the best of them.
 STATES = ("cold", "queued", "loading", "asleep", "draining", "resident")
@@ -253,38 +249,3 @@ def _replayed(found: Samples, day: ReplayedDay) -> None:
         }
         for name, value in values.items():
             found[f"arbiter_replay_{name}"][(policy,)] = value
-
-
-def buckets(metric: Metric, value: HistogramCounts) -> Iterator[tuple[str, int]]:
-    """Gives the upper bound of each bucket as Prometheus writes it, and the values up to it."""
-    bounds = (*(str(bound) for bound in metric.bounds), "+Inf")
-    return zip(bounds, accumulate(value.counts), strict=True)
-
-
-# -- between processes -----------------------------------------------------------------------------
-
-
-def to_plain(samples: Samples) -> dict[str, Any]:
-    """Returns plain values, which any code can read: rows of labels and value, or of labels, counts
-    by bucket, and sum."""
-    return {
-        name: [
-            [list(labels), list(value.counts), value.sum]
-            if isinstance(value, HistogramCounts)
-            else [list(labels), value]
-            for labels, value in rows.items()
-        ]
-        for name, rows in samples.items()
-    }
-
-
-def from_plain(plain: Mapping[str, Any]) -> Samples:
-    """Takes back the values of `to_plain`; what this code's table does not have is left out."""
-    found: Samples = {name: {} for name in TABLE}
-    for name in found.keys() & plain.keys():
-        is_histogram = TABLE[name].kind is Kind.HISTOGRAM
-        for labels, *value in plain[name]:
-            found[name][tuple(labels)] = (
-                HistogramCounts(tuple(value[0]), Sum(value[1])) if is_histogram else value[0]
-            )
-    return found

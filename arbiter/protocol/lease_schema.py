@@ -1,6 +1,5 @@
 """What an outside process says of its lease, as JSON: checked here, for HTTP and Python alike."""
 
-import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,7 +8,6 @@ from arbiter.core.types import DeviceBytes, LeaseConditions
 from arbiter.protocol.messages import LeaseCall
 from arbiter.units import DEFAULT_TENANT, LONGEST_S, Bytes, DeviceId, NodeId, seconds
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # names a ticket, so no separators
 PID_MOST = 1 << 22  # pid_max of 64-bit Linux (proc(5))
 
 

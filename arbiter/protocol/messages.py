@@ -4,6 +4,7 @@ Instants never do: a deadline travels as the Span that is left of it.
 """
 
 import hashlib
+import re
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -81,7 +82,7 @@ class StartConfig:
 
     configuration: Configuration
     agent: AgentSettings
-    state_file: str | None = None  # None: store.default_path()
+    state_file: str | None = None  # None: state_path.default_path()
     event_file: str | None = None  # JSON lines, if wanted
     replay_module: str | None = None  # replays the last day (arbiter.server.day_replays), if wanted
     replay_s: float = 1_800.0  # between two such replays
@@ -130,9 +131,13 @@ class LeaseCall:
         return lease_ticket(self.terms.tenant, self.lease)
 
 
+# What a client may name its lease: it is part of a ticket's name, so it has no separators.
+LEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
 def lease_ticket(tenant: str, lease: str) -> TicketId:
     """A name that no client chooses, so that none can name an engine's ticket, or another
-    tenant's lease. What follows the last colon is the client's: see `lease_schema.NAME`."""
+    tenant's lease. What follows the last colon is the client's: see `LEASE_NAME`."""
     return TicketId(f"lease:{tenant}:{lease}")
 
 

@@ -45,7 +45,8 @@ class ArbiterActor:
         from arbiter.server.node_agents import RayAgents
         from arbiter.server.node_watch import NodeWatch
         from arbiter.server.ray_metrics import export_forever
-        from arbiter.server.store import Store, default_path
+        from arbiter.server.state_path import default_path
+        from arbiter.server.store import Store
 
         self._boot = boot
         path = Path(boot.state_file) if boot.state_file else default_path()
@@ -337,7 +338,7 @@ class ArbiterActor:
 
     async def metrics(self) -> messages.Plain:
         """The value of every metric, in plain values (K2)."""
-        from arbiter.metrics.samples import to_plain
+        from arbiter.metrics.series import to_plain
 
         return to_plain(self._shell.samples())
 

@@ -18,7 +18,7 @@ from arbiter.core import types
 from arbiter.core.decisions import Reason
 from arbiter.core.records.ticket import State
 from arbiter.core.reports.plan import PlanQuestion
-from arbiter.core.tickets.leases import LEASE
+from arbiter.core.types import LEASE
 from arbiter.errors import (
     AgentAway,
     ArbiterUnavailable,
@@ -29,7 +29,6 @@ from arbiter.errors import (
 )
 from arbiter.protocol import messages
 from arbiter.protocol.json_codec import plain
-from arbiter.protocol.lease_schema import NAME
 from arbiter.server.shell import Shell
 from arbiter.server.store import GrantedLease, Member
 from arbiter.units import HolderId, NodeId, Span, TicketId, in_seconds, seconds
@@ -176,7 +175,9 @@ class LeaseService:
         ticket = messages.lease_ticket(tenant, lease)
         if ticket not in self._sessions and (granted := self._granted.get(ticket)):
             self._return(granted)
-        if not NAME.fullmatch(lease) or not (ticket in self._sessions or ticket in self._ended):
+        if not messages.LEASE_NAME.fullmatch(lease) or not (
+            ticket in self._sessions or ticket in self._ended
+        ):
             raise UnknownLease(lease)
         if session := self._sessions.get(ticket):
             self._end(session, "released")
@@ -234,7 +235,7 @@ class LeaseService:
     # -- coming --------------------------------------------------------------------------------
 
     def _open(self, call: messages.LeaseCall, is_kept: bool) -> LeaseSession:
-        if not NAME.fullmatch(call.lease):
+        if not messages.LEASE_NAME.fullmatch(call.lease):
             raise LeaseRefused("id", "must be letters and digits with . _ - inside, 64 at most")
         granted = self._granted.get(call.ticket)  # by the last epoch
         node = granted.node if granted else call.node or self._only_node()

@@ -12,7 +12,7 @@ from typing import Protocol
 from ray.util.metrics import Gauge
 
 from arbiter.core.histogram import HistogramCounts
-from arbiter.metrics.samples import Samples, buckets
+from arbiter.metrics.series import Samples, buckets
 from arbiter.metrics.table import FRONT, TABLE, Kind, Metric
 
 EXPORT_S = 5.0  # half of Ray's report interval, so that no gauge expires between two exports

@@ -41,7 +41,8 @@ from arbiter.core.decisions import (
 from arbiter.core.reports.plan import PlanQuestion
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.metrics.counters import Counters
-from arbiter.metrics.samples import Samples, Source, samples_of
+from arbiter.metrics.samples import Source, samples_of
+from arbiter.metrics.series import Samples
 from arbiter.protocol import messages
 from arbiter.protocol.json_codec import plain
 from arbiter.server.day_replays import DayReplays

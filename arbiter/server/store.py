@@ -62,13 +62,6 @@ GROUP BY tenant, remote ORDER BY tenant, remote"""
 _STALE = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, IndexError, TypeError)
 
 
-def default_path() -> Path:
-    """Returns the state file beside the user's other state, as the XDG base directory specification
-    has it."""
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(home) / "serve-arbiter" / "arbiter.sqlite"
-
-
 @dataclass(frozen=True, slots=True)
 class Member:
     """A holder that is expected back, and its process. 0: not known."""

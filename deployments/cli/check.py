@@ -79,7 +79,8 @@ def check(
 
 def _warnings(found: "Table", plans: "dict[str, ModelPlan]") -> list[str]:
     """What deploys, and will not do what it says, by what the state file has of earlier loads."""
-    from arbiter.server.store import default_path, learned_rows
+    from arbiter.server.state_path import default_path
+    from arbiter.server.store import learned_rows
     from deployments.tasks.budgets import broken_budgets
 
     file = found.arbiter.state_file

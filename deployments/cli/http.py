@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from arbiter.leases import URL
 from arbiter.loopback import is_loopback
 from deployments.cli.output import CommandError, clean
 
@@ -21,7 +22,7 @@ SAID_MOST = 500  # characters quoted of an answer that is not the front's
 
 Url = Annotated[
     str | None,
-    typer.Option("--url", help="The front. Default: $ARBITER_URL, else http://127.0.0.1:8000."),
+    typer.Option("--url", envvar="ARBITER_URL", help=f"The front. Default: {URL}."),
 ]
 
 
@@ -166,7 +167,7 @@ class Front:
 
 @contextmanager
 def front(url: str | None) -> Iterator[Front]:
-    """The front at `url`, else at `ARBITER_URL`. Raises BadUrl."""
+    """The front at `url`, else on this machine. Raises BadUrl."""
     import httpx
 
     where = address(url)
@@ -191,9 +192,7 @@ def transport() -> "httpx.BaseTransport | None":
 
 def address(url: str | None) -> str:
     """The front's, without a slash at its end. Raises BadUrl."""
-    from deployments.environment import Environment
-
-    found = (url or Environment().url).rstrip("/")
+    found = (url or URL).rstrip("/")
     try:
         parts = urlsplit(found)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -207,11 +206,10 @@ def address(url: str | None) -> str:
 def api_key(url: str) -> str:
     """`ARBITER_KEY`; else, for a front on this machine only, the key that its first start left for
     the owner: a key with every scope is not sent to whatever address was typed."""
-    from deployments.environment import Environment
     from deployments.front import keys
 
-    if given := Environment().key:
-        return given.get_secret_value()
+    if given := os.environ.get("ARBITER_KEY"):
+        return given
     file = keys.first_key_path(keys.keys_path())
     is_here = is_loopback(urlsplit(url).hostname or "")
     return file.read_text().strip() if is_here and os.access(file, os.R_OK) else ""

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from arbiter.core.settings import Settings
-from arbiter.core.tickets.budget import lendable
-from arbiter.core.types import DeviceKind
 from arbiter.units import GIB, MIB, Bytes, human
 from deployments.cli import config_text
 from deployments.cli.output import AsJson, CommandError, show, table, working
@@ -204,6 +201,10 @@ def _fitted(
 
 def _room(machine: Machine) -> int:
     """What one model may take: of all GPUs together, because vLLM divides a model over several."""
+    from arbiter.core.settings import Settings
+    from arbiter.core.tickets.budget import lendable
+    from arbiter.core.types import DeviceKind
+
     lent = (lendable(Bytes(size), DeviceKind.GPU, Settings()) for size in machine.gpus)
     return sum(lent) or int(LENT * machine.largest_bytes)
 

@@ -10,10 +10,10 @@ from textual.containers import VerticalScroll
 from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
 
-from deployments.cli import top, top_rows
+from deployments.cli import top_rows, top_watch
 from deployments.cli.output import cell
-from deployments.cli.top import Watch
 from deployments.cli.top_rows import TABS, Choice, Rows
+from deployments.cli.top_watch import Watch
 
 
 class Screen(App[None]):
@@ -44,7 +44,7 @@ class Screen(App[None]):
 
     def on_mount(self) -> None:
         self.draw()
-        self.set_interval(top.FRAME_S, self.look)
+        self.set_interval(top_watch.FRAME_S, self.look)
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
         if event.pane.id in TABS:
@@ -80,7 +80,7 @@ class Screen(App[None]):
         if watch.view is None or watch.trouble:
             self.query_one("#memory", Static).update(watch.trouble)
             return
-        above = top.summary(watch.view, watch.away_unix_s, now)
+        above = top_watch.summary(watch.view, watch.away_unix_s, now)
         self.query_one("#memory", Static).update(Group(*above))
         self.sub_title = f"sorted by {self._choice.order}"
         watch.tab = self._choice.tab

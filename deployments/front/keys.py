@@ -26,7 +26,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from arbiter.server.store import default_path
+from arbiter.server.state_path import default_path
 from arbiter.units import DEFAULT_TENANT
 
 logger = logging.getLogger("ray.serve")

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric as Family
 from arbiter.client.admin import call_arbiter
 from arbiter.core.histogram import HistogramCounts
 from arbiter.errors import ArbiterUnavailable
-from arbiter.metrics.samples import Samples, Value, buckets, from_plain
+from arbiter.metrics.series import Samples, Value, buckets, from_plain
 from arbiter.metrics.table import AGE, TABLE, UP, Kind, Metric
 
 ANSWER_S = 3.0  # the scrape timeout of Prometheus is 10 s; a restart of the arbiter takes 1-2 s

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from arbiter.server.store import default_path
+from arbiter.server.state_path import default_path
 from deployments.jobs import figures
 from deployments.jobs.errors import StorageFailed, StorageFull, Superseded
 from deployments.jobs.schema import migrate

@@ -18,9 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from arbiter.errors import ArbiterUnavailable, RequestError, UnknownModel
 from arbiter.protocol.egress_budget import MILLION
@@ -32,11 +30,15 @@ from deployments.front.keys import Caller, Scope
 from deployments.front.request import ParsedRequest
 from deployments.remotes.body import KNOWN, Rebuilt, rebuild
 from deployments.remotes.breaker import Breaker, Failure
-from deployments.remotes.exchange import Exchange, Failed, Refused
 from deployments.remotes.offers import Offer, RemoteCall, RemoteFailed, RemoteRefused
 from deployments.remotes.privacy import Secrets
 from deployments.remotes.spending import ArbiterBook, Book, Spending
 from deployments.replica.background import BackgroundTasks
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from deployments.remotes.exchange import Exchange
 
 logger = logging.getLogger("ray.serve")
 Parts = AsyncGenerator[messages.Part, None]
@@ -66,7 +68,7 @@ class Remotes:
     def __init__(
         self,
         book: Book | None = None,
-        resolver: Callable[[], aiohttp.abc.AbstractResolver] | None = None,
+        resolver: "Callable[[], aiohttp.abc.AbstractResolver] | None" = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`book`: absent: the arbiter. `resolver`: makes one for a request; absent: the
@@ -79,6 +81,10 @@ class Remotes:
 
     def configure(self, config: RemotesConfig) -> None:
         """Takes a table, which holds from the next offer, call and run on."""
+        if config.rows:
+            # aiohttp comes with it, whose import takes 0.3 s: not of a front without remotes, and
+            # not while requests wait.
+            from deployments.remotes import exchange  # noqa: F401
         self._config, self._homes = config, config.homes
         self._secrets = Secrets(config.secrets) if config.rows else None
 
@@ -234,6 +240,8 @@ class Remotes:
 
     async def _settled(self, call: RemoteCall, egress: Egress, state: _State) -> Parts:
         """The exchange, and its end told to breaker and arbiter, whatever it was."""
+        from deployments.remotes.exchange import Exchange, Failed, Refused
+
         began_s, outcome = self._now_s(), "left"  # by its client, as of local runs
         row = self._row_for(call)
         exchange = Exchange(row, call, self._resolver() if self._resolver else None)
@@ -320,7 +328,7 @@ def _dearest(call: RemoteCall, model: RemoteModel) -> tuple[int, int]:
 
 
 def _end(
-    egress: Egress, exchange: Exchange, row: RemoteConfig, outcome: str, took_s: float
+    egress: Egress, exchange: "Exchange", row: RemoteConfig, outcome: str, took_s: float
 ) -> EgressEnd:
     prompt, answer = exchange.prompt_tokens, exchange.answer_tokens
     micros = row.models[egress.model].micros(prompt, answer)

@@ -536,7 +536,7 @@ BUGS = [
     Bug("a load counts as a reload without an eviction", "arbiter/metrics/counters.py", "Counters._note_load",
         "name in self._evicted",
         "self._evicted.add(name) is None"),
-    Bug("Ray's buckets are not cumulative", "arbiter/metrics/samples.py", "buckets",
+    Bug("Ray's buckets are not cumulative", "arbiter/metrics/series.py", "buckets",
         "accumulate(value.counts)",
         "value.counts"),
     Bug("a body that stops coming is waited for", "deployments/front/body_limit.py", "BoundedBody.__call__",

@@ -10,11 +10,11 @@ from textual.widgets import DataTable, Static, TabbedContent
 
 from arbiter.core.reports.snapshot import CooldownView
 from arbiter.units import seconds
-from deployments.cli import top, top_rows
+from deployments.cli import top_rows, top_watch
 from deployments.cli.output import CommandError
-from deployments.cli.top import Watch
 from deployments.cli.top_rows import Choice
 from deployments.cli.top_screen import Screen
+from deployments.cli.top_watch import Watch
 from deployments.monitoring.followed import Followed
 from deployments.monitoring.story import event_row
 from deployments.monitoring.view import Facts, SlabRow, View, to_plain, view_of
@@ -152,7 +152,7 @@ def test_what_others_chose_cannot_steer_the_terminal() -> None:
 def test_500_models_are_drawn_in_the_room_that_there_is(view: View) -> None:
     row = view.models[0]
     many = replace(view, models=tuple(replace(row, model=f"m{n:03}") for n in range(500)))
-    drawn = text(top.screenful(watched(many), Choice(), NOW, 30), width=140)
+    drawn = text(top_watch.screenful(watched(many), Choice(), NOW, 30), width=140)
     assert 20 < len(drawn.splitlines()) <= 30
     assert "m000" in drawn
 
@@ -230,7 +230,7 @@ def test_a_watch_has_the_view_and_goes_on_behind_its_last_event(
 ) -> None:
     front.streams("/arbiter/view/stream?after=0", streamed(view))
     front.refuses("GET", f"/arbiter/view/stream?after={EVENT['seq']}", 403, "scope_missing", "no")
-    with top.watching("http://127.0.0.1:1") as watch:
+    with top_watch.watching("http://127.0.0.1:1") as watch:
         assert watch.ended.wait(60)
     assert watch.view and len(watch.events) == 1
     with pytest.raises(CommandError, match="scope_missing"):
@@ -241,9 +241,9 @@ def test_a_watch_has_the_view_and_goes_on_behind_its_last_event(
 async def test_a_front_that_is_away_is_asked_again(front: ScriptedFront, view: View) -> None:
     path = "/arbiter/view/stream?after=0"
     front.refuses("GET", path, 503, "starting", "not yet")
-    with top.watching("http://127.0.0.1:1") as watch:
+    with top_watch.watching("http://127.0.0.1:1") as watch:
         await eventually(lambda: "not yet" in watch.trouble)
-        assert "not yet" in text(top.screenful(watch, Choice(), NOW, 30))
+        assert "not yet" in text(top_watch.screenful(watch, Choice(), NOW, 30))
         front.streams(path, streamed(view))
         await eventually(lambda: watch.view)
     assert watch._failure is None
@@ -295,17 +295,17 @@ async def test_keys_change_tab_and_order_and_quit(view: View) -> None:
 async def test_adapters_are_asked_for_while_their_tab_is_shown(
     front: ScriptedFront, view: View
 ) -> None:
-    path = f"/arbiter/view/adapters?most={top.ADAPTERS_MOST}"
+    path = f"/arbiter/view/adapters?most={top_watch.ADAPTERS_MOST}"
     said = {"count": 2, "adapters": ["talk:b", "talk:a"], "tiers": {"talk:b": "hot"}}
     front.says("GET", path, said)
     front.streams("/arbiter/view/stream?after=0", streamed(view))
-    with top.watching("http://127.0.0.1:1") as watch:
+    with top_watch.watching("http://127.0.0.1:1") as watch:
         await eventually(lambda: watch.view)
         assert ("GET", path) not in front.asked()
         shown = Choice(top_rows.ADAPTERS)
-        top.screenful(watch, shown, NOW, 30)
+        top_watch.screenful(watch, shown, NOW, 30)
         await eventually(lambda: watch.adapters)
-        lines = text(top.screenful(watch, shown, NOW, 30)).splitlines()
+        lines = text(top_watch.screenful(watch, shown, NOW, 30)).splitlines()
     assert [line.split() for line in lines[-2:]] == [["talk:b", "hot"], ["talk:a", "-"]]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from arbiter.client import admin
 from arbiter.client.admin import find_arbiter, stop_arbiter, upgrade_arbiter
-from arbiter.server import store
+from arbiter.server import state_path
 from deployments.config import boot
 from tests.support.live_arbiter import gone, live_arbiter
 
@@ -51,7 +51,7 @@ async def test_arbiter_that_hangs_is_upgraded_and_keeps_its_engines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with live_arbiter() as d:
-        monkeypatch.setattr(store, "default_path", lambda: tmp_path / "of another.sqlite")
+        monkeypatch.setattr(state_path, "default_path", lambda: tmp_path / "of another.sqlite")
         h = d.holder()
         await h.ask.remote("a")
         engines, pid = await d.engines(), await d.arbiter_pid()

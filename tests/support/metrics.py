@@ -7,7 +7,8 @@ from arbiter.core import types
 from arbiter.core.histogram import SECONDS_BOUNDS, Histogram
 from arbiter.core.settings import TenantLimits
 from arbiter.metrics.counters import Counters
-from arbiter.metrics.samples import JobTotal, Samples, Source, samples_of
+from arbiter.metrics.samples import JobTotal, Source, samples_of
+from arbiter.metrics.series import Samples
 from arbiter.replay.score import ReplayedDay, Score
 from arbiter.units import Bytes, Content, HolderId, Span, TicketId, seconds
 from tests.support.core_driver import HOST, NODE, PLAIN, CoreDriver, gib

@@ -162,7 +162,7 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
     if state.closing_by is not None:
         return ArbiterClosing()
     if event.lease:
-        short = pressure.refusal_under_pressure(state, event.holder, leases.LEASE)
+        short = pressure.refusal_under_pressure(state, event.holder, types.LEASE)
         unlawful = leases.why_not(state, event, event.lease)
         quota = None if event.lease.frees else _over_quota(state, event, event.lease.tenant)
         return short or unlawful or quota or _queue_full(state, event.model_name)

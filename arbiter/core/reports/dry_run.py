@@ -34,7 +34,7 @@ from arbiter.core.reports.plan import (
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases
 from arbiter.core.tickets.device_limits import COMPUTE, compute_books, on_demand_of
-from arbiter.core.tickets.leases import LEASE
+from arbiter.core.types import LEASE
 from arbiter.core.view import Policies
 from arbiter.errors import QuotaExceeded, RequestError
 from arbiter.units import Bytes, HolderId, Instant, NodeId, Span, TicketId, human, since

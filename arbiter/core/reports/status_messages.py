@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from arbiter.core.records.ticket import State
 from arbiter.core.reports.snapshot import DeviceView, StateView, TicketView
-from arbiter.core.tickets.leases import LEASE
-from arbiter.core.types import DeviceKind
+from arbiter.core.types import LEASE, DeviceKind
 from arbiter.units import Bytes, DeviceId, human
 
 MOST_NAMED = 12  # models of one holder: beyond that a sentence is a table

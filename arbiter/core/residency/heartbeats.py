@@ -153,7 +153,7 @@ def _silence_limit(state: CoreState, holder: Holder) -> Span:
     end too, but not of a driver that hangs; of an outside process's end only its node agent may
     know."""
     timeouts = state.settings.timeouts
-    if holder.capability == leases.LEASE:
+    if holder.capability == types.LEASE:
         return timeouts.lease_lapse
     return timeouts.silent if holder.is_driver else timeouts.lost
 

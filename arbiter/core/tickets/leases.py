@@ -29,9 +29,6 @@ from arbiter.errors import (
 )
 from arbiter.units import Bytes, Instant, Span, after, in_seconds
 
-LEASE = "lease"  # the capability and the role every lease has
-
-
 # -- asking ---------------------------------------------------------------------------------------
 
 
@@ -119,7 +116,7 @@ def new_entry(
         event.ticket,
         event.holder,
         holder.node,
-        LEASE,
+        types.LEASE,
         event.model,
         event.settings_key,
         event.need,
@@ -142,7 +139,7 @@ def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
         term=terms.term if terms.on_host else min(terms.term, settings.lease_term_most),
         notice=max(Span(0), min(terms.notice, settings.lease_notice_most)),
     )
-    rank = state.policies.roles[LEASE].rank
+    rank = state.policies.roles[types.LEASE].rank
     entry.bind_lease(terms, after(state.now, terms.term), _priority_of(terms), rank)
     state.ledger.bill_to(entry, types.Client(terms.tenant))
 

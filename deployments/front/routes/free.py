@@ -10,11 +10,9 @@ from pydantic import Field
 
 from arbiter.client.admin import call_arbiter
 from arbiter.core.reports.plan import PlanQuestion
-from arbiter.core.tickets.leases import LEASE
-from arbiter.core.types import LeaseConditions, Need
+from arbiter.core.types import LEASE, LeaseConditions, Need
 from arbiter.errors import DeadlineUnmet
-from arbiter.protocol.lease_schema import NAME
-from arbiter.protocol.messages import LeaseCall
+from arbiter.protocol.messages import LEASE_NAME, LeaseCall
 from arbiter.units import GIB, LONGEST_S, Bytes, NodeId, seconds
 from deployments.config.fields import Strict
 from deployments.front.dependencies import Admin
@@ -33,7 +31,7 @@ class FreeBody(Strict):
     term_s: float = Field(3600.0, gt=0, le=LONGEST_S)
     name: str = Field("hold", max_length=128)
     node: str | None = Field(None, max_length=128)  # None: the only one there is
-    id: str | None = Field(None, pattern=NAME.pattern)  # None: a new one
+    id: str | None = Field(None, pattern=LEASE_NAME.pattern)  # None: a new one
     # True: the arbiter holds the lease; False: the caller sends heartbeats by PUT
     # /arbiter/leases/{id}
     kept: bool = True

@@ -8,7 +8,8 @@ from fastapi.responses import JSONResponse
 from arbiter.client.admin import call_arbiter
 from arbiter.errors import UnknownLease
 from arbiter.protocol.json_codec import plain
-from arbiter.protocol.lease_schema import NAME, LeaseBody
+from arbiter.protocol.lease_schema import LeaseBody
+from arbiter.protocol.messages import LEASE_NAME
 from arbiter.units import TicketId
 from deployments.front import arbiter_gateway
 from deployments.front.dependencies import Admin, Lessee
@@ -35,7 +36,7 @@ async def leases(caller: Lessee) -> dict[str, Any]:
 @router.put("/{lease}")
 async def hear(lease: LeaseId, body: LeaseBody, caller: Lessee) -> JSONResponse:
     """Requests the lease, renews it and waits for news: the client repeats the same body."""
-    if not NAME.fullmatch(lease):
+    if not LEASE_NAME.fullmatch(lease):
         raise BadRequest("`id` of a lease: use letters and digits, with . _ - inside", "id")
     said = body.model_copy(update={"tenant": caller.tenant})
     return JSONResponse(plain(await call_arbiter("lease", said.as_call(lease))))

@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from arbiter.client.admin import call_arbiter
 from arbiter.core.reports.plan import PlanQuestion
-from arbiter.core.tickets.leases import LEASE
-from arbiter.core.types import LeaseConditions, Need, Priority
+from arbiter.core.types import LEASE, LeaseConditions, Need, Priority
 from arbiter.errors import UnknownModel
 from arbiter.units import GIB, Bytes, NodeId, seconds
 from deployments.config import load_plan

@@ -15,7 +15,7 @@ from ray.exceptions import (
 from arbiter.client import admin
 from arbiter.errors import ArbiterUnavailable, UnknownTicket
 from arbiter.protocol import messages, ray_internals
-from arbiter.server import store
+from arbiter.server import state_path, store
 from arbiter.units import NodeId, TicketId
 from deployments.config import boot
 from tests.support.fake_arbiter import FakeArbiter, never
@@ -149,7 +149,7 @@ def test_arbiter_that_hangs_is_upgraded_with_the_table_of_its_state_file(
         return Actor("new")
 
     monkeypatch.setattr(admin, "_start", start)
-    monkeypatch.setattr(store, "default_path", lambda: tmp_path / "arbiter.sqlite")
+    monkeypatch.setattr(state_path, "default_path", lambda: tmp_path / "arbiter.sqlite")
     kept: dict[str, Any] = {"capabilities": {}}
     monkeypatch.setattr(store, "kept_table", lambda path, session: None)
     with pytest.raises(GetTimeoutError, match=r"arbiter\.sqlite has no table .* `arbiter down`"):

@@ -7,8 +7,8 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core.decisions import EventKind, LogEvent
 from arbiter.core.histogram import HistogramCounts, Sum
-from arbiter.metrics.counters import KNOWN, Counters, Labels
-from arbiter.metrics.samples import Samples, Value, from_plain, to_plain
+from arbiter.metrics.counters import KNOWN, Counters
+from arbiter.metrics.series import Labels, Samples, Value, from_plain, to_plain
 from arbiter.metrics.table import FRONT, TABLE
 from arbiter.units import GIB, TicketId, seconds
 from tests.support.core_driver import CPU, CoreDriver, capability

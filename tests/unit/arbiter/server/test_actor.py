@@ -10,7 +10,7 @@ from ray.exceptions import OwnerDiedError, RayActorError
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.errors import OutsideHours, SettingsConflict, StaleEpoch
-from arbiter.metrics.samples import from_plain
+from arbiter.metrics.series import from_plain
 from arbiter.protocol import messages
 from arbiter.server import shell
 from arbiter.server.actor import ArbiterActor

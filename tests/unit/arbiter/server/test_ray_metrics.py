@@ -7,7 +7,7 @@ import pytest
 
 from arbiter.core.histogram import HistogramCounts
 from arbiter.metrics.counters import Counters
-from arbiter.metrics.samples import Samples
+from arbiter.metrics.series import Samples
 from arbiter.metrics.table import AGE, TABLE, UP, Kind
 from arbiter.server import ray_metrics
 from arbiter.server.ray_metrics import RayMetrics, export_forever

@@ -52,10 +52,14 @@ def test_the_owners_key_goes_through_no_proxy(
     assert opened == [False, True]
 
 
-def test_an_option_goes_before_the_environment(front: ScriptedFront, run: Run) -> None:
+def test_an_option_goes_before_the_environment_and_an_empty_variable_is_none(
+    front: ScriptedFront, run: Run
+) -> None:
     for words, url in (((), "http://a:1"), (("--url", "http://b:2/"), "http://b:2")):
         failed = run("status", *words, ARBITER_URL="http://a:1")
         assert f"GET {url}/arbiter/state was answered (404)" in failed.stderr
+    failed = run("status", ARBITER_URL="")
+    assert "GET http://127.0.0.1:8000/arbiter/state was answered (404)" in failed.stderr
 
 
 def test_a_refusal_is_told_in_words(front: ScriptedFront, run: Run) -> None:

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families as families_
 from arbiter.core.histogram import HistogramCounts
 from arbiter.errors import ArbiterUnavailable
 from arbiter.metrics.counters import Counters
-from arbiter.metrics.samples import Samples, to_plain
+from arbiter.metrics.series import Samples, to_plain
 from arbiter.metrics.table import AGE, TABLE, UP
 from deployments.front.metrics_page import FRESH_S, MetricsPage, exposition
 from tests.support.metrics import SECRETS, busy_core, scrape
