@@ -20,6 +20,7 @@ from openai import OpenAI
 from deployments.client import Client
 from tests.graph.conftest import BIN, DOWNSCALE_S, EVENT_FILE, KEEP_WARM_S, Graph, until
 from tests.support.graph_commands import environment, run_command, send, unload_all
+from tests.support.graph_metrics import ray_answer
 from tests.support.graph_processes import log_of, victims
 
 CHAT, LEFT = "tiny-chat", "left-chat"
@@ -132,15 +133,7 @@ DELETE /arbiter/jobs/{job_id}
 
 def replicas(graph: Graph, capability: str) -> int:
     """As Serve's own REST lists them."""
-    token = subprocess.run(
-        [BIN / "ray", "get-auth-token"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    request = urllib.request.Request(
-        f"{graph.dashboard}/api/serve/applications/",
-        headers={"Authorization": f"Bearer {token}"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        details: dict[str, Any] = json.load(answer)
+    details = ray_answer(graph, "/api/serve/applications/")
     return len(details["applications"][capability]["deployments"][capability]["replicas"])
 
 

@@ -1,5 +1,6 @@
 """The metrics of a running graph: of its front, and of Ray's own exporter."""
 
+import functools
 import json
 import subprocess
 import urllib.request
@@ -23,14 +24,17 @@ def scrape(url: str) -> dict[str, list[Any]]:
 
 def ray_answer(graph: Graph, path: str) -> Any:
     """Of Ray's dashboard."""
-    token = subprocess.run(
-        [BIN / "ray", "get-auth-token"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    request = urllib.request.Request(
-        f"{graph.dashboard}{path}", headers={"Authorization": f"Bearer {token}"}
-    )
+    head = {"Authorization": f"Bearer {ray_token()}"}
+    request = urllib.request.Request(f"{graph.dashboard}{path}", headers=head)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
+
+
+@functools.cache
+def ray_token() -> str:
+    """Of this user's clusters; a second of a core each time that Ray is asked."""
+    command = [BIN / "ray", "get-auth-token"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def ray_targets(graph: Graph) -> list[str]:
