@@ -19,7 +19,7 @@ from openai import OpenAI
 
 from deployments.client import Client
 from tests.graph.conftest import BIN, DOWNSCALE_S, EVENT_FILE, KEEP_WARM_S, Graph, until
-from tests.support.graph_commands import environment, run_command, send, unload_all
+from tests.support.graph_commands import drain, environment, send, unload_all
 from tests.support.graph_metrics import ray_answer
 from tests.support.graph_processes import log_of, victims
 
@@ -190,7 +190,7 @@ def test_replica_stays_while_a_handle_is_held_or_a_ticket_waits_and_an_idle_one_
             assert EMBEDDING in waiting(graph)
             assert [replicas(graph, name) for name in ("vad", "embedding")] == [1, 1]
         finally:
-            run_command(graph, "drain", held["lease"]["ticket"])
+            drain(graph, held["lease"]["ticket"])
         assert queued.result(60).data
 
 
