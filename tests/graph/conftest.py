@@ -28,7 +28,7 @@ from openai import OpenAI
 from deployments.front import keys
 from deployments.start_variables import VARIABLES
 from models import make_models
-from tests.support import s3_server, whisper_base
+from tests.support import ray_dashboard, s3_server, whisper_base
 from tests.support.ports import free_port
 from tests.support.waits import pauses
 
@@ -169,12 +169,8 @@ class Graph:
         return {t["ticket"]: t["state"] for t in found}
 
     def deploy(self, config: dict[str, Any]) -> None:
-        """Change the configuration while it runs."""
-        file = self.folder / "changed.yaml"
-        file.write_text(yaml.safe_dump(config))
-        command = [str(BIN / "serve"), "deploy", str(file), "-a", self.dashboard]
-        env = os.environ | {"RAY_AUTH_MODE": "token"}
-        subprocess.run(command, check=True, env=env, timeout=60, capture_output=True)
+        """Change the configuration while it runs, by Serve's REST API."""
+        ray_dashboard.deploy(self.dashboard, config)
 
 
 def shortened(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,12 @@
 """The metrics of a running graph: of its front, and of Ray's own exporter."""
 
-import functools
-import json
-import subprocess
 import urllib.request
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families as families_of
 
-from tests.graph.conftest import BIN, Graph
+from tests.graph.conftest import Graph
+from tests.support import ray_dashboard
 
 
 def scrape(url: str) -> dict[str, list[Any]]:
@@ -24,17 +22,7 @@ def scrape(url: str) -> dict[str, list[Any]]:
 
 def ray_answer(graph: Graph, path: str) -> Any:
     """Of Ray's dashboard."""
-    head = {"Authorization": f"Bearer {ray_token()}"}
-    request = urllib.request.Request(f"{graph.dashboard}{path}", headers=head)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
-
-
-@functools.cache
-def ray_token() -> str:
-    """Of this user's clusters; a second of a core each time that Ray is asked."""
-    command = [BIN / "ray", "get-auth-token"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return ray_dashboard.answer(graph.dashboard, path)
 
 
 def ray_targets(graph: Graph) -> list[str]:
