@@ -1,5 +1,7 @@
 """The metrics of a running graph: of its front, and of Ray's own exporter."""
 
+import contextlib
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -17,6 +19,16 @@ def scrape(url: str) -> dict[str, list[Any]]:
     for family in families_of(text):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample)
+    return found
+
+
+def ray_samples(graph: Graph) -> dict[str, list[Any]]:
+    """What Ray's exporters show together, without those of a part of Ray that has ended."""
+    found: dict[str, list[Any]] = {}
+    for target in ray_targets(graph):
+        with contextlib.suppress(urllib.error.URLError):
+            for name, samples in scrape(f"http://{target}/metrics").items():
+                found.setdefault(name, []).extend(samples)
     return found
 
 
