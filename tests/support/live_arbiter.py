@@ -25,7 +25,7 @@ from deployments.messages import ResponseHead
 from deployments.replica.residency import Residency
 from deployments.replica.use import whole
 from tests.support.holder import RESTING, Holder
-from tests.support.waits import WITHIN_S, pauses
+from tests.support.waits import WITHIN_S, eventually, pauses
 
 ENGINE = "tests.support.fake_engine:build"
 LOOK_S = 0.02  # between two looks at the state
@@ -86,6 +86,9 @@ class LiveArbiter:
             made = replace(made, agent=replace(made.agent, gpus=gpus))
         await start_arbiter(made)
         await self.until(lambda s: s["devices"] and s["devices"][0]["physical_free_bytes"])
+        # A test that is over sooner would leave a zygote behind that the agent does not know yet.
+        zygote: int = await eventually(self._zygote)
+        assert zygote
 
     def holder(self, name: str = "chat") -> Any:
         """A test may kill it."""
@@ -154,6 +157,9 @@ class LiveArbiter:
     async def pids(self) -> dict[str, int]:
         found: dict[str, int] = await (await self.agent()).pids.remote()
         return found
+
+    async def _zygote(self) -> int:
+        return (await self.pids())["zygote"]
 
     async def arbiter_pid(self) -> int:
         pid: int = await call_arbiter("pid")
