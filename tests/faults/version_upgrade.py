@@ -21,7 +21,8 @@ from arbiter.errors import ArbiterUnavailable
 from arbiter.protocol import messages
 from deployments.config import boot
 from tests.conftest import ENVIRONMENT
-from tests.support.live_arbiter import Holder, LiveArbiter, capability, live_arbiter, model
+from tests.support.holder import Holder
+from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
 
 CODE = Path(messages.__file__)
 OLD = "class ReloadCommand:\n    model: str\n"

@@ -1,14 +1,16 @@
 """Anthropic's official client, unchanged, against the whole graph."""
 
 import urllib.request
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from anthropic import Anthropic, AsyncAnthropic, BadRequestError, NotFoundError
 
 from models.train_vision import QUESTIONS, answer
 from tests.graph.conftest import Graph
 from tests.support.drawings import FACTS, drawing, uri
+
+if TYPE_CHECKING:  # three seconds of a core, in the one process that runs these tests
+    from anthropic import Anthropic
 
 CHAT, EMBED, SEES = "tiny-chat", "all-minilm-l6-v2", "tiny-describe"
 TRAINED = (
@@ -30,12 +32,14 @@ LEND: Any = {
 
 
 @pytest.fixture
-def claude(graph: Graph) -> Anthropic:
+def claude(graph: Graph) -> "Anthropic":
+    from anthropic import Anthropic
+
     return Anthropic(base_url=graph.url, api_key="none", timeout=120, max_retries=0)
 
 
 @pytest.mark.spec("J1")
-def test_message_is_answered_whole_and_streamed_alike(claude: Anthropic) -> None:
+def test_message_is_answered_whole_and_streamed_alike(claude: "Anthropic") -> None:
     asked: Any = {"model": CHAT, "max_tokens": 12, "messages": HELLO, "extra_body": GREEDY}
     whole = claude.messages.create(**asked)
     assert (whole.type, whole.role, whole.model) == ("message", "assistant", CHAT)
@@ -51,7 +55,7 @@ def test_message_is_answered_whole_and_streamed_alike(claude: Anthropic) -> None
 
 
 @pytest.mark.spec("J1")
-def test_tokens_are_counted_as_they_are_used_with_and_without_a_system(claude: Anthropic) -> None:
+def test_tokens_are_counted_as_they_are_used_with_and_without_a_system(claude: "Anthropic") -> None:
     for more in ({}, {"system": "Be brief."}):
         count = claude.messages.count_tokens(model=CHAT, messages=HELLO, **more)
         said = claude.messages.create(model=CHAT, max_tokens=1, messages=HELLO, **more)
@@ -59,7 +63,7 @@ def test_tokens_are_counted_as_they_are_used_with_and_without_a_system(claude: A
 
 
 @pytest.mark.spec("J1")
-def test_beta_routes_and_the_async_client_are_answered(claude: Anthropic, graph: Graph) -> None:
+def test_beta_routes_and_the_async_client_are_answered(claude: "Anthropic", graph: Graph) -> None:
     said = claude.beta.messages.create(model=CHAT, max_tokens=2, messages=HELLO)
     assert said.usage.output_tokens <= 2
     request = urllib.request.Request(f"{graph.url}/", method="HEAD")
@@ -69,6 +73,8 @@ def test_beta_routes_and_the_async_client_are_answered(claude: Anthropic, graph:
 
 @pytest.mark.spec("J1")
 async def test_async_client_streams(graph: Graph) -> None:
+    from anthropic import AsyncAnthropic
+
     async with AsyncAnthropic(base_url=graph.url, api_key="none", max_retries=0) as claude:
         stream = await claude.messages.create(model=CHAT, max_tokens=4, messages=HELLO, stream=True)
         kinds = [event.type async for event in stream]
@@ -76,7 +82,7 @@ async def test_async_client_streams(graph: Graph) -> None:
 
 
 @pytest.mark.spec("J1")
-def test_tool_that_is_named_is_used_with_lawful_input(claude: Anthropic) -> None:
+def test_tool_that_is_named_is_used_with_lawful_input(claude: "Anthropic") -> None:
     said = claude.messages.create(
         model=TRAINED,
         max_tokens=96,
@@ -102,7 +108,7 @@ def sent(number: int) -> dict[str, str]:
 
 
 @pytest.mark.spec("J1", "H2")
-def test_picture_in_a_message_is_described_whole_and_streamed(claude: Anthropic) -> None:
+def test_picture_in_a_message_is_described_whole_and_streamed(claude: "Anthropic") -> None:
     for kind, number in (("describe", 64), ("shape", 100), ("colour", 8)):
         asked: Any = {
             "model": SEES,
@@ -128,20 +134,26 @@ def test_picture_in_a_message_is_described_whole_and_streamed(claude: Anthropic)
     ],
 )
 def test_picture_that_is_no_bitmap_itself_is_400_and_named(
-    claude: Anthropic, source: dict[str, str]
+    claude: "Anthropic", source: dict[str, str]
 ) -> None:
+    from anthropic import BadRequestError
+
     with pytest.raises(BadRequestError, match=r"messages\[0\]\.content\[0\]\.source"):
         claude.messages.create(model=SEES, max_tokens=2, messages=shown(source, "which?"))
 
 
 @pytest.mark.spec("H2", "L3")
-def test_picture_for_a_model_without_eyes_is_a_client_error(claude: Anthropic) -> None:
+def test_picture_for_a_model_without_eyes_is_a_client_error(claude: "Anthropic") -> None:
+    from anthropic import BadRequestError
+
     with pytest.raises(BadRequestError, match=r"multimodal|image"):
         claude.messages.create(model=CHAT, max_tokens=2, messages=shown(sent(0), "which?"))
 
 
 @pytest.mark.spec("J1", "L3")
-def test_errors_are_the_clients_own_classes_and_name_the_field(claude: Anthropic) -> None:
+def test_errors_are_the_clients_own_classes_and_name_the_field(claude: "Anthropic") -> None:
+    from anthropic import BadRequestError, NotFoundError
+
     with pytest.raises(NotFoundError) as missing:
         claude.messages.create(model="no-such", max_tokens=2, messages=HELLO)
     assert "no-such" in str(missing.value)

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import BIN, ROOT, Graph, until
-from tests.support.graph_commands import environment, read_command, send, unload_all
+from tests.support.graph_commands import by_hand, environment, send, unload_all
 
 TARGET, DRAFTER, ALONE = "drafted-chat", "drafting-chat", "plain-chat"
 MIB = 1 << 20
@@ -69,9 +69,7 @@ def test_target_waits_for_room_for_its_drafter_too_and_answers_as_the_target_alo
     assert held["drafter_bytes"] > 100 * MIB
     assert sum(held["charged_bytes"].values()) >= 700 * MIB + held["drafter_bytes"]
     assert len(graph.engines()) == 2  # of one engine: the frontend and its core
-    until(
-        lambda: read_command(graph, "unload", TARGET) and not target(graph), 30, "the pair is gone"
-    )
+    until(lambda: by_hand(graph, "unload", TARGET) and not target(graph), 30, "the pair is gone")
     assert not graph.engines()
 
 
@@ -94,11 +92,7 @@ def test_drafter_leaves_under_pressure_its_text_goes_on_and_it_is_back_with_the_
     assert (after["ticket"], after["state"]) == (before["ticket"], "resident")
     held = sum(before["charged_bytes"].values()) - sum(after["charged_bytes"].values())
     assert held >= 0.9 * before["drafter_bytes"]
-    until(
-        lambda: read_command(graph, "unload", TARGET) and not target(graph),
-        60,
-        "the target is gone",
-    )
+    until(lambda: by_hand(graph, "unload", TARGET) and not target(graph), 60, "the target is gone")
     assert answer(client, TARGET) == said
     assert (target(graph) or {})["drafter_bytes"] == before["drafter_bytes"]
-    until(lambda: read_command(graph, "unload", TARGET) and not target(graph), 60, "it is gone")
+    until(lambda: by_hand(graph, "unload", TARGET) and not target(graph), 60, "it is gone")

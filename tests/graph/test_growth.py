@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import GROWN_TOKENS, Graph, until
-from tests.support.graph_commands import read_command
+from tests.support.graph_commands import by_hand, read_command
 
 MODEL, NEIGHBOUR = "growing-chat", "wide-chat"
 WORDS = "the lease of a ticket is what counts "  # some nine tokens
@@ -64,4 +64,4 @@ def test_request_longer_than_the_context_grows_its_model_and_evicts_an_idle_one(
     until(lambda: charged(graph) > is_small + (400 << 20), 60, "it grows by hand")
     assert read_command(graph, "shrink", MODEL) == {"model": MODEL, "size": "first"}
     until(lambda: charged(graph) < is_small + NEAR_BYTES, 60, "and gives back")
-    read_command(graph, "unload", MODEL)
+    by_hand(graph, "unload", MODEL)

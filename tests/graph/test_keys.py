@@ -8,9 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic import Anthropic
 from openai import AuthenticationError, OpenAI, PermissionDeniedError
 
 from deployments.front import keys
@@ -36,6 +34,8 @@ def status_of(graph: Graph, path: str, **headers: str) -> int:
 def test_a_key_counts_from_the_next_request_on_until_it_is_removed(
     graph: Graph, keys_file: Path
 ) -> None:
+    import anthropic  # three seconds of a core, of each process that collects tests
+
     anybody = OpenAI(base_url=f"{graph.url}/v1", api_key="none", max_retries=0)
     assert anybody.models.list().data
     token = keys.add(keys_file, "ann", "acme", frozenset({Scope.INFER}))
@@ -48,7 +48,7 @@ def test_a_key_counts_from_the_next_request_on_until_it_is_removed(
     )
     assert answer.choices
     greeted: Any = {"model": CHAT, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
-    claude = Anthropic(base_url=graph.url, api_key=token, max_retries=0)  # as x-api-key
+    claude = anthropic.Anthropic(base_url=graph.url, api_key=token, max_retries=0)  # as x-api-key
     assert claude.messages.create(**greeted).usage.output_tokens
     with pytest.raises(anthropic.AuthenticationError):
         claude.with_options(api_key=f"{token[:-4]}AAAA").messages.create(**greeted)

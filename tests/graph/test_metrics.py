@@ -1,10 +1,9 @@
 """The running graph's metrics: at the front, and on Ray's own exporter."""
 
-import contextlib
 import json
 import re
 import tempfile
-import urllib.error
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -17,26 +16,46 @@ from ray._common.utils import get_default_ray_temp_dir
 from arbiter.metrics.table import FRONT, TABLE, Kind
 from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import read_command
-from tests.support.graph_metrics import ray_answer, ray_targets, scrape
+from tests.support.graph_metrics import ray_answer, ray_samples, scrape
 
 CHAT = "tiny-chat"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
 NAMES = re.compile(r"\b(?:ray_)?arbiter_\w+")
+REQUEST = "request-of-the-labels"
 REPORT_S = 10.0  # of Ray's metrics; ours are set each 5 s
 
 
-@pytest.mark.spec("K2")
-def test_a_request_is_counted_at_the_front_and_on_rays_exporter(
-    graph: Graph, client: OpenAI
-) -> None:
-    def answered(name: str, found: dict[str, list[Any]]) -> float:
-        samples = found.get(name, [])
-        what = {"capability": "chat", "outcome": "answered"}
-        return sum(s.value for s in samples if s.labels.items() >= what.items())
+@dataclass(frozen=True)
+class Asked:
+    adapter: str
+    tickets: set[str]  # there were then
+    counted: float  # requests before the last
 
-    page = f"{graph.url}/metrics"
-    before = answered("arbiter_request_seconds_count", scrape(page))
-    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+
+@pytest.fixture(scope="module")
+def asked(graph: Graph) -> Asked:
+    """An adapter and then a model have answered; all wait together for Ray's next reports."""
+    client = OpenAI(base_url=f"{graph.url}/v1", api_key="none", timeout=120, max_retries=0)
+    adapter = next(m.id for m in client.models.list() if m.id.startswith("small-chat:"))
+    hello: Any = HELLO
+    client.chat.completions.create(
+        model=adapter, messages=hello, max_tokens=2, extra_headers={"x-request-id": REQUEST}
+    )
+    tickets = {t["ticket"] for t in graph.state()["tickets"]}
+    before = answered("arbiter_request_seconds_count", scrape(f"{graph.url}/metrics"))
+    client.chat.completions.create(model=CHAT, messages=hello, max_tokens=2)
+    return Asked(adapter, tickets, before)
+
+
+def answered(name: str, found: dict[str, list[Any]]) -> float:
+    samples = found.get(name, [])
+    what = {"capability": "chat", "outcome": "answered"}
+    return sum(s.value for s in samples if s.labels.items() >= what.items())
+
+
+@pytest.mark.spec("K2")
+def test_a_request_is_counted_at_the_front_and_on_rays_exporter(graph: Graph, asked: Asked) -> None:
+    page, before = f"{graph.url}/metrics", asked.counted
     until(
         lambda: answered("arbiter_request_seconds_count", scrape(page)) > before,
         60,
@@ -59,27 +78,20 @@ def test_a_request_is_counted_at_the_front_and_on_rays_exporter(
         return is_counted and plain & shown <= of_ray
 
     def is_exported() -> bool:
-        return any(has_all(scrape(f"http://{t}/metrics")) for t in ray_targets(graph))
+        return has_all(ray_samples(graph))
 
     until(is_exported, 3 * REPORT_S, "Ray exports the request, and all that the front shows")
 
 
 @pytest.mark.spec("K2")
 def test_no_label_of_either_exporter_names_an_adapter_a_request_or_a_ticket(
-    graph: Graph, client: OpenAI
+    graph: Graph, asked: Asked
 ) -> None:
-    adapter = next(m.id for m in client.models.list() if m.id.startswith("small-chat:"))
-    named = {"x-request-id": "request-of-the-labels"}
-    client.chat.completions.create(model=adapter, messages=HELLO, max_tokens=2, extra_headers=named)
-    tickets = {t["ticket"] for t in graph.state()["tickets"]}
-    assert tickets
+    assert asked.tickets
 
     def ours() -> dict[str, list[Any]]:
         """The samples of our metrics, at the front and at Ray's exporter."""
-        found = scrape(f"{graph.url}/metrics")
-        for target in ray_targets(graph):
-            with contextlib.suppress(urllib.error.URLError):  # of a part of Ray that has ended
-                found |= scrape(f"http://{target}/metrics")
+        found = scrape(f"{graph.url}/metrics") | ray_samples(graph)
         return {name: samples for name, samples in found.items() if NAMES.match(name)}
 
     def both_know_it() -> dict[str, list[Any]]:
@@ -95,11 +107,13 @@ def test_no_label_of_either_exporter_names_an_adapter_a_request_or_a_ticket(
 
     found = until(both_know_it, 6 * REPORT_S, "both exporters count the adapter's rows")
     every = [sample for samples in found.values() for sample in samples]
-    names = {label for sample in every for label in sample.labels}
+    labels = {label for sample in every for label in sample.labels}
     values = {value for sample in every for value in sample.labels.values()}
-    assert {"model", "capability"} <= names and "small-chat" in values
-    assert not names & {"adapter", "request", "request_id", "ticket"}
-    assert not values & (tickets | {adapter, adapter.partition(":")[2], *named.values()})
+    assert {"model", "capability"} <= labels and "small-chat" in values
+    assert not labels & {"adapter", "request", "request_id", "ticket"}
+    tickets = asked.tickets | {t["ticket"] for t in graph.state()["tickets"]}
+    names = {asked.adapter, asked.adapter.partition(":")[2], REQUEST}
+    assert not values & (tickets | names)
 
 
 @pytest.mark.spec("K5")
@@ -125,7 +139,7 @@ def test_rays_grafana_is_given_a_dashboard_of_what_rays_exporter_shows(
     assert of_devices
 
     def is_exported() -> bool:
-        return of_devices <= {n for t in ray_targets(graph) for n in scrape(f"http://{t}/metrics")}
+        return of_devices <= ray_samples(graph).keys()
 
     until(is_exported, 3 * REPORT_S, "Ray exports what the panels of devices ask for")
 

@@ -15,12 +15,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import yaml
 from openai import OpenAI
 
 from deployments.client import Client
 from tests.graph.conftest import BIN, DOWNSCALE_S, EVENT_FILE, KEEP_WARM_S, Graph, until
-from tests.support.graph_commands import environment, run_command, send, unload_all
+from tests.support.graph_commands import drain, environment, send, unload_all
+from tests.support.graph_metrics import ray_answer
 from tests.support.graph_processes import log_of, victims
+from tests.support.ray_dashboard import APPLICATIONS
 
 CHAT, LEFT = "tiny-chat", "left-chat"
 VAD, RERANK, EMBEDDING = "silero-vad", "minilm-reranker", "all-minilm-l6-v2"
@@ -132,15 +135,7 @@ DELETE /arbiter/jobs/{job_id}
 
 def replicas(graph: Graph, capability: str) -> int:
     """As Serve's own REST lists them."""
-    token = subprocess.run(
-        [BIN / "ray", "get-auth-token"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    request = urllib.request.Request(
-        f"{graph.dashboard}/api/serve/applications/",
-        headers={"Authorization": f"Bearer {token}"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        details: dict[str, Any] = json.load(answer)
+    details = ray_answer(graph, APPLICATIONS)
     return len(details["applications"][capability]["deployments"][capability]["replicas"])
 
 
@@ -197,7 +192,7 @@ def test_replica_stays_while_a_handle_is_held_or_a_ticket_waits_and_an_idle_one_
             assert EMBEDDING in waiting(graph)
             assert [replicas(graph, name) for name in ("vad", "embedding")] == [1, 1]
         finally:
-            run_command(graph, "drain", held["lease"]["ticket"])
+            drain(graph, held["lease"]["ticket"])
         assert queued.result(60).data
 
 
@@ -318,13 +313,22 @@ def test_a_changed_table_is_served_without_a_restart(graph: Graph, client: OpenA
     models["second-chat"] = models[CHAT]
     with in_use(client):
         before = graph.state()["epoch"], tickets(graph)
-        graph.deploy(config)
+        deploy_by_command(graph, config)
         until(lambda: any(m.id == "second-chat" for m in client.models.list()), 60, "it is listed")
         answer = client.chat.completions.create(model="second-chat", messages=HELLO, max_tokens=2)
         assert answer.model == "second-chat"
         assert (graph.state()["epoch"], tickets(graph)) == before
     graph.deploy(graph.config)
     until(lambda: all(m.id != "second-chat" for m in client.models.list()), 60, "it is gone")
+
+
+def deploy_by_command(graph: Graph, config: dict[str, Any]) -> None:
+    """As a person does it; other tests ask Serve's REST API themselves."""
+    file = graph.folder / "changed.yaml"
+    file.write_text(yaml.safe_dump(config))
+    command = [BIN / "serve", "deploy", file, "-a", graph.dashboard]
+    env = os.environ | {"RAY_AUTH_MODE": "token"}
+    subprocess.run(command, check=True, env=env, timeout=60, capture_output=True)
 
 
 def tickets(graph: Graph) -> list[str]:

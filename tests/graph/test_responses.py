@@ -136,23 +136,33 @@ def test_no_tenant_reaches_the_responses_and_jobs_of_another(
 SPOKEN, SPOKEN_TYPE = speech.form(speech.wav(np.zeros(16_000, np.float32), 16_000), model="tiny.en")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "kind"),
-    [
-        ("images/generations", {**DRAWN, "stream": True, "partial_images": 2}, "event-stream"),
-        ("audio/speech", {"model": "joe", "input": "Hello", "voice": "joe"}, "audio"),
-        ("audio/transcriptions", SPOKEN, "json"),
-        ("completions", {"model": MODEL, "prompt": "Who", "max_tokens": 2}, "json"),
-        ("embeddings", {"model": "all-minilm-l6-v2", "input": "x"}, "json"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+# By route: what is asked of it, and the kind of its answer.
+LATER: dict[str, tuple[dict[str, Any] | bytes, str]] = {
+    "images/generations": ({**DRAWN, "stream": True, "partial_images": 2}, "event-stream"),
+    "audio/speech": ({"model": "joe", "input": "Hello", "voice": "joe"}, "audio"),
+    "audio/transcriptions": (SPOKEN, "json"),
+    "completions": ({"model": MODEL, "prompt": "Who", "max_tokens": 2}, "json"),
+    "embeddings": ({"model": "all-minilm-l6-v2", "input": "x"}, "json"),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(graph: Graph) -> dict[str, tuple[int, Any]]:
+    """The answers to requests that ask all routes at once for an answer later."""
+
+    def begin(body: dict[str, Any] | bytes, path: str) -> tuple[int, Any]:
+        raw = body if isinstance(body, bytes) else None
+        headers = {"prefer": "respond-async"} | ({"content-type": SPOKEN_TYPE} if raw else {})
+        return graph.post(f"/v1/{path}", body if raw is None else None, raw, headers)
+
+    return {path: begin(body, path) for path, (body, _) in LATER.items()}
+
+
+@pytest.mark.parametrize("path", LATER)
 def test_any_generating_route_answers_later(
-    graph: Graph, path: str, body: dict[str, Any] | bytes, kind: str
+    graph: Graph, begun: dict[str, tuple[int, Any]], path: str
 ) -> None:
-    raw = body if isinstance(body, bytes) else None
-    headers = {"prefer": "respond-async"} | ({"content-type": SPOKEN_TYPE} if raw else {})
-    status, job = graph.post(f"/v1/{path}", body if raw is None else None, raw, headers)
+    (status, job), (_, kind) = begun[path], LATER[path]
     assert (status, job["object"]) == (202, "job")
     where = f"/v1/jobs/{job['id']}"
     until(lambda: graph.get(where)["ended_at"], 90, "the job has ended")

@@ -10,7 +10,7 @@ from openai import APIStatusError, OpenAI
 
 from deployments.front import keys
 from tests.graph.conftest import Graph, until
-from tests.support.graph_commands import CHAT, level, read_command
+from tests.support.graph_commands import CHAT, by_hand, level, read_command
 
 
 def put(graph: Graph, body: object, key: str) -> tuple[int, Any]:
@@ -49,9 +49,9 @@ def test_settings_change_by_command_and_over_http_for_one_generation(graph: Grap
 def test_a_deadline_its_load_cannot_meet_is_refused_at_once_with_the_estimate(
     graph: Graph, client: OpenAI
 ) -> None:
-    read_command(graph, "load", CHAT)
+    by_hand(graph, "load")
     until(lambda: level(graph) == "device", 60, "it is resident")
-    until(lambda: read_command(graph, "unload", CHAT) and level(graph) == "cold", 60, "it is gone")
+    until(lambda: by_hand(graph, "unload") and level(graph) == "cold", 60, "it is gone")
     loads = [e for e in graph.events() if e["kind"] == "model_load" and e["model"] == CHAT]
     quickest_s = min(load["took_s"] for load in loads)  # the estimate is of several
     hello: Any = [{"role": "user", "content": "Quick!"}]

@@ -32,7 +32,7 @@ def others(counted: dict[str, int]) -> dict[str, int]:
 
 async def warm(d: LiveArbiter) -> Any:
     """A holder whose model serves, with all that belongs to its load said."""
-    holder = d.holder()
+    holder = d.own_holder()
     assert await holder.ask.remote("a") == 200
     await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["resident"])
 

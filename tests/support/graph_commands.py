@@ -45,6 +45,15 @@ def read_command(graph: Graph, *words: str) -> Any:
     return json.loads(run_command(graph, *words, "--json"))
 
 
+def by_hand(graph: Graph, act: str, model: str = CHAT) -> Any:
+    """`arbiter load MODEL`, `unload`, `grow` or `shrink`, without a process for it."""
+    return send(graph, "POST", f"/arbiter/models/{act}/{model}")
+
+
+def drain(graph: Graph, lease: str) -> None:
+    send(graph, "POST", f"/arbiter/leases/{lease}/drain")
+
+
 def level(graph: Graph, model: str = CHAT) -> str:
     return str(send(graph, "GET", "/arbiter/residency")["models"][model]["level"])
 
@@ -53,7 +62,7 @@ def unload_all(graph: Graph) -> bool:
     """Asks every idle model to go; whether none is loaded any more."""
     loaded = {t["model"] for t in graph.state()["tickets"]}
     for model in loaded:
-        send(graph, "POST", f"/arbiter/models/unload/{model}")
+        by_hand(graph, "unload", model)
     return not loaded
 
 

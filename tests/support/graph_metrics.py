@@ -1,13 +1,14 @@
 """The metrics of a running graph: of its front, and of Ray's own exporter."""
 
-import json
-import subprocess
+import contextlib
+import urllib.error
 import urllib.request
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families as families_of
 
-from tests.graph.conftest import BIN, Graph
+from tests.graph.conftest import Graph
+from tests.support import ray_dashboard
 
 
 def scrape(url: str) -> dict[str, list[Any]]:
@@ -21,16 +22,19 @@ def scrape(url: str) -> dict[str, list[Any]]:
     return found
 
 
+def ray_samples(graph: Graph) -> dict[str, list[Any]]:
+    """What Ray's exporters show together, without those of a part of Ray that has ended."""
+    found: dict[str, list[Any]] = {}
+    for target in ray_targets(graph):
+        with contextlib.suppress(urllib.error.URLError):
+            for name, samples in scrape(f"http://{target}/metrics").items():
+                found.setdefault(name, []).extend(samples)
+    return found
+
+
 def ray_answer(graph: Graph, path: str) -> Any:
     """Of Ray's dashboard."""
-    token = subprocess.run(
-        [BIN / "ray", "get-auth-token"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    request = urllib.request.Request(
-        f"{graph.dashboard}{path}", headers={"Authorization": f"Bearer {token}"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    return ray_dashboard.answer(graph.dashboard, path)
 
 
 def ray_targets(graph: Graph) -> list[str]:

@@ -3,9 +3,10 @@
 pytest -p tests.support.lanes -n 2
 
 Most of these tests wait for processes, so two clusters of Ray run side by side on two cores. The
-folder of the graph is one piece of work, because all of it shares one running system, and so is
-that of the simulation, because its tests share the seeds that ran; of the other folders each file
-is one.
+folder of the graph is one piece of work, because it shares one running system, and so is that of
+the simulation, because its tests share the seeds that ran; of the other folders each file is one.
+Files of the graph that start a system of their own are a piece together: no three systems start
+side by side.
 """
 
 import pytest
@@ -13,9 +14,11 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 WHOLE_FOLDERS = ("tests/graph", "tests/sim")
+OWN = "tests/graph: systems of their own"
+OWN_FILES = ("test_additions.py", "test_gpu_config.py", "test_plain_serve_run.py")
 # The longest piece begins first; the files of one fixture of the session stay close together.
 ORDER = (
-    "tests/graph", "tests/integration", "tests/faults", "tests/contracts", "tests/training",
+    "tests/graph", "tests/integration", "tests/faults", OWN, "tests/contracts", "tests/training",
     "tests/notebooks", "tests/engines", "tests/golden", "tests/commands", "tests/browser",
     "tests/sim", "tests/model",
 )  # fmt: skip
@@ -26,15 +29,17 @@ def folder_of(nodeid: str) -> str:
 
 
 def piece_of(nodeid: str) -> str:
-    """Names the folder or the file whose tests stay on one worker."""
-    folder = folder_of(nodeid)
-    return folder if folder in WHOLE_FOLDERS else nodeid.split("::", 1)[0]
+    """Names the folder, the files or the file whose tests stay on one worker."""
+    folder, file = folder_of(nodeid), nodeid.split("::", 1)[0]
+    if folder == "tests/graph" and file.endswith(OWN_FILES):
+        return OWN
+    return folder if folder in WHOLE_FOLDERS else file
 
 
 def turn_of(nodeid: str) -> int:
-    """The place of a test's folder in ORDER; folders that it does not name come last."""
-    folder = folder_of(nodeid)
-    return ORDER.index(folder) if folder in ORDER else len(ORDER)
+    """The place of a test's piece or folder in ORDER; folders that it does not name come last."""
+    named = OWN if piece_of(nodeid) == OWN else folder_of(nodeid)
+    return ORDER.index(named) if named in ORDER else len(ORDER)
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,6 @@ from typing import Any
 import ray
 
 from arbiter.client.admin import call_arbiter, find_arbiter, start_arbiter, stop_arbiter, subscribe
-from arbiter.core.decisions import Reason
-from arbiter.core.events import SpeechStarted
-from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import ArbiterUnavailable, RequestError
 from arbiter.node.procfs import process, processes
 from arbiter.protocol import messages, ray_internals
@@ -26,12 +22,10 @@ from arbiter.units import MIB, TicketId
 from deployments.config import boot
 from deployments.config.schema import parse_table
 from deployments.messages import ResponseHead
-from deployments.prefixes import Cut
-from deployments.replica import prefix_warmer, resize, unloading
-from deployments.replica.prefix_warmer import MonotonicClock
 from deployments.replica.residency import Residency
 from deployments.replica.use import whole
-from tests.support.waits import WITHIN_S, pauses
+from tests.support.holder import RESTING, Holder
+from tests.support.waits import WITHIN_S, eventually, pauses
 
 ENGINE = "tests.support.fake_engine:build"
 LOOK_S = 0.02  # between two looks at the state
@@ -63,147 +57,6 @@ async def embedded(residency: Residency, name: str) -> tuple[ResponseHead, bytes
         return await whole(engine.stream("POST", "/v1/embeddings", {}, b"{}"))
 
 
-class ShiftedClock(MonotonicClock):
-    """The machine's own, put forward by hand."""
-
-    def __init__(self) -> None:
-        self._shift_ns = 0
-        self._waits: set[asyncio.Task[bool]] = set()
-
-    def now_ns(self) -> int:
-        return super().now_ns() + self._shift_ns
-
-    def shift(self, by_s: float) -> None:
-        self._shift_ns += round(by_s * 1e9)
-        for wait in self._waits:
-            wait.cancel()
-
-    async def wait(self, event: asyncio.Event, until_ns: int) -> None:
-        wait = asyncio.ensure_future(event.wait())
-        self._waits.add(wait)
-        try:
-            await asyncio.wait({wait}, timeout=max(0.0, (until_ns - self.now_ns()) / 1e9))
-        finally:
-            wait.cancel()
-            self._waits.discard(wait)
-
-
-@ray.remote(num_cpus=0, max_concurrency=1_000)
-class Holder:
-    """A process with a Residency, as a Serve replica has one, without Serve around it."""
-
-    def __init__(self, name: str) -> None:
-        self.clock = prefix_warmer.CLOCK = ShiftedClock()
-        self.residency = Residency.start(name)
-        self.kept: dict[str, Any] = {}
-
-    async def pid(self) -> int:
-        await self.residency.client().joined(30.0)
-        return os.getpid()
-
-    async def ask(
-        self,
-        name: str,
-        deadline_s: float | None = None,
-        client: Client = ANYBODY,
-        priority: Priority = Priority.NORMAL,
-    ) -> int:
-        """HTTP status of one call."""
-        how = {"deadline_s": deadline_s, "client": client, "priority": priority}
-        async with self.residency.use(name, **how) as engine:  # type: ignore[arg-type]
-            parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, b"{}")]
-        return int(parts[0].status)  # type: ignore[union-attr]  # the head comes first
-
-    async def post(self, name: str, path: str, body: bytes) -> bytes:
-        """The whole answer of its engine."""
-        async with self.residency.use(name) as engine:
-            headers = {"content-type": "application/json"}
-            parts = [p async for p in engine.stream("POST", path, headers, body)]
-        return b"".join(p for p in parts if isinstance(p, bytes))
-
-    async def chat(self, name: str, cut: Cut, body: bytes) -> None:
-        """One call that begins with a stable prefix."""
-        async with self.residency.use(name) as engine:
-            engine.begins_with(cut, body, "default")
-            async for _ in engine.stream("POST", "/v1/chat/completions", {}, body):
-                continue
-
-    async def stream(self, name: str) -> int:
-        """How many events came, some of them perhaps in one piece."""
-        body = b'{"stream": true}'
-        async with self.residency.use(name) as engine:
-            parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, body)]
-        return b"".join(p for p in parts if isinstance(p, bytes)).count(b"data: ")
-
-    async def keep(self, name: str) -> str:
-        """Begin a long use; its ticket."""
-        self.kept[name] = use = self.residency.use(name)
-        await use.__aenter__()
-        return str(use.ticket)
-
-    async def let_go(self, name: str) -> None:
-        self.kept.pop(name).release()
-
-    async def grow(self, name: str) -> None:
-        await self.residency.grow(name)
-
-    async def give_back(self, name: str) -> None:
-        await resize.give_back(self.residency, name)
-
-    async def end(self, name: str) -> None:
-        """Its ticket is given back now; a heartbeat need not say first that it is idle."""
-        unloading.end(self.residency, self.residency.models[name], Reason.MANUAL)
-
-    async def lives(self) -> dict[str, str]:
-        return {m: held.state.value for m, held in self.residency.models.items()}
-
-    async def waiting(self, name: str) -> int:
-        held = self.residency.models.get(name)
-        return len(held.demand.waiters) if held else 0
-
-    async def calls(self) -> int:
-        return self.residency.client().calls_count
-
-    async def unreachable_s(self) -> float:
-        return self.residency.client().unreachable_s
-
-    async def warm_ns(self, name: str, times: int) -> float:
-        """Of one use of a resident model."""
-        began = time.perf_counter_ns()
-        for _ in range(times):
-            async with self.residency.use(name):
-                pass
-        return (time.perf_counter_ns() - began) / times
-
-    async def load_ms(self, name: str) -> float:
-        """From asking to the first use."""
-        began = time.perf_counter()
-        async with self.residency.use(name):
-            return (time.perf_counter() - began) * 1e3
-
-    async def shift_clock(self, by_s: float) -> None:
-        """Puts the clock of its sweeps forward."""
-        self.clock.shift(by_s)
-
-    async def speak(self) -> None:
-        """As voice activity detection does that hears a person begin."""
-        client = self.residency.client()
-        client.tell(SpeechStarted(self.residency.holder))
-
-    async def speak_often(self, times: int) -> int:
-        """How many events wait for the arbiter then."""
-        for _ in range(times):
-            await self.speak()
-        return len(self.residency.client().session._outbox)
-
-    async def session(self) -> str:
-        """Another one after each join."""
-        return str(self.residency.client().session._keepalive.hex())
-
-    async def close(self) -> None:
-        await self.residency.close()
-
-
 class NoAnswer(AssertionError):
     """Nothing could be compared."""
 
@@ -214,6 +67,7 @@ class LiveArbiter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.holders: list[Any] = []
+        self._own: list[Any] = []  # whose processes no other test has
 
     async def start(
         self, capabilities: dict[str, Any], mib: int, gpus: str = "", **arbiter: Any
@@ -232,10 +86,20 @@ class LiveArbiter:
             made = replace(made, agent=replace(made.agent, gpus=gpus))
         await start_arbiter(made)
         await self.until(lambda s: s["devices"] and s["devices"][0]["physical_free_bytes"])
+        # A test that is over sooner would leave a zygote behind that the agent does not know yet.
+        zygote: int = await eventually(self._zygote)
+        assert zygote
 
     def holder(self, name: str = "chat") -> Any:
-        made = Holder.remote(name)  # type: ignore[attr-defined]
+        """A test may kill it."""
+        made = RESTING.take(name)
         self.holders.append(made)
+        return made
+
+    def own_holder(self, name: str = "chat") -> Any:
+        """One whose code a test may change."""
+        made = Holder.remote(name)  # type: ignore[attr-defined]
+        self._own.append(made)
         return made
 
     async def state(self) -> messages.Plain:
@@ -294,6 +158,9 @@ class LiveArbiter:
         found: dict[str, int] = await (await self.agent()).pids.remote()
         return found
 
+    async def _zygote(self) -> int:
+        return (await self.pids())["zygote"]
+
     async def arbiter_pid(self) -> int:
         pid: int = await call_arbiter("pid")
         return pid
@@ -328,9 +195,14 @@ class LiveArbiter:
                 raise NoAnswer(f"neither arbiter nor agent answered for {WITHIN_S} s") from None
             raise AssertionError(problem) from None
 
+    def kill_holders(self) -> None:
+        while self.holders:
+            ray.kill(self.holders.pop())
+
     async def close(self) -> None:
-        for made in self.holders:
+        for made in self._own:
             ray.kill(made)
+        await RESTING.give_back(self.holders)
         await asyncio.to_thread(stop_arbiter, 5.0)
         assert find_arbiter() is None
 
@@ -399,5 +271,8 @@ async def live_arbiter(
             standard = {"chat": capability(a=model(100))}
             await running.start(capabilities or standard, mib, gpus, **arbiter)
             yield running
+        except BaseException:  # what a test leaves that failed is not for the next
+            running.kill_holders()
+            raise
         finally:
             await running.close()
