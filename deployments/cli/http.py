@@ -192,7 +192,7 @@ def transport() -> "httpx.BaseTransport | None":
 
 def address(url: str | None) -> str:
     """The front's, without a slash at its end. Raises BadUrl."""
-    found = (url or URL).rstrip("/")
+    found = (url or os.environ.get("ARBITER_URL") or URL).rstrip("/")
     try:
         parts = urlsplit(found)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -37,8 +37,9 @@ s3_port = functools.cache(free_port)  # where the graph looks for buckets
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 KEEP_WARM_S, DOWNSCALE_S = 6, 4
-# Whose replicas are seen to leave. Those of the others start anew less often: two seconds each.
-WATCHED = ("chat", "rerank", "vad")
+# Whose replicas are seen to leave, or to stay where idle ones leave. Those of the others start anew
+# less often: two seconds each.
+WATCHED = ("chat", "embedding", "rerank", "vad")
 EVENT_FILE = "events.jsonl"
 GROWN_TOKENS = 1_024
 MERGED_AFTER = 16  # requests for one adapter and nothing else

@@ -10,7 +10,6 @@ from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import (
     CHAT,
     EMBEDDING,
-    by_hand,
     environment,
     level,
     read_command,
@@ -30,8 +29,7 @@ def test_a_model_is_loaded_and_unloaded_by_hand(graph: Graph, client: OpenAI) ->
     read_command(graph, "load", CHAT)
     assert CHAT in read_command(graph, "residency")
     until(lambda: level(graph) == "device", 60, "it is resident")
-    read_command(graph, "unload", CHAT)
-    until(lambda: by_hand(graph, "unload") and level(graph) == "cold", 60, "it is gone")
+    until(lambda: read_command(graph, "unload", CHAT) and level(graph) == "cold", 60, "it is gone")
     hello = [{"role": "user", "content": "Who holds the memory?"}]
     assert client.chat.completions.create(model=CHAT, messages=hello, max_tokens=2).choices  # type: ignore[arg-type]
 

@@ -37,7 +37,7 @@ async def idle(d: LiveArbiter, *names: str) -> None:
 async def test_unload_by_hand_and_a_lowered_floor_leave_a_model_in_use_where_it_is() -> None:
     """The arbiter has not heard of the use of `a` yet, and has heard of that of `b`."""
     async with live_arbiter({"chat": capability(a=model(50), b=model(50, floor="device"))}) as d:
-        h = d.holder()
+        h = d.own_holder()  # whose messages are counted
         assert await h.ask.remote("a") == 200
         await idle(d, "a", "b")
         before = await d.engines()

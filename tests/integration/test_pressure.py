@@ -60,10 +60,10 @@ async def test_model_in_use_declines_pressure_and_the_next_victim_leaves() -> No
         "second": capability("embedding", b=model(50)),
     }
     async with live_arbiter(three, barrier_s=0.5) as d:
-        first, second = d.holder("first"), d.holder("second")
+        first, second = d.own_holder("first"), d.holder("second")
         assert [await first.ask.remote("a"), await second.ask.remote("b")] == [200, 200]
         node = node_of_idle(await d.until(node_of_idle))
-        await a_heartbeat(first)
+        await a_heartbeat(first)  # counts its messages
         await first.keep.remote("a")
         low = PressurePushed(node, Level.LOW, Bytes(0), seconds(60))
         await call_arbiter("push_pressure", low)

@@ -55,7 +55,11 @@ def test_the_owners_key_goes_through_no_proxy(
 def test_an_option_goes_before_the_environment_and_an_empty_variable_is_none(
     front: ScriptedFront, run: Run
 ) -> None:
-    for words, url in (((), "http://a:1"), (("--url", "http://b:2/"), "http://b:2")):
+    for words, url in (
+        ((), "http://a:1"),
+        (("--url", ""), "http://a:1"),  # as of a script whose own variable is empty
+        (("--url", "http://b:2/"), "http://b:2"),
+    ):
         failed = run("status", *words, ARBITER_URL="http://a:1")
         assert f"GET {url}/arbiter/state was answered (404)" in failed.stderr
     failed = run("status", ARBITER_URL="")
