@@ -9,7 +9,7 @@ import heapq
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -181,17 +181,19 @@ class Rows:
     def touch(self, keys: Iterable[bytes], term: Term = Term.LONG) -> None:
         """Notes that keys are used: the last one is the most recent. Keys that are not READY are
         left out. Of a prefix, give the tail first."""
+        marks, ready, now_s = self._marks, self._ready, self._clock()
+        expires_s = now_s + self._terms_s[term]
         for key in keys:
-            mark = self._marks.get(key)
-            if mark is not None:
-                expires, used = self._times(term)
-                if expires >= mark.expires_s:
-                    mark = mark._replace(expires_s=expires, used_s=used, kind=term)
-                else:
-                    mark = mark._replace(used_s=used)
-                self._marks[key] = mark
-                self._ready.move_to_end(key)
-                layout.write_use(self._buffer, self._ready[key], mark)
+            mark = marks.get(key)
+            if mark is None:
+                continue
+            used_s = self._last_use_s = max(now_s, self._last_use_s + _TICK_S)
+            of = Mark(key, expires_s, used_s, mark.tenant, term, mark.asked_s)
+            if expires_s < mark.expires_s:
+                of = mark._replace(used_s=used_s)
+            marks[key] = of
+            ready.move_to_end(key)
+            layout.write_use(self._buffer, ready[key], of)
 
     def _times(self, term: Term) -> tuple[float, float]:
         """When a row that is used now expires, and the time of its use, which is later than that of
@@ -203,7 +205,7 @@ class Rows:
     def reserve(
         self,
         keys: Collection[bytes],
-        keep: Collection[bytes] = (),
+        keep: Set[bytes] = frozenset(),
         *,
         tenant: bytes = NO_TENANT,
         term: Term = Term.LONG,
@@ -220,9 +222,9 @@ class Rows:
         claim = _Claim(tenant, self._clock() if asked_s is None else asked_s)
         most = 0 if self._is_removed(claim) else len(new)
         if most and self._tenants.is_capped(tenant):
-            evicted, most = self._keep_to_cap(tenant, most, {*keys, *keep})
+            evicted, most = self._keep_to_cap(tenant, most, set(keys), keep)
         if most > len(self._free):
-            evicted += self._make_room(most, {*keys, *keep})
+            evicted += self._make_room(most, set(keys), keep)
         rows = {key: heapq.heappop(self._free) for key in new[: min(most, len(self._free))]}
         self._reserved |= rows
         self._claims |= dict.fromkeys(rows, claim)
@@ -234,14 +236,14 @@ class Rows:
         removal = self._removed.get(claim.tenant)
         return removal is not None and removal.covers(*claim)
 
-    def _keep_to_cap(self, tenant: bytes, count: int, keep: set[bytes]) -> tuple[list[bytes], int]:
+    def _keep_to_cap(self, tenant: bytes, count: int, *keep: Set[bytes]) -> tuple[list[bytes], int]:
         """Evicts the least recently used rows of a tenant until so many more are within its cap.
         Returns their keys, and how many more are."""
         cap = self._cap(tenant)
         over = self._tenants.held(tenant) + min(count, cap) - cap
-        idle = (k for k in self._ready if k not in self._pins and k not in keep)
-        own = (key for key in idle if self._marks[key].tenant == tenant)
-        victims = list(itertools.islice(own, max(0, over)))
+        own = (key for key in self._ready if self._marks[key].tenant == tenant)
+        idle = (key for key in own if key not in self._pins and not any(key in s for s in keep))
+        victims = list(itertools.islice(idle, max(0, over)))
         for key in victims:
             self._evict(key)
         return victims, max(0, min(count, cap - self._tenants.held(tenant)))
@@ -260,17 +262,18 @@ class Rows:
         """Returns the keys that left. Pinned and reserved rows stay for a later call."""
         gone: list[bytes] = []
         for tenant in self._tenants.capped:
-            gone += self._keep_to_cap(tenant, 0, set())[0]
+            gone += self._keep_to_cap(tenant, 0)[0]
         held = ((t, self._tenants.held(t)) for t in self._tenants.capped)
         self._caps_changed = any(count > self._cap(tenant) for tenant, count in held)
         return gone
 
-    def _make_room(self, count: int, keep: set[bytes]) -> list[bytes]:
+    def _make_room(self, count: int, *keep: Set[bytes]) -> list[bytes]:
         evicted = self._sweep_now_and_then()
         while len(self._free) < count and self._known_count < self._most and self.slab.grow():
             self._learn_of_growth()
         if len(self._free) < count:
-            free = (key for key in self._ready if key not in self._pins and key not in keep)
+            idle = (key for key in self._ready if key not in self._pins)
+            free = (key for key in idle if not any(key in kept for kept in keep))
             victims = list(itertools.islice(free, count - len(self._free)))
             self._evict_oldest(victims)
             evicted += victims

@@ -1,6 +1,8 @@
 """The seams of vLLM 0.32 by which KV blocks lie in a slab (deployments/engines/vllm/kv_offload)."""
 
 import inspect
+from types import SimpleNamespace
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
@@ -17,7 +19,7 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
-from deployments.engines.vllm import staged_copier
+from deployments.engines.vllm import kv_offload, staged_copier
 from deployments.engines.vllm.kv_offload import RowCopier, SlabManager, SlabSpec
 from deployments.engines.vllm.staged_copier import StagedCopier
 
@@ -49,6 +51,37 @@ def test_request_knows_its_blocks_in_order() -> None:
     context.set_offload_key_position(base.OffloadKey(b"a"), 128)
     assert context._offload_key_positions == {b"a": 128}
     assert "set_offload_key_position(" in inspect.getsource(RequestOffloadState.update_offload_keys)
+
+
+def test_blocks_of_a_request_are_noted_as_vllm_notes_them() -> None:
+    """Our way looks at new hashes only; it is vLLM's but for that."""
+    theirs = inspect.getsource(RequestOffloadState.update_offload_keys)
+    assert theirs.startswith("    def update_offload_keys(self)"), "ours took its place already"
+    groups = [
+        SimpleNamespace(hashes_per_chunk=n, tokens_per_chunk=16 * n, group_idx=n) for n in (1, 3)
+    ]
+
+    def state() -> Any:
+        return SimpleNamespace(
+            config=SimpleNamespace(kv_group_configs=groups),
+            group_states=[SimpleNamespace(offload_keys=[]) for _ in groups],
+            req=SimpleNamespace(block_hashes=[]),
+            req_context=base.ReqContext("r"),
+        )
+
+    one, other = state(), state()
+    for more in (0, 1, 1, 5, 0, 4):
+        hashes = [bytes([len(one.req.block_hashes) + n]) * 32 for n in range(more)]
+        for each, note in (
+            (one, RequestOffloadState.update_offload_keys),
+            (other, kv_offload._update_offload_keys),
+        ):
+            each.req.block_hashes += hashes
+            note(each)
+        found = [[group.offload_keys for group in each.group_states] for each in (one, other)]
+        assert found[0] == found[1]
+        assert one.req_context._offload_key_positions == other.req_context._offload_key_positions
+    assert [len(keys) for keys in found[0]] == [11, 3]
 
 
 def test_manager_is_found_within_the_scheduler() -> None:

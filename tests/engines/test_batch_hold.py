@@ -216,6 +216,16 @@ def test_batch_waits_for_a_prompt_and_for_nothing_else(steps: Any) -> None:
     assert step() == {"line", "next line", "third line", "question"}
 
 
+def test_look_at_what_waits_does_not_sort_it(steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own iteration would, in each step."""
+    scheduler, _, hold = steps
+    scheduler.add("line", Priority.BATCH)
+    scheduler.add("question", Priority.NORMAL, loaded=5)
+    monkeypatch.setattr(PriorityRequestQueue, "__iter__", lambda self: 1 / 0)
+    assert [one.request_id for one in hold._late()] == ["line"]
+    assert [one.request_id for one in hold._urgent_prompts()] == ["question"]
+
+
 def test_batch_waits_for_a_prompt_though_both_hold_blocks_already(steps: Any) -> None:
     """As with a prefix out of the slab: vLLM has them in a queue of their own."""
     scheduler, step, _ = steps

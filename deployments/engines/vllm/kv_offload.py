@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
@@ -36,6 +37,7 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
     TransferResult,
+    make_offload_key,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -197,6 +199,7 @@ class SlabSpec(OffloadingSpec):
 
     def get_manager(self) -> "SlabManager":
         if self.manager is None:
+            look_at_new_hashes_only()
             path = self.extra_config["slab"]
             slab = Slab(path, Content.KV, self.namespace, self.row_bytes)
             caps = caps_by_digest(self.extra_config["caps"])
@@ -293,7 +296,7 @@ class SlabManager(OffloadingManager):
             self.restorer.give_up(keys)
         if not self.may_store:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        keep, use = req_context._offload_key_positions, _use(req_context)
+        keep, use = req_context._offload_key_positions.keys(), _use(req_context)
         found = self.rows.reserve(keys, keep, tenant=use.tenant, term=use.term, asked_s=use.asked_s)
         spec = CPULoadStoreSpec(list(found.rows.values()))
         return PrepareStoreOutput(list(found.rows), spec, found.evicted)
@@ -375,6 +378,24 @@ class SlabManager(OffloadingManager):
 
     def facts(self) -> dict[str, int]:
         return self.rows.slab.facts()
+
+
+def look_at_new_hashes_only() -> None:
+    """Has vLLM's connector note the blocks of a request by those that are new. Its own way skips
+    all others by iteration, for each request in each step (0.32): two milliseconds of a step with
+    128 requests of 2,000 blocks."""
+    RequestOffloadState.update_offload_keys = _update_offload_keys
+
+
+def _update_offload_keys(self: RequestOffloadState) -> None:
+    hashes = self.req.block_hashes
+    for config, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
+        each = config.hashes_per_chunk
+        for block_hash in hashes[each * len(state.offload_keys) + each - 1 :: each]:
+            key = make_offload_key(block_hash, config.group_idx)
+            state.offload_keys.append(key)
+            end = len(state.offload_keys) * config.tokens_per_chunk
+            self.req_context.set_offload_key_position(key, end)
 
 
 def manager_of(scheduler: Any) -> SlabManager | None:

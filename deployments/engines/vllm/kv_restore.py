@@ -93,7 +93,7 @@ class Restorer:
         if key in self._rows or self._rows.is_reserved(key) or not _is_first(key, request):
             return False
         keep = request._offload_key_positions
-        found = self._rows.reserve([key], keep=keep, tenant=mark.tenant)
+        found = self._rows.reserve([key], keep=keep.keys(), tenant=mark.tenant)
         for row in found.rows.values():
             target = self._rows.slab.row(row)
             self._coming[key] = self._thread.submit(self._read, key, target)

@@ -120,13 +120,17 @@ class Lane:
         self._thread = ThreadPoolExecutor(1, "store-kv" if is_store else "load-kv")
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[int, tuple[_Job, Future[None]]] = {}
-        self._is_broken = False
+        self._next: Future[None] | None = None  # that will copy what waits
+        self._is_next_begun = self._is_broken = False
 
     def submit(self, job_id: int, blocks: GPULoadStoreSpec, rows: LoadStoreSpec) -> bool:
         assert isinstance(rows, CPULoadStoreSpec) and len(rows.block_ids) == len(blocks.block_ids)
         job = _Job(blocks, rows.block_ids, self._device.submitted())
         self._waiting.append(job)
-        self._jobs[job_id] = job, self._thread.submit(self._copy_waiting)
+        if self._next is None or self._is_next_begun:
+            self._is_next_begun = False
+            self._next = self._thread.submit(self._copy_waiting)
+        self._jobs[job_id] = job, self._next
         return True
 
     def finished(self) -> list[TransferResult]:
@@ -152,7 +156,8 @@ class Lane:
         self._thread.shutdown()
 
     def _copy_waiting(self) -> None:
-        """Run once for each job. That of an earlier one may have copied it already."""
+        """What is submitted from here on is for the next one, which may find it copied already."""
+        self._is_next_begun = True
         if self._is_broken:
             raise RuntimeError("an earlier copy of KV blocks failed")
         jobs = [self._waiting.popleft() for _ in range(len(self._waiting))]

@@ -79,7 +79,10 @@ class FairShare:
 
     def charge(self, tenant: str, adapter: str, weighted: int) -> None:
         self.tenants.charge(tenant, weighted)
-        self.adapters.setdefault(tenant, TokenCounters()).charge(adapter, weighted)
+        own = self.adapters.get(tenant)  # with each token, so that none is made for nothing
+        if own is None:
+            own = self.adapters[tenant] = TokenCounters()
+        own.charge(adapter, weighted)
 
     def of(self, tenant: str, adapter: str) -> tuple[int, int]:
         """What the tenant was served, and what of it the adapter was: the least goes first."""
