@@ -83,7 +83,7 @@ class Remotes:
         """Takes a table, which holds from the next offer, call and run on."""
         if config.rows:
             # aiohttp comes with it, whose import takes 0.3 s: a front without remotes does without,
-            # and one that is given its first has imported it before (ingress.py).
+            # and before its first ones the front has imported it (ingress.py).
             from deployments.remotes import exchange  # noqa: F401
         self._config, self._homes = config, config.homes
         self._secrets = Secrets(config.secrets) if config.rows else None
