@@ -3,8 +3,8 @@
 Both servers are up at once and loaded in turn, so that each pair sees the same machine.
     python -m benchmarks.throughput --model mid-chat --streams 1 8 32 --pairs 10
 
-With `--adapters 8` requests name the base and eight adapters in turn, on both sides. On a GPU both
-engines run as vLLM does by default, compiled and with graphs, and share the card.
+With `--adapters 8` requests name the base and eight adapters in turn, on both sides. With `--gpu`
+both engines share one card and run as vLLM does by default, compiled and with graphs.
 """
 
 import argparse

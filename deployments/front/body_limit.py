@@ -5,11 +5,12 @@ import asyncio
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from arbiter.units import Bytes, human
 from deployments.config.front_section import FrontConfig
 from deployments.front.http_errors import on_http_exception, refused
+from deployments.front.http_middleware import HttpMiddleware
 from deployments.front.request import BadRequest
 from deployments.front.service import RETRY_AFTER_S
 from deployments.jobs.file_store import FILE_MOST_BYTES, UPLOAD_MOST_S
@@ -58,17 +59,11 @@ class HeldBodies:
         return True
 
 
-class BodyLimit:
+class BodyLimit(HttpMiddleware):
     """Answers 415 to an encoded body, whose size says nothing of what it unpacks to, and 413 to a
     declared length beyond the bound. See BoundedBody for the rest. Keeps nothing itself."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         encoding = headers.get(ENCODING.encode(), b"").decode("latin-1").strip()
         if encoding.lower() not in ("", "identity"):

@@ -30,6 +30,7 @@ from arbiter.units import TicketId
 from deployments import messages
 from deployments.front import front_client, front_socket, side_stream
 from deployments.front.front_client import NoFront
+from deployments.front.http_middleware import HttpMiddleware
 
 # A front starts in two seconds, and on a busy machine in ten times as long.
 TAKEN_S = 30.0
@@ -66,17 +67,11 @@ class FrontAway(RequestError):
         )
 
 
-class BoundedWait:
+class BoundedWait(HttpMiddleware):
     """An ASGI middleware around Serve's proxy: a request that no front has taken within TAKEN_S is
     taken back and answered. A response may last for ever, once a front has the request."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
         carrying = loop.create_task(_awaited(self._app, scope, receive, send), context=context)
@@ -113,17 +108,11 @@ class UndecodableHeader(RequestError):
         )
 
 
-class FrontErrors:
+class FrontErrors(HttpMiddleware):
     """An ASGI middleware around Serve's proxy: a request that lost its front is told so, and no
     header of a client steers Serve."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         kept = [(name, value) for name, value in scope["headers"] if name not in CONTROLS]
         has_begun = False
 
@@ -137,17 +126,11 @@ class FrontErrors:
             await _refuse(FrontLost(), scope, receive, send)
 
 
-class ServeErrors:
+class ServeErrors(HttpMiddleware):
     """An ASGI middleware around Serve's proxy, right for every application behind it: each 429 and
     503 that goes out has a Retry-After, and no header that Serve cannot decode is a 500."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         kept = [
             (name, value)
             for name, value in scope["headers"]
@@ -236,17 +219,11 @@ def _socket_for(scope: Scope) -> Path | None:
     return front_socket.place()
 
 
-class SideStreams:
+class SideStreams(HttpMiddleware):
     """An ASGI middleware around Serve's proxy: reads the stream that the front's head names, and
     puts what the front says after its head behind it."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         kept = [pair for pair in scope["headers"] if pair[0] != READER]
         marked = {**scope, "headers": [*kept, (READER, side_stream.reader_token().encode())]}
         carried = _Carried(send)

@@ -65,7 +65,7 @@ logger = init_logger(__name__)
 FACTS = "/slab"  # GET: what each slab holds, by content; POST: shrinks them to their limits first
 # xxhash would begin each process with random numbers, and no key would be found again.
 _HASH = "sha256"
-_NOTED_S = 30.0  # of a request that runs on
+_NOTED_S = 30.0  # until blocks of a request that runs on are noted as used again
 _STEPS_AFTER_RESET = 2  # until which the worker may still write what was in flight
 
 
