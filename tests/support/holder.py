@@ -169,6 +169,10 @@ class Holder:
         """Another one after each join."""
         return str(self.residency.client().session._keepalive.hex())
 
+    async def begin_work(self) -> None:
+        """That does not end with this holder."""
+        self.work = asyncio.ensure_future(asyncio.Event().wait())
+
     async def close(self) -> None:
         await self.residency.close()
 
