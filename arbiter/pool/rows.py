@@ -386,6 +386,7 @@ class Rows:
                 erasure.finish()
         if self._caps_changed:
             gone += self._shrink_to_caps()
+        slab.keep_to_limit()
         if slab.permitted_bytes >= slab.allocated_bytes:
             return gone
         gone += self.expire()

@@ -3,7 +3,7 @@
 The owner, a node agent, creates the file, keeps it open and says how much of it may be allocated.
 One writer at a time, an engine, maps it, grows and shrinks it within that limit, and marks rows
 READY once their bytes are there. The next writer of the same namespace finds them; any other finds
-an empty slab. Nothing here waits or locks.
+an empty slab. Nothing here locks, and the one wait is for pages that are being allocated.
 """
 
 import contextlib
@@ -12,13 +12,15 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from arbiter.errors import SlabUnusable
 from arbiter.pool import layout
 from arbiter.pool.layout import Count, Geometry, Header, Mark, Removal
+from arbiter.pool.next_extent import NextExtent
 from arbiter.pool.tenants import Erasure
 from arbiter.units import Bytes, Content
 
@@ -27,6 +29,9 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BLOCK_BYTES = 512  # the unit of st_blocks (stat(2))
 _MOST_COUNTED = 1 << 62  # more is damage, and would soon overflow
+# Extents that follow each other sooner have the next one allocated ahead: at a GPU's rates, where
+# it would delay its steps. A slab that grows more slowly holds no page before it needs it.
+SOON_S = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
@@ -111,12 +116,16 @@ class Slab:
         row_bytes: Bytes,
         *,
         extent_bytes: Bytes = Bytes(layout.EXTENT_BYTES),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock`: seconds, by which extents follow each other soon or not."""
         if len(namespace) != layout.NAMESPACE_BYTES or row_bytes <= 0:
             raise ValueError(f"a namespace has {layout.NAMESPACE_BYTES} bytes, a row at least one")
         self.file = SlabFile(where)
         self.geometry: Geometry = layout.geometry(self.file.capacity, row_bytes)
         self.extent_bytes = extent_bytes
+        self._clock, self._grown_s = clock, float("-inf")
+        self._next = NextExtent(self.file.fd)
         header = Header(content, namespace, self.geometry)
         try:
             os.posix_fallocate(self.file.fd, 0, self.geometry.table_end)
@@ -173,25 +182,40 @@ class Slab:
     def grow(self) -> bool:
         """Adds one extent; the last one may be shorter. False where the limit, the capacity or the
         machine's memory has no room for it."""
-        allocated = self.allocated_bytes
-        most = self.file.capacity - self.geometry.data_offset
-        more = min(self.extent_bytes, most - allocated)
-        if more <= 0 or allocated + more > self.permitted_bytes:
+        allocated, offset = self.allocated_bytes, self.geometry.data_offset
+        more = self._permitted_extent(allocated)
+        if not more:
             return False
-        try:
-            os.posix_fallocate(self.file.fd, self.geometry.data_offset + allocated, more)
-        except OSError:
-            return False
+        start, end = Bytes(offset + allocated), Bytes(offset + allocated + more)
+        if not self._next.take(start, end):
+            try:
+                os.posix_fallocate(self.file.fd, start, more)
+            except OSError:
+                return False
         self.file.counts[Count.ALLOCATED] = allocated + more
+        now, before = self._clock(), self._grown_s
+        self._grown_s = now
+        if now - before < SOON_S and (ahead := self._permitted_extent(Bytes(allocated + more))):
+            self._next.begin(end, Bytes(end + ahead))
         return True
+
+    def _permitted_extent(self, allocated: Bytes) -> Bytes:
+        """The size of the extent behind so many bytes of rows; 0: the capacity or the limit has no
+        room for it."""
+        more = min(self.extent_bytes, self.file.capacity - self.geometry.data_offset - allocated)
+        return Bytes(more if more > 0 and allocated + more <= self.permitted_bytes else 0)
 
     def cut(self, allocated: Bytes) -> None:
         """Gives back the pages behind so many bytes of rows. No row there may be in use."""
-        before = self.allocated_bytes
-        if allocated < before:
-            self.file.counts[Count.ALLOCATED] = allocated
-            offset = self.geometry.data_offset
-            self.file.punch(Bytes(offset + allocated), Bytes(offset + before))
+        before, offset = self.allocated_bytes, self.geometry.data_offset
+        end = max(self._next.cut(), offset + before)
+        self.file.counts[Count.ALLOCATED] = min(allocated, before)
+        self.file.punch(Bytes(offset + min(allocated, before)), Bytes(end))
+
+    def keep_to_limit(self) -> None:
+        """Gives back what was allocated ahead where the limit has fallen below it meanwhile."""
+        if self._next.end > self.geometry.data_offset + self.permitted_bytes:
+            self.cut(self.allocated_bytes)
 
     def row(self, row: int) -> memoryview:
         """The bytes of a row, shape [row_bytes], within the mapping."""
@@ -210,6 +234,7 @@ class Slab:
         return counts | sizes
 
     def close(self) -> None:
+        self.cut(self.allocated_bytes)
         self.file.close()
 
 
