@@ -124,6 +124,8 @@ def serve(
     log = _new_log()
     with steps.step("configuration") as note:
         _check(file, log, note)
+    if ended := _forget_ended_cluster():
+        print(f"the cluster of Ray at {ended} has ended; this start makes another", file=sys.stderr)
     child = _start(file, log)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, child.end)
@@ -181,6 +183,36 @@ def _new_log() -> Path:
     log = folder / f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     log.touch()
     return log
+
+
+def _forget_ended_cluster() -> str:
+    """Ray joins the cluster of this machine that it noted last, and tries for minutes where that
+    was killed before it could strike the note. Returns the address that is struck, if any."""
+    note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    if "RAY_ADDRESS" in os.environ or not note.is_file():
+        return ""
+    named = note.read_text().strip()
+    host, _, port = named.rpartition(":")
+    if not port.isdecimal() or not _is_own(host):
+        return ""
+    try:
+        socket.create_connection((host, int(port)), ANSWER_S).close()
+    except ConnectionRefusedError:
+        note.unlink(missing_ok=True)
+        return named
+    except OSError:
+        pass  # for Ray to deal with
+    return ""
+
+
+def _is_own(host: str) -> bool:
+    """Whether it is an address of this machine."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _start(file: Path, log: Path) -> Child:

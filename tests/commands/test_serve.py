@@ -161,6 +161,26 @@ def test_port_that_is_taken_is_named_before_anything_starts(run: Run, file: Path
     assert f"something listens at {serve.read(file).url} already" in done.stderr
 
 
+@pytest.mark.spec("M1")
+def test_note_of_a_cluster_that_was_killed_is_struck_and_that_of_a_living_one_stays(
+    run: Run, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behaves("breaks", monkeypatch)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    note = tmp_path / "ray" / "ray_current_cluster"
+    note.parent.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as living:
+        address = f"127.0.0.1:{living.getsockname()[1]}"
+        for named in (address, "192.0.2.1:6379", "no address"):  # another machine's is Ray's to ask
+            note.write_text(named)
+            done = run("serve", str(file), RAY_TMPDIR=str(tmp_path))
+            assert note.read_text() == named and "has ended" not in done.stderr
+    note.write_text(address)
+    done = run("serve", str(file), RAY_TMPDIR=str(tmp_path))
+    assert f"the cluster of Ray at {address} has ended" in done.stderr
+    assert done.exit_code == 7 and not note.exists()
+
+
 def test_configuration_that_must_not_be_deployed_starts_nothing(run: Run, file: Path) -> None:
     file.write_text(file.read_text().replace("role: text", "role: painter"))
     done = run("serve", str(file))
