@@ -32,6 +32,7 @@ class ZygoteSupervisor:
     ) -> None:
         self.zygote = zygote_client.Zygote(socket)
         self.known: procfs.Name | None = None  # the running zygote
+        self._starting: procfs.Name | None = None  # it has not answered yet
         self.is_up = False
         self.trouble: str | None = None  # why the last starts failed
         self.news = asyncio.Event()  # set, and replaced, when any of this changes
@@ -67,11 +68,10 @@ class ZygoteSupervisor:
             backoff_s = min(BACKOFF_MOST_S, 2 * backoff_s)
 
     def end(self) -> None:
-        """Kills the zygote, if it still runs."""
+        """Kills the zygote, if it still runs or starts."""
         self.zygote.close()
-        if self.known:
-            children.kill_known([self.known])
-            self.known = None
+        children.kill_known([name for name in (self.known, self._starting) if name])
+        self.known = self._starting = None
 
     async def _find_or_start(self) -> None:
         try:
@@ -84,7 +84,7 @@ class ZygoteSupervisor:
             )
             pid = await self._first_ping(started, wrote_bytes)
         process = procfs.process(pid)
-        self.known = (pid, process.start_ticks) if process else None
+        self.known, self._starting = (pid, process.start_ticks) if process else None, None
         await self._found()
         self.is_up, self.trouble = True, None
         self.announce()
@@ -93,6 +93,7 @@ class ZygoteSupervisor:
         """It binds its socket before its imports and answers after them. Raises ZygoteError with
         its last words when it is dead instead."""
         process = procfs.process(started)
+        self._starting = (started, process.start_ticks) if process else None
         async with asyncio.timeout(zygote_client.IMPORTS_S):
             while process is not None and children.lives(started, process.start_ticks):
                 try:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -118,3 +119,17 @@ async def test_start_that_fails_in_the_shell_is_tried_again_and_then_told(
     assert not keeping.done(), keeping.exception()
     assert "does not start" in str(starts.trouble) and len(tries) >= module.STARTS_FAILED
     keeping.cancel()
+
+
+@pytest.mark.spec("A19")
+async def test_zygote_that_still_starts_is_killed_with_its_supervisor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setattr(zygote_client, "start", lambda *_: starts.pid)
+    made = supervisor(folder)
+    keeping = asyncio.ensure_future(made.keep())
+    await eventually(lambda: made._starting)
+    keeping.cancel()
+    made.end()
+    assert await asyncio.to_thread(starts.wait, 60) == -signal.SIGKILL
