@@ -91,8 +91,10 @@ class Rows:
                 self._ready[mark.key] = row
                 self._marks[mark.key] = mark
                 self._last_use_s = max(self._last_use_s, min(used_s, now))
-        for mark in self._marks.values():
-            self._tenants.add(mark.tenant, 1)
+        for key in self._ready:
+            tenant = self._marks[key].tenant
+            self._tenants.add(tenant, 1)
+            self._tenants.note_use(tenant, key)
         taken = set(self._ready.values())
         for row in layout.marked_rows(self._buffer, slab.geometry.rows_count):
             if row not in taken:
@@ -182,6 +184,7 @@ class Rows:
         """Notes that keys are used: the last one is the most recent. Keys that are not READY are
         left out. Of a prefix, give the tail first."""
         marks, ready, now_s = self._marks, self._ready, self._clock()
+        note_use = self._tenants.note_use if self._tenants.capped else None
         expires_s = now_s + self._terms_s[term]
         for key in keys:
             mark = marks.get(key)
@@ -193,6 +196,8 @@ class Rows:
                 of = mark._replace(used_s=used_s)
             marks[key] = of
             ready.move_to_end(key)
+            if note_use:
+                note_use(mark.tenant, key)
             layout.write_use(self._buffer, ready[key], of)
 
     def _times(self, term: Term) -> tuple[float, float]:
@@ -241,7 +246,7 @@ class Rows:
         Returns their keys, and how many more are."""
         cap = self._cap(tenant)
         over = self._tenants.held(tenant) + min(count, cap) - cap
-        own = (key for key in self._ready if self._marks[key].tenant == tenant)
+        own = self._tenants.ready(tenant)
         idle = (key for key in own if key not in self._pins and not any(key in s for s in keep))
         victims = list(itertools.islice(idle, max(0, over)))
         for key in victims:
@@ -255,7 +260,7 @@ class Rows:
 
     def set_caps(self, caps: Mapping[bytes, float]) -> None:
         """Replaces `caps`. With the next `shrink_to_limit` a tenant loses what it has beyond."""
-        self._tenants.set_fractions(caps)
+        self._tenants.set_fractions(caps, ((self._marks[key].tenant, key) for key in self._ready))
         self._caps_changed = True
 
     def _shrink_to_caps(self) -> list[bytes]:
@@ -306,6 +311,7 @@ class Rows:
             raise RowMisused(mark.key.hex(), "marked READY, and it is not reserved")
         self._tenants.add(self._claims.pop(mark.key).tenant, -1)
         self._tenants.add(mark.tenant, 1)
+        self._tenants.note_use(mark.tenant, mark.key)
         layout.write_mark(self._buffer, row, mark)
         self._ready[mark.key] = row
         self._marks[mark.key] = mark
@@ -364,8 +370,9 @@ class Rows:
         self._counts[Count.EVICTED] += 1
 
     def _forget(self, key: bytes) -> None:
-        row = self._ready.pop(key)
-        self._tenants.add(self._marks.pop(key).tenant, -1)
+        row, tenant = self._ready.pop(key), self._marks.pop(key).tenant
+        self._tenants.add(tenant, -1)
+        self._tenants.note_end(tenant, key)
         layout.clear_mark(self._buffer, row)
         heapq.heappush(self._free, row)
         self._counts[Count.READY] = len(self._ready)

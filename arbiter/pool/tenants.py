@@ -1,7 +1,7 @@
 """What a slab knows of tenants: how many rows each may have, and whose are to be erased (E6)."""
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 
 from arbiter.pool import layout
 from arbiter.pool.layout import Buffer, Removal
@@ -18,15 +18,39 @@ def caps_by_digest(caps: Mapping[str, float]) -> dict[bytes, float]:
 
 
 class TenantRows:
-    """How many rows each tenant has in a slab, READY or reserved. `fractions`: of a slab's rows,
-    what a tenant may have, by its digest; all of them where it has no entry."""
+    """How many rows each tenant has in a slab, READY or reserved, and which READY ones a capped
+    tenant has: at its cap it loses one of them with each that it adds. `fractions`: of a slab's
+    rows, what a tenant may have, by its digest; all of them where it has no entry."""
 
     def __init__(self, fractions: Mapping[bytes, float]) -> None:
         self._fractions = dict(fractions)
         self._held: Counter[bytes] = Counter()
+        # Of capped tenants alone, the least recently used first.
+        self._ready: dict[bytes, OrderedDict[bytes, None]] = {t: OrderedDict() for t in fractions}
 
-    def set_fractions(self, fractions: Mapping[bytes, float]) -> None:
+    def set_fractions(
+        self, fractions: Mapping[bytes, float], ready: Iterable[tuple[bytes, bytes]]
+    ) -> None:
+        """`ready`: tenant and key of all READY rows, the least recently used first."""
         self._fractions = dict(fractions)
+        self._ready = {t: OrderedDict() for t in fractions}
+        for tenant, key in ready:
+            self.note_use(tenant, key)
+
+    def note_use(self, tenant: bytes, key: bytes) -> None:
+        """Of a row that is READY, as of now or before."""
+        if (own := self._ready.get(tenant)) is not None:
+            own[key] = None
+            own.move_to_end(key)
+
+    def note_end(self, tenant: bytes, key: bytes) -> None:
+        """Of a row that was READY."""
+        if (own := self._ready.get(tenant)) is not None:
+            del own[key]
+
+    def ready(self, tenant: bytes) -> Iterable[bytes]:
+        """The keys of a capped tenant's READY rows, the least recently used first."""
+        return self._ready[tenant]
 
     @property
     def capped(self) -> list[bytes]:

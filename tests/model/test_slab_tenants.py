@@ -2,6 +2,8 @@
 allows, none loses a row to the cap of another, and what was ordered to be erased is gone."""
 
 import contextlib
+import itertools
+from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from arbiter.pool import Removal, Rows, SlabView, layout
 from tests.support.examples import examples
-from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, set_limit, slab_file, writer
+from tests.support.slabs import EXTENT, ROW, TERM_S, set_limit, slab_file, writer
 
 TENANTS = [layout.tenant_digest(name) for name in ("default", "acme", "other")]
 CAPS = {TENANTS[1]: 0.25, TENANTS[2]: 0.5}
@@ -24,7 +26,10 @@ class SlabTenants(RuleBasedStateMachine):
         self.fd = self.open.enter_context(slab_file(extents=MOST))
         self.owner = self.open.enter_context(contextlib.closing(SlabView(self.fd)))
         self.limit = MOST
-        self.kept: dict[bytes, bytes] = {}  # key: tenant, of rows that are READY
+        # Key: tenant, of rows that are READY, the least recently used first.
+        self.kept: dict[bytes, bytes] = {}
+        self.caps = CAPS
+        self.clock = partial(next, itertools.count(1_000_000.0, 0.001))
         self.reopen()
 
     def teardown(self) -> None:
@@ -34,7 +39,7 @@ class SlabTenants(RuleBasedStateMachine):
     def reopen(self) -> None:
         slab = writer(self.fd)
         self.open.callback(slab.close)
-        self.rows = Rows(slab, TERM_S, Clock(), caps=CAPS)
+        self.rows = Rows(slab, TERM_S, self.clock, caps=self.caps)
 
     @rule(
         tenant=st.sampled_from(TENANTS),
@@ -45,6 +50,11 @@ class SlabTenants(RuleBasedStateMachine):
         count = self.limit * EXTENT // ROW
         had = sum(owner == tenant for owner in self.kept.values())
         found = self.rows.reserve(keys, tenant=tenant)
+        self.note_use(keys[::-1])
+        for each in TENANTS:
+            own = [key for key, owner in self.kept.items() if owner == each and key not in keys]
+            gone = [key for key in found.evicted if self.kept[key] == each]
+            assert gone == own[: len(gone)], "the least recently used of each tenant leave first"
         for key in found.evicted:
             del self.kept[key]
         for key in found.rows:
@@ -54,7 +64,27 @@ class SlabTenants(RuleBasedStateMachine):
                 self.rows.mark_ready(key, tenant)
                 self.kept[key] = tenant
         has = sum(owner == tenant for owner in self.kept.values())
-        assert has <= max(had, int(CAPS.get(tenant, 1.0) * count))
+        assert has <= max(had, int(self.caps.get(tenant, 1.0) * count))
+
+    def note_use(self, keys: list[bytes]) -> None:
+        for key in keys:
+            if key in self.kept:
+                self.kept[key] = self.kept.pop(key)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=4))
+    def use(self, keys: list[bytes]) -> None:
+        self.rows.touch(keys)
+        self.note_use(keys)
+
+    @rule(caps=st.dictionaries(st.sampled_from(TENANTS), st.sampled_from([0.25, 0.5, 0.75])))
+    def cap(self, caps: dict[bytes, float]) -> None:
+        self.caps = caps
+        self.rows.set_caps(caps)
+        for key in self.rows.shrink_to_limit():
+            del self.kept[key]
+        for tenant, cap in caps.items():
+            has = sum(owner == tenant for owner in self.kept.values())
+            assert has <= int(cap * (self.limit * EXTENT // ROW))
 
     @precondition(lambda self: self.kept)
     @rule(dice=st.integers(0, 99))
