@@ -3,7 +3,7 @@
 The owner, a node agent, creates the file, keeps it open and says how much of it may be allocated.
 One writer at a time, an engine, maps it, grows and shrinks it within that limit, and marks rows
 READY once their bytes are there. The next writer of the same namespace finds them; any other finds
-an empty slab. Nothing here locks, and the one wait is for pages that are being allocated.
+an empty slab. Nothing here waits or locks, but for what a writer's `Ahead` does.
 """
 
 import contextlib
@@ -12,15 +12,14 @@ import fcntl
 import mmap
 import os
 import stat
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from arbiter.errors import SlabUnusable
 from arbiter.pool import layout
 from arbiter.pool.layout import Count, Geometry, Header, Mark, Removal
-from arbiter.pool.next_extent import NextExtent
 from arbiter.pool.tenants import Erasure
 from arbiter.units import Bytes, Content
 
@@ -29,9 +28,6 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BLOCK_BYTES = 512  # the unit of st_blocks (stat(2))
 _MOST_COUNTED = 1 << 62  # more is damage, and would soon overflow
-# Extents that follow each other sooner have the next one allocated ahead: at a GPU's rates, where
-# it would delay its steps. A slab that grows more slowly holds no page before it needs it.
-SOON_S = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
@@ -102,11 +98,31 @@ class SlabFile:
         os.close(self.fd)
 
 
+class Ahead(Protocol):
+    """Allocates pages of a slab's next extent before its writer counts them as allocated."""
+
+    end: Bytes
+    """Where in the file such pages end; 0: there are none."""
+
+    def grown(self, start: Bytes, end: Bytes) -> None:
+        """The slab has grown; the next extent would be this range, empty where none is permitted.
+        No page of an earlier one is left here."""
+
+    def take(self, start: Bytes, end: Bytes) -> bool:
+        """Whether the range has its pages by this, which are the caller's from now on."""
+        ...
+
+    def cut(self) -> Bytes:
+        """Returns `end`, and forgets the pages: the caller gives them back."""
+        ...
+
+
 class Slab:
     """A slab as its one writer has it. `row_bytes` and `content` are the writer's; what was written
     in another namespace, content or geometry is wiped before anything can be read.
 
-    Pages exist for the first `usable_count` rows, and for none behind them."""
+    Pages exist for the first `usable_count` rows, and for none behind them but those of `ahead`,
+    which the writer may set."""
 
     def __init__(
         self,
@@ -116,16 +132,13 @@ class Slab:
         row_bytes: Bytes,
         *,
         extent_bytes: Bytes = Bytes(layout.EXTENT_BYTES),
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: seconds, by which extents follow each other soon or not."""
         if len(namespace) != layout.NAMESPACE_BYTES or row_bytes <= 0:
             raise ValueError(f"a namespace has {layout.NAMESPACE_BYTES} bytes, a row at least one")
         self.file = SlabFile(where)
         self.geometry: Geometry = layout.geometry(self.file.capacity, row_bytes)
         self.extent_bytes = extent_bytes
-        self._clock, self._grown_s = clock, float("-inf")
-        self._next = NextExtent(self.file.fd)
+        self.ahead: Ahead | None = None
         header = Header(content, namespace, self.geometry)
         try:
             os.posix_fallocate(self.file.fd, 0, self.geometry.table_end)
@@ -187,16 +200,14 @@ class Slab:
         if not more:
             return False
         start, end = Bytes(offset + allocated), Bytes(offset + allocated + more)
-        if not self._next.take(start, end):
+        if not (self.ahead and self.ahead.take(start, end)):
             try:
                 os.posix_fallocate(self.file.fd, start, more)
             except OSError:
                 return False
         self.file.counts[Count.ALLOCATED] = allocated + more
-        now, before = self._clock(), self._grown_s
-        self._grown_s = now
-        if now - before < SOON_S and (ahead := self._permitted_extent(Bytes(allocated + more))):
-            self._next.begin(end, Bytes(end + ahead))
+        if self.ahead:
+            self.ahead.grown(end, Bytes(end + self._permitted_extent(Bytes(allocated + more))))
         return True
 
     def _permitted_extent(self, allocated: Bytes) -> Bytes:
@@ -208,13 +219,13 @@ class Slab:
     def cut(self, allocated: Bytes) -> None:
         """Gives back the pages behind so many bytes of rows. No row there may be in use."""
         before, offset = self.allocated_bytes, self.geometry.data_offset
-        end = max(self._next.cut(), offset + before)
+        end = max(self.ahead.cut() if self.ahead else 0, offset + before)
         self.file.counts[Count.ALLOCATED] = min(allocated, before)
         self.file.punch(Bytes(offset + min(allocated, before)), Bytes(end))
 
     def keep_to_limit(self) -> None:
         """Gives back what was allocated ahead where the limit has fallen below it meanwhile."""
-        if self._next.end > self.geometry.data_offset + self.permitted_bytes:
+        if self.ahead and self.ahead.end > self.geometry.data_offset + self.permitted_bytes:
             self.cut(self.allocated_bytes)
 
     def row(self, row: int) -> memoryview:

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import itertools
 import os
 import signal
 import time
@@ -16,7 +15,6 @@ NAMESPACE, OTHER = b"n" * 32, b"o" * 32
 ROW = Bytes(64 * KIB)
 EXTENT = Bytes(4 * ROW)  # the real one would make a test write 32 MiB
 TERM_S = 100.0
-_SELDOM = itertools.count(step=60).__next__  # a clock by which each look is a minute after the last
 
 
 class Clock:
@@ -84,14 +82,8 @@ def set_limit(fd: int, extents: int) -> None:
         view.limit_bytes = Bytes(64 * KIB + extents * EXTENT)
 
 
-def writer(
-    fd: int,
-    namespace: bytes = NAMESPACE,
-    row_bytes: Bytes = ROW,
-    clock: Callable[[], float] = _SELDOM,
-) -> Slab:
-    """By default no extent follows another soon."""
-    return Slab(fd, Content.KV, namespace, row_bytes, extent_bytes=EXTENT, clock=clock)
+def writer(fd: int, namespace: bytes = NAMESPACE, row_bytes: Bytes = ROW) -> Slab:
+    return Slab(fd, Content.KV, namespace, row_bytes, extent_bytes=EXTENT)
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ from deployments.engines.vllm.lent_slab import (
     weights_digest,
     whole_pages,
 )
+from deployments.engines.vllm.next_extent import NextExtent
 from deployments.engines.vllm.staged_copier import StagedCopier
 
 logger = init_logger(__name__)
@@ -202,6 +203,7 @@ class SlabSpec(OffloadingSpec):
             look_at_new_hashes_only()
             path = self.extra_config["slab"]
             slab = Slab(path, Content.KV, self.namespace, self.row_bytes)
+            slab.ahead = NextExtent(slab.file.fd)
             caps = caps_by_digest(self.extra_config["caps"])
             rows = Rows(slab, self.extra_config["term_s"], time.time, caps=caps)
             self.manager = SlabManager(rows, self._restorer(rows))
