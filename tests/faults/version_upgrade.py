@@ -17,6 +17,7 @@ import pytest
 import ray
 
 from arbiter.client.admin import call_arbiter, start_arbiter
+from arbiter.client.holder import UNREACHABLE_S
 from arbiter.errors import ArbiterUnavailable
 from arbiter.protocol import messages
 from deployments.config import boot
@@ -65,6 +66,7 @@ async def hello() -> Any:
 async def old_holder_serves_what_it_has(d: LiveArbiter, old: Any, engines: Any) -> None:
     """And nothing else: it cannot join, so it has no ticket of the new arbiter."""
     assert await old.ask.remote("a") == 200
+    await old.wait_for_an_arbiter.remote(UNREACHABLE_S)
     with pytest.raises(ArbiterUnavailable):
         await old.ask.remote("b")
     state = await d.until(lambda s: s["devices"])

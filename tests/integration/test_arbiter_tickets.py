@@ -15,6 +15,7 @@ from arbiter.client.admin import (
     start_arbiter,
     stop_arbiter,
 )
+from arbiter.client.holder import UNREACHABLE_S
 from arbiter.core.types import CapabilitySpec, Priority
 from arbiter.errors import (
     ArbiterUnavailable,
@@ -377,6 +378,7 @@ async def test_shutdown_leaves_no_process_and_later_requests_get_a_typed_error()
         assert report["tickets_cut_off"] == 0 and find_arbiter() is None
         for pid in pids:
             await gone(pid)
+        await h.wait_for_an_arbiter.remote(UNREACHABLE_S)
         with pytest.raises(ArbiterUnavailable):
             await h.ask.remote("a")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from arbiter.client.holder import HolderClient
 from arbiter.core.decisions import Reason
 from arbiter.core.events import SpeechStarted
 from arbiter.core.types import ANYBODY, Client, Priority
@@ -14,6 +15,7 @@ from deployments.prefixes import Cut
 from deployments.replica import prefix_warmer, resize, unloading
 from deployments.replica.prefix_warmer import MonotonicClock
 from deployments.replica.residency import Residency
+from tests.support.waits import WITHIN_S
 
 RESTS_WITHIN_S = 4.0
 MOST_AT_REST = 4  # of 120 MB each
@@ -53,9 +55,15 @@ class Holder:
 
     def begin(self, name: str) -> None:
         """Another holder from here on, of which nothing has been asked yet."""
+        self.wait_for_an_arbiter(WITHIN_S)
         self.clock = prefix_warmer.CLOCK = ShiftedClock()
         self.residency = Residency.start(name)
         self.kept: dict[str, Any] = {}
+
+    def wait_for_an_arbiter(self, within_s: float) -> None:
+        """How long its requests do so, in place of UNREACHABLE_S: where three clusters share two
+        cores, Ray has taken longer than that to restart an arbiter."""
+        HolderClient.joined.__defaults__ = (within_s,)
 
     async def rest(self) -> bool:
         """Ends this holder as a replica ends. Whether nothing of it is left here: then the process
@@ -67,7 +75,7 @@ class Holder:
         return not left or not (await asyncio.wait(left, timeout=RESTS_WITHIN_S / 2))[1]
 
     async def pid(self) -> int:
-        await self.residency.client().joined(30.0)
+        await self.residency.client().joined()
         return os.getpid()
 
     async def ask(
