@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_serve_request_context, _serve_request_context
 
 from deployments import messages
-from deployments.app import ROUTER
+from deployments.app import ROUTING
 from deployments.front.model_names import ModelNames
 from deployments.front.request import call_of, parse
 from deployments.replica.capability import Capability
@@ -28,6 +29,7 @@ from tests.support.waits import eventually
 pytestmark = [pytest.mark.usefixtures("cluster", "serving"), pytest.mark.spec("G2", "G3")]
 PATH = "/v1/chat/completions"
 ROOM = OVERLOAD_COUNT + 2  # of one replica
+PATIENT = {"request_router_class": "tests.support.patient_router:PatientRouter"}
 
 
 @serve.deployment(
@@ -37,7 +39,7 @@ ROOM = OVERLOAD_COUNT + 2  # of one replica
     ray_actor_options={"num_cpus": 0},
     graceful_shutdown_timeout_s=5,
     graceful_shutdown_wait_loop_s=0.05,
-    request_router_config=ROUTER,
+    request_router_config=RequestRouterConfig(**ROUTING | PATIENT),
 )
 class Chat(Capability):
     """Says first which replica it is, before its model is there."""
@@ -65,8 +67,7 @@ async def two(**engine_args: Any) -> AsyncIterator[tuple[LiveArbiter, Any]]:
         names: set[str] = set()
 
         async def both_answer() -> bool:
-            """A replica that is slow to say how many calls it has is passed over, as after its
-            start on a busy machine."""
+            """The router hears of a replica a moment after its start."""
             calls = (handle.whoami.remote() for _ in range(4))
             names.update(await asyncio.gather(*calls))
             return len(names) == 2
