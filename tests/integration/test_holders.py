@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.support import holder as holders
 from tests.support.holder import RESTING
 from tests.support.live_arbiter import gone
 from tests.support.message_counter import ask
+from tests.support.waits import WITHIN_S
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -22,7 +24,10 @@ def names(holder: Any) -> tuple[str, str, int]:
     return residency.capability, residency.holder, len(residency.models)
 
 
-async def test_process_whose_holder_ended_is_the_next_holder_unless_it_died_or_is_busy() -> None:
+async def test_process_whose_holder_ended_is_the_next_holder_unless_it_died_or_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holders, "RESTS_WITHIN_S", WITHIN_S)  # a slow process is none that hangs
     first = RESTING.take("chat")
     process, one = await ask(first, pid), await ask(first, names)
     await RESTING.give_back([first])
