@@ -149,7 +149,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command_in_silence(front: Script
         assert command.stdout and command.stdout.readline()
         command.stdout.close()
         assert command.stderr and command.stderr.read() == b""
-        assert command.wait(30) == 0
+        assert command.wait(60) == 0
         command.stderr.close()
 
 

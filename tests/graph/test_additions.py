@@ -339,7 +339,7 @@ def test_requests_in_a_front_that_dies_are_503(extended: Graph) -> None:
     """The front waits for bodies that have not come whole; it has begun no response. One request
     more than it takes is refused, whichever comes last: then the others are in the front."""
     connections = [begun(extended) for _ in range(IN_FLIGHT + 1)]
-    answered, _, _ = select.select([c.sock for c in connections], [], [], 30)
+    answered, _, _ = select.select([c.sock for c in connections], [], [], 60)
     [refused] = [c for c in connections if c.sock in answered]
     assert refused.getresponse().status == 429
     waiting = [c for c in connections if c is not refused]

@@ -109,7 +109,7 @@ def test_each_capability_is_scaled_by_the_arbiters_policy(gpus: Graph, name: str
     """Where it cannot be made, Serve says so in its log and scales by itself; the capability runs
     all the same."""
     says = f"'deployments.scaling:CapabilityPolicy' for deployment 'Deployment(name='{name}'"
-    until(lambda: says in (gpus.folder / "serve.log").read_text(), 30, says)
+    until(lambda: says in (gpus.folder / "serve.log").read_text(), 60, says)
 
 
 @pytest.mark.spec("K3")

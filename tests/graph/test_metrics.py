@@ -80,7 +80,7 @@ def test_a_request_is_counted_at_the_front_and_on_rays_exporter(graph: Graph, as
     def is_exported() -> bool:
         return has_all(ray_samples(graph))
 
-    until(is_exported, 3 * REPORT_S, "Ray exports both requests, and all that the front shows")
+    until(is_exported, 6 * REPORT_S, "Ray exports both requests, and all that the front shows")
 
 
 @pytest.mark.spec("K2")
@@ -141,7 +141,7 @@ def test_rays_grafana_is_given_a_dashboard_of_what_rays_exporter_shows(
     def is_exported() -> bool:
         return of_devices <= ray_samples(graph).keys()
 
-    until(is_exported, 3 * REPORT_S, "Ray exports what the panels of devices ask for")
+    until(is_exported, 6 * REPORT_S, "Ray exports what the panels of devices ask for")
 
 
 @pytest.mark.spec("K5")

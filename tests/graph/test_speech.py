@@ -179,7 +179,7 @@ def test_speech_has_the_chat_model_behind_it_warm_its_prefix(
     """Its replica of voice activity detection is new, because a replica that has heard speech tells
     of it again after half a minute only."""
     vad = "no replica listens"
-    until(lambda: graph.get("/ready")["capabilities"]["vad"]["state"] == "scaled_to_zero", 30, vad)
+    until(lambda: graph.get("/ready")["capabilities"]["vad"]["state"] == "scaled_to_zero", 60, vad)
     seen = graph.state()["sequence"]
     client.chat.completions.create(
         model="plain-chat",

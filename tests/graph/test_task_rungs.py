@@ -57,7 +57,7 @@ def test_model_that_answered_a_task_stays_warm_for_as_long_as_the_task_says(grap
             assert answered(graph, "usual") == (PLAIN, PLAIN)
         until(lambda: level(graph, PLAIN) == "cold", 60, "its keep-warm is over")
         assert level(graph, TINY) == "device"
-        until(lambda: level(graph, TINY) == "cold", 40, "the task's is over, too")
+        until(lambda: level(graph, TINY) == "cold", 60, "the task's is over, too")
 
     def ends() -> list[float]:
         """Of its last use and of its stay. It is cold before its bytes are seen back, and only then

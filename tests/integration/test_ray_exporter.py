@@ -12,7 +12,7 @@ from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, mo
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("K2")]
-REPORTED_WITHIN_S = 40.0  # Ray reports each 10 s, and is told each 5 s
+REPORTED_WITHIN_S = 90.0  # Ray reports each 10 s, and is told each 5 s, where it is not held up
 LIVES = 5
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from arbiter.node.cleanup import sweep
 from arbiter.node.zygote_client import private_folder
-from tests.support.waits import pauses
+from tests.support.waits import WITHIN_S, pauses
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,7 +94,7 @@ class ZygoteUnderTest:
         command += ["--socket", str(self.socket), "--preload", preload]
         command += ["--linger-s", str(linger_s)]
         self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env})
-        until(self.socket.exists, 30)
+        until(self.socket.exists, WITHIN_S)
         self.wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.wire.connect(str(self.socket))
         self.lines = self.wire.makefile("rb")
@@ -149,7 +149,7 @@ def served(
         yield child
     finally:
         child.let_go()
-        until(lambda: is_gone(child.pid), 10)
+        until(lambda: is_gone(child.pid), WITHIN_S)
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ def kill(child: Child) -> None:
     """Returns once the process is gone; it may have been before."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    until(lambda: is_gone(child.pid), 30)
+    until(lambda: is_gone(child.pid), WITHIN_S)
 
 
 def until(condition: Callable[[], bool], seconds: float) -> None:
