@@ -394,7 +394,7 @@ def test_full_queue_of_serve_is_429_and_what_it_holds_is_answered(extended: Grap
     first = asked()
     until(gate.with_suffix(".reached").exists, 60, "its model loads")
     others = [asked() for _ in range(QUEUED + 1)]
-    answered, _, _ = select.select([c.sock for c in others], [], [], 30)
+    answered, _, _ = select.select([c.sock for c in others], [], [], 60)
     [refused] = [c for c in others if c.sock in answered]
     answer = refused.getresponse()
     assert (answer.status, int(answer.headers["retry-after"])) == (429, 1)

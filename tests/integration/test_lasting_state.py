@@ -20,7 +20,7 @@ from deployments.config.schema import parse_table
 from deployments.front import keys
 from tests.support import pages
 from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
-from tests.support.waits import eventually
+from tests.support.waits import WITHIN_S, eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
 VAD = CapabilitySpec("vad", "vad", "m:f", (ModelSpec("silero", seconds(60)),), seconds(300))
@@ -39,7 +39,7 @@ def changed(d: LiveArbiter, **capabilities: Any) -> messages.Configuration:
 
 async def registered_is_known() -> None:
     """Raises UnknownCapability when it is not."""
-    await call_arbiter("set_floor", "vad", "silero", Floor.COLD)
+    await call_arbiter("set_floor", "vad", "silero", Floor.COLD, within_s=WITHIN_S)
 
 
 @pytest.mark.spec("A2", "A18")
