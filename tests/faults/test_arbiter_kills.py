@@ -16,7 +16,7 @@ from arbiter.errors import StaleEpoch
 from arbiter.protocol.messages import LeaseCall
 from arbiter.units import MIB, Bytes, Epoch, HolderId, Span, TicketId, seconds
 from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model, two
-from tests.support.waits import eventually
+from tests.support.waits import WITHIN_S, eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A18")]
 
@@ -114,9 +114,9 @@ def is_read(state: dict[str, Any]) -> bool:
 
 async def test_restarted_arbiter_grants_nothing_before_known_living_holders_rejoin() -> None:
     """Though there is room enough: what it holds is not on the books yet."""
-    async with live_arbiter(
-        {"chat": capability(a=model(50)), "other": capability(b=model(50))}
-    ) as d:
+    both = {"chat": capability(a=model(50)), "other": capability(b=model(50))}
+    # A busy machine may take all of the five seconds that are usual until another one asks.
+    async with live_arbiter(both, rejoin_s=WITHIN_S) as d:
         chat, other = d.holder("chat"), d.holder("other")
         pid = await chat.pid.remote()
         await other.pid.remote()

@@ -18,7 +18,7 @@ from arbiter.client.admin import call_arbiter, find_arbiter, start_arbiter, stop
 from arbiter.errors import ArbiterUnavailable, RequestError
 from arbiter.node.procfs import process, processes
 from arbiter.protocol import messages, ray_internals
-from arbiter.units import MIB, TicketId
+from arbiter.units import MIB, TicketId, seconds
 from deployments.config import boot
 from deployments.config.schema import parse_table
 from deployments.messages import ResponseHead
@@ -70,7 +70,12 @@ class LiveArbiter:
         self._own: list[Any] = []  # whose processes no other test has
 
     async def start(
-        self, capabilities: dict[str, Any], mib: int, gpus: str = "", **arbiter: Any
+        self,
+        capabilities: dict[str, Any],
+        mib: int,
+        gpus: str = "",
+        rejoin_s: float | None = None,
+        **arbiter: Any,
     ) -> None:
         arenas: dict[str, int] = {
             "cpu": round(mib * MIB / 0.9),
@@ -84,6 +89,11 @@ class LiveArbiter:
         made = replace(boot.boot(self.table), usage_looks_count=1)  # so that no test waits for it
         if gpus:
             made = replace(made, agent=replace(made.agent, gpus=gpus))
+        if rejoin_s is not None:
+            settings = made.configuration.settings
+            timeouts = replace(settings.timeouts, rejoin=seconds(rejoin_s))
+            settings = replace(settings, timeouts=timeouts)
+            made = replace(made, configuration=replace(made.configuration, settings=settings))
         await start_arbiter(made)
         await self.until(lambda s: s["devices"] and s["devices"][0]["physical_free_bytes"])
         # A test that is over sooner would leave a zygote behind that the agent does not know yet.
@@ -262,14 +272,19 @@ async def first(kind: str, after: int = 0) -> messages.Plain:
 
 @contextlib.asynccontextmanager
 async def live_arbiter(
-    capabilities: dict[str, Any] | None = None, mib: int = 400, gpus: str = "", **arbiter: Any
+    capabilities: dict[str, Any] | None = None,
+    mib: int = 400,
+    gpus: str = "",
+    rejoin_s: float | None = None,
+    **arbiter: Any,
 ) -> AsyncIterator[LiveArbiter]:
-    """An arbiter with `mib` to lend on each device; `gpus`: what finds those, else there is one."""
+    """An arbiter with `mib` to lend on each device; `gpus`: what finds those, else there is one;
+    `rejoin_s`: how long a restarted one waits for its holders, else five seconds."""
     with tempfile.TemporaryDirectory(prefix="live-") as folder:
         running = LiveArbiter(Path(folder))
         try:
             standard = {"chat": capability(a=model(100))}
-            await running.start(capabilities or standard, mib, gpus, **arbiter)
+            await running.start(capabilities or standard, mib, gpus, rejoin_s, **arbiter)
             yield running
         except BaseException:  # what a test leaves that failed is not for the next
             running.kill_holders()
