@@ -1,5 +1,6 @@
 """KV blocks on their way between a GPU and a slab, with memory of the CPU in the GPU's place."""
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from deployments.engines.vllm import staged_copier
-from deployments.engines.vllm.staged_copier import StagedCopier
+from deployments.engines.vllm.staged_copier import Addresses, StagedCopier
 
 BLOCKS, PAGE, ROWS = 16, 64, 32
 NO_BYTE = 77  # of rows that were never written
@@ -28,7 +29,11 @@ class MemoryDevice:
     """Copies at once, once it may. `marks`: what was asked for, in order."""
 
     def __init__(self, caches: CanonicalKVCaches, buffer: np.ndarray, *, is_store: bool) -> None:
-        self.caches, self.buffer, self.is_store = caches, buffer, is_store
+        self.addresses = [
+            Addresses(caches, group, buffer.ctypes.data, buffer.shape[1])
+            for group in range(len(caches.group_data_refs))
+        ]
+        self.is_store = is_store
         self.may_copy, self.is_asked, self.copies = threading.Event(), threading.Event(), 0
         self.may_copy.set()
         self.fails = False
@@ -46,20 +51,14 @@ class MemoryDevice:
         self.waited_for.append(mark)
         yield
 
-    def copy(self, blocks: GPULoadStoreSpec) -> None:
+    def copy(self, blocks: np.ndarray, group: int) -> None:
         if self.fails:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self.copies += 1
-        place = 0
-        for refs, count in zip(self.caches.group_data_refs, blocks.group_sizes, strict=True):
-            for block in blocks.block_ids[place : place + count]:
-                for ref in refs:
-                    start, end = ref.tensor_idx * PAGE, ref.tensor_idx * PAGE + ref.page_size_bytes
-                    page = self.caches.tensors[ref.tensor_idx].tensor.numpy()[block]
-                    one, other = page[: end - start], self.buffer[place, start:end]
-                    target, source = (other, one) if self.is_store else (one, other)
-                    target[:] = source
-                place += 1
+        for page, place, size in zip(
+            *map(np.ndarray.tolist, self.addresses[group].of(blocks)), strict=True
+        ):
+            ctypes.memmove(*((place, page) if self.is_store else (page, place)), size)
 
 
 def caches(seed: int) -> CanonicalKVCaches:
