@@ -4,6 +4,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
+from vllm import _custom_ops
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -19,7 +20,7 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
-from deployments.engines.vllm import kv_offload, staged_copier
+from deployments.engines.vllm import connector_steps, staged_copier
 from deployments.engines.vllm.kv_offload import RowCopier, SlabManager, SlabSpec
 from deployments.engines.vllm.staged_copier import StagedCopier
 
@@ -74,7 +75,7 @@ def test_blocks_of_a_request_are_noted_as_vllm_notes_them() -> None:
         hashes = [bytes([len(one.req.block_hashes) + n]) * 32 for n in range(more)]
         for each, note in (
             (one, RequestOffloadState.update_offload_keys),
-            (other, kv_offload._update_offload_keys),
+            (other, connector_steps._update_offload_keys),
         ):
             each.req.block_hashes += hashes
             note(each)
@@ -118,22 +119,22 @@ def test_block_of_a_worker_has_the_bytes_of_all_its_layers() -> None:
     assert "worker_kv_bytes_per_block = total_gpu_kv_bytes // kv_cache_config.num_blocks" in source
 
 
-def test_copies_of_one_direction_take_what_our_lanes_give_them() -> None:
-    """Unproven on a GPU; at least the names agree."""
+def test_copies_on_a_gpu_are_asked_for_as_vllm_asks() -> None:
+    """Unproven on a GPU; at least the names agree, and where pages lie."""
+    swap = inspect.signature(_custom_ops.swap_blocks_batch)
+    assert list(swap.parameters) == ["src_ptrs", "dst_ptrs", "sizes", "is_src_access_order_any"]
+    assert "swap_blocks_batch(source, target, sizes, is_src_access_order_any=" in inspect.getsource(
+        staged_copier
+    )
+    views = inspect.getsource(gpu_worker.CPUOffloadingWorker.__init__)
+    assert "tensor.view(torch.int8).view(" in views and "(-1, gpu_page_size_bytes)" in views
+    assert gpu_worker._select_swap_blocks_fn([[]], gpu_to_cpu=True) is _custom_ops.swap_blocks_batch
     handler = gpu_worker.SingleDirectionOffloadingHandler
-    ours = inspect.getsource(staged_copier._of_gpu)
-    asked = inspect.signature(handler.__init__).parameters
-    given = [name for name in asked if f"        {name}=" in ours]
-    assert given == [name for name in asked if name not in ("self", "canonical_layout")]
-    assert list(inspect.signature(handler.transfer_async).parameters)[1:] == [
-        "job_id", "src_spec", "dst_spec",
-    ]  # fmt: skip
+    assert "is_src_access_order_any = not self.gpu_to_cpu" in inspect.getsource(
+        handler.transfer_async
+    )
     submits = inspect.getsource(worker.OffloadingConnectorWorker.start_kv_transfers)
     assert submits.count("self.worker.submit_store(") == submits.count("submit_load(") == 1
-    waits = inspect.getsource(handler.wait)
-    assert "event.synchronize()" in waits
-    copies = inspect.getsource(handler.transfer_async)
-    assert "stream.wait_stream(current_platform.current_stream())" in copies
     assert "row_stride = tensor.stride(0)" in inspect.getsource(gpu_worker.compute_sub_block_ptrs)
 
 

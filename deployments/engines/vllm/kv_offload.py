@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import vllm
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
@@ -37,7 +36,6 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
     TransferResult,
-    make_offload_key,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -49,6 +47,7 @@ from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import Content
 from deployments import messages
 from deployments.engines.protocol import Config
+from deployments.engines.vllm.connector_steps import look_at_what_is_new_only
 from deployments.engines.vllm.kept_blocks import KeptSince
 from deployments.engines.vllm.kv_restore import Restorer
 from deployments.engines.vllm.lent_slab import (
@@ -67,7 +66,9 @@ FACTS = "/slab"  # GET: what each slab holds, by content; POST: shrinks them to 
 # xxhash would begin each process with random numbers, and no key would be found again.
 _HASH = "sha256"
 _NOTED_S = 30.0  # until blocks of a request that runs on are noted as used again
-_STEPS_AFTER_RESET = 2  # until which the worker may still write what was in flight
+# Until the worker has written what was in flight: the first one has it do so before anything else,
+# and with several processes the second one is planned before that is over.
+_STEPS_AFTER_RESET = 3
 
 
 def arguments(config: Config) -> dict[str, Any]:
@@ -136,6 +137,9 @@ def refusal(vllm_config: VllmConfig) -> str | None:
         "it has several data-parallel cores, and a slab has one writer": (
             parallel.data_parallel_size > 1
         ),
+        "its pipeline's stages have more layers than others, and so larger rows": (
+            model.get_total_num_hidden_layers() % parallel.pipeline_parallel_size != 0
+        ),
     }
     return next((cause for cause, holds in causes.items() if holds), None)
 
@@ -200,7 +204,7 @@ class SlabSpec(OffloadingSpec):
 
     def get_manager(self) -> "SlabManager":
         if self.manager is None:
-            look_at_new_hashes_only()
+            look_at_what_is_new_only()
             path = self.extra_config["slab"]
             slab = Slab(path, Content.KV, self.namespace, self.row_bytes)
             slab.ahead = NextExtent(slab.file.fd)
@@ -380,24 +384,6 @@ class SlabManager(OffloadingManager):
 
     def facts(self) -> dict[str, int]:
         return self.rows.slab.facts()
-
-
-def look_at_new_hashes_only() -> None:
-    """Has vLLM's connector note the blocks of a request by those that are new. Its own way skips
-    all others by iteration, for each request in each step (0.32): two milliseconds of a step with
-    128 requests of 2,000 blocks."""
-    RequestOffloadState.update_offload_keys = _update_offload_keys
-
-
-def _update_offload_keys(self: RequestOffloadState) -> None:
-    hashes = self.req.block_hashes
-    for config, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
-        each = config.hashes_per_chunk
-        for block_hash in hashes[each * len(state.offload_keys) + each - 1 :: each]:
-            key = make_offload_key(block_hash, config.group_idx)
-            state.offload_keys.append(key)
-            end = len(state.offload_keys) * config.tokens_per_chunk
-            self.req_context.set_offload_key_position(key, end)
 
 
 def manager_of(scheduler: Any) -> SlabManager | None:

@@ -290,8 +290,9 @@ def test_reset_keeps_what_is_whole_and_the_place_of_what_was_written_until_the_w
     assert manager.lookup(b"half", asked) is LookupResult.MISS
     assert hits(manager, keys(FULL - 2)) == keys(FULL - 2)
     set_limit(fd, 1)
-    manager.on_schedule_end(NO_STEP)
-    assert manager.rows.slab.usable_count == FULL
+    for _ in range(2):
+        manager.on_schedule_end(NO_STEP)
+        assert manager.rows.slab.usable_count == FULL
     manager.on_schedule_end(NO_STEP)
     assert manager.rows.slab.usable_count == EXTENT // ROW
 
@@ -323,7 +324,7 @@ def test_row_that_was_being_written_at_a_reset_is_no_others_until_the_worker_is_
     manager.reset_cache()
     [other] = manager.prepare_store([b"new"], request(b"new")).store_spec.block_ids
     assert other != void
-    for _ in range(2):
+    for _ in range(3):
         manager.on_schedule_end(NO_STEP)
     assert list(manager.prepare_store([b"newer"], request(b"newer")).store_spec.block_ids) == [void]
 
@@ -423,6 +424,8 @@ def configured(**changes: Any) -> Any:
         "is_attention_free": False,
         "enable_prefix_caching": True,
         "data_parallel_size": 1,
+        "pipeline_parallel_size": 2,
+        "get_total_num_hidden_layers": lambda: 22,
     }
     all_of_it = SimpleNamespace(**{**facts, **changes})
     return SimpleNamespace(
@@ -439,6 +442,7 @@ def configured(**changes: Any) -> Any:
         ({"is_attention_free": True}, "state"),
         ({"enable_prefix_caching": False}, "prefix cache"),
         ({"data_parallel_size": 2}, "data-parallel"),
+        ({"pipeline_parallel_size": 4}, "stages"),
     ],
 )
 def test_models_that_cannot_keep_blocks_say_why(change: dict[str, Any], cause: str) -> None:

@@ -1,0 +1,88 @@
+"""What vLLM's offloading connector looks at in each step of the core's thread: what is new, in
+place of every running request and every block of it."""
+
+from types import SimpleNamespace
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    RequestOffloadState,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import make_offload_key
+
+# Tokens of an answer that are stored as one job: a job costs the core's thread some 60 us, and a
+# block of a GPU has 16. An engine that is killed loses up to so many more of each answer.
+_STORED_TOGETHER = 64
+
+
+def look_at_what_is_new_only() -> None:
+    """Has vLLM's connector look at new blocks, and at requests that have some. Its own way (0.32)
+    looks at each running request in each step, 0.7 ms with 128 of them, and skips all older blocks
+    of each by iteration, two milliseconds with 128 requests of 2,000 blocks."""
+    RequestOffloadState.update_offload_keys = _update_offload_keys
+    OffloadingConnectorScheduler._update_req_states = _update_req_states
+    OffloadingConnectorScheduler._build_store_jobs = _build_store_jobs
+
+
+_theirs_update = OffloadingConnectorScheduler._update_req_states
+_theirs_build = OffloadingConnectorScheduler._build_store_jobs
+
+
+def _update_req_states(self: OffloadingConnectorScheduler, step: SchedulerOutput) -> None:
+    if self._sliding_window_groups:
+        return _theirs_update(self, step)
+    cached = step.scheduled_cached_reqs
+    found = [
+        (req_id, groups)
+        for req_id, groups in zip(cached.req_ids, cached.new_block_ids, strict=True)
+        if groups or req_id in cached.resumed_req_ids
+    ]
+    news = SimpleNamespace(
+        req_ids=[req_id for req_id, _ in found],
+        new_block_ids=[groups for _, groups in found],
+        resumed_req_ids=cached.resumed_req_ids,
+    )
+    _theirs_update(
+        self,
+        SimpleNamespace(
+            scheduled_new_reqs=step.scheduled_new_reqs,
+            scheduled_cached_reqs=news,
+            kv_cache_block_copies=step.kv_cache_block_copies,
+        ),
+    )
+
+
+def _build_store_jobs(
+    self: OffloadingConnectorScheduler, step: SchedulerOutput
+) -> dict[int, TransferJob]:
+    [group, *more] = self.config.kv_group_configs
+    if more or self._sliding_window_groups:
+        return _theirs_build(self, step)
+    size = group.tokens_per_chunk
+    together = max(1, _STORED_TOGETHER // size)
+    due: dict[str, int] = {}
+    for req_id, count in step.num_scheduled_tokens.items():
+        state = self._req_status.get(req_id)
+        if state is None:
+            continue
+        request = state.req
+        # What is computed after this step; a token that is not sampled yet is not counted.
+        known = min(request.num_computed_tokens + count, request.num_tokens)
+        least = together if known > request.num_prompt_tokens else 1
+        if known // size >= state.group_states[0].next_stored_chunk_idx + least:
+            state.update_offload_keys()
+            due[req_id] = count
+    found = SimpleNamespace(num_scheduled_tokens=due, finished_req_ids=step.finished_req_ids)
+    return _theirs_build(self, found)
+
+
+def _update_offload_keys(self: RequestOffloadState) -> None:
+    hashes = self.req.block_hashes
+    for config, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
+        each = config.hashes_per_chunk
+        for block_hash in hashes[each * len(state.offload_keys) + each - 1 :: each]:
+            key = make_offload_key(block_hash, config.group_idx)
+            state.offload_keys.append(key)
+            end = len(state.offload_keys) * config.tokens_per_chunk
+            self.req_context.set_offload_key_position(key, end)

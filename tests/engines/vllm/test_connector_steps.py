@@ -1,0 +1,233 @@
+"""What is stored where the connector looks at what is new only: what vLLM's own looks find, of
+prompts at once, of answers some blocks together."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events, scheduler
+from vllm.v1.kv_offload.base import PrepareStoreOutput, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.request import RequestStatus
+
+from deployments.engines.vllm import connector_steps
+from deployments.engines.vllm.kv_offload import SlabManager
+
+pytestmark = pytest.mark.spec("G4", "N1")
+STEPS, MOST_RUNNING = 300, 6
+
+
+class Theirs(scheduler.OffloadingConnectorScheduler):
+    """With vLLM's own looks, whatever an engine in this process has put in their place."""
+
+    _update_req_states = connector_steps._theirs_update
+    _build_store_jobs = connector_steps._theirs_build
+
+
+class Ours(scheduler.OffloadingConnectorScheduler):
+    _update_req_states = connector_steps._update_req_states
+    _build_store_jobs = connector_steps._build_store_jobs
+
+
+class Manager(SlabManager):
+    """Takes all that it is given, and keeps its order by request."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, list[bytes]] = {}
+
+    def prepare_store(self, keys: Any, req_context: ReqContext) -> PrepareStoreOutput:
+        self.stored.setdefault(req_context.req_id, []).extend(keys)
+        return PrepareStoreOutput(list(keys), CPULoadStoreSpec(list(range(len(keys)))), [])
+
+    def on_schedule_end(self, context: Any) -> None: ...
+
+    def on_request_finished(self, req_context: ReqContext) -> None: ...
+
+
+def side(kind: type[Any], size: int, most_tokens: int | None) -> Any:
+    """The connector's scheduler of a model with one group of blocks of so many tokens."""
+    group = scheduler.GroupOffloadConfig(
+        group_idx=0,
+        tokens_per_block=size,
+        tokens_per_chunk=size,
+        hashes_per_chunk=1,
+        kv_event_group_spec=None,
+        sliding_window_size_in_chunks=None,
+        kv_cache_spec=None,
+        manager_cls=SimpleNamespace(reachable_block_mask=lambda *_, **__: None),
+    )
+    made = object.__new__(kind)
+    made.config = scheduler.SchedulerOffloadConfig(
+        kv_group_configs=(group,),
+        blocks_per_chunk=1,
+        tokens_per_hash=size,
+        num_workers=1,
+        offload_prompt_only=False,
+        supports_partial_tail=False,
+    )
+    made.manager = Manager()
+    made._sliding_window_groups = ()
+    made._req_status, made._jobs, made._block_id_to_pending_jobs = {}, {}, {}
+    made._current_batch_load_jobs, made._current_batch_jobs_to_flush = {}, set()
+    made._current_batch_allocated_block_ids, made._job_counter = set(), 0
+    made._events_tracker = events.OffloadingEventsTracker(
+        SimpleNamespace(enable_kv_cache_events=False, self_describing_kv_events=False)
+    )
+    made.most_tokens = most_tokens
+    return made
+
+
+class Request:
+    """As far as the connector's scheduler looks at one."""
+
+    kv_transfer_params = shared_prefix_boundary = None
+
+    def __init__(self, name: str, prompt: int, answer: int, size: int) -> None:
+        self.request_id, self.num_prompt_tokens, self.ends_at = name, prompt, prompt + answer
+        self.num_computed_tokens, self.num_tokens, self._size = 0, prompt, size
+        self.status = RequestStatus.RUNNING
+        self.block_count = 0
+        self.block_hashes: list[bytes] = []
+        self.hash_blocks()
+
+    def is_finished(self) -> bool:
+        return RequestStatus.is_finished(self.status)
+
+    def hash_blocks(self) -> None:
+        while len(self.block_hashes) < self.num_tokens // self._size:
+            self.block_hashes.append(f"{self.request_id} {len(self.block_hashes)}".encode())
+
+    def allocate(self, count: int) -> list[int]:
+        """Numbers of the blocks for so many tokens more, above 0."""
+        before = self.block_count
+        self.block_count = -(-(self.num_computed_tokens + count) // self._size)
+        return list(range(before + 1, self.block_count + 1))
+
+
+def track(side: Any, request: Request) -> None:
+    side._req_status[request.request_id] = scheduler.RequestOffloadState(
+        side.config, request, ReqContext(request.request_id), RequestOffloadingContext()
+    )
+    side._req_status[request.request_id].max_offload_tokens = side.most_tokens
+
+
+class Engine:
+    """Gives each side the same random steps, as an engine takes them: prompts in parts, answers by
+    a token, or by up to three as with a drafter; some requests are aborted, some preempted."""
+
+    def __init__(self, sides: list[Any], size: int, seed: int) -> None:
+        self.sides, self.size, self.dice = sides, size, random.Random(seed)
+        self.running: list[Request] = []
+        self.preempted: list[Request] = []
+        self.ended: list[Request] = []
+        self.told: set[str] = set()  # whose end the next step tells
+
+    def run(self) -> list[Request]:
+        """The requests whose end was told."""
+        for number in range(STEPS):
+            new, resumed = self.admit(number)
+            counts = {one.request_id: self.part(one) for one in self.running}
+            step = self.planned(counts, new, resumed)
+            for each in self.sides:
+                each.build_connector_meta(step)
+            self.told = set()
+            for one in list(self.running):
+                self.compute(one, counts[one.request_id])
+        return [one for one in self.ended if one.request_id not in self.told]
+
+    def admit(self, number: int) -> tuple[list[Request], set[str]]:
+        """Requests that are new in this step, and names of those that run again."""
+        if len(self.running) == MOST_RUNNING or self.dice.random() < 0.5:
+            return [], set()
+        if self.preempted and self.dice.random() < 0.5:
+            self.running.append(self.preempted.pop())
+            return [], {self.running[-1].request_id}
+        lengths = self.dice.randint(1, 6 * self.size), self.dice.randint(1, 8 * self.size)
+        made = Request(f"r{number}", *lengths, self.size)
+        self.running.append(made)
+        for each in self.sides:
+            track(each, made)
+        return [made], set()
+
+    def part(self, one: Request) -> int:
+        """How many tokens of it are computed in this step."""
+        left = one.num_tokens - one.num_computed_tokens
+        if left > 1:
+            return min(left, self.dice.choice([self.size // 2 + 1, 4 * self.size]))
+        return self.dice.choice([1, 1, 3])
+
+    def planned(self, counts: dict[str, int], new: list[Request], resumed: set[str]) -> Any:
+        blocks = {one.request_id: one.allocate(counts[one.request_id]) for one in self.running}
+        cached = [one.request_id for one in self.running if one not in new]
+        return SimpleNamespace(
+            num_scheduled_tokens=counts,
+            finished_req_ids=self.told,
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=one.request_id, block_ids=(blocks[one.request_id],))
+                for one in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=cached,
+                new_block_ids=[(blocks[name],) if blocks[name] else None for name in cached],
+                resumed_req_ids=resumed,
+            ),
+            kv_cache_block_copies=None,
+            kv_connector_block_state=None,
+            preempted_req_ids=set(),
+        )
+
+    def compute(self, one: Request, count: int) -> None:
+        one.num_computed_tokens += count
+        if one.num_computed_tokens >= one.num_tokens:
+            one.num_tokens += self.dice.randint(1, min(count, 3))
+            one.num_computed_tokens = one.num_tokens - 1
+            one.hash_blocks()
+        if one.num_tokens >= one.ends_at:
+            self.end(one, RequestStatus.FINISHED_STOPPED)
+        elif self.dice.random() < 0.01:
+            self.end(one, RequestStatus.FINISHED_ABORTED)
+        elif self.dice.random() < 0.02:
+            self.running.remove(one)
+            self.preempted.append(one)
+            one.num_computed_tokens = one.block_count = 0
+
+    def end(self, one: Request, status: RequestStatus) -> None:
+        """As `request_finished` of the connector has it."""
+        one.status = status
+        self.running.remove(one)
+        self.ended.append(one)
+        self.told.add(one.request_id)
+        for each in self.sides:
+            each._req_status[one.request_id].update_offload_keys()
+
+
+@pytest.mark.parametrize("size", [16, 128])
+@pytest.mark.parametrize("most_blocks", [None, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_that_are_stored_are_those_of_vllms_own_looks(
+    seed: int, most_blocks: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector_steps, "_STORED_TOGETHER", 0)
+    most = most_blocks and most_blocks * size
+    theirs, ours = sides = [side(kind, size, most) for kind in (Theirs, Ours)]
+    assert len(Engine(sides, size, seed).run()) > 5
+    assert theirs.manager.stored and ours.manager.stored == theirs.manager.stored
+    assert ours._job_counter == theirs._job_counter
+    jobs = [{job.req_id: job.deferred_fence_block_ids for job in s._jobs.values()} for s in sides]
+    assert jobs[0] == jobs[1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_are_stored_in_fewer_jobs_and_whole_once_their_request_has_ended(seed: int) -> None:
+    theirs, ours = sides = [side(kind, 16, None) for kind in (Theirs, Ours)]
+    ended = Engine(sides, 16, seed).run()
+    assert len(ended) > 5
+    for one in ended:
+        name, is_aborted = one.request_id, one.status is RequestStatus.FINISHED_ABORTED
+        # What is aborted while it is computed again, behind a preemption, may lack some blocks.
+        assert is_aborted or ours.manager.stored.get(name) == theirs.manager.stored.get(name)
+    for name, keys in theirs.manager.stored.items():
+        late = len(keys) - len(ours.manager.stored.get(name, ()))
+        assert 0 <= late < connector_steps._STORED_TOGETHER // 16
+    assert ours._job_counter < 0.7 * theirs._job_counter
