@@ -79,8 +79,10 @@ class InferenceCall:
 class Progress:
     """How far the model of a waiting call is. Precedes the head, only in calls that want it."""
 
-    phase: str  # starting (no replica yet), queued, loading
-    position: int  # in the queue of the replica; 0 when it is this model's turn
+    # starting (no replica has said anything: there is none yet, or the model is resident and its
+    # engine has not begun to answer), queued, loading
+    phase: str
+    position: int  # how many models the same replica queued before; not the arbiter's queue
     estimate_s: float | None  # until the model serves; None where nothing is known
 
     @property
