@@ -1,11 +1,11 @@
-"""What is wanted again last goes first. Needs the future, so only a replay can use it: no policy
-without it does better on models of one size (Belady 1966)."""
+"""The model whose next use is farthest away leaves first. It needs to know the future, so only a
+replay can use it, as a bound: on models of one size no policy does better (Belady 1966)."""
 
 from arbiter.core.view import Candidate, Price
 
 
 def price(c: Candidate) -> Price:
-    """Never again goes before everything."""
+    """A model that is never used again leaves before every other."""
     if c.next_use is None:
         return Price(rank=(0, 0, c.ticket))
     return Price(rank=(1, -c.next_use, c.ticket))

@@ -1,8 +1,9 @@
 """Long unused, large and of little worth goes first: 0.6 recency + 0.2 size + 0.2 role (C3).
 
-Each part lies between 0 and 1 on a scale of its own, so that each matters: the time since the last
-use against ten minutes (half of that counts one half), the bytes freed against the device's budget,
-and the role's rank against the dearest.
+The ticket with the least score leaves first. Each part of the score lies between 0 and 1 on a scale
+of its own, so that each matters. Recency is 1 right after a use, one half five minutes later, and
+tends to 0. Size is 0 for a ticket that frees the whole budget of its device, and near 1 for a small
+ticket. Role is the role's rank against that of the dearest role.
 """
 
 from arbiter.core.view import Candidate, Price

@@ -1,5 +1,5 @@
 """How short of real memory a device or node is (C5): by what is physically free, never by what
-is charged, for the point is to notice what the books do not know of.
+is charged, because the point is to notice what the books do not know of.
 """
 
 from arbiter.core.types import DeviceKind, Level

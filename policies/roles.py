@@ -1,9 +1,9 @@
 """What each kind of work is worth, what evicting it does and costs (C1), and how long it stays warm
 unused (C8).
 
-A new role is one line here, or one of the configuration. Rank: lowest is evicted first. Cost: the
-seconds that are lost beside those of the load that brings the model back, which the arbiter learns
-of each model. Both are told with each eviction.
+A new role is one line here, or one of the configuration. Rank: the lowest is evicted first. Cost:
+the seconds that an eviction loses beside the reload, whose time the arbiter learns for each model.
+Each eviction in the event log says what it does (`act`) and how many seconds it costs in all.
 """
 
 from arbiter.core.view import Role

@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
     freed_bytes: Bytes  # on the device that is short
     inflight: int  # by the holder's last word; a hint for ranking
     last_used: Instant
-    reload: Span  # expected seconds to bring it back; 0 when never measured
+    reload: Span  # expected time to bring it back, in ns; 0: nothing is known of it
     priority: Priority = Priority.NORMAL  # of its last request, BATCH past its keep-warm
     now: Instant = Instant(0)
     budget_bytes: Bytes = Bytes(0)  # of that device
@@ -38,11 +38,13 @@ class Candidate(NamedTuple):
 
 
 class Price(NamedTuple):
-    """Says what losing a candidate costs. Ranks come first and are compared one by one; within one
-    rank costs add up over the victims of one eviction."""
+    """Says what losing a candidate costs. Ranks come first and are compared part by part; within
+    one rank costs add up over the victims of one eviction. Before a policy's rank the core puts
+    parts of its own (ranking.price_victim): whether a request waits for the ticket, whether it is
+    in use, and how urgent it is."""
 
     rank: Key = ()
-    cost_s: float = 1.0
+    cost_s: float = 1.0  # counts as 1e-9 at the least (ranking.COST_LEAST_S)
     why: object = None  # what the cost comes from; explain shows it with `str`
 
 
@@ -109,7 +111,7 @@ class Role:
     """Says what kind of work a capability does, and so how dear its models are (C1)."""
 
     rank: int  # lowest is evicted first
-    act: str  # what evicting it costs, in words
+    act: str  # what evicting one of its models does, in words
     keep_warm_s: float  # C8, unless the model or capability says otherwise
     is_spared: bool = False  # C5: pressure never evicts it
     # What evicting one of its models costs beside the reload; policies that price by cost add it.

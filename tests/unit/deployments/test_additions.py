@@ -49,7 +49,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_policy_of_another_package_is_named_by_its_path() -> None:
     table = parse_table({"arbiter": {"evict": MINE}, "capabilities": {}})
     price = boot.configuration(table).policies.evict(ONE)
-    assert (price.rank, price.cost_s) == ((25,), 1 / (4 * GIB))
+    assert (price.rank, price.cost_s) == ((25,), 2**20 / (4 * GIB))
 
 
 @pytest.mark.parametrize(
