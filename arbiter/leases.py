@@ -60,6 +60,10 @@ class LeaseTransport(Protocol):
 
 
 class HttpTransport:
+    """Calls the front over HTTP. `url`: else ARBITER_URL, else port 8000 of this machine. `key`: of
+    scope `lease`; else ARBITER_KEY. Every refusal is raised as LeaseRefused, with the status and
+    the front's message."""
+
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
         self._url = (url or os.environ.get("ARBITER_URL", URL)).rstrip("/")
         self._key = key or os.environ.get("ARBITER_KEY", "")
@@ -189,8 +193,9 @@ class Lease:
     _hearing: threading.RLock = field(default_factory=threading.RLock)  # two may call at once
 
     def acquire(self, within_s: float | None = None) -> "Lease":
-        """Waits for the memory. Raises LeaseRefused, QuotaExceeded, NeverFits, DeadlineUnmet;
-        ArbiterUnavailable when the arbiter does not answer for long."""
+        """Waits for the memory, at most `within_s` seconds. Raises LeaseRefused, QuotaExceeded,
+        NeverFits, DeadlineUnmet (HttpTransport raises all four as LeaseRefused); LeaseLost when the
+        lease ended while it waited; ArbiterUnavailable after GIVE_UP_S without an answer."""
         began = heard = time.monotonic()
         if within_s is not None:
             self.body["deadline_s"] = within_s
@@ -212,8 +217,9 @@ class Lease:
         return self
 
     def measure(self, pid: int) -> None:
-        """The memory is that process's and its children's. Said at once: until it is known, what
-        the process holds counts beside the lease. Refused, the lease has ended."""
+        """Has the memory of process `pid` and its children counted on the lease. The arbiter is
+        told at once, because until it knows, what the process holds is charged beside the lease. A
+        refusal ends the lease."""
         self.body["pid"] = pid
         if self._thread is None or self.ended.is_set():
             return  # with the first call
@@ -235,7 +241,9 @@ class Lease:
         return None if self.gone_by_s is None else max(0.0, self.gone_by_s - time.monotonic())
 
     def release(self) -> None:
-        """Idempotent. The memory should be free by now: what is not stays charged to it."""
+        """Gives the lease back; idempotent. Free the memory first: what this process still holds
+        stays charged until it is seen free. Raises nothing where the arbiter is away, because a
+        lease without heartbeats ends by itself."""
         self.ended.set()
         try:
             self.way.delete(self.id, self.body.get("tenant"))
@@ -316,8 +324,14 @@ def ask(
     on_notice: Callable[[Lease], None] | None = None,
     way: LeaseTransport | None = None,
 ) -> Lease:
-    """A lease not yet acquired, of `gb` GiB. `node`: where, if there are several. `pid`: whose
-    memory it is. `on_notice` is called in the heartbeat's thread, once."""
+    """Makes a lease of `gb` GiB (2**30 bytes), which `acquire` then waits for.
+
+    `term_s`: seconds from the grant until it ends. `preemptible`: the arbiter may ask for the
+    memory before that, for another ticket, `notice_s` seconds ahead; `on_notice` is called then,
+    once, in the heartbeat's thread. `node`: where, if there are several. `pid`: the process whose
+    memory it is; without it, what becomes foreign on the lease's devices counts on the lease.
+    `tenant`: within the cluster only, because over HTTP the key says it. `way`: the way to the
+    arbiter, by default `transport()`."""
     body: Plain = {
         "bytes": round(gb * GIB),
         "name": name or f"pid-{os.getpid()}",
@@ -334,7 +348,8 @@ def ask(
 
 @contextmanager
 def lease(gb: float, *, within_s: float | None = None, **how: Any) -> Iterator[Lease]:
-    """See `ask`. This process is measured: keep in it what the lease is for."""
+    """Holds a lease for the length of a `with` block; `how` as for `ask`, errors as for
+    `Lease.acquire`. This process is measured, so allocate in it what the lease is for."""
     held = ask(gb, **{"pid": os.getpid(), **how}).acquire(within_s)
     try:
         yield held
