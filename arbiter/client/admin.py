@@ -1,4 +1,9 @@
-"""The arbiter from outside: find, start, ask, replace and stop it."""
+"""The arbiter from outside: find, start, ask, replace and stop it.
+
+Functions that wait for an answer and are not `async` raise GetTimeoutError where none comes in
+time, ActorUnavailableError where the arbiter restarts for longer than that, and what the arbiter
+answered with.
+"""
 
 import asyncio
 import contextlib
@@ -30,13 +35,14 @@ NEW_PROCESS = {"env_vars": {"ARBITER_REPLACES": "1"}}
 
 
 def find_arbiter() -> Any | None:
-    """Its handle, or None when there is none."""
+    """Returns the handle of the arbiter's actor, or None when there is no arbiter."""
     return find_actor(messages.NAME)
 
 
 async def start_arbiter(boot: messages.StartConfig) -> Any:
-    """The handle of the one arbiter, started when there is none. One of other code is replaced
-    when it has no holders; raises VersionMismatch otherwise."""
+    """Returns the handle of the one arbiter, and starts it when there is none. An arbiter of other
+    code is replaced if it has no holders, else raises VersionMismatch. Raises GetTimeoutError,
+    ActorUnavailableError where the arbiter that is there does not answer."""
     return await asyncio.to_thread(_start_or_replace, boot)
 
 
@@ -54,7 +60,7 @@ async def call_arbiter(method: str, *args: Any, within_s: float = CALL_S) -> Any
 
 
 async def subscribe(after: int = 0) -> AsyncIterator[messages.Plain]:
-    """Events behind sequence number `after`, as they happen; until the caller stops.
+    """Yields the events after sequence number `after` as they happen, until the caller stops.
     Raises ArbiterUnavailable."""
     while True:
         for event in await call_arbiter("events", after, POLL_S):
@@ -63,9 +69,9 @@ async def subscribe(after: int = 0) -> AsyncIterator[messages.Plain]:
 
 
 async def _call(method: str, args: tuple[Any, ...]) -> Any:
-    """Sent again when it may not have arrived: every method may be repeated, but a repeated
-    `unregister` raises UnknownCapability when the first one was done. Raises LookupError when there
-    is no arbiter."""
+    """Sends a call, and sends it again when it may not have arrived. Every method may be repeated;
+    only `unregister` then raises UnknownCapability if the first call was carried out. Raises
+    LookupError when there is no arbiter."""
     while True:
         handle = await asyncio.to_thread(find_arbiter)
         if handle is None:
@@ -149,7 +155,8 @@ def stop_arbiter(wait_s: float = 30.0) -> messages.Plain:
 
 
 def _settled(send: Callable[[], Any], within_s: float) -> Any:
-    """The answer of an arbiter that may be restarting. Raises ActorUnavailableError after."""
+    """Returns the answer of an arbiter that may be restarting. Raises ActorUnavailableError when it
+    still restarts after `within_s`, GetTimeoutError when a call has no answer by then."""
     end = time.monotonic() + within_s
     while True:
         try:
@@ -185,7 +192,8 @@ def _agents() -> Iterator[Any]:
 
 
 def _start(boot: messages.StartConfig, **more: Any) -> Any:
-    """`more`: options of the actor, if it starts."""
+    """Returns the handle of the arbiter, started if there is none. `more`: options of the actor, if
+    it starts."""
     from arbiter.server.actor import ArbiterActor  # the core is nothing to a replica that only asks
 
     waiting_count = boot.configuration.settings.queue_total_count

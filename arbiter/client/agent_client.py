@@ -23,7 +23,8 @@ class AgentClient:
         self._preparing: asyncio.Future[None] | None = None
 
     async def call(self, method: str, ticket: TicketId, spec: messages.SpawnSpec) -> Any:
-        """Waits for an agent that restarts; bound it."""
+        """Calls the agent, and waits as long as it restarts; the caller bounds the wait. Raises
+        what the agent raises."""
         while True:
             agent: rpc.Peer | None = None
             try:

@@ -83,8 +83,9 @@ class HolderClient:
     # -- tickets ---------------------------------------------------------------------------------
 
     async def acquire(self, requested: ev.Requested) -> messages.Granted:
-        """Waits for the grant, across any number of epochs. Raises RequestError. Cancelled: the
-        ticket is withdrawn."""
+        """Waits for the grant, across any number of epochs. Raises the RequestError that the
+        arbiter refused with, TicketClosed when it counted this holder as dead meanwhile, and
+        ArbiterUnavailable. Cancelled: the ticket is withdrawn."""
         asked = time.monotonic()
         try:
             while True:
@@ -98,7 +99,7 @@ class HolderClient:
             raise
 
     async def _ask_once(self, requested: ev.Requested) -> messages.Granted | None:
-        """None: that epoch is over."""
+        """Asks the arbiter of the present epoch. None: that epoch is over. Raises RequestError."""
         epoch, arbiter = self.session.epoch, self.session.arbiter
         if epoch is None or arbiter is None:
             return None
@@ -118,8 +119,10 @@ class HolderClient:
         return granted if granted.epoch == self.epoch else None
 
     async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
-        """More for a resident (A14); the grant says what it has now. Raises GrowthRefused,
-        NeverFits, TicketClosed, ArbiterUnavailable: then it goes on with what it had."""
+        """Asks for `more` bytes for a resident model and waits for them, `within` at most (A14);
+        the grant says what it has now. Raises GrowthRefused, NeverFits, TicketClosed,
+        ArbiterUnavailable, and StaleEpoch when the epoch ended under the call: the model goes on
+        with what it had."""
         await self.joined()
         asked, arbiter = ev.GrowthAsked(ticket, more, within), self.session.arbiter
         if arbiter is None or not await self._flushed():  # that it gave back goes first
@@ -143,7 +146,7 @@ class HolderClient:
         self.session.tell(event)
 
     async def flush(self, within_s: float) -> None:
-        """Returns when everything told so far has been heard, or the time is over."""
+        """Returns when the arbiter has heard everything told so far, or after `within_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self.session.outbox_empty.wait()
@@ -159,9 +162,9 @@ class HolderClient:
     # -- engines ---------------------------------------------------------------------------------
 
     async def spawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
-        """Socket path of the ticket's engine. Waits for a node agent that restarts; bound it.
-        Raises TicketNotGranted, TicketClosed when the arbiter has had the ticket killed,
-        ArbiterUnavailable, ZygoteError."""
+        """Returns the path of the socket of the ticket's engine. Waits for a node agent that
+        restarts; the caller bounds the wait. Raises TicketNotGranted, TicketClosed when the arbiter
+        has had the ticket killed, ArbiterUnavailable, ZygoteError."""
         path: str = await self._agent.call("spawn", ticket, spec)
         return path
 
