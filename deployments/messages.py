@@ -70,9 +70,8 @@ class InferenceCall:
     served: str = ""  # the name the engine serves: an adapter, or the model (also where empty)
     stable: Cut | None = None  # the prefix that other requests share with it
     reader_node: str = ""  # where a side stream would be read; empty: it reads none
-    refused_nodes: tuple[
-        str, ...
-    ] = ()  # that refused this call, because a pinned model stays there
+    # Nodes that refused this call, because a pinned model stays there.
+    refused_nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,8 @@ class LeasedProcess:
     opened_ns: int
     floor_bytes: Bytes
     members: dict[int, int] = field(default_factory=dict)
-    last_members: set[int] = field(
-        default_factory=set
-    )  # before the end; a driver may list them yet
+    # Those before the end, which a driver may still list.
+    last_members: set[int] = field(default_factory=set)
     leaving: bool = False  # the lease is over; watched until its bytes are back
 
     def tree(self) -> Tree:

@@ -58,9 +58,8 @@ class RoleConfig(Strict):
     act: str = Field(min_length=1, max_length=120)  # what evicting it means, said with each
     keep_warm_s: float = Field(300.0, ge=-1, le=LONGEST_S)
     spared: bool = False  # C5: memory pressure never evicts it
-    evict_cost_s: float = Field(
-        0.0, ge=0, le=LONGEST_S
-    )  # in seconds, beside the reload; for policies that price by cost
+    # Seconds beside those of the reload; for policies that price by cost.
+    evict_cost_s: float = Field(0.0, ge=0, le=LONGEST_S)
 
     def as_role(self, name: str) -> NamedRole:
         role = Role(self.rank, self.act, self.keep_warm_s, self.spared, self.evict_cost_s)

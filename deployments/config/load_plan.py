@@ -101,9 +101,8 @@ def merged(name: str, capability: CapabilityConfig, served: str, adapter: Path) 
         "can_sleep": False,  # what sleeps is the checkpoint, without the adapter
     }
     model = capability.models[name].model_copy(update=only)
-    made = _plan(
-        name + MERGED, model, capability
-    )  # one key for all adapters: their peaks are alike
+    # One name, and so one key, for all adapters: their peaks are alike.
+    made = _plan(name + MERGED, model, capability)
     config = made.config | {"served_name": served, "merged": str(adapter)}
     return replace(made, config=config, need=replace(made.need, host_bytes=Bytes(0)), keeps=())
 

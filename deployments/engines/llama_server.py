@@ -83,9 +83,8 @@ class LlamaServer:
         while not await self._is_healthy():
             if (status := self.program.poll()) is not None:
                 text = f"{PROGRAM} ended with {status}; the engine's log has the rest"
-                raise EngineLoadFailed(
-                    "ProgramEnded", text, status == -9
-                )  # as the kernel ends it for memory
+                # The kernel ends a process that takes too much memory by SIGKILL.
+                raise EngineLoadFailed("ProgramEnded", text, status == -9)
             await asyncio.sleep(LOOK_S)
         pidfd = os.pidfd_open(self.program.pid)
         asyncio.get_running_loop().add_reader(pidfd, linux.end, 1)  # nothing serves without it

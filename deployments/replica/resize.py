@@ -142,11 +142,8 @@ async def _grow(residency: ResidencyApi, held: HeldModel) -> None:
     held.devices = granted.devices
     try:
         await _restart(residency, held, plan, granted.load_within)
-    except (
-        GrowthRefused,
-        TicketClosed,
-        ArbiterUnavailable,
-    ):  # a revoked model may outlive that, as it was
+    except (GrowthRefused, TicketClosed, ArbiterUnavailable):
+        # A model that was being revoked may yet keep its place, as it was before.
         held.devices = before.devices
         client.tell(ev.GaveBack(held.ticket, held.devices))
         raise

@@ -58,9 +58,8 @@ class ReplicaState:
     replica: str
     queue_count: int = 0
     is_full: bool = False  # takes no more now
-    models: Mapping[str, int] = field(
-        default_factory=dict
-    )  # name to ModelPresence, of those above COLD
+    # ModelPresence by name, of the models above COLD.
+    models: Mapping[str, int] = field(default_factory=dict)
     adapters: Collection[str] = ()  # in slots, by full name
     held_share: float = 0.0  # of the request's pieces, how many it was sent and has kept
     node: str = ""
@@ -110,10 +109,10 @@ class RoutingHistory:
         self.seen = SeenPieces()
 
     def sent(self, model: str, now_s: float) -> str | None:
+        """The replica to which the model's last call went within FOLLOW_S, if any."""
         replica, at_s = self._sent.get(model, ("", 0.0))
-        return (
-            replica if replica and 0 <= now_s - at_s < FOLLOW_S else None
-        )  # a clock may step back
+        # Negative where the clock has stepped back.
+        return replica if replica and 0 <= now_s - at_s < FOLLOW_S else None
 
     def sticky(self, request: RouteRequest) -> str | None:
         """The replica that has the KV of the request's key: it went there last, and the replica has

@@ -138,9 +138,8 @@ class GrowthAsked:
     ticket: TicketId
     more_bytes: Bytes  # 0: no longer
     within: Span  # it goes on as it is when there is no room by then
-    holder: HolderId | None = (
-        None  # the sender, which must be the ticket's own holder; None: not said
-    )
+    # The sender, which must be the ticket's own holder; None: not said.
+    holder: HolderId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +157,8 @@ class Withdrawn:
     """Says that the last caller stopped waiting. A grant may already be on its way."""
 
     ticket: TicketId
-    holder: HolderId | None = (
-        None  # the sender, which must be the ticket's own holder; None: not said
-    )
+    # The sender, which must be the ticket's own holder; None: not said.
+    holder: HolderId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +209,8 @@ class Released:
 
     ticket: TicketId
     reason: str
-    holder: HolderId | None = (
-        None  # the sender, which must be the ticket's own holder; None: not said
-    )
+    # The sender, which must be the ticket's own holder; None: not said.
+    holder: HolderId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,8 @@ class Accounts:
     most_count: int
     rows: dict[Client, Account] = field(default_factory=dict)  # the last to be touched is the last
     cooling: dict[str, None] = field(default_factory=dict)  # tenants over their average
-    finish_bytes: dict[str, float] = field(
-        default_factory=dict
-    )  # fair share: see `virtual_start_of`
+    # By tenant, for fair share: see `virtual_start_of`.
+    finish_bytes: dict[str, float] = field(default_factory=dict)
     virtual_bytes: float = 0.0
     removed: dict[str, Instant] = field(default_factory=dict)  # tenants, and when
 

@@ -239,9 +239,8 @@ def _apply_resident(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> Non
         use(state, entry, held)
         growth.on_heartbeat(state, entry, held.devices)
     elif held.phase is types.Phase.ASLEEP and _is_confirmed(state, entry):
-        kill_and_notify(
-            state, entry, Reason.FAILED
-        )  # asleep unasked, so without host RAM on the books
+        # It fell asleep unasked, so no host RAM is on the books for it.
+        kill_and_notify(state, entry, Reason.FAILED)
 
 
 def _apply_draining(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
