@@ -1,7 +1,8 @@
 """Says which tickets may be revoked for an asker, and the reason why not (A6, C2, C4).
 
-Lawful here means: awake and not loading, or asleep; not pinned; past its minimum residency; not
-just declined.
+Lawful here means: resident, in use or not, or asleep; not pinned; past its minimum residency; not
+just declined. A ticket in use may be revoked, too: its holder lets the requests in flight finish
+first, and declines if they outlive the barrier.
 """
 
 from collections.abc import Callable
@@ -109,7 +110,7 @@ def grows_until(state: CoreState, entry: Ticket, urgent: Priority) -> Instant:
 
 
 def may_swap(state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority) -> bool:
-    """Says whether a ticket may be revoked for `asker`."""
+    """Says whether a ticket may be revoked for `asker`, which asks with priority `urgent`."""
     return find_obstacle(state, entry, asker, urgent) is None
 
 

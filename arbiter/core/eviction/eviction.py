@@ -55,8 +55,9 @@ def make_room(
     state: CoreState, asker: Ticket, device: DeviceId, short: Bytes, urgent: Priority
 ) -> bool:
     """Revokes victims that free `short` bytes beyond what is on its way, for an asker of priority
-    `urgent`. Returns False, having revoked none, when all lawful victims would not suffice.
-    Prefetches that still load are abandoned first."""
+    `urgent`. Returns whether the bytes will come. False: none was revoked, because all lawful
+    victims would not suffice, or because the asker waits for cheaper ones (C4). Where the
+    prefetches that still load would suffice, they are abandoned, and no victim is chosen."""
     book = state.ledger.books[device]
     if prefetches := prefetches_that_make_room(state, book, short):  # as loads that were abandoned
         for prefetched in prefetches:

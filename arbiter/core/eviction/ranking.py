@@ -1,9 +1,11 @@
 """Orders the tickets charged on a device as they would leave, cheapest first (C2, C3).
 
-In front of every policy stands what none may turn round: that no request waits for the ticket, that
-it is idle, that it is the least urgent. The order is kept from one search to the next: a ticket
-that has changed is priced again at once, a ticket whose priority has faded as well, and the rest in
-turn, because prices drift.
+Before the policy's price come three parts of the rank that no policy can turn round. A ticket for
+which no request waits leaves before a ticket for which a request waits; of these an idle ticket
+before a ticket in use; of these the less urgent first.
+
+The order is kept from one search to the next. A ticket that has changed is priced again at once, as
+is a ticket whose priority has faded; the rest are priced again in turn, because prices drift.
 """
 
 from bisect import bisect_left, insort
@@ -118,8 +120,9 @@ class Ranking:
         return self._at(0, len(self._order))
 
     def no_more_urgent(self, urgent: Priority) -> Iterator[PricedVictim]:
-        """Yields all that may leave but those that are more urgent than `urgent`: the idle, those
-        in use, and then all for which a request waits, because there the queue decides."""
+        """Yields the tickets that may leave, without those more urgent than `urgent`: the idle,
+        then those in use. Then it yields all for which a request waits, whatever their urgency,
+        because of those the queue decides (eligibility.find_obstacle)."""
         order = self._order
         idle_end = bisect_left(order, ((False, False, 1 - urgent),))
         busy = bisect_left(order, ((False, True),), idle_end)

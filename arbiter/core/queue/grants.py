@@ -1,10 +1,13 @@
-"""Leads from the queue to a grant (A3, A4, B6, C6, C9): which ticket is next, and where it goes.
+"""Does what can be done now for one queued ticket (A3, A4, B6, C6, C9): grants it on the device
+where it fits, asks victims for the room that it lacks, defers it, or rejects it. The walk over the
+queue, and so the order in which tickets come here, is grant_pass.py.
 
-A pass looks only at nodes on which something has changed, each in the order of its queue. A ticket
-that cannot load now does not hold up a later ticket that can, until it has been bypassed 8 times or
-has waited 30 s: from then on it is aged, no later ticket is granted on a device that it could use,
-and it asks with the priority of the most urgent ticket that it holds up. Bytes that are on their
-way for one ticket are not lent to another.
+A ticket that cannot load now does not hold up a later ticket that can, until it has been bypassed 8
+times or has waited 30 s. From then on it is aged: no later ticket is granted on a device that it
+could use, and it asks with the priority of the most urgent ticket that it holds up. Bytes that are
+on their way back for one ticket are promised to it, and not lent to another.
+
+In this file `entry` is the ticket (`Ticket`), and `waiting` its place in the queue (`QueueEntry`).
 """
 
 from collections.abc import Iterable
@@ -93,8 +96,9 @@ def _place_on_one(
     limits: Limits,
     devices: list[DeviceId],
 ) -> Outcome:
-    """Takes the first of the devices, best first, on which it fits, then on which it will fit, then
-    on which victims can be found."""
+    """Grants the ticket on the first of `devices` (best first) on which it fits now. Else promises
+    it bytes: on the first device on which it will fit once what is leaving has left, else on the
+    first on which victims that suffice are found, which are revoked. Until then it waits."""
     need = limits.need_bytes
     urgent = _urgency(state, pass_, waiting)
     usable = [d for d in devices if d not in pass_.reserved_devices]
