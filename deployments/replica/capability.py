@@ -64,10 +64,14 @@ class Capability:
         self._sessions = Sessions(self._residency, self.prepare)
 
     async def handle(self, call: messages.InferenceCall) -> AsyncIterator[messages.Part]:
-        """Closing this generator cancels the work down to the engine. A refusal is a response;
-        within a stream of events it is the last event. Raises EngineLost and RolePinned where the
-        client has seen nothing yet, so that the front tries again, and any RequestError within
-        another kind of stream, so that the front breaks the connection."""
+        """Serves one call of the front: yields progress where the call wants it, then a
+        FullResponse, or a ResponseHead and bytes. Closing this generator cancels the work down to
+        the engine.
+
+        A refusal is a response; in an event stream that has begun it is the last event. Two kinds
+        of errors are raised instead: EngineLost and RolePinned before the response has begun, so
+        that the front tries again; and any RequestError in a stream of another kind that has begun,
+        so that the front breaks the connection."""
         if (said := await self._at_once(call)) is not None:
             yield said
             return
@@ -93,7 +97,7 @@ class Capability:
                 yield messages.FullResponse(*messages.refusal(error))
 
     async def _at_once(self, call: messages.InferenceCall) -> messages.FullResponse | None:
-        """The response to a call for which no model is waited for; None: it needs one."""
+        """The response to a call that waits for no model; None: the call needs a model."""
         if call.path == messages.ACQUIRE:
             return None
         if self.paths and prefixes.served_path(call.path) not in self.paths:
@@ -103,8 +107,9 @@ class Capability:
     async def _served(
         self, call: messages.InferenceCall
     ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
-        """Grown first, and asked once more, where the engine could do it with more memory
-        (A14). Raises RequestError."""
+        """The engine's answer. Where the engine refuses for want of memory that its configuration
+        lets it grow to, the model grows and the engine is asked again, GROWTHS times at most (A14).
+        Raises RequestError."""
         began_s = time.monotonic()
         for growths_left in range(GROWTHS, -1, -1):
             async with aclosing(self._asked(call, began_s)) as parts:
@@ -121,7 +126,8 @@ class Capability:
                     raise
 
     async def _grown(self, call: messages.InferenceCall, began_s: float) -> None:
-        """Raises RequestError."""
+        """Gives the call's model what it may grow to, within the call's deadline. Raises
+        DeadlineUnmet, and what `Residency.grow` raises."""
         try:
             async with asyncio.timeout(_left_s(call, began_s)):
                 await self._residency.grow(call.model)
@@ -131,7 +137,8 @@ class Capability:
     async def _asked(
         self, call: messages.InferenceCall, began_s: float
     ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
-        """Makes the model resident and passes its engine's answer on. Raises RequestError."""
+        """Makes the model resident, with this call in flight, and passes its engine's answer on;
+        before it, progress where the call wants it. Raises RequestError."""
         model = self.served_by(call)
         use = self._residency.use(
             model,

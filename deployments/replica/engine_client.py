@@ -33,6 +33,8 @@ class LoadRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Woken:
+    """How a wake went."""
+
     took: Span
     verified: bool  # False: the engine found its answer changed and loaded from disk again
     restored: bool  # False: it is changed still, and the engine must end
@@ -110,7 +112,8 @@ class EngineLink:
         return bool((await self._control("/control/drop_drafter"))["dropped"])
 
     async def wake(self) -> Woken:
-        """Raises LoadRefused when neither host RAM nor disk brought it back."""
+        """Wakes the engine. Where neither host RAM nor disk brought its recorded answer back,
+        `restored` is False and the caller must end it. Raises LoadRefused when the wake failed."""
         said = await self._control("/control/wake")
         return Woken(seconds(said["seconds"]), bool(said["verified"]), bool(said["restored"]))
 

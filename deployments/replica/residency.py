@@ -58,8 +58,10 @@ class Residency:
         self._client: HolderClient | None = None
         self.on_tenant_removed: Callable[[str], None] = lambda tenant: None
         self._pinned: frozenset[str] = frozenset()
-        self._withdrawn: Counter[str] = Counter()  # by model, how often its unasked load was
-        self._removed_ns: dict[str, int] = {}  # tenants, and when; a person removes each
+        # How often the arbiter withdrew a load without a request, by model.
+        self._withdrawn: Counter[str] = Counter()
+        # When each tenant was removed, on the monotonic clock; few, because a person removes them.
+        self._removed_ns: dict[str, int] = {}
         self._closed = False
 
     @classmethod
@@ -87,7 +89,10 @@ class Residency:
         request: str = "",
         client: types.Client = types.ANYBODY,
     ) -> Use:
-        """`async with` it. Raises RequestError: unknown, not in time, failed, no arbiter."""
+        """One use of a model, to be entered by `async with`: that waits until the model serves.
+        `deadline_s`: seconds from then that it may wait; None: as long as it takes. `request`: the
+        request's id, for the event log. Entering raises UnknownModel, UnknownCapability,
+        DeadlineUnmet, LoadFailed, ArbiterUnavailable, or what else the arbiter refuses with."""
         return Use(self, model, deadline_s, priority, request, client)
 
     async def grow(self, model: str) -> None:
@@ -114,7 +119,9 @@ class Residency:
     async def enter(
         self, model: str, deadline_s: float | None, priority: types.Priority, client: types.Client
     ) -> HeldModel:
-        """The held model, with this request in flight. Raises RequestError."""
+        """The held model, once it serves, with this request in flight: its ticket is requested or
+        its wake begun if need be. Raises RequestError; EngineLost when it left again ATTEMPTS_COUNT
+        times before this request could enter."""
         until_s = None if deadline_s is None else time.monotonic() + deadline_s
         try:
             async with asyncio.timeout(deadline_s):
@@ -143,7 +150,8 @@ class Residency:
         return held.state is HolderState.RESIDENT
 
     async def _wait(self, held: HeldModel, until_s: float | None) -> bool:
-        """True: in flight. False: look again. Raises what the load failed with, DeadlineUnmet."""
+        """Waits for the work on the model to end. True: this request is in flight now. False: the
+        model's state must be looked at again. Raises what the load failed with, DeadlineUnmet."""
         waiter: asyncio.Future[bool] | None = None
         try:
             waiter = held.wait(until_s)
