@@ -1,13 +1,17 @@
 """What an engine author writes, and what the zygote is told.
 
-An engine is one file, which alone imports its library and has one function `build(config) ->
-Engine`. The function runs in a process of its own, forked a moment ago from the zygote, single
-threaded, with no event loop: the place to fork helpers or set thread counts. The host
-(deployments.engines.host) then calls `load` in an event loop and serves `app` on a unix socket.
-Killing the process is the unload, so there is none here and no state can outlive it.
+An engine is one module or package, which alone imports its library and has one function
+`build(config) -> Engine`. The function runs in a process of its own, forked a moment ago from the
+zygote, single threaded, with no event loop: the place to fork helpers or set thread counts. The
+host (deployments.engines.host) then calls `load` in an event loop and serves `app` on a unix
+socket. Killing the process is the unload, so there is none here and no state can outlive it.
+`sleep`, `wake` and `probe` are called only where `can_sleep` is True; an engine that never sleeps
+leaves them out.
 
     class Echo:
-        can_sleep = False
+        can_sleep = True
+
+        def __init__(self, config) -> None: ...                 # see Config; no event loop yet
 
         async def load(self) -> None: ...                       # allocate; raise to fail
         async def app(self, scope, receive, send) -> None: ...  # OpenAI routes, ASGI
@@ -20,7 +24,9 @@ Killing the process is the unload, so there is none here and no state can outliv
 An engine with a prefix cache may serve `POST /prewarm` too, as deployments.engines.vllm.prewarm
 does; another answers 404.
 
-Then one line of config names it: `engine: my_package.echo:build`.
+    build = Echo
+
+Then one line of the configuration names it: `engine: my_package.echo:build`.
 """
 
 import re
@@ -51,13 +57,14 @@ _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class Engine(Protocol):
-    """One loaded model. Every method may raise whatever the library raises."""
+    """One loaded model. Every method may raise whatever the library raises; the host turns it into
+    the cause that the holder is told."""
 
     can_sleep: bool
 
     async def load(self) -> None:
-        """Brings the model from disk. Called again when a wake did not verify; then it may raise
-        CannotReload."""
+        """Brings the model from disk. Called again when `probe` after a wake gave another answer
+        than before the sleep; then it may raise CannotReload."""
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: the data routes, in OpenAI's shapes."""
