@@ -39,10 +39,17 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
-# JSON: {"model", "served_name", "can_sleep", "engine_args"}; of a ticket over several GPUs "parts",
-# the bytes on each; of a model that may grow "grows_to", its `engine_args` then; of one
-# with a drafter "drafter": {"model", "tokens"}; of a model that shares a host copy "host_copy": {
-# "own_bytes"}, what it may hold beside that in its sleep, and where it was lent "shared_copy".
+# What `build` is given: JSON that deployments.config.load_plan makes and the node agent completes.
+# Always: "model" (a folder, or as the source was written), "served_name", "can_sleep" and
+# "engine_args". The rest only where the configuration or the grant has it:
+#   "threads", "adapters", "merged"     as load_plan says
+#   "dispatch_lock"                     the lock under which the engine computes
+#   "parts"                             bytes on each GPU, of a ticket over several
+#   "grows_to"                          the `engine_args` after a growth
+#   "drafter"                           {"model", "tokens"}
+#   "slabs"                             by content, the slabs of the pool that were lent (lent.py)
+#   "host_copy"                         {"own_bytes"}: what it may hold asleep beside a shared copy
+#   "shared_copy"                       that copy, where it was lent: a SharedCopy, and no JSON
 Config = dict[str, Any]
 
 # A header by which an engine says that it refused a request for want of memory that its
