@@ -26,7 +26,7 @@ from arbiter.units import Bytes, DeviceId, Instant, Span, TicketId, human, in_se
 
 @dataclass(frozen=True, slots=True)
 class ChargedTicket:
-    """Describes a ticket charged on a device that is short, cheapest to lose first."""
+    """Describes a ticket charged on a device that is short."""
 
     ticket: TicketId
     model: str
@@ -51,7 +51,7 @@ class Shortage:
     short_bytes: Bytes  # what is missing beyond those; 0: it is on its way
     foreign_bytes: Bytes
     kept_bytes: Bytes  # of what is free, reserved for other tenants
-    charged_tickets: tuple[ChargedTicket, ...]
+    charged_tickets: tuple[ChargedTicket, ...]  # the cheapest to lose first
     leavable_bytes: Bytes  # what those of them that may leave would give it
     cheaper_in: Span  # until cheaper ones may leave, for which it waits; 0: it waits for none
 
@@ -139,6 +139,7 @@ def _waiting(state: CoreState, entry: Ticket) -> tuple[tuple[TicketId, ...], tup
 
 
 def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
+    """Returns what a queued ticket lacks on a device, and what each other ticket there holds."""
     if entry.home:  # each device where it wakes has its part, some of which is charged already
         need = Bytes(max(0, entry.home[book.device] - entry.charge(book.device)))
     else:
@@ -152,18 +153,7 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
         ((price_victim(state, book, e), e) for e in others), key=lambda pair: pair[0].place
     )
     charged_tickets = tuple(
-        ChargedTicket(
-            e.ticket,
-            e.model,
-            e.state.value,
-            e.charge(book.device),
-            e.inflight,
-            Span(0) if e.inflight else since(e.last_used, state.now),
-            tuple(map(str, o.rank)),
-            o.cost_s,
-            obstacle_text(state, e, entry, urgent),
-            in_words(o.why),
-        )
+        _charged_ticket(state, e, book.device, o, obstacle_text(state, e, entry, urgent))
         for o, e in priced
     )
     spare = quotas.ReserveSlack(state, book, entry.client.tenant)
@@ -180,6 +170,23 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
         charged_tickets,
         leavable,
         _waits_for_cheaper(state, book, entry, short, priced),
+    )
+
+
+def _charged_ticket(
+    state: CoreState, entry: Ticket, device: DeviceId, option: PricedVictim, obstacle: str | None
+) -> ChargedTicket:
+    return ChargedTicket(
+        entry.ticket,
+        entry.model,
+        entry.state.value,
+        entry.charge(device),
+        entry.inflight,
+        Span(0) if entry.inflight else since(entry.last_used, state.now),
+        tuple(map(str, option.rank)),
+        option.cost_s,
+        obstacle,
+        in_words(option.why),
     )
 
 
