@@ -78,8 +78,9 @@ class AsyncClient(AsyncCalls):
     async def acquire(
         self, model: str | None = None, *, term_s: float = ACQUIRE_S, **fields: Unpack[Fields]
     ) -> AsyncGenerator["AsyncHeld"]:
-        """Holds a model for several calls: it is in use until the block ends, so no other takes its
-        place between them. At most `term_s` seconds. Raises RequestError."""
+        """Holds a model for several calls: it is in use until the block ends, so no other model
+        takes its place between them. It ends after `term_s` seconds at the latest, of which 600
+        are the most (ACQUIRE_S). Raises RequestError."""
         asked, name = await self._asked(ACQUIRE, model, fields, {"term_s": term_s}, None)
         held = AsyncHeld(self._connection, name, self._budget)
         try:
@@ -92,9 +93,10 @@ class AsyncClient(AsyncCalls):
     async def lease(
         self, gb: float, *, within_s: float | None = None, **how: Any
     ) -> AsyncGenerator[leases.Lease]:
-        """Device memory for this process itself, as arbiter.leases.ask says. Threads beat for it,
-        so that a busy event loop does not lose it. Needs a key of scope `lease`. Raises
-        LeaseRefused, QuotaExceeded, NeverFits, DeadlineUnmet."""
+        """Leases `gb` GiB of device memory for this process itself; `how` as for
+        arbiter.leases.ask. A thread sends its heartbeats, so that a busy event loop does not lose
+        it. Needs a key of scope `lease`. Raises LeaseRefused, QuotaExceeded, NeverFits,
+        DeadlineUnmet, LeaseLost, ArbiterUnavailable."""
         held = self._lease(gb, how)
         try:
             yield await asyncio.to_thread(held.acquire, within_s)
@@ -110,9 +112,11 @@ class AsyncClient(AsyncCalls):
     async def submit(
         self, call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> jobs.AsyncJob[T]:
-        """Has the front keep a call of this client, `submit(client.chat, "Hello")`, and returns at
-        once: it is made with priority batch (else `x_priority`), and survives every process.
-        Streams cannot be kept. Raises RequestError for what is wrong with the request."""
+        """Hands a call of this client to the front, as `submit(client.chat, "Hello")`, and returns
+        at once. The front makes the call when there is room, with priority batch unless
+        `x_priority` says otherwise, and the job survives every process of the system. Streams
+        cannot be submitted. Raises RequestError for what is wrong with the request; TypeError where
+        `call` is no method of a client."""
         return await jobs.submit(call, *args, **kwargs)
 
     def job(self, job_id: str) -> jobs.AsyncJob[Json | bytes]:
@@ -134,8 +138,8 @@ class AsyncClient(AsyncCalls):
         completion_window: str = "24h",
         metadata: Mapping[str, str] | None = None,
     ) -> batches.AsyncBatch[T]:
-        """Hands lines of one path in, of any models, and returns at once. Raises RequestError:
-        BadRequest; QuotaExceeded where too much waits."""
+        """Hands in a batch of lines and returns at once. All lines have one path; their models may
+        differ. Raises RequestError: BadRequest; QuotaExceeded where too much waits."""
         return await batches.submit_batch(self._connection, lines, completion_window, metadata)
 
     def batch(self, batch_id: str) -> batches.AsyncBatch[Json]:
@@ -183,8 +187,8 @@ class AsyncClient(AsyncCalls):
         return tuple(arbiter_rows.host_copy(row) for row in said["copies"])
 
     async def drop_host_copy(self, key: str) -> bool:
-        """Drops one on every node. False: it leaves with the last engine that has it open. Needs a
-        key of scope `admin`. Raises UnknownHostCopy."""
+        """Drops the copy with this key on every node. Returns False where an engine has it open,
+        with the last of which it leaves. Needs a key of scope `admin`. Raises UnknownHostCopy."""
         said = await self._connection.read(Asked("DELETE", f"/arbiter/host_copies/{quote(key)}"))
         return bool(said["is_gone"])
 
@@ -204,9 +208,9 @@ class AsyncClient(AsyncCalls):
         return arbiter_rows.plan(said)
 
     async def subscribe(self, after: int | None = None) -> AsyncGenerator[arbiter_rows.Event]:
-        """Events behind the sequence number `after`, or from now on, as they happen, until the
-        caller stops. Goes on where it was after a break of the connection; raises FrontUnreachable
-        when no front has answered for half a minute."""
+        """Yields the events after the sequence number `after`, or from now on, as they happen,
+        until the caller stops. After a break of the connection it continues where it was. Raises
+        FrontUnreachable when no front has answered for half a minute."""
         last = (await self.status()).sequence if after is None else after
         heard_s = time.monotonic()
 

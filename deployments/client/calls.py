@@ -58,9 +58,12 @@ class Budget:
 
 
 class AsyncCalls:
-    """Every call takes `model`, unless one was named for all, and the fields of its request model.
+    """Every call takes `model`, unless the client was made with a model for all calls, and as
+    keywords the fields of its request model (deployments.client.fields).
+
     Raises RequestError: BadRequest, UnknownModel, QueueFull, DeadlineUnmet and the others of
-    arbiter.errors; FrontUnreachable where no front answers."""
+    arbiter.errors; FrontUnreachable where no front answers. Raises TypeError where no model is
+    named, and OSError where the file of a picture or sound cannot be read."""
 
     def __init__(
         self, connection: Connection, model: str | None = None, budget: Budget | None = None
@@ -68,9 +71,9 @@ class AsyncCalls:
         self._connection, self._default_model, self._budget = connection, model, budget
 
     def within(self, budget_s: float) -> Self:
-        """The same, for calls that share `budget_s` seconds from now: each has what is left as its
-        deadline, so a call that cannot be served in time is refused at once, with DeadlineUnmet. A
-        stream must have begun by then."""
+        """Returns a view of this client whose calls share `budget_s` seconds from now. Each call
+        has what is left as its deadline, so a call that cannot be served in time is refused at
+        once, with DeadlineUnmet. Of a stream only the beginning must come by then."""
         view = copy.copy(self)
         view._budget = Budget(budget_s, time.monotonic() + budget_s)
         return view
@@ -97,7 +100,7 @@ class AsyncCalls:
     async def complete(
         self, prompt: str, *, model: str | None = None, **fields: Unpack[CompletionFields]
     ) -> answers.Answer:
-        """The text that goes on from `prompt`."""
+        """Returns the text with which the model continues `prompt`."""
         return await self._read(COMPLETE, model, fields, {"prompt": prompt}, answers.answer)
 
     async def stream_complete(
@@ -112,7 +115,7 @@ class AsyncCalls:
     async def embed(
         self, texts: str | list[str], *, model: str | None = None, **fields: Unpack[EmbeddingFields]
     ) -> answers.Embeddings:
-        """A vector for each text."""
+        """Returns a vector of floats for each text, in their order."""
         body = {"input": texts, "encoding_format": "float"}
         return await self._read(EMBED, model, fields, body, answers.embeddings)
 
@@ -124,7 +127,7 @@ class AsyncCalls:
         model: str | None = None,
         **fields: Unpack[RerankFields],
     ) -> answers.Ranking:
-        """The documents by how well they answer the query, the best first."""
+        """Orders the documents by how well they answer the query, the best first."""
         body = {"query": query, "documents": list(documents), "return_documents": False}
         ranked = partial(answers.ranking, documents=list(documents))
         return await self._read(RERANK, model, fields, body, ranked)
@@ -140,7 +143,8 @@ class AsyncCalls:
         mask: Seen | None = None,
         **fields: Unpack[ImageFields],
     ) -> tuple[Picture, ...]:
-        """Pictures drawn by a text, or a picture that it changes, where `mask` is transparent."""
+        """Draws pictures of what `prompt` says. With `picture` it changes that picture instead,
+        and with `mask` only where the mask is transparent."""
         path, files = await _drawn_from(picture, mask)
         return await self._read(path, model, fields, {"prompt": prompt}, answers.pictures, files)
 
@@ -154,7 +158,8 @@ class AsyncCalls:
         mask: Seen | None = None,
         **fields: Unpack[ImageFields],
     ) -> AsyncGenerator[Picture]:
-        """Yields pictures as `images` does, each after `previews` with `is_final` False."""
+        """Yields the pictures of `images`, each after `previews` unfinished versions of it, whose
+        `is_final` is False."""
         path, files = await _drawn_from(picture, mask)
         body = {"prompt": prompt, "stream": True, "partial_images": previews}
         async for event in self._events(path, model, fields, body, files):
@@ -168,7 +173,7 @@ class AsyncCalls:
         model: str | None = None,
         **fields: Unpack[ChatFields],
     ) -> answers.Answer:
-        """What a model that sees says of one picture, or of several."""
+        """Returns a vision model's answer to a question about one picture, or several."""
         return await self.chat(await _shown(pictures, question), model=model, **fields)
 
     async def stream_describe(
@@ -194,7 +199,8 @@ class AsyncCalls:
         with_words: bool = False,
         **fields: Unpack[TranscriptionFields],
     ) -> answers.Transcript:
-        """What is said in a sound, with its segments; `with_words`: with those of each word."""
+        """Returns the text of recorded speech, with the seconds of each segment; `with_words`: of
+        each word as well."""
         stretches = ["segment", "word"] if with_words else ["segment"]
         body = {"response_format": "verbose_json", "timestamp_granularities[]": stretches}
         files = await _heard(sound)
@@ -212,7 +218,7 @@ class AsyncCalls:
     async def speak(
         self, text: str, *, model: str | None = None, **fields: Unpack[SpeechFields]
     ) -> Audio:
-        """The text, spoken; as a WAV file unless `response_format` says otherwise."""
+        """Returns the text as speech, a WAV file unless `response_format` says otherwise."""
         body = {"input": text, "response_format": "wav"}
         asked, model = await self._asked(SPEAK, model, fields, body, None)
         return await self._bounded(self._connection.answer(asked, Audio), model)
@@ -220,8 +226,8 @@ class AsyncCalls:
     async def stream_speak(
         self, text: str, *, model: str | None = None, **fields: Unpack[SpeechFields]
     ) -> AsyncGenerator[Audio]:
-        """Yields the sound of `speak` clause by clause; as bare samples (`pcm`) unless
-        `response_format` says otherwise. The pieces one after the other are the whole."""
+        """Yields the sound of `speak` clause by clause, as bare samples (`pcm`) unless
+        `response_format` says otherwise. The pieces joined in order are the whole sound."""
         body = {"input": text, "response_format": "pcm"}
         asked, _ = await self._asked(SPEAK, model, fields, body, None)
         async for piece, kind in self._connection.pieces(asked):
@@ -230,7 +236,7 @@ class AsyncCalls:
     async def vad(
         self, sound: Heard, *, model: str | None = None, **fields: Unpack[VadFields]
     ) -> answers.Speech:
-        """Where a sound has speech in it."""
+        """Finds the stretches of a recording that have speech in them, in seconds."""
         files = await _heard(sound)
         return await self._read(VAD, model, fields, {}, answers.speech, files)
 
@@ -300,7 +306,8 @@ class AsyncCalls:
         body: Mapping[str, Any],
         files: Files | None,
     ) -> tuple[Asked, str]:
-        """And the model. Raises BadRequest."""
+        """Returns the request, once its fields are checked, and the name of its model. Raises
+        BadRequest; DeadlineUnmet once the budget is over; TypeError where no model is named."""
         name = model or self._default_model
         if not name:
             raise TypeError("name a `model`, for this call or for the client")

@@ -26,7 +26,8 @@ T = TypeVar("T")
 JOBS = "/v1/jobs"
 RESPOND_ASYNC = {"prefer": "respond-async"}
 AGAIN_S, AWAY_S = 0.5, 30.0  # as AsyncClient.subscribe
-AGAIN_STATUS = (429, 503)  # a full or an absent front, and a process of jobs that starts
+# Statuses after which a call is tried again: the front is full or away, or the jobs replica starts.
+AGAIN_STATUS = (429, 503)
 FINISHED = frozenset({"completed", "failed", "cancelled", "expired"})
 
 
@@ -38,7 +39,7 @@ class JobStatus:
     state: str  # queued, in_progress, cancelling, completed, failed, cancelled, expired
     model: str
     queue_position: int | None  # while it is queued: how many are before it
-    event_count: int  # of a stream: tokens, partial pictures
+    event_count: int  # events so far of a call that streams: tokens, partial pictures
     estimate_s: float | None  # until its model could answer, where that is known
     error: str  # why it failed; empty otherwise
 
@@ -63,10 +64,10 @@ class AsyncJob(Generic[T]):
         return _status(await self._connection.read(Asked("POST", f"{JOBS}/{self.id}/cancel")))
 
     async def result(self) -> T:
-        """Waits for the answer, and is what the call would have returned. Raises what the call
+        """Waits for the answer and returns what the call would have returned. Raises what the call
         would have raised; a RequestError of code `conflict` for a job that was cancelled or has
-        expired; FrontUnreachable, or what else of AGAIN_STATUS was told, when nothing else was told
-        for half a minute."""
+        expired. A front that is away or full (AGAIN_STATUS) is asked again; its refusal, or
+        FrontUnreachable, is raised after AWAY_S in which it gave no other answer."""
         heard_s = time.monotonic()
         while True:
             is_finished = False
@@ -93,7 +94,7 @@ class AsyncJob(Generic[T]):
 
 
 class Withheld(Exception):
-    """The request of a call, which was not sent, and what would read its answer."""
+    """Carries the request of a call that was not sent, and the function that reads its answer."""
 
     def __init__(self, connection: Connection, asked: Asked, read: Read[Any]) -> None:
         super().__init__(connection, asked, read)
@@ -101,7 +102,8 @@ class Withheld(Exception):
 
 
 class Withholding(Connection):
-    """Asks no model."""
+    """A connection that sends no call to a model: it raises the call as Withheld, so that `submit`
+    and `line` can use each method of a client to write a request."""
 
     def __init__(self, behind: Connection) -> None:
         super().__init__(behind._http, behind._where, behind.lease_way)
@@ -115,7 +117,8 @@ class Withholding(Connection):
 
 
 async def withheld(call: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Withheld:
-    """What a call of a client would send. Raises BadRequest; TypeError for any other call."""
+    """Returns what a call of a client would send. Raises BadRequest; TypeError where `call` is no
+    method of a client, or asks no model."""
     calls = getattr(call, "__self__", None)
     if not isinstance(calls, AsyncCalls):
         raise TypeError(f"{call!r} is no call of a client")
