@@ -259,7 +259,8 @@ def kill_known(pids: Iterable[procfs.Name]) -> None:
 
 
 class Restarts:
-    """Whose end is awaited, and is no news to the arbiter."""
+    """The tickets whose process is being replaced: its end is awaited here, and not reported to the
+    arbiter."""
 
     def __init__(self) -> None:
         self._ends: dict[TicketId, asyncio.Future[None]] = {}

@@ -1,8 +1,8 @@
-"""Down a ladder: the answer of the first rung that gives one.
+"""Asks the rungs of a task's ladder one after the other, until one answers.
 
-A rung that fails with something that passes, before the client has seen any of its answer, makes
-way for the next; so does a rung that would wait past the budget while another is sooner. After the
-first part of an answer nothing does: two halves of two answers are no answer.
+The request goes on to the next rung when a rung fails with a status of PASSES, and to a sooner rung
+when a rung would wait past the budget. Both only before the client has seen any of an answer: two
+halves of two answers are no answer.
 """
 
 import asyncio

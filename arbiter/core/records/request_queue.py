@@ -33,11 +33,11 @@ class QueueEntry:
     predicted_at: Instant | None = None  # when it was expected to serve, as it joined
     bypassed_count: int = 0
     is_aged: bool = False
-    need_bytes: Bytes = Bytes(0)
+    need_bytes: Bytes = Bytes(0)  # by the estimates of `version`
     quota_group: str = ""  # of its tenant: see quotas.quota_group
     tenant: str = ""  # that asked
     work_bytes: float = 0.0  # of its tenant's share: see Accounts.virtual_start_of
-    version: int = -1  # of the estimates that say so
+    version: int = -1  # of the estimates that gave `need_bytes`; -1: none has yet
     is_held: bool = False  # outside its hours: not tried (C13)
     ages_from: Instant | None = None  # when it was last let go; None: since it asked
 

@@ -226,7 +226,8 @@ def let_sleep(state: CoreState, entry: Ticket) -> None:
 
 
 def prefetches_that_make_room(state: CoreState, book: DeviceAccount, short: Bytes) -> list[Ticket]:
-    """Returns the loads on a device that were begun as prefetches, where they are enough."""
+    """Returns the prefetches that still load on a device, if together they hold `short` bytes;
+    else none."""
     prefetches = [e for e in book.loading.values() if e.is_prefetch]
     returning = sum(e.charge(book.device) for e in prefetches)
     return prefetches if short <= returning else []
