@@ -47,9 +47,9 @@ SIDE_STREAM = messages.SIDE_STREAM.encode()
 
 
 class FrontLost(RequestError):
-    """Serve starts another front; that takes about two seconds."""
+    """The front's process died under this request."""
 
-    code, retry_after_s = "front_lost", 2.0
+    code, retry_after_s = "front_lost", 2.0  # in which Serve starts another front
 
     def __str__(self) -> str:
         return "the front died under this request; send it again in 2 s"

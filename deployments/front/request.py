@@ -89,7 +89,10 @@ class ParsedRequest:
 async def parse(
     path: str, raw: bytes, headers: Mapping[str, str], profiles: Mapping[str, Profile]
 ) -> ParsedRequest:
-    """`headers` has lower-case names or ignores case. Raises BadRequest naming the field."""
+    """Reads a body for `path` (JSON or a form), takes marks of stable segments out of it, adds the
+    extension fields that come as headers, and checks all of it against the path's schema.
+    `headers` has lower-case names or ignores case; `profiles`: by client id. Raises BadRequest
+    that names the field."""
     schema = SCHEMAS.get(path, OF_THE_TABLE)
     is_form = _is_form(headers, schema.kind)
     fields: dict[str, Any] = await _form(raw, headers) if is_form else json_object(raw)
@@ -125,9 +128,9 @@ def call_of(
     *,
     term: KvTerm | None = None,
 ) -> messages.InferenceCall:
-    """What goes to the capability. Extension fields that are not the engine's are taken out of a
-    JSON body and defaults put in; a form goes as it came, with the served name in a header.
-    `term`: of its KV; None where KV ends with its engine."""
+    """Makes the call that goes to the capability. In a JSON body extension fields that are not the
+    engine's are left out, and defaults put in; a form goes as it came, with the served name in a
+    header. `term`: how long its KV stays; None where KV ends with its engine."""
     checked, profile = asked.checked, asked.profile
     fields = _engine_fields(asked, target, model, tenant)
     is_text = fields is not None and asked.kind is Kind.TEXT
@@ -198,7 +201,8 @@ async def _form(raw: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """What can be written again as JSON and as UTF-8: Python reads more. Raises BadRequest."""
+    """Reads a JSON object. Raises BadRequest, also for what Python reads and could not write again
+    as JSON in UTF-8: numbers beyond a float, halves of surrogate pairs."""
     beyond: list[float] = []
 
     def number(word: str) -> float:

@@ -132,10 +132,13 @@ class InferenceService:
         *,
         model: str = "",
     ) -> messages.InferenceCall:
-        """`scopes`: of the caller's key. `model`: in place of the one asked for, of which it is a
-        rung. Raises UnknownModel, AdapterAmbiguous, AdapterInvalid, AdaptersAway; NotServedHere
-        where the table lists other paths for the model's capability; BadRequest where no model is
-        named and not just one serves the path; for a remote model what Remotes.call raises."""
+        """Finds what the name of the request's model means for this tenant, and makes the call for
+        it. `scopes`: of the caller's key. `model`: a name to use in place of the request's, as for
+        a rung of a task.
+
+        Raises UnknownModel, AdapterAmbiguous, AdapterInvalid, AdaptersAway; NotServedHere where the
+        table lists other paths for the model's capability; BadRequest where the request names no
+        model, unless exactly one serves the path; for a remote model what Remotes.call raises."""
         name = model or asked.model or self._only(asked.path)
         if self.remotes.has(name):
             return self.remotes.call(asked, name, Caller(tenant, scopes))
@@ -189,8 +192,9 @@ class InferenceService:
         return answer(call, self._sends[capability])
 
     async def begin(self, call: AnyCall, within_s: float) -> messages.FullResponse | None:
-        """The answer to a call that a replica answers at once; None where it takes longer, because
-        Serve starts the replica first: the call goes on, in flight. Raises RequestError."""
+        """Makes a call that a replica answers at once, and returns the answer. None: it was not
+        there within `within_s` seconds, because Serve starts the replica first; the call goes on,
+        in flight. Raises RequestError."""
         answered: asyncio.Future[messages.FullResponse] = asyncio.get_running_loop().create_future()
         self._background.begin(self._carry(call, answered))
         await asyncio.wait({answered}, timeout=within_s)
@@ -218,8 +222,9 @@ def handle_of(capability: str) -> Send:
 
 
 async def answer(call: messages.InferenceCall, send: Send) -> Parts:
-    """The parts of the first try that gives a response; after its head there is no other try. A
-    later try has what the earlier ones left of the deadline. Raises RequestError."""
+    """Sends a call, TRIES times at most, and yields the parts of the first try that gives a
+    response; once it has begun there is no other try. A later try has what the earlier ones left of
+    the deadline. Raises RequestError."""
     began_s = time.monotonic()
     for number in range(1, TRIES + 1):
         has_begun = False

@@ -60,6 +60,7 @@ class Use:
         self._began_ns = time.monotonic_ns()
         held = self._residency.models.get(self._model)
         is_warm = held is not None and held.state is HolderState.RESIDENT
+        # Where the kernel tells of no change of the model's files, `enter` looks at them first.
         if held is not None and is_warm and not held.files.is_untold:
             held.enter(self._priority, self._client)
         else:
