@@ -120,17 +120,21 @@ class HolderClient:
 
     async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
         """Asks for `more` bytes for a resident model and waits for them, `within` at most (A14);
-        the grant says what it has now. Raises GrowthRefused, NeverFits, TicketClosed,
-        ArbiterUnavailable, and StaleEpoch when the epoch ended under the call: the model goes on
-        with what it had."""
+        the grant says what it has now. Raises GrowthRefused, NeverFits, TicketClosed, and
+        ArbiterUnavailable also where the epoch ends under the call: the model goes on with what it
+        had."""
         await self.joined()
         asked, arbiter = ev.GrowthAsked(ticket, more, within), self.session.arbiter
-        if arbiter is None or not await self._flushed():  # that it gave back goes first
+        epoch = self.epoch
+        if epoch is None or arbiter is None or not await self._flushed():  # what it gave back first
             raise ArbiterUnavailable(0.0)
         try:
             granted: messages.Granted = await self.session.call(
-                arbiter, "grow", self.epoch, self.holder, asked
+                arbiter, "grow", epoch, self.holder, asked
             )
+        except StaleEpoch:
+            self.session.lose(epoch)
+            raise ArbiterUnavailable(0.0) from None
         except rpc.ConnectionLost:
             raise ArbiterUnavailable(0.0) from None
         except asyncio.CancelledError:

@@ -219,6 +219,21 @@ async def test_request_is_sent_after_all_earlier_messages_are_received() -> None
     await let_go(client)
 
 
+@pytest.mark.spec("A14", "A18")
+async def test_growth_in_an_epoch_that_is_over_is_refused_with_when_to_come_back() -> None:
+    """Not as a conflict, which a client would not ask again for."""
+
+    async def grow(epoch: Epoch, holder: HolderId, asked: ev.GrowthAsked) -> messages.Granted:
+        raise StaleEpoch(epoch, Epoch(6))
+
+    client = joined_client(FakeArbiter(grow=grow))
+    async with asyncio.timeout(60):
+        with pytest.raises(ArbiterUnavailable):
+            await client.grow(TicketId("t"), Bytes(5), Span(7))
+    assert client.epoch is None  # so it joins again
+    await client.close()
+
+
 @pytest.mark.spec("A14")
 async def test_growth_request_is_sent_after_all_earlier_messages_are_received() -> None:
     order: list[str] = []
