@@ -116,7 +116,7 @@ async def test_restarted_arbiter_grants_nothing_before_known_living_holders_rejo
     """Though there is room enough: what it holds is not on the books yet."""
     both = {"chat": capability(a=model(50)), "other": capability(b=model(50))}
     # A busy machine may take all of the five seconds that are usual until another one asks.
-    async with live_arbiter(both, rejoin_s=WITHIN_S) as d:
+    async with live_arbiter(both, timeouts={"rejoin": WITHIN_S}) as d:
         chat, other = d.holder("chat"), d.holder("other")
         pid = await chat.pid.remote()
         await other.pid.remote()

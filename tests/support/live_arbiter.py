@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class LiveArbiter:
         capabilities: dict[str, Any],
         mib: int,
         gpus: str = "",
-        rejoin_s: float | None = None,
+        timeouts: Mapping[str, float] | None = None,
         **arbiter: Any,
     ) -> None:
         arenas: dict[str, int] = {
@@ -89,10 +89,10 @@ class LiveArbiter:
         made = replace(boot.boot(self.table), usage_looks_count=1)  # so that no test waits for it
         if gpus:
             made = replace(made, agent=replace(made.agent, gpus=gpus))
-        if rejoin_s is not None:
+        if timeouts:
             settings = made.configuration.settings
-            timeouts = replace(settings.timeouts, rejoin=seconds(rejoin_s))
-            settings = replace(settings, timeouts=timeouts)
+            spans = {name: seconds(long_s) for name, long_s in timeouts.items()}
+            settings = replace(settings, timeouts=replace(settings.timeouts, **spans))
             made = replace(made, configuration=replace(made.configuration, settings=settings))
         await start_arbiter(made)
         await self.until(lambda s: s["devices"] and s["devices"][0]["physical_free_bytes"])
@@ -275,16 +275,16 @@ async def live_arbiter(
     capabilities: dict[str, Any] | None = None,
     mib: int = 400,
     gpus: str = "",
-    rejoin_s: float | None = None,
+    timeouts: Mapping[str, float] | None = None,
     **arbiter: Any,
 ) -> AsyncIterator[LiveArbiter]:
     """An arbiter with `mib` to lend on each device; `gpus`: what finds those, else there is one;
-    `rejoin_s`: how long a restarted one waits for its holders, else five seconds."""
+    `timeouts`: seconds, in place of the core's own (`Timeouts`)."""
     with tempfile.TemporaryDirectory(prefix="live-") as folder:
         running = LiveArbiter(Path(folder))
         try:
             standard = {"chat": capability(a=model(100))}
-            await running.start(capabilities or standard, mib, gpus, rejoin_s, **arbiter)
+            await running.start(capabilities or standard, mib, gpus, timeouts, **arbiter)
             yield running
         except BaseException:  # what a test leaves that failed is not for the next
             running.kill_holders()
