@@ -63,18 +63,16 @@ RESTS = (
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS",
     "RAY_event_stats",
     "RAY_task_events_report_interval_ms",
-    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD",
 )
 
 # Read by Ray when it starts. Workers and zygotes import the repository; no token file is left in
 # anybody's home. Workers import nothing ahead, unlike those of `make serve`: most here become
 # arbiters, agents and holders, which start in three quarters of the time without Serve's modules.
-# No test reads what Ray's log monitor and its reporter of processes would tell.
+# No test reads what Ray's reporter of processes would tell.
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "RAY_worker_maximum_startup_concurrency": "4",
     "RAY_AUTH_MODE": "disabled",
-    "LOG_NAME_UPDATE_INTERVAL_S": "60",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     **{name: VARIABLES[name] for name in RESTS},
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -117,6 +115,8 @@ def cluster() -> Iterator[None]:
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+        # It looks at the log of each process that any test has started, ten times a second.
+        ray._private.worker._global_node.kill_log_monitor()
         yield
         ray.shutdown()
 

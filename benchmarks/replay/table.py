@@ -1,8 +1,11 @@
 """Runs of one trace, and what they say."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from arbiter.core.records import reuse
 from arbiter.core.records.reuse import ReuseLearner
 from arbiter.core.settings import DEFAULTS, Settings
 from arbiter.replay.score import Closed, Score, as_plain, closed
@@ -25,6 +28,24 @@ SETTINGS = replace(
 # The learned policy with weights that no trace was used for: none but a model is seldom wanted.
 NOTHING = ReuseLearner(born=(0, 0, 0, 0, 0, 0, 0, 0, -2), doubt=(1, 1, 1, 1, 1, 1, 1, 1, 3))
 FROM_NOTHING = {"learned_from_nothing": ("learned", {"reuse": NOTHING.export()})}
+# The same with one constant of its shape changed: what `reuse` has while it runs.
+SHAPES: dict[str, Mapping[str, float]] = {
+    f"soon_{times:g}": {
+        "SOON": times * reuse.SOON,
+        "ANSWERED_AFTER": times * reuse.ANSWERED_AFTER,
+    }
+    for times in (0.5, 2)
+}
+SHAPES |= {f"same_visit_{times:g}": {"SAME_VISIT": times * reuse.SAME_VISIT} for times in (0.5, 2)}
+SHAPES |= {"looks_4": {"LOOKS_COUNT": 4}}
+FROM_NOTHING |= {name: FROM_NOTHING["learned_from_nothing"] for name in SHAPES}
+# And with other standard deviations of the weights that it begins with.
+for _times in (0.5, 2):
+    _doubting = ReuseLearner(
+        born=(0, 0, 0, 0, 0, 0, 0, 0, -2),
+        doubt=tuple(_times * d for d in (1, 1, 1, 1, 1, 1, 1, 1, 3)),  # type: ignore[arg-type]
+    )
+    FROM_NOTHING[f"doubt_{_times:g}"] = ("learned", {"reuse": _doubting.export()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +96,22 @@ def run(
     for policy in (WORST, BEST, *between):
         evict, usage = FROM_NOTHING.get(policy, (policy, None))
         chosen: Settings = replace(SETTINGS, evict=evict)
-        scores[policy] = World(asked, chosen, bundle(chosen), counted, usage).run()
+        with _shaped(SHAPES.get(policy, {})):
+            scores[policy] = World(asked, chosen, bundle(chosen), counted, usage).run()
     for policy, score in scores.items():
         yield Row(case, policy, score, closed(scores[WORST], scores[BEST], score))
+
+
+@contextmanager
+def _shaped(constants: Mapping[str, float]) -> Iterator[None]:
+    before: dict[str, Any] = {name: getattr(reuse, name) for name in constants}
+    for name, value in constants.items():
+        setattr(reuse, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(reuse, name, value)
 
 
 def last_weights(case: Case, arrivals: list[Arrival], seed: int) -> list[float]:
