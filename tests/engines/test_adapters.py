@@ -229,7 +229,7 @@ def test_a_pinned_adapter_keeps_its_slot_until_its_entry_says_otherwise(
             conn.close()
 
 
-FLOOD_TOKENS = 24  # so that requests come faster than they are answered, on a busy machine too
+FLOOD_TOKENS = 48  # so that requests come faster than they are answered, on a busy machine too
 
 
 @dataclass
