@@ -132,8 +132,10 @@ class HolderClient:
             granted: messages.Granted = await self.session.call(
                 arbiter, "grow", epoch, self.holder, asked
             )
-        except StaleEpoch:
+        except StaleEpoch as stale:
             self.session.lose(epoch)
+            if stale.sent == stale.current:  # we were counted as dead, and the ticket with us
+                raise TicketClosed(ticket) from None
             raise ArbiterUnavailable(0.0) from None
         except rpc.ConnectionLost:
             raise ArbiterUnavailable(0.0) from None

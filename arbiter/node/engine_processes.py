@@ -81,7 +81,7 @@ class EngineProcesses:
     def own_pids(self) -> set[int]:
         """The zygote and all processes of engines."""
         found = {pid for child in self.children.by_ticket.values() for pid in child.members}
-        return found | ({self.supervisor.known[0]} if self.supervisor.known else set())
+        return found | self.supervisor.pids
 
     # -- spawning --------------------------------------------------------------------------------
 

@@ -44,6 +44,11 @@ class ZygoteSupervisor:
         self.news.set()
         self.news = asyncio.Event()
 
+    @property
+    def pids(self) -> set[int]:
+        """The zygote's, also while it starts."""
+        return {name[0] for name in (self.known, self._starting) if name}
+
     def is_alive(self) -> bool:
         """True if the kernel says now that the zygote lives."""
         return self.known is not None and children.lives(*self.known)

@@ -188,31 +188,33 @@ def _new_log() -> Path:
 def _forget_ended_cluster() -> str:
     """Ray joins the cluster of this machine that it noted last, and tries for minutes where that
     was killed before it could strike the note. Returns the address that is struck, if any."""
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
-    if "RAY_ADDRESS" in os.environ or not note.is_file():
+    if os.environ.get("RAY_ADDRESS"):
         return ""
-    named = note.read_text().strip()
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    note = Path(folder, "ray", "ray_current_cluster")
+    try:
+        named = note.read_text().strip()
+        if not _is_refused(named):
+            return ""
+        note.unlink(missing_ok=True)
+    except (OSError, ValueError):
+        return ""  # there is no note, or it is one for Ray to deal with
+    return named
+
+
+def _is_refused(named: str) -> bool:
+    """Whether nothing listens at an address of this machine. Raises OSError where it is none of
+    its own, and ValueError where it is no address."""
     host, _, port = named.rpartition(":")
-    if not port.isdecimal() or not _is_own(host):
-        return ""
+    if not host or not 0 < int(port) < 1 << 16:
+        raise ValueError(named)
+    with socket.socket() as probe:
+        probe.bind((host, 0))
     try:
         socket.create_connection((host, int(port)), ANSWER_S).close()
     except ConnectionRefusedError:
-        note.unlink(missing_ok=True)
-        return named
-    except OSError:
-        pass  # for Ray to deal with
-    return ""
-
-
-def _is_own(host: str) -> bool:
-    """Whether it is an address of this machine."""
-    try:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _start(file: Path, log: Path) -> Child:

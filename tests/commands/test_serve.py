@@ -171,12 +171,14 @@ def test_note_of_a_cluster_that_was_killed_is_struck_and_that_of_a_living_one_st
     note.parent.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as living:
         address = f"127.0.0.1:{living.getsockname()[1]}"
-        for named in (address, "192.0.2.1:6379", "no address"):  # another machine's is Ray's to ask
+        # Another machine's is Ray's to ask.
+        for named in (address, "198.51.100.1:6379", "no address", "127.0.0.1:99999", ""):
             note.write_text(named)
             done = run("serve", str(file), RAY_TMPDIR=str(tmp_path))
             assert note.read_text() == named and "has ended" not in done.stderr
     note.write_text(address)
-    done = run("serve", str(file), RAY_TMPDIR=str(tmp_path))
+    assert "has ended" not in run("serve", str(file), TMPDIR=str(tmp_path), RAY_ADDRESS="a").stderr
+    done = run("serve", str(file), TMPDIR=str(tmp_path), RAY_ADDRESS="")
     assert f"the cluster of Ray at {address} has ended" in done.stderr
     assert done.exit_code == 7 and not note.exists()
 

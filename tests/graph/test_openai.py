@@ -98,7 +98,7 @@ def test_many_clients_at_once_cause_one_load(graph: Graph, client: OpenAI) -> No
         assert list(pool.map(ask, range(32))) == [1] * 32
     loads = [e for e in graph.events() if e["seq"] > last and e["kind"] == "model_load"]
     holders = [e["holder"] for e in loads]
-    assert {e["model"] for e in loads} == {CHAT} and len(holders) == len({*holders})
+    assert {e["model"] for e in loads} == {CHAT} and len(holders) == len({*holders}) <= 2
 
 
 @pytest.mark.spec("A9", "D1", "D6", "B4")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    GroupOffloadConfig,
     OffloadingConnectorScheduler,
     RequestOffloadState,
 )
@@ -12,8 +13,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import make_offload_key
 
 # Tokens of an answer that are stored as one job: a job costs the core's thread some 60 us, and a
-# block of a GPU has 16. An engine that is killed loses up to so many more of each answer.
-_STORED_TOGETHER = 64
+# block of a GPU has 16. An engine that is killed, and a request that is preempted, lose less than
+# so many more of each answer.
+STORED_TOGETHER = 64
 
 
 def look_at_what_is_new_only() -> None:
@@ -29,8 +31,15 @@ _theirs_update = OffloadingConnectorScheduler._update_req_states
 _theirs_build = OffloadingConnectorScheduler._build_store_jobs
 
 
+def _group_of(self: OffloadingConnectorScheduler) -> GroupOffloadConfig | None:
+    """The one group of layers of a model whose layers all see all tokens; None for others, which
+    vLLM's own looks serve."""
+    [group, *more] = self.config.kv_group_configs
+    return None if more or self._sliding_window_groups else group
+
+
 def _update_req_states(self: OffloadingConnectorScheduler, step: SchedulerOutput) -> None:
-    if self._sliding_window_groups:
+    if _group_of(self) is None:
         return _theirs_update(self, step)
     cached = step.scheduled_cached_reqs
     found = [
@@ -56,11 +65,11 @@ def _update_req_states(self: OffloadingConnectorScheduler, step: SchedulerOutput
 def _build_store_jobs(
     self: OffloadingConnectorScheduler, step: SchedulerOutput
 ) -> dict[int, TransferJob]:
-    [group, *more] = self.config.kv_group_configs
-    if more or self._sliding_window_groups:
+    group = _group_of(self)
+    if group is None:
         return _theirs_build(self, step)
     size = group.tokens_per_chunk
-    together = max(1, _STORED_TOGETHER // size)
+    together = max(1, STORED_TOGETHER // size)
     due: dict[str, int] = {}
     for req_id, count in step.num_scheduled_tokens.items():
         state = self._req_status.get(req_id)

@@ -1,8 +1,9 @@
 """KV blocks that outlive their engine: vLLM's offloading connector over a slab (`arbiter.pool`).
 
 vLLM's own connector decides what is stored and loaded, and when; here is where the blocks lie. The
-slab belongs to the node agent, so a killed engine's successor finds every block that was whole. The
-key of a row is vLLM's block hash, in which the prefix, the adapter and the tenant's salt are.
+slab belongs to the node agent, so a killed engine's successor finds every block that was stored: of
+an answer that was being made, all but the last few (`connector_steps.STORED_TOGETHER`). The key of
+a row is vLLM's block hash, in which the prefix, the adapter and the tenant's salt are.
 
 A model that sees takes pictures only, and no embeddings from clients.
 """
@@ -10,6 +11,7 @@ A model that sees takes pictures only, and no embeddings from clients.
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -66,9 +68,6 @@ FACTS = "/slab"  # GET: what each slab holds, by content; POST: shrinks them to 
 # xxhash would begin each process with random numbers, and no key would be found again.
 _HASH = "sha256"
 _NOTED_S = 30.0  # until blocks of a request that runs on are noted as used again
-# Until the worker has written what was in flight: the first one has it do so before anything else,
-# and with several processes the second one is planned before that is over.
-_STEPS_AFTER_RESET = 3
 
 
 def arguments(config: Config) -> dict[str, Any]:
@@ -115,6 +114,9 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
         vllm_config.kv_transfer_config = None
         return
     extra["namespace"] = _digest(_facts(vllm_config), digests).hex()
+    # The worker writes what was in flight before the first step behind a reset. As many steps as
+    # are planned ahead begin before that is known to be over.
+    extra["steps_after_reset"] = vllm_config.max_concurrent_batches + 1
 
 
 def has_slab(vllm_config: VllmConfig) -> bool:
@@ -137,11 +139,21 @@ def refusal(vllm_config: VllmConfig) -> str | None:
         "it has several data-parallel cores, and a slab has one writer": (
             parallel.data_parallel_size > 1
         ),
-        "its pipeline's stages have more layers than others, and so larger rows": (
-            model.get_total_num_hidden_layers() % parallel.pipeline_parallel_size != 0
+        "stages of its pipeline differ in layers, and so in the size of their rows": (
+            parallel.pipeline_parallel_size > 1 and _is_uneven(vllm_config)
         ),
     }
     return next((cause for cause, holds in causes.items() if holds), None)
+
+
+def _is_uneven(vllm_config: VllmConfig) -> bool:
+    """A drafter is in the last stage alone."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    return bool(
+        vllm_config.model_config.get_total_num_hidden_layers() % stages
+        or vllm_config.speculative_config
+        or os.environ.get("VLLM_PP_LAYER_PARTITION")
+    )
 
 
 def _facts(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -210,7 +222,8 @@ class SlabSpec(OffloadingSpec):
             slab.ahead = NextExtent(slab.file.fd)
             caps = caps_by_digest(self.extra_config["caps"])
             rows = Rows(slab, self.extra_config["term_s"], time.time, caps=caps)
-            self.manager = SlabManager(rows, self._restorer(rows))
+            steps = int(self.extra_config["steps_after_reset"])
+            self.manager = SlabManager(rows, self._restorer(rows), steps)
         return self.manager
 
     def _restorer(self, rows: Rows) -> Restorer | None:
@@ -261,10 +274,13 @@ def _term(params: Mapping[str, Any] | None) -> Term:
 
 
 class SlabManager(OffloadingManager):
-    """The scheduler's side: which block lies in which row. `restorer`: what has more of them."""
+    """The scheduler's side: which block lies in which row. `restorer`: what has more of them.
+    `steps_after_reset`: until the worker has written what was in flight before."""
 
-    def __init__(self, rows: Rows, restorer: Restorer | None = None) -> None:
-        self.rows, self.restorer = rows, restorer
+    def __init__(
+        self, rows: Rows, restorer: Restorer | None = None, steps_after_reset: int = 2
+    ) -> None:
+        self.rows, self.restorer, self._steps_after_reset = rows, restorer, steps_after_reset
         self.may_store = True  # False: its blocks lack layers that their namespace promises
         if restorer is not None:
             rows.before_erasure = restorer.forget_tenant
@@ -376,7 +392,7 @@ class SlabManager(OffloadingManager):
             self.restorer.stop()
         self.rows.forget_in_flight()
         self._loads_began_ns.clear()
-        self._steps_to_settle = _STEPS_AFTER_RESET
+        self._steps_to_settle = self._steps_after_reset
 
     def shutdown(self) -> None:
         if self.restorer is not None:

@@ -1,7 +1,8 @@
 """The pages of a slab's next extent, which a thread allocates while the engine goes on.
 
 The kernel fills new pages with zeros: some 12 ms for 32 MiB, which an engine that fills several
-extents a second would spend within its steps.
+extents a second would spend within its steps. Pages that a killed engine had allocated so stay,
+within its limit and on its account, until the slab has its next writer.
 """
 
 import os
@@ -33,8 +34,13 @@ class NextExtent:
         self._grown_s = now
         if now - before < SOON_S and start < end:
             self._start, self.end, self._is_there = start, end, False
-            self._thread = threading.Thread(target=self._allocate, name="next-extent", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._allocate, name="next-extent", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no room for a thread: the writer allocates by itself
+                self.end = Bytes(0)
+            else:
+                self._thread = thread
 
     def _allocate(self) -> None:
         try:
@@ -47,8 +53,7 @@ class NextExtent:
         """Waits for a thread that is still at it."""
         self._wait()
         taken = self._is_there and (self._start, self.end) == (start, end)
-        if taken:
-            self._is_there, self.end = False, Bytes(0)
+        self._is_there, self.end = False, Bytes(0)
         return taken
 
     def cut(self) -> Bytes:

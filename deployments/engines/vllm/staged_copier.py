@@ -228,7 +228,10 @@ class Addresses:
     ) -> None:
         refs, tensors = kv_caches.group_data_refs[group], kv_caches.tensors
         starts = [0, *itertools.accumulate(cache.page_size_bytes for cache in tensors)]
-        views = [cache.tensor.view(torch.int8).view(-1, cache.page_size_bytes) for cache in tensors]
+        # Kept, so that nothing else gets their memory while copies may come.
+        self._views = views = [
+            cache.tensor.view(torch.int8).view(-1, cache.page_size_bytes) for cache in tensors
+        ]
 
         def column(values: Iterable[int]) -> np.ndarray:
             return np.array(list(values), np.int64)[:, None]

@@ -45,21 +45,28 @@ class Manager(SlabManager):
     def on_request_finished(self, req_context: ReqContext) -> None: ...
 
 
-def side(kind: type[Any], size: int, most_tokens: int | None) -> Any:
-    """The connector's scheduler of a model with one group of blocks of so many tokens."""
-    group = scheduler.GroupOffloadConfig(
-        group_idx=0,
-        tokens_per_block=size,
-        tokens_per_chunk=size,
-        hashes_per_chunk=1,
-        kv_event_group_spec=None,
-        sliding_window_size_in_chunks=None,
-        kv_cache_spec=None,
-        manager_cls=SimpleNamespace(reachable_block_mask=lambda *_, **__: None),
+def side(
+    kind: type[Any], size: int, most_tokens: int | None, groups_count: int, *, drafts: bool
+) -> Any:
+    """The connector's scheduler of a model with groups of blocks of so many tokens, perhaps those
+    of a drafter."""
+    groups = tuple(
+        scheduler.GroupOffloadConfig(
+            group_idx=number,
+            tokens_per_block=size,
+            tokens_per_chunk=size,
+            hashes_per_chunk=1,
+            kv_event_group_spec=None,
+            sliding_window_size_in_chunks=None,
+            kv_cache_spec=None,
+            manager_cls=SimpleNamespace(reachable_block_mask=lambda *_, **__: None),
+            is_eagle_group=drafts,
+        )
+        for number in range(groups_count)
     )
     made = object.__new__(kind)
     made.config = scheduler.SchedulerOffloadConfig(
-        kv_group_configs=(group,),
+        kv_group_configs=groups,
         blocks_per_chunk=1,
         tokens_per_hash=size,
         num_workers=1,
@@ -118,6 +125,8 @@ class Engine:
 
     def __init__(self, sides: list[Any], size: int, seed: int) -> None:
         self.sides, self.size, self.dice = sides, size, random.Random(seed)
+        self.groups_count = len(sides[0].config.kv_group_configs)
+        self.lost: set[str] = set()  # which were preempted since the last step
         self.running: list[Request] = []
         self.preempted: list[Request] = []
         self.ended: list[Request] = []
@@ -131,7 +140,7 @@ class Engine:
             step = self.planned(counts, new, resumed)
             for each in self.sides:
                 each.build_connector_meta(step)
-            self.told = set()
+            self.told, self.lost = set(), set()
             for one in list(self.running):
                 self.compute(one, counts[one.request_id])
         return [one for one in self.ended if one.request_id not in self.told]
@@ -158,23 +167,26 @@ class Engine:
         return self.dice.choice([1, 1, 3])
 
     def planned(self, counts: dict[str, int], new: list[Request], resumed: set[str]) -> Any:
-        blocks = {one.request_id: one.allocate(counts[one.request_id]) for one in self.running}
+        blocks = {
+            one.request_id: (one.allocate(counts[one.request_id]),) * self.groups_count
+            for one in self.running
+        }
         cached = [one.request_id for one in self.running if one not in new]
         return SimpleNamespace(
             num_scheduled_tokens=counts,
             finished_req_ids=self.told,
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=one.request_id, block_ids=(blocks[one.request_id],))
+                SimpleNamespace(req_id=one.request_id, block_ids=blocks[one.request_id])
                 for one in new
             ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=cached,
-                new_block_ids=[(blocks[name],) if blocks[name] else None for name in cached],
+                new_block_ids=[blocks[name] if blocks[name][0] else None for name in cached],
                 resumed_req_ids=resumed,
             ),
             kv_cache_block_copies=None,
             kv_connector_block_state=None,
-            preempted_req_ids=set(),
+            preempted_req_ids=self.lost,
         )
 
     def compute(self, one: Request, count: int) -> None:
@@ -190,6 +202,7 @@ class Engine:
         elif self.dice.random() < 0.02:
             self.running.remove(one)
             self.preempted.append(one)
+            self.lost.add(one.request_id)
             one.num_computed_tokens = one.block_count = 0
 
     def end(self, one: Request, status: RequestStatus) -> None:
@@ -204,13 +217,20 @@ class Engine:
 
 @pytest.mark.parametrize("size", [16, 128])
 @pytest.mark.parametrize("most_blocks", [None, 3])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("groups_count", "drafts"), [(1, False), (1, True), (2, False)])
+@pytest.mark.parametrize("seed", range(3))
 def test_blocks_that_are_stored_are_those_of_vllms_own_looks(
-    seed: int, most_blocks: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+    seed: int,
+    groups_count: int,
+    drafts: bool,
+    most_blocks: int | None,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connector_steps, "_STORED_TOGETHER", 0)
+    monkeypatch.setattr(connector_steps, "STORED_TOGETHER", 0)
     most = most_blocks and most_blocks * size
-    theirs, ours = sides = [side(kind, size, most) for kind in (Theirs, Ours)]
+    sides = [side(kind, size, most, groups_count, drafts=drafts) for kind in (Theirs, Ours)]
+    theirs, ours = sides
     assert len(Engine(sides, size, seed).run()) > 5
     assert theirs.manager.stored and ours.manager.stored == theirs.manager.stored
     assert ours._job_counter == theirs._job_counter
@@ -220,7 +240,8 @@ def test_blocks_that_are_stored_are_those_of_vllms_own_looks(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_answers_are_stored_in_fewer_jobs_and_whole_once_their_request_has_ended(seed: int) -> None:
-    theirs, ours = sides = [side(kind, 16, None) for kind in (Theirs, Ours)]
+    sides = [side(kind, 16, None, 1, drafts=False) for kind in (Theirs, Ours)]
+    theirs, ours = sides
     ended = Engine(sides, 16, seed).run()
     assert len(ended) > 5
     for one in ended:
@@ -229,5 +250,5 @@ def test_answers_are_stored_in_fewer_jobs_and_whole_once_their_request_has_ended
         assert is_aborted or ours.manager.stored.get(name) == theirs.manager.stored.get(name)
     for name, keys in theirs.manager.stored.items():
         late = len(keys) - len(ours.manager.stored.get(name, ()))
-        assert 0 <= late < connector_steps._STORED_TOGETHER // 16
+        assert 0 <= late < connector_steps.STORED_TOGETHER // 16
     assert ours._job_counter < 0.7 * theirs._job_counter

@@ -45,7 +45,7 @@ def clock() -> Clock:
 @pytest.fixture
 def manager(fd: int, clock: Clock) -> Iterator[SlabManager]:
     with rows_of(fd, clock) as rows:
-        yield SlabManager(rows)
+        yield SlabManager(rows, steps_after_reset=3)
 
 
 def request(*prefix: bytes, term: str = "") -> ReqContext:
@@ -426,10 +426,14 @@ def configured(**changes: Any) -> Any:
         "data_parallel_size": 1,
         "pipeline_parallel_size": 2,
         "get_total_num_hidden_layers": lambda: 22,
+        "speculative_config": None,
     }
     all_of_it = SimpleNamespace(**{**facts, **changes})
     return SimpleNamespace(
-        model_config=all_of_it, parallel_config=all_of_it, cache_config=all_of_it
+        model_config=all_of_it,
+        parallel_config=all_of_it,
+        cache_config=all_of_it,
+        speculative_config=all_of_it.speculative_config,
     )
 
 
@@ -443,6 +447,7 @@ def configured(**changes: Any) -> Any:
         ({"enable_prefix_caching": False}, "prefix cache"),
         ({"data_parallel_size": 2}, "data-parallel"),
         ({"pipeline_parallel_size": 4}, "stages"),
+        ({"speculative_config": object()}, "stages"),
     ],
 )
 def test_models_that_cannot_keep_blocks_say_why(change: dict[str, Any], cause: str) -> None:

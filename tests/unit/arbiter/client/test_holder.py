@@ -220,15 +220,19 @@ async def test_request_is_sent_after_all_earlier_messages_are_received() -> None
 
 
 @pytest.mark.spec("A14", "A18")
-async def test_growth_in_an_epoch_that_is_over_is_refused_with_when_to_come_back() -> None:
-    """Not as a conflict, which a client would not ask again for."""
+@pytest.mark.parametrize(("current", "refusal"), [(6, ArbiterUnavailable), (5, TicketClosed)])
+async def test_growth_in_an_epoch_that_is_over_is_refused_with_when_to_come_back(
+    current: int, refusal: type[Exception]
+) -> None:
+    """Not as a conflict, which a client would not ask again for. A holder that the same epoch
+    counted as dead has lost its ticket."""
 
     async def grow(epoch: Epoch, holder: HolderId, asked: ev.GrowthAsked) -> messages.Granted:
-        raise StaleEpoch(epoch, Epoch(6))
+        raise StaleEpoch(epoch, Epoch(current))
 
     client = joined_client(FakeArbiter(grow=grow))
     async with asyncio.timeout(60):
-        with pytest.raises(ArbiterUnavailable):
+        with pytest.raises(refusal):
             await client.grow(TicketId("t"), Bytes(5), Span(7))
     assert client.epoch is None  # so it joins again
     await client.close()

@@ -129,7 +129,7 @@ async def test_zygote_that_still_starts_is_killed_with_its_supervisor(
     monkeypatch.setattr(zygote_client, "start", lambda *_: starts.pid)
     made = supervisor(folder)
     keeping = asyncio.ensure_future(made.keep())
-    await eventually(lambda: made._starting)
+    await eventually(lambda: made.pids == {starts.pid})
     keeping.cancel()
     made.end()
     assert await asyncio.to_thread(starts.wait, 60) == -signal.SIGKILL

@@ -63,6 +63,37 @@ def test_slab_grows_by_extents_within_its_limit_and_gives_them_back(fd: int) -> 
         assert slab.usable_count == EXTENT // ROW
 
 
+class PagesAhead:
+    """An extent that is there ahead."""
+
+    def __init__(self, end: int) -> None:
+        self.end = Bytes(end)
+
+    def grown(self, start: Bytes, end: Bytes) -> None: ...
+
+    def take(self, start: Bytes, end: Bytes) -> bool:
+        return False
+
+    def cut(self) -> Bytes:
+        end, self.end = self.end, Bytes(0)
+        return end
+
+
+@pytest.mark.spec("E1", "E3")
+def test_pages_ahead_are_given_back_once_the_limit_is_below_them(fd: int) -> None:
+    with rows_of(fd, Clock()) as rows:
+        store(rows, *keys(3))
+        slab, before = rows.slab, blocks(fd)
+        start = slab.geometry.data_offset + slab.allocated_bytes
+        os.posix_fallocate(fd, start, EXTENT)
+        slab.ahead = PagesAhead(start + EXTENT)
+        rows.shrink_to_limit()
+        assert blocks(fd) == before + EXTENT, "they are within it"
+        set_limit(fd, 1)
+        rows.shrink_to_limit()
+        assert blocks(fd) == before and len(rows) == 3
+
+
 @pytest.mark.spec("E1")
 def test_last_extent_ends_with_the_file() -> None:
     with slab_file(rows=64) as fd:
