@@ -9,7 +9,7 @@ use or a load takes the same time however many models there are.
 
 `WINDOWS` to `LOOKS_COUNT` were looked at on 21 public traces of eight families; half and double of
 them change the gap closed there by 0.01. `BORN` was fitted on fifteen traces of four families, on
-which windows were compared once more, and what it closes is told of seven others
+which half and double of them change it by 0.03 at most, and what it closes is told of seven others
 (docs/benchmarks.md).
 """
 
