@@ -1,6 +1,6 @@
 """Work of priority batch beside more urgent requests in one engine."""
 
-import time
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -117,8 +117,10 @@ def test_line_gives_up_its_blocks_where_the_cache_is_full(
             # vLLM takes a line out by itself once they have filled the cache.
             running = begin(pool, child, list(alone), PLACES - 2)
             # The first may find room that the lines have not filled yet.
-            while not facts(child)["hold"]["preempted"]:
-                ask(child, f"{time.monotonic_ns()} {text}", 2)
+            for number in itertools.count():
+                if facts(child)["hold"]["preempted"]:
+                    break
+                ask(child, f"{number} {text}", 2)
                 assert not any(line.done() for line in running.values()), "it waited for a line"
             answers = {line: future.result() for line, future in running.items()}
         hold = facts(child)["hold"]

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import numpy as np
 import pytest
@@ -125,6 +126,33 @@ def test_blocks_of_one_engine_are_the_next_ones_through_a_buffer_that_is_smaller
     assert torch.equal(old.pages[0][SECOND][:, :-8], new.pages[0][[1, 2]][:, :-8])
     assert torch.equal(before[0][[1, 2]][:, -8:], new.pages[0][[1, 2]][:, -8:])
     assert torch.equal(before[1][1:10], new.pages[1][1:10]), "only what was asked is written"
+
+
+@pytest.mark.spec("E10", "G4")
+@pytest.mark.parametrize("is_store", [True, False])
+def test_gpu_is_asked_for_the_pages_of_blocks_in_the_direction_of_its_lane(
+    is_store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's operator, whose arguments are checked; done by memmove here."""
+
+    def moves(source: Any, target: Any, sizes: Any, is_src_access_order_any: bool) -> None:
+        assert is_src_access_order_any is not is_store
+        for one, other, size in zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(other, one, size)
+
+    swap = create_autospec(staged_copier.ops.swap_blocks_batch, side_effect=moves)
+    monkeypatch.setattr(staged_copier.ops, "swap_blocks_batch", swap)
+    given, buffer = caches(1), np.full((3, 3 * PAGE), NO_BYTE, np.int8)
+    gpu = object.__new__(staged_copier._Gpu)
+    gpu._addresses = [Addresses(given, 0, buffer.ctypes.data, buffer.shape[1])]
+    gpu._is_store, gpu._done = is_store, Mock()
+    before = [cache.tensor.numpy()[[4, 2]].copy() for cache in given.tensors]
+    gpu.copy(np.array([4, 2]), 0)
+    assert [name for name, *_ in gpu._done.mock_calls] == ["record", "synchronize"]
+    for layer, cache in enumerate(given.tensors):
+        place = buffer[:2, layer * PAGE : (layer + 1) * PAGE]
+        assert (place == (before[layer] if is_store else NO_BYTE)).all()
+        assert (cache.tensor.numpy()[[4, 2]] == place).all()
 
 
 @pytest.mark.spec("E6")
