@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from arbiter.core.records import reuse
-from arbiter.core.records.reuse import ReuseLearner
+from arbiter.core.records.reuse import Features, ReuseLearner
 from arbiter.core.settings import DEFAULTS, Settings
 from arbiter.replay.score import Closed, Score, as_plain, closed
 from arbiter.replay.world import World
@@ -26,7 +26,9 @@ SETTINGS = replace(
     learned_headroom_fraction=0.0,
 )
 # The learned policy with weights that no trace was used for: none but a model is seldom wanted.
-NOTHING = ReuseLearner(born=(0, 0, 0, 0, 0, 0, 0, 0, -2), doubt=(1, 1, 1, 1, 1, 1, 1, 1, 3))
+BORN: Features = (0, 0, 0, 0, 0, 0, 0, 0, -2)
+DOUBT: Features = (1, 1, 1, 1, 1, 1, 1, 1, 3)
+NOTHING = ReuseLearner(BORN, DOUBT)
 FROM_NOTHING = {"learned_from_nothing": ("learned", {"reuse": NOTHING.export()})}
 # The same with one constant of its shape changed: what `reuse` has while it runs.
 SHAPES: dict[str, Mapping[str, float]] = {
@@ -41,10 +43,7 @@ SHAPES |= {"looks_4": {"LOOKS_COUNT": 4}}
 FROM_NOTHING |= {name: FROM_NOTHING["learned_from_nothing"] for name in SHAPES}
 # And with other standard deviations of the weights that it begins with.
 for _times in (0.5, 2):
-    _doubting = ReuseLearner(
-        born=(0, 0, 0, 0, 0, 0, 0, 0, -2),
-        doubt=tuple(_times * d for d in (1, 1, 1, 1, 1, 1, 1, 1, 3)),  # type: ignore[arg-type]
-    )
+    _doubting = ReuseLearner(BORN, tuple(_times * d for d in DOUBT))  # type: ignore[arg-type]
     FROM_NOTHING[f"doubt_{_times:g}"] = ("learned", {"reuse": _doubting.export()})
 
 
