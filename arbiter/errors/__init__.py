@@ -8,7 +8,7 @@ ArbiterError
     CapabilityConflict    409  the same name registered differently
     NeverFits             507  larger than the whole budget: change the model or the budget
     OutsideHours          503  its model is not loaded at this time of day; says when it is
-    DeadlineUnmet         503  cannot be served, or was not granted, before its deadline
+    DeadlineUnmet         503  cannot be, or was not, ready before its deadline
     QueueFull             429  the bounded queue of a model or of the arbiter is full
     ModelCoolingDown      503  its last load failed; says why and when to come back
     LoadFailed            503  the load behind this ticket failed

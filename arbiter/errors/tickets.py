@@ -38,7 +38,7 @@ class NeverFits(RequestError):
 class DeadlineUnmet(RequestError):
     status_code, code = 503, "deadline_unmet"
 
-    ticket: TicketId
+    what: str  # a ticket; without one the model or task that was asked for
     waited_s: float
     retry_after_s: float = field()
     predicted_s: float | None = None  # wait and load, of a ticket refused before it was too late
@@ -46,11 +46,11 @@ class DeadlineUnmet(RequestError):
     def __str__(self) -> str:
         if self.predicted_s is not None:
             return (
-                f"{self.ticket} needs about {self.predicted_s:.1f} s, more than its deadline;"
+                f"{self.what} needs about {self.predicted_s:.1f} s, more than its deadline;"
                 f" ask again in {self.retry_after_s:.0f} s or allow a later deadline"
             )
         return (
-            f"{self.ticket} was not granted within {self.waited_s:.1f} s;"
+            f"{self.what} was not ready within {self.waited_s:.1f} s;"
             f" ask again in {self.retry_after_s:.0f} s or allow a later deadline"
         )
 

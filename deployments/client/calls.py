@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Self, TypeVar, Unpack
 
 from arbiter.errors import DeadlineUnmet
-from arbiter.units import TicketId
 from deployments.client import answers, messages
 from deployments.client.connection import Asked, Connection, Files, of_json
 from deployments.client.fields import (
@@ -54,7 +53,7 @@ class Budget:
         return left_s
 
     def unmet(self, model: str) -> DeadlineUnmet:
-        return DeadlineUnmet(TicketId(model), self.budget_s, 1.0)
+        return DeadlineUnmet(model, self.budget_s, 1.0)
 
 
 class AsyncCalls:

@@ -243,7 +243,7 @@ async def answer(call: messages.InferenceCall, send: Send) -> Parts:
             now_s = time.monotonic()
             left_s = call.deadline_s - (now_s - began_s)
             if left_s <= 0:
-                raise DeadlineUnmet(TicketId(call.model), call.deadline_s, RETRY_AFTER_S)
+                raise DeadlineUnmet(call.model, call.deadline_s, RETRY_AFTER_S)
             call, began_s = replace(call, deadline_s=left_s), now_s
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from arbiter.core.types import Priority
 from arbiter.errors import DeadlineUnmet, EngineLost, RequestError, error_fields
-from arbiter.units import TicketId
 from deployments import messages
 from deployments.config.task_section import PREFIX
 from deployments.front.forecasts import Forecasts
@@ -103,7 +102,7 @@ async def attempt(
     try:
         whole = await parse(path, body, headers, service.profiles)
         if (asked := _with_rest(whole, waited_s)) is None:
-            return refused(DeadlineUnmet(TicketId(whole.model), waited_s, AGAIN_LEAST_S))
+            return refused(DeadlineUnmet(whole.model, waited_s, AGAIN_LEAST_S))
         wants_progress = on_progress is not None
         call: AnyCall
         if (task := task_of(asked.model)) is not None:

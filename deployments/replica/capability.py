@@ -16,7 +16,6 @@ from ray import serve
 from arbiter.core.types import Client
 from arbiter.errors import DeadlineUnmet, RequestError, RolePinned, TicketClosed
 from arbiter.protocol.ray_internals import own_node
-from arbiter.units import TicketId
 from deployments import messages, prefixes
 from deployments.replica import acquired, resize
 from deployments.replica.held_model import HolderState
@@ -132,7 +131,7 @@ class Capability:
             async with asyncio.timeout(_left_s(call, began_s)):
                 await self._residency.grow(call.model)
         except TimeoutError:
-            raise DeadlineUnmet(TicketId(call.model), call.deadline_s or 0.0, 1.0) from None
+            raise DeadlineUnmet(call.model, call.deadline_s or 0.0, 1.0) from None
 
     async def _asked(
         self, call: messages.InferenceCall, began_s: float

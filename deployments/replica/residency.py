@@ -139,8 +139,8 @@ class Residency:
                     if await self._wait(held, until_s):
                         return held
         except TimeoutError:
-            ticket = self.models[model].ticket if model in self.models else TicketId(model)
-            raise DeadlineUnmet(ticket, deadline_s or 0.0, 1.0) from None
+            what = self.models[model].ticket if model in self.models else model
+            raise DeadlineUnmet(what, deadline_s or 0.0, 1.0) from None
         raise EngineLost(model, TicketId(model))
 
     async def _is_current(self, held: HeldModel) -> bool:

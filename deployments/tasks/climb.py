@@ -13,7 +13,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from arbiter.errors import DeadlineUnmet, RequestError
-from arbiter.units import TicketId
 from deployments import messages
 from deployments.config.task_section import PREFIX
 from deployments.messages import Parts
@@ -127,7 +126,7 @@ def _later(call: TaskCall, one: messages.InferenceCall, waited_s: float) -> mess
     if one.deadline_s is None:
         return one
     if one.deadline_s <= waited_s:
-        raise DeadlineUnmet(TicketId(PREFIX + call.task), waited_s, RETRY_AFTER_S)
+        raise DeadlineUnmet(PREFIX + call.task, waited_s, RETRY_AFTER_S)
     return replace(one, deadline_s=one.deadline_s - waited_s)
 
 
