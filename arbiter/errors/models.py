@@ -153,7 +153,7 @@ class EngineLost(RequestError):
     retry_after_s = 1.0
 
     model: str
-    ticket: TicketId
+    ticket: TicketId | None = None  # None: the request was under no ticket
 
     def __str__(self) -> str:
         ticket = f" ({self.ticket})" if self.ticket else ""

@@ -124,10 +124,10 @@ class GrowthRefused(RequestError):
 class TicketClosed(RequestError):
     status_code, code = 409, "ticket_closed"
 
-    ticket: TicketId
+    what: str  # a ticket; without one the model that was asked for
 
     def __str__(self) -> str:
-        return f"{self.ticket} was released; acquire the model again to use it"
+        return f"{self.what} was released; acquire the model again to use it"
 
 
 @error_fields

@@ -236,7 +236,7 @@ class AsyncHeld(AsyncCalls):
 
     def __init__(self, connection: Connection, model: str, budget: Budget | None) -> None:
         super().__init__(connection, model, budget)
-        self.model, self.ticket = model, TicketId(model)
+        self.model, self.ticket = model, TicketId("")
         self._following: asyncio.Task[None] | None = None
 
     async def begin(self, asked: Asked) -> None:
@@ -248,7 +248,7 @@ class AsyncHeld(AsyncCalls):
         if not begun.done():
             begun.cancel()
             await self._following  # raises what it was refused with
-            raise TicketClosed(self.ticket)
+            raise TicketClosed(self.model)
         self.ticket = TicketId(begun.result())
 
     async def _follow(self, asked: Asked, begun: "asyncio.Future[str]") -> None:
@@ -276,7 +276,7 @@ class AsyncHeld(AsyncCalls):
 
     async def _asked(self, *asked: Any) -> tuple[Asked, str]:
         if self.has_ended:
-            raise TicketClosed(self.ticket)
+            raise TicketClosed(self.ticket or self.model)
         return await super()._asked(*asked)
 
 

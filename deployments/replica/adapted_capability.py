@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from arbiter.errors import TicketClosed
-from arbiter.units import TicketId
 from deployments import messages
 from deployments.adapters.catalogue import FETCHED, Catalogue
 from deployments.adapters.fetch import Fetcher
@@ -43,7 +42,7 @@ class AdaptedCapability(Capability):
             return await super()._at_once(call)
         held = self._residency.models.get(call.model)
         if held is None or held.link is None or held.state is not HolderState.RESIDENT:
-            return messages.FullResponse(*messages.refusal(TicketClosed(TicketId(call.model))))
+            return messages.FullResponse(*messages.refusal(TicketClosed(call.model)))
         head, body = await whole(held.link.stream("POST", call.path, call.headers, call.body))
         return messages.FullResponse(head, body)
 

@@ -141,7 +141,7 @@ class Residency:
         except TimeoutError:
             what = self.models[model].ticket if model in self.models else model
             raise DeadlineUnmet(what, deadline_s or 0.0, 1.0) from None
-        raise EngineLost(model, TicketId(model))
+        raise EngineLost(model)
 
     async def _is_current(self, held: HeldModel) -> bool:
         """Whether it still serves, from the files that are there now."""
@@ -196,7 +196,7 @@ class Residency:
     async def plan(self, model: str) -> ModelPlan:
         """Waits for the arbiter's table. Raises RequestError."""
         if self._closed:
-            raise TicketClosed(TicketId(model))
+            raise TicketClosed(model)
         if not self.plans.known:
             await self.client().joined()
         return await self.plans.of(model)

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator
 from arbiter.client.gang_request import Gang
 from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import EngineLost
-from arbiter.units import TicketId
 from deployments.replica.held_model import HeldModel, HolderState, new_ticket
 from deployments.replica.residency import ATTEMPTS_COUNT, Residency
 from deployments.replica.use import Use
@@ -38,7 +37,7 @@ async def use_all(
         if all(_serves(residency, model) for model in models):
             break
     else:
-        raise EngineLost(models[0], TicketId(models[0]))
+        raise EngineLost(models[0])
     async with contextlib.AsyncExitStack() as uses:
         begun = (residency.use(model, priority=priority, client=client) for model in models)
         yield tuple([await uses.enter_async_context(use) for use in begun])  # none of them waits

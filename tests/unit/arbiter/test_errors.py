@@ -78,3 +78,9 @@ def test_every_request_error_is_tested_here_and_listed_in_the_tree() -> None:
 def test_errors_of_different_kinds_or_values_differ() -> None:
     assert errors.TicketClosed(TicketId("a")) != errors.TicketClosed(TicketId("b"))
     assert errors.ArbiterClosing() != errors.TicketClosed(TicketId("a"))
+
+
+def test_lost_engine_is_named_with_its_ticket_where_the_request_was_under_one() -> None:
+    under = str(errors.EngineLost("small", TicketId("small-1")))
+    assert under == "the engine of small (small-1) died under this request; send it again"
+    assert str(errors.EngineLost("small")) == under.replace(" (small-1)", "")
