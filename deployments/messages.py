@@ -150,8 +150,8 @@ def error_body(
 
 
 def is_transient(error: RequestError) -> bool:
-    """True if the same call, sent again at once, may succeed: an engine died, and another process
-    takes its place."""
+    """True if the same call, sent again at once, may succeed: an engine or its replica died, and
+    another process takes its place."""
     return isinstance(error, EngineLost)
 
 

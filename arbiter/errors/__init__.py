@@ -13,6 +13,7 @@ ArbiterError
     ModelCoolingDown      503  its last load failed; says why and when to come back
     LoadFailed            503  the load behind this ticket failed
     EngineLost            503  the engine died under this request
+    ReplicaLost           503  the replica that serves the model did: an EngineLost too
     CapabilityFailed      503  its deployment is broken or has no application
     LeaseRefused          400  a lease on terms, or for a process, that cannot be
     UnknownLease          404  no such lease of this tenant
@@ -64,6 +65,7 @@ from arbiter.errors.models import (
     LoadFailed,
     ModelCoolingDown,
     NotResident,
+    ReplicaLost,
     RolePinned,
     UnknownCapability,
     UnknownModel,
@@ -131,6 +133,7 @@ __all__ = [
     "QueueFull",
     "QuotaExceeded",
     "RemoteBudgetSpent",
+    "ReplicaLost",
     "RequestCancelled",
     "RequestError",
     "RolePinned",

@@ -158,3 +158,11 @@ class EngineLost(RequestError):
     def __str__(self) -> str:
         ticket = f" ({self.ticket})" if self.ticket else ""
         return f"the engine of {self.model}{ticket} died under this request; send it again"
+
+
+class ReplicaLost(EngineLost):
+    """The replica died, and with it the engines that it held. Of the same code: a client does the
+    same about it."""
+
+    def __str__(self) -> str:
+        return f"the replica that serves {self.model} died under this request; send it again"

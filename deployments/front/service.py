@@ -31,13 +31,12 @@ from ray.serve.exceptions import (
 from arbiter.errors import (
     CapabilityFailed,
     DeadlineUnmet,
-    EngineLost,
     QueueFull,
+    ReplicaLost,
     RequestError,
     RolePinned,
 )
 from arbiter.protocol import ray_internals
-from arbiter.units import TicketId
 from deployments import messages, prefixes
 from deployments.config.arbiter_section import TenantConfig
 from deployments.config.fields import KvTerm
@@ -297,7 +296,7 @@ def translated_error(error: Exception, call: messages.InferenceCall) -> RequestE
         case DeploymentUnavailableError():
             return CapabilityFailed(call.model, "its deployment failed")
         case RayActorError() | AioRpcError():
-            return EngineLost(call.model, TicketId(call.request_id))
+            return ReplicaLost(call.model)
         case RayTaskError(cause=RequestError() as cause):
             return cause
     logger.error("request %s: %r", call.request_id, error)

@@ -30,6 +30,7 @@ ERRORS = [
     errors.ModelCoolingDown("a", "bad weights", 2.0),
     errors.LoadFailed("a", "bad weights", False),
     errors.EngineLost("a", TicketId("t")),
+    errors.ReplicaLost("a"),
     errors.CapabilityFailed("a", "it has no application"),
     errors.HolderQuarantined(HolderId("h"), Bytes(5)),
     errors.LeaseRefused("pid", "1 is no process"),
