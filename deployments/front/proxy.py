@@ -26,7 +26,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arbiter.errors import EngineLost, RequestError
 from arbiter.protocol import ray_internals
-from arbiter.units import TicketId
 from deployments import messages
 from deployments.front import front_client, front_socket, side_stream
 from deployments.front.front_client import NoFront
@@ -253,7 +252,7 @@ class _Carried:
             await asyncio.wait({self._pump})
             self._is_explained = self._is_explained or bool(message.get("body"))
             if self._pump.exception() and not self._is_explained:
-                lost = messages.stream_error(EngineLost("the model", TicketId("")))
+                lost = messages.stream_error(EngineLost("this request's model"))
                 message = {**message, "body": lost}
         await self._send(message)
 

@@ -33,11 +33,13 @@ SSE = "text/event-stream"
 STARTING = messages.Progress("starting", 0, None)
 
 
-async def relay(parts: Parts, *, wants_progress: bool, progress_s: float = PROGRESS_S) -> Response:
-    """Makes the HTTP response of these parts. Raises RequestError where no status has been sent
-    yet."""
+async def relay(
+    parts: Parts, model: str, *, wants_progress: bool, progress_s: float = PROGRESS_S
+) -> Response:
+    """Makes the HTTP response of these parts. `model`: as it was asked for, for errors. Raises
+    RequestError where no status has been sent yet."""
     if wants_progress:
-        beginning = FirstPart(parts, progress_s)
+        beginning = FirstPart(parts, model, progress_s)
         first = await beginning.first()
         if first is None:
             return ClosingStream(beginning.told(), media_type=SSE, holds=beginning)
@@ -102,8 +104,8 @@ class ClosingStream(StreamingResponse):
 class FirstPart:
     """The wait for a response to begin, by a client that reads progress comments."""
 
-    def __init__(self, parts: Parts, progress_s: float) -> None:
-        self._parts, self._progress_s = parts, progress_s
+    def __init__(self, parts: Parts, model: str, progress_s: float) -> None:
+        self._parts, self._model, self._progress_s = parts, model, progress_s
         self._began_s = self._heard_s = time.monotonic()
         self._progress = STARTING
         self._next = asyncio.ensure_future(anext(parts))
@@ -136,9 +138,10 @@ class FirstPart:
                 yield messages.late(first.head, first.body)
             elif not first.is_event_stream:
                 said = first.headers.get("content-type", "no content type")
-                yield messages.stream_error(CapabilityFailed("the model", f"it streams {said}"))
+                yield messages.stream_error(CapabilityFailed(self._model, f"it streams {said}"))
             else:
-                async for part in _body(first, _with_side_stream(first, self._parts)):
+                read = _with_side_stream(first, self._parts, self._model)
+                async for part in _body(first, read):
                     yield part
         except RequestError as error:
             yield messages.stream_error(error)
@@ -165,7 +168,7 @@ def whole(said: messages.FullResponse) -> Response:
     return Response(said.body, said.head.status, headers)
 
 
-async def _with_side_stream(head: messages.ResponseHead, parts: Parts) -> Parts:
+async def _with_side_stream(head: messages.ResponseHead, parts: Parts, model: str) -> Parts:
     """The body of a head that can no longer tell the proxy where it is. What ended a stream that
     was lost is raised by its parts. Raises RequestError."""
     async with aclosing(parts):
@@ -180,7 +183,7 @@ async def _with_side_stream(head: messages.ResponseHead, parts: Parts) -> Parts:
         async for part in parts:
             yield part
         if is_lost:
-            raise CapabilityFailed("the model", "its stream could not be read")
+            raise CapabilityFailed(model, "its stream could not be read")
 
 
 async def _body(head: messages.ResponseHead, parts: Parts) -> AsyncGenerator[bytes, None]:

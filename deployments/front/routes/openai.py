@@ -45,7 +45,8 @@ async def infer(request: Request, caller: Inferrer, front: State) -> Response:
 async def relayed(front: FrontState, call: AnyCall, parts: Parts) -> Response:
     """The response of these parts. Raises RequestError."""
     progress_s = front.table.front.progress_s
-    response = await relay(parts, wants_progress=call.wants_progress, progress_s=progress_s)
+    name = call.served or call.model if isinstance(call, InferenceCall) else PREFIX + call.task
+    response = await relay(parts, name, wants_progress=call.wants_progress, progress_s=progress_s)
     if isinstance(response, StreamingResponse):
         response.body_iterator = counted(front, response.body_iterator)
     return response

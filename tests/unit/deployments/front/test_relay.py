@@ -72,7 +72,9 @@ async def relay(
     """As the routes and their exception handler do it."""
     parts = answer(call, capability)
     try:
-        return await relayed(parts, wants_progress=call.wants_progress, progress_s=beat_s)
+        return await relayed(
+            parts, call.model, wants_progress=call.wants_progress, progress_s=beat_s
+        )
     except RequestError as error:
         return refused(error)
 
@@ -228,7 +230,7 @@ async def test_front_reads_the_side_stream_of_a_head_that_comes_after_a_comment(
             gate.set()
         *comments, event = (await body_of(response)).strip().split(b"\n\n")
         assert comments and comments[0].startswith(b": ")
-        assert (event == b"data: 1") if ends_well else b"capability_failed" in event
+        assert (event == b"data: 1") if ends_well else b"that serves tiny failed" in event
         await parts.aclose()
         link.cut()
         await link.closed()
@@ -358,7 +360,7 @@ async def test_second_try_has_the_rest_of_the_deadline() -> None:
         seen.append(call.deadline_s)
         return answers.pop(0)
 
-    await relayed(answer(replace(CALL, deadline_s=30.0), send), wants_progress=False)
+    await relayed(answer(replace(CALL, deadline_s=30.0), send), "tiny", wants_progress=False)
     first_s, second_s = seen
     assert first_s == 30.0 and second_s is not None and 20 < second_s < 30
 
@@ -372,5 +374,5 @@ async def test_no_try_is_made_without_a_rest_of_the_deadline() -> None:
         return Answer(ActorDiedError())
 
     with pytest.raises(DeadlineUnmet):
-        await relayed(answer(replace(CALL, deadline_s=1e-9), send), wants_progress=False)
+        await relayed(answer(replace(CALL, deadline_s=1e-9), send), "tiny", wants_progress=False)
     assert len(sent) == 1
