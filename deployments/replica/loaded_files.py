@@ -14,7 +14,7 @@ Three looks, from cheap to complete:
 - Large files whole (`read_whole`), at a bounded rate in the background: after the load, again once
   the files are settled, and once in each sleep. Before a wake they are read whole only where they
   are not settled, which is in the first minute after they were written; a wake of 188 MiB takes
-  0.4 s (docs/benchmarks.md), and to hash as much takes 0.2 s more.
+  0.26 s (docs/benchmarks.md), and to hash as much takes 0.2 s more.
 
 So a model is not served once the files that replace it are written, wherever they are. Without
 ctimes size, mtime, inode or pieces tell at once, and of any other byte the look while the model
