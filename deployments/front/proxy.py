@@ -1,16 +1,19 @@
 """Middlewares of Serve's HTTP proxy, which Serve loads from the variable
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` (`arbiter serve` sets it; it is read when Ray starts).
 Where it was not set, as under a plain `serve run`, the front puts the last of them around each
-proxy itself (plain_proxies).
+proxy itself (plain_proxies). Innermost first:
 
-Without them two requests get Serve's bare 500: a request in flight when the front's process dies,
-and a request with a header of Serve's own that Serve cannot decode. Serve's own 503, of an
-application that failed, would not say when to come back. A response that has begun is cut where the
-front dies. A request that finds no front waits for one without a bound, because the
-only bound that Serve has is on the whole of a request, its stream included.
+- BoundedWait answers a request that no front has taken in TAKEN_S. The only bound that Serve has is
+  on the whole of a request, its stream included.
+- FrontBySocket sends inference, and reads of what was kept, to the front's socket, past Serve.
+- SideStreams reads an event stream from its engine's socket (side_stream), past replica and front,
+  where the engine is on this node.
+- FrontErrors answers a request whose front died before its response began, which Serve would answer
+  with a bare 500, and drops the headers in CONTROLS.
+- ServeErrors adds Retry-After to Serve's own refusals, and answers 400 where Serve cannot decode
+  a header, which it would answer with a bare 500.
 
-Event streams come from their engine's socket where that is on this node (side_stream); without
-them, through replica and front.
+A response that has begun is cut where the front dies.
 """
 
 import asyncio
