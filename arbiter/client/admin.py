@@ -124,7 +124,8 @@ def _kept_table(error: GetTimeoutError) -> messages.Plain:
 
 def record_arbiter(path: str | None) -> messages.Plain:
     """Has every event recorded into a file on the arbiter's node, from a new epoch on; None ends
-    it. Raises ArbiterUnavailable when there is no arbiter."""
+    it, which begins a new epoch too, unless nothing is recorded. Raises ArbiterUnavailable when
+    there is no arbiter."""
     handle = find_arbiter()
     if handle is None:
         raise ArbiterUnavailable(0.0)

@@ -249,8 +249,10 @@ class ArbiterActor:
 
     async def record(self, path: str | None, of: Epoch) -> None:
         """Every event from the epoch after `of` on; None: no longer. The next epoch begins now.
-        Repeated, it is done once: the answer may be lost as this process ends."""
-        if of < self._shell.epoch and self._store.recording() == path:
+        Repeated, it is done once: the answer may be lost as this process ends. None where nothing
+        is recorded changes nothing."""
+        is_done = self._store.recording() == path
+        if is_done and (path is None or of < self._shell.epoch):
             return
         self._store.save_recording(path)
         self._begin_anew("recording" if path else "no longer recording")

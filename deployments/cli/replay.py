@@ -29,12 +29,12 @@ def record(
     address: Address = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Write every event into a file, from now on."""
+    """Write every event into a file, from now on. Restarts the arbiter: its next epoch begins."""
     path = str(file.absolute()) if file else None
     with working("joining the cluster") as now, connected(address):
         from arbiter.client.admin import record_arbiter
 
-        now("beginning a new epoch of the arbiter")
+        now("asking the arbiter, which restarts to begin or end a recording")
         record_arbiter(path)
     said = f"every event from now on is in {path}" if path else "nothing is recorded any more"
     show(as_json, {"recording": path}, said)

@@ -100,12 +100,11 @@ async def test_recording_begins_one_epoch_though_it_is_asked_for_again(
     begun: list[str] = []
     monkeypatch.setattr(ArbiterActor, "_begin_anew", lambda self, why: begun.append(why))
     file = str(tmp_path / "recording")
-    for path in (file, None):
-        async with running() as actor:
-            of = actor._shell.epoch
-            await actor.record(path, of)
-            async with running() as successor:
-                await successor.record(path, of)
+    async with running() as actor, running() as second, running() as third:
+        await actor.record(file, actor._shell.epoch)
+        await second.record(file, actor._shell.epoch)
+        await second.record(None, second._shell.epoch)
+        await third.record(None, second._shell.epoch)
     assert begun == ["recording", "no longer recording"]
     async with running() as actor:  # another caller's, of another epoch
         of = actor._shell.epoch
@@ -113,6 +112,16 @@ async def test_recording_begins_one_epoch_though_it_is_asked_for_again(
         async with running() as successor:
             await successor.record(None, of)
     assert begun[2:] == ["recording", "no longer recording"]
+
+
+async def test_no_epoch_begins_where_a_recording_ends_that_never_began(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(ArbiterActor, "_begin_anew", lambda self, why: begun.append(why))
+    async with running() as actor:
+        await actor.record(None, actor._shell.epoch)
+    assert begun == []
 
 
 @pytest.mark.spec("A18")
