@@ -60,9 +60,9 @@ Parts = messages.Parts
 AnyCall = messages.InferenceCall | TaskCall
 Send = Callable[[messages.InferenceCall], Any]
 
-# A call whose replica or engine died before the client saw anything is sent again, at most three
-# times in all: replica, engine and arbiter killed together are three causes. So is a call that a
-# pinned model keeps off the node to which it went.
+# How often a call is sent whose replica or engine died before the client saw anything: once and
+# twice again, because replica, engine and arbiter killed together are three causes. A call that a
+# pinned model keeps off the node to which it went is sent again, too.
 TRIES = 3
 
 # When a full queue may have room again: a short response takes about this long.
