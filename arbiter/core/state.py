@@ -136,29 +136,7 @@ USAGE_VERSION = 1  # of what `export_usage` returns
 
 
 class CoreState:
-    """Holds all that the rules read and change, by group:
-
-    - configuration: `settings`, `policies`, `registry` (with the floors of the table), `tenants`,
-      and `floors`, which people set; `hours_readings`, as the clock on the wall has them;
-    - the books: `ledger` (tickets and devices), `queue`, `holders`, `nodes`, `accounts` of clients;
-    - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `reuse`,
-      `transition_counts`, `last_home`, `trades` of places, `loading_times` and `loading_much`, by
-      device;
-    - work under way: `growing` residents, `wanted` models without a holder, `asked_loads` that a
-      holder was asked for without a request, `removing` and `removed_models`,
-      `prefetched` models, `evicted_for` a load that has not succeeded, `freed_for` a lease that
-      holds, `compactions`, `pressure` by device,
-      `failures` that cool down, `broken_loads` whose cause may still come;
-    - counted for people: `request_times`, by capability and outcome;
-    - memory of answers: `answers` by ticket, `evictions` for explain, `rankings` of victims by
-      device;
-    - time: `now`, `born`, `settled_at`, `closing_by`, `timers`, `active` capabilities, `awaited`
-      holders of the last epoch;
-    - this event: `out` (decisions), `fresh` (tickets that joined the queue), `uses_this_event`,
-      `prefetched_this_event` (ready, and asked for by no request yet).
-
-    Everything else is derived from these. `epoch` names this life, `stale_count` counts ignored
-    messages, `foresight` is set in a replay only."""
+    """Holds all that the rules read and change, by group. `foresight` is set in a replay only."""
 
     foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
 
@@ -170,44 +148,42 @@ class CoreState:
         known_holders: frozenset[HolderId],
         now: Instant,
     ) -> None:
+        self.epoch = epoch  # names this life
+        # Configuration, what people set, and the hour as the clock on the wall has it
         self.settings = settings
         self.policies = policies
-        self.epoch = epoch
-        self.ledger = Ledger()
-        self.registry = Registry(tuple(sorted(policies.roles)))
-        self.hours_readings = HoursReadings()
-        self._begin_learning(settings, now)
-        self.evictions = EvictionHistory()
-        self.trades = Trades()
-        self.loading_times = LoadingTimes()
-        self.request_times: dict[tuple[str, str], Histogram] = {}
-        self.rankings: dict[DeviceId, Any] = {}  # see ranking.Ranking
-        self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
+        self.registry = Registry(tuple(sorted(policies.roles)))  # with the floors of the table
         self.tenants = {limits.tenant: limits for limits in settings.tenants}
-        self.timers = Timers()
+        self.floors: dict[types.ModelName, types.Floor] = {}  # by capability and model
+        self.hours_readings = HoursReadings()
+        # The books
+        self.ledger = Ledger()  # tickets and devices
         self.queue = RequestQueue(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
-        self.uses_this_event: list[tuple[types.ModelName, NodeId]] = []
-        self.prefetched_this_event: list[tuple[types.ModelName, NodeId]] = []
-        self.last_used: tuple[types.ModelName, Instant] | None = None
-        self.transition_counts: dict[types.ModelName, dict[types.ModelName, int]] = {}
-        self.prefetched: dict[types.ModelName, Instant] = {}  # brought in unasked, not used yet
-        self.floors: dict[types.ModelName, types.Floor] = {}  # by capability and model
         self.pressure: dict[DeviceId, PressureState] = {}
-        self.failures: dict[types.ModelName, Failure] = {}
-        self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
-        self.compactions = Compactions()
-        self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
+        self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)  # of clients
+        # Answers, what explain says, and what is counted for people
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
-        self.awaited = set(known_holders)  # of the last epoch, not back yet
-        self.fresh: list[TicketId] = []  # joined the queue in this step
+        self.evictions = EvictionHistory()
+        self.rankings: dict[DeviceId, Any] = {}  # of victims; see ranking.Ranking
+        self.request_times: dict[tuple[str, str], Histogram] = {}  # by capability and outcome
+        self.stale_count = 0  # of messages that were ignored
+        # Time
+        self.now = now
         self.born = now
         self.settled_at = after(now, settings.timeouts.rejoin if known_holders else Span(0))
+        self.awaited = set(known_holders)  # of the last epoch, not back yet
         self.closing_by: Instant | None = None
-        self.stale_count = 0
-        self.now = now
+        self.timers = Timers()
+        self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
+        # This event
         self.out: list[Decision] = []
+        self.fresh: list[TicketId] = []  # joined the queue in this step
+        self.uses_this_event: list[tuple[types.ModelName, NodeId]] = []
+        # Ready, and asked for by no request yet
+        self.prefetched_this_event: list[tuple[types.ModelName, NodeId]] = []
+        self._begin_learning(settings, now)
         self._begin_work()
 
     def _begin_learning(self, settings: Settings, now: Instant) -> None:
@@ -217,18 +193,26 @@ class CoreState:
         self.lasting_rates = UsageRates(settings.lasting_window)
         self.hours = HourlyUsage(now)
         self.reuse = ReuseLearner()
+        self.last_used: tuple[types.ModelName, Instant] | None = None
+        self.transition_counts: dict[types.ModelName, dict[types.ModelName, int]] = {}
+        self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
+        self.trades = Trades()
+        self.loading_times = LoadingTimes()
+        self.loading_much: dict[DeviceId, float] = {}  # share of its time, above the bound
 
     def _begin_work(self) -> None:
         """Begins with no work under way."""
-        self.loading_much: dict[DeviceId, float] = {}  # share of its time, above the bound
         self.wanted: dict[types.ModelName, None] = {}  # until a holder that can load is there
         self.asked_loads: dict[types.ModelName, AskedLoad] = {}  # until each has ended
+        self.prefetched: dict[types.ModelName, Instant] = {}  # brought in unasked, not used yet
         self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
         self.removed_models: dict[types.ModelName, Instant] = {}  # forgotten, not back, and when
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
+        self.compactions = Compactions()
         self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
         self.freed_for: dict[TicketId, dict[types.ModelName, None]] = {}  # return once it is over
-        self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()
+        self.failures: dict[types.ModelName, Failure] = {}  # that cool down
+        self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()  # whose cause may come yet
 
     # -- across restarts -----------------------------------------------------------------------
 
