@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from arbiter.errors import ArbiterError
+from arbiter.leases import URL
 from deployments.cli import (
     check,
     cluster,
@@ -64,7 +65,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="See what holds device memory, and steer it.",
-    epilog="The front is at $ARBITER_URL, and asked with the key $ARBITER_KEY.",
+    epilog=f"The front is at $ARBITER_URL ({URL}); the key is $ARBITER_KEY, on this machine else"
+    " the one in ~/.local/state/serve-arbiter/admin.key.",
 )
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
