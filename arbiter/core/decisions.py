@@ -87,7 +87,8 @@ class Refuse:
 class Revoke:
     """Asks the holder for the bytes of a ticket. A busy holder refuses at once if
     `reason.only_if_idle`; otherwise its barrier is up until `barrier_until`. `to` says where the
-    weights go."""
+    weights go. With `barrier_until` at the time of the decision it tells the holder that its ticket
+    has ended: the agent ends the engine in any case."""
 
     ticket: TicketId
     holder: HolderId
