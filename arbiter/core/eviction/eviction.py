@@ -5,7 +5,7 @@ suffices (victim_set.py), or none.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from arbiter.core.decisions import EventKind, Reason, Revoke, Tier
 from arbiter.core.eviction.eligibility import (
@@ -48,6 +48,15 @@ from arbiter.units import (
 Victims = list[Ticket]
 
 
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What an asker can have leave one device."""
+
+    options: list[PricedVictim]  # lawful victims
+    victims: list[PricedVictim]  # the cheapest set of them that suffices; empty: none leaves now
+    waits_until: Instant | None = None  # when cheaper victims may leave, for which the asker waits
+
+
 # -- choosing -------------------------------------------------------------------------------------
 
 
@@ -64,15 +73,15 @@ def make_room(
             kill_and_notify(state, prefetched, Reason.WITHDRAWN)
         return True
     victims = victims_no_more_urgent(state, book, urgent)
-    options, chosen, _ = _weigh(state, book, asker, short, urgent, victims)
-    if chosen:
-        record_choice(state, book, asker, short, options, chosen)
+    weighed = _weigh(state, book, asker, short, urgent, victims)
+    if weighed.victims:
+        record_choice(state, book, asker, short, weighed.options, weighed.victims)
     reason = Reason.FREE if asker.frees else Reason.SWAP
-    for option in chosen:
+    for option in weighed.victims:
         victim = book.entries[option.ticket]
         note_evicted_for(state, asker, victim)
         revoke(state, victim, reason, asker)
-    return bool(chosen)
+    return bool(weighed.victims)
 
 
 def evict_own(state: CoreState, asker: Ticket, short: Bytes, urgent: Priority) -> bool:
@@ -101,8 +110,8 @@ def victims_for(
     if prefetches := prefetches_that_make_room(state, book, short):
         return prefetches
     priced = victims_no_more_urgent(state, book, urgent)
-    _, chosen, _ = _weigh(state, book, asker, short, urgent, priced)
-    return [book.entries[option.ticket] for option in chosen]
+    weighed = _weigh(state, book, asker, short, urgent, priced)
+    return [book.entries[option.ticket] for option in weighed.victims]
 
 
 def waits_for_cheaper_until(
@@ -115,7 +124,7 @@ def waits_for_cheaper_until(
 ) -> Instant | None:
     """Returns when the cheaper of these victims, in their order, may leave for which `make_room`
     revokes none now; None: it waits for none."""
-    return _weigh(state, book, asker, short, urgent, victims)[2]
+    return _weigh(state, book, asker, short, urgent, victims).waits_until
 
 
 def evict_overcommitted(state: CoreState) -> None:
@@ -157,25 +166,25 @@ def _weigh(
     short: Bytes,
     urgent: Priority,
     victims: Iterable[PricedVictim],
-) -> tuple[list[PricedVictim], list[PricedVictim], Instant | None]:
-    """Returns the lawful options among `victims`, and the cheapest set of them that suffices, or
-    none; none also where the asker waits for cheaper ones, and then until when. In a long order the
-    search stops soon behind those that suffice."""
+) -> Weighed:
+    """Looks for lawful options among `victims`, in their order. In a long order it stops
+    EXACT_COUNT options of one rank behind those that suffice."""
     options: list[PricedVictim] = []
     soon: list[PricedVictim] = []  # lawful once their minimum residency is over
     missing = int(short)
-    spare_count = EXACT_COUNT
-    spare = quotas.ReserveSlack(state, book, asker.client.tenant)
+    beyond_count = 0  # options behind those that suffice
+    slack = quotas.ReserveSlack(state, book, asker.client.tenant)
     for option in victims:
-        if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
+        is_enough = missing <= 0
+        if is_enough and (beyond_count == EXACT_COUNT or option.rank != options[-1].rank):
             break
         entry = book.entries[option.ticket]
         if obstacle := find_obstacle(state, entry, asker, urgent):
             if obstacle is Obstacle.LATELY:
                 soon.append(option)
             continue
-        if usable_bytes := spare.take(entry, option.freed_bytes):
-            spare_count -= missing <= 0
+        if usable_bytes := slack.take(entry, option.freed_bytes):
+            beyond_count += 1 if is_enough else 0
             missing -= usable_bytes
             is_all = usable_bytes == option.freed_bytes
             options.append(option if is_all else replace(option, freed_bytes=usable_bytes))
@@ -184,8 +193,8 @@ def _weigh(
         cheaper = [o for o in (*options, *soon) if o.rank < max(c.rank for c in chosen)]
         until = _worth_waiting_until(state, book, asker, chosen, choose(cheaper, short))
         if until is not None:
-            return options, [], until
-    return options, chosen, None
+            return Weighed(options, [], until)
+    return Weighed(options, chosen)
 
 
 def _worth_waiting_until(
