@@ -104,9 +104,8 @@ def _place_on_one(
     usable = [d for d in devices if d not in pass_.reserved_devices]
     if device := next((d for d in usable if limits.fits(d, need)), None):
         return _grant(state, pass_, entry, waiting, {device: need})
-    promised = next((d for d in usable if limits.missing(d) <= 0), None) or next(
-        (d for d in usable if compact_or_evict(state, entry, d, limits.missing(d), urgent)), None
-    )
+    promised = next((d for d in usable if limits.missing(d) <= 0), None)
+    promised = promised or _make_room_on_first(state, entry, usable, limits, urgent)
     if promised:
         pass_.promised[promised] += need
     elif entry.frees:
@@ -114,6 +113,16 @@ def _place_on_one(
     elif usable == devices and not _is_closed_to_it_only(state, pass_, entry, urgent):
         pass_.memo.note(need, entry.priority, waiting.quota_group)
     return pass_.defer(waiting, devices)
+
+
+def _make_room_on_first(
+    state: CoreState, entry: Ticket, devices: list[DeviceId], limits: Limits, urgent: Priority
+) -> DeviceId | None:
+    """Revokes victims that suffice on the first of `devices` that has them, and returns it."""
+    for device in devices:
+        if compact_or_evict(state, entry, device, limits.missing(device), urgent):
+            return device
+    return None
 
 
 def _take_rest(
