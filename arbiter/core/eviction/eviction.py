@@ -325,7 +325,7 @@ def release_copies(state: CoreState, node: NodeId, need: Bytes) -> None:
 def send_revoke(state: CoreState, entry: Ticket) -> None:
     """Sends, perhaps once more, what the holder of a draining ticket is asked."""
     asked = entry.revocation
-    reason = entry.leaving or Reason.SWAP
+    reason = entry.leaving_reason
     assert asked is not None
     state.decide(Revoke(entry.ticket, entry.holder, reason, asked.to, asked.barrier_until))
 
@@ -336,7 +336,7 @@ def send_revoke(state: CoreState, entry: Ticket) -> None:
 def victim_declined(state: CoreState, entry: Ticket, kind: EventKind, inflight: int) -> None:
     """Moves DRAINING -> RESIDENT: work in flight outlived the barrier, or arrived before a revoke
     that only takes idle models. The victim is left alone for a while; the asker keeps its place."""
-    reason = entry.leaving or Reason.SWAP
+    reason = entry.leaving_reason
     entry.note_busy(inflight, state.now, after(state.now, state.settings.timeouts.refusal))
     took = since(entry.since, state.now)
     state.move(entry, State.RESIDENT, granted=dict(entry.home))
@@ -360,18 +360,18 @@ def on_draining_timer(state: CoreState, entry: Ticket) -> None:
         unload_by = after(asked.unloading_since, timeouts.unload)
         if state.now >= unload_by:  # it holds bytes with nothing in flight
             state.log(EventKind.UNLOAD_OVERDUE, entry, took=since(entry.since, state.now))
-            kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
+            kill_and_notify(state, entry, entry.leaving_reason)
             return
         state.set_timer(entry, unload_by)
     elif state.now >= answer_by and entry.lease:  # it was given notice, and is not asked again
         state.log(
             EventKind.LEASE_OVERDUE, entry, size=charged(entry), took=since(entry.since, state.now)
         )
-        kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
+        kill_and_notify(state, entry, entry.leaving_reason)
         return
     elif state.now >= answer_by and state.is_silent(entry.holder):  # neither answers nor beats
         state.log(EventKind.REVOKE_UNANSWERED, entry, took=since(entry.since, state.now))
-        kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
+        kill_and_notify(state, entry, entry.leaving_reason)
         return
     state.set_timer(
         entry, answer_by if state.now < answer_by else after(state.now, timeouts.answer)

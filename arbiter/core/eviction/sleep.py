@@ -39,7 +39,7 @@ def on_slept(state: CoreState, entry: Ticket) -> None:
     when no host RAM is reserved for it."""
     if entry.revocation is None or entry.revocation.to is not Tier.ASLEEP:
         # No host RAM is reserved for its weights.
-        kill_and_notify(state, entry, entry.leaving or Reason.FAILED)
+        kill_and_notify(state, entry, entry.leaving_reason)
         return
     if entry.claimed_sleep is None:
         entry.claim_sleep(state.now, inexact.held_at_home(state, entry))
@@ -62,9 +62,9 @@ def confirm_sleep(state: CoreState, entry: Ticket) -> None:
         if stands_for >= state.settings.timeouts.sleep_without_fall and not inexact.is_at_home(
             state, entry
         ):
-            _end_failed_sleep(state, entry, entry.leaving or Reason.SWAP)
+            _end_failed_sleep(state, entry, entry.leaving_reason)
         return
-    reason = entry.leaving or Reason.SWAP
+    reason = entry.leaving_reason
     took = since(entry.since, state.now)
     host_reservation = {d: size for d, size in entry.granted.items() if d not in entry.home}
     state.move(entry, State.ASLEEP, granted=host_reservation)
@@ -95,7 +95,7 @@ def await_confirmation(state: CoreState, entry: Ticket, believe_by: Instant) -> 
     if state.now < believe_by:
         state.set_timer(entry, believe_by)
         return
-    _end_failed_sleep(state, entry, entry.leaving or Reason.SWAP)
+    _end_failed_sleep(state, entry, entry.leaving_reason)
 
 
 def _end_failed_sleep(state: CoreState, entry: Ticket, reason: Reason) -> None:

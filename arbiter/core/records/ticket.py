@@ -397,6 +397,12 @@ class Ticket:
         """Notes why it is reclaimed; the reason of an earlier revoke stands."""
         self.leaving = self.leaving or reason
 
+    @property
+    def leaving_reason(self) -> Reason:
+        """Returns why it drains or is reclaimed, which every ticket in these states has."""
+        assert self.leaving is not None, f"{self.ticket} does not leave"
+        return self.leaving
+
     def note_unloading(self, now: Instant) -> None:
         """Notes that nothing is in flight any more and its engine lets go."""
         if self.revocation and self.revocation.unloading_since is None:

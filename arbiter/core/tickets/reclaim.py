@@ -112,7 +112,7 @@ def charged(entry: Ticket) -> Bytes:
 def mark_reclaimed(state: CoreState, entry: Ticket) -> None:
     """Closes a ticket whose bytes were seen back."""
     assert entry.state is State.RECLAIMING
-    reason = entry.leaving or Reason.LOST
+    reason = entry.leaving_reason
     took = since(entry.since, state.now)
     if entry.revoked_at is not None:
         state.estimates.left(entry.capability, since(entry.revoked_at, state.now))
