@@ -307,8 +307,6 @@ class Ticket:
         least = {d: min(size, before.get(d, size)) for d, size in foreign.items()}
         self.lease = replace(self.lease, is_measured=is_measured, foreign_before=before | least)
 
-    # -- growth --------------------------------------------------------------------------------
-
     def need_less(self, size: Bytes) -> None:
         """Has a queued lease ask for fewer bytes."""
         self.need = Need(size)
@@ -322,6 +320,8 @@ class Ticket:
     def is_host_copy(self) -> bool:
         """Says whether it is the lease of a copy that engines share in host RAM (D4)."""
         return self.lease is not None and self.lease.terms.on_host
+
+    # -- growth --------------------------------------------------------------------------------
 
     @property
     def grows_bytes(self) -> Bytes:
