@@ -40,11 +40,6 @@ class HolderClient:
         self.session = Session(capability, holder, held_tickets, on_command, self._agent.prepare)
 
     @property
-    def table(self) -> messages.Plain:
-        """The configuration; empty before the first join."""
-        return self.session.table
-
-    @property
     def timeouts(self) -> Timeouts:
         """The arbiter's times; the defaults before the first join."""
         return self.session.timeouts
@@ -57,11 +52,6 @@ class HolderClient:
     @property
     def runs(self) -> RequestLog:
         return self.session.runs
-
-    @property
-    def unreachable_s(self) -> float:
-        """How long the arbiter has not been reached; 0 when joined."""
-        return self.session.unreachable_s
 
     def check(self) -> None:
         """Raises what ended the session: a holder without one must be replaced."""
@@ -163,7 +153,7 @@ class HolderClient:
 
     async def wait_unless_disconnected(self, event: asyncio.Event) -> bool:
         """Waits for the event. False: the epoch ended before."""
-        return await self.session.wait_unless_lost(event)
+        return await self.session.wait_unless_disconnected(event)
 
     # -- engines ---------------------------------------------------------------------------------
 

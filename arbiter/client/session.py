@@ -49,7 +49,6 @@ class Session:
         on_joined: Callable[[], None],
     ) -> None:
         self.capability, self.holder = capability, holder
-        self.table: messages.Plain = {}  # the configuration, once joined
         self.timeouts = Timeouts()  # the arbiter's, once joined
         self.epoch: Epoch | None = None  # None: not joined
         self.arbiter: rpc.Peer | None = None
@@ -92,7 +91,7 @@ class Session:
         """Whether at least one try of joining has found no arbiter."""
         return self._handle is None and self.unreachable_s > REJOIN_MOST_S
 
-    async def wait_unless_lost(self, event: asyncio.Event) -> bool:
+    async def wait_unless_disconnected(self, event: asyncio.Event) -> bool:
         """Waits for the event. False: the epoch ended before."""
         if event.is_set():
             return True
@@ -184,7 +183,7 @@ class Session:
                 [self._keepalive],
             )
         self.epoch, self.timeouts = welcome.epoch, welcome.timeouts
-        self._perform(messages.ConfigChanged(welcome.table))
+        self._on_command(messages.ConfigChanged(welcome.table))
         self.lost.clear()
         self.joined.set()
         self._wake_sender()
@@ -224,7 +223,7 @@ class Session:
                     return
                 for command in heard.result():
                     ack = command.sequence
-                    self._perform(command.command)
+                    self._on_command(command.command)
         finally:
             lost.cancel()
 
@@ -234,11 +233,6 @@ class Session:
             "listen", self.holder, epoch, ack
         )
         return commands
-
-    def _perform(self, command: messages.Command) -> None:
-        if isinstance(command, messages.ConfigChanged):
-            self.table = command.table
-        self._on_command(command)
 
     async def _renew(self) -> None:
         while True:

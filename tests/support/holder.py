@@ -142,7 +142,7 @@ class Holder:
         return self.residency.client().calls_count
 
     async def unreachable_s(self) -> float:
-        return self.residency.client().unreachable_s
+        return self.residency.client().session.unreachable_s
 
     async def warm_ns(self, name: str, times: int) -> float:
         """Of one use of a resident model."""
