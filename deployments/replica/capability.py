@@ -76,7 +76,7 @@ class Capability:
             return
         begun: messages.ResponseHead | None = None
         try:
-            async with aclosing(self._served(call)) as parts:
+            async with aclosing(self._with_growth(call)) as parts:
                 async for part in parts:
                     if isinstance(part, messages.ResponseHead):
                         if not part.is_stream:
@@ -103,7 +103,7 @@ class Capability:
             return _wrong_route(call, self.paths)
         return self._sessions.open(call) if call.path == prefixes.PATH else None
 
-    async def _served(
+    async def _with_growth(
         self, call: messages.InferenceCall
     ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
         """The engine's answer. Where the engine refuses for want of memory that its configuration
@@ -111,7 +111,7 @@ class Capability:
         Raises RequestError."""
         began_s = time.monotonic()
         for growths_left in range(GROWTHS, -1, -1):
-            async with aclosing(self._asked(call, began_s)) as parts:
+            async with aclosing(self._with_model(call, began_s)) as parts:
                 async for part in parts:
                     if growths_left and resize.asks_for_more(part):
                         break
@@ -133,7 +133,7 @@ class Capability:
         except TimeoutError:
             raise DeadlineUnmet(call.model, call.deadline_s or 0.0, 1.0) from None
 
-    async def _asked(
+    async def _with_model(
         self, call: messages.InferenceCall, began_s: float
     ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
         """Makes the model resident, with this call in flight, and passes its engine's answer on;
@@ -167,11 +167,11 @@ class Capability:
                 use.ticket,
                 waited_s,
             )
-            async with aclosing(self._answer(call, use, began_s)) as parts:
+            async with aclosing(self._from_engine(call, use, began_s)) as parts:
                 async for part in parts:
                     yield _with_wait(part, waited_s, use) if waited_s > WAIT_TOLD_S else part
 
-    def _answer(
+    def _from_engine(
         self, call: messages.InferenceCall, use: Use, began_s: float
     ) -> AsyncGenerator[messages.ResponseHead | bytes, None]:
         if call.path == messages.ACQUIRE:
