@@ -79,7 +79,8 @@ def _new_pass(state: CoreState, node: Node) -> GrantPass:
 
 
 def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> None:
-    """Does what can be done for a queued ticket now. A draining ticket says how its drain ends."""
+    """Does what can be done for a queued ticket now. A DRAINING ticket is passed over: its drain
+    ends asleep (then `wake`) or resident (then `return_to_service`)."""
     entry = state.ledger.find(waiting.request.ticket)
     if entry is None or entry.ticket not in state.queue:
         return  # rejected or granted with its gang
