@@ -129,7 +129,7 @@ BUGS = [
     Bug("unused shared copies stay while models cannot sleep", "arbiter/core/eviction/eviction.py", "release_copies",
         "missing > 0",
         "False"),
-    Bug("a victim more urgent than the asker", "arbiter/core/eviction/eligibility.py", "_too_soon",
+    Bug("a victim more urgent than the asker", "arbiter/core/eviction/eligibility.py", "_why_not_yet",
         "if its_own < urgent:\n"
         "    return Obstacle.URGENT",
         ""),
@@ -180,7 +180,7 @@ BUGS = [
     Bug("revokes pinned", "arbiter/core/eviction/eligibility.py", "is_evictable",
         "not entry.pinned",
         ""),
-    Bug("ignores minimum residency", "arbiter/core/eviction/eligibility.py", "_too_soon",
+    Bug("ignores minimum residency", "arbiter/core/eviction/eligibility.py", "_why_not_yet",
         "its_own == urgent and state.now < min_residency_ends(state, entry)",
         "False"),
     Bug("evicts again for bytes already coming back", "arbiter/core/queue/pass_state.py", "GrantPass.room",

@@ -30,7 +30,7 @@ class Obstacle(Enum):
     AHEAD = auto()
     URGENT = auto()
     GROWING = auto()
-    LATELY = auto()
+    MIN_RESIDENCY = auto()
     COLLATED = auto()
     RESERVED = auto()
     IN_USE = auto()
@@ -67,7 +67,7 @@ def find_obstacle(
     if entry.ticket in state.queue:
         is_ahead = state.queue.is_ahead(asker.ticket, entry.ticket)
         return None if is_ahead else Obstacle.AHEAD
-    return _too_soon(state, entry, asker, urgent)
+    return _why_not_yet(state, entry, asker, urgent)
 
 
 def _why_not_freed(state: CoreState, entry: Ticket, asker: Ticket) -> Obstacle | None:
@@ -87,7 +87,9 @@ def leaves_too_late(state: CoreState, entry: Ticket, deadline: Instant | None) -
     return after(state.now, entry.lease.terms.notice) > deadline
 
 
-def _too_soon(state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority) -> Obstacle | None:
+def _why_not_yet(
+    state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority
+) -> Obstacle | None:
     """Returns the obstacle that time alone removes."""
     its_own = effective_priority(state, entry)
     if its_own < urgent:
@@ -95,7 +97,7 @@ def _too_soon(state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority) 
     if state.now < grows_until(state, entry, urgent):
         return Obstacle.GROWING
     if its_own == urgent and state.now < min_residency_ends(state, entry):
-        return Obstacle.LATELY
+        return Obstacle.MIN_RESIDENCY
     if its_own == urgent and state.now < collated_until(state, entry, asker):
         return Obstacle.COLLATED
     return None
@@ -125,7 +127,7 @@ def _urgent_text(state: CoreState, entry: Ticket, urgent: Priority) -> str:
     return f"it is more urgent ({its_own} before {urgent.name.lower()})"
 
 
-def _lately_text(state: CoreState, entry: Ticket, _: Priority) -> str:
+def _min_residency_text(state: CoreState, entry: Ticket, _: Priority) -> str:
     left_s = in_seconds(since(state.now, min_residency_ends(state, entry)))
     much = max((state.loading_much.get(d, 0.0) for d in entry.home), default=0.0)
     why = f", longer because loads took {much:.0%} of the last ten minutes" if much else ""
@@ -174,7 +176,7 @@ TEXTS: dict[Obstacle, Callable[[CoreState, Ticket, Priority], str]] = {
     Obstacle.AHEAD: lambda *_: "it waits in the queue itself, before the asker",
     Obstacle.URGENT: _urgent_text,
     Obstacle.GROWING: _growing_text,
-    Obstacle.LATELY: _lately_text,
+    Obstacle.MIN_RESIDENCY: _min_residency_text,
     Obstacle.COLLATED: _collated_text,
 }
 

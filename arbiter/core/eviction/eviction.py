@@ -180,7 +180,7 @@ def _weigh(
             break
         entry = book.entries[option.ticket]
         if obstacle := find_obstacle(state, entry, asker, urgent):
-            if obstacle is Obstacle.LATELY:
+            if obstacle is Obstacle.MIN_RESIDENCY:
                 soon.append(option)
             continue
         if usable_bytes := slack.take(entry, option.freed_bytes):
