@@ -298,7 +298,9 @@ class Residency:
         for model in pinned:
             self._begin_return(model)
 
-    def pin_again(self, model: str, after_s: float | None, *, is_wanted: bool = False) -> None:
+    def bring_back_after(
+        self, model: str, after_s: float | None, *, is_wanted: bool = False
+    ) -> None:
         """See ResidencyApi."""
         withdrawn_count = self._withdrawn[model]
 
@@ -335,7 +337,9 @@ class Residency:
         except RequestError as error:
             logger.warning("%s is not brought back: %s", model, error)
             again_s = error.retry_after_s
-            return self.pin_again(model, None if again_s is None else max(again_s, RETRY_PLAN_S))
+            return self.bring_back_after(
+                model, None if again_s is None else max(again_s, RETRY_PLAN_S)
+            )
         if held.state is HolderState.ASLEEP:
             self.begin(held, loading.wake(self, held))
         held.demand.is_wanted = held.state in (HolderState.QUEUED, HolderState.LOADING)

@@ -37,6 +37,8 @@ class ResidencyApi(Protocol):
     def tell_caps(self, held: HeldModel) -> None:
         """Has the engine follow caps of tenants that have changed since it was told them."""
 
-    def pin_again(self, model: str, after_s: float | None, *, is_wanted: bool = False) -> None:
-        """Brings a model back that is pinned, or wanted without a request, once that may help;
-        None: never."""
+    def bring_back_after(
+        self, model: str, after_s: float | None, *, is_wanted: bool = False
+    ) -> None:
+        """Brings a model back that is pinned, or wanted without a request, after so many seconds;
+        None: not at all."""

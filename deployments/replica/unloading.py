@@ -106,7 +106,7 @@ def end(
     close(residency, held)
     held.turn_back(error)
     if reason in (Reason.LOST, Reason.FAILED, Reason.REPLACED):
-        residency.pin_again(held.model, 0.0 if error is None else error.retry_after_s)
+        residency.bring_back_after(held.model, 0.0 if error is None else error.retry_after_s)
 
 
 def retire(residency: ResidencyApi, held: HeldModel) -> None:
@@ -131,7 +131,7 @@ def end_outdated(residency: ResidencyApi, held: HeldModel) -> None:
     is_wanted = held.demand.is_wanted
     end(residency, held, Reason.REPLACED)
     if is_wanted:
-        residency.pin_again(held.model, 0.0, is_wanted=True)
+        residency.bring_back_after(held.model, 0.0, is_wanted=True)
 
 
 def end_unrestored(residency: ResidencyApi, held: HeldModel, took_s: float) -> None:
@@ -144,7 +144,7 @@ def end_unrestored(residency: ResidencyApi, held: HeldModel, took_s: float) -> N
     is_wanted = held.demand.is_wanted
     end(residency, held, Reason.FAILED)
     if is_wanted:
-        residency.pin_again(held.model, 0.0, is_wanted=True)
+        residency.bring_back_after(held.model, 0.0, is_wanted=True)
 
 
 def cut_off(residency: ResidencyApi, held: HeldModel) -> None:
