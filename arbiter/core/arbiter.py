@@ -43,7 +43,7 @@ from arbiter.core.tickets import lessees
 from arbiter.core.view import Policies
 from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId, after, seconds
 
-NEXT = Span(1)  # what a step left to be looked at is looked at in a step of its own
+NEXT = Span(1)  # least time to the next step, which looks at what this step has left due
 
 
 class Arbiter:

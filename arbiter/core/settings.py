@@ -102,7 +102,8 @@ class Settings:
     pool_fraction: float = 1.0  # B2: of the arena, for tickets; not the slabs' pool
     gpu_margin_bytes: Bytes = Bytes(512 * MIB)  # B3: context and driver, GPUs only
 
-    bypass_count: int = 8  # C6: nor more often than this; 0: never, at a walk of the queue
+    # C6: how often a ticket is bypassed at most; 0: never, which costs a walk of the queue.
+    bypass_count: int = 8
     roles: tuple[NamedRole, ...] = ()  # C1: beside those of policies/roles.py
     one_resident_roles: frozenset[str] = frozenset()  # A11: exclusion groups; by default none
 
@@ -123,8 +124,9 @@ class Settings:
     # C13: so long a model whose place another one wants back goes on with requests of its own, as
     # long as a ticket is bypassed. 0: it leaves when its minimum residency is over.
     collate_most: Span = seconds(30)
-    # It has none after a pause as long as its load took, because whether to wait on or to swap is
-    # ski rental; of one heartbeat at least, and no longer than its user is likely to be.
+    # Such a model has no more requests of its own once it was idle for as long as its load took,
+    # because whether to wait on or to swap is ski rental: for one heartbeat at least, and at most
+    # for as long as its user is likely to pause.
     collate_pause: Span = seconds(1)
     collate_pause_most: Span = seconds(5)
     loading_most_fraction: float = 0.3  # C13: of ten minutes; above it models stay longer

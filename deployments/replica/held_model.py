@@ -282,7 +282,9 @@ class HeldModel:
         return max(0.0, (load.serves_at_ns - now_ns) / 1e9) if is_known else None
 
     def wait(self, until_s: float | None) -> asyncio.Future[bool]:
-        """True: in flight; False: look again. Raises DeadlineUnmet where that is known already."""
+        """Begins a request's wait for the work on the model. The result is True once the request is
+        in flight, and False where the model's state must be looked at again. Raises DeadlineUnmet
+        where the work is known to end too late for the request."""
         if late := self.unmet(until_s):
             raise late
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

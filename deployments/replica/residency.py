@@ -74,6 +74,7 @@ class Residency:
 
     def client(self) -> HolderClient:
         if self._client is None:
+            # Raises RuntimeError without a loop: a session's tasks would be of another loop.
             asyncio.get_running_loop()
             mine = self.capability, self.holder, self.account, self._on_command
             # A context of its own, as in background.detached_task.

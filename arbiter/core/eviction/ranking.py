@@ -31,8 +31,8 @@ SWEPT_EVERY = SECOND
 # No price is older. Rates fade by a hundredth meanwhile; what the coming hours usually bring
 # (usage_rates.HourlyUsage) jumps at the full hour, and an order may be as old as this then.
 PRICED_FOR = Span(60 * SECOND)
-# Nor is a price older than this by the clock of turnovers (reuse.ReuseLearner), where loads are
-# what prices drift by: a fifth of what is asked there.
+# Nor is a price older than this by the clock of turnovers (reuse.ReuseLearner), on which prices
+# drift with each load; it is small against reuse.SOON.
 PRICED_FOR_TURNOVERS = 0.02
 COST_LEAST_S = 1e-9  # what no request will miss still costs this, so that none leaves for nothing
 
