@@ -59,10 +59,20 @@ TENANTS = (
     TenantLimits("spent", None, Bytes(0), Bytes(10 * GIB)),
 )
 MODELS, PINNED, OVERSIZE, NIGHTLY = "abcdefg", "f", "g", "d"
-FAULTS = (
-    "lose", "repeat", "slow", "stuck", "oom", "broken", "hang", "rogue", "wedged", "liar",
-    "unannounced",
-)  # fmt: skip
+# Each draws its own odds, in this order.
+FAULTS = {
+    "lose": "A message is lost.",
+    "repeat": "A message arrives twice.",
+    "slow": "A message takes up to 2 s, or memory comes back 7 s after its process died.",
+    "stuck": "A dead engine's memory does not come back until the faults stop.",
+    "oom": "A load fails for want of memory.",
+    "broken": "A load fails for another cause.",
+    "hang": "A load, an engine without its holder, or a leased process does not end in time.",
+    "rogue": "An engine takes more than it was granted.",
+    "wedged": "A holder says for ever that it unloads.",
+    "liar": "A holder says that a model sleeps, and no byte has fallen.",
+    "unannounced": "A holder dies, and the arbiter is not told.",
+}
 KINDS = (types.DeviceKind.CPU, types.DeviceKind.GPU)
 
 
