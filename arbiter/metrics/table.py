@@ -169,7 +169,16 @@ JOBS = (
 TABLE: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        *FRONT, *ARBITER, *DEVICES, *MODELS, *QUEUE, *LOADS, *REPLAYS, *POOLS, *TENANTS, *REMOTES,
+        *FRONT,
+        *ARBITER,
+        *DEVICES,
+        *MODELS,
+        *QUEUE,
+        *LOADS,
+        *REPLAYS,
+        *POOLS,
+        *TENANTS,
+        *REMOTES,
         *JOBS,
     )
-}  # fmt: skip
+}

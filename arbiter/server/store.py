@@ -311,10 +311,12 @@ class Store:
             self._write(
                 "INSERT INTO remote_spent VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET"
                 " tokens = tokens + excluded.tokens, micros = micros + excluded.micros",
-                *row, tokens, micros,
+                *row,
+                tokens,
+                micros,
             )
             for row in rows
-        )  # fmt: skip
+        )
         if is_written and self._write("COMMIT"):
             return True
         if self._db.in_transaction:  # a full disk has ended it already

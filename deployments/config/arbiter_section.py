@@ -125,9 +125,13 @@ class PressureConfig(Strict):
 
     def as_marks(self) -> PressureMarks:
         return PressureMarks(
-            self.ram.low, self.ram.critical, self.gpu.low, self.gpu.critical,
-            self.stalls.low, self.stalls.critical,
-        )  # fmt: skip
+            self.ram.low,
+            self.ram.critical,
+            self.gpu.low,
+            self.gpu.critical,
+            self.stalls.low,
+            self.stalls.critical,
+        )
 
 
 def _policy(what: str, name: str, usable: list[str]) -> str:

@@ -149,8 +149,10 @@ class _Connection(ResponseReader):
         status = self.parser.get_status_code()
         if status >= 200:  # else: it goes on with the body, or hints at what comes
             self._start = {
-                "type": "http.response.start", "status": status, "headers": self._headers,
-            }  # fmt: skip
+                "type": "http.response.start",
+                "status": status,
+                "headers": self._headers,
+            }
 
     def on_message_complete(self) -> None:
         self.is_complete = self._start is not None

@@ -113,13 +113,15 @@ class Remotes:
         for name, row in sorted(self._config.rows.items()):
             state = self._state(name)
             cause = str(state.breaker.cause) if state.breaker.left_s else None
-            found.append({
-                "remote": name,
-                "models": sorted(row.models),
-                "in_flight": state.in_flight,
-                "cools_down_s": state.breaker.left_s,
-                "cause": cause,
-            })  # fmt: skip
+            found.append(
+                {
+                    "remote": name,
+                    "models": sorted(row.models),
+                    "in_flight": state.in_flight,
+                    "cools_down_s": state.breaker.left_s,
+                    "cause": cause,
+                }
+            )
         return found
 
     # -- may it leave? -------------------------------------------------------------------------

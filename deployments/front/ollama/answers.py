@@ -106,7 +106,7 @@ class Answer:
         ended_ns = time.monotonic_ns()
         total_ns = ended_ns - self._began_ns
         spoke_ns = ended_ns - self._first_ns if self._first_ns else 0
-        return self._head() | spoken | {
+        measured = {
             "done": True,
             "done_reason": self._reason,
             "total_duration": total_ns,
@@ -115,7 +115,8 @@ class Answer:
             "prompt_eval_duration": max(0, total_ns - spoke_ns - self._load_ns),
             "eval_count": self._usage.get("completion_tokens", 0),
             "eval_duration": spoke_ns,
-        }  # fmt: skip
+        }
+        return self._head() | spoken | measured
 
 
 def load_ns(headers: Mapping[str, str]) -> int:
