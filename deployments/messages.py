@@ -78,8 +78,8 @@ class InferenceCall:
 class Progress:
     """How far the model of a waiting call is. Precedes the head, only in calls that want it."""
 
-    # starting (no replica has said anything: there is none yet, or the model is resident and its
-    # engine has not begun to answer), queued, loading
+    # starting (no replica has said anything, perhaps because there is none yet), queued, loading,
+    # running (the model serves, and its engine has not begun to answer)
     phase: str
     position: int  # how many models the same replica queued before; not the arbiter's queue
     estimate_s: float | None  # until the model serves; None where nothing is known
@@ -94,6 +94,9 @@ class Progress:
         left = "unknown" if self.estimate_s is None else f"{self.estimate_s:.1f}"
         words = f"phase={self.phase} position={self.position} estimate_s={left}"
         return f": {words} waited_s={waited_s:.1f}\n\n".encode()
+
+
+RUNNING = Progress("running", 0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,7 @@ class Runner:
 
     def _tell_progress(self, job_id: str, call: Call, progress: messages.Progress | None) -> None:
         call.note(progress)
-        if progress is None:
+        if progress is None or progress == messages.RUNNING:
             self.progress.pop(job_id, None)
         else:
             self.progress[job_id] = asdict(progress)

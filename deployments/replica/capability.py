@@ -173,13 +173,14 @@ class Capability:
 
     def _from_engine(
         self, call: messages.InferenceCall, use: Use, began_s: float
-    ) -> AsyncGenerator[messages.ResponseHead | bytes, None]:
+    ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
         if call.path == messages.ACQUIRE:
             return acquired.events(use, call.body)
         headers = _engine_headers(call, began_s)
         if call.reader_node and call.reader_node == self._node:
             headers[messages.SIDE_STREAM] = secrets.token_hex(16)
-        return self._pace.follow(use.stream("POST", call.path, headers, call.body))
+        stream = use.stream("POST", call.path, headers, call.body)
+        return self._pace.follow(stream, wants_progress=call.wants_progress)
 
     def served_by(self, call: messages.InferenceCall) -> str:
         """The held model that answers the call; another than the call's only where that is
@@ -234,10 +235,10 @@ async def _rest(parts: AsyncIterator[messages.Progress | messages.ResponseHead |
 
 
 def _with_wait(
-    part: messages.ResponseHead | bytes, waited_s: float, use: Use
-) -> messages.ResponseHead | bytes:
+    part: messages.Progress | messages.ResponseHead | bytes, waited_s: float, use: Use
+) -> messages.Progress | messages.ResponseHead | bytes:
     """Adds what the request waited for: a client without progress comments learns it here."""
-    if isinstance(part, bytes):
+    if not isinstance(part, messages.ResponseHead):
         return part
     told = {WAITED: f"{waited_s:.2f}"}
     if use.predicted_s:

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from deployments.messages import FIRST_PIECES, ResponseHead
+from deployments.messages import FIRST_PIECES, RUNNING, Progress, ResponseHead
 
 # Chunks a second over all streams of a replica. Serve carries 940 to 2,580 between two replicas on
 # two cores (docs/benchmarks.md); well below it, so that proxy, front and engine keep their cores.
@@ -22,6 +22,10 @@ CHUNKS_PER_S = 500.0
 # A piece waits for the next one this many times as long as the last came after the one before:
 # steps of an engine differ by less, unless it takes in a long prompt.
 PATIENCE = 1.5
+
+# An answer that begins within this time costs no message about it; the front tells its client
+# nothing in the first second.
+SLOW_S = 0.25
 
 # Of bytes read and not asked for; then the engine's socket fills, which stops the engine.
 MOST_HELD_BYTES = 1 << 20
@@ -36,12 +40,17 @@ class StreamBatching:
         self._share_s, self._patience = 1.0 / chunks_per_s, patience
         self._streams = 0
 
-    async def follow(self, parts: AsyncGenerator[Part, None]) -> AsyncGenerator[Part, None]:
-        """Yields the same bytes in the same order, and raises the same error at the end."""
+    async def follow(
+        self, parts: AsyncGenerator[Part, None], *, wants_progress: bool = False
+    ) -> AsyncGenerator[Progress | Part, None]:
+        """Yields the same bytes in the same order, and raises the same error at the end. With
+        `wants_progress`, RUNNING precedes a head that is not there within SLOW_S."""
         self._streams += 1
         inlet = _Inlet(parts)
         number, due_s = 0, 0.0
         try:
+            if wants_progress and not await inlet.has_begun(SLOW_S):
+                yield RUNNING
             while (part := await inlet.take()) is not None:
                 yield part
                 number += isinstance(part, bytes)
@@ -73,6 +82,11 @@ class _Inlet:
         self.now_s = asyncio.get_running_loop().time
         self._reading = asyncio.ensure_future(self._read(parts))
         self._reading.add_done_callback(lambda _: self._wakeup.set())
+
+    async def has_begun(self, within_s: float) -> bool:
+        """False: neither head nor end came within that time."""
+        await self._wait(lambda: self._head is not None, self.now_s() + within_s)
+        return self._head is not None or self._reading.done()
 
     async def take(self) -> Part | None:
         """The head, or all bytes there are; waits for some. None: the end. Raises what broke it."""

@@ -81,6 +81,8 @@ class _Response:
                 if self._call.wants_progress:
                     yield messages.Progress("queued", 0, None)
                 await granted.wait()
+                if self._call.wants_progress:
+                    yield messages.RUNNING
             if mine.stream is not None:
                 yield messages.ResponseHead(200, {"content-type": "text/event-stream"}, True)
                 for piece in mine.stream:

@@ -123,6 +123,26 @@ async def test_jobs_whose_model_waits_for_a_turn_make_room_for_those_of_others(
         assert (await finished(service, name)).state == JobState.COMPLETED
 
 
+@pytest.mark.spec("J4")
+async def test_job_whose_model_serves_waits_for_nothing_more(
+    service: JobsService, capability: Capability
+) -> None:
+    memory = capability.memory["one"] = asyncio.Event()
+    capability.gate.clear()
+    await create(service, "a")
+
+    async def is_queued() -> bool:
+        progress = (await service.get("t", "a")).progress
+        return progress is not None and progress["phase"] == "queued"
+
+    await eventually(is_queued)
+    memory.set()
+    await eventually(lambda: capability.at_gate == 1)
+    assert (await service.get("t", "a")).progress is None
+    capability.gate.set()
+    assert (await finished(service, "a")).state == JobState.COMPLETED
+
+
 @pytest.mark.spec("J2", "J4")
 async def test_deadline_of_a_job_counts_from_its_making_and_ends_it(
     service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 
 import pytest
 
@@ -15,7 +15,9 @@ from arbiter.errors import EngineLost, RolePinned, TicketClosed
 from arbiter.units import NodeId, TicketId
 from deployments import messages
 from deployments.engines.protocol import COULD_GROW
+from deployments.replica import stream_batching
 from deployments.replica.capability import Capability
+from deployments.replica.held_model import HolderState
 from deployments.replica.stream_batching import StreamBatching
 
 JSON = messages.ResponseHead(200, {"content-type": "application/json"})
@@ -101,6 +103,45 @@ async def test_engine_is_told_the_priority_and_what_is_left_of_the_deadline() ->
     assert engine.told == {"a": "b", messages.PRIORITY_HEADER: "5"}
     assert [part async for part in ExampleCapability(engine).handle(CALL)]
     assert engine.told == {messages.PRIORITY_HEADER: "10"}
+
+
+class SlowEngine(AttentiveEngine):
+    """Is resident, and answers when the test lets it."""
+
+    def __init__(self, head: messages.ResponseHead) -> None:
+        super().__init__(head)
+        self.models = {"m": SimpleNamespace(state=HolderState.RESIDENT)}
+        self.may_answer = asyncio.Event()
+
+    async def stream(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> AsyncGenerator[messages.ResponseHead | bytes, None]:
+        await self.may_answer.wait()
+        yield self.head
+
+
+@pytest.mark.spec("J3")
+@pytest.mark.parametrize("head", [SSE, JSON], ids=["stream", "whole"])
+async def test_client_of_a_resident_model_that_answers_slowly_is_told_that_it_runs(
+    head: messages.ResponseHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_batching, "SLOW_S", 0.001)
+    engine = SlowEngine(head)
+    said = ExampleCapability(engine).handle(replace(CALL, wants_progress=True))
+    async with asyncio.timeout(60):
+        assert await anext(said) == messages.RUNNING
+        engine.may_answer.set()
+        assert len([part async for part in said]) == 1
+        silent = [part async for part in ExampleCapability(engine).handle(CALL)]
+    assert not any(isinstance(part, messages.Progress) for part in silent)
+
+
+@pytest.mark.spec("J3")
+async def test_resident_model_that_answers_at_once_sends_no_progress() -> None:
+    engine = SlowEngine(SSE)
+    engine.may_answer.set()
+    call = replace(CALL, wants_progress=True)
+    assert [part async for part in ExampleCapability(engine).handle(call)] == [SSE]
 
 
 @pytest.mark.spec("N1")
