@@ -172,6 +172,7 @@ class Ticket:
     grown: Grown | None = None  # None: it never grew
     # Its floor was lowered, or it was unloaded during its load: once idle it goes to its floor
     settles: bool = False
+    unload_asked: bool = False  # by hand, while in use as last heard; the next heartbeat decides
     leaving: Reason | None = None  # why it drains or is reclaimed
     revoked_at: Instant | None = None  # when it was last asked to leave, unless it declined
     revocation: Revocation | None = None  # None unless it drains
@@ -203,6 +204,10 @@ class Ticket:
     def settle_when_idle(self, settles: bool) -> None:
         """Has it go down to its floor once it is idle, or no longer so."""
         self.settles = settles
+
+    def ask_unload(self, is_asked: bool) -> None:
+        """Has the next heartbeat decide whether it is unloaded by hand, or no longer so."""
+        self.unload_asked = is_asked
 
     # -- use -----------------------------------------------------------------------------------
 
@@ -377,6 +382,7 @@ class Ticket:
     def begin_revocation(self, reason: Reason, to: Tier, barrier_until: Instant) -> None:
         """Notes what its holder is asked as it begins to drain."""
         self.leaving = reason
+        self.unload_asked = False
         self.revocation = Revocation(to, barrier_until)
 
     def end_revocation(self) -> None:

@@ -11,7 +11,7 @@ from arbiter.core.eviction.eviction import send_revoke, victim_declined
 from arbiter.core.eviction.sleep import on_slept
 from arbiter.core.histogram import SECONDS_BOUNDS, Histogram
 from arbiter.core.records.ticket import Grown, Load, Sizes, State, Ticket
-from arbiter.core.residency import floors, growth, host_copies, loading_share
+from arbiter.core.residency import floors, growth, host_copies, idle, loading_share
 from arbiter.core.residency.readings import claim_unclaimed
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import leases, lessees, quotas
@@ -238,6 +238,8 @@ def _apply_resident(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> Non
     if held.phase is types.Phase.RESIDENT:
         use(state, entry, held)
         growth.on_heartbeat(state, entry, held.devices)
+        if entry.unload_asked:
+            idle.unload(state, entry)
     elif held.phase is types.Phase.ASLEEP and _is_confirmed(state, entry):
         # It fell asleep unasked, so no host RAM is on the books for it.
         kill_and_notify(state, entry, Reason.FAILED)

@@ -49,15 +49,24 @@ def _leave_outside_hours(state: CoreState, entry: Ticket) -> None:
 
 
 def on_unload_asked(state: CoreState, ticket: TicketId) -> None:
-    """Unloads a model by hand; a load goes on, and its model leaves once it is idle. A model in use
-    stays, and the event log says so."""
+    """Unloads a model by hand; a load goes on, and its model leaves once it is idle. A model that
+    was in use when its holder last told of it may be idle by now: the next heartbeat decides."""
     entry = state.live(ticket, State.LOADING, State.RESIDENT, State.ASLEEP)
     if entry is None:
         return
     state.asked_loads.pop(entry.model_name, None)
     if entry.state is State.LOADING:
         entry.settle_when_idle(True)
-    elif entry.inflight > 0 or entry.ticket in state.queue:
+    elif entry.inflight > 0 and not entry.lease:
+        entry.ask_unload(True)
+    else:
+        unload(state, entry)
+
+
+def unload(state: CoreState, entry: Ticket) -> None:
+    """Unloads by hand what is idle. A model in use stays, and the event log says so."""
+    entry.ask_unload(False)
+    if entry.inflight > 0 or entry.ticket in state.queue:
         state.log(EventKind.UNLOAD_REFUSED, entry, inflight=entry.inflight)
     else:
         eviction.revoke(state, entry, Reason.MANUAL, None)

@@ -302,9 +302,28 @@ def test_unload_by_hand_evicts_an_idle_model_and_not_one_in_use() -> None:
     driver.resident(0, "a", 10)
     driver.beat(1, "a", inflight=1)
     assert driver.at(2, ev.UnloadAsked(TicketId("a"))) == []
+    assert revoked(driver.beat(2, "a", inflight=1)) == []
     assert driver.last("unload_refused").data["inflight"] == 1
-    driver.beat(3, "a", inflight=0)
+    assert revoked(driver.beat(3, "a", inflight=0)) == []
     assert revoked(driver.at(4, ev.UnloadAsked(TicketId("a")))) == [("a", "manual", "gone")]
+
+
+def test_model_whose_last_request_ended_since_its_heartbeat_is_unloaded_by_the_next() -> None:
+    driver = CoreDriver()
+    driver.resident(0, "a", 10)
+    driver.beat(1, "a", inflight=1)
+    assert driver.at(1.5, ev.UnloadAsked(TicketId("a"))) == []
+    assert revoked(driver.beat(2, "a", inflight=0)) == [("a", "manual", "gone")]
+    assert "unload_refused" not in driver.kinds()
+
+
+def test_load_by_hand_takes_an_unload_back_that_waits_for_a_heartbeat() -> None:
+    driver = CoreDriver()
+    driver.resident(0, "a", 10)
+    driver.beat(1, "a", inflight=1)
+    driver.at(1.5, ev.UnloadAsked(TicketId("a")))
+    driver.at(1.6, ev.LoadAsked("text", "a"))
+    assert revoked(driver.beat(2, "a", inflight=0)) == []
 
 
 @pytest.mark.spec("A9")
