@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from arbiter.errors import ArbiterUnavailable, LeaseRefused, RequestError
 from arbiter.loopback import is_loopback
+from arbiter.told_errors import kinds, may_pass, told
 from arbiter.units import DEFAULT_TENANT
 
 URL = "http://127.0.0.1:8000"
@@ -34,7 +35,6 @@ GIVE_UP_S = 30.0  # without any answer before the grant; three times the longest
 HTTP_S = 5.0  # beyond what the call itself waits; both together are less than the lapse
 LAPSE_S = 10.0  # without a heartbeat through, until the arbiter has said its bound (lease_lapse)
 LEAST_TERM_S = 0.001  # of a term that is over; none at all would be refused as a mistake
-AWAY = "arbiter_unavailable"  # the one refusal that passes by itself
 GIB = 1 << 30
 
 Plain = dict[str, Any]
@@ -61,8 +61,8 @@ class LeaseTransport(Protocol):
 
 class HttpTransport:
     """Calls the front over HTTP. `url`: else ARBITER_URL, else port 8000 of this machine. `key`: of
-    scope `lease`; else ARBITER_KEY. Every refusal is raised as LeaseRefused, with the status and
-    the front's message."""
+    scope `lease`; else ARBITER_KEY. A refusal is raised as the error of its code, with the status
+    and the front's message; as LeaseRefused where the code is none of the arbiter's."""
 
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
         self._url = (url or os.environ.get("ARBITER_URL", URL)).rstrip("/")
@@ -87,7 +87,7 @@ class HttpTransport:
             with opens(request, timeout=HTTP_S + wait_s) as answer:
                 return _answer(answer.read())
         except urllib.error.HTTPError as error:
-            raise _refusal(error.code, error.read()) from None
+            raise _refusal(error) from None
         except http.client.HTTPException as error:
             raise ConnectionError(f"{address} broke off: {error!r}") from error
 
@@ -97,21 +97,15 @@ def _direct() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def said_in(body: bytes) -> tuple[str | None, str]:
-    """Code and message of the body of a refusal; where none is in it, what is, cut short."""
-    try:
-        error = json.loads(body)["error"]
-        return error.get("code"), str(error["message"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None, body.decode(errors="replace")[:500]
-
-
-def _refusal(status: int, body: bytes) -> Exception:
+def _refusal(answer: urllib.error.HTTPError) -> Exception:
     """The arbiter's own refusals have a code. A failure without one may pass: as good as away."""
-    code, message = said_in(body)
-    if code == AWAY or (status >= 500 and code in (None, "internal_error")):
-        return ConnectionError(message)
-    return LeaseRefused(f"HTTP {status}", message)
+    headers = {name.lower(): value for name, value in answer.headers.items()}
+    refusal = told(answer.code, headers, answer.read(), _kind_of)
+    return ConnectionError(str(refusal)) if may_pass(refusal) else refusal
+
+
+def _kind_of(code: str, status: int) -> type[RequestError]:
+    return kinds().get(code, LeaseRefused)
 
 
 def _answer(body: bytes) -> Plain:
@@ -194,8 +188,9 @@ class Lease:
 
     def acquire(self, within_s: float | None = None) -> "Lease":
         """Waits for the memory, at most `within_s` seconds. Raises LeaseRefused, QuotaExceeded,
-        NeverFits, DeadlineUnmet (HttpTransport raises all four as LeaseRefused); LeaseLost when the
-        lease ended while it waited; ArbiterUnavailable after GIVE_UP_S without an answer."""
+        NeverFits, DeadlineUnmet and other refusals of `arbiter.errors`, the same by each way;
+        LeaseLost when the lease ended while it waited; ArbiterUnavailable after GIVE_UP_S without
+        an answer."""
         began = heard = time.monotonic()
         if within_s is not None:
             self.body["deadline_s"] = within_s

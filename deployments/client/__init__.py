@@ -5,6 +5,7 @@
 It speaks to the front over HTTP or by the handle of its deployment; see docs/python.md.
 """
 
+from arbiter.told_errors import ToldError
 from deployments.client.answers import (
     Answer,
     Choice,
@@ -33,7 +34,7 @@ from deployments.client.batches import AsyncBatch, BatchStatus, Line, LineResult
 from deployments.client.jobs import AsyncJob, JobStatus
 from deployments.client.media import Audio, Picture
 from deployments.client.synchronous import Batch, Client, Held, Job
-from deployments.client.typed_errors import FrontUnreachable, ToldError
+from deployments.client.typed_errors import FrontUnreachable
 
 __all__ = [
     "Answer",

@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
-from arbiter.errors import ArbiterUnavailable, RequestError
 from arbiter.leases import HTTP_S, Plain
+from arbiter.told_errors import may_pass
 from deployments.client.typed_errors import told
 from deployments.front.by_handle import HandleRequest
 
@@ -41,18 +41,12 @@ class FrontLeases:
         status, headers, said = self._send(method, f"/arbiter/leases/{lease}", raw, HTTP_S + wait_s)
         if status >= 400:
             refusal = told(status, headers, said)
-            raise ConnectionError(str(refusal)) if _may_pass(refusal) else refusal
+            raise ConnectionError(str(refusal)) if may_pass(refusal) else refusal
         try:
             found: Plain = json.loads(said)
         except ValueError as error:
             raise ConnectionError(f"no answer of the arbiter's: {said[:500]!r}") from error
         return found
-
-
-def _may_pass(refusal: RequestError) -> bool:
-    """The arbiter is away, or what answered was not the front in order."""
-    nameless = refusal.code in ("", "internal_error")
-    return isinstance(refusal, ArbiterUnavailable) or (refusal.status_code >= 500 and nameless)
 
 
 def over_http(url: str, key: str) -> FrontLeases:

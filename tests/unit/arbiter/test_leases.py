@@ -3,6 +3,7 @@
 import http.client
 import io
 import json
+import pickle
 import socket
 import threading
 import urllib.error
@@ -16,7 +17,17 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from arbiter import leases
 from arbiter.client import admin
-from arbiter.errors import LeaseRefused, QuotaExceeded
+from arbiter.errors import (
+    ArbiterClosing,
+    DeadlineUnmet,
+    HolderQuarantined,
+    LeaseRefused,
+    NeverFits,
+    QuotaExceeded,
+    RequestError,
+    UnderPressure,
+)
+from arbiter.units import Bytes, TicketId
 from tests.support.fake_arbiter import FakeArbiter
 from tests.support.scripted_front import ScriptedFront
 
@@ -102,11 +113,41 @@ def test_answer_that_is_not_a_lease_state_is_retried(
         leases.HttpTransport("http://x").put("l", {})
 
 
-@pytest.mark.parametrize("code", ["under_pressure", "holder_quarantined", "arbiter_closing"])
+@pytest.mark.parametrize("kind", [UnderPressure, HolderQuarantined, ArbiterClosing])
 def test_lease_refusal_with_503_is_raised_and_not_retried(
-    code: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[RequestError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(urllib.request, "urlopen", raising(failure(503, refusal(code))))
+    monkeypatch.setattr(urllib.request, "urlopen", raising(failure(503, refusal(kind.code))))
+    with pytest.raises(kind, match="why"):
+        leases.HttpTransport("http://x").put("l", {})
+
+
+REFUSALS = [
+    LeaseRefused("term", "is too long"),
+    QuotaExceeded("t", 1, 2, 2, "leases"),
+    NeverFits(TicketId("l"), Bytes(9), Bytes(8)),
+    DeadlineUnmet(TicketId("l"), 1.0, 3.0),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=[error.code for error in REFUSALS])
+def test_refusal_has_the_type_over_http_that_it_has_within_the_cluster(error: RequestError) -> None:
+    front = ScriptedFront()
+    said = "PUT", "/arbiter/leases/l", error.status_code, error.code, str(error)
+    front.refuses(*said, **{"retry-after": "3"})
+    with front.serving() as url, pytest.raises(type(error)) as caught:
+        leases.HttpTransport(url, "k").put("l", {})
+    told = caught.value
+    assert (str(told), told.status_code, told.code) == (str(error), error.status_code, error.code)
+    assert told.retry_after_s == 3.0
+    again = pickle.loads(pickle.dumps(told))
+    assert (type(again), again) == (type(told), told)
+
+
+def test_refusal_that_is_none_of_the_arbiters_is_a_refused_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(urllib.request, "urlopen", raising(failure(401, refusal("no_such_key"))))
     with pytest.raises(LeaseRefused, match="why"):
         leases.HttpTransport("http://x").put("l", {})
 
