@@ -14,10 +14,13 @@ from arbiter.units import Bytes, HolderId, Span, after, since
 def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = True) -> None:
     """Moves LOADING -> RESIDENT, after a load or a wake. The copy in host RAM stays charged for as
     long as it is measured. A wake that was not verified was a load as well, so its seconds teach
-    nothing."""
+    nothing; its engine may end without having served, so the next heartbeat counts the use."""
     state.move(entry, State.RESIDENT, granted=dict(entry.home))
     entry.end_load(took, state.now)
-    _first_use(state, entry)
+    if verified or entry.is_prefetch:
+        _first_use(state, entry)
+    else:
+        entry.note_inflight(1)
     state.note_loaded(entry)
     if entry.wakes_count == 0:
         state.estimates.loaded(entry.model_key, took, entry.need.weights_bytes)

@@ -379,6 +379,30 @@ def test_a_wake_that_was_not_verified_is_an_event_and_teaches_no_seconds() -> No
     assert driver.estimates.wake_time(KEY) == 0
 
 
+@pytest.mark.spec("C3", "D6")
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_a_wake_that_was_not_verified_is_a_use_only_once_its_holder_says_so(
+    is_restored: bool,
+) -> None:
+    """A holder ends an engine that was not mended in place, and loads the model anew for the same
+    request."""
+    driver = being_woken()
+    before = driver.usage_rates("a")
+    driver.at(33, ev.Loaded(TicketId("a"), seconds(2), verified=False))
+    assert driver.ticket("a").inflight == 1 and driver.usage_rates("a") == before
+    if is_restored:
+        said = driver.held("a", inflight=1)
+        said = replace(said, uses_count=said.uses_count + 1)
+        driver.at(33, ev.Renewed(HolderId("h"), (said,)))
+    else:
+        driver.at(33, ev.Released(TicketId("a"), "failed"))
+        driver.gone(33, "a")
+        assert granted(driver.ask(33, "a2", 80, host=40)) == ["a2"]
+        driver.at(33, ev.Loaded(TicketId("a2"), seconds(2)))
+    recent, lasting = driver.usage_rates("a")
+    assert (recent - before[0], lasting - before[1]) == pytest.approx((1, 1))
+
+
 @pytest.mark.spec("A17")
 def test_the_seconds_of_a_wake_are_predicted_from_wakes() -> None:
     driver = being_woken()
