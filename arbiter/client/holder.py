@@ -157,17 +157,17 @@ class HolderClient:
 
     # -- engines ---------------------------------------------------------------------------------
 
-    async def spawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
-        """Returns the path of the socket of the ticket's engine. Waits for a node agent that
-        restarts; the caller bounds the wait. Raises TicketNotGranted, TicketClosed when the arbiter
-        has had the ticket killed, ArbiterUnavailable, ZygoteError."""
-        path: str = await self._agent.call("spawn", ticket, spec)
-        return path
+    async def spawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> messages.Spawned:
+        """Returns the ticket's engine process. Waits for a node agent that restarts; the caller
+        bounds the wait. Raises TicketNotGranted, TicketClosed when the arbiter has had the ticket
+        killed, ArbiterUnavailable, ZygoteError."""
+        spawned: messages.Spawned = await self._agent.call("spawn", ticket, spec)
+        return spawned
 
-    async def respawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
+    async def respawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> messages.Spawned:
         """Replaces the process that the ticket has by a new one; otherwise as `spawn`."""
-        path: str = await self._agent.call("respawn", ticket, spec)
-        return path
+        spawned: messages.Spawned = await self._agent.call("respawn", ticket, spec)
+        return spawned
 
     async def close(self) -> None:
         """Says the last things, and that this holder is gone."""

@@ -28,7 +28,7 @@ from arbiter.node.reports import Reports
 from arbiter.node.slab_files import SlabFiles
 from arbiter.pool.layout import Removal, tenant_digest
 from arbiter.protocol import ray_internals, rpc
-from arbiter.protocol.messages import AgentSettings, SpawnSpec
+from arbiter.protocol.messages import AgentSettings, Spawned, SpawnSpec
 from arbiter.units import NodeId, Span, TicketId, in_seconds
 
 logger = logging.getLogger("arbiter.agent")
@@ -90,13 +90,13 @@ class NodeAgent:
 
     # -- called by holders and the arbiter -------------------------------------------------------
 
-    async def spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
-        """Socket path of the ticket's engine process, started when there is none. Raises
-        TicketNotGranted unless the arbiter granted the ticket, TicketClosed after a kill,
-        ZygoteError when no process could be started, ArbiterUnavailable."""
+    async def spawn(self, ticket: TicketId, spec: SpawnSpec) -> Spawned:
+        """The ticket's engine process, started when there is none. Raises TicketNotGranted unless
+        the arbiter granted the ticket, TicketClosed after a kill, ZygoteError when no process could
+        be started, ArbiterUnavailable."""
         return await self._engines.spawn(ticket, spec)
 
-    async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
+    async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> Spawned:
         """Spawns as `spawn` does, in the place of the process that the ticket has (A14). A repeated
         call has another process. Raises what `spawn` raises; TicketClosed also when the ticket was
         killed meanwhile."""

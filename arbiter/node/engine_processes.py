@@ -19,8 +19,8 @@ from arbiter.node.lending_socket import LendingSocket
 from arbiter.node.pool import Pool
 from arbiter.node.reports import Reports
 from arbiter.node.zygote_supervisor import ZygoteSupervisor
-from arbiter.protocol.messages import AgentSettings, SlabRequest, SpawnSpec
-from arbiter.units import DeviceId, TicketId
+from arbiter.protocol.messages import AgentSettings, SlabRequest, Spawned, SpawnSpec
+from arbiter.units import DeviceId, Span, TicketId
 
 LOOK_AGAIN_S = 0.005  # while helpers of a killed engine end: a look takes about as long
 OVERWRITE_S = 2.0  # of some GiB; after it an engine is lent a new slab, and begins without KV
@@ -58,7 +58,7 @@ class EngineProcesses:
         self._uuids, self._pool, self._copies = uuids, pool, copies
         self._slab_socket = LendingSocket(folder / "slabs.sock", pool.lent)
         start(self._slab_socket.serve())
-        self._spawning: dict[TicketId, asyncio.Task[str]] = {}
+        self._spawning: dict[TicketId, asyncio.Task[Spawned]] = {}
         self._killed: set[TicketId] = set()  # something of them may still live
         self._restarts = Restarts()
         self._forking = asyncio.Lock()  # from asking for a fork until its child is known
@@ -85,12 +85,12 @@ class EngineProcesses:
 
     # -- spawning --------------------------------------------------------------------------------
 
-    async def spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
+    async def spawn(self, ticket: TicketId, spec: SpawnSpec) -> Spawned:
         """Spawns as `NodeAgent.spawn` has it."""
         self._check_open(ticket)
         return await self._spawned(ticket, spec, is_confirmed=False)
 
-    async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
+    async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> Spawned:
         """Respawns as `NodeAgent.respawn` has it. Asks the arbiter once, while the process still
         lives: an arbiter that ends after its answer does not cost the model."""
         self._check_open(ticket)
@@ -103,9 +103,9 @@ class EngineProcesses:
         self._check_open(ticket)
         return await self._spawned(ticket, spec, is_confirmed=True)
 
-    async def _spawned(self, ticket: TicketId, spec: SpawnSpec, *, is_confirmed: bool) -> str:
+    async def _spawned(self, ticket: TicketId, spec: SpawnSpec, *, is_confirmed: bool) -> Spawned:
         if ticket in self.children.by_ticket:
-            return str(self.children.socket(ticket))
+            return Spawned(str(self.children.socket(ticket)), Span(0))
         if ticket not in self._spawning:
             spawning = self._spawn(ticket, spec, is_confirmed=is_confirmed)
             self._spawning[ticket] = asyncio.ensure_future(spawning)
@@ -115,7 +115,7 @@ class EngineProcesses:
         if self.children.may_not_start(ticket) or self.is_closing:
             raise TicketClosed(ticket)
 
-    async def _spawn(self, ticket: TicketId, spec: SpawnSpec, *, is_confirmed: bool) -> str:
+    async def _spawn(self, ticket: TicketId, spec: SpawnSpec, *, is_confirmed: bool) -> Spawned:
         try:
             if not is_confirmed:
                 await self._confirm(ticket)
@@ -123,6 +123,7 @@ class EngineProcesses:
             scratch = self.children.scratch(ticket)
             equipped = zygote_client.equipped(spec, scratch, self._uuids())
             equipped = await self._with_copy(ticket, await self._with_slabs(ticket, equipped))
+            waited = await self._wait_for_zygote(ticket)
             child = await self._fork(ticket, equipped, path)
         finally:
             del self._spawning[ticket]
@@ -137,7 +138,7 @@ class EngineProcesses:
         if self.children.may_not_start(ticket):
             self._kill(child)
             raise TicketClosed(ticket)
-        return str(path)
+        return Spawned(str(path), waited)
 
     async def _with_slabs(self, ticket: TicketId, spec: SpawnSpec) -> SpawnSpec:
         """Tells the engine where it is handed the slabs that it asked for, as far as there is a
@@ -194,17 +195,23 @@ class EngineProcesses:
             self._reports.note_ended(ticket)
             raise TicketClosed(ticket)
 
+    async def _wait_for_zygote(self, ticket: TicketId) -> Span:
+        """Returns how long none was up. Raises ZygoteError when no zygote will start, TicketClosed
+        when the ticket was killed."""
+        began_ns = time.monotonic_ns()
+        self._end_if_killed(ticket)
+        while not self.supervisor.is_up:
+            if self.supervisor.trouble:
+                raise zygote_client.ZygoteError(self.supervisor.trouble)
+            await self.supervisor.news.wait()
+            self._end_if_killed(ticket)
+        return Span(time.monotonic_ns() - began_ns)
+
     async def _fork(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> children.Child | None:
         """Has the zygote fork a child, or the next zygote when this one dies over it; the caller
-        bounds the wait. None: the child died at once. Raises ZygoteError when no zygote will
-        start."""
+        bounds the wait. None: the child died at once. Raises what `_wait_for_zygote` raises."""
         while True:
-            self._end_if_killed(ticket)
-            if not self.supervisor.is_up:
-                if self.supervisor.trouble:
-                    raise zygote_client.ZygoteError(self.supervisor.trouble)
-                await self.supervisor.news.wait()
-                continue
+            await self._wait_for_zygote(ticket)
             try:
                 async with self._forking:
                     pid = await self.supervisor.zygote.spawn(ticket, spec, path)

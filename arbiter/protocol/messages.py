@@ -331,6 +331,15 @@ class SpawnSpec:
     copy: CopyRequest | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """An engine's process, as the node agent tells of it. `waited`: for a zygote, which is no part
+    of what a load takes."""
+
+    path: str  # of its socket
+    waited: Span
+
+
 def agent_name(node: NodeId) -> str:
     return f"arbiter-agent-{node}"
 

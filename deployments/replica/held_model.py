@@ -14,7 +14,7 @@ from arbiter.client.gang_request import Gang
 from arbiter.core.events import HeldTicket, Requested
 from arbiter.core.types import ANYBODY, Client, DeviceBytes, Phase, Priority
 from arbiter.errors import DeadlineUnmet
-from arbiter.protocol.messages import Granted, SpawnSpec
+from arbiter.protocol.messages import Granted, Spawned, SpawnSpec
 from arbiter.units import HolderId, Span, TicketId, in_seconds, seconds
 from deployments.config.load_plan import ModelPlan
 from deployments.prefixes import Cut
@@ -85,9 +85,9 @@ def new_ticket(model: str) -> TicketId:
 
 
 class Opens(Protocol):
-    """Has the node agent start an engine's process; returns the path of its socket."""
+    """Has the node agent start an engine's process."""
 
-    async def __call__(self, ticket: TicketId, spec: SpawnSpec) -> str: ...
+    async def __call__(self, ticket: TicketId, spec: SpawnSpec) -> Spawned: ...
 
 
 @dataclass(slots=True, eq=False)

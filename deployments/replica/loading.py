@@ -20,7 +20,7 @@ from arbiter.errors import (
 )
 from arbiter.node.zygote_client import ZygoteError
 from arbiter.protocol.messages import Granted, SlabRequest, SpawnSpec
-from arbiter.units import in_seconds, seconds
+from arbiter.units import Span, in_seconds, seconds
 from deployments.config.load_plan import parts
 from deployments.replica import loaded_files, unloading, watchdog
 from deployments.replica.engine_client import EngineLink, LoadRefused, why
@@ -59,8 +59,8 @@ async def _load_once(residency: ResidencyApi, held: HeldModel) -> None:
     _hold(residency, held, granted)
     try:
         async with asyncio.timeout(in_seconds(granted.load_within)):
-            opened_s = await start_engine(residency, held, residency.client().spawn)
-            took_s = time.monotonic() - opened_s
+            waited = await start_engine(residency, held, residency.client().spawn)
+            took_s = held.load.granted_s - in_seconds(waited)
             if await were_replaced(held):
                 raise LoadRefused(FILES_REPLACED, False)
     except (OSError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
@@ -85,10 +85,10 @@ async def _acquire(residency: ResidencyApi, held: HeldModel) -> Granted:
         raise
 
 
-async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -> float:
-    """Starts the model's process and waits for its load. Returns when the process was there, on the
-    monotonic clock: waiting for a zygote is no part of what a load takes. Raises LoadRefused,
-    EngineLost, ZygoteError, TicketClosed, OSError where the model's files cannot be seen."""
+async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -> Span:
+    """Starts the model's process and waits for its load. Returns how long of that it waited for a
+    zygote, which is no part of what a load takes. Raises LoadRefused, EngineLost, ZygoteError,
+    TicketClosed, OSError where the model's files cannot be seen."""
     plan = held.plan
     spec = SpawnSpec(
         plan.entry,
@@ -100,11 +100,11 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
     before = held.files
     held.files = await loaded_files.look(plan.config.get("model", ""))  # before the engine reads
     held.files.is_untold |= before.is_untold and before.model == held.files.model
-    path, opened_s = await opens(held.ticket, spec), time.monotonic()
-    held.link = link = EngineLink(held.model, held.ticket, path)
+    spawned = await opens(held.ticket, spec)
+    held.link = link = EngineLink(held.model, held.ticket, spawned.path)
     await link.hold(lambda: unloading.lose(residency, held, link))
     await link.ready()
-    return opened_s
+    return spawned.waited
 
 
 async def were_replaced(held: HeldModel) -> bool:

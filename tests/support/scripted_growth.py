@@ -38,10 +38,10 @@ class ScriptedGrowth:
             raise self.error
         return messages.Granted(ticket, GROWN, seconds(5), Span(0), Epoch(1))
 
-    async def respawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
+    async def respawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> messages.Spawned:
         self.spawned.append(spec.config["engine_args"])
         await self.may_start.wait()
-        return str(self.arbiter.path)
+        return messages.Spawned(str(self.arbiter.path), Span(0))
 
 
 @asynccontextmanager

@@ -117,8 +117,8 @@ class ScriptedClient:
         """Answers the request for a model: a grant, or this error."""
         self.answers[model].set_result(error)
 
-    async def spawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
-        return self.path
+    async def spawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> messages.Spawned:
+        return messages.Spawned(self.path, Span(0))
 
     def tell(self, event: ev.Event) -> None:
         self.told.append(event)
@@ -183,7 +183,7 @@ def breaking(arbiter: ScriptedClient, *errors: Exception) -> None:
     """The first spawns fail, one by one; those after them do not."""
     spawn, left = arbiter.spawn, list(errors)
 
-    async def broken(ticket: TicketId, spec: messages.SpawnSpec) -> str:
+    async def broken(ticket: TicketId, spec: messages.SpawnSpec) -> messages.Spawned:
         if left:
             raise left.pop(0)
         return await spawn(ticket, spec)

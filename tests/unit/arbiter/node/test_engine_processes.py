@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -10,7 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from arbiter.core.types import GrantCheck
 from arbiter.errors import ArbiterError, ArbiterUnavailable, TicketClosed, TicketNotGranted
-from arbiter.node import procfs, reports
+from arbiter.node import engine_processes, procfs, reports
 from arbiter.node.agent import NodeAgent
 from arbiter.protocol.messages import SpawnSpec
 from arbiter.protocol.rpc import RayPeer
@@ -142,14 +143,31 @@ async def test_respawn_outlives_an_arbiter_that_ends_after_its_answer(
     arbiter, running = Arbiter(GrantCheck.GRANTED), agent_in(folder)
     use(running, arbiter, monkeypatch)
     async with asyncio.timeout(START_S):
-        path = await running.spawn(T, FAKE_ENGINE)
+        spawned = await running.spawn(T, FAKE_ENGINE)
         before = await running.engines()
         arbiter.answers = [GrantCheck.GRANTED, ActorDiedError()]
         monkeypatch.setattr(reports, "CONFIRM_S", 0.0)
-        assert await running.respawn(T, FAKE_ENGINE) == path
+        assert (await running.respawn(T, FAKE_ENGINE)).path == spawned.path
     after = await running.engines()
     assert after.keys() == {T} and after != before and not running._reports.gone
     await running.close()
+
+
+@pytest.mark.spec("A17")
+async def test_wait_for_a_zygote_is_told_to_the_nanosecond(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns, came = 7, asyncio.Event()
+    zygote = SimpleNamespace(is_up=False, trouble=None, news=came)
+    clock = SimpleNamespace(monotonic_ns=lambda: now_ns)
+    with monkeypatch.context() as patched:
+        patched.setattr(agent._engines, "supervisor", zygote)
+        patched.setattr(engine_processes, "time", clock)
+        waiting = asyncio.ensure_future(agent._engines._wait_for_zygote(T))
+        await asyncio.sleep(0)
+        now_ns, zygote.is_up = 12, True
+        came.set()
+        assert await waiting == 5 and await agent._engines._wait_for_zygote(T) == 0
 
 
 @pytest.mark.spec("A10")
@@ -180,11 +198,11 @@ async def test_respawn_replaces_the_process_of_a_ticket_without_a_report(
     folder: Path,
 ) -> None:
     running = agent_in(folder)
-    path = await running.spawn(T, FAKE_ENGINE)
+    path = (await running.spawn(T, FAKE_ENGINE)).path
     [before] = (await running.engines())[T]
     async with asyncio.timeout(START_S):
         both = [running.respawn(T, FAKE_ENGINE) for _ in range(2)]
-        assert await asyncio.gather(*both) == [path, path]
+        assert [spawned.path for spawned in await asyncio.gather(*both)] == [path, path]
     [after] = (await running.engines())[T]
     assert after != before and not running._reports.gone and Path(path).exists()
     await running.kill(T)

@@ -57,7 +57,7 @@ async def test_files_that_go_on_changing_fail_the_second_load(tmp_path: Path) ->
         residency._on_command(with_source(tmp_path))
         spawn = arbiter.spawn
 
-        async def and_write(ticket: TicketId, spec: messages.SpawnSpec) -> str:
+        async def and_write(ticket: TicketId, spec: messages.SpawnSpec) -> messages.Spawned:
             with weights.open("ab") as stream:
                 stream.write(b"more")
             return await spawn(ticket, spec)

@@ -214,7 +214,7 @@ async def test_a_restart_that_fails_ends_the_ticket_and_the_next_load_is_as_the_
     async with resident() as (residency, growth, _):
         first = residency.models["a"].ticket
 
-        async def broken(ticket: TicketId, spec: messages.SpawnSpec) -> str:
+        async def broken(ticket: TicketId, spec: messages.SpawnSpec) -> messages.Spawned:
             raise TicketClosed(ticket)
 
         growth.arbiter.respawn = broken

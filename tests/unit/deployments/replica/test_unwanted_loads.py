@@ -62,7 +62,7 @@ async def test_load_that_all_have_left_is_not_tried_again_when_it_fails_for_memo
     async with holder() as (residency, arbiter, _):
         spawn, reached, fails = arbiter.spawn, asyncio.Event(), asyncio.Event()
 
-        async def full(ticket: TicketId, spec: messages.SpawnSpec) -> str:
+        async def full(ticket: TicketId, spec: messages.SpawnSpec) -> messages.Spawned:
             arbiter.spawn = spawn  # type: ignore[method-assign]
             reached.set()
             await fails.wait()

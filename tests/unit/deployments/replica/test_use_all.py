@@ -12,7 +12,7 @@ from arbiter.core import types
 from arbiter.core.decisions import Reason
 from arbiter.errors import ENGINE_DIED, DeadlineUnmet, NeverFits
 from arbiter.protocol import messages
-from arbiter.units import Bytes, TicketId, seconds
+from arbiter.units import Bytes, Span, TicketId, seconds
 from deployments.replica.engine_client import LoadRefused
 from deployments.replica.held_model import HeldModel
 from deployments.replica.use_all import use_all
@@ -147,10 +147,10 @@ async def test_other_user_of_a_gang_member_gets_it_when_the_gang_is_given_up() -
 async def test_gang_member_that_is_retried_is_requested_by_itself() -> None:
     async with holder() as (residency, arbiter):
 
-        async def first_dies(ticket: TicketId, spec: messages.SpawnSpec) -> str:
+        async def first_dies(ticket: TicketId, spec: messages.SpawnSpec) -> messages.Spawned:
             if ticket == arbiter.requests[0].ticket:
                 raise LoadRefused(ENGINE_DIED, out_of_memory=False)
-            return arbiter.path
+            return messages.Spawned(arbiter.path, Span(0))
 
         arbiter.spawn = first_dies  # type: ignore[method-assign]
         seen = asyncio.ensure_future(see(residency))
