@@ -5,6 +5,7 @@ until the bytes it lacks may lawfully be asked for, the time such bytes take to 
 loads of tickets before it that need the same bytes.
 """
 
+from dataclasses import dataclass
 from itertools import islice
 
 from arbiter.core.decisions import EventKind, Queued
@@ -72,57 +73,118 @@ def load_span(state: CoreState, entry: Ticket) -> Span:
 def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span | None:
     """Returns until a ticket serves; None where nothing can be said: no node, nothing read yet, or
     a lease that may not be interrupted holds the bytes, and seldom for the whole of its term."""
-    node = state.nodes.get(entry.node)
-    if node is None or not state.is_settled:
-        return None
-    is_wake = entry.state is State.ASLEEP
-    books = [
-        book
-        for book in compute_books(state, node)
-        if (book.device in entry.home if is_wake else waiting.need_bytes <= book.budget_bytes)
-    ]
+    books = _possible_books(state, entry, waiting)
     if not books:
         return None
-    ahead_count, sample = _ahead(state, entry, waiting)
-    needs = [_lacking(state, w, books[0]) for w in sample]
-    wanted = int(_lacking(state, waiting, books[0]))
-    if sample:
-        wanted += sum(needs) * ahead_count // len(sample)
-    lent = sum(b.budget_bytes for b in books)
-    turns = wanted // max(1, lent)  # times that everything must change before it is its turn
-    ahead = [state.ledger.find(w.request.ticket) for w in sample]
-    loads = [load_span(state, e) for e in ahead if e is not None]
-    turn = Span(sum(loads) // len(loads) if loads else 0)
-    stays = max(turn, state.settings.min_residency)
-    rooms = [
-        _room_at(state, book, entry, waiting, needs[number :: len(books)])
-        for number, book in enumerate(books)
-    ]
-    known = [at for at in rooms if at is not None]
-    if not known or (is_wake and None in rooms):
+    ahead = _ahead(state, entry, waiting, books[0])
+    room_at = _room_on_any_at(state, entry, waiting, books, ahead)
+    if room_at is None:
         return None
-    room_at = max(known) if is_wake else min(known)  # a wake needs all devices where it was
     turnover = state.estimates.turnover(entry.capability)
-    wait = since(state.now, room_at) + turns * (turn + stays + turnover)
-    if turns:  # what is before it serves first, in the same place
-        served_at = max((w.predicted_at or state.now for w in sample), default=state.now)
-        wait = max(wait, since(state.now, served_at) + turnover)
-    collated_at = max((collation_bound(state, e, entry) for e in ahead if e), default=state.now)
-    if collated_at > state.now:  # what is before it will be resident, and goes on as long
-        wait = max(wait, since(state.now, collated_at) + turnover)
-    if (opens_at := hours.held_until(state, entry, waiting)) is not None:
-        wait = max(wait, since(state.now, opens_at))
+    turns = _turns(state, waiting, books, ahead)
+    wait = max(
+        since(state.now, room_at) + turns * (_turn(state, ahead) + turnover),
+        _until_those_ahead_serve(state, ahead, turnover) if turns else Span(0),
+        _until_those_ahead_leave(state, entry, ahead, turnover),
+        _until_its_hours(state, entry, waiting),
+    )
     return Span(wait + load_span(state, entry))
 
 
-def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry) -> tuple[int, list[QueueEntry]]:
-    """Returns how many tickets go before it, and the first of them. What is held outside its hours
-    does not (C13), unless it is itself: then all may be let go at once."""
+def _possible_books(state: CoreState, entry: Ticket, waiting: QueueEntry) -> list[DeviceAccount]:
+    """Returns the devices on which it may be granted: those where it was, of an asleep ticket."""
+    node = state.nodes.get(entry.node)
+    if node is None or not state.is_settled:
+        return []
+    books = compute_books(state, node)
+    if entry.state is State.ASLEEP:
+        return [book for book in books if book.device in entry.home]
+    return [book for book in books if waiting.need_bytes <= book.budget_bytes]
+
+
+# -- those before it -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """Describes the tickets that go before one."""
+
+    tickets_count: int
+    sample: list[QueueEntry]  # the first of them
+    needs: list[Bytes]  # what each of these lacks
+    tickets: list[Ticket]  # of these
+
+
+def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry, book: DeviceAccount) -> _Ahead:
+    """Returns what goes before it. What is held outside its hours does not (C13), unless it is
+    itself: then all may be let go at once."""
     count = state.queue.ahead_count(waiting)
     if waiting.is_held or not state.queue.stats(entry.node).held_count:
-        return count, state.queue.first(entry.node, min(count, SAMPLED_COUNT))
-    free = [w for w in state.queue.first(entry.node, count) if not w.is_held]
-    return len(free), free[:SAMPLED_COUNT]
+        sample = state.queue.first(entry.node, min(count, SAMPLED_COUNT))
+    else:
+        free = [w for w in state.queue.first(entry.node, count) if not w.is_held]
+        count, sample = len(free), free[:SAMPLED_COUNT]
+    needs = [_lacking(state, w, book) for w in sample]
+    found = [state.ledger.find(w.request.ticket) for w in sample]
+    return _Ahead(count, sample, needs, [ticket for ticket in found if ticket is not None])
+
+
+def _turns(state: CoreState, waiting: QueueEntry, books: list[DeviceAccount], ahead: _Ahead) -> int:
+    """Returns how many times everything must change before it is its turn."""
+    wanted = int(_lacking(state, waiting, books[0]))
+    if ahead.sample:
+        wanted += sum(ahead.needs) * ahead.tickets_count // len(ahead.sample)
+    return wanted // max(1, sum(book.budget_bytes for book in books))
+
+
+def _turn(state: CoreState, ahead: _Ahead) -> Span:
+    """Returns how long those before it load and stay, on average."""
+    loads = [load_span(state, ticket) for ticket in ahead.tickets]
+    load = sum(loads) // len(loads) if loads else 0
+    return Span(load + max(load, state.settings.min_residency))
+
+
+def _until_those_ahead_serve(state: CoreState, ahead: _Ahead, turnover: Span) -> Span:
+    """Returns how long it waits because what is before it serves first, in the same place."""
+    served_at = max((w.predicted_at or state.now for w in ahead.sample), default=state.now)
+    return Span(since(state.now, served_at) + turnover)
+
+
+def _until_those_ahead_leave(
+    state: CoreState, entry: Ticket, ahead: _Ahead, turnover: Span
+) -> Span:
+    """Returns how long it waits because what is before it will be resident, and goes on while it
+    trades places with it (C13)."""
+    bounds = (collation_bound(state, ticket, entry) for ticket in ahead.tickets)
+    leaves_at = max(bounds, default=state.now)
+    return Span(since(state.now, leaves_at) + turnover if leaves_at > state.now else 0)
+
+
+def _until_its_hours(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span:
+    opens_at = hours.held_until(state, entry, waiting)
+    return Span(0) if opens_at is None else since(state.now, opens_at)
+
+
+# -- room for it -----------------------------------------------------------------------------------
+
+
+def _room_on_any_at(
+    state: CoreState,
+    entry: Ticket,
+    waiting: QueueEntry,
+    books: list[DeviceAccount],
+    ahead: _Ahead,
+) -> Instant | None:
+    """Returns when one of its devices has room, those before it being spread over all of them; of
+    an asleep ticket, when all have, because a wake needs those where it was. None: not known."""
+    rooms = [
+        _room_at(state, book, entry, waiting, ahead.needs[number :: len(books)])
+        for number, book in enumerate(books)
+    ]
+    known = [at for at in rooms if at is not None]
+    if entry.state is State.ASLEEP:
+        return max(known) if len(known) == len(rooms) else None
+    return min(known, default=None)
 
 
 def _lacking(state: CoreState, waiting: QueueEntry, book: DeviceAccount) -> Bytes:
