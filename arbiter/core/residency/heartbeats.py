@@ -283,40 +283,13 @@ def use(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
 
 
 def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
+    """Puts a ticket of an earlier epoch on the books, and ends a load whose bytes are lent to
+    others by now."""
     ticket_state = STATE_OF[held.phase]
     home: Sizes = {d.device: d.size_bytes for d in held.devices}
     is_late = ticket_state is State.LOADING and _is_lent(state, event.node, held.ticket, home)
-    entry = Ticket(
-        held.ticket,
-        event.holder,
-        event.node,
-        event.capability,
-        held.model,
-        settings_key=held.settings_key,
-        need=held.need,
-        need_is_explicit=False,
-        attempt=1,
-        opened=state.now,
-        since=state.now,
-        state=ticket_state,
-        home=home,
-        granted={} if is_late else _granted_in(event, held, ticket_state, home),
-        inflight=held.inflight,
-        last_used=Instant(state.now - held.idle),
-        warm_until=after(state.now, held.stay_warm),
-        priority=held.priority,
-        uses_count=held.uses_count,
-        client=held.client,
-        load=Load(
-            after(state.now, state.settings.timeouts.load),
-            resident_since=state.now,
-            settled_bytes=None if ticket_state is State.LOADING else Bytes(0),
-        ),
-        grown=Grown(Bytes(0), shrinks_from=state.now),  # an earlier epoch may have let it grow
-    )
-    if ticket_state is State.DRAINING:
-        barrier_until = after(state.now, state.settings.timeouts.barrier)
-        entry.begin_revocation(Reason.SWAP, _tier_of(held), barrier_until)
+    granted = {} if is_late else _granted_in(event, held, ticket_state, home)
+    entry = _ticket_told(state, event, held, home, granted)
     if held.lease:
         leases.bind(state, entry, held.lease)
         lessees.restore(state, entry, held.lease_history)
@@ -331,6 +304,44 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     if is_late:
         state.log(EventKind.LOAD_FAILED, entry, cause=LENT_MEANWHILE, out_of_memory=False)
         reclaim(state, entry, Reason.LOST)  # its agent begins no engine under it any more
+
+
+def _ticket_told(
+    state: CoreState, event: ev.Joined, held: ev.HeldTicket, home: Sizes, granted: Sizes
+) -> Ticket:
+    """Makes a ticket as far as its holder can tell of it."""
+    entry = Ticket(
+        held.ticket,
+        event.holder,
+        event.node,
+        event.capability,
+        held.model,
+        settings_key=held.settings_key,
+        need=held.need,
+        need_is_explicit=False,
+        attempt=1,
+        opened=state.now,
+        since=state.now,
+        state=STATE_OF[held.phase],
+        home=home,
+        granted=granted,
+        inflight=held.inflight,
+        last_used=Instant(state.now - held.idle),
+        warm_until=after(state.now, held.stay_warm),
+        priority=held.priority,
+        uses_count=held.uses_count,
+        client=held.client,
+        load=Load(
+            after(state.now, state.settings.timeouts.load),
+            resident_since=state.now,
+            settled_bytes=None if held.phase is types.Phase.LOADING else Bytes(0),
+        ),
+        grown=Grown(Bytes(0), shrinks_from=state.now),  # an earlier epoch may have let it grow
+    )
+    if entry.state is State.DRAINING:
+        barrier_until = after(state.now, state.settings.timeouts.barrier)
+        entry.begin_revocation(Reason.SWAP, _tier_of(held), barrier_until)
+    return entry
 
 
 def _is_lent(state: CoreState, node: NodeId, ticket: TicketId, home: Sizes) -> bool:
