@@ -120,7 +120,7 @@ BUGS = [
     Bug("a shared copy does not warm its models", "arbiter/core/records/request_queue.py", "RequestQueue._is_warm",
         "has_load or model in self._copies.get(node, frozenset())",
         "has_load"),
-    Bug("a shared copy in use may leave", "arbiter/core/residency/host_copies.py", "note_use",
+    Bug("a shared copy in use may leave", "arbiter/core/residency/copy_readings.py", "note_use",
         "entry.note_use(held.inflight, entry.priority, Instant(last_used))",
         ""),
     Bug("a shared copy is granted beyond host RAM", "arbiter/core/queue/copy_grants.py", "grant",

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from arbiter.core.types import Priority
 from deployments import messages
-from deployments.engines.vllm.admission import BYPASSES
+from deployments.engines.vllm.batch_admission import BYPASSES
 from deployments.engines.vllm.batch_hold import BatchHold
 from tests.support.engine_host import Child, ZygoteUnderTest, served, until
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arbiter.core.types import Priority
-from deployments.engines.vllm.admission import BASE, BYPASSES, View, Waiting, plan
+from deployments.engines.vllm.batch_admission import BASE, BYPASSES, View, Waiting, plan
 from deployments.engines.vllm.token_counters import FairShare
 from tests.support.examples import examples
 

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from arbiter.core.types import Priority
-from deployments.engines.vllm.admission import AGEING_S, BASE, TURN_S, View, Waiting, plan
+from deployments.engines.vllm.batch_admission import AGEING_S, BASE, TURN_S, View, Waiting, plan
 from deployments.engines.vllm.token_counters import (
     ANSWER_WEIGHT,
     MOST_IDLE,

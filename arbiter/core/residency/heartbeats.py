@@ -11,7 +11,7 @@ from arbiter.core.eviction.eviction import send_revoke, victim_declined
 from arbiter.core.eviction.sleep import on_slept
 from arbiter.core.histogram import SECONDS_BOUNDS, Histogram
 from arbiter.core.records.ticket import Grown, Load, Sizes, State, Ticket
-from arbiter.core.residency import floors, growth, host_copies, idle, loading_share
+from arbiter.core.residency import copy_readings, floors, growth, idle, loading_share
 from arbiter.core.residency.readings import claim_unclaimed
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import leases, lessees, quotas
@@ -204,7 +204,7 @@ def _apply(state: CoreState, holder: HolderId, held: ev.HeldTicket) -> None:
         _end_unnamed(state, holder, held.ticket)
         return
     if entry.lease:  # it has no phases: it is held or not, and the agent knows its bytes
-        host_copies.note_use(state, entry, held)
+        copy_readings.note_use(state, entry, held)
         return
     match entry.state:
         case State.LOADING:

@@ -11,7 +11,7 @@ from arbiter.core.eviction import pressure, waste
 from arbiter.core.eviction.sleep import confirm_sleep, doubt_asleep
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import CHARGED, Sizes, State, Ticket
-from arbiter.core.residency import host_copies, slabs
+from arbiter.core.residency import copy_readings, slabs
 from arbiter.core.state import CoreState, Node, Unclaimed
 from arbiter.core.tickets import inexact, lessees, process_ram
 from arbiter.core.tickets.budget import beyond, foreign_in_budget, lendable, shared_scratch
@@ -175,7 +175,7 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
         state.mark_dirty(node.node)
     _note_unreadable(state, node, event.unreadable)
     slabs.note_slabs(state, node, event)
-    host_copies.note_copies(state, node, event)
+    copy_readings.note_copies(state, node, event)
     seen_bytes = _seen(state, node, event)
     _weigh_all(state, node, seen_bytes)
     if node.inexact:

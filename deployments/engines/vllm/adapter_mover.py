@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from deployments.engines.vllm.adapter_images import COLD, HOT, WARM
 from deployments.engines.vllm.adapter_tiers import Uses, View, kept, moves
-from deployments.engines.vllm.admission import BASE
+from deployments.engines.vllm.batch_admission import BASE
 from deployments.engines.vllm.batch_gate import BatchGate
 
 COUNTS_S = REPORT_S = 1.0

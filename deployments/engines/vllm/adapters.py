@@ -33,7 +33,7 @@ from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.engines.vllm import callers
 from deployments.engines.vllm.adapter_images import COLD, HOT
 from deployments.engines.vllm.adapter_mover import AdapterMover
-from deployments.engines.vllm.admission import BASE, Waiting
+from deployments.engines.vllm.batch_admission import BASE, Waiting
 from deployments.engines.vllm.batch_gate import BatchGate
 
 REBALANCE_S = 60.0  # F3, where the configuration says nothing

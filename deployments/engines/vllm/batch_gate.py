@@ -12,7 +12,7 @@ from math import inf
 
 from arbiter.core.types import Priority
 from arbiter.errors import QueueFull, RequestError
-from deployments.engines.vllm.admission import BASE, View, Waiting, plan
+from deployments.engines.vllm.batch_admission import BASE, View, Waiting, plan
 from deployments.engines.vllm.token_counters import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShare
 
 # Requests that wait for their turn in one engine. The front bounds what comes in; this bounds what

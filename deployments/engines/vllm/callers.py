@@ -18,7 +18,7 @@ from arbiter.errors import RequestError
 from deployments import messages
 from deployments.engines import asgi
 from deployments.engines.protocol import Scope, Send
-from deployments.engines.vllm.admission import Waiting
+from deployments.engines.vllm.batch_admission import Waiting
 from deployments.engines.vllm.batch_gate import BatchGate
 
 

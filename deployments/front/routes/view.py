@@ -10,8 +10,8 @@ from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from deployments.front import arbiter_gateway
-from deployments.front.adapter_tiers import in_order, tiers_of
 from deployments.front.dependencies import FrontState, State, Viewer
+from deployments.front.listed_tiers import in_order, tiers_of
 from deployments.front.openapi import refusals
 from deployments.front.relay import ClosingStream
 from deployments.front.routes.arbiter import EVENT_STREAM

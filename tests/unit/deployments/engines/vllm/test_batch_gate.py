@@ -10,7 +10,7 @@ from arbiter.core.types import Priority
 from arbiter.errors import QueueFull
 from deployments import messages
 from deployments.engines.vllm import batch_gate
-from deployments.engines.vllm.admission import BASE, Waiting
+from deployments.engines.vllm.batch_admission import BASE, Waiting
 from deployments.engines.vllm.batch_gate import AdaptersBusy, BatchGate, RequestExpired
 
 
