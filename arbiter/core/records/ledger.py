@@ -367,8 +367,9 @@ def audit(ledger: Ledger) -> None:
     """Checks all the books from the tickets up. Raises LedgerBroken where an index differs from
     them."""
     ledger.check(set(ledger.books))
-    for book in ledger.books.values():
-        _audit_book(ledger, book)
+    on_devices = _charged_on(ledger)
+    for device, book in ledger.books.items():
+        _audit_book(book, on_devices.get(device, set()))
     if ledger.entries(State.CLOSED):
         raise LedgerBroken("a closed ticket is still on the books")
     names = {e.model_name for e in ledger.entries()}
@@ -381,9 +382,18 @@ def audit(ledger: Ledger) -> None:
             raise LedgerBroken(f"{holder}: holding {sorted(charged)}, index differs")
 
 
-def _audit_book(ledger: Ledger, book: DeviceAccount) -> None:
+def _charged_on(ledger: Ledger) -> dict[DeviceId, set[TicketId]]:
+    """Returns the tickets charged on each device, as the tickets say."""
+    found: dict[DeviceId, set[TicketId]] = {}
+    for entry in ledger.entries():
+        for device in entry.devices:
+            if entry.charge(device) > 0:
+                found.setdefault(device, set()).add(entry.ticket)
+    return found
+
+
+def _audit_book(book: DeviceAccount, charged: set[TicketId]) -> None:
     device = book.device
-    charged = {e.ticket for e in ledger.entries() if e.charge(device) > 0}
     if charged != book.entries.keys():
         raise LedgerBroken(f"{device}: index {sorted(book.entries)} != {sorted(charged)}")
     leaving = {t for t, e in book.entries.items() if e.state in LEAVING}

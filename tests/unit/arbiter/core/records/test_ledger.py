@@ -3,9 +3,11 @@
 import pytest
 
 from arbiter.core import events as ev
-from arbiter.core.records.ticket import TRANSITIONS, State
+from arbiter.core.records.ticket import TRANSITIONS, State, Ticket
 from arbiter.errors import LedgerBroken
 from arbiter.units import (
+    Bytes,
+    DeviceId,
     Instant,
     TicketId,
 )
@@ -64,3 +66,24 @@ def test_an_index_that_lost_a_ticket_is_found_by_the_audit() -> None:
     book.free_bytes += entry.charge(CPU)
     with pytest.raises(LedgerBroken, match="index"):
         driver.audit()
+
+
+@pytest.mark.spec("N2")
+def test_audit_weighs_a_ticket_as_often_among_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = CoreDriver()
+    driver.resident(0, "a", 1)
+    weighed: list[TicketId] = []
+    charge = Ticket.charge
+
+    def count(entry: Ticket, device: DeviceId) -> Bytes:
+        weighed.append(entry.ticket)
+        return charge(entry, device)
+
+    monkeypatch.setattr(Ticket, "charge", count)
+    driver.audit()
+    alone = len(weighed)
+    for number in range(50):
+        driver.see_node(1, 80, 0, f"other{number}")
+    weighed.clear()
+    driver.audit()
+    assert len(weighed) == alone
