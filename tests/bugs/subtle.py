@@ -41,7 +41,7 @@ BUGS = [
     Bug("a resident that waits for growth leaves for its equals", "arbiter/core/eviction/eligibility.py", "grows_until",
         "urgent < entry.priority",
         "urgent <= entry.priority"),
-    Bug("growth takes from the more urgent", "arbiter/core/residency/growth.py", "_make_room",
+    Bug("growth takes from the more urgent", "arbiter/core/residency/growth.py", "_victims",
         "is_lawful = is_lawful and effective_priority(state, victim) >= entry.priority",
         ""),
     Bug("growth counts on what is pinned", "arbiter/core/residency/growth.py", "_may_go",

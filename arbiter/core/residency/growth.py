@@ -19,7 +19,7 @@ from arbiter.core.tickets import quotas
 from arbiter.core.tickets.budget import on_demand
 from arbiter.core.tickets.device_limits import readable_devices, watch_claims
 from arbiter.errors import GrowthRefused, NeverFits, TicketClosed
-from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, after, since
+from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId, after, since
 
 Devices = tuple[types.DeviceBytes, ...]
 
@@ -106,8 +106,7 @@ def grant_waiting(state: CoreState) -> None:
         elif entry.growth is None or state.now >= entry.growth.until:
             _reject(state, entry, _error(entry, "there was no room in time"))
         elif may_be:
-            for device, part in _wanted(entry).items():
-                _make_room(state, entry, state.ledger.books[device], part)
+            _make_room(state, entry)
 
 
 def promised(state: CoreState, node: NodeId) -> Sizes:
@@ -268,21 +267,40 @@ def _reachable(book: DeviceAccount, entry: Ticket, waiting: set[HolderId]) -> By
     return Bytes(book.free_bytes + sum(leavable))
 
 
-def _make_room(state: CoreState, entry: Ticket, book: DeviceAccount, part: Bytes) -> None:
-    """Revokes idle tickets no more urgent than it; all that is missing or none."""
+def _make_room(state: CoreState, entry: Ticket) -> None:
+    """Revokes idle tickets no more urgent than it: all that is missing on all of its devices, or
+    none."""
+    leaving: dict[TicketId, Ticket] = {}
+    for device, part in _wanted(entry).items():
+        chosen = _victims(state, entry, state.ledger.books[device], part, leaving)
+        if chosen is None:
+            return
+        leaving |= chosen
+    for victim in leaving.values():
+        revoke(state, victim, Reason.SWAP, entry)
+
+
+def _victims(
+    state: CoreState,
+    entry: Ticket,
+    book: DeviceAccount,
+    part: Bytes,
+    leaving: dict[TicketId, Ticket],
+) -> dict[TicketId, Ticket] | None:
+    """Returns which tickets must leave a device beside those in `leaving`; None where these would
+    not suffice."""
     short = part - _free(state, entry, book, has_left=True) - returning_bytes(book)
-    if short <= 0:
-        return
     waiting = _waiting_holders(state, entry)
-    chosen: list[Ticket] = []
+    chosen: dict[TicketId, Ticket] = {}
     spare = quotas.ReserveSlack(state, book, entry.client.tenant)
-    for victim, option in ranked_victims(state, book):
+    for victim in leaving.values():
+        short -= spare.take(victim, victim.charge(book.device))
+    for victim, option in ranked_victims(state, book) if short > 0 else ():
         is_lawful = may_leave(state, victim) and victim.holder not in waiting
         is_lawful = is_lawful and effective_priority(state, victim) >= entry.priority
-        if short <= 0 or victim is entry or not is_lawful:
+        if short <= 0 or victim is entry or victim.ticket in leaving or not is_lawful:
             continue
         if worth := spare.take(victim, option.freed_bytes):
-            chosen.append(victim)
+            chosen[victim.ticket] = victim
             short -= worth
-    for victim in chosen if short <= 0 else []:
-        revoke(state, victim, Reason.SWAP, entry)
+    return chosen if short <= 0 else None

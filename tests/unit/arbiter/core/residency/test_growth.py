@@ -9,8 +9,9 @@ from arbiter.core import types
 from arbiter.core.decisions import Decision, Grant
 from arbiter.core.settings import TenantLimits
 from arbiter.errors import GrowthRefused, NeverFits
-from arbiter.units import TicketId, seconds
+from arbiter.units import HolderId, TicketId, seconds
 from tests.support.core_driver import CPU, PLAIN, CoreDriver, gib, granted, refusal, revoked
+from tests.support.gpu_core_driver import GPU, OTHER, GpuCoreDriver
 
 pytestmark = pytest.mark.spec("A14")
 
@@ -166,6 +167,21 @@ def test_growth_that_would_still_not_fit_evicts_nothing() -> None:
     d.resident(2, "c", 15)
     assert grow(d, 10, "a", 45) == []  # `b` is in use, and may fall idle yet
     assert d.state_of("c") == "resident"
+
+
+@pytest.mark.spec("A13")
+def test_growth_on_two_devices_evicts_on_both_or_on_neither() -> None:
+    d = GpuCoreDriver(device=40, holders=("h", "k", "l"))
+    need = types.Need(gib(60))
+    d.at(0, ev.Requested(TicketId("a"), HolderId("h"), "text", "a", need, split=types.Split.EQUAL))
+    d.at(0, ev.Loaded(TicketId("a"), seconds(0)))
+    d.resident(0, "b", 8, holder="k")
+    d.resident(0, "c", 8, holder="l")
+    assert (d.device_of("b"), d.device_of("c")) == (GPU, OTHER)
+    d.beat(1, "c", holder="l", inflight=1)
+    assert revoked(grow(d, 10, "a", 10)) == []
+    freed = revoked(d.beat(11, "c", holder="l", inflight=0))
+    assert freed == [("b", "swap", "gone"), ("c", "swap", "gone")]
 
 
 def test_withdrawn_growth_is_granted_nothing() -> None:
