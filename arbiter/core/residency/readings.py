@@ -181,7 +181,10 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     if node.inexact:
         seen_bytes = _seen(state, node, event)  # tickets just seen asleep have no share any more
         _weigh_all(state, node, seen_bytes)
+    version = state.estimates.version
     _learn_all(state, event.engines)
+    if state.estimates.version != version:
+        state.mark_dirty(node.node)  # queued tickets need less, or more
     _note_unclaimed(state, node, seen_bytes)
     lessees.note_reading(state, node, seen_bytes)
     _charge_foreign(state, node)

@@ -203,3 +203,17 @@ def test_sleeping_model_whose_slab_has_more_than_it_may_is_asked_too() -> None:
     assert d.state_of("a") == "asleep"
     d.slabs = (slab(21, "a"),)
     assert d.read(23) == [PurgeCaches(TicketId("a"), HolderId("h"), only_slabs=True)]
+
+
+@pytest.mark.spec("A17")
+def test_ticket_that_fits_by_what_a_reading_teaches_is_granted_at_that_reading() -> None:
+    driver = CoreDriver(holders=("h", "k"))
+    urgent, need = types.Priority.URGENT, types.Need(gib(10), gib(40))
+    first = ev.Requested(TicketId("a"), HolderId("h"), "text", "a", need, priority=urgent)
+    driver.at(0, first)
+    driver.at(0, ev.Loaded(TicketId("a"), seconds(1)))
+    driver.engines = {"a": {CPU: 40}}
+    driver.read(1)
+    need = types.Need(gib(10), gib(25))
+    assert driver.at(2, ev.Requested(TicketId("b"), HolderId("k"), "text", "b", need)) == []
+    assert granted(driver.read(3)) == ["b"]  # models of its kind take 10 less than was computed
