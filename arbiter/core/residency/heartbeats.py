@@ -15,6 +15,7 @@ from arbiter.core.residency import copy_readings, floors, growth, idle, loading_
 from arbiter.core.residency.readings import claim_unclaimed
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import leases, lessees, quotas
+from arbiter.core.tickets.device_limits import cap_pins
 from arbiter.core.tickets.loads import forget_evicted_for, let_sleep, on_loaded
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, notify_holder, reclaim
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
@@ -296,6 +297,7 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     apply_configuration(state, entry)
     floors.on_rebuilt(state, entry)
     state.ledger.open(entry)
+    cap_pins(state, home)
     if ticket_state is State.LOADING:
         state.queue.loading(entry.node, entry.model_name, 1)
     claim_unclaimed(state, entry)

@@ -14,6 +14,7 @@ from arbiter.units import GIB, HolderId, NodeId, TicketId
 from tests.support.core_driver import (
     CPU,
     HOST,
+    NODE,
     PLAIN,
     CoreDriver,
     granted,
@@ -502,6 +503,20 @@ def test_model_pinned_beyond_the_cap_is_a_victim_like_any_other() -> None:
     told = d.last("pin_over_cap")
     assert told.ticket == "b" and told.data["cap"] == 40 * GIB
     assert [r[0] for r in revoked(d.ask(20, "c", 50))] == ["b"]
+
+
+@pytest.mark.spec("C8")
+@pytest.mark.parametrize("node_is_first", [True, False])
+def test_cap_on_pins_holds_for_tickets_of_the_last_epoch(node_is_first: bool) -> None:
+    settings = replace(PLAIN, pinned_most_fraction=0.5)
+    d = CoreDriver(settings=settings, pinned="a", known=("h", "k"), holders=())
+    if not node_is_first:
+        d.at(1, ev.NodeLost(NODE))
+    d.join(2, "h", d.held("a1", size=30))
+    d.join(2, "k", d.held("a2", size=30))
+    if not node_is_first:
+        d.see_node(3, 80, 0)
+    assert [d.ticket(name).pinned for name in ("a1", "a2")] == [True, False]
 
 
 @pytest.mark.spec("D1")
