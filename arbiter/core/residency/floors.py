@@ -257,12 +257,8 @@ def _on_device(state: CoreState) -> list[ModelName]:
 
 
 def _entries(state: CoreState, name: ModelName) -> list[Ticket]:
-    return [e for e in state.ledger.entries() if _is_of(e, name)]
-
-
-def _is_of(entry: Ticket, name: ModelName) -> bool:
-    """Says whether a ticket serves this model by name."""
-    return not entry.lease and entry.model_name == name
+    """Returns the tickets that serve this model by name."""
+    return [e for e in state.ledger.of_model(name) if not e.lease]
 
 
 # -- removal --------------------------------------------------------------------------------------
@@ -299,8 +295,7 @@ def forget_removed(state: CoreState) -> None:
     restart a holder that is not back yet may have one."""
     if not state.removing or not state.registry.is_set or not state.gave_up_waiting:
         return
-    held = {entry.model_name for entry in state.ledger.entries() if not entry.lease}
-    gone = [name for name in state.removing if name not in held]
+    gone = [name for name in state.removing if not _entries(state, name)]
     if not gone:
         return
     state.estimates.forget_model(*gone)

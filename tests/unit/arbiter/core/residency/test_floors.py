@@ -8,6 +8,7 @@ import pytest
 from arbiter import units
 from arbiter.core import events as ev
 from arbiter.core.decisions import DropSlabs, LoadModel, WithdrawLoad
+from arbiter.core.records.ledger import Ledger
 from arbiter.core.types import Floor, Phase, Priority
 from arbiter.errors import NeverFits, NotResident, UnknownModel
 from arbiter.units import GIB, HolderId, NodeId, TicketId
@@ -317,6 +318,19 @@ def test_removed_model_leaves_after_its_requests_with_all_that_was_learned_of_it
     assert d.gone(8, "a") == [DropSlabs(NodeId("n"), "text/a")]
     assert learned_models(d) == [] and d.arbiter.export_floors() == []
     assert d.last("model_removed").data["model"] == "a"
+
+
+@pytest.mark.spec("D9", "N2")
+def test_no_event_walks_all_tickets_while_a_removed_model_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    d = CoreDriver()
+    d.resident(0, "a", 10)
+    d.beat(1, "a", inflight=1)
+    d.at(2, ev.CapabilitiesSet(()))
+    monkeypatch.setattr(Ledger, "entries", lambda *_: pytest.fail("it walks all tickets"))
+    d.beat(3, "a", inflight=1)
+    assert d.state_of("a") == "resident"
 
 
 @pytest.mark.spec("D9", "A18")
