@@ -15,6 +15,7 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.residency import slabs
 from arbiter.core.state import AskedLoad, CoreState, reject_queued
 from arbiter.core.tickets.device_limits import cap_pins
+from arbiter.core.tickets.reclaim import kept_bytes
 from arbiter.core.types import Floor, ModelName
 from arbiter.errors import NotResident, OutsideHours, UnknownCapability, UnknownModel
 from arbiter.units import HolderId, Span, after, in_seconds, seconds, since
@@ -189,11 +190,16 @@ def load(state: CoreState, name: ModelName) -> None:
         state.wanted[name] = None
         state.note_active(name.capability)
         return
-    holder = (coming or asleep or able)[0]
+    holder = min([*coming, *asleep, *able], key=lambda h: _is_refused(state, h))
     state.asked_loads[name] = AskedLoad(holder, state.now)
     state.decide(LoadModel(holder, name.model))
     if stays:
         state.timers.set(("floors", ""), after(state.now, LOOK_AGAIN))
+
+
+def _is_refused(state: CoreState, holder: HolderId) -> bool:
+    """Says whether a holder would be granted nothing now: it is silent, or in quarantine."""
+    return state.is_silent(holder) or kept_bytes(state, holder) > 0
 
 
 def enforce(state: CoreState) -> None:

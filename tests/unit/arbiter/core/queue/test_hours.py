@@ -153,7 +153,7 @@ def test_a_floor_set_outside_the_hours_loads_when_they_begin() -> None:
     driver = with_hours(is_open=False)
     assert driver.at(1, ev.FloorSet("text", "a", Floor.DEVICE)) == []
     assert driver.join(2, "h2") == []
-    assert LoadModel(HolderId("h"), "a") in read(driver, 3600, NIGHT, True)
+    assert LoadModel(HolderId("h"), "a") in read(driver, 3500, NIGHT, True)
 
 
 def test_a_load_by_hand_outside_the_hours_is_refused() -> None:

@@ -16,6 +16,7 @@ from tests.support.core_driver import (
     CPU,
     HOST,
     NODE,
+    PATIENT,
     PLAIN,
     CoreDriver,
     granted,
@@ -297,6 +298,22 @@ def test_model_unloaded_by_hand_while_it_loads_leaves_once_it_is_idle_unless_loa
 def learned_models(d: CoreDriver) -> list[dict[str, Any]]:
     """Rows of models, without those of whole capabilities."""
     return [row for row in d.arbiter.export_learned() if row["model"]]
+
+
+@pytest.mark.spec("A10", "D8")
+@pytest.mark.parametrize("what", ["quarantined", "silent"])
+def test_load_without_a_request_is_asked_of_a_holder_that_may_be_granted_it(what: str) -> None:
+    d = CoreDriver(settings=replace(PLAIN, timeouts=replace(PATIENT, silent=units.seconds(10))))
+    d.resident(0, "b", 10)
+    d.at(1, ev.Released(TicketId("b"), "idle"))
+    if what == "quarantined":
+        d.sleep_until(15)
+        d.beat(15)
+    else:
+        d.gone(2, "b")
+    d.join(16, "k")
+    asked = floor(d, 17, "a", Floor.DEVICE)
+    assert LoadModel(HolderId("k"), "a") in asked and LoadModel(H, "a") not in asked
 
 
 @pytest.mark.spec("D9")
