@@ -27,7 +27,8 @@ LEARNED_AFTER = 2  # readings while resident; the first may have been taken duri
 def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
     """Takes a node and its devices. Nothing is granted on a device before its first reading."""
     old = state.nodes.get(event.node)
-    node = Node(event.node, _still_there(old, event) | {d.device: d for d in event.devices})
+    devices = _still_there(old, event) | {d.device: d for d in event.devices}
+    node = Node(event.node, devices, may_gain_devices=bool(event.unreadable))
     if old is None:
         state.log(EventKind.NODE_SEEN, node=event.node, devices=len(event.devices))
     else:

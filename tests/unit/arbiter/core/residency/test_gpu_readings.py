@@ -6,9 +6,10 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.errors import NeverFits
 from arbiter.protocol.json_codec import plain
 from arbiter.units import Bytes, TicketId
-from tests.support.core_driver import HOST, gib, granted, is_granted, killed
+from tests.support.core_driver import HOST, NODE, gib, granted, is_granted, killed, refusal
 from tests.support.gpu_core_driver import GPU, OTHER, GpuCoreDriver
 
 LOST = "nvmlDeviceGetMemoryInfo: Timeout (NVML code 10)"
@@ -93,6 +94,30 @@ def test_a_gpu_that_fell_off_the_bus_takes_its_tickets_and_their_ram_comes_back_
     assert driver.charged(HOST) == 4
     driver.gone(4, "a")
     assert (driver.state_of("a"), driver.charged(HOST)) == ("closed", 2)
+
+
+@pytest.mark.spec("B1", "B6")
+def test_ticket_of_a_node_that_lost_all_its_gpus_is_refused() -> None:
+    driver = GpuCoreDriver(device=80, holders=("h", "k"))
+    driver.resident(0, "a", 80)
+    driver.resident(0, "b", 80)
+    assert granted(driver.ask(1, "c", 60, holder="k")) == []
+    driver.there = {}
+    assert isinstance(refusal(driver.introduce(2)), NeverFits)
+    assert isinstance(refusal(driver.ask(3, "d", 1)), NeverFits)
+
+
+@pytest.mark.spec("B1")
+def test_ticket_of_a_node_whose_gpus_were_never_read_waits_for_them() -> None:
+    driver = GpuCoreDriver(device=80, holders=())
+    driver.at(1, ev.NodeLost(NODE))
+    driver.unreadable = {GPU: LOST, OTHER: LOST}
+    driver.introduce(2)
+    driver.join(2, "h")
+    assert driver.ask(2, "a", 60) == []
+    driver.unreadable = {}
+    driver.introduce(3)
+    assert granted(driver.read(3)) == ["a"]
 
 
 @pytest.mark.spec("B1", "A19")
