@@ -4,23 +4,24 @@ One while a ticket of it is open, a model of it is pinned, or it was active late
 than one is a matter of request load, and Serve adds them by itself.
 """
 
-from arbiter.core.residency.floors import wants_replica
+from arbiter.core.residency.floors import capabilities_wanted
 from arbiter.core.state import CoreState
 from arbiter.core.types import CapabilitySpec
 from arbiter.units import Instant, after
 
 
 def targets(state: CoreState, now: Instant) -> dict[str, int]:
-    """Returns the replicas wanted of each capability, as of `now`."""
-    return {name: _target(state, spec, now) for name, spec in state.registry.specs.items()}
+    """Returns the replicas wanted of each capability, as of `now`. The shell asks after each
+    event."""
+    wanted = capabilities_wanted(state) | state.registry.pinning
+    specs = state.registry.specs
+    return {name: _target(state, spec, now, wanted) for name, spec in specs.items()}
 
 
-def _target(state: CoreState, spec: CapabilitySpec, now: Instant) -> int:
+def _target(state: CoreState, spec: CapabilitySpec, now: Instant, wanted: set[str]) -> int:
     if state.closing_by is not None:
         return 0
-    if wants_replica(state, spec.name) or spec.name in state.registry.pinning:
-        return 1
-    if state.ledger.open_count[spec.name]:
+    if spec.name in wanted or state.ledger.open_count[spec.name]:
         return 1
     last = state.active.get(spec.name)
     return int(last is not None and now < after(last, spec.downscale_to_zero))

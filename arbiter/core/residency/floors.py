@@ -250,10 +250,10 @@ def return_freed(state: CoreState) -> None:
             load(state, name)
 
 
-def wants_replica(state: CoreState, capability: str) -> bool:
-    """Says whether a capability needs a replica to load what is wanted or has the device floor."""
-    names = (*state.wanted, *_on_device(state))
-    return any(name.capability == capability for name in names)
+def capabilities_wanted(state: CoreState) -> set[str]:
+    """Returns the capabilities that need a replica to load what is wanted or has the device
+    floor."""
+    return {name.capability for name in (*state.wanted, *_on_device(state))}
 
 
 def _on_device(state: CoreState) -> list[ModelName]:

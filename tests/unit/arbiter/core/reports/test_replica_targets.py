@@ -3,6 +3,8 @@
 import pytest
 
 from arbiter.core import events as ev
+from arbiter.core.state import CoreState
+from arbiter.core.types import Floor, ModelName
 from arbiter.units import TicketId
 from tests.support.core_driver import CoreDriver, s
 
@@ -33,3 +35,18 @@ def test_timer_is_set_for_when_a_replica_is_no_longer_wanted() -> None:
 @pytest.mark.spec("C8")
 def test_a_pinned_model_wants_a_replica_from_the_start() -> None:
     assert CoreDriver(pinned="vad", holders=()).arbiter.replica_targets(s(0))["text"] == 1
+
+
+@pytest.mark.spec("N2")
+def test_floors_are_read_once_for_all_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = CoreDriver()
+    reads: list[CoreState] = []
+    all_floors = CoreState.all_floors
+
+    def count(state: CoreState) -> dict[ModelName, Floor]:
+        reads.append(state)
+        return all_floors(state)
+
+    monkeypatch.setattr(CoreState, "all_floors", count)
+    assert len(driver.arbiter.replica_targets(s(0))) == 2
+    assert len(reads) == 1
