@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections import deque
+from itertools import takewhile
 from pathlib import Path
 from typing import TextIO
 
@@ -66,8 +67,8 @@ class EventLog:
                     await self._grown.wait()
             except TimeoutError:
                 return []
-        merged = heapq.merge(self._lines, self._requests, key=lambda line: line["seq"])
-        return [line for line in merged if line["seq"] > sequence]
+        newest = (_after(lines, sequence) for lines in (self._lines, self._requests))
+        return list(heapq.merge(*newest, key=_sequence))
 
     def _write(self, line: Plain, path: Path) -> None:
         """A full disk costs the line, not the arbiter."""
@@ -89,3 +90,15 @@ class EventLog:
             self._file.close()
         self._file = path.open("a", buffering=1)  # a line at a time, so that it can be followed
         return self._file
+
+
+def _sequence(line: Plain) -> int:
+    found: int = line["seq"]
+    return found
+
+
+def _after(lines: deque[Plain], sequence: int) -> list[Plain]:
+    """Returns the lines after `sequence`, of which a subscriber that keeps up lacks the last few:
+    it looks at no others."""
+    newest = list(takewhile(lambda line: _sequence(line) > sequence, reversed(lines)))
+    return newest[::-1]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from arbiter.core.decisions import LogEvent
+from arbiter.protocol.messages import Plain
 from arbiter.server import event_log
 from arbiter.server.event_log import KEPT, EventLog
 from arbiter.units import Epoch
@@ -39,3 +40,22 @@ async def test_a_flood_of_runs_pushes_no_other_event_out(tmp_path: Path) -> None
     assert (kinds[0], kinds[-1], len(kinds)) == ("model_load", "model_unload", KEPT + 2)
     numbers = [json.loads(line)["seq"] for line in (tmp_path / "e").read_text().splitlines()]
     assert numbers == sorted(numbers) and len(numbers) == KEPT + 3
+
+
+@pytest.mark.spec("K1", "N2")
+async def test_subscriber_that_keeps_up_has_no_older_lines_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = EventLog(Epoch(1))
+    for kind in ("model_load", "capability_run") * 100:
+        log.tell(LogEvent(kind, {}))
+    looked_at: list[int] = []
+
+    def note(line: Plain) -> int:
+        looked_at.append(line["seq"])
+        return int(line["seq"])
+
+    monkeypatch.setattr(event_log, "_sequence", note)
+    last = [line["kind"] for line in await log.after(log.sequence - 2, 0)]
+    assert last == ["model_load", "capability_run"]
+    assert len({*looked_at}) <= 4
