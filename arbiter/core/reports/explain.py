@@ -7,6 +7,7 @@ a ticket may not be revoked, `ranking` at what price, `eviction_history` what wa
 from dataclasses import dataclass
 
 from arbiter.core.decisions import Reason
+from arbiter.core.eviction import pressure
 from arbiter.core.eviction.eligibility import obstacle_text
 from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
 from arbiter.core.eviction.ranking import MAY_LEAVE, price_victim
@@ -19,6 +20,7 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import compute_books
+from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.types import Priority
 from arbiter.errors import UnknownTicket
 from arbiter.units import Bytes, DeviceId, Instant, Span, TicketId, human, in_seconds, since
@@ -221,7 +223,28 @@ def _now_said(
         said.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
     if ahead:
         said.append(f"{len(ahead)} wait before it: {', '.join(ahead[:5])}.")
+    said += _exclusion_said(state, entry)
+    said += [
+        f"No load begins on {s.device} while memory there is critical."
+        for s in shortages
+        if pressure.is_closed_to(state, entry, s.device)
+    ]
     return said + _shortages_said(entry, shortages)
+
+
+def _exclusion_said(state: CoreState, entry: Ticket) -> list[str]:
+    """Says which models of its exclusion group keep a queued ticket waiting, whatever is free
+    (A11)."""
+    if entry.node not in state.nodes:
+        return []
+    others = excluded_by(state, entry.node, entry.role, entry.model_name)
+    only = f"of role {entry.role} one model is awake on a node"
+    return [
+        f"It waits until {e.model} ({e.ticket}) has left, because {only}."
+        if (why := obstacle_text(state, e, entry, _urgency(state, entry))) is None
+        else f"{e.model} ({e.ticket}) stays, and {only}: {why}."
+        for e in others
+    ]
 
 
 def _hours_said(state: CoreState, entry: Ticket, now: Instant) -> list[str]:

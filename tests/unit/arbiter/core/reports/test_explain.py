@@ -8,10 +8,10 @@ from arbiter import units
 from arbiter.core import events as ev
 from arbiter.core.records.eviction_history import KEPT_COUNT
 from arbiter.core.reports.explain import Explanation
-from arbiter.core.types import Floor, Priority
+from arbiter.core.types import Floor, Level, Priority
 from arbiter.errors import UnknownTicket
 from arbiter.protocol.json_codec import plain
-from arbiter.units import GIB, TicketId
+from arbiter.units import GIB, TicketId, seconds
 from tests.support.core_driver import CPU, HOST, PLAIN, CoreDriver, revoked, s
 
 
@@ -110,6 +110,27 @@ def test_explain_says_for_how_long_the_holder_was_silent() -> None:
     driver.fire_timer(4000)
     said = why(driver, 4000, "b").said
     assert any("no heartbeat for 4000 s; nothing is granted to it" in line for line in said)
+
+
+@pytest.mark.spec("A11", "K3")
+def test_explain_names_the_model_of_its_exclusion_group_for_which_a_ticket_waits() -> None:
+    driver = CoreDriver(settings=replace(PLAIN, one_resident_roles=frozenset({"text"})))
+    driver.resident(0, "a", 10, priority=Priority.HIGH)
+    driver.ask(20, "b", 10)
+    only = "of role text one model is awake on a node"
+    stays = f"a (a) stays, and {only}: it is more urgent (high before normal)."
+    assert stays in why(driver, 20, "b").said
+
+
+@pytest.mark.spec("C5", "K3")
+def test_explain_says_that_memory_is_critical_where_a_ticket_waits_for_it() -> None:
+    driver = CoreDriver(device=10)
+    driver.resident(0, "a", 10, priority=Priority.HIGH)
+    driver.join(0, "e", capability="embedding")
+    driver.ask(20, "e1", 10, holder="e", model="e1", capability="embedding")
+    driver.at(21, ev.PressurePushed(CPU, Level.CRITICAL, None, seconds(60)))
+    critical = f"No load begins on {CPU} while memory there is critical."
+    assert critical in why(driver, 22, "e1").said
 
 
 @pytest.mark.spec("K3")
