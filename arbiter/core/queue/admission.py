@@ -52,7 +52,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
         if isinstance(error, StaleEpoch) and error.sent == NEVER_JOINED:
             state.answer_error(event.ticket, error)  # it joins, and asks again under this ticket
         else:
-            state.answer_error_finally(event.ticket, error)
+            _refuse(state, event, error)
         return
     entry = _new_entry(state, state.holders[event.holder], event)
     if event.lease and event.lease.on_host:
@@ -60,7 +60,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
         return
     load = wait_estimate.load_span(state, entry)
     if event.deadline is not None and load > event.deadline:
-        state.answer_error_finally(event.ticket, wait_estimate.too_late(entry, 0.0, load))
+        _refuse(state, event, wait_estimate.too_late(entry, 0.0, load))
         return
     entry.note_prefetch(prefetch.takes_free_room(state, entry.model_name))
     state.ledger.open(entry)
@@ -68,6 +68,13 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
     _enqueue(state, entry, event)
     if event.attempt > 1:
         retried(state, (event.holder, event.model))
+
+
+def _refuse(state: CoreState, event: ev.Requested, error: RequestError) -> None:
+    """Refuses a request before its ticket is queued. The others of its gang wait for it in vain."""
+    state.answer_error_finally(event.ticket, error)
+    if event.gang:
+        state.mark_dirty(*state.queue.nodes)
 
 
 def _repeat_request(state: CoreState, entry: Ticket, event: ev.Requested) -> None:

@@ -143,6 +143,14 @@ def test_gang_member_that_withdraws_ends_the_wait_of_the_others() -> None:
     assert isinstance(error, TicketClosed) and d.state_of("a") == "closed"
 
 
+@pytest.mark.spec("A13")
+def test_refusal_of_a_gang_member_ends_the_wait_of_the_others_at_once() -> None:
+    d = GpuDriver(80)
+    assert d.want(0, "a", 20, "az") == []
+    answers = [e for e in d.want(1, "z", 20, "az") if isinstance(e, Refuse)]
+    assert [e.ticket for e in answers] == ["z", "a"]  # no model is called z
+
+
 @pytest.mark.spec("A13", "B5")
 def test_a_model_larger_than_any_device_is_split_and_the_parts_are_on_its_ticket() -> None:
     d = GpuDriver(80, 80, 60)
