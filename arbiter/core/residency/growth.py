@@ -148,8 +148,9 @@ def _growing(state: CoreState) -> list[Ticket]:
     found = []
     for ticket in list(state.growing):
         entry = state.ledger.find(ticket)
-        if entry is None:
+        if entry is None:  # its engine ended, and its bytes were seen back, in one step
             del state.growing[ticket]
+            state.answer_error(ticket, TicketClosed(ticket))
         else:
             found.append(entry)
     return found

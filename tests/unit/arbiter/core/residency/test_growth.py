@@ -8,7 +8,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, Grant
 from arbiter.core.settings import TenantLimits
-from arbiter.errors import GrowthRefused, NeverFits
+from arbiter.errors import GrowthRefused, NeverFits, TicketClosed
 from arbiter.units import HolderId, TicketId, seconds
 from tests.support.core_driver import CPU, PLAIN, CoreDriver, gib, granted, refusal, revoked
 from tests.support.gpu_core_driver import GPU, OTHER, GpuCoreDriver
@@ -182,6 +182,12 @@ def test_growth_on_two_devices_evicts_on_both_or_on_neither() -> None:
     assert revoked(grow(d, 10, "a", 10)) == []
     freed = revoked(d.beat(11, "c", holder="l", inflight=0))
     assert freed == [("b", "swap", "gone"), ("c", "swap", "gone")]
+
+
+def test_growth_of_a_resident_whose_engine_ends_is_refused() -> None:
+    d = driver()
+    assert grow(d, 2, "a", 25) == []
+    assert isinstance(refusal(d.gone(3, "a")), TicketClosed)
 
 
 def test_withdrawn_growth_is_granted_nothing() -> None:
