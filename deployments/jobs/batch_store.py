@@ -226,7 +226,8 @@ class BatchStore:
         return None if row is None else str(row[0])
 
     def page(self, tenant: str | None, after: str, limit: int) -> list[Batch]:
-        """The newest first; `tenant` None: of all."""
+        """The newest first; `tenant` None: of all. Raises Refused for an `after` that is none."""
+        self._db.check_after("batches", after, tenant)
         wheres, values = ["1"], []
         if tenant is not None:
             wheres.append("tenant = ?")

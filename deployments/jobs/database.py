@@ -15,7 +15,7 @@ from typing import Any
 
 from arbiter.server.state_path import default_path
 from deployments.jobs import figures
-from deployments.jobs.errors import StorageFailed, StorageFull, Superseded
+from deployments.jobs.errors import Refused, StorageFailed, StorageFull, Superseded
 from deployments.jobs.schema import migrate
 
 LOCKED_S = 10.0  # the arbiter's own statements take 0.016 ms
@@ -76,6 +76,14 @@ class Database:
     def row(self, statement: str, *values: Any) -> sqlite3.Row | None:
         found = self.rows(statement, *values)
         return found[0] if found else None
+
+    def check_after(self, table: str, after: str, tenant: str | None) -> None:
+        """`after`: of a page, the id of the last row seen. Raises Refused where the tenant has no
+        such row (any more): a page behind it would be empty, as behind the last one. `tenant` None:
+        any."""
+        mine = f"SELECT 1 FROM {table} WHERE id = ? AND tenant = coalesce(?, tenant)"
+        if after and self.row(mine, after, tenant) is None:
+            raise Refused(f"`after`: no {after!r} is there; list again from the start", "after")
 
     def close(self) -> None:
         self._db.close()

@@ -151,7 +151,8 @@ class FileStore:
         self, tenant: str, purpose: str | None, after: str, limit: int, order: str
     ) -> list[File]:
         """A tenant's files by the time they were made; `order` is `asc` or `desc`. `after`: the id
-        of the last one seen."""
+        of the last one seen. Raises Refused."""
+        self._db.check_after("job_files", after, tenant)
         wheres = ["tenant = ?", "state = ?", "coalesce(expires_s, 9e99) > ?"]
         values: list[Any] = [tenant, PROCESSED, self._clock()]
         if purpose:
@@ -159,9 +160,9 @@ class FileStore:
             values.append(purpose)
         sign, word = (">", "ASC") if order == "asc" else ("<", "DESC")
         if after:
-            last = "(SELECT created_s, id FROM job_files WHERE id = ? AND tenant = ?)"
+            last = "(SELECT created_s, id FROM job_files WHERE id = ?)"
             wheres.append(f"(created_s, id) {sign} {last}")
-            values += [after, tenant]
+            values.append(after)
         said = f"{' AND '.join(wheres)} ORDER BY created_s {word}, id {word} LIMIT {int(limit)}"
         return [
             _file(row) for row in self._db.rows(f"SELECT * FROM job_files WHERE {said}", *values)

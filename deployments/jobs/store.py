@@ -166,7 +166,9 @@ class JobStore:
     def page(
         self, tenant: str | None, kind: str | None = None, after: str = "", limit: int = 20
     ) -> list[Job]:
-        """The newest first; `tenant` None: of all. `after`: the id of the last one seen."""
+        """The newest first; `tenant` None: of all. `after`: the id of the last one seen. Raises
+        Refused."""
+        self._db.check_after("jobs", after, tenant)
         wheres, values = ["1"], []
         for name, value in (("tenant", tenant), ("kind", kind)):
             if value is not None:

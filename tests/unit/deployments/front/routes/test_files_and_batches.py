@@ -190,6 +190,31 @@ async def test_keys_tell_tenants_apart(front: Front) -> None:
     assert answer.status_code == 403
 
 
+@pytest.mark.spec("J4", "L3")
+@pytest.mark.parametrize("of", ["/files", "/batches", "/jobs"])
+async def test_page_behind_what_is_not_there_is_refused_and_not_empty(
+    front: Front, of: str
+) -> None:
+    answer = await front.http().get(of, params={"after": "file-none"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
+
+
+@pytest.mark.spec("J4", "L1")
+async def test_list_whose_last_row_was_deleted_does_not_end_as_if_all_were_seen(
+    front: Front,
+) -> None:
+    one = keys.add(front.keys, "a", "acme", frozenset({Scope.INFER}))
+    client, others = front.client(one), keys.add(front.keys, "b", "o", frozenset({Scope.INFER}))
+    for name in ("a", "b", "c"):
+        last = await client.files.create(file=(name, lines(name)), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="after"):
+        await front.client(others).files.list(after=last.id)
+    with pytest.raises(openai.BadRequestError, match="list again from the start"):
+        async for file in client.files.list(limit=1):
+            await client.files.delete(file.id)
+    assert len((await client.files.list()).data) == 2
+
+
 @pytest.mark.spec("J4")
 async def test_full_disk_is_a_typed_failure_and_the_next_upload_works(front: Front) -> None:
     for method in ("begin_file", "append_file", "finish_file"):
