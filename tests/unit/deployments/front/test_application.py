@@ -9,6 +9,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from httpx import ASGITransport, AsyncClient, Response
 
 from arbiter.errors import ArbiterUnavailable, UnknownTicket
@@ -19,7 +20,7 @@ from deployments.front.auth import Authenticator
 from deployments.front.body_limit import MAX_BODY_BYTES, MAX_CONFIG_BYTES, MAX_STEERING_BYTES
 from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring, Scope
-from deployments.front.routes import free, leases, plan, queue, residency, tenants
+from deployments.front.routes import free, leases, openai, plan, queue, residency, tenants
 from deployments.front.schemas import SCHEMAS, Kind
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
@@ -115,6 +116,12 @@ async def test_unknown_paths_and_methods_are_answered_in_openais_form(
     assert (answer.status_code, error(answer)["code"]) == (status, code)
     assert error(answer)["type"] == "invalid_request_error"
     assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_routes_that_generate_are_compared_before_all_others(built: FastAPI) -> None:
+    paths = [route.path for route in built.routes if isinstance(route, APIRoute)]
+    generating = {path for path, _ in openai.generating(tuple(SCHEMAS))} - set(application.OWN)
+    assert set(paths[: len(generating)]) == generating
 
 
 async def test_form_and_binary_stream_pass_over_http(client: AsyncClient) -> None:
