@@ -12,6 +12,7 @@ from deployments.front.body_limit import BodyLimit
 from deployments.front.dependencies import FrontState, check_site
 from deployments.front.error_forms import ErrorForms
 from deployments.front.http_errors import HANDLERS
+from deployments.front.other_sites import OtherSites
 from deployments.front.routes import (
     arbiter,
     async_jobs,
@@ -94,6 +95,7 @@ def build(front: FrontState) -> FastAPI:
         middleware=[Middleware(ErrorForms), Middleware(BodyLimit)],
     )
     app.state.front = front
+    app.add_middleware(OtherSites, auth=lambda: app.state.front.auth)  # around the others
     app.state.offered = []
     app.router.routes.extend(_fixed_routes())
     offer(app)

@@ -44,7 +44,7 @@ class Authenticator:
         hosts: frozenset[str] = frozenset(),
         origins: frozenset[str] = frozenset(),
     ) -> None:
-        self._keyring, self._hosts, self._origins = keyring, hosts | {"localhost"}, origins
+        self._keyring, self._hosts, self.origins = keyring, hosts | {"localhost"}, origins
 
     def check_site(self, request: Request) -> None:
         """Raises Denied for a `Host` that is not ours and an `Origin` that is another site's."""
@@ -52,7 +52,7 @@ class Authenticator:
         if not ({host_name(host), "*"} & self._hosts or is_address(host_name(host))):
             raise Denied(403, "host_not_allowed", f"Host {host!r} is not in `front.hosts`")
         origin = request.headers.get("origin")
-        if origin is None or origin in self._origins:
+        if origin is None or origin in self.origins:
             return
         _, _, site = origin.partition("://")
         if site != host:

@@ -118,6 +118,26 @@ async def test_unknown_paths_and_methods_are_answered_in_openais_form(
     assert ("allow" in answer.headers) == (status == 405)
 
 
+@pytest.mark.spec("L1", "J1")
+async def test_page_of_an_allowed_site_may_ask_and_read_and_no_other(
+    client: AsyncClient, front: FrontState, keys_file: Path
+) -> None:
+    sites = frozenset[str](), frozenset({"https://app.example"})
+    front.auth = Authenticator(Keyring(keys_file), *sites)
+    wish = "authorization,content-type,x-stainless-lang"
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": wish}
+    seen = []
+    for page in ({"origin": "https://app.example"}, {"origin": "https://x.org"}):
+        preflight = await client.options("/v1/chat/completions", headers=page | asks)
+        assert preflight.headers["access-control-allow-headers"] == wish
+        answers = [
+            await client.get(path, headers=page) for path in ("/api/version", "/v1/models/n")
+        ]
+        seen += [one.headers.get("access-control-allow-origin") for one in (preflight, *answers)]
+    assert seen == ["https://app.example"] * 3 + [None] * 3
+    assert "vary" not in (await client.get("/api/version")).headers
+
+
 def test_routes_that_generate_are_compared_before_all_others(built: FastAPI) -> None:
     paths = [route.path for route in built.routes if isinstance(route, APIRoute)]
     generating = {path for path, _ in openai.generating(tuple(SCHEMAS))} - set(application.OWN)
