@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from arbiter.errors import RequestError
 from deployments import messages
 from deployments.config.schema import ConfigError
-from deployments.front.request import BadRequest
+from deployments.front.request import BadRequest, words_of
 
 CODES = {
     404: "not_found",
@@ -44,8 +44,22 @@ async def on_invalid(_: Request, error: Exception) -> Response:
     place, *path = problem["loc"]
     if problem["type"] == "json_invalid":
         return refused(BadRequest("the body is not JSON", None))
+    if place == "body":
+        path = _of_body(path, error.body, is_missing=problem["type"] == "missing")
     field = ".".join(str(part) for part in path) or str(place)
-    return refused(BadRequest(f"`{field}`: {problem['msg']}", field))
+    return refused(BadRequest(f"`{field}`: {words_of(problem)}", field))
+
+
+def _of_body(path: list[Any], body: Any, *, is_missing: bool) -> list[Any]:
+    """The path of a field without what pydantic puts into it: names of a union's branches."""
+    found, at = [], body
+    for part in path:
+        try:
+            at = at[part]
+        except (LookupError, TypeError):
+            continue
+        found.append(part)
+    return [*found, *path[-1:]] if is_missing else found
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

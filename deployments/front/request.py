@@ -262,7 +262,13 @@ def check_body(body: type[M], fields: dict[str, Any]) -> M:
         # A union names its branches in the path; the field itself comes first.
         field = str(problem["loc"][0])
         hint = " (GET /v1/models lists them)" if field == "model" else ""
-        raise BadRequest(f"`{field}`: {problem['msg']}{hint}", field) from error
+        raise BadRequest(f"`{field}`: {words_of(problem)}{hint}", field) from error
+
+
+def words_of(problem: Mapping[str, Any]) -> str:
+    """What pydantic says of a problem, and of a problem that a validator of ours found what that
+    says."""
+    return str(problem["msg"]).removeprefix("Value error, ")
 
 
 def _request_id(headers: Mapping[str, str]) -> str:

@@ -94,6 +94,18 @@ def _at_most(most: int) -> AfterValidator:
     return AfterValidator(checked)
 
 
+def not_served(why: str, *harmless: object) -> BeforeValidator:
+    """Refuses what a client may send by its API and is not served here. `harmless`: values, beside
+    null, that mean the same as none."""
+
+    def checked(value: object) -> object:
+        if value is None or value in harmless:
+            return None
+        raise ValueError(why)
+
+    return BeforeValidator(checked)
+
+
 _NOT_EMPTY = Field(min_length=1)
 Texts = Annotated[str | list[str], _NOT_EMPTY, _at_most(MAX_DOCUMENTS)]
 
@@ -240,7 +252,7 @@ class StoredFields(BaseModel):
     previous_response_id: str | None = Field(
         None, max_length=MAX_NAME, description="a stored response that this one continues"
     )
-    conversation: None = Field(None, description="not served; use `previous_response_id`")
+    conversation: Annotated[None, not_served("not served; use `previous_response_id`")] = None
     stream: bool | None = None
 
 
@@ -325,7 +337,7 @@ class Reranks(Body):
         return value
 
 
-_NOT_TAKEN = Field(None, description="not taken; give `text_1` and `text_2`")
+_NotTaken = Annotated[None, not_served("is not taken; give texts as `text_1` and `text_2`")]
 
 
 class Scores(Body):
@@ -334,18 +346,11 @@ class Scores(Body):
     text_1: Texts
     text_2: Texts
     # vLLM's other names of the two, which it prefers, and in which it takes pictures.
-    queries: None = _NOT_TAKEN
-    documents: None = _NOT_TAKEN
-    items: None = _NOT_TAKEN
-    data_1: None = _NOT_TAKEN
-    data_2: None = _NOT_TAKEN
-
-    @field_validator("queries", "documents", "items", "data_1", "data_2", mode="before")
-    @classmethod
-    def _not_taken(cls, value: object) -> object:
-        if value is not None:
-            raise ValueError("is not taken; give texts as `text_1` and `text_2`")
-        return value
+    queries: _NotTaken = None
+    documents: _NotTaken = None
+    items: _NotTaken = None
+    data_1: _NotTaken = None
+    data_2: _NotTaken = None
 
     @field_validator("text_2")
     @classmethod

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -12,6 +12,7 @@ from deployments.front.schemas import (
     MAX_NAME,
     MAX_TOOLS,
     STAY_WARM_MOST_S,
+    not_served,
 )
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -130,8 +131,8 @@ class Generate(Generates):
     system: str | None = None
     images: list[str] | None = None
     raw: bool = False
-    suffix: Literal[""] | None = Field(None, description="not served")
-    template: Literal[""] | None = Field(None, description="not served")
+    suffix: Annotated[None, not_served("not served; end the text within `prompt`", "")] = None
+    template: Annotated[None, not_served("not served; the model has its own", "")] = None
 
     def openai(self) -> Fields:
         """OpenAI's fields of a chat with this one message; of a completion if `raw`."""

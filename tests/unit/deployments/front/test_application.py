@@ -118,6 +118,29 @@ async def test_unknown_paths_and_methods_are_answered_in_openais_form(
     assert ("allow" in answer.headers) == (status == 405)
 
 
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/api/embed", {"input": 5}, "`input`: Input should be a valid string"),
+        ("/api/chat", {"format": 5}, "`format`: Input should be '' or 'json'"),
+        ("/api/chat", {"messages": [{"content": "x"}]}, "`messages.0.role`: Field required"),
+        ("/api/generate", {"suffix": "x"}, "`suffix`: not served; end the text within `prompt`"),
+        ("/v1/responses", {"conversation": "c"}, "`conversation`: not served; use `previous_resp"),
+        ("/v1/score", {"queries": "x"}, "`queries`: is not taken; give texts as `text_1`"),
+        ("/v1/rerank", {"query": "x"}, "`documents`: give `documents`, or `texts`"),
+    ],
+)
+async def test_wrong_field_is_named_as_the_client_wrote_it_with_what_to_do(
+    client: AsyncClient, path: str, body: dict[str, Any], said: str
+) -> None:
+    filled = {"model": "speaker", "text_1": "x", "text_2": "y"} | body
+    answer = await client.post(path, json=filled)
+    assert answer.status_code == 400
+    told = answer.json()["error"]
+    assert (told if isinstance(told, str) else told["message"]).startswith(said)
+
+
 @pytest.mark.spec("L1", "J1")
 async def test_page_of_an_allowed_site_may_ask_and_read_and_no_other(
     client: AsyncClient, front: FrontState, keys_file: Path
