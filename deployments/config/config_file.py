@@ -37,10 +37,11 @@ def check_file(path: Path) -> Table:
         raise ConfigError(f"{path}: expected a mapping with `applications:`")
     _refuse_unknown(raw, ServeDeploySchema, str(path))
     try:
-        ServeDeploySchema.model_validate(raw)
+        read = ServeDeploySchema.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(explain(error, str(path))) from error
-    for app in raw["applications"]:
+    for app, known in zip(raw["applications"], read.applications, strict=True):
+        app["name"] = known.name  # Serve's own, where the file says none
         for block in app.get("deployments", []):
             _refuse_unknown(block, DeploymentSchema, f"{path}: {app['name']}.{block['name']}")
     return _check_applications(raw["applications"], path)

@@ -145,6 +145,14 @@ def test_zygote_that_cannot_start_is_named_and_the_child_ends(
 
 
 @pytest.mark.spec("M1")
+def test_front_is_found_wherever_it_stands_among_the_applications(file: Path) -> None:
+    before, config = serve.read(file), yaml.safe_load(file.read_text())
+    config["applications"].insert(0, {"name": "own", "import_path": "a:b"})
+    file.write_text(yaml.safe_dump(config))
+    assert serve.read(file) == before
+
+
+@pytest.mark.spec("M1")
 def test_verbose_shows_the_childs_lines(
     run: Run, file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

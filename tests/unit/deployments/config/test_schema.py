@@ -74,6 +74,12 @@ def test_a_key_that_serve_would_drop_in_silence_is_named(tmp_path: Path) -> None
     assert "'max_ongoing_request'" in refused(config, tmp_path)
 
 
+def test_application_without_a_name_has_serves_and_is_refused_by_it(tmp_path: Path) -> None:
+    config = shipped()
+    config["applications"].append({"import_path": "a:b", "route_prefix": "/own"})
+    assert "application 'default' serves a capability not in the table" in refused(config, tmp_path)
+
+
 def test_an_unknown_top_level_key_is_named(tmp_path: Path) -> None:
     assert "'http_option'" in refused(shipped() | {"http_option": {}}, tmp_path)
 
