@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from arbiter.errors import RequestError
 from deployments.front.request import parse
 from deployments.front.service import InferenceService
+from deployments.jobs import responses as stored
 from deployments.jobs.batch_store import Batch, Line, LineError
 from deployments.jobs.bodies import PIECE_BYTES
 from deployments.jobs.calls import TRANSIENT, Again, target
@@ -32,6 +33,10 @@ JSON_HEADERS = {"content-type": "application/json"}
 WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
 WINDOW_MOST_S = 14 * 86_400
 _UNIT_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+# Of a response: what the front answers to where it is asked live. An engine knows no such response,
+# and answers a line in the background before it has worked on it.
+NOT_IN_A_BATCH = ("previous_response_id", "background")
 
 Read = Callable[[int, int], Awaitable[bytes]]  # of the file: offset, most bytes
 
@@ -129,6 +134,10 @@ class Validator:
             raise self._wrong("mismatched_url", said, "url")
         if line.body.get("stream"):
             raise self._wrong("invalid_request", "a line of a batch is no stream", "body.stream")
+        for name in NOT_IN_A_BATCH if line.url == stored.PATH else ():
+            if line.body.get(name):
+                said = f"a line of a batch has no `{name}`; give all turns as `input`"
+                raise self._wrong("invalid_request", said, f"body.{name}")
         body = json.dumps(line.body).encode()
         try:
             service = self._service

@@ -108,6 +108,28 @@ async def test_one_wrong_line_fails_the_batch_and_is_named(
     assert plain["request_counts"]["total"] == 0 and plain["output_file_id"] is None
 
 
+@pytest.mark.spec("J4", "L3")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("previous_response_id", "resp_1"), ("background", True)],
+)
+async def test_line_of_a_response_that_only_the_front_could_answer_is_named(
+    service: JobsService, capability: Capability, name: str, value: object
+) -> None:
+    path = "/v1/responses"
+    plain = {"model": "one", "input": "x"}
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": path, "body": body}
+        for number, body in enumerate((plain, plain | {name: value}))
+    ]
+    await upload(service, lines)
+    new = NewBatch("batch_a", "t", path, "file-in", "1h", 3_600.0, "file-out", "file-err")
+    await service.create_batch(new)
+    [error] = (await ended(service)).plain["errors"]["data"]
+    assert (error["line"], error["param"]) == (2, f"body.{name}")
+    assert not capability.calls
+
+
 @pytest.mark.spec("J4", "J8")
 async def test_line_whose_adapters_cannot_be_read_now_is_not_wrong(
     service: JobsService, monkeypatch: pytest.MonkeyPatch
