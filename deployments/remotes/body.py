@@ -88,7 +88,8 @@ def rebuild(path: str, fields: dict[str, Any], model: RemoteModel) -> Rebuilt:
 
 def _bound_answer(new: dict[str, Any], fields: dict[str, Any], model: RemoteModel) -> int:
     """Puts a length into the body, because a budget needs one; the tokens of all choices."""
-    asked = _count(fields.get("max_completion_tokens") or fields.get("max_tokens"), "max_tokens")
+    said = fields.get("max_completion_tokens")
+    asked = _count(fields.get("max_tokens") if said is None else said, "max_tokens")
     length: int = min(asked or model.answer_tokens, model.answer_tokens)
     new[model.length_field] = length
     choices = max(_count(new.get(name), name) or 1 for name in ("n", "best_of"))
