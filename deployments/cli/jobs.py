@@ -4,6 +4,7 @@ of their requests and answers."""
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.console import RenderableType
@@ -46,7 +47,7 @@ def list_(
 def show_(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
     """State, counts and errors of one batch or job."""
     with front(url) as f:
-        found = f.get(f"/arbiter/jobs/{job_id}")
+        found = f.get(_path(job_id))
     show(as_json, found, *_lines(found))
 
 
@@ -54,7 +55,7 @@ def show_(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
 def cancel(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
     """End a batch or job. The results it has so far stay."""
     with front(url) as f:
-        found = f.send("DELETE", f"/arbiter/jobs/{job_id}")
+        found = f.send("DELETE", _path(job_id))
     show(as_json, found, *_lines(found))
 
 
@@ -64,13 +65,17 @@ def tail(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
     before = None
     with front(url) as f:
         while True:
-            found = f.get(f"/arbiter/jobs/{job_id}")
+            found = f.get(_path(job_id))
             if (now := _summary(found)) != before:
                 show_line(as_json, found, Text(clean(now)))
                 before = now
             if found["state"] in ENDED:
                 raise typer.Exit(int(found["state"] != "completed"))
             time.sleep(TAIL_S)
+
+
+def _path(job_id: str) -> str:
+    return f"/arbiter/jobs/{quote(job_id, safe='')}"
 
 
 def _lines(row: dict[str, Any]) -> Iterator[RenderableType]:

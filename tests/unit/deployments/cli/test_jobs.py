@@ -41,6 +41,11 @@ def test_show_names_each_wrong_line(front: ScriptedFront, run: Run) -> None:
     assert json.loads(run("jobs", "show", "batch_a", "--json").stdout) == ROW
 
 
+def test_id_is_a_part_of_the_path_whatever_is_in_it(front: ScriptedFront, run: Run) -> None:
+    front.says("GET", "/arbiter/jobs/a%3Fb%2F%23", ROW)
+    assert run("jobs", "show", "a?b/#").exit_code == 0
+
+
 def test_cancel_is_a_delete(front: ScriptedFront, run: Run) -> None:
     front.says("DELETE", "/arbiter/jobs/batch_a", ROW | {"state": "cancelling"})
     assert "cancelling" in run("jobs", "cancel", "batch_a").stdout
