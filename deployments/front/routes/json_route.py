@@ -22,7 +22,7 @@ class JsonRoute(APIRoute):
         needs = [n.call for n in self.dependant.dependencies if isinstance(n.call, Require)]
 
         async def as_json(request: Request) -> Response:
-            await check_site(request, request.app.state.front)
+            await check_site(request)
             for need in needs:
                 request.app.state.front.auth.require(request, need.scope)
             kept = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
