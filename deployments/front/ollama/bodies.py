@@ -5,7 +5,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from deployments.front.schemas import (
     MAX_MESSAGES,
@@ -133,6 +140,13 @@ class Generate(Generates):
     raw: bool = False
     suffix: Annotated[None, not_served("not served; end the text within `prompt`", "")] = None
     template: Annotated[None, not_served("not served; the model has its own", "")] = None
+
+    @field_validator("raw")
+    @classmethod
+    def _without_pictures(cls, value: bool, given: ValidationInfo) -> bool:
+        if value and given.data.get("images"):
+            raise ValueError("raw text has no place for `images`; leave `raw` out")
+        return value
 
     def openai(self) -> Fields:
         """OpenAI's fields of a chat with this one message; of a completion if `raw`."""

@@ -32,6 +32,15 @@ def test_options_become_openais_fields_and_the_rest_is_left_out() -> None:
     assert chat(stream=True)["stream_options"] == {"include_usage": True}
 
 
+@pytest.mark.spec("J1")
+def test_pictures_of_a_raw_prompt_are_refused_and_not_left_out() -> None:
+    asked = {"model": "m", "prompt": "x", "images": ["iVBOR"]}
+    with pytest.raises(ValidationError, match="raw text has no place for `images`"):
+        bodies.Generate.model_validate(asked | {"raw": True})
+    assert bodies.Generate.model_validate(asked | {"raw": True, "images": []}).raw
+    assert bodies.Generate.model_validate(asked).images
+
+
 @pytest.mark.spec("J1", "J2")
 @pytest.mark.parametrize(
     ("given", "seconds"),
