@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 from deployments.engines.asgi import BadField
 from deployments.image_fields import Format
-from deployments.picture_bounds import opened
+from deployments.picture_bounds import SEVERAL_IN_JPEG, opened
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 4096 * 4096  # of an upload: 48 MiB decoded, before it is reduced to the model's size
@@ -46,7 +46,8 @@ def _check_header(raw: bytes, field: str, most_pixels: int) -> None:
             text = f"{image.width}x{image.height} pixels; at most {most_pixels} in all"
             raise BadField(field, f"`{field}`: {text}")
         frames = getattr(image, "n_frames", 1)
-        if frames > 1:
+        # A phone's photograph may have its depth or its gain of brightness as a second picture.
+        if frames > 1 and image.format != SEVERAL_IN_JPEG:
             raise BadField(field, f"`{field}`: {frames} frames; send a still picture")
         image.verify()
 

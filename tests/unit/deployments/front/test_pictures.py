@@ -36,12 +36,16 @@ def declared(width: int, height: int) -> bytes:
 
 
 @pytest.mark.spec("L2")
-def test_jpeg_that_repeats_its_scans_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("JPEG", {}), ("MPO", {"save_all": True, "append_images": [Image.new("RGB", (8, 8))]})],
+)
+def test_jpeg_that_repeats_its_scans_is_refused(kind: str, more: dict[str, Any]) -> None:
     buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), "red").save(buffer, "JPEG", progressive=True)
+    Image.new("RGB", (8, 8), "red").save(buffer, kind, progressive=True, **more)
     raw = buffer.getvalue()
-    scan = raw.index(b"\xff\xda")
-    bomb = raw[:-2] + raw[scan:-2] * picture_bounds.MAX_SCANS + raw[-2:]
+    begin, end = raw.index(b"\xff\xda"), raw.index(b"\xff\xd9")
+    bomb = raw[:end] + raw[begin:end] * picture_bounds.MAX_SCANS + raw[end:]
     assert pictures.size_of(raw, "here") == (8, 8)
     with pytest.raises(pictures.BadPart, match="scans"):
         pictures.size_of(bomb, "here")

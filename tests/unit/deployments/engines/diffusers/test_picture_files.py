@@ -97,6 +97,24 @@ def test_a_jpeg_that_repeats_its_scans_is_refused() -> None:
     assert "scans" in refused(raw[:-2] + raw[scan:-2] * MAX_SCANS + raw[-2:])
 
 
+def photograph(**more: object) -> bytes:
+    """A JPEG with a second picture behind the first, as phones write them."""
+    return png(STILL, "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))], **more)
+
+
+def test_a_photograph_with_a_second_picture_behind_it_is_a_still() -> None:
+    opened = open_upload(photograph(quality=95), "image")
+    assert opened.size == STILL.size
+    assert difference(opened.resize((8, 8)), STILL.resize((8, 8))) < 30
+
+
+@pytest.mark.spec("L2")
+def test_a_photograph_that_repeats_its_scans_is_refused() -> None:
+    raw = photograph(progressive=True)
+    begin, end = raw.index(b"\xff\xda"), raw.index(b"\xff\xd9")
+    assert "scans" in refused(raw[:end] + raw[begin:end] * MAX_SCANS + raw[end:])
+
+
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_bytes_of_a_scan_in_another_format_are_chance(kind: str) -> None:
     dice = np.random.default_rng(1)
