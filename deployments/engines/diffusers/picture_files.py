@@ -32,6 +32,8 @@ def open_upload(raw: bytes, field: str, most_pixels: int = MAX_PIXELS) -> Image.
         with opened(raw, FORMATS) as image:
             image.load()
             upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut to 255
+                return upright.point(lambda value: value / 256).convert("L").convert("RGB")
             is_transparent = upright.has_transparency_data
             return upright.convert("RGBA" if is_transparent else "RGB")
     except _BROKEN as error:

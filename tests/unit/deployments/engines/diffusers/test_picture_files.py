@@ -161,6 +161,13 @@ def test_a_picture_is_turned_upright() -> None:
     assert upright.size == (20, 30)
 
 
+def test_grey_of_sixteen_bits_keeps_its_shades() -> None:
+    shades = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    opened = open_upload(png(Image.fromarray(shades * 257)), "image")
+    assert opened.mode == "RGB"
+    assert list(opened.getchannel("G").tobytes()) == list(range(256))
+
+
 def test_what_is_transparent_is_painted_anew() -> None:
     mask = Image.new("RGBA", (2, 1), (255, 255, 255, 255))
     mask.putpixel((0, 0), (0, 0, 0, 0))
