@@ -1,6 +1,7 @@
 """Checks an adapter's files against what its base model and engine can take (L2)."""
 
-import math
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,10 @@ _UNSERVED = (
     "trainable_token_indices",
     "megatron_config",
 )
+# Their keys are regular expressions, which engines match with the name of every module. A repeated
+# choice is tried in all ways, for days, and meanwhile no request of any adapter goes on.
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+_PLAIN_KEY = re.compile(r"\^?(\w|\\?\.)+\$?")
 HEADER_ROOM_BYTES = 4 << 20  # thousands of tensor names of 100 bytes each
 
 
@@ -48,6 +53,7 @@ def check(name: str, folder: Path, rules: Rules) -> None:
     """Raises AdapterInvalid that says what is wrong with the adapter in `folder`."""
     config = read_json(name, folder / CONFIG)
     _check_config(name, config, rules.max_rank)
+    _check_patterns(name, config, len(rules.shapes))
     try:
         tensors = safetensors_header.check(folder / WEIGHTS)
     except safetensors_header.BadHeader as error:
@@ -72,13 +78,24 @@ def _check_config(name: str, config: dict[str, Any], max_rank: int) -> None:
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= max_rank:
         raise AdapterInvalid(name, f"rank {rank!r} is not between 1 and {max_rank}")
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if not (is_number and 0 < float(alpha or 0) < math.inf):
+    if not (is_number and 0 < (alpha or 0) <= sys.float_info.max):
         raise AdapterInvalid(name, f"lora_alpha is {alpha!r}, not a positive number")
     if config.get("bias", "none") != "none":
         raise AdapterInvalid(name, "adapters that train biases are not served")
     for feature in _UNSERVED:
         if config.get(feature):
             raise AdapterInvalid(name, f"{feature} is not served")
+
+
+def _check_patterns(name: str, config: dict[str, Any], modules_count: int) -> None:
+    """Raises AdapterInvalid where a key is more than a module's name, or its end, or where there
+    are more keys than modules."""
+    for field in _PATTERNS:
+        given = config.get(field) or {}
+        if not isinstance(given, dict) or len(given) > modules_count:
+            raise AdapterInvalid(name, f"{field} has not one value for each of some modules")
+        if key := next((key for key in given if not _PLAIN_KEY.fullmatch(key)), None):
+            raise AdapterInvalid(name, f"{field}: {key[:200]!r} is no name of a module")
 
 
 def parted(name: str, tensor: str) -> tuple[str, str]:

@@ -189,6 +189,16 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "biases": (configured(bias="all"), "biases"),
     "no alpha": (configured(lora_alpha=None), "lora_alpha"),
     "infinite alpha": (configured(lora_alpha=float("inf")), "lora_alpha"),
+    "alpha beyond a float": (configured(lora_alpha=10**400), "lora_alpha"),
+    "a pattern that never ends": (
+        configured(rank_pattern={"(.|.)*[^a-z]": 8}),
+        "rank_pattern: .* is no name of a module",
+    ),
+    "more patterns than modules": (
+        configured(alpha_pattern={f"layers.{n}.q_proj": 8 for n in range(3)}),
+        "alpha_pattern has not one value",
+    ),
+    "patterns without values": (configured(rank_pattern=["q_proj"]), "rank_pattern has not"),
     "another model's width": (
         lambda f: write(f, {"layers.0.q_proj": (12, 9)}),
         "do not fit a weight of",
@@ -199,6 +209,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "overlapping": (headed(lambda h: h[FIRST].update(data_offsets=[0, 8])), "not where"),
     "negative shape": (headed(lambda h: h[FIRST].update(shape=[-8, -8])), "of shape"),
 }
+
+
+@pytest.mark.parametrize("key", ["q_proj", "^layers.0.q_proj", r"layers\.0\.q_proj$"])
+def test_a_rank_of_its_own_for_a_named_module_is_served(
+    tmp_path: Path, store: Store, key: str
+) -> None:
+    source = write(tmp_path / "in" / "good", SHAPES, rank_pattern={key: 8}, alpha_pattern={key: 3})
+    assert store.publish(entry(source), RULES).path.is_dir()
 
 
 @pytest.mark.spec("F2", "L2", "L3")
