@@ -11,6 +11,7 @@ Source: ffmpeg.org/ffmpeg-formats.html, `format_whitelist`.
 """
 
 import io
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -184,20 +185,31 @@ def _read(container: Any, most_s: float) -> Iterator[np.ndarray]:
     ):
         if declared_s > most_s:
             raise BadSound(f"the file declares {declared_s:.0f} s; at most {most_s:.0f} s are read")
-    resampler = av.AudioResampler(format="s16", layout="mono", rate=HEARD_HZ)
     count, most_count = 0, int(most_s * HEARD_HZ)
-    for frame in _frames(container, stream):
-        for heard in resampler.resample(frame):
-            piece = heard.to_ndarray().reshape(-1)
-            count += len(piece)
-            if count > most_count:
-                raise BadSound(f"longer than {most_s:.0f} s, the most that is read")
-            yield piece
+    for heard in _resampled(_frames(container, stream)):
+        piece = heard.to_ndarray().reshape(-1)
+        count += len(piece)
+        if count > most_count:
+            raise BadSound(f"longer than {most_s:.0f} s, the most that is read")
+        yield piece
+
+
+def _resampled(frames: Iterator[Any]) -> Iterator[Any]:
+    """A resampler takes frames of one kind, and where files were joined they become others. None
+    has it give its rest."""
+    for _, alike in itertools.groupby(frames, _kind):
+        resampler = av.AudioResampler(format="s16", layout="mono", rate=HEARD_HZ)
+        for frame in itertools.chain(alike, [None]):
+            yield from resampler.resample(frame)
+
+
+def _kind(frame: Any) -> tuple[str, str, int]:
+    return frame.format.name, frame.layout.name, frame.sample_rate
 
 
 def _frames(container: Any, stream: Any) -> Iterator[Any]:
-    """Decoded frames, then None, which has a resampler give its rest. A broken frame is skipped,
-    as players do. Raises BadSound for frames that no speech has."""
+    """Decoded frames. A broken frame is skipped, as players do. Raises BadSound for frames that no
+    speech has."""
     decoded, broken = container.decode(stream), 0
     while True:
         try:
@@ -207,14 +219,13 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
             if broken > MOST_BROKEN_FRAMES:
                 raise
             continue
-        if frame is not None:
-            channels = frame.layout.nb_channels
-            if frame.sample_rate not in RATES_HZ or not 1 <= channels <= MOST_CHANNELS:
-                raise BadSound(f"{channels} channels of {frame.sample_rate} Hz are not read")
-            frame.pts = None  # samples count, not what the file says of their time
-        yield frame
         if frame is None:
             return
+        channels = frame.layout.nb_channels
+        if frame.sample_rate not in RATES_HZ or not 1 <= channels <= MOST_CHANNELS:
+            raise BadSound(f"{channels} channels of {frame.sample_rate} Hz are not read")
+        frame.pts = None  # samples count, not what the file says of their time
+        yield frame
 
 
 class _Sink:

@@ -91,6 +91,15 @@ def test_containers_that_people_have_are_read(container: str) -> None:
     assert len(heard) / sound.HEARD_HZ == pytest.approx(3.0, abs=0.1)
 
 
+@pytest.mark.spec("H3")
+def test_files_of_several_rates_that_were_joined_are_read_to_the_end() -> None:
+    joined = b"".join(contained(TONE, RATE, "adts", "aac", hz) for hz in (44_100, 24_000))
+    heard = sound.decode(joined, most_s=60)
+    assert len(heard) / sound.HEARD_HZ == pytest.approx(6.0, abs=0.2)
+    loudness = np.abs(sound.floats(heard))[: 16_000 * 5].reshape(5, -1).mean(axis=1)
+    assert loudness.min() > 0.15
+
+
 @pytest.mark.spec("H4")
 def test_pieces_of_a_stream_come_before_its_end() -> None:
     for form in sound.WRITTEN:
