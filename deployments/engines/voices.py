@@ -51,6 +51,10 @@ class VitsVoice:
         self._espeak.choose(self._config["espeak"]["voice"])
         self._speakers = speakers(file, self._config)
         self._names = {name: name for name in self._speakers} | args.get("voices", {})
+        unknown = [name for name, one in self._names.items() if one not in self._speakers]
+        if unknown and len(self._speakers) > 1:
+            why = f"engine_args: `voices` calls {unknown[0]!r} what is no speaker of {file}"
+            raise EngineLoadFailed("BadConfig", why, False)
         self._session = open_session(file, args.get("device"), threads)
 
     def name_of(self, asked: str) -> str:
@@ -100,7 +104,8 @@ class EspeakVoice:
         return name
 
     def clause(self, text: str) -> str | None:
-        return text if any(c.isalnum() for c in text) else None
+        """Signs are spoken by their names, as `%`."""
+        return text if any(c.isalpha() for c in phonemes_of(self._espeak, text)) else None
 
     def speak(self, clause: Any, voice: str, speed: float) -> np.ndarray:
         self._espeak.choose(voice)

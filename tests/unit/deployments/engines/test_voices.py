@@ -1,5 +1,6 @@
 """Texts in clauses, names of voices, and phrases that are kept."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,22 @@ import numpy as np
 import pytest
 
 from deployments.engines.asgi import BadField
+from deployments.engines.espeak import Espeak
 from deployments.engines.kokoro import read_styles, read_vocabulary
 from deployments.engines.protocol import EngineLoadFailed
 from deployments.engines.vits import Phrases, parse
-from deployments.engines.voices import CLAUSE_CHARACTERS, clauses_of, named
+from deployments.engines.voices import (
+    CLAUSE_CHARACTERS,
+    EspeakVoice,
+    VitsVoice,
+    clauses_of,
+    named,
+)
+
+
+@pytest.fixture(scope="module")
+def espeak() -> Espeak:
+    return Espeak()
 
 
 @pytest.mark.spec("H4")
@@ -48,6 +61,34 @@ def test_voice_is_found_by_name_or_further_name_and_the_first_is_the_default() -
     with pytest.raises(BadField, match="there is: alloy, ann, ben") as caught:
         named("cid", names)
     assert caught.value.param == "voice"
+
+
+@pytest.mark.spec("H4")
+def test_espeak_speaks_signs_by_their_names_and_nothing_where_it_has_no_sound(
+    espeak: Espeak,
+) -> None:
+    voice = EspeakVoice(espeak, {})
+    voice.name_of("")
+    assert [voice.clause(text) for text in ("%", "\N{GRINNING FACE}", "5")] == [
+        "%",
+        "\N{GRINNING FACE}",
+        "5",
+    ]
+    assert [voice.clause(text) for text in ("\N{ZERO WIDTH SPACE}", "...", "\ua9e6")] == [None] * 3
+
+
+@pytest.mark.spec("H4", "L3")
+def test_further_name_of_no_speaker_ends_the_load(tmp_path: Path, espeak: Espeak) -> None:
+    said = {
+        "phoneme_id_map": {},
+        "audio": {"sample_rate": 22_050},
+        "espeak": {"voice": "en-us"},
+        "speaker_id_map": {"ann": 0, "ben": 1},
+    }
+    (tmp_path / "two.onnx").touch()
+    (tmp_path / "two.onnx.json").write_text(json.dumps(said))
+    with pytest.raises(EngineLoadFailed, match=r"'alloy' what is no speaker of .*two\.onnx"):
+        VitsVoice(tmp_path, espeak, {"voices": {"alloy": "cid"}}, 1)
 
 
 @pytest.mark.spec("H4")
