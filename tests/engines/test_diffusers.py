@@ -87,6 +87,12 @@ def test_picture_is_the_same_whoever_shares_its_batch(draw: Child) -> None:
     assert pic.difference(crowd[0], crowd[1]) > 50
 
 
+@pytest.mark.spec("H5", "K1")
+def test_log_has_no_words_of_a_prompt_that_is_too_long_for_its_encoder(draw: Child) -> None:
+    assert ask(draw, f"{RED.caption} " * 40 + "confidential")[0] == 200
+    assert "confidential" not in draw.log and RED.caption not in draw.log
+
+
 @pytest.mark.spec("H5", "J1")
 def test_pictures_of_one_request_have_successive_seeds(draw: Child) -> None:
     status, body = ask(draw, RED.caption, n=3, x_seed=7)

@@ -13,6 +13,7 @@ from diffusers import (
     AutoPipelineForText2Image,
     DiffusionPipeline,
 )
+from diffusers.utils import logging
 from PIL import Image
 
 from deployments.engines import host_copy
@@ -37,6 +38,7 @@ class Pipeline:
         """Raises what diffusers does. A second call, after a wake that did not verify, replaces
         what was loaded."""
         self._drop()
+        logging.set_verbosity_error()  # it warns with the words that an encoder leaves out
         torch.set_num_threads(self._threads)
         # bfloat16 on a GPU: in float16 the autoencoder of SDXL overflows.
         default = "float32" if self.device == "cpu" else "bfloat16"
