@@ -43,7 +43,7 @@ class ImageFields(BaseModel):
     x_guidance: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
     x_negative_prompt: str | None = Field(None, max_length=MAX_PROMPT)
     x_strength: float | None = Field(
-        None, gt=0, le=1, description="of an edit: 1 keeps nothing of the picture"
+        None, ge=1 / MAX_STEPS, le=1, description="of an edit: 1 keeps nothing of the picture"
     )
 
     @field_validator("response_format", mode="before")

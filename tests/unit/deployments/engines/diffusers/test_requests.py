@@ -80,6 +80,7 @@ def refused(call: Any, *args: Any, **fields: Any) -> str:
         ({"x_guidance": -1}, "x_guidance"),
         ({"x_negative_prompt": 3}, "x_negative_prompt"),
         ({"x_strength": 0}, "x_strength"),
+        ({"x_strength": 1e-320}, "x_strength"),  # a number whose inverse is none
         ({"x_strength": 1.5}, "x_strength"),
     ],
 )
