@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -125,13 +125,9 @@ class Capability:
                     raise
 
     async def _grown(self, call: messages.InferenceCall, began_s: float) -> None:
-        """Gives the call's model what it may grow to, within the call's deadline. Raises
-        DeadlineUnmet, and what `Residency.grow` raises."""
-        try:
-            async with asyncio.timeout(_left_s(call, began_s)):
-                await self._residency.grow(call.model)
-        except TimeoutError:
-            raise DeadlineUnmet(call.model, call.deadline_s or 0.0, 1.0) from None
+        """Gives the call's model what it may grow to. Raises DeadlineUnmet, and what
+        `Residency.grow` raises."""
+        await _until_deadline(call, began_s, self._residency.grow(call.model))
 
     async def _with_model(
         self, call: messages.InferenceCall, began_s: float
@@ -154,7 +150,7 @@ class Capability:
             else:
                 await use.__aenter__()
             stack.push_async_exit(use)
-            await self.prepare(call, use)
+            await _until_deadline(call, began_s, self.prepare(call, use))
             if call.stable is not None:
                 use.begins_with(call.stable, call.body, call.tenant)
             if call.stay_warm_s:
@@ -220,6 +216,20 @@ class Capability:
 def _left_s(call: messages.InferenceCall, began_s: float) -> float | None:
     """Seconds left of the call's deadline, possibly negative; None: it has none."""
     return None if call.deadline_s is None else call.deadline_s - (time.monotonic() - began_s)
+
+
+async def _until_deadline(
+    call: messages.InferenceCall, began_s: float, work: Awaitable[None]
+) -> None:
+    """Awaits the work, and raises what it raises; DeadlineUnmet where the call's deadline passes
+    before."""
+    try:
+        async with asyncio.timeout(_left_s(call, began_s)) as bound:
+            await work
+    except TimeoutError:
+        if not bound.expired():
+            raise
+        raise DeadlineUnmet(call.model, call.deadline_s or 0.0, 1.0) from None
 
 
 def _engine_headers(call: messages.InferenceCall, began_s: float) -> dict[str, str]:

@@ -19,6 +19,7 @@ from deployments.replica import stream_batching
 from deployments.replica.capability import Capability
 from deployments.replica.held_model import HolderState
 from deployments.replica.stream_batching import StreamBatching
+from deployments.replica.use import Use
 
 JSON = messages.ResponseHead(200, {"content-type": "application/json"})
 SSE = messages.ResponseHead(200, {"content-type": "text/event-stream; charset=utf-8"})
@@ -142,6 +143,21 @@ async def test_resident_model_that_answers_at_once_sends_no_progress() -> None:
     engine.may_answer.set()
     call = replace(CALL, wants_progress=True)
     assert [part async for part in ExampleCapability(engine).handle(call)] == [SSE]
+
+
+class FetchingCapability(ExampleCapability):
+    """Fetches what never comes."""
+
+    async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.spec("A21", "F6")
+async def test_deadline_ends_the_wait_for_what_a_call_needs_besides_its_model() -> None:
+    late = replace(CALL, deadline_s=0.0)
+    [said] = [part async for part in FetchingCapability(AttentiveEngine(JSON)).handle(late)]
+    assert isinstance(said, messages.FullResponse)
+    assert (said.head.status, json.loads(said.body)["error"]["code"]) == (503, "deadline_unmet")
 
 
 @pytest.mark.spec("N1")
