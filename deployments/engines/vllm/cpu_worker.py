@@ -221,9 +221,9 @@ def copy_to_memory(path: Path, expected: tuple[int, ...]) -> int:
     the loaded one: what sleeps must be what was awake."""
     with path.open("rb") as source:
         copy = os.memfd_create(f"host-copy-{path.name}", os.MFD_CLOEXEC)
-        at, size = 0, path.stat().st_size
-        while at < size:
-            at += os.sendfile(copy, source.fileno(), at, min(size - at, _SENDFILE_BYTES))
+        at = 0
+        while moved := os.sendfile(copy, source.fileno(), at, _SENDFILE_BYTES):
+            at += moved
     if version(path) != expected:
         os.close(copy)
         raise RuntimeError(f"{path} changed on disk since it was loaded; this engine must go")

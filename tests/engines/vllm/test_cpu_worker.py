@@ -1,0 +1,35 @@
+"""What a worker without a GPU keeps of its checkpoint while it sleeps."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.engines.vllm.cpu_worker import copy_to_memory, version
+
+pytestmark = pytest.mark.spec("D1", "D5")
+BYTES = bytes(range(256)) * 20
+
+
+def test_copy_has_the_bytes_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.engines.vllm.cpu_worker._SENDFILE_BYTES", 3_000)
+    (path := tmp_path / "model.safetensors").write_bytes(BYTES)
+    copy = copy_to_memory(path, version(path))
+    assert os.pread(copy, 2 * len(BYTES), 0) == BYTES
+    os.close(copy)
+
+
+def test_file_that_is_cut_while_it_is_copied_ends_the_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path := tmp_path / "model.safetensors").write_bytes(BYTES)
+    loaded, send = version(path), os.sendfile
+
+    def cut(*given: Any) -> int:
+        os.truncate(path, 0)
+        return send(*given)
+
+    monkeypatch.setattr(os, "sendfile", cut)
+    with pytest.raises(RuntimeError, match="changed on disk"):
+        copy_to_memory(path, loaded)
