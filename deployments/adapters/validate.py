@@ -30,7 +30,7 @@ _UNSERVED = (
 # Their keys are regular expressions, which engines match with the name of every module. A repeated
 # choice is tried in all ways, for days, and meanwhile no request of any adapter goes on.
 _PATTERNS = ("rank_pattern", "alpha_pattern")
-_PLAIN_KEY = re.compile(r"\^?(\w|\\?\.)+\$?")
+_PLAIN_KEY = re.compile(r"\^?(\.\*)?(\w|\\?\.)+(\.\*)?\$?")
 HEADER_ROOM_BYTES = 4 << 20  # thousands of tensor names of 100 bytes each
 
 
@@ -88,7 +88,7 @@ def _check_config(name: str, config: dict[str, Any], max_rank: int) -> None:
 
 
 def _check_patterns(name: str, config: dict[str, Any], modules_count: int) -> None:
-    """Raises AdapterInvalid where a key is more than a module's name, or its end, or where there
+    """Raises AdapterInvalid where a key is more than a part of a module's name, or where there
     are more keys than modules."""
     for field in _PATTERNS:
         given = config.get(field) or {}

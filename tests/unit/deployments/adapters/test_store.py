@@ -211,7 +211,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("key", ["q_proj", "^layers.0.q_proj", r"layers\.0\.q_proj$"])
+@pytest.mark.parametrize("key", ["q_proj", "^layers.0.q_proj", r"layers\.0\.q_proj$", ".*q_proj"])
 def test_a_rank_of_its_own_for_a_named_module_is_served(
     tmp_path: Path, store: Store, key: str
 ) -> None:
