@@ -1,6 +1,7 @@
 """What vLLM's offloading connector looks at in each step of the core's thread: what is new, in
 place of every running request and every block of it."""
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -12,9 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import make_offload_key
 
-# Tokens of an answer that are stored as one job: a job costs the core's thread some 60 us, and a
-# block of a GPU has 16. An engine that is killed, and a request that is preempted, lose less than
-# so many more of each answer.
+# Tokens that are stored as one job: a job costs the core's thread some 100 us, and a block of a GPU
+# has 16. An engine that is killed, and a request that is preempted, lose less than so many more of
+# each conversation.
 STORED_TOGETHER = 64
 
 
@@ -25,6 +26,15 @@ def look_at_what_is_new_only() -> None:
     RequestOffloadState.update_offload_keys = _update_offload_keys
     OffloadingConnectorScheduler._update_req_states = _update_req_states
     OffloadingConnectorScheduler._build_store_jobs = _build_store_jobs
+
+
+@dataclass(slots=True)
+class _Looks:
+    """By request, the step in which it has enough tokens to store if each step gives it one; until
+    then it is looked at only in a step that gives it more."""
+
+    step: int = 0
+    not_before: dict[str, int] = field(default_factory=dict)
 
 
 _theirs_update = OffloadingConnectorScheduler._update_req_states
@@ -42,15 +52,15 @@ def _update_req_states(self: OffloadingConnectorScheduler, step: SchedulerOutput
     if _group_of(self) is None:
         return _theirs_update(self, step)
     cached = step.scheduled_cached_reqs
-    found = [
-        (req_id, groups)
-        for req_id, groups in zip(cached.req_ids, cached.new_block_ids, strict=True)
-        if groups or req_id in cached.resumed_req_ids
-    ]
+    pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
+    if resumed := cached.resumed_req_ids:
+        found = [(req_id, groups) for req_id, groups in pairs if groups or req_id in resumed]
+    else:
+        found = [(req_id, groups) for req_id, groups in pairs if groups]
     news = SimpleNamespace(
         req_ids=[req_id for req_id, _ in found],
         new_block_ids=[groups for _, groups in found],
-        resumed_req_ids=cached.resumed_req_ids,
+        resumed_req_ids=resumed,
     )
     _theirs_update(
         self,
@@ -70,16 +80,24 @@ def _build_store_jobs(
         return _theirs_build(self, step)
     size = group.tokens_per_chunk
     together = max(1, STORED_TOGETHER // size)
+    looks: _Looks = vars(self).setdefault("_looks", _Looks())
+    looks.step += 1
+    now, not_before = looks.step, looks.not_before
+    for req_id in step.finished_req_ids:
+        not_before.pop(req_id, None)
     due: dict[str, int] = {}
     for req_id, count in step.num_scheduled_tokens.items():
+        if count == 1 and now < not_before.get(req_id, 0):
+            continue
         state = self._req_status.get(req_id)
         if state is None:
             continue
         request = state.req
+        computed = request.num_computed_tokens + count
+        least = (state.group_states[0].next_stored_chunk_idx + together) * size
+        not_before[req_id] = now + least - computed
         # What is computed after this step; a token that is not sampled yet is not counted.
-        known = min(request.num_computed_tokens + count, request.num_tokens)
-        least = together if known > request.num_prompt_tokens else 1
-        if known // size >= state.group_states[0].next_stored_chunk_idx + least:
+        if min(computed, request.num_tokens) >= least:
             state.update_offload_keys()
             due[req_id] = count
     found = SimpleNamespace(num_scheduled_tokens=due, finished_req_ids=step.finished_req_ids)

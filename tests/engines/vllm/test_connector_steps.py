@@ -1,5 +1,5 @@
-"""What is stored where the connector looks at what is new only: what vLLM's own looks find, of
-prompts at once, of answers some blocks together."""
+"""What is stored where the connector looks at what is new only: what vLLM's own looks find, some
+blocks together."""
 
 import random
 from types import SimpleNamespace
@@ -191,8 +191,8 @@ class Engine:
 
     def compute(self, one: Request, count: int) -> None:
         one.num_computed_tokens += count
-        if one.num_computed_tokens >= one.num_tokens:
-            one.num_tokens += self.dice.randint(1, min(count, 3))
+        if (drafts := one.num_computed_tokens - one.num_tokens) >= 0:
+            one.num_tokens += self.dice.randint(1, 1 + drafts)
             one.num_computed_tokens = one.num_tokens - 1
             one.hash_blocks()
         if one.num_tokens >= one.ends_at:
@@ -252,3 +252,61 @@ def test_answers_are_stored_in_fewer_jobs_and_whole_once_their_request_has_ended
         late = len(keys) - len(ours.manager.stored.get(name, ()))
         assert 0 <= late < connector_steps.STORED_TOGETHER // 16
     assert ours._job_counter < 0.7 * theirs._job_counter
+
+
+class Looked(dict[str, Any]):
+    """Requests by name, and how often one was looked at."""
+
+    count = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.count += 1
+        return super().get(key, default)
+
+
+def answer(engine: Engine, one: Request, count: int) -> None:
+    """Steps of one token each."""
+    for _ in range(count):
+        engine.sides[0].build_connector_meta(engine.planned({one.request_id: 1}, [], set()))
+        one.num_computed_tokens += 1
+        one.num_tokens += 1
+        one.hash_blocks()
+
+
+def test_request_that_answers_is_looked_at_once_it_has_enough_to_store() -> None:
+    ours = side(Ours, 16, None, 1, drafts=False)
+    engine, one = Engine([ours], 16, 0), Request("r", 64, 1_000, 16)
+    track(ours, one)
+    engine.running = [one]
+    ours.build_connector_meta(engine.planned({"r": 64}, [one], set()))
+    one.num_computed_tokens, one.num_tokens = 64, 65
+    assert [len(keys) for keys in ours.manager.stored.values()] == [4]
+    looked = ours._req_status = Looked(ours._req_status)
+    answer(engine, one, 63)
+    assert looked.count == 1, "the first one learns when it will have enough"
+    answer(engine, one, 5 * 64)
+    assert len(ours.manager.stored["r"]) == 6 * 4
+    assert looked.count < 20
+
+
+def test_short_prompt_is_stored_with_the_begin_of_its_answer() -> None:
+    ours = side(Ours, 16, None, 1, drafts=False)
+    engine, one = Engine([ours], 16, 0), Request("r", 48, 1_000, 16)
+    track(ours, one)
+    engine.running = [one]
+    ours.build_connector_meta(engine.planned({"r": 48}, [one], set()))
+    one.num_computed_tokens, one.num_tokens = 48, 49
+    answer(engine, one, 15)
+    assert not ours.manager.stored
+    answer(engine, one, 1)
+    assert len(ours.manager.stored["r"]) == 4 and ours._job_counter == 1
+
+
+def test_requests_that_have_ended_leave_nothing_behind() -> None:
+    ours = side(Ours, 16, None, 1, drafts=False)
+    engine = Engine([ours], 16, 0)
+    engine.run()
+    assert (
+        vars(ours)["_looks"].not_before.keys()
+        <= {one.request_id for one in [*engine.running, *engine.preempted]} | engine.told
+    )
