@@ -27,6 +27,8 @@ from vllm.v1.request import Request, RequestStatus
 from arbiter.core.types import Priority
 from deployments.engines.vllm.batch_admission import BYPASSES
 
+_BATCH = int(Priority.BATCH)
+
 
 @dataclass(slots=True)
 class HoldTrace:
@@ -66,7 +68,7 @@ class BatchHold:
         return [one for one in self._every() if not _is_batch(one) and _is_prompt(one)]
 
     def _late(self) -> list[Request]:
-        return [one for one in self._every() if _is_batch(one)]
+        return [one for one in self._every() if one.priority >= _BATCH]  # in each step, of all
 
     def _every(self) -> Iterator[Request]:
         scheduler = self._scheduler
@@ -131,7 +133,7 @@ def _in_no_order(queue: RequestQueue) -> Iterable[Request]:
 
 
 def _is_batch(request: Request) -> bool:
-    return request.priority >= Priority.BATCH
+    return request.priority >= _BATCH
 
 
 def _is_prompt(request: Request) -> bool:
