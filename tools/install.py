@@ -42,7 +42,10 @@ COMPILE = (
 # unable to keep it, so there everything is compiled.
 SELDOM_IMPORTED = (
     r"/(tests|transformers/models|diffusers|sympy|scipy|sklearn|numba|moto|botocore|matplotlib"
-    r"|networkx|debugpy|fontTools|pip|mypy)/"
+    r"|networkx|debugpy|fontTools|pip|mypy|mypyc|vllm/models|vllm/model_executor/models"
+    r"|torch/testing|ray/(rllib|data|tune|train)|onnxruntime/(transformers|quantization)"
+    r"|pygments/lexers|schemathesis|graphql|setuptools|sentry_sdk"
+    r"|site-packages/(openai|anthropic|mcp|dns))/"
 )
 
 
