@@ -115,8 +115,10 @@ def cluster() -> Iterator[None]:
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
-        # It looks at the log of each process that any test has started, ten times a second.
+        # One looks at the log of each process that any test has started, ten times a second, the
+        # other for nodes to add, where there is nothing to add them with.
         ray._private.worker._global_node.kill_log_monitor()
+        ray._private.worker._global_node.kill_monitor()
         yield
         ray.shutdown()
 
