@@ -17,7 +17,7 @@ from arbiter.core.records import reuse
 from benchmarks.replay import prepare, traces
 from benchmarks.replay.mixes import MIXES
 from benchmarks.replay.table import (
-    FROM_NOTHING,
+    BEGINNINGS,
     WARM_FRACTION,
     Case,
     Row,
@@ -44,7 +44,7 @@ FITTED = {
     "services": DRAWN,
     "messages": tuple(prepare.MESSAGES),
 }
-POLICIES = sorted({*EVICT, *FROM_NOTHING})
+POLICIES = sorted({*EVICT, *BEGINNINGS})
 TRACES = (*SERVEGEN, *DRAWN, *OBJECTS)
 
 

@@ -1,8 +1,10 @@
 """Runs of one trace, and what they say."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from statistics import mean
 from typing import Any
 
 from arbiter.core.records import reuse
@@ -13,6 +15,7 @@ from arbiter.replay.world import World
 from arbiter.units import Bytes, Instant
 from benchmarks.replay.mixes import Mix, demand
 from benchmarks.replay.traces import Arrival
+from benchmarks.report import FOLDER
 from policies import bundle
 
 WORST, BEST = "priority_lru", "belady"
@@ -29,22 +32,26 @@ SETTINGS = replace(
 BORN: Features = (0, 0, 0, 0, 0, 0, 0, 0, -2)
 DOUBT: Features = (1, 1, 1, 1, 1, 1, 1, 1, 3)
 NOTHING = ReuseLearner(BORN, DOUBT)
-FROM_NOTHING = {"learned_from_nothing": ("learned", {"reuse": NOTHING.export()})}
+# What a run of the learned policy begins with, by the name of the run.
+BEGINNINGS = {"learned_from_nothing": ("learned", {"reuse": NOTHING.export()})}
 # The same with one constant of its shape changed: what `reuse` has while it runs.
 SHAPES: dict[str, Mapping[str, float]] = {
-    f"soon_{times:g}": {
-        "SOON": times * reuse.SOON,
-        "ANSWERED_AFTER": times * reuse.ANSWERED_AFTER,
-    }
-    for times in (0.5, 2)
+    f"soon_{soon:g}": {"SOON": soon, "ANSWERED_AFTER": 4 * soon} for soon in (0.05, 0.1, 0.4)
 }
-SHAPES |= {f"same_visit_{times:g}": {"SAME_VISIT": times * reuse.SAME_VISIT} for times in (0.5, 2)}
+SHAPES |= {f"same_visit_{visit:g}": {"SAME_VISIT": visit} for visit in (0.15, 0.6)}
 SHAPES |= {"looks_4": {"LOOKS_COUNT": 4}}
-FROM_NOTHING |= {name: FROM_NOTHING["learned_from_nothing"] for name in SHAPES}
+BEGINNINGS |= {name: BEGINNINGS["learned_from_nothing"] for name in SHAPES}
 # And with other standard deviations of the weights that it begins with.
 for _times in (0.5, 2):
     _doubting = ReuseLearner(BORN, tuple(_times * d for d in DOUBT))  # type: ignore[arg-type]
-    FROM_NOTHING[f"doubt_{_times:g}"] = ("learned", {"reuse": _doubting.export()})
+    BEGINNINGS[f"doubt_{_times:g}"] = ("learned", {"reuse": _doubting.export()})
+# And with start weights as fitted without one family of traces, for reports of that family.
+_BY_FAMILY = json.loads((FOLDER / "replay_fit.json").read_text())["figures"]["families"]
+for _family in _BY_FAMILY:
+    _others = [weights for name, weights in _BY_FAMILY.items() if name != _family]
+    _means = tuple(round(mean(column), 2) for column in zip(*_others, strict=True))
+    _fitted = ReuseLearner(_means)
+    BEGINNINGS[f"learned_without_{_family}"] = ("learned", {"reuse": _fitted.export()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ def run(
     between = [name for name in policies if name not in (WORST, BEST)]
     scores: dict[str, Score] = {}
     for policy in (WORST, BEST, *between):
-        evict, usage = FROM_NOTHING.get(policy, (policy, None))
+        evict, usage = BEGINNINGS.get(policy, (policy, None))
         chosen: Settings = replace(SETTINGS, evict=evict)
         with _shaped(SHAPES.get(policy, {})):
             scores[policy] = World(asked, chosen, bundle(chosen), counted, usage).run()
@@ -115,7 +122,7 @@ def _shaped(constants: Mapping[str, float]) -> Iterator[None]:
 
 def last_weights(case: Case, arrivals: list[Arrival], seed: int) -> list[float]:
     """What the learned policy has learned on a trace, from nothing."""
-    evict, usage = FROM_NOTHING["learned_from_nothing"]
+    evict, usage = BEGINNINGS["learned_from_nothing"]
     chosen = replace(SETTINGS, evict=evict)
     asked = demand(arrivals, case.mix, case.budget_fraction, seed)
     world = World(asked, chosen, bundle(chosen), Instant(0), usage)

@@ -64,7 +64,7 @@ class Reference:
         (asked, features), model.seen = model.seen, None
         ended, model.answered = model.answered, None
         chance = self.chance(features)
-        answer = exp(-((self.clock if ended is None else ended) - asked) / 0.1)
+        answer = exp(-((self.clock if ended is None else ended) - asked) / 0.2)
         steep = max(1e-4, chance * (1 - chance))
         spread = [dot(row, features) for row in self.covariance]
         scale = 1 + steep * dot(spread, features)
@@ -96,7 +96,7 @@ class Reference:
     def look(self, other: ModelName, loading: ModelName, counts: Counts) -> bool:
         model = self.models[other]
         is_open = model.seen and model.answered is None
-        if other == loading or (is_open and model.seen and self.clock - model.seen[0] < 0.4):
+        if other == loading or (is_open and model.seen and self.clock - model.seen[0] < 0.8):
             return False
         if model.seen:
             self.learn(model)

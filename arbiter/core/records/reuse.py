@@ -3,14 +3,13 @@ Bayesian logistic regression on the device's own loads (docs/adr/0040).
 
 The clock counts turnovers: bytes loaded so far by all bytes that can be lent. It has no unit, so
 one set of windows serves an hour and a year, and between loads nothing fades. Each load asks of two
-models in turn how soon they are wanted; the next use, or 0.4 turnovers of silence, is the answer.
+models in turn how soon they are wanted; the next use, or 0.8 turnovers of silence, is the answer.
 Of each model a dozen numbers are kept, and at most FOLLOWERS_COUNT counts of what came after it; a
 use or a load takes the same time however many models there are.
 
-`WINDOWS` to `LOOKS_COUNT` were looked at on 21 public traces of eight families; half and double of
-them change the gap closed there by 0.01. `BORN` was fitted on fifteen traces of four families, on
-which half and double of them change it by 0.03 at most, and what it closes is told of seven others
-(docs/benchmarks.md).
+The constants were compared, and `BORN` was fitted, on fifteen public traces of four families, where
+half and double of one change the gap that is closed by 0.03 at most; what it closes is told of seven
+other traces (docs/benchmarks.md).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,27 +25,27 @@ Features = tuple[float, float, float, float, float, float, float, float, float]
 
 WINDOWS = (1.0, 10.0, 100.0)  # over which uses, visits and visits are counted
 SAME_VISIT = 0.3  # uses closer together count as one visit, by 1 - exp(-gap / SAME_VISIT)
-SOON = 0.1  # what is asked of a model: exp(-turnovers to its next use / SOON)
+SOON = 0.2  # what is asked of a model: exp(-turnovers to its next use / SOON)
 ANSWERED_AFTER = 4 * SOON  # silence that long says no: exp(-4) is 0.02
-LOOKS_COUNT = 2  # models asked with each load; four were no better
+LOOKS_COUNT = 2  # models asked with each load; four close 0.02 more for twice the work
 TRIES_COUNT = 16  # models looked at for these; the others are asked already
 RECENT_COUNT, LEADERS_COUNT = 8, 4  # distinct models used last; those that a follower follows
 FOLLOWERS_COUNT = 16  # of one model, the most frequent
 DRIFT = 1e-5  # added to the variances with each load, so that weights can follow a change
 # Weights at first (`benchmarks.replay --fit`), and how far each may be off: standard deviations
 # from trace to trace.
-BORN = (0.03, 0.01, 0.22, 0.02, 0.33, -0.08, 0.19, 0.10, -1.77)
+BORN = (0.01, 0.00, 0.18, 0.00, 0.31, -0.18, 0.14, 0.19, -1.24)
 DOUBT = (0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 1.0)
 PLACES = range(len(BORN))
-# Added before logarithms: one use in 300 turnovers, a fifth of SOON, a use in 50 hours.
+# Added before logarithms: one use in 300 turnovers, a tenth of SOON, a use in 50 hours.
 RATE_LEAST, AGE_LEAST, FOLLOWS_LEAST, COUNT_LEAST = 0.003, 0.02, 0.02, 0.02
-KNOWN_LEAST = 0.1  # a model used once counts as known for as long as SOON
+KNOWN_LEAST = 0.1  # a model used once counts as known for half of SOON
 LEADER_DOUBT = 4  # visits of a leader before its followers count in full
 ODDS_MOST = 30.0  # exp of more is beyond what a chance can show
 
 
 class Reuse(NamedTuple):
-    """Says how likely a model is wanted within about a tenth of a turnover, and from what."""
+    """Says how likely a model is wanted within about a fifth of a turnover, and from what."""
 
     chance: float = 0.0
     features: Features = (0.0,) * 9
