@@ -8,8 +8,8 @@ Of each model a dozen numbers are kept, and at most FOLLOWERS_COUNT counts of wh
 use or a load takes the same time however many models there are.
 
 The constants were compared, and `BORN` was fitted, on fifteen public traces of four families, where
-half and double of one change the gap that is closed by 0.03 at most; what it closes is told of seven
-other traces (docs/benchmarks.md).
+half and double of one change the gap that is closed by 0.03 at most; what it closes is told of
+seven other traces (docs/benchmarks.md).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
