@@ -46,11 +46,14 @@ class SideStream:
         self._due_s = 0.0
         self._wakeup, self._room, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self.is_whole = False
+        self._send: Send | None = None  # the reader's connection, once there is one
+        self._is_sending = self.is_whole = False
         self.taken, self.carried = asyncio.Event(), asyncio.Event()
 
     async def put(self, piece: bytes) -> None:
-        """Waits while much is held. Raises SideStreamBroken where no reader comes for it."""
+        """Sends what is due itself, which takes no turn of another task for each piece. Waits while
+        much is held, or the reader's socket takes no more. Raises SideStreamBroken where no reader
+        comes for it."""
         while self._held_bytes > MOST_HELD_BYTES and not self._over.is_set():
             self._room.clear()  # first: its reader may make room as soon as it comes
             await self.until_taken()
@@ -58,10 +61,13 @@ class SideStream:
         self._held.append(piece)
         self._held_bytes += len(piece)
         loop = asyncio.get_running_loop()
-        if loop.time() >= self._due_s:
-            self._wakeup.set()
-        elif self._timer is None:
-            self._timer = loop.call_at(self._due_s, self._wakeup.set)
+        if loop.time() < self._due_s:
+            if self._timer is None:
+                self._timer = loop.call_at(self._due_s, self._wakeup.set)
+        elif self._send is None or self._is_sending:
+            self._wakeup.set()  # for `carry`, which sends all of it in its order
+        else:
+            await self._flush(self._send)
 
     async def until_taken(self) -> None:
         """Returns once a reader is there. Raises SideStreamBroken where none comes."""
@@ -78,28 +84,38 @@ class SideStream:
         self._room.set()
 
     async def carry(self, send: Send) -> None:
-        """Sends what there is until the end. Raises SideStreamBroken."""
+        """Sends what `put` has not sent, until the end. Raises SideStreamBroken."""
+        self._send = send
         self.taken.set()
-        loop = asyncio.get_running_loop()
         try:
             while not (self._over.is_set() and not self._held):
                 await self._wakeup.wait()
                 self._wakeup.clear()
-                if self._timer is not None:
-                    self._timer.cancel()
-                    self._timer = None
-                held, self._held, self._held_bytes = b"".join(self._held), [], 0
-                self._room.set()
-                if held:
-                    await send({"type": "http.response.body", "body": held, "more_body": True})
-                    self._sent += 1
-                    is_joined = self._sent >= messages.FIRST_PIECES
-                    self._due_s = loop.time() + JOIN_S if is_joined else 0.0
+                if not self._is_sending:
+                    await self._flush(send)
             if not self.is_whole:
                 raise SideStreamBroken
             await send({"type": "http.response.body", "body": b""})
         finally:
             self.carried.set()
+
+    async def _flush(self, send: Send) -> None:
+        """Sends what is held as one piece."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        held, self._held, self._held_bytes = b"".join(self._held), [], 0
+        self._room.set()
+        if not held:
+            return
+        self._is_sending = True
+        try:
+            await send({"type": "http.response.body", "body": held, "more_body": True})
+        finally:
+            self._is_sending = False
+        self._sent += 1
+        is_joined = self._sent >= messages.FIRST_PIECES
+        self._due_s = asyncio.get_running_loop().time() + JOIN_S if is_joined else 0.0
 
 
 class SideStreams:

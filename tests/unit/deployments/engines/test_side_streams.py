@@ -135,3 +135,30 @@ async def test_pieces_after_the_first_two_are_joined_and_the_end_waits_for_nothi
     stream.end(is_whole=True)
     await carrying
     assert sent.bodies == [b"1", b"2", b"345", b""]
+
+
+async def test_piece_that_is_due_goes_out_within_the_task_that_made_it() -> None:
+    stream, sent = SideStream(), Sent()
+    carrying = asyncio.ensure_future(stream.carry(sent))
+    await asyncio.sleep(0)
+    await stream.put(b"1")
+    assert sent.bodies == [b"1"]
+    stream.end(is_whole=True)
+    await carrying
+
+
+async def test_what_comes_while_a_piece_waits_for_the_socket_follows_it() -> None:
+    stream, sent, may_send = SideStream(), Sent(), asyncio.Event()
+
+    async def slow(message: Any) -> None:
+        await may_send.wait()
+        await sent(message)
+
+    await stream.put(b"1")
+    carrying = asyncio.ensure_future(stream.carry(slow))
+    await asyncio.sleep(0)
+    await stream.put(b"2")
+    stream.end(is_whole=True)
+    may_send.set()
+    await carrying
+    assert sent.bodies == [b"1", b"2", b""]
