@@ -18,6 +18,7 @@ from arbiter import leases
 from arbiter.errors import RequestError
 from arbiter.leases import LeaseLost
 from arbiter.units import GIB
+from deployments.cli.foreground import foreground, was_suspended
 from deployments.cli.http import Url, address, api_key
 from deployments.cli.output import CommandError, say, size, working
 
@@ -139,16 +140,24 @@ def _attended(words: list[str], held: leases.Lease, notice: signal.Signals, as_j
         for number in early:
             _send(process, number)
         held.measure(process.pid)
-        while not held.notice.is_set() and process.poll() is None:
-            held.notice.wait(LOOK_S)
-        if process.poll() is None:
-            _report(as_json, held, "leaving", reason=held.reason, left_s=held.left_s)
-            _send(process, notice)
-            _wait(process, held.left_s or 0.0)
+        with foreground(process):
+            if not _ends_before_notice(process, held):
+                _report(as_json, held, "leaving", reason=held.reason, left_s=held.left_s)
+                _send(process, notice)
+                _wait(process, held.left_s or 0.0)
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
+
+
+def _ends_before_notice(process: subprocess.Popen[bytes], held: leases.Lease) -> bool:
+    while not held.notice.is_set() and process.poll() is None:
+        if was_suspended(process):
+            say("arbiter lease: a command that holds memory is not suspended", "yellow")
+            _send(process, signal.SIGCONT)
+        held.notice.wait(LOOK_S)
+    return process.poll() is not None
 
 
 def _report(as_json: bool, held: leases.Lease, state: str, **more: Any) -> None:

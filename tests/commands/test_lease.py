@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,6 +111,35 @@ async def test_a_command_that_is_interrupted_ends_and_so_does_its_lease(
     assert job.wait(WITHIN_S) == 3
     assert told(front, "DELETE")
     job.communicate()
+
+
+ON_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+def test_command_reads_the_terminal_and_is_not_suspended_by_its_keys(
+    granting: tuple[LeaseFront, str],
+) -> None:
+    _, url = granting
+    words = ["lease", "--gb", "1", "--", "bash", "-c", "read a; echo got $a; read b; echo and $b"]
+    job = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, sys.executable, "-m", "deployments.cli", *words],
+        env=os.environ | {"ARBITER_URL": url, "ARBITER_KEY": "arb-mine"},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert job.stdin and job.stdout
+    bound = threading.Timer(WITHIN_S, job.kill)  # then there are no more lines
+    bound.start()
+    job.stdin.write("one\n")
+    job.stdin.flush()
+    assert any("got one" in line for line in job.stdout)
+    job.stdin.write("\x1a")  # Ctrl-Z
+    job.stdin.flush()
+    assert any("is not suspended" in line for line in job.stdout)
+    out, _ = job.communicate("two\n", timeout=WITHIN_S)
+    bound.cancel()
+    assert (job.returncode, "and two" in out) == (0, True)
 
 
 async def test_an_interrupted_wait_withdraws_and_is_no_success(
