@@ -95,15 +95,16 @@ def _at_most(most: int) -> AfterValidator:
 
 
 def not_served(why: str, *harmless: object) -> BeforeValidator:
-    """Refuses what a client may send by its API and is not served here. `harmless`: values, beside
-    null, that mean the same as none."""
+    """Refuses what a client may send by its API and is not served here, which its description says
+    as well. `harmless`: values, beside null, that mean the same as none."""
 
     def checked(value: object) -> object:
         if value is None or value in harmless:
             return None
         raise ValueError(why)
 
-    return BeforeValidator(checked)
+    told = WithJsonSchema({"enum": [*harmless, None], "description": why})
+    return BeforeValidator(checked, json_schema_input_type=Annotated[None, told])
 
 
 _NOT_EMPTY = Field(min_length=1)

@@ -401,6 +401,28 @@ async def test_description_names_each_body_and_no_status_that_is_never_sent(
     assert takes_form == {SPEAK, "/v1/files"} | forms
 
 
+@pytest.mark.spec("L3")
+async def test_description_says_of_what_is_not_served_what_to_do_and_what_is_harmless(
+    client: AsyncClient,
+) -> None:
+    told = (await client.get("/openapi.json")).json()
+
+    def of_path(path: str) -> dict[str, Any]:
+        content = told["paths"][path]["post"]["requestBody"]["content"]
+        found: dict[str, Any] = content["application/json"]["schema"]["properties"]
+        return found
+
+    ollamas = told["components"]["schemas"]["Generate"]["properties"]
+    for fields, name, why, *harmless in (
+        (ollamas, "suffix", "not served; end the text within", ""),
+        (ollamas, "template", "not served; the model has its own", ""),
+        (of_path("/v1/responses"), "conversation", "not served; use `previous_response_id`"),
+        (of_path("/v1/score"), "data_1", "is not taken; give texts as `text_1`"),
+    ):
+        assert fields[name]["description"].startswith(why)
+        assert fields[name]["enum"] == [*harmless, None]
+
+
 @pytest.mark.spec("J8")
 async def test_full_front_is_429_before_the_body_is_read(
     client: AsyncClient, front: FrontState
