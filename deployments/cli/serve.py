@@ -60,7 +60,7 @@ def read(file: Path) -> Configured:
     try:
         raw = yaml.safe_load(file.read_text())
         http = raw.get("http_options") or {}
-        [front] = [app for app in raw["applications"] if app["name"] == "front"]
+        [front] = [app for app in raw["applications"] if app.get("name") == "front"]
         table = front["deployments"][0]["user_config"]["capabilities"]
         return Configured(http.get("host", "127.0.0.1"), http.get("port", 8000), table)
     except (OSError, yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError) as error:

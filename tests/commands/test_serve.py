@@ -147,7 +147,8 @@ def test_zygote_that_cannot_start_is_named_and_the_child_ends(
 @pytest.mark.spec("M1")
 def test_front_is_found_wherever_it_stands_among_the_applications(file: Path) -> None:
     before, config = serve.read(file), yaml.safe_load(file.read_text())
-    config["applications"].insert(0, {"name": "own", "import_path": "a:b"})
+    own = {"name": "own", "import_path": "a:b"}
+    config["applications"][:0] = [own, {"import_path": "a:c"}]  # Serve has a name for the second
     file.write_text(yaml.safe_dump(config))
     assert serve.read(file) == before
 
