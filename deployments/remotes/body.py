@@ -88,8 +88,9 @@ def rebuild(path: str, fields: dict[str, Any], model: RemoteModel) -> Rebuilt:
 
 def _bound_answer(new: dict[str, Any], fields: dict[str, Any], model: RemoteModel) -> int:
     """Puts a length into the body, because a budget needs one; the tokens of all choices."""
-    said = fields.get("max_completion_tokens")
-    asked = _count(fields.get("max_tokens") if said is None else said, "max_tokens")
+    newer = "max_completion_tokens"
+    field = "max_tokens" if fields.get(newer) is None else newer
+    asked = _count(fields.get(field), field)
     length: int = min(asked or model.answer_tokens, model.answer_tokens)
     new[model.length_field] = length
     choices = max(_count(new.get(name), name) or 1 for name in ("n", "best_of"))

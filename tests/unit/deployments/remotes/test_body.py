@@ -101,8 +101,9 @@ def test_the_operator_bounds_the_answer_and_each_choice_counts() -> None:
     assert chat(message, max_tokens=10**6).fields["max_tokens"] == 50
     assert chat(message).fields["max_tokens"] == 50
     for name in ("max_tokens", "max_completion_tokens"):
-        with pytest.raises(BodyStays, match="no number above 0"):
+        with pytest.raises(BodyStays, match="no number above 0") as refused:
             chat(message, **{name: 0})
+        assert refused.value.param == name
     assert chat(message, n=3, max_completion_tokens=5).answer_tokens == 15
     made = rebuild(COMPLETIONS, {"prompt": ["a", "b"], "best_of": 2}, MODEL)
     assert made.answer_tokens == 50 * 2 * 2
