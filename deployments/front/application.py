@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
 
 from deployments import prefixes
 from deployments.front.body_limit import BodyLimit
@@ -47,6 +48,11 @@ CHECKED = (Depends(check_site),)  # each request
 
 class Application(FastAPI):
     """FastAPI, but for the 422 that it describes and HANDLERS turn into a 400."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Two middlewares go around Starlette's own, which answers what raised no RequestError."""
+        forms = ErrorForms(super().build_middleware_stack())
+        return OtherSites(forms, auth=lambda: self.state.front.auth)
 
     def openapi(self) -> dict[str, Any]:
         described = super().openapi()
@@ -92,10 +98,9 @@ def build(front: FrontState) -> FastAPI:
         redoc_url=None,
         dependencies=CHECKED,
         exception_handlers=HANDLERS,
-        middleware=[Middleware(ErrorForms), Middleware(BodyLimit)],
+        middleware=[Middleware(BodyLimit)],
     )
     app.state.front = front
-    app.add_middleware(OtherSites, auth=lambda: app.state.front.auth)  # around the others
     app.state.offered = []
     app.router.routes.extend(_fixed_routes())
     offer(app)

@@ -46,7 +46,7 @@ def form_of(path: str) -> Form | None:
 
 
 class ErrorForms:
-    """An ASGI middleware, the outermost of the front."""
+    """An ASGI middleware around all that answers; see deployments.front.application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

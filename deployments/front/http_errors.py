@@ -76,9 +76,17 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     return Response(body, status, headers)
 
 
+async def on_failure(_: Request, error: Exception) -> Response:
+    """What nothing else has caught; Starlette raises it again, so that it is logged."""
+    said = f"the front failed ({type(error).__name__}); its log has the traceback"
+    body = messages.error_body(said, kind=messages.kind_of(500), code="internal_error")
+    return Response(body, 500, {"content-type": "application/json"})
+
+
 HANDLERS: dict[int | type[Exception], Callable[[Request, Exception], Any]] = {
     RequestError: on_request_error,
     ConfigError: on_config_error,
     RequestValidationError: on_invalid,
     HTTPException: on_http_exception,
+    Exception: on_failure,
 }

@@ -15,6 +15,7 @@ from httpx import ASGITransport, AsyncClient, Response
 
 from arbiter.errors import ArbiterUnavailable, UnknownTicket
 from arbiter.units import TicketId
+from deployments import messages
 from deployments.config.schema import parse_table
 from deployments.front import application, arbiter_gateway, keys, metrics_page
 from deployments.front.auth import Authenticator
@@ -27,6 +28,7 @@ from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
 from deployments.jobs.client import JobsClient
 from tests.support.speaker import BODY, FORM, SPEAK, Speaker, table
+from tests.support.speaker import Response as Answer
 
 STATE: dict[str, Any] = {
     "tickets": [], "queue": [], "cooldowns": [], "floors": [], "load_times": [], "table": {},
@@ -150,17 +152,28 @@ async def test_page_of_an_allowed_site_may_ask_and_read_and_no_other(
 ) -> None:
     sites = frozenset[str](), frozenset({"https://app.example"})
     front.auth = Authenticator(Keyring(keys_file), *sites)
+    speaker = Speaker()
+    events = messages.ResponseHead(200, {"content-type": "text/event-stream"})
+    speaker.response = Answer(events, b"data: 1\n\n")
+    front.service = InferenceService(speaker.send_of)
+    front.service.configure(table())
     wish = "authorization,content-type,x-stainless-lang"
     asks = {"access-control-request-method": "POST", "access-control-request-headers": wish}
-    seen = []
+    seen, was_streamed = [], []
     for page in ({"origin": "https://app.example"}, {"origin": "https://x.org"}):
         preflight = await client.options("/v1/chat/completions", headers=page | asks)
         assert preflight.headers["access-control-allow-headers"] == wish
         answers = [
             await client.get(path, headers=page) for path in ("/api/version", "/v1/models/n")
         ]
-        seen += [one.headers.get("access-control-allow-origin") for one in (preflight, *answers)]
-    assert seen == ["https://app.example"] * 3 + [None] * 3
+        streamed = await client.post(SPEAK, content=BODY, headers=FORM | page)
+        was_streamed.append(streamed.text == "data: 1\n\n")
+        of_page = (preflight, *answers, streamed)
+        allowed = "access-control-allow-origin"
+        seen.append([(one.status_code, one.headers.get(allowed)) for one in of_page])
+    assert was_streamed == [True, False]
+    assert seen[0] == [(status, "https://app.example") for status in (200, 200, 404, 200)]
+    assert seen[1] == [(status, None) for status in (400, 403, 403, 403)]
     assert "vary" not in (await client.get("/api/version")).headers
 
 
@@ -181,6 +194,31 @@ def test_routes_that_generate_are_compared_before_all_others(built: FastAPI) -> 
     paths = [route.path for route in built.routes if isinstance(route, APIRoute)]
     generating = {path for path, _ in openai.generating(tuple(SCHEMAS))} - set(application.OWN)
     assert set(paths[: len(generating)]) == generating
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("path", ["/arbiter/state", "/api/ps"])
+async def test_failure_of_the_front_is_answered_in_form_and_to_a_page_that_may_read_it(
+    built: FastAPI,
+    client: AsyncClient,
+    front: FrontState,
+    keys_file: Path,
+    arbiter: Arbiter,
+    path: str,
+) -> None:
+    site = "https://app.example"
+    front.auth = Authenticator(Keyring(keys_file), frozenset(), frozenset({site}))
+    arbiter.answers["state"] = ZeroDivisionError("secret")
+    transport = ASGITransport(built, raise_app_exceptions=False)
+    async with AsyncClient(transport=transport, base_url="http://localhost") as made:
+        answer = await made.get(path, headers={"origin": site})
+    assert answer.status_code == 500
+    assert answer.headers["access-control-allow-origin"] == site
+    said = answer.json()["error"]
+    message = said if path.startswith("/api") else error(answer)["message"]
+    assert "ZeroDivisionError" in message and "secret" not in message
+    with pytest.raises(ZeroDivisionError):  # so that it is logged
+        await client.get(path)
 
 
 async def test_form_and_binary_stream_pass_over_http(client: AsyncClient) -> None:
