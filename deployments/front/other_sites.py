@@ -15,7 +15,11 @@ class OtherSites(CORSMiddleware):
 
     def __init__(self, app: ASGIApp, auth: Callable[[], Authenticator]) -> None:
         super().__init__(
-            app, allow_methods=ALL_METHODS, allow_headers=("*",), expose_headers=("*",)
+            app,
+            allow_methods=ALL_METHODS,
+            allow_headers=("*",),
+            allow_private_network=True,  # the front's address, as a page of a public site sees it
+            expose_headers=("*",),
         )
         self._auth = auth
 

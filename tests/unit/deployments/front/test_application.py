@@ -158,8 +158,12 @@ async def test_page_of_an_allowed_site_may_ask_and_read_and_no_other(
     front.service = InferenceService(speaker.send_of)
     front.service.configure(table())
     wish = "authorization,content-type,x-stainless-lang"
-    asks = {"access-control-request-method": "POST", "access-control-request-headers": wish}
-    seen, was_streamed = [], []
+    asks = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": wish,
+        "access-control-request-private-network": "true",  # a public site's, of this machine
+    }
+    seen, was_streamed, private = [], [], []
     for page in ({"origin": "https://app.example"}, {"origin": "https://x.org"}):
         preflight = await client.options("/v1/chat/completions", headers=page | asks)
         assert preflight.headers["access-control-allow-headers"] == wish
@@ -171,6 +175,8 @@ async def test_page_of_an_allowed_site_may_ask_and_read_and_no_other(
         of_page = (preflight, *answers, streamed)
         allowed = "access-control-allow-origin"
         seen.append([(one.status_code, one.headers.get(allowed)) for one in of_page])
+        private.append(preflight.headers.get("access-control-allow-private-network"))
+    assert private[0] == "true"
     assert was_streamed == [True, False]
     assert seen[0] == [(status, "https://app.example") for status in (200, 200, 404, 200)]
     assert seen[1] == [(status, None) for status in (400, 403, 403, 403)]
