@@ -34,18 +34,19 @@ class DyingEngine:
     ticket, predicted_s = TicketId("t"), 0.0
 
     def __init__(self, head: messages.ResponseHead) -> None:
-        self.head = head
+        self.head, self.begun_count, self.ended_count = head, 0, 0
 
     def use(self, model: str, **how: object) -> "DyingEngine":
         return self
 
     async def __aenter__(self) -> "DyingEngine":
+        self.begun_count += 1
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        return None
+        self.ended_count += 1
 
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
@@ -154,8 +155,10 @@ class FetchingCapability(ExampleCapability):
 
 @pytest.mark.spec("A21", "F6")
 async def test_deadline_ends_the_wait_for_what_a_call_needs_besides_its_model() -> None:
-    late = replace(CALL, deadline_s=0.0)
-    [said] = [part async for part in FetchingCapability(AttentiveEngine(JSON)).handle(late)]
+    late, engine = replace(CALL, deadline_s=0.0), AttentiveEngine(JSON)
+    async with asyncio.timeout(60):
+        [said] = [part async for part in FetchingCapability(engine).handle(late)]
+    assert engine.begun_count == engine.ended_count == 1, "its use is released"
     assert isinstance(said, messages.FullResponse)
     assert (said.head.status, json.loads(said.body)["error"]["code"]) == (503, "deadline_unmet")
 
