@@ -96,7 +96,7 @@ class Progress:
         return f": {words} waited_s={waited_s:.1f}\n\n".encode()
 
 
-RUNNING = Progress("running", 0, 0.0)
+STARTING, RUNNING = Progress("starting", 0, None), Progress("running", 0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

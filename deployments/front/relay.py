@@ -30,7 +30,6 @@ Beginnings = messages.ResponseHead | messages.FullResponse
 PROGRESS_S = 1.0
 
 SSE = "text/event-stream"
-STARTING = messages.Progress("starting", 0, None)
 
 
 async def relay(
@@ -107,7 +106,7 @@ class FirstPart:
     def __init__(self, parts: Parts, model: str, progress_s: float) -> None:
         self._parts, self._model, self._progress_s = parts, model, progress_s
         self._began_s = self._heard_s = time.monotonic()
-        self._progress = STARTING
+        self._progress = messages.STARTING
         self._next = asyncio.ensure_future(anext(parts))
 
     async def first(self) -> Beginnings | None:

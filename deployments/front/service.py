@@ -223,7 +223,7 @@ def handle_of(capability: str) -> Send:
 async def answer(call: messages.InferenceCall, send: Send) -> Parts:
     """Sends a call, TRIES times at most, and yields the parts of the first try that gives a
     response; once it has begun there is no other try. A later try has what the earlier ones left of
-    the deadline. Raises RequestError."""
+    the deadline, and is told as STARTING. Raises RequestError."""
     began_s = time.monotonic()
     for number in range(1, TRIES + 1):
         has_begun = False
@@ -244,6 +244,8 @@ async def answer(call: messages.InferenceCall, send: Send) -> Parts:
             if left_s <= 0:
                 raise DeadlineUnmet(call.model, call.deadline_s, RETRY_AFTER_S)
             call, began_s = replace(call, deadline_s=left_s), now_s
+        if call.wants_progress:  # what the lost replica said last holds no more
+            yield messages.STARTING
 
 
 def _again(call: messages.InferenceCall, error: RequestError) -> messages.InferenceCall | None:

@@ -118,6 +118,8 @@ class Capability:
                     yield resize.unmarked(part)
                 else:
                     return
+            if call.wants_progress:  # it may have heard that the engine runs, which is restarted
+                yield messages.Progress("loading", 0, None)
             try:
                 await self._grown(call, began_s)
             except TicketClosed:  # the model was unloaded just then, and is loaded again

@@ -63,10 +63,10 @@ async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) 
         try:
             one = _later(call, await call.call_of(rung.name), time.monotonic() - began_s)
             logger.info("request %s: task %s -> %s", call.request_id, call.task, rung.name)
-            parts = run(one)
-            if ahead and rung.name not in left and not rung.state.is_remote:
-                parts = _watched(parts, call.onward, rung, {r.name for r in ahead}, began_s)
-            async with aclosing(parts):
+            may_leave = ahead and rung.name not in left and not rung.state.is_remote
+            onward = call.onward if may_leave else None
+            names = {other.name for other in ahead}
+            async with aclosing(_watched(run(one), onward, rung, names, began_s)) as parts:
                 async for part in parts:
                     if ahead and not has_begun and _is_passing(part):
                         break
@@ -84,6 +84,8 @@ async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) 
             if has_begun or not ahead or not passes:
                 raise
             logger.warning("request %s: %s: %s", call.request_id, rung.name, error)
+        if call.wants_progress:  # what this rung said last does not hold for the next
+            yield messages.STARTING
 
 
 class _Leaves(Exception):

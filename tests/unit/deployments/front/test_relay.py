@@ -211,6 +211,15 @@ async def test_stream_carries_progress_comments_while_its_model_loads() -> None:
     assert all(block.startswith((b": ", b"data: ")) for block in rest.strip().split(b"\n\n"))
 
 
+@pytest.mark.spec("J3", "A19")
+async def test_client_of_a_replica_that_dies_while_it_answers_reads_that_another_starts() -> None:
+    tries = Capability(Answer(messages.RUNNING, ActorDiedError()), Answer(SSE))
+    parts = [part async for part in answer(WANTS, tries)]
+    assert parts == [messages.RUNNING, messages.STARTING, SSE]
+    tries = Capability(Answer(ActorDiedError()), Answer(SSE))
+    assert [part async for part in answer(CALL, tries)] == [SSE], "it wants none"
+
+
 @pytest.mark.spec("J3", "N1")
 @pytest.mark.parametrize("ends_well", [True, False])
 async def test_front_reads_the_side_stream_of_a_head_that_comes_after_a_comment(

@@ -190,6 +190,7 @@ class ShortEngine(DyingEngine):
     def __init__(self, *growths: Exception | asyncio.Event | None) -> None:
         super().__init__(messages.ResponseHead(400, JSON.headers | {COULD_GROW: "context"}))
         self.growths, self.deadlines_s = list(growths), []  # type: ignore[var-annotated]
+        self.models = {"m": SimpleNamespace(state=HolderState.RESIDENT)}
 
     def use(self, model: str, **how: object) -> "ShortEngine":
         self.deadlines_s.append(how["deadline_s"])
@@ -214,6 +215,15 @@ async def whole(engine: ShortEngine, call: messages.InferenceCall = CALL) -> mes
     [said] = [part async for part in ExampleCapability(engine).handle(call)]
     assert isinstance(said, messages.FullResponse)
     return said
+
+
+@pytest.mark.spec("A14", "J3")
+async def test_client_of_a_model_that_grows_reads_that_it_loads() -> None:
+    engine = ShortEngine(None)
+    call = replace(CALL, wants_progress=True)
+    said, answer = [part async for part in ExampleCapability(engine).handle(call)]
+    assert said == messages.Progress("loading", 0, None)
+    assert isinstance(answer, messages.FullResponse) and answer.head.status == 200
 
 
 @pytest.mark.spec("A14")

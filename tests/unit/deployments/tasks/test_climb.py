@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -94,6 +94,18 @@ async def test_rung_that_fails_before_its_first_part_makes_way_for_the_next(
     assert [call.model for call in models.asked] == ["0", "1"]
     assert models.closed_count == 2, "no call is left open"
     assert not models.asked[0].wants_progress, "as the task's call says"
+
+
+@pytest.mark.spec("J3", "J5")
+@pytest.mark.parametrize("failure", [LOST, refusal(LOST)], ids=repr)
+async def test_client_reads_that_the_next_rung_starts_and_not_that_the_last_runs(
+    failure: Part | RequestError,
+) -> None:
+    models = Models([[messages.RUNNING, failure], [WHOLE]])
+    call = replace(models.call(), wants_progress=True)
+    running, starting, answer = [part async for part in climb(call, models.run)]
+    assert (running, starting) == (messages.RUNNING, messages.STARTING)
+    assert isinstance(answer, FullResponse) and signed(answer.head, 1)
 
 
 @pytest.mark.spec("J5")
