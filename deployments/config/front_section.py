@@ -36,4 +36,6 @@ class FrontConfig(Strict):
     bodies_bytes: Annotated[Size, Field(ge=32 << 20)] = 1 << 30
     keys_file: str | None = None  # API keys, mode 0600; default: beside the arbiter's state
     hosts: tuple[str, ...] = ()  # names this front is called by, besides addresses and localhost
-    origins: tuple[str, ...] = ()  # other sites whose pages may call it, as `https://name:port`
+    # Other sites, as `https://name:port`, whose pages may call it and read the answers: with a key
+    # what it allows, and before there are keys whatever is open.
+    origins: tuple[str, ...] = ()
