@@ -185,7 +185,7 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     version = state.estimates.version
     _learn_all(state, event.engines)
     if state.estimates.version != version:
-        state.mark_dirty(node.node)  # queued tickets need less, or more
+        state.mark_dirty(*state.queue.nodes)  # queued tickets need less, or more
     _note_unclaimed(state, node, seen_bytes)
     lessees.note_reading(state, node, seen_bytes)
     _charge_foreign(state, node)

@@ -207,7 +207,11 @@ def test_sleeping_model_whose_slab_has_more_than_it_may_is_asked_too() -> None:
 
 @pytest.mark.spec("A17")
 def test_ticket_that_fits_by_what_a_reading_teaches_is_granted_at_that_reading() -> None:
+    """On whichever node: an estimate is of all of them."""
     driver = CoreDriver(holders=("h", "k"))
+    driver.see_node(0, 20, 0, node="m")
+    driver.read(0, node="m")
+    driver.join(0, "l", node="m")
     urgent, need = types.Priority.URGENT, types.Need(gib(10), gib(40))
     first = ev.Requested(TicketId("a"), HolderId("h"), "text", "a", need, priority=urgent)
     driver.at(0, first)
@@ -216,4 +220,8 @@ def test_ticket_that_fits_by_what_a_reading_teaches_is_granted_at_that_reading()
     driver.read(1)
     need = types.Need(gib(10), gib(25))
     assert driver.at(2, ev.Requested(TicketId("b"), HolderId("k"), "text", "b", need)) == []
-    assert granted(driver.read(3)) == ["b"]  # models of its kind take 10 less than was computed
+    driver.resident(2, "d", 10, holder="l")
+    driver.beat(2, "d", holder="l", inflight=1)
+    need = types.Need(gib(2), gib(10))
+    assert driver.at(2, ev.Requested(TicketId("c"), HolderId("l"), "text", "c", need)) == []
+    assert sorted(granted(driver.read(2.5))) == ["b", "c"]  # 10 less than was computed
