@@ -22,7 +22,7 @@ from arbiter.errors import (
 from arbiter.node.device_probe import Tree
 from arbiter.protocol import rpc
 from arbiter.protocol.messages import NAME, NAMESPACE
-from arbiter.units import Epoch, NodeId, TicketId
+from arbiter.units import DeviceId, Epoch, NodeId, TicketId
 
 logger = logging.getLogger("arbiter.agent")
 
@@ -45,7 +45,8 @@ class Reports:
         self.gone: dict[TicketId, ev.EngineGone] = {}  # not yet sent
         self._returning: dict[TicketId, set[int]] = {}  # dead, but NVML still lists these pids
         self._node, self._introduction, self._gpu_pids = node, introduction, gpu_pids
-        self._told: tuple[types.DeviceSpec, ...] | None = None  # devices the arbiter heard of last
+        # What the arbiter heard last: the devices, and those that may yet be among them.
+        self._told: tuple[tuple[types.DeviceSpec, ...], set[DeviceId]] | None = None
         self._arbiter: rpc.Peer | None = None
         self._finding = asyncio.Lock()
         # One thread: Ray may take a minute, while reports give up sooner and ask again.
@@ -94,14 +95,16 @@ class Reports:
         try:
             async with asyncio.timeout(REPORT_S):
                 arbiter, seen = await self._found(), self._introduction()
-                has_changed = self._told not in (None, seen.devices)
+                may_come = {u.device for u in seen.unreadable} - {d.device for d in seen.devices}
+                tells = seen.devices, may_come
+                has_changed = self._told not in (None, tells)
                 news = (seen, *said) if has_changed else said
                 sent = self._epoch
                 epoch = await arbiter.call("report", self._node, sent, news)
                 if epoch != sent:  # it was dropped, though another report may know the epoch by now
                     self._epoch = epoch
                     await arbiter.call("report", self._node, epoch, (seen, *said))
-                self._told = seen.devices
+                self._told = tells
         except AWAY as error:
             self._note_away(arbiter, error)
             return False  # the next turn repeats it

@@ -34,7 +34,7 @@ BUGS = [
         "set(pids) | self._returning.pop(ticket, set())",
         "set(pids)"),
     Bug("devices that changed are not told", "arbiter/node/reports.py", "Reports.say",
-        "self._told not in (None, seen.devices)",
+        "self._told not in (None, tells)",
         "False"),
     Bug("only the first process of the dead is looked for", "arbiter/node/children.py", "Children.note",
         "child.last_members = set(found) or child.last_members",

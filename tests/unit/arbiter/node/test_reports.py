@@ -208,3 +208,16 @@ async def test_devices_that_have_changed_are_told_with_what_is_said_next() -> No
     seen[0] = ev.NodeSeen(N, (gpu,), (ev.DeviceUnreadable(gpu.device, "Timeout"),))
     assert await receiver.reports.say((said,))
     assert receiver.heard[-1] == (said,)  # it is there as before
+
+
+@pytest.mark.spec("B1", "B6")
+async def test_gpu_that_never_answered_and_is_lost_is_told_with_what_is_said_next() -> None:
+    """The device list is the same, but the arbiter had tickets wait for that GPU."""
+    receiver, said = ReportReceiver(), ev.EngineGone(N, T, True)
+    unread = ev.DeviceUnreadable(DeviceId("n/gpu:0"), "Timeout")
+    seen = [ev.NodeSeen(N, (), (unread,)), SEEN]
+    receiver.reports._introduction = lambda: seen[0]
+    assert await receiver.reports.say((said,)) and await receiver.reports.say((said,))
+    del seen[0]
+    assert await receiver.reports.say((said,)) and await receiver.reports.say((said,))
+    assert receiver.heard == [(said,), (said,), (SEEN, said), (said,)]
