@@ -67,7 +67,8 @@ class NodeProbe:
         return {self._gpu_id(i): card.uuid for i, card in cards}
 
     def introduction(self) -> NodeSeen:
-        return NodeSeen(self._node, self.inventory(), self.unreadable())
+        unreadable = self.unreadable()  # first: what answers in between is in both, not in neither
+        return NodeSeen(self._node, self.inventory(), unreadable)
 
     def inventory(self) -> tuple[DeviceSpec, ...]:
         """Leaves out GPUs that fell off the bus or have never answered."""

@@ -1,5 +1,7 @@
 """Devices and readings of a node without GPUs; of one with GPUs see test_nvml."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,6 +39,17 @@ class LostGpu(NoGpus):
         return Card("A10G", "GPU-a", Bytes(5))
 
 
+class SilentGpu(LostGpu):
+    """One GPU, which answers nothing at first."""
+
+    answers = False
+
+    def card(self, index: int) -> Card:
+        if not self.answers:
+            raise GpuUnreadable(index, "nvmlDeviceGetHandleByIndex", "Timeout", 10)
+        return super().card(index)
+
+
 class Watched(dict[int, GpuUnreadable]):
     """Lets another thread look after each change."""
 
@@ -66,3 +79,24 @@ def test_lost_gpu_is_offered_at_no_moment_of_a_reading() -> None:
     assert faults.seen == [["n/host"]] * 2
     probe._note_fault(0, None)
     assert faults.seen[-1] == ["n/gpu:0", "n/host"]
+
+
+@pytest.mark.spec("B1", "B6")
+def test_gpu_that_first_answers_during_an_introduction_is_not_left_out_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node without a GPU, and without one to come, refuses all that waits there."""
+    gpus = SilentGpu()
+    probe = NodeProbe(N, gpus)
+
+    def then_read(look: Callable[[], Any]) -> Any:
+        found = look()
+        gpus.answers = True
+        probe._card(0)
+        probe._note_fault(0, None)
+        return found
+
+    for name in ("inventory", "unreadable"):
+        monkeypatch.setattr(probe, name, partial(then_read, getattr(probe, name)))
+    seen = probe.introduction()
+    assert "n/gpu:0" in {d.device for d in (*seen.devices, *seen.unreadable)}
