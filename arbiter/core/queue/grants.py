@@ -278,7 +278,8 @@ def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: Queue
     books = compute_books(state, pass_.node)
     sizes = [(e, placement.estimated_bytes(state, e, pass_.largest_bytes)) for e in there]
     most = pass_.most_for(state, entry.client.tenant)
-    if any(_is_held(state, e) for e in there):
+    is_unread = pass_.node.may_gain_devices and not pass_.node.computing
+    if is_unread or any(_is_held(state, e) for e in there):
         return pass_.defer(waiting, ())
     at_best = gangs.assign(sizes, books, most)
     if not at_best:

@@ -8,7 +8,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.errors import NeverFits
 from arbiter.protocol.json_codec import plain
-from arbiter.units import Bytes, TicketId
+from arbiter.units import Bytes, HolderId, TicketId
 from tests.support.core_driver import HOST, NODE, gib, granted, is_granted, killed, refusal
 from tests.support.gpu_core_driver import GPU, OTHER, GpuCoreDriver
 
@@ -114,10 +114,17 @@ def test_ticket_of_a_node_whose_gpus_were_never_read_waits_for_them() -> None:
     driver.unreadable = {GPU: LOST, OTHER: LOST}
     driver.introduce(2)
     driver.join(2, "h")
+    driver.read(2)  # the host's RAM alone
     assert driver.ask(2, "a", 60) == []
+    gang = (TicketId("b"), TicketId("c"))
+    for name in gang:
+        need = types.Need(gib(10))
+        asks = ev.Requested(name, HolderId("h"), "text", name, need, "", True, gang=gang)
+        assert driver.at(2, asks) == []
+    assert driver.read(3) == []
     driver.unreadable = {}
-    driver.introduce(3)
-    assert granted(driver.read(3)) == ["a"]
+    driver.introduce(4)
+    assert granted(driver.read(4)) == ["a", "b", "c"]
 
 
 @pytest.mark.spec("B1", "A19")
