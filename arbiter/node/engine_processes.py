@@ -122,8 +122,11 @@ class EngineProcesses:
             path = self.children.socket(ticket)
             scratch = self.children.scratch(ticket)
             equipped = zygote_client.equipped(spec, scratch, self._uuids())
-            equipped = await self._with_copy(ticket, await self._with_slabs(ticket, equipped))
-            waited = await self._wait_for_zygote(ticket)
+            equipped = await self._with_slabs(ticket, equipped)
+            began_ns = time.monotonic_ns()
+            equipped = await self._with_copy(ticket, equipped)
+            await self._wait_for_zygote(ticket)
+            waited = Span(time.monotonic_ns() - began_ns)
             child = await self._fork(ticket, equipped, path)
         finally:
             del self._spawning[ticket]
@@ -195,17 +198,14 @@ class EngineProcesses:
             self._reports.note_ended(ticket)
             raise TicketClosed(ticket)
 
-    async def _wait_for_zygote(self, ticket: TicketId) -> Span:
-        """Returns how long none was up. Raises ZygoteError when no zygote will start, TicketClosed
-        when the ticket was killed."""
-        began_ns = time.monotonic_ns()
+    async def _wait_for_zygote(self, ticket: TicketId) -> None:
+        """Raises ZygoteError when no zygote will start, TicketClosed when the ticket was killed."""
         self._end_if_killed(ticket)
         while not self.supervisor.is_up:
             if self.supervisor.trouble:
                 raise zygote_client.ZygoteError(self.supervisor.trouble)
             await self.supervisor.news.wait()
             self._end_if_killed(ticket)
-        return Span(time.monotonic_ns() - began_ns)
 
     async def _fork(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> children.Child | None:
         """Has the zygote fork a child, or the next zygote when this one dies over it; the caller

@@ -333,8 +333,8 @@ class SpawnSpec:
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """An engine's process, as the node agent tells of it. `waited`: for a zygote, which is no part
-    of what a load takes."""
+    """An engine's process, as the node agent tells of it. `waited`: for the copy of its files in
+    host RAM, which is made once, and for a zygote; neither is a part of what a load takes."""
 
     path: str  # of its socket
     waited: Span

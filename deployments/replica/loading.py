@@ -87,8 +87,9 @@ async def _acquire(residency: ResidencyApi, held: HeldModel) -> Granted:
 
 async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -> Span:
     """Starts the model's process and waits for its load. Returns how long of that it waited for a
-    zygote, which is no part of what a load takes. Raises LoadRefused, EngineLost, ZygoteError,
-    TicketClosed, OSError where the model's files cannot be seen."""
+    copy of its files in host RAM and for a zygote, which is no part of what a load takes. Raises
+    LoadRefused, EngineLost, ZygoteError, TicketClosed, OSError where the model's files cannot be
+    seen."""
     plan = held.plan
     spec = SpawnSpec(
         plan.entry,

@@ -9,11 +9,11 @@ import pytest
 import pytest_asyncio
 from ray.exceptions import ActorDiedError
 
-from arbiter.core.types import GrantCheck
+from arbiter.core.types import GrantCheck, ModelName
 from arbiter.errors import ArbiterError, ArbiterUnavailable, TicketClosed, TicketNotGranted
 from arbiter.node import engine_processes, procfs, reports
 from arbiter.node.agent import NodeAgent
-from arbiter.protocol.messages import SpawnSpec
+from arbiter.protocol.messages import CopyRequest, SpawnSpec
 from arbiter.protocol.rpc import RayPeer
 from arbiter.units import NodeId, TicketId
 from tests.support.fake_arbiter import FakeArbiter
@@ -154,20 +154,37 @@ async def test_respawn_outlives_an_arbiter_that_ends_after_its_answer(
 
 
 @pytest.mark.spec("A17")
-async def test_wait_for_a_zygote_is_told_to_the_nanosecond(
+async def test_wait_for_a_copy_and_for_a_zygote_is_told_to_the_nanosecond(
     agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_ns, came = 7, asyncio.Event()
-    zygote = SimpleNamespace(is_up=False, trouble=None, news=came)
-    clock = SimpleNamespace(monotonic_ns=lambda: now_ns)
+    now = SimpleNamespace(ns=7)
+
+    async def answer(*_: object) -> None:
+        now.ns += 1_000  # the arbiter's, before it waits
+
+    async def lend(*_: object) -> None:
+        now.ns += 30
+
+    async def come() -> None:
+        now.ns, zygote.is_up = now.ns + 5, True
+
+    async def fork(*_: object) -> SimpleNamespace:
+        now.ns += 100
+        return SimpleNamespace()
+
+    zygote = SimpleNamespace(is_up=False, trouble=None, news=SimpleNamespace(wait=come))
+    engines, wanted = agent._engines, CopyRequest(ModelName("chat", "w"), "/w", ("*",))
+    monkeypatch.setattr(agent._reports, "confirm", answer)
+    monkeypatch.setattr(agent._copies, "lend", lend)
     with monkeypatch.context() as patched:
-        patched.setattr(agent._engines, "supervisor", zygote)
+        patched.setattr(engines, "supervisor", zygote)
+        patched.setattr(engines, "_fork", fork)
+        patched.setattr(engines, "_watch", lambda _: None)
+        patched.setattr(engines, "_logs", SimpleNamespace(link=lambda *_: None))
+        clock = SimpleNamespace(monotonic_ns=lambda: now.ns)
         patched.setattr(engine_processes, "time", clock)
-        waiting = asyncio.ensure_future(agent._engines._wait_for_zygote(T))
-        await asyncio.sleep(0)
-        now_ns, zygote.is_up = 12, True
-        came.set()
-        assert await waiting == 5 and await agent._engines._wait_for_zygote(T) == 0
+        assert (await agent.spawn(T, SpawnSpec("a:b", {}, copy=wanted))).waited == 35
+        assert (await agent.spawn(T, SPEC)).waited == 0
 
 
 @pytest.mark.spec("A10")
