@@ -19,6 +19,7 @@ from benchmarks.replay.mixes import MIXES
 from benchmarks.replay.table import (
     BEGINNINGS,
     WARM_FRACTION,
+    WITHOUT,
     Case,
     Row,
     halves,
@@ -44,7 +45,7 @@ FITTED = {
     "services": DRAWN,
     "messages": tuple(prepare.MESSAGES),
 }
-POLICIES = sorted({*EVICT, *BEGINNINGS})
+POLICIES = sorted({*EVICT, *BEGINNINGS, *(f"{WITHOUT}{family}" for family in FITTED)})
 TRACES = (*SERVEGEN, *DRAWN, *OBJECTS)
 
 

@@ -33,25 +33,34 @@ BORN: Features = (0, 0, 0, 0, 0, 0, 0, 0, -2)
 DOUBT: Features = (1, 1, 1, 1, 1, 1, 1, 1, 3)
 NOTHING = ReuseLearner(BORN, DOUBT)
 # What a run of the learned policy begins with, by the name of the run.
-BEGINNINGS = {"learned_from_nothing": ("learned", {"reuse": NOTHING.export()})}
+BEGINNINGS = {"learned_from_nothing": NOTHING}
 # The same with one constant of its shape changed: what `reuse` has while it runs.
 SHAPES: dict[str, Mapping[str, float]] = {
     f"soon_{soon:g}": {"SOON": soon, "ANSWERED_AFTER": 4 * soon} for soon in (0.05, 0.1, 0.4)
 }
 SHAPES |= {f"same_visit_{visit:g}": {"SAME_VISIT": visit} for visit in (0.15, 0.6)}
 SHAPES |= {"looks_4": {"LOOKS_COUNT": 4}}
-BEGINNINGS |= {name: BEGINNINGS["learned_from_nothing"] for name in SHAPES}
+BEGINNINGS |= dict.fromkeys(SHAPES, NOTHING)
 # And with other standard deviations of the weights that it begins with.
 for _times in (0.5, 2):
-    _doubting = ReuseLearner(BORN, tuple(_times * d for d in DOUBT))  # type: ignore[arg-type]
-    BEGINNINGS[f"doubt_{_times:g}"] = ("learned", {"reuse": _doubting.export()})
+    BEGINNINGS[f"doubt_{_times:g}"] = ReuseLearner(BORN, tuple(_times * d for d in DOUBT))  # type: ignore[arg-type]
 # And with start weights as fitted without one family of traces, for reports of that family.
-_BY_FAMILY = json.loads((FOLDER / "replay_fit.json").read_text())["figures"]["families"]
-for _family in _BY_FAMILY:
-    _others = [weights for name, weights in _BY_FAMILY.items() if name != _family]
-    _means = tuple(round(mean(column), 2) for column in zip(*_others, strict=True))
-    _fitted = ReuseLearner(_means)
-    BEGINNINGS[f"learned_without_{_family}"] = ("learned", {"reuse": _fitted.export()})
+WITHOUT = "learned_without_"
+
+
+def beginning_of(policy: str) -> tuple[str, dict[str, Any] | None]:
+    """The policy of a run, and the usage with which it begins. What is fitted is read when asked
+    for: `--fit` writes it."""
+    if policy.startswith(WITHOUT):
+        by_family = json.loads((FOLDER / "replay_fit.json").read_text())["figures"]["families"]
+        del by_family[policy.removeprefix(WITHOUT)]
+        weights = (round(mean(column), 2) for column in zip(*by_family.values(), strict=True))
+        learner = ReuseLearner(tuple(weights))
+    elif policy in BEGINNINGS:
+        learner = BEGINNINGS[policy]
+    else:
+        return policy, None
+    return "learned", {"reuse": learner.export()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +109,9 @@ def run(
     between = [name for name in policies if name not in (WORST, BEST)]
     scores: dict[str, Score] = {}
     for policy in (WORST, BEST, *between):
-        evict, usage = BEGINNINGS.get(policy, (policy, None))
-        chosen: Settings = replace(SETTINGS, evict=evict)
         with _shaped(SHAPES.get(policy, {})):
+            evict, usage = beginning_of(policy)
+            chosen: Settings = replace(SETTINGS, evict=evict)
             scores[policy] = World(asked, chosen, bundle(chosen), counted, usage).run()
     for policy, score in scores.items():
         yield Row(case, policy, score, closed(scores[WORST], scores[BEST], score))
@@ -122,7 +131,7 @@ def _shaped(constants: Mapping[str, float]) -> Iterator[None]:
 
 def last_weights(case: Case, arrivals: list[Arrival], seed: int) -> list[float]:
     """What the learned policy has learned on a trace, from nothing."""
-    evict, usage = BEGINNINGS["learned_from_nothing"]
+    evict, usage = beginning_of("learned_from_nothing")
     chosen = replace(SETTINGS, evict=evict)
     asked = demand(arrivals, case.mix, case.budget_fraction, seed)
     world = World(asked, chosen, bundle(chosen), Instant(0), usage)

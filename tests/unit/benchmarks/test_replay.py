@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -11,7 +12,7 @@ import pytest
 from arbiter.core.records.reuse import BORN, LOOKS_COUNT, SOON, WINDOWS
 from arbiter.core.settings import DEFAULTS
 from arbiter.units import Instant
-from benchmarks.replay import mixes, prepare, report, traces
+from benchmarks.replay import mixes, prepare, report, table, traces
 from benchmarks.replay.__main__ import FITTED
 from benchmarks.replay.table import Case, Row, mean_closed, run
 from benchmarks.report import FOLDER
@@ -77,6 +78,22 @@ def test_start_weights_are_those_fitted_on_traces_of_which_none_is_reported() ->
     assert [round(weight, 2) for weight in fit["born"]] == list(BORN)
     reported = {row["trace"] for row in told()}
     assert reported and not reported & {name for names in FITTED.values() for name in names}
+
+
+@pytest.mark.spec("C3", "N4")
+def test_weights_fitted_before_are_read_when_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--fit`, which writes them, begins without."""
+    monkeypatch.setattr("benchmarks.report.FOLDER", tmp_path)
+    assert runpy.run_path(table.__file__)["BEGINNINGS"]
+    families = {name: [float(place)] * len(BORN) for place, name in enumerate("abc")}
+    told = json.dumps({"figures": {"families": families}})
+    (tmp_path / "replay_fit.json").write_text(told)
+    monkeypatch.setattr(table, "FOLDER", tmp_path)
+    policy, usage = table.beginning_of("learned_without_b")
+    assert policy == "learned" and usage is not None
+    assert usage["reuse"]["weights"] == [1.0] * len(BORN)
 
 
 @pytest.mark.spec("N4")
