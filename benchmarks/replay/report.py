@@ -71,13 +71,20 @@ def main() -> None:
     for policy in sorted({row["policy"] for row in rows} - {WORST, BEST}):
         traces = by_trace(rows, policy)
         for trace, parts in sorted(traces.items()):
-            print(policy, trace, *map(_said, parts.values()), sep="  ")
-        means = [mean(parts[part].fraction for parts in traces.values()) for part in PARTS]
-        print(policy, "mean of traces", *(f"{value:.2f}" for value in means), sep="  ")
+            print(policy, trace, *(_said(part, parts.get(part)) for part in PARTS), sep="  ")
+        print(policy, "mean of traces", *(_mean(part, traces.values()) for part in PARTS), sep="  ")
 
 
-def _said(part: Closed) -> str:
-    return f"{part.fraction:.2f} ({part.cells_count} cells, {part.below_count} below)"
+def _said(part: str, closed: Closed | None) -> str:
+    if closed is None:
+        return f"{part} -"
+    cells = f"{closed.cells_count} cells, {closed.below_count} below"
+    return f"{part} {closed.fraction:.2f} ({cells})"
+
+
+def _mean(part: str, traces: Iterable[Mapping[str, Closed]]) -> str:
+    known = [parts[part].fraction for parts in traces if part in parts]
+    return f"{part} {mean(known):.2f}" if known else f"{part} -"
 
 
 if __name__ == "__main__":

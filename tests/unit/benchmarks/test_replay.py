@@ -109,6 +109,29 @@ def test_what_the_default_closes_of_each_reported_trace_is_what_its_records_say(
     assert "| **{:.2f}, {:.2f}, {:.2f}** |".format(*means) in page
 
 
+@pytest.mark.spec("N4")
+def test_report_names_each_part_also_where_foresight_saves_hardly_any_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = {"belady": (100, 10.0), "priority_lru": (200, 20.0), "learned": (150, 15.0)}
+    rows = [
+        {"trace": "t", "mix": "m", "budget_fraction": "0.1", "policy": policy}
+        | {"missed_count": missed_count, "moved_bytes": 7, "waited_s": waited_s}
+        | {"missed_fraction": 0.5, "moved_fraction": None, "waited_fraction": 0.25}
+        for policy, (missed_count, waited_s) in costs.items()
+    ]
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"figures": {"rows": rows}}))
+    monkeypatch.setattr("sys.argv", ["report", str(record)])
+    report.main()
+    of_trace, of_all = capsys.readouterr().out.splitlines()
+    cells = "(1 cells, 0 below)"
+    parts = f"missed_fraction 0.50 {cells}  moved_fraction -  waited_fraction 0.25 {cells}"
+    assert of_trace == f"learned  t  {parts}"
+    parts = "missed_fraction 0.50  moved_fraction -  waited_fraction 0.25"
+    assert of_all == f"learned  mean of traces  {parts}"
+
+
 def told() -> list[report.Plain]:
     """The rows of the traces that are reported."""
     return report.read(sorted(FOLDER.glob("replay_learned_*.json")))
