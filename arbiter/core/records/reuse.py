@@ -254,6 +254,7 @@ class ReuseLearner:
         back."""
         named = self._order if names is None else [name for name in names if name in self._models]
         return {
+            "soon": SOON,
             "clock": self.clock,
             "turn": self._turn,
             "weights": list(self._weights),
@@ -264,7 +265,8 @@ class ReuseLearner:
 
     def restore(self, exported: dict[str, Any]) -> None:
         """Takes back the values of `export`. Those of other code, or that are damaged, are left
-        out, and it learns anew: a price of them could not be told."""
+        out, and it learns anew: a price of them could not be told. Weights that answer for another
+        SOON, or do not say for which, are left out."""
         weights, covariance = exported["weights"], exported["covariance"]
         models = dict(map(_model_of, exported["models"]))
         recent = [ModelName(*name) for name in exported["recent"]]
@@ -274,8 +276,9 @@ class ReuseLearner:
         if not has_form or not all(map(isfinite, numbers)) or not models.keys() >= {*recent}:
             return
         self.clock, self._turn = exported["clock"], exported["turn"]
-        self._weights = list(weights)
-        self._covariance = [list(row) for row in covariance]
+        if exported.get("soon") == SOON:
+            self._weights = list(weights)
+            self._covariance = [list(row) for row in covariance]
         self._models, self._order, self._recent = models, list(models), recent
         self._note_leaders()
 

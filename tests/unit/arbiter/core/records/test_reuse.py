@@ -177,3 +177,18 @@ def test_damaged_values_are_left_out_and_it_learns_anew(damage: dict[str, object
     assert after.export() == ReuseLearner().export()
     after.restore(before.export())
     assert after.export() == before.export()
+
+
+@pytest.mark.spec("N4", "A18")
+@pytest.mark.parametrize("soon", [0.1, None])
+def test_weights_that_answer_another_question_are_left_out_and_the_uses_are_not(
+    soon: float | None,
+) -> None:
+    before, after, young = ReuseLearner(), ReuseLearner(), ReuseLearner().export()
+    for n, size, times in drawn(4, 40):
+        use(before, n, size, times)
+    after.restore(before.export() | {"soon": soon})
+    kept = before.export()
+    assert kept["weights"] != young["weights"] and kept["covariance"] != young["covariance"]
+    learned = {name: young[name] for name in ("weights", "covariance")}
+    assert after.export() == kept | learned
