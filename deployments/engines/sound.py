@@ -14,6 +14,7 @@ import io
 import itertools
 import re
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple, NoReturn
 
 import av
@@ -37,6 +38,9 @@ KEPT = 60 * HEARD_HZ
 LEAST_S = 0.1  # OpenAI's own bound
 # One packet may be broken; this many in a row are no sound.
 MOST_BROKEN_FRAMES = 100
+# Changes of rate or channels in a file; a joined one has a few. For each a resampler is made, which
+# takes 0.5 ms, and a frame may be 1 ms of sound.
+MOST_CHANGES = 64
 OPEN_S = 10.0  # to find the streams of a file, which is in memory
 # FFmpeg unpacks the header of a QuickTime file and the tags of an MP3, where they are compressed,
 # to whatever length they declare: 400 KB became 400 MB. Sound itself it unpacks packet by packet.
@@ -185,19 +189,16 @@ def _read(container: Any, most_s: float) -> Iterator[np.ndarray]:
     ):
         if declared_s > most_s:
             raise BadSound(f"the file declares {declared_s:.0f} s; at most {most_s:.0f} s are read")
-    count, most_count = 0, int(most_s * HEARD_HZ)
-    for heard in _resampled(_frames(container, stream)):
-        piece = heard.to_ndarray().reshape(-1)
-        count += len(piece)
-        if count > most_count:
-            raise BadSound(f"longer than {most_s:.0f} s, the most that is read")
-        yield piece
+    for heard in _resampled(_frames(container, stream, most_s)):
+        yield heard.to_ndarray().reshape(-1)
 
 
 def _resampled(frames: Iterator[Any]) -> Iterator[Any]:
     """A resampler takes frames of one kind, and where files were joined they become others. None
-    has it give its rest."""
-    for _, alike in itertools.groupby(frames, _kind):
+    has it give its rest. Raises BadSound."""
+    for changes_count, (_, alike) in enumerate(itertools.groupby(frames, _kind)):
+        if changes_count > MOST_CHANGES:
+            raise BadSound(f"its rate or channels change more than {MOST_CHANGES} times")
         resampler = av.AudioResampler(format="s16", layout="mono", rate=HEARD_HZ)
         for frame in itertools.chain(alike, [None]):
             yield from resampler.resample(frame)
@@ -207,10 +208,10 @@ def _kind(frame: Any) -> tuple[str, str, int]:
     return frame.format.name, frame.layout.name, frame.sample_rate
 
 
-def _frames(container: Any, stream: Any) -> Iterator[Any]:
+def _frames(container: Any, stream: Any, most_s: float) -> Iterator[Any]:
     """Decoded frames. A broken frame is skipped, as players do. Raises BadSound for frames that no
-    speech has."""
-    decoded, broken = container.decode(stream), 0
+    speech has, and beyond `most_s`."""
+    decoded, broken, decoded_s = container.decode(stream), 0, Fraction(0)
     while True:
         try:
             frame = next(decoded, None)
@@ -224,6 +225,9 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
         channels = frame.layout.nb_channels
         if frame.sample_rate not in RATES_HZ or not 1 <= channels <= MOST_CHANNELS:
             raise BadSound(f"{channels} channels of {frame.sample_rate} Hz are not read")
+        decoded_s += Fraction(frame.samples, frame.sample_rate)
+        if decoded_s > most_s:
+            raise BadSound(f"longer than {most_s:.0f} s, the most that is read")
         frame.pts = None  # samples count, not what the file says of their time
         yield frame
 
