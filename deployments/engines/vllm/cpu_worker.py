@@ -217,16 +217,23 @@ def version(path: Path) -> tuple[int, ...]:
 
 
 def copy_to_memory(path: Path, expected: tuple[int, ...]) -> int:
-    """A memfd with the file's bytes, never mapped here. Raises RuntimeError when the file is not
-    the loaded one: what sleeps must be what was awake."""
-    with path.open("rb") as source:
-        copy = os.memfd_create(f"host-copy-{path.name}", os.MFD_CLOEXEC)
-        at = 0
-        while moved := os.sendfile(copy, source.fileno(), at, _SENDFILE_BYTES):
-            at += moved
-    if version(path) != expected:
+    """A memfd with the file's bytes, never mapped here, and no more of them than were loaded.
+    Raises OSError, and RuntimeError when the file is not the loaded one: what sleeps must be what
+    was awake."""
+    copy = os.memfd_create(f"host-copy-{path.name}", os.MFD_CLOEXEC)
+    at, size_bytes = 0, expected[0]
+    try:
+        with path.open("rb") as source:
+            while at < size_bytes:
+                count = min(size_bytes - at, _SENDFILE_BYTES)
+                if not (moved := os.sendfile(copy, source.fileno(), at, count)):
+                    break
+                at += moved
+        if version(path) != expected:
+            raise RuntimeError(f"{path} changed on disk since it was loaded; this engine must go")
+    except (OSError, RuntimeError):
         os.close(copy)
-        raise RuntimeError(f"{path} changed on disk since it was loaded; this engine must go")
+        raise
     return copy
 
 

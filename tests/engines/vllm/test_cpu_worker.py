@@ -1,5 +1,6 @@
 """What a worker without a GPU keeps of its checkpoint while it sleeps."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -33,3 +34,38 @@ def test_file_that_is_cut_while_it_is_copied_ends_the_sleep(
     monkeypatch.setattr(os, "sendfile", cut)
     with pytest.raises(RuntimeError, match="changed on disk"):
         copy_to_memory(path, loaded)
+
+
+def test_file_that_grows_while_it_is_copied_ends_the_sleep_and_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.engines.vllm.cpu_worker._SENDFILE_BYTES", 3_000)
+    (path := tmp_path / "model.safetensors").write_bytes(BYTES)
+    loaded, send, sent = version(path), os.sendfile, list[int]()
+
+    def append(*given: Any) -> int:
+        if len(sent) < 10:
+            with path.open("ab") as file:
+                file.write(BYTES)
+        sent.append(send(*given))
+        return sent[-1]
+
+    monkeypatch.setattr(os, "sendfile", append)
+    with pytest.raises(RuntimeError, match="changed on disk"):
+        copy_to_memory(path, loaded)
+    assert sum(sent) == len(BYTES)
+
+
+def test_copy_that_fails_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path := tmp_path / "model.safetensors").write_bytes(BYTES)
+    copies: list[int] = []
+
+    def fail(copy: int, *_: int) -> int:
+        copies.append(copy)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "sendfile", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        copy_to_memory(path, version(path))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(copies[0])
