@@ -9,6 +9,7 @@ import io
 import struct
 import zlib
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from deployments.engines.asgi import BadField
@@ -33,12 +34,21 @@ def open_upload(raw: bytes, field: str, most_pixels: int = MAX_PIXELS) -> Image.
             image.load()
             upright = ImageOps.exif_transpose(image)
             if upright.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut to 255
-                return upright.point(lambda value: value / 256).convert("L").convert("RGB")
+                return _reduced_grey(upright)
             is_transparent = upright.has_transparency_data
             return upright.convert("RGBA" if is_transparent else "RGB")
     except _BROKEN as error:
         known = ", ".join(FORMATS)
         raise BadField(field, f"`{field}` is no sound {known} file: {error}") from error
+
+
+def _reduced_grey(image: Image.Image) -> Image.Image:
+    """16 bits of grey as 8 bits of each colour; the shade that the file calls transparent is."""
+    transparent = image.info.pop("transparency", None)
+    reduced = image.point(lambda value: value / 256).convert("L").convert("RGB")
+    if transparent is not None:
+        reduced.putalpha(Image.fromarray(np.asarray(image) != transparent).convert("L"))
+    return reduced
 
 
 def _check_header(raw: bytes, field: str, most_pixels: int) -> None:

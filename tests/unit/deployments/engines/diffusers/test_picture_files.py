@@ -168,6 +168,14 @@ def test_grey_of_sixteen_bits_keeps_its_shades() -> None:
     assert list(opened.getchannel("G").tobytes()) == list(range(256))
 
 
+def test_shade_of_sixteen_bits_that_a_file_calls_transparent_is() -> None:
+    """Alone: others that are reduced to the same are seen."""
+    shades = np.arange(5_000, 5_004, dtype=np.uint16).reshape(2, 2)
+    opened = open_upload(png(Image.fromarray(shades), transparency=5_001), "image")
+    assert opened.mode == "RGBA"
+    assert list(opened.getchannel("A").tobytes()) == [255, 0, 255, 255]
+
+
 def test_what_is_transparent_is_painted_anew() -> None:
     mask = Image.new("RGBA", (2, 1), (255, 255, 255, 255))
     mask.putpixel((0, 0), (0, 0, 0, 0))
