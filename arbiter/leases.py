@@ -84,10 +84,11 @@ class HttpTransport:
         is_here = is_loopback(urlsplit(self._url).hostname or "")
         opens = _direct().open if is_here else urllib.request.urlopen
         try:
-            with opens(request, timeout=HTTP_S + wait_s) as answer:
-                return _answer(answer.read())
-        except urllib.error.HTTPError as error:
-            raise _refusal(error) from None
+            try:
+                with opens(request, timeout=HTTP_S + wait_s) as answer:
+                    return _answer(answer.read())
+            except urllib.error.HTTPError as error:
+                raise _refusal(error) from None
         except http.client.HTTPException as error:
             raise ConnectionError(f"{address} broke off: {error!r}") from error
 

@@ -61,8 +61,16 @@ def held(answer: Callable[[int], dict[str, Any]]) -> tuple[leases.Lease, Scripte
     return leases.ask(1, notice_s=20, way=way).acquire(), way
 
 
-def failure(status: int, body: bytes) -> urllib.error.HTTPError:
-    return urllib.error.HTTPError("http://x", status, "no", Message(), io.BytesIO(body))
+class HalfBody(io.BytesIO):
+    """The body of an answer that breaks off."""
+
+    def read(self, *_: object) -> bytes:
+        raise http.client.IncompleteRead(self.getvalue())
+
+
+def failure(status: int, body: bytes | io.BytesIO) -> urllib.error.HTTPError:
+    read = body if isinstance(body, io.BytesIO) else io.BytesIO(body)
+    return urllib.error.HTTPError("http://x", status, "no", Message(), read)
 
 
 def refusal(code: str) -> bytes:
@@ -75,6 +83,7 @@ def refusal(code: str) -> bytes:
         failure(500, b"Internal Server Error"),
         failure(502, b"<html>"),
         failure(503, refusal("arbiter_unavailable")),
+        failure(503, HalfBody(b"{")),
         http.client.IncompleteRead(b"{"),
         http.client.BadStatusLine("x"),
     ],
