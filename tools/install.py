@@ -41,11 +41,11 @@ COMPILE = (
 # Of these a small part is ever imported, which Python compiles then and keeps. An image may be
 # unable to keep it, so there everything is compiled.
 SELDOM_IMPORTED = (
-    r"/(tests|transformers/models|diffusers|sympy|scipy|sklearn|numba|moto|botocore|matplotlib"
-    r"|networkx|debugpy|fontTools|pip|mypy|mypyc|vllm/models|vllm/model_executor/models"
-    r"|torch/testing|ray/(rllib|data|tune|train)|onnxruntime/(transformers|quantization)"
-    r"|pygments/lexers|schemathesis|graphql|setuptools|sentry_sdk"
-    r"|site-packages/(openai|anthropic|mcp|dns))/"
+    r"/site-packages/((.*/)?(tests|transformers/models|diffusers|sympy|scipy|sklearn|numba|moto"
+    r"|botocore|matplotlib|networkx|debugpy|fontTools|pip|mypy|mypyc|vllm/models"
+    r"|vllm/model_executor/models|torch/testing|ray/(rllib|data|tune|train)"
+    r"|onnxruntime/(transformers|quantization)|pygments/lexers|schemathesis|graphql|setuptools"
+    r"|sentry_sdk)|anthropic|mcp|dns)/"
 )
 
 

@@ -24,7 +24,7 @@ from deployments.front.keys import keys_path
 from deployments.monitoring import files as monitoring
 from deployments.start_variables import VARIABLES
 from tests.support.tools import tool
-from tools import rayservice
+from tools import install, rayservice
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -142,6 +142,17 @@ def test_install_script_takes_the_words_of_the_image(tmp_path: Path) -> None:
         options = [word for word in command if word.startswith("--")]
         assert options == ["--venv", "--device", "--without-dev"]
         assert all(option in helped for option in options)
+
+
+@pytest.mark.spec("M1")
+@pytest.mark.parametrize("folder", ["graphql", "tests", "pip", "mcp"])
+def test_what_is_compiled_ahead_does_not_depend_on_where_the_checkout_lies(folder: str) -> None:
+    packages = f"/home/x/{folder}/checkout/.venv/lib/python3.11/site-packages"
+    seldom = re.compile(install.SELDOM_IMPORTED)
+    needed = "ray/actor.py", "openai/_models.py", "vllm/envs.py"  # vLLM's server imports openai
+    assert not any(seldom.search(f"{packages}/{name}") for name in needed)
+    left_out = "mcp/types.py", "scipy/fft/x.py", "torch/testing/x.py", "numpy/ma/tests/test_x.py"
+    assert all(seldom.search(f"{packages}/{name}") for name in left_out)
 
 
 @pytest.mark.spec("M1")
