@@ -304,8 +304,15 @@ def test_short_prompt_is_stored_with_the_begin_of_its_answer() -> None:
 
 def test_requests_that_have_ended_leave_nothing_behind() -> None:
     ours = side(Ours, 16, None, 1, drafts=False)
-    engine = Engine([ours], 16, 0)
-    engine.run()
+    engine, build, noted = Engine([ours], 16, 0), ours.build_connector_meta, set[str]()
+
+    def build_and_note(step: Any) -> None:
+        build(step)
+        noted.update(vars(ours)["_looks"].not_before)
+
+    ours.build_connector_meta = build_and_note
+    ended = {one.request_id for one in engine.run()}
+    assert len(noted & ended) > 5
     assert (
         vars(ours)["_looks"].not_before.keys()
         <= {one.request_id for one in [*engine.running, *engine.preempted]} | engine.told
