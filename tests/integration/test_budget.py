@@ -87,7 +87,13 @@ async def test_on_demand_is_what_pins_leave_and_pins_beyond_the_budget_are_flagg
         plain = boot.as_plain(d.table)
         plain["arbiter"]["arenas"]["cpu"] = 100 * MIB
         await call_arbiter("configure", boot.configuration(parse_table(plain)))
-        await d.until(lambda s: s["epoch"] > state["epoch"] and s["is_settled"] and s["tickets"])
+        state = await d.until(
+            lambda s: s["epoch"] > state["epoch"] and s["is_settled"] and s["tickets"]
+        )
+        [told] = await d.events("pin_over_cap")  # it is more than the whole device lends by now
+        device = of_kind(state, "cpu")
+        assert told["cap"] == device["budget_bytes"] < pinned == told["size_bytes"]
+        assert [t["pinned"] for t in state["tickets"]] == [False]
         with pytest.raises(NeverFits) as caught:
             await other.ask.remote("x")
-        assert caught.value.cause.budget_bytes == 0
+        assert caught.value.cause.budget_bytes == device["budget_bytes"]
