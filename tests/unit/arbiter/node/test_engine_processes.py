@@ -1,6 +1,7 @@
 """A node agent spawns an engine only under a ticket that the arbiter granted."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,7 +158,7 @@ async def test_respawn_outlives_an_arbiter_that_ends_after_its_answer(
 async def test_wait_for_a_copy_and_for_a_zygote_is_told_to_the_nanosecond(
     agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = SimpleNamespace(ns=7)
+    now = SimpleNamespace(ns=7, zygote_takes_ns=5)
 
     async def answer(*_: object) -> None:
         now.ns += 1_000  # the arbiter's, before it waits
@@ -165,23 +166,22 @@ async def test_wait_for_a_copy_and_for_a_zygote_is_told_to_the_nanosecond(
     async def lend(*_: object) -> None:
         now.ns += 30
 
-    async def come() -> None:
-        now.ns, zygote.is_up = now.ns + 5, True
+    async def come(_: TicketId) -> None:
+        now.ns, now.zygote_takes_ns = now.ns + now.zygote_takes_ns, 0
 
     async def fork(*_: object) -> SimpleNamespace:
         now.ns += 100
         return SimpleNamespace()
 
-    zygote = SimpleNamespace(is_up=False, trouble=None, news=SimpleNamespace(wait=come))
     engines, wanted = agent._engines, CopyRequest(ModelName("chat", "w"), "/w", ("*",))
     monkeypatch.setattr(agent._reports, "confirm", answer)
     monkeypatch.setattr(agent._copies, "lend", lend)
     with monkeypatch.context() as patched:
-        patched.setattr(engines, "supervisor", zygote)
+        patched.setattr(engines, "_wait_for_zygote", come)
         patched.setattr(engines, "_fork", fork)
         patched.setattr(engines, "_watch", lambda _: None)
         patched.setattr(engines, "_logs", SimpleNamespace(link=lambda *_: None))
-        clock = SimpleNamespace(monotonic_ns=lambda: now.ns)
+        clock = SimpleNamespace(monotonic_ns=lambda: now.ns, monotonic=time.monotonic)
         patched.setattr(engine_processes, "time", clock)
         assert (await agent.spawn(T, SpawnSpec("a:b", {}, copy=wanted))).waited == 35
         assert (await agent.spawn(T, SPEC)).waited == 0
