@@ -317,6 +317,12 @@ BUGS = [
     Bug("no deadline is soon enough for hours", "arbiter/core/residency/floors.py", "outside_hours",
         "deadline is not None and deadline >= wait",
         "False"),
+    Bug("a load without a request is asked of the first holder, silent or not", "arbiter/core/residency/floors.py", "_is_refused",
+        "state.is_silent(holder) or kept_bytes(state, holder) > 0",
+        "False"),
+    Bug("what a silent holder loads for its floor is asked of another, too", "arbiter/core/residency/floors.py", "load",
+        "coming[0] if coming else min(others, key=lambda h: _is_refused(state, h))",
+        "min([*coming, *others], key=lambda h: _is_refused(state, h))"),
     Bug("a floor loads outside the hours of its model", "arbiter/core/residency/floors.py", "load",
         "if state.opens_at(name) is not None:\n"
         "    return",

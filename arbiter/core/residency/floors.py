@@ -190,7 +190,8 @@ def load(state: CoreState, name: ModelName) -> None:
         state.wanted[name] = None
         state.note_active(name.capability)
         return
-    holder = min([*coming, *asleep, *able], key=lambda h: _is_refused(state, h))
+    others = [*asleep, *able]
+    holder = coming[0] if coming else min(others, key=lambda h: _is_refused(state, h))
     state.asked_loads[name] = AskedLoad(holder, state.now)
     state.decide(LoadModel(holder, name.model))
     if stays:

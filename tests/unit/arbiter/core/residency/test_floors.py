@@ -465,6 +465,16 @@ def test_model_with_a_device_floor_is_retried_after_each_cool_down() -> None:
     assert d.fire_timer(4.1) == [LoadModel(H, "a")]
 
 
+@pytest.mark.spec("D8")
+def test_model_with_a_device_floor_that_a_silent_holder_loads_is_asked_of_no_other() -> None:
+    d = CoreDriver(settings=replace(PLAIN, timeouts=replace(PATIENT, silent=units.seconds(10))))
+    d.join(0, "g")
+    floor(d, 0, "a", Floor.DEVICE)
+    d.beat(1)
+    assert granted(d.ask(1, "a", 30)) == ["a"]
+    assert d.beat(12, holder="g") == [LoadModel(H, "a")]
+
+
 @pytest.mark.spec("D8", "D5")
 def test_model_with_a_device_floor_for_which_no_ticket_came_is_asked_for_again() -> None:
     """Its holder found no plan, because the files were just being copied."""
