@@ -87,6 +87,11 @@ class Node:
         self.computing = tuple(d for d, spec in self.devices.items() if spec.kind is not hosts)
 
     @property
+    def has_lost_gpus(self) -> bool:
+        """Says whether all its GPUs fell off the bus."""
+        return not (self.computing or self.may_gain_devices)
+
+    @property
     def pool_bytes(self) -> Bytes:
         """Returns the RAM that slabs take."""
         return Bytes(sum(slab.allocated_bytes for slab in self.slabs))

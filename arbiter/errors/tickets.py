@@ -104,6 +104,17 @@ class UnderPressure(RequestError):
 
 
 @error_fields
+class GpusLost(RequestError):
+    status_code, code = 503, "gpus_lost"
+    retry_after_s = 30.0  # a person has to mend it; probes commonly ask twice a minute
+
+    node: NodeId
+
+    def __str__(self) -> str:
+        return f"no GPU of {self.node} is on its bus any more; see `dmesg` there"
+
+
+@error_fields
 class GrowthRefused(RequestError):
     """The resident goes on with what it has."""
 

@@ -14,7 +14,7 @@ from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.records.timers import NEVER
 from arbiter.core.residency import growth
-from arbiter.core.state import CoreState, Node
+from arbiter.core.state import CoreState, Node, reject_queued
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import (
     compute_books,
@@ -22,6 +22,7 @@ from arbiter.core.tickets.device_limits import (
     on_demand_of,
     watch_claims,
 )
+from arbiter.errors import GpusLost
 from arbiter.units import SECOND, Bytes, Instant, NodeId, Span, after
 
 SCANNED_COUNT = 32  # tickets on a device, looked through for the next moment at 1 us each
@@ -87,16 +88,23 @@ def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> None:
     if state.is_silent(entry.holder):  # it keeps its place; a grant would only lie there
         return
     match entry.state:
-        case State.QUEUED if pass_.books and pass_.reserved_devices.issuperset(pass_.books):
-            pass_.defer(waiting, ())
-        case State.QUEUED if entry.gang:
-            place_gang(state, pass_, entry, waiting)
         case State.QUEUED:
-            place(state, pass_, entry, waiting)
+            _try_load(state, pass_, entry, waiting)
         case State.ASLEEP:
             wake(state, pass_, entry, waiting)
         case State.RESIDENT:
             return_to_service(state, entry)
+
+
+def _try_load(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> None:
+    if pass_.node.has_lost_gpus and not entry.is_prefetch:
+        reject_queued(state, entry, GpusLost(entry.node))
+    elif pass_.books and pass_.reserved_devices.issuperset(pass_.books):
+        pass_.defer(waiting, ())
+    elif entry.gang:
+        place_gang(state, pass_, entry, waiting)
+    else:
+        place(state, pass_, entry, waiting)
 
 
 # -- later ----------------------------------------------------------------------------------------

@@ -203,9 +203,6 @@ def _place_beyond_one_device(
     perhaps for what other tenants have reserved (C10): over several devices, oversize, or never."""
     need = limits.need_bytes
     most = limits.most_by_device
-    if not (pass_.node.computing or pass_.node.may_gain_devices):  # all its GPUs are lost
-        reject_queued(state, entry, NeverFits(entry.ticket, need, Bytes(0)))
-        return Outcome.REJECTED
     if need <= limits.most_bytes:
         return Outcome.NOT_APPLICABLE  # no device is known yet, or the reserve is its own
     books = compute_books(state, pass_.node)

@@ -41,6 +41,7 @@ ERRORS = [
     errors.NotResident("a", "text", "cold"),
     errors.RolePinned("a", "text", NodeId("n"), "b"),
     errors.UnderPressure(NodeId("n"), Bytes(5)),
+    errors.GpusLost(NodeId("n")),
     errors.QuotaExceeded("t", 5, 6, 7, "bytes"),
     errors.SettingsConflict(Generation(3), Generation(4)),
     errors.RemoteBudgetSpent("cloud", "t", 5, 6, 7, "tokens", 60.0),

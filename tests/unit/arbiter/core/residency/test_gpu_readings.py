@@ -6,11 +6,12 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.errors import NeverFits
+from arbiter.core.decisions import Refuse
+from arbiter.errors import GpusLost
 from arbiter.protocol.json_codec import plain
 from arbiter.units import Bytes, HolderId, TicketId
 from tests.support.core_driver import HOST, NODE, gib, granted, is_granted, killed, refusal
-from tests.support.gpu_core_driver import GPU, OTHER, GpuCoreDriver
+from tests.support.gpu_core_driver import GPU, OTHER, UUIDS, GpuCoreDriver
 
 LOST = "nvmlDeviceGetMemoryInfo: Timeout (NVML code 10)"
 
@@ -97,14 +98,25 @@ def test_a_gpu_that_fell_off_the_bus_takes_its_tickets_and_their_ram_comes_back_
 
 
 @pytest.mark.spec("B1", "B6")
-def test_ticket_of_a_node_that_lost_all_its_gpus_is_refused() -> None:
-    driver = GpuCoreDriver(device=80, holders=("h", "k"))
+def test_ticket_of_a_node_that_lost_all_its_gpus_is_refused_until_one_is_back() -> None:
+    driver = GpuCoreDriver(device=80, holders=("h", "k"), pinned="a")
     driver.resident(0, "a", 80)
     driver.resident(0, "b", 80)
-    assert granted(driver.ask(1, "c", 60, holder="k")) == []
+    for name, size in (("c", 60), ("d", 70), ("e", 1)):
+        assert granted(driver.ask(1, name, size, holder="k")) == []
     driver.there = {}
-    assert isinstance(refusal(driver.introduce(2)), NeverFits)
-    assert isinstance(refusal(driver.ask(3, "d", 1)), NeverFits)
+    refused = [d.ticket for d in driver.introduce(2) if isinstance(d, Refuse)]
+    assert sorted(refused) == ["c", "d", "e"]
+    again = refusal(driver.ask(3, "a2", 80))
+    assert again == GpusLost(NODE)
+    assert again.retry_after_s is not None, "so that the holder of a pinned model asks again"
+    gang = (TicketId("d2"), TicketId("e2"))
+    member = ev.Requested(gang[0], HolderId("h"), "text", "d", types.Need(gib(1)), gang=gang)
+    assert refusal(driver.at(4, member)) == GpusLost(NODE)
+    driver.there = {GPU: UUIDS[GPU]}
+    driver.introduce(5)
+    driver.read(5)
+    assert is_granted(driver.ask(5, "a3", 80), "a3")
 
 
 @pytest.mark.spec("B1")
