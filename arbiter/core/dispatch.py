@@ -76,6 +76,9 @@ def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...])
 @apply.register
 def _(event: ev.NodeSeen, state: CoreState) -> None:
     readings.on_node_seen(state, event)
+    for entry in state.ledger.entries():  # it may be pinned again where there is more by now
+        if entry.node == event.node:
+            heartbeats.apply_configuration(state, entry)
     seen = [spec.device for spec in event.devices]
     device_limits.flag_pinned(state, seen)
     device_limits.cap_pins(state, seen)  # of holders that rejoined before their node

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from arbiter.core.decisions import EventKind
 from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import State
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.budget import on_demand, pinned_overcommit, share
 from arbiter.core.types import DeviceKind
@@ -44,14 +45,17 @@ def flag_pinned_on(state: CoreState, book: DeviceAccount, more: Bytes) -> None:
 
 
 def cap_pins(state: CoreState, devices: Iterable[DeviceId]) -> None:
-    """Unpins what is pinned beyond a share of a device (C8). What was pinned first stays so; what
-    comes on top of that is a victim like any other."""
+    """Unpins what is pinned beyond a share of a device that computes (C8). The oldest ticket stays
+    pinned, after a restart the first that rejoined; what comes on top of that is a victim like any
+    other."""
     for device in devices:
-        if (book := state.ledger.books.get(device)) is None:
+        book = state.ledger.books.get(device)
+        if book is None or book.kind not in COMPUTE:
             continue
         most = share(book.budget_bytes, state.settings.pinned_most_fraction)
         total = 0
-        pinned = (e for e in book.entries.values() if e.pinned)
+        held = book.entries.values()
+        pinned = (e for e in held if e.pinned and e.state is not State.RECLAIMING)
         for entry in sorted(pinned, key=lambda e: (e.opened, e.ticket)):
             size = entry.charge(device)
             if total + size > most:

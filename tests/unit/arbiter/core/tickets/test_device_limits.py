@@ -1,12 +1,17 @@
-"""Pins beyond the budget are reported."""
+"""Pins beyond the budget are reported, and those beyond the cap are none."""
+
+from dataclasses import replace
 
 import pytest
 
 from tests.support.core_driver import (
     CPU,
+    HOST,
+    PLAIN,
     CoreDriver,
     gib,
 )
+from tests.support.gpu_core_driver import GPU, GpuCoreDriver
 
 
 @pytest.mark.spec("B2")
@@ -20,3 +25,33 @@ def test_pins_beyond_the_budget_are_reported() -> None:
     late = CoreDriver(device=50, pinned="a")
     late.ask(0, "a", 60)
     assert late.last("pinned_overcommit").size_bytes == gib(10)
+
+
+@pytest.mark.spec("C8")
+def test_model_stays_pinned_whatever_ram_its_process_holds() -> None:
+    driver = GpuCoreDriver(device=80, host=5, pinned="a")
+    driver.resident(0, "a", 60)
+    driver.engines["a"] = {GPU: 60, HOST: 10}
+    driver.read(1)
+    driver.introduce(2)
+    assert driver.ticket("a").pinned
+
+
+@pytest.mark.spec("C8")
+def test_pinned_model_replaces_its_dead_predecessor_whose_bytes_are_still_charged() -> None:
+    driver = CoreDriver(settings=replace(PLAIN, pinned_most_fraction=0.5), pinned="a")
+    driver.resident(0, "a1", 30)
+    driver.gone(1, "a1", bytes_back=False)
+    driver.resident(2, "a2", 30)
+    assert driver.state_of("a1") == "reclaiming"
+    assert driver.ticket("a2").pinned
+
+
+@pytest.mark.spec("C8")
+def test_model_pinned_beyond_a_device_is_pinned_again_once_the_device_suffices() -> None:
+    driver = CoreDriver(device=80, pinned="a")
+    driver.resident(0, "a", 60)
+    driver.see_node(1, 50, 0)
+    assert not driver.ticket("a").pinned
+    driver.see_node(2, 80, 0)
+    assert driver.ticket("a").pinned
