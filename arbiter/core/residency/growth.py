@@ -255,7 +255,7 @@ def _can_wait(state: CoreState, entry: Ticket) -> bool:
     waiting = _waiting_holders(state, entry)
     return all(
         part <= _reachable(state.ledger.books[d], entry, waiting)
-        for d, part in _wanted(entry).items()
+        for d, part in _lacking(entry).items()
     )
 
 
@@ -272,7 +272,7 @@ def _make_room(state: CoreState, entry: Ticket) -> None:
     """Revokes idle tickets no more urgent than it: all that is missing on all of its devices, or
     none."""
     leaving: dict[TicketId, Ticket] = {}
-    for device, part in _wanted(entry).items():
+    for device, part in _lacking(entry).items():
         chosen = _victims(state, entry, state.ledger.books[device], part, leaving)
         if chosen is None:
             return
@@ -285,7 +285,7 @@ def _victims(
     state: CoreState,
     entry: Ticket,
     book: DeviceAccount,
-    part: Bytes,
+    part: int,
     leaving: dict[TicketId, Ticket],
 ) -> dict[TicketId, Ticket] | None:
     """Returns which tickets must leave a device beside those in `leaving`; None where these would

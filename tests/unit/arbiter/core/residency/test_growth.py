@@ -169,6 +169,26 @@ def test_growth_that_would_still_not_fit_evicts_nothing() -> None:
     assert d.state_of("c") == "resident"
 
 
+def took_beyond_its_grant() -> CoreDriver:
+    """`a` was granted 20 and holds 35; `b` and `c` have 14 each, and 17 are free."""
+    d = CoreDriver(holders=("h", "k"))
+    d.resident(0, "a", 20)
+    for name in "bc":
+        d.resident(0, name, 14, holder="k")
+    d.engines |= {"a": {CPU: 35}, "b": {CPU: 14}, "c": {CPU: 14}}
+    d.read(1)
+    assert d.free() == 17
+    return d
+
+
+def test_growth_evicts_nothing_for_what_the_resident_took_already() -> None:
+    assert len(revoked(grow(took_beyond_its_grant(), 10, "a", 45))) == 1
+
+
+def test_growth_waits_for_what_suffices_with_what_the_resident_took_already() -> None:
+    assert len(revoked(grow(took_beyond_its_grant(), 10, "a", 55))) == 2
+
+
 @pytest.mark.spec("A13")
 def test_growth_on_two_devices_evicts_on_both_or_on_neither() -> None:
     d = GpuCoreDriver(device=40, holders=("h", "k", "l"))
