@@ -73,6 +73,7 @@ def confirm_sleep(state: CoreState, entry: Ticket) -> None:
         entry.forget_revoked()  # this leave is over; an end after the next wake is no part of it
     entry.end_revocation()
     entry.note_inflight(0)
+    entry.try_unload(0)  # it has left its devices
     entry.settle_when_idle(entry.settles and state.floor_of(entry.model_name) is not Floor.HOST)
     size = Bytes(fallen)
     state.log(EventKind.MODEL_UNLOAD, entry, size=size, took=took, reason=reason.value, to="asleep")

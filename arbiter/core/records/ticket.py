@@ -172,7 +172,7 @@ class Ticket:
     grown: Grown | None = None  # None: it never grew
     # Its floor was lowered, or it was unloaded during its load: once idle it goes to its floor
     settles: bool = False
-    unload_asked: bool = False  # by hand, while in use as last heard; the next heartbeat decides
+    unload_tries_count: int = 0  # heartbeats that decide on an unload that found it in use
     leaving: Reason | None = None  # why it drains or is reclaimed
     revoked_at: Instant | None = None  # when it was last asked to leave, unless it declined
     revocation: Revocation | None = None  # None unless it drains
@@ -205,9 +205,9 @@ class Ticket:
         """Has it go down to its floor once it is idle, or no longer so."""
         self.settles = settles
 
-    def ask_unload(self, is_asked: bool) -> None:
-        """Has the next heartbeat decide whether it is unloaded by hand, or no longer so."""
-        self.unload_asked = is_asked
+    def try_unload(self, tries_count: int) -> None:
+        """Has so many heartbeats decide whether it is unloaded by hand; 0: it is not, or is."""
+        self.unload_tries_count = tries_count
 
     # -- use -----------------------------------------------------------------------------------
 
@@ -382,7 +382,6 @@ class Ticket:
     def begin_revocation(self, reason: Reason, to: Tier, barrier_until: Instant) -> None:
         """Notes what its holder is asked as it begins to drain."""
         self.leaving = reason
-        self.unload_asked = False
         self.revocation = Revocation(to, barrier_until)
 
     def end_revocation(self) -> None:

@@ -161,7 +161,7 @@ def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
     for entry in _entries(state, name):
         if entry.state is State.RESIDENT:
             entry.note_wanted(state.now)
-            entry.ask_unload(False)
+            entry.try_unload(0)
             state.ledger.touch(entry)
         elif entry.state in COMING:
             entry.settle_when_idle(False)  # takes back an unload, or a lowered floor, until now

@@ -239,8 +239,7 @@ def _apply_resident(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> Non
     if held.phase is types.Phase.RESIDENT:
         use(state, entry, held)
         growth.on_heartbeat(state, entry, held.devices)
-        if entry.unload_asked:
-            idle.unload(state, entry)
+        idle.on_heartbeat(state, entry)
     elif held.phase is types.Phase.ASLEEP and _is_confirmed(state, entry):
         # It fell asleep unasked, so no host RAM is on the books for it.
         kill_and_notify(state, entry, Reason.FAILED)

@@ -11,6 +11,9 @@ from arbiter.core.types import Floor
 from arbiter.core.view import IdleModel
 from arbiter.units import TicketId
 
+# Heartbeats that decide on an unload; the first may have been under way when that was asked.
+UNLOAD_TRIES_COUNT = 2
+
 
 def on_idle(state: CoreState, entry: Ticket) -> None:
     """Lets an idle model leave after its keep-warm time (C8), at shutdown, or because its floor was
@@ -50,7 +53,7 @@ def _leave_outside_hours(state: CoreState, entry: Ticket) -> None:
 
 def on_unload_asked(state: CoreState, ticket: TicketId) -> None:
     """Unloads a model by hand; a load goes on, and its model leaves once it is idle. A model that
-    was in use when its holder last told of it may be idle by now: the next heartbeat decides."""
+    was in use when its holder last told of it may be idle by now: heartbeats decide."""
     entry = state.live(ticket, State.LOADING, State.RESIDENT, State.ASLEEP)
     if entry is None:
         return
@@ -58,14 +61,22 @@ def on_unload_asked(state: CoreState, ticket: TicketId) -> None:
     if entry.state is State.LOADING:
         entry.settle_when_idle(True)
     elif entry.inflight > 0 and not entry.lease:
-        entry.ask_unload(True)
+        entry.try_unload(UNLOAD_TRIES_COUNT)
     else:
-        unload(state, entry)
+        _unload(state, entry)
 
 
-def unload(state: CoreState, entry: Ticket) -> None:
+def on_heartbeat(state: CoreState, entry: Ticket) -> None:
+    """Decides on an unload by hand that found a resident in use."""
+    if entry.inflight > 0 and entry.unload_tries_count > 1:
+        entry.try_unload(entry.unload_tries_count - 1)
+    elif entry.unload_tries_count:
+        _unload(state, entry)
+
+
+def _unload(state: CoreState, entry: Ticket) -> None:
     """Unloads by hand what is idle. A model in use stays, and the event log says so."""
-    entry.ask_unload(False)
+    entry.try_unload(0)
     if entry.inflight > 0 or entry.ticket in state.queue:
         state.log(EventKind.UNLOAD_REFUSED, entry, inflight=entry.inflight)
     else:

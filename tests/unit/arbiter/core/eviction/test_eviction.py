@@ -303,9 +303,11 @@ def test_unload_by_hand_evicts_an_idle_model_and_not_one_in_use() -> None:
     driver.beat(1, "a", inflight=1)
     assert driver.at(2, ev.UnloadAsked(TicketId("a"))) == []
     assert revoked(driver.beat(2, "a", inflight=1)) == []
+    assert "unload_refused" not in driver.kinds(), "it may have been under way"
+    assert revoked(driver.beat(3, "a", inflight=1)) == []
     assert driver.last("unload_refused").data["inflight"] == 1
-    assert revoked(driver.beat(3, "a", inflight=0)) == []
-    assert revoked(driver.at(4, ev.UnloadAsked(TicketId("a")))) == [("a", "manual", "gone")]
+    assert revoked(driver.beat(4, "a", inflight=0)) == []
+    assert revoked(driver.at(5, ev.UnloadAsked(TicketId("a")))) == [("a", "manual", "gone")]
 
 
 def test_model_whose_last_request_ended_since_its_heartbeat_is_unloaded_by_the_next() -> None:
@@ -315,6 +317,19 @@ def test_model_whose_last_request_ended_since_its_heartbeat_is_unloaded_by_the_n
     assert driver.at(1.5, ev.UnloadAsked(TicketId("a"))) == []
     assert revoked(driver.beat(2, "a", inflight=0)) == [("a", "manual", "gone")]
     assert "unload_refused" not in driver.kinds()
+
+
+def test_unload_by_hand_outlasts_a_swap_that_its_holder_declined() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 80)
+    driver.beat(1, "a", inflight=1)
+    driver.ask(20, "b", 80)
+    driver.at(21, ev.Busy(TicketId("a"), 1))
+    driver.at(30, ev.UnloadAsked(TicketId("a")))
+    driver.fire_timer(31.5)
+    assert driver.state_of("a") == "draining"
+    driver.at(32, ev.Busy(TicketId("a"), 1))
+    assert revoked(driver.beat(33, "a", inflight=0)) == [("a", "manual", "gone")]
 
 
 def test_load_by_hand_takes_an_unload_back_that_waits_for_a_heartbeat() -> None:

@@ -60,6 +60,26 @@ def test_a_swapped_model_goes_to_sleep_and_its_weights_are_charged_to_host_ram()
     assert driver.charged(HOST) == 40  # reserved before it is told to go
 
 
+@pytest.mark.spec("D1", "D8")
+def test_unload_by_hand_that_waits_for_a_heartbeat_ends_with_a_sleep() -> None:
+    driver = CoreDriver(device=80, host=100)
+    driver.resident(0, "a", 80, host=40)
+    driver.engines["a"] = {CPU: 80}
+    driver.read(1)
+    driver.beat(2, "a", inflight=1)
+    driver.at(3, ev.UnloadAsked(TicketId("a")))
+    assert revoked(driver.ask(20, "b", 60)) == [("a", "swap", "asleep")]
+    driver.at(21, ev.Slept(TicketId("a")))
+    driver.engines["a"] = {CPU: 5, HOST: 40}
+    driver.read(22)
+    driver.at(23, ev.LoadBroke(TicketId("b"), "x", False))
+    driver.gone(24, "b")
+    assert granted(driver.ask(25, "a", 80, host=40)) == ["a"]
+    driver.at(26, ev.Loaded(TicketId("a"), seconds(1)))
+    assert revoked(driver.beat(27, "a")) == []
+    assert driver.state_of("a") == "resident"
+
+
 @pytest.mark.spec("B4")
 def test_model_is_unloaded_when_host_ram_has_no_room_for_its_sleep() -> None:
     driver = CoreDriver(device=80, host=39)
