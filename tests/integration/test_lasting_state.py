@@ -28,7 +28,7 @@ VAD = CapabilitySpec("vad", "vad", "m:f", (ModelSpec("silero", seconds(60)),), s
 
 async def new_epoch(d: LiveArbiter) -> None:
     first = (await d.state())["epoch"]
-    await asyncio.to_thread(record_arbiter, None)
+    await asyncio.to_thread(record_arbiter, str(d.folder / f"events-{first}"))
     await d.until(lambda s: s["epoch"] > first)
 
 
