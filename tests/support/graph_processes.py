@@ -38,10 +38,13 @@ def books_are_true(graph: Graph) -> bool:
     holding = [t for t in state["tickets"] if t["state"] not in ("queued", "closed")]
     if not state["devices"] or any(t["state"] == "reclaiming" for t in holding):
         return False  # a new epoch has not heard of its node, or bytes are on their way back
-    roots = {os.getpgid(pid) for pid in graph.engines()}
+    try:
+        roots = {os.getpgid(pid) for pid in graph.engines()}
+        kernel_bytes = sum(device_bytes(root) for root in roots)
+    except (ProcessLookupError, FileNotFoundError):
+        return False  # an engine has ended between two looks
     if len(roots) != len(holding):
         return False
-    kernel_bytes = sum(device_bytes(root) for root in roots)
     cpu = next(d for d in state["devices"] if d["kind"] == "cpu")
     close = abs(cpu["measured_bytes"] - kernel_bytes) <= 0.05 * kernel_bytes  # B1
     is_charged = cpu["charged_bytes"] >= cpu["measured_bytes"]
