@@ -12,6 +12,7 @@ side by side.
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 WHOLE_FOLDERS = ("tests/graph", "tests/sim")
 OWN = "tests/graph: systems of their own"
@@ -47,6 +48,15 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         return piece_of(nodeid)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """xdist puts back all pieces of a worker that died, those that were done too; a worker that
+        is given such a piece has nothing to run, and all wait for it."""
+        pieces = self.assigned_work[node]
+        for name in [name for name, tests in pieces.items() if all(tests.values())]:
+            del pieces[name]
+        died_in: str | None = super().remove_node(node)
+        return died_in
 
 
 @pytest.hookimpl(optionalhook=True)
