@@ -14,7 +14,7 @@ def foreground(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """Gives the terminal to the command's group, if this process has one and is in its foreground,
     and takes it back. The kernel stops what reads a terminal in the background."""
     ours = os.getpgrp()
-    if not os.isatty(TERMINAL) or os.tcgetpgrp(TERMINAL) != ours:
+    if not _is_in_foreground(ours):
         yield
         return
     before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # which stops what gives it away, too
@@ -23,8 +23,17 @@ def foreground(process: subprocess.Popen[bytes]) -> Iterator[None]:
         os.killpg(process.pid, signal.SIGCONT)  # it may have read before
         yield
     finally:
-        os.tcsetpgrp(TERMINAL, ours)
+        with contextlib.suppress(OSError):  # it was hung up
+            os.tcsetpgrp(TERMINAL, ours)
         signal.signal(signal.SIGTTOU, before)
+
+
+def _is_in_foreground(group: int) -> bool:
+    """Says so of a process group; False where there is no terminal, or not this session's."""
+    try:
+        return os.tcgetpgrp(TERMINAL) == group
+    except OSError:
+        return False
 
 
 def was_suspended(process: subprocess.Popen[bytes]) -> bool:

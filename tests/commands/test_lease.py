@@ -142,6 +142,22 @@ def test_command_reads_the_terminal_and_is_not_suspended_by_its_keys(
     assert (job.returncode, "and two" in out) == (0, True)
 
 
+def test_terminal_of_another_session_is_left_alone(granting: tuple[LeaseFront, str]) -> None:
+    _, url = granting
+    master, slave = os.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "deployments.cli", "lease", "--gb", "1", "--", "true"],
+        env=os.environ | {"ARBITER_URL": url, "ARBITER_KEY": "arb-mine"},
+        stdin=slave,
+        start_new_session=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+    os.close(master)
+    os.close(slave)
+    assert done.returncode == 0
+
+
 async def test_an_interrupted_wait_withdraws_and_is_no_success(
     granting: tuple[LeaseFront, str],
 ) -> None:
