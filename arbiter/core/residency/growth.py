@@ -38,7 +38,7 @@ def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
         return _reject(state, entry, _error(entry, "its device is gone"))
     if never := _never_fits(state, entry):
         return _reject(state, entry, never)
-    if quotas.over_limit(state, entry.client.tenant, event.more_bytes):
+    if quotas.over_limit(state, entry.client.tenant, _newly_charged_bytes(entry)):
         return _reject(state, entry, _error(entry, "its tenant may not have as much"))
     if not all(_can_wait(state, e) for e in (*_growing(state), entry)):
         return _reject(state, entry, _error(entry, "it would wait on a holder that waits as well"))
@@ -127,6 +127,11 @@ def _lacking(entry: Ticket) -> dict[DeviceId, int]:
     return {d: part + entry.granted.get(d, 0) - entry.charge(d) for d, part in wanted}
 
 
+def _newly_charged_bytes(entry: Ticket) -> Bytes:
+    """Returns by how much its growth would raise what its tenant is charged."""
+    return Bytes(sum(max(0, part) for part in _lacking(entry).values()))
+
+
 def _coming(state: CoreState, entry: Ticket, device: DeviceId) -> int:
     """Returns what is free for it on a device, or on its way back."""
     book = state.ledger.books[device]
@@ -213,7 +218,7 @@ def _by_share(entry: Ticket, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes],
 def _has_room(state: CoreState, entry: Ticket) -> bool:
     """Says whether the growth fits now. What the ticket took beyond its grant is charged
     already."""
-    return not quotas.over_limit(state, entry.client.tenant, entry.grows_bytes) and all(
+    return not quotas.over_limit(state, entry.client.tenant, _newly_charged_bytes(entry)) and all(
         part <= _free(state, entry, state.ledger.books[d]) for d, part in _lacking(entry).items()
     )
 

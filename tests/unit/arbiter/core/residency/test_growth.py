@@ -254,6 +254,17 @@ def test_growth_takes_no_bytes_reserved_for_another_tenant() -> None:
     assert granted(grow(d, 2, "a", 10)) == ["a"]
 
 
+@pytest.mark.spec("C10")
+def test_what_a_resident_took_already_counts_once_against_the_most_of_its_tenant() -> None:
+    bound = TenantLimits("x", most_bytes=gib(40))
+    d = CoreDriver(settings=replace(PLAIN, tenants=(bound,)))
+    d.resident(0, "a", 20, tenant="x")
+    d.engines["a"] = {CPU: 35}
+    d.read(1)
+    assert granted(grow(d, 2, "a", 20)) == ["a"] and d.charged() == 40
+    assert isinstance(refusal(grow(d, 3, "a", 1)), GrowthRefused)
+
+
 # -- when nothing is lent -------------------------------------------------------------------------
 
 
