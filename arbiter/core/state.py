@@ -77,7 +77,8 @@ class Node:
     unreadable: dict[DeviceId, str] = field(default_factory=dict)  # its devices, and the cause
     inexact: frozenset[DeviceId] = frozenset()  # of its devices, see tickets/inexact.py
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
-    may_gain_devices: bool = False  # some did not answer when its agent spoke of them last
+    may_gain_devices: bool = False  # some that it may have have not answered yet
+    has_lost_devices: bool = False  # some fell off the bus, and may come back
     slabs: tuple[ev.SlabReading, ...] = ()  # of its pool (E1)
     contents: tuple[ev.ContentReading, ...] = ()  # what it did with each content (E7)
     copies: tuple[ev.HostCopyReading, ...] = ()  # of files, shared by its engines (D4)

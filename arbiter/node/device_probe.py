@@ -68,7 +68,8 @@ class NodeProbe:
 
     def introduction(self) -> NodeSeen:
         unreadable = self.unreadable()  # first: what answers in between is in both, not in neither
-        return NodeSeen(self._node, self.inventory(), unreadable)
+        lost = tuple(self._gpu_id(i) for i in self._indexes if self._is_lost(i))
+        return NodeSeen(self._node, self.inventory(), unreadable, lost)
 
     def inventory(self) -> tuple[DeviceSpec, ...]:
         """Leaves out GPUs that fell off the bus or have never answered."""

@@ -26,7 +26,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.residency import prefetch
-from arbiter.core.state import CoreState, reject_queued
+from arbiter.core.state import CoreState, Node, reject_queued
 from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.device_limits import (
     cap_pins,
@@ -37,7 +37,7 @@ from arbiter.core.tickets.device_limits import (
 from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.types import DeviceBytes, Priority
-from arbiter.errors import NeverFits, QuotaExceeded, RolePinned, TicketClosed
+from arbiter.errors import GpusLost, NeverFits, QuotaExceeded, RolePinned, TicketClosed
 from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
 
 # -- a new load -----------------------------------------------------------------------------------
@@ -215,10 +215,20 @@ def _place_beyond_one_device(
         return Outcome.NOT_APPLICABLE  # the quota says what the other tenants leave
     if entry.allow_oversize:
         return _place_oversize(state, pass_, entry, waiting, limits, room)
+    if pass_.node.may_gain_devices:
+        return pass_.defer(waiting, ())
     if entry.pinned:
         flag_pinned_on(state, max(books, key=on_demand_of), need)
-    reject_queued(state, entry, NeverFits(entry.ticket, need, pass_.most_bytes))
+    reject_queued(state, entry, _never_fits(pass_.node, entry, need, pass_.most_bytes))
     return Outcome.REJECTED
+
+
+def _never_fits(node: Node, entry: Ticket, need: Bytes, most: Bytes) -> NeverFits | GpusLost:
+    """Returns the error for a ticket that no device of its node can ever hold: to be asked for
+    again where devices that the node has lost may come back."""
+    if node.has_lost_devices:
+        return GpusLost(node.node)
+    return NeverFits(entry.ticket, need, most)
 
 
 def _place_oversize(
@@ -275,12 +285,13 @@ def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: Queue
     books = compute_books(state, pass_.node)
     sizes = [(e, placement.estimated_bytes(state, e, pass_.largest_bytes)) for e in there]
     most = pass_.most_for(state, entry.client.tenant)
-    is_unread = pass_.node.may_gain_devices and not pass_.node.computing
-    if is_unread or any(_is_held(state, e) for e in there):
+    if any(_is_held(state, e) for e in there):
         return pass_.defer(waiting, ())
     at_best = gangs.assign(sizes, books, most)
+    if not at_best and pass_.node.may_gain_devices:
+        return pass_.defer(waiting, ())
     if not at_best:
-        return _reject_gang(state, entry.client.tenant, books, sizes, most)
+        return _reject_gang(state, pass_, entry.client.tenant, books, sizes, most)
     room = pass_.open_to(state, entry)
     free = {b.device: Bytes(min(b.free_bytes, pass_.room(b.device, entry))) for b in room}
     now = gangs.assign(sizes, room, free) or gangs.assign(sizes, room, most)
@@ -294,6 +305,7 @@ def _is_held(state: CoreState, entry: Ticket) -> bool:
 
 def _reject_gang(
     state: CoreState,
+    pass_: GrantPass,
     tenant: str,
     books: list[DeviceAccount],
     sizes: list[tuple[Ticket, Bytes]],
@@ -306,7 +318,7 @@ def _reject_gang(
     fits_alone = gangs.assign(sizes, books, {b.device: on_demand_of(b) for b in books})
     reserved = QuotaExceeded(tenant, Bytes(0), need, whole, "bytes") if fits_alone else None
     for member, _ in sizes:
-        reject_queued(state, member, reserved or NeverFits(member.ticket, need, whole))
+        reject_queued(state, member, reserved or _never_fits(pass_.node, member, need, whole))
     return Outcome.REJECTED
 
 

@@ -28,7 +28,13 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
     """Takes a node and its devices. Nothing is granted on a device before its first reading."""
     old = state.nodes.get(event.node)
     devices = _still_there(old, event) | {d.device: d for d in event.devices}
-    node = Node(event.node, devices, may_gain_devices=bool(event.unreadable))
+    may_come = {u.device for u in event.unreadable} - devices.keys()
+    node = Node(
+        event.node,
+        devices,
+        may_gain_devices=bool(may_come),
+        has_lost_devices=bool(event.lost),
+    )
     if old is None:
         state.log(EventKind.NODE_SEEN, node=event.node, devices=len(event.devices))
     else:
