@@ -425,6 +425,8 @@ class CoreState:
         self.ledger.move(entry, to, self.now, granted, home)
         if to in (State.ASLEEP, State.RECLAIMING):
             self.trades.left(entry.ticket, entry.model_name, self.now)
+            if entry.pinned:  # another ticket may be pinned in its place
+                self.timers.set(("pins", entry.node), self.now)
         elif was is State.DRAINING:
             self.trades.stayed(entry.ticket)
         if (was is State.LOADING) != (to is State.LOADING):

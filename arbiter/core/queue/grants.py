@@ -32,6 +32,7 @@ from arbiter.core.tickets.device_limits import (
     cap_pins,
     compute_books,
     flag_pinned_on,
+    is_to_be_pinned,
     on_demand_of,
 )
 from arbiter.core.tickets.exclusion import excluded_by
@@ -446,8 +447,8 @@ def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes, waited: Span 
     entry.begin_load(load_by, predicted)
     state.move(entry, State.LOADING, granted={**entry.granted, **home}, home=home)
     state.set_timer(entry, load_by)
-    if entry.pinned:
-        cap_pins(state, home)
+    if is_to_be_pinned(state, entry):
+        cap_pins(state, entry.node)
     state.decide(grant_of(entry))
     state.log(EventKind.TICKET_GRANTED, entry, size=entry.home_bytes, took=waited)
     if entry.need_is_explicit and entry.home_bytes > entry.need.device_bytes:

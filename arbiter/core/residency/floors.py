@@ -64,7 +64,7 @@ def _act_on(state: CoreState, name: ModelName, before: Floor, floor: Floor, *, s
         is_to_be_awake = entry.state in AWAKE or entry.ticket in state.queue
         entry.settle_when_idle(floor is Floor.COLD or (floor is Floor.HOST and is_to_be_awake))
         state.set_timer(entry, state.now)
-        cap_pins(state, entry.home)
+        cap_pins(state, entry.node)
     if floor is Floor.DEVICE:
         load(state, name)
         if failure := state.failures.get(name):
