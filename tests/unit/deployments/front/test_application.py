@@ -336,6 +336,7 @@ async def test_packed_body_is_415_naming_the_header_and_is_not_unpacked(
     ("path", "bound"),
     [
         ("/arbiter/leases/a", MAX_STEERING_BYTES),
+        ("/arbiter/settings", MAX_CONFIG_BYTES),
         ("/api/v1/config", MAX_CONFIG_BYTES),
         ("/v1/embeddings", MAX_BODY_BYTES),
     ],
@@ -362,6 +363,16 @@ async def test_body_beyond_its_bound_is_413_having_been_read_no_further(
     answer = await client.request(method, path, content=body(), headers=owner | declared)
     assert (answer.status_code, error(answer)["code"]) == (413, "too_large")
     assert (sent_bytes == 0) == is_declared
+
+
+@pytest.mark.spec("C12", "L3")
+async def test_settings_with_hundreds_of_tenants_are_read(
+    client: AsyncClient, owner: dict[str, str]
+) -> None:
+    tenants = {f"tenant-{number}": {"most_bytes": 1 << 30} for number in range(900)}
+    body = {"generation": -1, "settings": {"tenants": tenants}}
+    answer = await client.put("/arbiter/settings", json=body, headers=owner)
+    assert answer.status_code == 400 and "generation" in answer.text
 
 
 async def test_typed_body_is_json_whatever_its_content_type_says(
