@@ -6,7 +6,7 @@ The rules are functions over a CoreState, one file per idea. They read it, move 
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -135,6 +135,7 @@ class AskedLoad:
 
     holder: HolderId
     asked_at: Instant
+    is_refused: bool = False  # its ticket for it was refused: another holder is asked next
 
 
 EvictedForKey = tuple[HolderId, str]  # for whom: holder and model
@@ -294,6 +295,12 @@ class CoreState:
         is kept is another than what an asker raises."""
         self.keep_answer(ticket, error.unraised())
         self.answer_error(ticket, error)
+
+    def note_refused(self, holder: HolderId, name: types.ModelName) -> None:
+        """Notes that a holder was refused a model, which it may have been asked to load."""
+        asked = self.asked_loads.get(name)
+        if asked is not None and asked.holder == holder:
+            self.asked_loads[name] = replace(asked, is_refused=True)
 
     def answer_error(self, ticket: TicketId, error: RequestError) -> None:
         """Answers a ticket with an error; the ticket may ask again."""
@@ -500,6 +507,7 @@ def reject_queued(state: CoreState, entry: Ticket, error: RequestError) -> None:
     """Takes a ticket out of the queue with an error. A new ticket is closed; an asleep ticket
     sleeps on and may ask again."""
     state.evicted_for.pop((entry.holder, entry.model), None)
+    state.note_refused(entry.holder, entry.model_name)
     if entry.state is State.QUEUED:
         state.answer_error_finally(entry.ticket, error)
         state.close(entry)

@@ -7,6 +7,8 @@ in: a request for a model without the device floor is answered NotResident, at o
 device floor releases the device as soon as the model is idle.
 """
 
+from collections.abc import Iterable
+
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, LogEvent, Reason, WithdrawLoad
@@ -190,12 +192,22 @@ def load(state: CoreState, name: ModelName) -> None:
         state.wanted[name] = None
         state.note_active(name.capability)
         return
-    others = [*asleep, *able]
+    others = _from_next(dict.fromkeys([*asleep, *able]), state.asked_loads.get(name))
     holder = coming[0] if coming else min(others, key=lambda h: _is_refused(state, h))
     state.asked_loads[name] = AskedLoad(holder, state.now)
     state.decide(LoadModel(holder, name.model))
     if stays:
         state.timers.set(("floors", ""), after(state.now, LOOK_AGAIN))
+
+
+def _from_next(holders: Iterable[HolderId], asked: AskedLoad | None) -> list[HolderId]:
+    """Returns holders in the order in which they are asked for a load: from the next on where the
+    ticket of the last that was asked was refused, because its node may be too small."""
+    order = list(holders)
+    if asked is None or not asked.is_refused or asked.holder not in order:
+        return order
+    first = order.index(asked.holder) + 1
+    return [*order[first:], *order[:first]]
 
 
 def _is_refused(state: CoreState, holder: HolderId) -> bool:
