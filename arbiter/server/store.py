@@ -12,7 +12,7 @@ import os
 import pickle
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from arbiter.units import Epoch, HolderId, NodeId
 
 logger = logging.getLogger("arbiter")
 
+LearnedKey = tuple[str, str, str]  # capability, model, settings: see estimates.ModelKey
 # Lives of clusters remembered, some kB each; a user has a few at once, and old ones never return.
 SESSIONS_KEPT = 64
 SPENDING_DAYS_KEPT = 62  # two months, for a person who compares them with a bill
@@ -96,7 +97,6 @@ class Store:
         self.trouble: str | None = None
         self.on_trouble: Callable[[str], None] = lambda why: None
         self._is_file = self._is_open = True
-        self._saved: dict[tuple[str, str, str], Plain] = {}  # learned rows that are in the file
         self._db = self._open_somehow()
         self._begin()
 
@@ -147,30 +147,15 @@ class Store:
         """What all sessions have learned, a row for each model under its settings."""
         return [json.loads(row[0]) for row in self._read("SELECT value FROM learned_rows")]
 
-    def note_learned(self, rows: list[Plain]) -> None:
-        """Takes what the core made of `learned`. A row of the file that is not among these is of
-        newer code, which shares the file, and is not this session's to remove."""
-        self._saved = {_key(row): row for row in rows}
-
-    def save_learned(self, rows: list[Plain]) -> bool:
-        """Writes what is new to this session and removes what it has forgotten; rows that it did
-        not touch are another's to change. False: a row could not be written; the caller gives all
-        of them again."""
-        now = {_key(row): row for row in rows}
-        for key, row in now.items():
-            if self._saved.get(key) != row:
-                value = json.dumps(row).encode()
-                if not self._write(
-                    "INSERT OR REPLACE INTO learned_rows VALUES (?, ?, ?, ?)", *key, value
-                ):
-                    return False  # a locked file takes LOCKED_S for each
-                self._saved[key] = row
-        for key in self._saved.keys() - now.keys():
-            one = "capability = ? AND model = ? AND settings_key = ?"
-            if not self._write(f"DELETE FROM learned_rows WHERE {one}", *key):
-                return False
-            del self._saved[key]
-        return True
+    def save_learned(self, rows: list[Plain], forgotten: Iterable[LearnedKey] = ()) -> bool:
+        """Writes rows and removes those of forgotten keys; all others are another session's to
+        change, or newer code's. False: not all was written; the caller gives all of it again."""
+        for row in rows:
+            values = *_key(row), json.dumps(row).encode()
+            if not self._write("INSERT OR REPLACE INTO learned_rows VALUES (?, ?, ?, ?)", *values):
+                return False  # a locked file takes LOCKED_S for each
+        one = "capability = ? AND model = ? AND settings_key = ?"
+        return all(self._write(f"DELETE FROM learned_rows WHERE {one}", *key) for key in forgotten)
 
     def floors(self) -> Any:
         """What `save_floors` was given last in this session; empty when nothing was."""
@@ -461,7 +446,7 @@ def _joined(parts: list[Any]) -> Any:
     return whole
 
 
-def _key(row: Plain) -> tuple[str, str, str]:
+def _key(row: Plain) -> LearnedKey:
     return row["capability"], row["model"], row["settings_key"]
 
 

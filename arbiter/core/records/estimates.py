@@ -13,6 +13,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from arbiter.core.records.load_predictor import Fit, Predictor
@@ -87,6 +88,11 @@ class ModelKey(NamedTuple):
     def name(self) -> ModelName:
         """Returns the model, whatever its settings."""
         return ModelName(self.capability, self.model)
+
+
+def _row_key(capability: str) -> ModelKey:
+    """Returns the key of the row with what holds for a whole capability."""
+    return ModelKey(capability, "", "")
 
 
 # Loads and wakes of one model that say how long the next will take: their median. Some take many
@@ -171,6 +177,7 @@ class Estimates:
         self._predictor = Predictor()
         self._sleepless: set[ModelKey] = set()  # a sleep of it did not give its bytes back
         self.changes_count = 0  # of what `export` returns
+        self._changed: dict[ModelKey, int] = {}  # its rows by their last change, the newest last
 
     def note_devices_changed(self) -> None:
         """Has every size looked up again: what a learned one may be at most depends on devices."""
@@ -270,7 +277,7 @@ class Estimates:
     def left(self, capability: str, took: Span) -> None:
         """Learns how long a model took from its revoke until its bytes were seen back."""
         self._turnover[capability] = self._smoothed(self._turnover.get(capability, took), took)
-        self.changes_count += 1
+        self._note_changed(_row_key(capability))
 
     def saw_overhead(self, key: ModelKey, need: Need, peak: Bytes) -> None:
         """Learns how far a model's peak lies beyond its computed need. Once for each load whose
@@ -280,19 +287,19 @@ class Estimates:
         share = self._settings.load_ewma_fraction
         self._overhead[key.capability] = old + int((beyond - old) * share)
         self.version += 1
-        self.changes_count += 1
+        self._note_changed(_row_key(key.capability))
 
     def saw_peak(self, key: ModelKey, peak: Bytes) -> None:
         """Learns a measured peak, if it is the highest yet."""
         if peak > self._peak.get(key, Bytes(0)):
             self._peak[key] = peak
             self.version += 1
-            self.changes_count += 1
+            self._note_changed(key)
 
     def saw_settled(self, key: ModelKey, held: Bytes) -> None:
         """Learns what a load needed up to its first use, which the next load replaces."""
         self._settled[key] = held
-        self.changes_count += 1
+        self._note_changed(key)
 
     def settled(self, key: ModelKey) -> Bytes:
         """Returns what the last load needed up to its first use; 0 when that was never seen."""
@@ -304,7 +311,7 @@ class Estimates:
         if 0 < settled < self._peak.get(key, Bytes(0)):
             self._peak[key] = settled
             self.version += 1
-            self.changes_count += 1
+            self._note_changed(key)
 
     def loaded(self, key: ModelKey, took: Span, weights: Bytes = Bytes(0)) -> None:
         """Learns how long a load took, which also ends the correction after a failure for
@@ -316,7 +323,7 @@ class Estimates:
             self.version += 1
         self._loads.note(key, took)
         self._note_slowest(key)
-        self.changes_count += 1
+        self._note_changed(key, _row_key(key.capability))
 
     def _note_slowest(self, key: ModelKey) -> None:
         name = key.name
@@ -325,13 +332,13 @@ class Estimates:
     def woke(self, key: ModelKey, took: Span) -> None:
         """Learns how long a wake took."""
         self._wakes.note(key, took)
-        self.changes_count += 1
+        self._note_changed(key)
 
     def ran(self, key: ModelKey, took: Span) -> None:
         """Learns how long an answered request ran since its model served."""
         self._ran.setdefault(key.name, {})[key] = None
         if self._runs.note(key, took):
-            self.changes_count += 1
+            self._note_changed(key)
 
     def _smoothed(self, old: Span, took: Span) -> Span:
         return Span(old + int((took - old) * self._settings.load_ewma_fraction))
@@ -341,7 +348,7 @@ class Estimates:
         more."""
         self._corrected[key] = Bytes(held + int(held * self._settings.oom_growth_fraction))
         self.version += 1
-        self.changes_count += 1
+        self._note_changed(key)
 
     def forget(self, key: ModelKey) -> None:
         """Forgets what was learned under one key."""
@@ -352,62 +359,72 @@ class Estimates:
         self._runs.forget(key)
         self._ran.get(key.name, {}).pop(key, None)
         self._sleepless.discard(key)
-        self.changes_count += 1
+        self._note_changed(key)
 
     def forget_model(self, *names: ModelName) -> None:
         """Forgets what was learned of models under any settings, in one pass over all keys."""
         gone = set(names)
-        tables = (self._peak, self._corrected, self._loads, self._wakes, self._sleepless)
-        known = {k for table in (*tables, self._runs) for k in table}
+        sizes = (self._peak, self._corrected, self._settled)
+        tables = (*sizes, self._loads, self._wakes, self._sleepless, self._runs)
+        known = {k for table in tables for k in table}
         for key in [k for k in known if k.name in gone]:
             self.forget(key)
         for name in gone:
             self._slowest.pop(name, None)
             self._ran.pop(name, None)
-        self.changes_count += 1
+            self._note_changed(_row_key(name.capability))
 
     # -- across restarts -----------------------------------------------------------------------
+
+    def _note_changed(self, *keys: ModelKey) -> None:
+        self.changes_count += 1
+        for key in keys:
+            self._changed.pop(key, None)
+            self._changed[key] = self.changes_count
+
+    def changed_since(self, count: int) -> tuple[list[dict[str, Any]], list[ModelKey]]:
+        """Returns the rows of `export` that have changed since `changes_count` was `count`, and the
+        keys of those that it has no more."""
+        changed = takewhile(lambda key: self._changed[key] > count, reversed(self._changed))
+        rows = {key: self._row(key) for key in changed}
+        return [row for row in rows.values() if row], [key for key, row in rows.items() if not row]
 
     def export(self) -> list[dict[str, Any]]:
         """Returns plain rows for the state file, which `restore` reads back: one for each model
         under its settings, and one without a model for what holds for a whole capability."""
-        return [*self._model_rows(), *self._capability_rows()]
+        sizes = {*self._peak, *self._corrected, *self._settled}
+        models = {*sizes, *self._loads, *self._wakes, *self._runs}
+        slowest = {name.capability for name in self._slowest}
+        capabilities = {*self._overhead, *self._turnover, *slowest, *self._predictor.fits}
+        keys = [*sorted(models, key=repr), *map(_row_key, sorted(capabilities))]
+        return [row for key in keys if (row := self._row(key))]
 
-    def _model_rows(self) -> list[dict[str, Any]]:
-        seen = {*self._peak, *self._corrected, *self._loads, *self._wakes, *self._runs}
-        keys = sorted(seen, key=repr)
-        return [
-            {
-                "version": ROW_VERSION,
-                "capability": k.capability,
-                "model": k.model,
-                "settings_key": k.settings_key,
-                "peak_bytes": self._peak.get(k, 0),
-                "corrected_bytes": self._corrected.get(k, 0),
-                "settled_bytes": self._settled.get(k, 0),
-                "loads_ns": list(self._loads.spans(k)),
-                "wakes_ns": list(self._wakes.spans(k)),
-                "runs_ns": list(self._runs.spans(k)),
-            }
-            for k in keys
-        ]
+    def _row(self, key: ModelKey) -> dict[str, Any] | None:
+        """Returns one row of `export`; None where nothing is known any more."""
+        values = self._model_values(key) if key.model else self._capability_values(key.capability)
+        nothing: tuple[Any, ...] = (0, []) if key.model else (None, {})  # an overhead may be 0
+        if all(value in nothing for value in values.values()):
+            return None
+        return {"version": ROW_VERSION, **key._asdict(), **values}
 
-    def _capability_rows(self) -> list[dict[str, Any]]:
-        fits = self._predictor.fits
-        slowest = {capability for capability, _ in self._slowest}
-        return [
-            {
-                "version": ROW_VERSION,
-                "capability": name,
-                "model": "",
-                "settings_key": "",
-                "overhead_bytes": self._overhead.get(name),
-                "turnover_ns": self._turnover.get(name),
-                "slowest_ns": {m: took for (c, m), took in self._slowest.items() if c == name},
-                "fit": fits[name].export() if name in fits else None,
-            }
-            for name in sorted({*self._overhead, *self._turnover, *slowest, *fits})
-        ]
+    def _model_values(self, key: ModelKey) -> dict[str, Any]:
+        return {
+            "peak_bytes": self._peak.get(key, 0),
+            "corrected_bytes": self._corrected.get(key, 0),
+            "settled_bytes": self._settled.get(key, 0),
+            "loads_ns": list(self._loads.spans(key)),
+            "wakes_ns": list(self._wakes.spans(key)),
+            "runs_ns": list(self._runs.spans(key)),
+        }
+
+    def _capability_values(self, name: str) -> dict[str, Any]:
+        fit = self._predictor.fits.get(name)
+        return {
+            "overhead_bytes": self._overhead.get(name),
+            "turnover_ns": self._turnover.get(name),
+            "slowest_ns": {m: took for (c, m), took in self._slowest.items() if c == name},
+            "fit": fit.export() if fit else None,
+        }
 
     def restore(self, rows: list[dict[str, Any]]) -> None:
         """Takes back the rows of `export`; rows of a version that this code does not know are left
