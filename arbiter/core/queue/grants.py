@@ -245,7 +245,8 @@ def _place_oversize(
     if never := quotas.never(state, entry.client.tenant, need, limits.most_bytes):
         reject_queued(state, entry, never)
         return Outcome.REJECTED
-    outcome = _hold_to_role(state, pass_, entry, waiting, _urgency(state, pass_, waiting))
+    urgent = _urgency(state, pass_, waiting)
+    outcome = _hold_to_role(state, pass_, entry, waiting, urgent)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     pass_.defer(waiting, [book.device for book in room])
@@ -253,6 +254,10 @@ def _place_oversize(
     if home is None:
         pass_.reserved_devices.update(book.device for book in room)
         return Outcome.DEFERRED
+    limits = pass_.limits(state, entry, Bytes(sum(home.values())))
+    outcome = _hold_to_quota(state, pass_, entry, limits, urgent)
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
     _grant(state, pass_, entry, waiting, home)
     state.log(EventKind.OVERSIZE, entry, size=need, granted_bytes=entry.home_bytes)
     return Outcome.GRANTED
