@@ -170,7 +170,8 @@ class Estimates:
         self._wakes = Recent()
         self._overruns = deque([1.0] * OVERRUNS_COUNT, OVERRUNS_COUNT)  # the newest last
         self._runs: RunTimes[ModelKey] = RunTimes()
-        self._ran: dict[ModelName, dict[ModelKey, None]] = {}  # the keys of `_runs`, by model
+        # The keys of `_peak` and `_runs`, by model.
+        self._keys: dict[ModelName, dict[ModelKey, None]] = {}
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
         self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
         self._slowest: dict[ModelName, Span] = {}  # of a model under any settings
@@ -213,8 +214,8 @@ class Estimates:
     def proven(self, name: ModelName) -> Bytes | None:
         """Returns the largest that a model was ever measured, with headroom; None when it never
         was."""
-        mine = [b for k, b in self._peak.items() if k.name == name]
-        return self._with_headroom(max(mine)) if mine else None
+        mine = max((self._peak.get(key, Bytes(0)) for key in self._keys.get(name, ())), default=0)
+        return self._with_headroom(Bytes(mine)) if mine else None
 
     def can_sleep(self, key: ModelKey) -> bool:
         """Says whether a sleep of this model may be tried."""
@@ -266,7 +267,7 @@ class Estimates:
     def run_times(self, name: ModelName) -> RunSpans | None:
         """Returns how long requests of a model run, under the settings with which they take
         longest; None before the first."""
-        found = [self._runs.read(key) for key in self._ran.get(name, ())]
+        found = [self._runs.read(key) for key in self._keys.get(name, ())]
         return max((spans for spans in found if spans), default=None)
 
     def turnover(self, capability: str) -> Span:
@@ -293,6 +294,7 @@ class Estimates:
         """Learns a measured peak, if it is the highest yet."""
         if peak > self._peak.get(key, Bytes(0)):
             self._peak[key] = peak
+            self._keys.setdefault(key.name, {})[key] = None
             self.version += 1
             self._note_changed(key)
 
@@ -336,7 +338,7 @@ class Estimates:
 
     def ran(self, key: ModelKey, took: Span) -> None:
         """Learns how long an answered request ran since its model served."""
-        self._ran.setdefault(key.name, {})[key] = None
+        self._keys.setdefault(key.name, {})[key] = None
         if self._runs.note(key, took):
             self._note_changed(key)
 
@@ -357,7 +359,7 @@ class Estimates:
         for recent in (self._loads, self._wakes):
             recent.forget(key)
         self._runs.forget(key)
-        self._ran.get(key.name, {}).pop(key, None)
+        self._keys.get(key.name, {}).pop(key, None)
         self._sleepless.discard(key)
         self._note_changed(key)
 
@@ -371,7 +373,7 @@ class Estimates:
             self.forget(key)
         for name in gone:
             self._slowest.pop(name, None)
-            self._ran.pop(name, None)
+            self._keys.pop(name, None)
             self._note_changed(_row_key(name.capability))
 
     # -- across restarts -----------------------------------------------------------------------
@@ -448,6 +450,7 @@ class Estimates:
         key = ModelKey(row["capability"], row["model"], row["settings_key"])
         if row["peak_bytes"]:
             self._peak[key] = Bytes(row["peak_bytes"])
+            self._keys.setdefault(key.name, {})[key] = None
         if row["corrected_bytes"]:
             self._corrected[key] = Bytes(row["corrected_bytes"])
         if settled := row.get("settled_bytes"):  # rows of the same version had none before D7
@@ -458,7 +461,7 @@ class Estimates:
         for took_ns in row["wakes_ns"]:
             self._wakes.note(key, Span(took_ns))
         for took_ns in row.get("runs_ns", ()):  # rows of the same version had none before J5
-            self._ran.setdefault(key.name, {})[key] = None
+            self._keys.setdefault(key.name, {})[key] = None
             self._runs.note(key, Span(took_ns))
 
     def _restore_capability(self, row: dict[str, Any]) -> None:
