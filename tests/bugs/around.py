@@ -322,7 +322,7 @@ BUGS = [
         "False"),
     Bug("the cap on pins forgets tickets of the last epoch", "arbiter/core/residency/heartbeats.py", "_rebuild",
         "cap_pins(state, entry.node)",
-        ""),
+        "pass"),
     Bug("the cap on pins forgets holders that rejoin before their node", "arbiter/core/dispatch.py", "",
         "device_limits.cap_pins(state, event.node)",
         ""),

@@ -296,7 +296,8 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     apply_configuration(state, entry)
     floors.on_rebuilt(state, entry)
     state.ledger.open(entry)
-    cap_pins(state, entry.node)
+    if entry.pinned:
+        cap_pins(state, entry.node)
     if ticket_state is State.LOADING:
         state.queue.loading(entry.node, entry.model_name, 1)
     claim_unclaimed(state, entry)
