@@ -270,9 +270,11 @@ def capabilities_wanted(state: CoreState) -> set[str]:
 
 
 def _on_device(state: CoreState) -> list[ModelName]:
-    """Returns the models with the device floor, but for those outside their hours."""
-    floored = [name for name, floor in state.all_floors().items() if floor is Floor.DEVICE]
-    return [name for name in floored if state.opens_at(name) is None]
+    """Returns the models with the device floor, but for those outside their hours. Asked after each
+    event, so no model with another floor is walked past."""
+    configured = (name for name in state.registry.on_device if name not in state.floors)
+    chosen = (name for name, floor in state.floors.items() if floor is Floor.DEVICE)
+    return [name for name in (*configured, *chosen) if state.opens_at(name) is None]
 
 
 def _entries(state: CoreState, name: ModelName) -> list[Ticket]:
