@@ -220,7 +220,8 @@ def _place_beyond_one_device(
         return pass_.defer(waiting, ())
     if entry.pinned:
         flag_pinned_on(state, max(books, key=on_demand_of), need)
-    reject_queued(state, entry, _never_fits(pass_.node, entry, need, pass_.most_bytes))
+    whole = gangs.most_bytes(entry.split, {b.device: on_demand_of(b) for b in books})
+    reject_queued(state, entry, _never_fits(pass_.node, entry, need, whole))
     return Outcome.REJECTED
 
 
