@@ -38,7 +38,7 @@ def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
         return _reject(state, entry, _error(entry, "its device is gone"))
     if never := _never_fits(state, entry):
         return _reject(state, entry, never)
-    if quotas.over_limit(state, entry.client.tenant, _newly_charged_bytes(entry)):
+    if _is_over_quota(state, entry):
         return _reject(state, entry, _error(entry, "its tenant may not have as much"))
     if not all(_can_wait(state, e) for e in (*_growing(state), entry)):
         return _reject(state, entry, _error(entry, "it would wait on a holder that waits as well"))
@@ -98,7 +98,7 @@ def grant_waiting(state: CoreState) -> None:
     already."""
     for entry in _growing(state):
         is_gone = any(device not in state.ledger.books for device in entry.home)
-        may_be = not is_gone and _may_be_lent(state, entry)
+        may_be = not (is_gone or _is_over_quota(state, entry)) and _may_be_lent(state, entry)
         if entry.state is not State.RESIDENT or is_gone:
             _reject(state, entry, _error(entry, "it is leaving"))
         elif may_be and _has_room(state, entry):
@@ -114,7 +114,8 @@ def promised(state: CoreState, node: NodeId) -> Sizes:
     grow there, which are before the queue."""
     found: Sizes = {}
     for entry in _growing(state):
-        if entry.node == node and all(d in state.ledger.books for d in entry.home):
+        is_there = entry.node == node and all(d in state.ledger.books for d in entry.home)
+        if is_there and not _is_over_quota(state, entry):
             lacking = _lacking(entry)
             if all(part <= _coming(state, entry, d) for d, part in lacking.items()):
                 found |= {d: Bytes(found.get(d, 0) + max(0, p)) for d, p in lacking.items()}
@@ -127,9 +128,11 @@ def _lacking(entry: Ticket) -> dict[DeviceId, int]:
     return {d: part + entry.granted.get(d, 0) - entry.charge(d) for d, part in wanted}
 
 
-def _newly_charged_bytes(entry: Ticket) -> Bytes:
-    """Returns by how much its growth would raise what its tenant is charged."""
-    return Bytes(sum(max(0, part) for part in _lacking(entry).values()))
+def _is_over_quota(state: CoreState, entry: Ticket) -> bool:
+    """Says whether its tenant may not be charged what the growth would take beyond what the ticket
+    took already."""
+    more = Bytes(sum(max(0, part) for part in _lacking(entry).values()))
+    return quotas.over_limit(state, entry.client.tenant, more) > 0
 
 
 def _coming(state: CoreState, entry: Ticket, device: DeviceId) -> int:
@@ -218,9 +221,8 @@ def _by_share(entry: Ticket, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes],
 def _has_room(state: CoreState, entry: Ticket) -> bool:
     """Says whether the growth fits now. What the ticket took beyond its grant is charged
     already."""
-    return not quotas.over_limit(state, entry.client.tenant, _newly_charged_bytes(entry)) and all(
-        part <= _free(state, entry, state.ledger.books[d]) for d, part in _lacking(entry).items()
-    )
+    lacking = _lacking(entry).items()
+    return all(part <= _free(state, entry, state.ledger.books[d]) for d, part in lacking)
 
 
 def _free(state: CoreState, entry: Ticket, book: DeviceAccount, has_left: bool = False) -> Bytes:
