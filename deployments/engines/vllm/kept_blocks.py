@@ -3,7 +3,9 @@
 vLLM's prefix cache evicts the least recently used block first, so one time says what it holds: the
 arrival of the latest request whose blocks are lost. Of what came before it nothing counts as held,
 and of what came after it all does. A slab keeps what the device evicts; then what counts is the
-earlier of the two times.
+earlier of the two times. What left a slab for its tenant's cap says nothing of other rows as old,
+so each such tenant has a time of its own; what leaves by its term is told by no time, because the
+router knows the terms.
 """
 
 import math
@@ -16,17 +18,23 @@ from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
+from arbiter.pool.layout import TENANT_BYTES
+from deployments.routing.pieces import Kept
 from deployments.routing.rank import HELD_SHARE
 
-_DEVICE, _SLAB = 0, 1
+_DEVICE, _SLAB, _TENANTS = 0, 1, 2
+TENANTS_TOLD = 64  # at their caps; what more of them lost counts as held
 
 
 class KeptSince:
-    """Two times in memory that a frontend shares with the core it forks, which may be in a step
-    when it is asked. In wall-clock seconds, because processes of other nodes compare them."""
+    """Times in memory that a frontend shares with the core it forks, which may be in a step when it
+    is asked. In wall-clock seconds, because processes of other nodes compare them."""
 
     def __init__(self) -> None:
-        self._times = memoryview(mmap.mmap(-1, 2 * 8)).cast("d")
+        end = (_TENANTS + TENANTS_TOLD) * 8
+        memory = memoryview(mmap.mmap(-1, end + TENANTS_TOLD * TENANT_BYTES))
+        self._times, self._names = memory[:end].cast("d"), memory[end:]
+        self._places: dict[bytes, int] = {}  # of tenants, in the core
         self.lost_on_device(time.time())
         self.lost_in_slab(math.inf)
 
@@ -38,10 +46,21 @@ class KeptSince:
         """A slab has lost the rows that were used up to this time; inf: there is no slab."""
         self._times[_SLAB] = used_s
 
-    @property
-    def since_s(self) -> float:
-        """What arrived later is held; inf: nothing is."""
-        return min(self._times)
+    def lost_by_cap(self, tenant: bytes, used_s: float) -> None:
+        """A slab has lost the rows of a tenant, by its digest, that were used up to this time."""
+        place = self._places.setdefault(tenant, len(self._places))
+        if place < TENANTS_TOLD:
+            self._names[place * TENANT_BYTES : (place + 1) * TENANT_BYTES] = tenant
+            self._times[_TENANTS + place] = used_s  # last: a name without a time is not told
+
+    def facts(self) -> Kept:
+        device_s, slab_s = self._times[_DEVICE], self._times[_SLAB]
+        names = (
+            bytes(self._names[at : at + TENANT_BYTES]).hex()
+            for at in range(0, len(self._names), TENANT_BYTES)
+        )
+        capped_s = {name: s for name, s in zip(names, self._times[_TENANTS:], strict=True) if s}
+        return Kept(min(device_s, slab_s), device_s, capped_s)
 
 
 class KeptBlocks:

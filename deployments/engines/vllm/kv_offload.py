@@ -379,6 +379,8 @@ class SlabManager(OffloadingManager):
         self.rows.shrink_to_limit()
         if self._kept is not None:
             self._kept.lost_in_slab(self.rows.lost_used_s if self.may_store else math.inf)
+            for tenant, used_s in self.rows.capped_used_s.items():
+                self._kept.lost_by_cap(tenant, used_s)
 
     def tell_kept(self, kept: KeptSince) -> None:
         """Says after each step what it has lost, from now on."""
