@@ -11,11 +11,13 @@ router knows the terms.
 import math
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from arbiter.pool.layout import TENANT_BYTES
@@ -68,22 +70,30 @@ class KeptBlocks:
     passes all on to the collector that was there.
 
     A block belongs to the request that used it last, by the arrival of that. A request counts as
-    lost once less than HELD_SHARE of its blocks are left, because the router asks for no more."""
+    lost once less than HELD_SHARE of its blocks are left, because the router asks for no more.
+    The pool does not say for which request it gives a block, but each step says what its requests
+    were given."""
 
     def __init__(self, since: KeptSince, beside: KVCacheMetricsCollector | None = None) -> None:
         self._since, self._beside = since, beside
-        self.arrived_s = 0.0  # of the request that allocates now
         self._owners: dict[int, float] = {}  # by block, the arrival of its request
         self._counts: dict[float, list[int]] = {}  # by arrival, the blocks held and those lost
         self._lost_s = 0.0
 
+    def note(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Notes what requests were given since the last step."""
+        for new in step.scheduled_new_reqs:
+            self._use(new.block_ids, requests[new.req_id].arrival_time)
+        cached = step.scheduled_cached_reqs
+        for req_id, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if groups:
+                self._use(groups, requests[req_id].arrival_time)
+
     def on_block_allocated(self, block: KVCacheBlock) -> None:
-        self._use(block.block_id)
         if self._beside is not None:
             self._beside.on_block_allocated(block)
 
     def on_block_accessed(self, block: KVCacheBlock) -> None:
-        self._use(block.block_id)
         if self._beside is not None:
             self._beside.on_block_accessed(block)
 
@@ -104,13 +114,14 @@ class KeptBlocks:
         if self._beside is not None:
             self._beside.reset()
 
-    def _use(self, block: int) -> None:
-        arrived_s = self.arrived_s
-        if self._owners.get(block) == arrived_s:
-            return
-        self._leave(block)
-        self._owners[block] = arrived_s
-        self._counts.setdefault(arrived_s, [0, 0])[0] += 1
+    def _use(self, groups: Iterable[Iterable[int]], arrived_s: float) -> None:
+        owners = self._owners
+        for block in chain.from_iterable(groups):
+            if not block or owners.get(block) == arrived_s:
+                continue  # 0 is vLLM's block of nothing, which is in no use
+            self._leave(block)
+            owners[block] = arrived_s
+            self._counts.setdefault(arrived_s, [0, 0])[0] += 1
 
     def _leave(self, block: int) -> float | None:
         """The block belongs to no request now. Returns the arrival of its request."""
@@ -137,10 +148,11 @@ def watch_blocks(scheduler: Any, since: KeptSince) -> None:
         return since.lost_on_device(math.inf)
     pool = manager.block_pool
     pool.metrics_collector = kept = KeptBlocks(since, pool.metrics_collector)
-    allocate: Callable[..., Any] = manager.allocate_slots
+    schedule: Callable[..., SchedulerOutput] = scheduler.schedule
 
-    def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
-        kept.arrived_s = request.arrival_time
-        return allocate(request, *args, **kwargs)
+    def noted(*args: Any, **kwargs: Any) -> SchedulerOutput:
+        step = schedule(*args, **kwargs)
+        kept.note(step, scheduler.requests)
+        return step
 
-    manager.allocate_slots = allocate_slots
+    scheduler.schedule = noted

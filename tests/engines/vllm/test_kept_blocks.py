@@ -18,16 +18,26 @@ ROOM = 20  # blocks
 
 
 class Cache:
-    """A block pool, and requests that use it as vLLM's manager has them do."""
+    """A block pool, and requests that use it as vLLM's scheduler has them do, each with a step of
+    its own."""
 
     def __init__(self, beside: KVCacheMetricsCollector | None = None) -> None:
         self.since = KeptSince()
         self.block_pool = BlockPool(ROOM + 1, True, 16, metrics_collector=beside)
         self.enable_caching = True
-        watch_blocks(SimpleNamespace(kv_cache_manager=self), self.since)
+        self.kv_cache_manager, self.requests = self, dict[str, Any]()
+        self.new: list[Any] = []
+        self.running: dict[str, Any] = {"idle": None}
+        watch_blocks(self, self.since)
         self.numbers = iter(range(1_000_000))
 
-    def allocate_slots(self, request: Any, count: int, use: list[KVCacheBlock]) -> Any:
+    def schedule(self) -> Any:
+        cached = SimpleNamespace(
+            req_ids=list(self.running), new_block_ids=list(self.running.values())
+        )
+        return SimpleNamespace(scheduled_new_reqs=self.new, scheduled_cached_reqs=cached)
+
+    def given(self, count: int, use: list[KVCacheBlock]) -> list[KVCacheBlock]:
         self.block_pool.touch(use)
         made = self.block_pool.get_new_blocks(count)
         for block in made:  # as `cache_full_blocks` does
@@ -38,8 +48,20 @@ class Cache:
     def begin(
         self, arrived_s: float, count: int, use: list[KVCacheBlock] | None = None
     ) -> list[KVCacheBlock]:
-        request = SimpleNamespace(arrival_time=arrived_s)
-        found: list[KVCacheBlock] = self.allocate_slots(request, count, use or [])
+        name, found = str(next(self.numbers)), self.given(count, use or [])
+        self.requests[name] = SimpleNamespace(arrival_time=arrived_s)
+        self.new = [SimpleNamespace(req_id=name, block_ids=ids_of(found))]
+        self.schedule()
+        self.new = []
+        return found
+
+    def go_on(self, arrived_s: float, count: int) -> list[KVCacheBlock]:
+        """More blocks for a request that runs."""
+        name, found = str(next(self.numbers)), self.given(count, [])
+        self.requests[name] = SimpleNamespace(arrival_time=arrived_s)
+        self.running[name] = ids_of(found)
+        self.schedule()
+        del self.running[name]
         return found
 
     def end(self, blocks: list[KVCacheBlock]) -> None:
@@ -51,6 +73,11 @@ class Cache:
         blocks = self.begin(arrived_s, count, use)
         self.end(blocks)
         return blocks
+
+
+def ids_of(blocks: list[KVCacheBlock]) -> tuple[list[int], ...]:
+    """As a step tells them, by group; 0 stands for what a window has left behind."""
+    return [0, *(block.block_id for block in blocks[::2])], [b.block_id for b in blocks[1::2]]
 
 
 @pytest.fixture
@@ -95,6 +122,19 @@ def test_blocks_in_use_are_not_lost_however_old_their_request(cache: Cache) -> N
     cache.end(old)
     cache.run(1_009, 10)
     assert cache.since.facts().since_s == 1_008, "a time is never taken back"
+
+
+def test_blocks_that_a_running_request_is_given_are_its_own(cache: Cache) -> None:
+    cache.run(1_001, 8)
+    blocks = cache.begin(1_002, 2)
+    cache.end([*blocks, *cache.go_on(1_002, 8)])
+    cache.run(1_003, 2)
+    cache.run(1_004, 8)
+    assert cache.since.facts().since_s == 1_001
+    cache.run(1_005, 3)
+    assert cache.since.facts().since_s == 1_001, "7 of 10 are left"
+    cache.run(1_006, 1)
+    assert cache.since.facts().since_s == 1_002
 
 
 def test_memory_of_the_record_is_bounded_by_the_blocks(cache: Cache) -> None:
