@@ -296,6 +296,10 @@ class SlabManager(OffloadingManager):
             return LookupResult.HIT_PENDING
         return LookupResult.MISS if self.rows.lookup(key) is None else LookupResult.HIT
 
+    def still_awaits(self, req_context: ReqContext) -> bool:
+        """Whether all looks for a request's rows would be answered as in the last step."""
+        return self.restorer is not None and self.restorer.still_awaits(req_context)
+
     def get_load_source(self, key: bytes, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.HOST
 
