@@ -382,7 +382,8 @@ class SlabManager(OffloadingManager):
         also in an engine that sleeps."""
         self.rows.shrink_to_limit()
         if self._kept is not None:
-            self._kept.lost_in_slab(self.rows.lost_used_s if self.may_store else math.inf)
+            has_rows = self.may_store and len(self.rows)  # else it finds no room, or no use
+            self._kept.lost_in_slab(self.rows.lost_used_s if has_rows else math.inf)
             for tenant, used_s in self.rows.capped_used_s.items():
                 self._kept.lost_by_cap(tenant, used_s)
 
