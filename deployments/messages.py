@@ -6,6 +6,7 @@ parse again.
 """
 
 import json
+import math
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
@@ -65,6 +66,7 @@ class InferenceCall:
     client_id: str = ""  # as the client calls itself
     key: str = ""  # of its KV (deployments.front.kv_use); empty: it has none
     pieces: bytes = b""  # hashes of its prompt (deployments.routing.pieces)
+    kv_stays_s: float = math.inf  # for which a slab keeps its KV after it
     stay_warm_s: float = 0.0  # after the call, before the model's keep-warm begins to count
     wants_progress: bool = False  # the client reads progress comments while the model loads
     served: str = ""  # the name the engine serves: an adapter, or the model (also where empty)

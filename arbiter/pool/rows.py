@@ -79,6 +79,7 @@ class Rows:
         # The latest use of a row that left because others were used later. Rows that left by their
         # term or a tenant's cap are left out: they say nothing of other rows as old.
         self.lost_used_s = 0.0
+        self.capped_used_s: dict[bytes, float] = {}  # the same of what left for its tenant's cap
         self._next_sweep_s = 0.0
         self._adopt()
 
@@ -249,6 +250,8 @@ class Rows:
         own = self._tenants.ready(tenant)
         idle = (key for key in own if key not in self._pins and not any(key in s for s in keep))
         victims = list(itertools.islice(idle, max(0, over)))
+        if victims:
+            self.capped_used_s[tenant] = max(self._marks[key].used_s for key in victims)
         for key in victims:
             self._evict(key)
         return victims, max(0, min(count, cap - self._tenants.held(tenant)))

@@ -5,7 +5,7 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
     GET  /control/ready     answers once loaded: 200 {"load_seconds", "can_sleep"}, or 500 {"error":
                             {"type", "message", "out_of_memory"}}, after which the process ends
     GET  /control/lifeline  never ends; when its connection closes, so does the process, at once
-    GET  /control/health    200 {"asleep"}, of an engine that tells it also "kept_since_s"
+    GET  /control/health    200 {"asleep"}, of an engine that tells it also "kept"
                             (protocol.TellsKept), or 503 with the cause
     POST /control/sleep     200 {"seconds"}; repeating it is harmless
     POST /control/wake      200 {"seconds", "verified", "restored"}. Not verified: the probe
@@ -37,6 +37,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
@@ -283,7 +284,7 @@ class EngineHost:
             return await asgi.refuse(send, 503, cause.message, kind=cause.kind)
         said: dict[str, Any] = {"asleep": self.asleep}
         if isinstance(self.engine, TellsKept):
-            said["kept_since_s"] = self.engine.kept_since_s()
+            said["kept"] = asdict(self.engine.kept())
         await asgi.respond(send, 200, said)
 
     async def _sleep(self, receive: Receive, send: Send) -> None:

@@ -180,7 +180,20 @@ def _pinned(fd: int, size: int) -> mmap.mmap | None:
     if code == 0:
         return mapping
     logger.warning("%d bytes are not pinned (CUDA error %d), so a wake takes longer", size, code)
+    _forget_error()
     return None
+
+
+def _forget_error() -> None:
+    """CUDA keeps an error until it is asked for, and the next kernel of this thread would raise it.
+    torch has no call that asks. Under ROCm it stays."""
+    if torch.version.cuda is None:
+        return
+    name = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
+    try:
+        ctypes.CDLL(name).cudaGetLastError()  # the library that torch has loaded
+    except OSError as error:
+        logger.warning("the next CUDA call may raise that error, because %s", error)
 
 
 def _drop(fd: int, mapping: mmap.mmap) -> None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError
+from arbiter.pool.layout import TERMS_S, Term
 from arbiter.units import DEFAULT_TENANT
 from deployments import messages
 from deployments.config.fields import USUAL, KvTerm
@@ -153,6 +154,7 @@ def call_of(
         client_id=checked.x_client_id or "",
         key=asked.key,
         pieces=pieces_of(fields, tenant, target.served) if fields and is_text else b"",
+        kv_stays_s=TERMS_S[Term[term.upper()]] if term else math.inf,
         stay_warm_s=stay,
         wants_progress=asked.is_stream,
         served=target.served,

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from ray import serve
@@ -201,9 +201,7 @@ class Capability:
         return {
             "models": {name: int(p) for name, p in presences.items() if p},
             "adapters": self.slotted.names({held.ticket for held in models.values()}),
-            "kept_since_s": {
-                name: held.kept_since_s for name, held in models.items() if held.kept_since_s
-            },
+            "kept": {name: asdict(held.kept) for name, held in models.items() if held.kept},
         }
 
     async def check_health(self) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from arbiter.errors import ENGINE_DIED, EngineLost
 from arbiter.units import Span, TicketId, seconds
 from deployments.messages import SIDE_STREAM, ResponseHead
+from deployments.routing.pieces import Kept
 
 if TYPE_CHECKING:  # a tenth of a second, spent while the first engine starts
     import aiohttp
@@ -77,15 +78,15 @@ class EngineLink:
             error = said["error"]
             raise LoadRefused(f"{error['type']}: {error['message']}", error["out_of_memory"])
 
-    async def health(self) -> float:
-        """Since when the engine has kept the KV of requests, 0 where it does not say (see
+    async def health(self) -> Kept | None:
+        """What KV of its requests the engine has kept, None where it does not say (see
         protocol.TellsKept). Raises LoadRefused when the engine says that it cannot serve."""
         with self._typed():
             async with self._session.get("/control/health") as answer:
                 said = await answer.json()
         if answer.status != 200:
             raise LoadRefused(said["error"]["message"], False)
-        return float(said.get("kept_since_s", 0.0))
+        return Kept(**said["kept"]) if "kept" in said else None
 
     async def sleep(self) -> None:
         """Raises LoadRefused when the engine cannot."""

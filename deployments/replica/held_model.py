@@ -20,6 +20,7 @@ from deployments.config.load_plan import ModelPlan
 from deployments.prefixes import Cut
 from deployments.replica.engine_client import EngineLink
 from deployments.replica.loaded_files import LoadedFiles
+from deployments.routing.pieces import Kept
 
 logger = logging.getLogger("arbiter.residency")
 
@@ -208,7 +209,7 @@ class HeldModel:
     gang: Gang | None = None  # until the grant: the tickets requested together
     slab_caps: tuple[tuple[str, float], ...] = ()  # of tenants, as its engine was told them
     files: LoadedFiles = field(default_factory=LoadedFiles)
-    kept_since_s: float = 0.0  # its engine holds the KV of later requests; 0: it has not said
+    kept: Kept | None = None  # what its engine has said that it holds of KV
     outdated: asyncio.Event = field(default_factory=asyncio.Event)  # its files were replaced
     uses: Uses = field(default_factory=Uses)
     demand: Demand = field(default_factory=Demand)

@@ -57,6 +57,7 @@ from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
 from deployments.engines.vllm.pictures import Pictures
 from deployments.engines.vllm.prewarm import NO_CACHE, Prewarmer
+from deployments.routing.pieces import Kept
 
 # What a replica may call. vLLM also registers routes that pause, scale or reload an engine, or run
 # any of its calls by name; those stay out of reach.
@@ -456,8 +457,8 @@ class VllmEngine:
         if self.llm.output_processor.has_unfinished_requests():
             self.watch.check()
 
-    def kept_since_s(self) -> float:
-        return self.core.kept.since_s
+    def kept(self) -> Kept:
+        return self.core.kept.facts()
 
     async def _ask_core(self) -> None:
         assert self.llm is not None

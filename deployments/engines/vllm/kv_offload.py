@@ -296,6 +296,10 @@ class SlabManager(OffloadingManager):
             return LookupResult.HIT_PENDING
         return LookupResult.MISS if self.rows.lookup(key) is None else LookupResult.HIT
 
+    def still_awaits(self, req_context: ReqContext) -> bool:
+        """Whether all looks for a request's rows would be answered as in the last step."""
+        return self.restorer is not None and self.restorer.still_awaits(req_context)
+
     def get_load_source(self, key: bytes, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.HOST
 
@@ -378,7 +382,10 @@ class SlabManager(OffloadingManager):
         also in an engine that sleeps."""
         self.rows.shrink_to_limit()
         if self._kept is not None:
-            self._kept.lost_in_slab(self.rows.lost_used_s if self.may_store else math.inf)
+            has_rows = self.may_store and len(self.rows)  # else it finds no room, or no use
+            self._kept.lost_in_slab(self.rows.lost_used_s if has_rows else math.inf)
+            for tenant, used_s in self.rows.capped_used_s.items():
+                self._kept.lost_by_cap(tenant, used_s)
 
     def tell_kept(self, kept: KeptSince) -> None:
         """Says after each step what it has lost, from now on."""
