@@ -75,6 +75,11 @@ def test_embeddings_are_those_of_openais_route(llama: Client, graph: Graph) -> N
         found.embeddings, [row["embedding"] for row in said["data"]], atol=1e-6
     )
     assert found.prompt_eval_count == said["usage"]["prompt_tokens"]
+    long = "word " * 600
+    assert llama.embed(EMBED, long).prompt_eval_count == 256
+    with pytest.raises(ResponseError, match="at most 256 tokens") as refused:
+        llama.embed(EMBED, long, truncate=False)
+    assert refused.value.status_code == 400
 
 
 def is_unloaded(graph: Graph) -> bool:

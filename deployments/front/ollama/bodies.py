@@ -35,6 +35,8 @@ _OPTIONS = {
 # By the first characters in base64, which stand for the first bytes of the file.
 _KINDS = {"iVBOR": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp", "Qk": "bmp"}
 
+CUT_TO_FIT = -1  # the engines' word for the model's whole context
+
 Fields = dict[str, Any]
 
 
@@ -161,10 +163,13 @@ class Embed(Asked):
     """POST /api/embed"""
 
     input: str | list[str] = Field(min_length=1)
+    truncate: bool = Field(True, description="cut what is too long; false: refuse it")
     dimensions: int | None = Field(None, ge=1)
 
     def openai(self) -> Fields:
         found: Fields = {"model": self.model, "input": self.input}
+        if self.truncate:
+            found["truncate_prompt_tokens"] = CUT_TO_FIT
         if self.dimensions is not None:
             found["dimensions"] = self.dimensions
         if self.keep_alive is not None:

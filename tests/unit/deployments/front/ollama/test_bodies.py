@@ -33,6 +33,16 @@ def test_options_become_openais_fields_and_the_rest_is_left_out() -> None:
 
 
 @pytest.mark.spec("J1")
+@pytest.mark.parametrize("truncate", [None, True, False])
+def test_texts_to_embed_are_cut_to_the_models_context_unless_that_is_refused(
+    truncate: bool | None,
+) -> None:
+    found = bodies.Embed.model_validate({"model": "m", "input": "x", "truncate": truncate})
+    cut = {} if truncate is False else {"truncate_prompt_tokens": -1}
+    assert found.openai() == {"model": "m", "input": "x"} | cut
+
+
+@pytest.mark.spec("J1")
 def test_pictures_of_a_raw_prompt_are_refused_and_not_left_out() -> None:
     asked = {"model": "m", "prompt": "x", "images": ["iVBOR"]}
     with pytest.raises(ValidationError, match="raw text has no place for `images`"):
