@@ -144,9 +144,12 @@ async def test_readers_of_a_tenant_are_bounded_and_take_no_place_of_a_call(
             assert int(refused.headers["retry-after"]) > 0
         assert len(await front.service.page("acme")) == 1
         assert (await other.get(path)).status_code == 404
+        result = f"{answer.headers['location']}/result"
+        assert (await http.get(result)).json()["error"]["code"] == "quota_exceeded"
         front.responder.gate.set()
         assert {(await one).status_code for one in reading} == {200}
-        assert (await http.get(path)).status_code == 200
+        assert {(await http.get(one)).status_code for one in (path, result)} == {200}
+        assert not front.state.readers._counts
 
 
 async def test_cancelled_and_deleted_jobs_end_their_call(
