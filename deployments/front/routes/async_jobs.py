@@ -26,7 +26,7 @@ async def jobs(
 ) -> dict[str, Any]:
     """The newest first, with stored responses."""
     found: list[Job] = await front.jobs.call("page", caller.tenant, None, after, limit + 1)
-    rows = [await async_calls.shown(job, front.table) for job in found[:limit]]
+    rows = await async_calls.shown_all(found[:limit], front.table)
     return {"object": "list", "data": rows, "has_more": len(found) > limit}
 
 

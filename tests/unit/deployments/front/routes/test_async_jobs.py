@@ -11,7 +11,6 @@ import pytest
 
 from deployments.front import async_calls, dependencies
 from deployments.front.arbiter_gateway import Presence
-from deployments.front.model_cards import Facts
 from tests.support.jobs import CHAT, chat
 from tests.support.responding import SOUND, Front, fail_at_the_second_look
 from tests.support.waits import eventually
@@ -23,11 +22,11 @@ SPEECH = {"model": "one", "input": "Hello", "voice": "joe"}
 
 
 @pytest.fixture(autouse=True)
-def facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def known(table: object, models: list[str]) -> dict[str, Facts]:
-        return {name: Facts((), None, Presence("cold", 4.5)) for name in models}
+def presences(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def known(table: object, models: list[str]) -> dict[str, Presence]:
+        return {name: Presence("cold", 4.5) for name in models}
 
-    monkeypatch.setattr(async_calls.model_cards, "facts", known)
+    monkeypatch.setattr(async_calls.model_cards, "presences", known)
 
 
 @pytest.fixture
