@@ -59,6 +59,7 @@ async def test_unknown_paths_and_methods_are_answered_in_openais_form(
     ("path", "body", "said"),
     [
         ("/api/embed", {"input": 5}, "`input`: Input should be a valid string"),
+        ("/api/chat", {"options": {"num_predict": "x"}}, "`options.num_predict`: Input should be"),
         ("/api/chat", {"format": 5}, "`format`: Input should be '' or 'json'"),
         ("/api/chat", {"messages": [{"content": "x"}]}, "`messages.0.role`: Field required"),
         ("/api/generate", {"suffix": "x"}, "`suffix`: not served; end the text within `prompt`"),
