@@ -12,7 +12,7 @@ from starlette.datastructures import FormData, UploadFile
 from deployments.front.body_limit import FORM_BYTES
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.openapi import refusals
-from deployments.front.relay import ClosingStream
+from deployments.front.relay import ClosingStream, begun
 from deployments.front.request import FORM, BadRequest
 from deployments.front.uploads import read_form
 from deployments.jobs.bodies import PIECE_BYTES, folder_of
@@ -151,8 +151,8 @@ async def content(file_id: str, caller: Inferrer, front: State) -> Response:
         stack.enter_context(front.reader(caller.tenant))
         found: File = await front.jobs.call("file", caller.tenant, file_id)
         headers, kind = {"content-length": str(found.bytes)}, "application/octet-stream"
-        pieces, reader = _pieces(front, found), stack.pop_all()
-        return ClosingStream(pieces, headers=headers, media_type=kind, holds=reader)
+        pieces = await begun(_pieces(front, found))
+        return ClosingStream(pieces, headers=headers, media_type=kind, holds=stack.pop_all())
 
 
 async def _pieces(front: FrontState, found: File) -> AsyncGenerator[bytes, None]:

@@ -127,6 +127,10 @@ async def test_readers_of_a_tenants_files_are_bounded_and_leave_their_places(fro
             refused = await http.get(f"/files/{file.id}/content")
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
     assert (await client.files.content(file.id)).content == lines("a")
+    front.full = "file_content"
+    with pytest.raises(openai.APIStatusError) as full:
+        await client.with_options(max_retries=0).files.content(file.id)
+    assert full.value.status_code == 507
     assert not front.state.readers._counts
 
 
