@@ -80,8 +80,9 @@ class InferenceCall:
 class Progress:
     """How far the model of a waiting call is. Precedes the head, only in calls that want it."""
 
-    # starting (no replica has said anything, perhaps because there is none yet), queued, loading,
-    # running (the model serves, and its engine has not begun to answer)
+    # starting (no replica has said anything, perhaps because there is none yet), queued, loading
+    # (the model, or what the call needs besides it), running (the model serves, and its engine has
+    # not begun to answer)
     phase: str
     position: int  # how many models the same replica queued before; not the arbiter's queue
     estimate_s: float | None  # until the model serves; None where nothing is known
@@ -98,7 +99,8 @@ class Progress:
         return f": {words} waited_s={waited_s:.1f}\n\n".encode()
 
 
-STARTING, RUNNING = Progress("starting", 0, None), Progress("running", 0, 0.0)
+STARTING, LOADING = Progress("starting", 0, None), Progress("loading", 0, None)
+RUNNING = Progress("running", 0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

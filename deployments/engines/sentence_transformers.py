@@ -14,7 +14,7 @@ import copy
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ MAX_BODY_BYTES = 32 << 20  # these characters, where each has four bytes
 # is refused by its length. Prose has 4 to 6 characters a token, and the words of vocabularies have
 # up to 20; the rest is for runs of blanks, and for words that are one unknown token at any length.
 MAX_CHARS_PER_TOKEN = 64
+# A field of vLLM's, and its value for texts that are cut to the model's window.
+CUT, CUT_TO_FIT = "truncate_prompt_tokens", -1
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may carry half of a pair; no tokenizer takes it
 _PROBE = "The probe of an embedding model."
 
@@ -45,6 +47,13 @@ class Asked:
     texts: list[str]
     dimensions: int | None
     as_base64: bool
+    is_cut: bool = False  # a text longer than the model's window; else that is refused
+
+    def within(self, window: int) -> "Asked":
+        """With what is to be cut no longer than its tokens are counted of it."""
+        if not self.is_cut:
+            return self
+        return replace(self, texts=[text[: most_chars(window)] for text in self.texts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +200,10 @@ class EmbeddingEngine:
             body = await asgi.read_body(receive, MAX_BODY_BYTES)
             if body is None:
                 return
-            asked = parse(body, self.width, matryoshka=self.matryoshka)
+            asked = parse(body, self.width, matryoshka=self.matryoshka).within(self.window)
             check_lengths(asked.texts, self.window)
-            tokens = await asgi.until_disconnected(self._counted(asked.texts), receive)
+            counting = self._counted(asked.texts, is_cut=asked.is_cut)
+            tokens = await asgi.until_disconnected(counting, receive)
         except asgi.BodyTooLarge as error:
             return await asgi.refuse(send, 413, str(error), param="body")
         except BadField as error:
@@ -204,18 +214,21 @@ class EmbeddingEngine:
         if answer is not None:
             await asgi.send_bytes(send, "application/json", answer)
 
-    async def _counted(self, texts: list[str]) -> int:
+    async def _counted(self, texts: list[str], *, is_cut: bool) -> int:
         """`_count` off the loop, and beside the worker. Raises BadField."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._counter, self._count, texts)
+        return await loop.run_in_executor(self._counter, self._count, texts, is_cut)
 
-    def _count(self, texts: list[str]) -> int:
-        """Tokens of all texts. Raises BadField for one longer than the model's window: a vector of
-        its beginning would say nothing of the rest. One text at a time, so that no more than one
-        text's tokens are in RAM, and none behind the first text that is too long."""
+    def _count(self, texts: list[str], is_cut: bool = False) -> int:
+        """Tokens of all texts. Raises BadField for one longer than the model's window, where that
+        is not to be cut: a vector of its beginning says nothing of the rest. One text at a time, so
+        that no more than one text's tokens are in RAM, and none behind the first text that is too
+        long."""
         total = 0
         for number, text in enumerate(texts):
             count = len(self._counting(text, truncation=False)["input_ids"])
+            if is_cut:
+                count = min(count, self.window)  # as the library cuts what it encodes
             if count > self.window:
                 said = f"input {number} has {count} tokens; this model reads at most {self.window}"
                 raise BadField("input", said)
@@ -262,7 +275,9 @@ def parse(raw: bytes, width: int, *, matryoshka: bool) -> Asked:
     if encoding not in ("float", "base64"):
         raise BadField("encoding_format", f"{encoding!r} is not float or base64")
     dimensions = _dimensions(body.get("dimensions"), width, matryoshka=matryoshka)
-    return Asked(_texts(body.get("input")), dimensions, encoding == "base64")
+    if (cut := body.get(CUT)) not in (None, CUT_TO_FIT):
+        raise BadField(CUT, f"{cut!r} is not {CUT_TO_FIT}, which cuts texts to the model's window")
+    return Asked(_texts(body.get("input")), dimensions, encoding == "base64", cut is not None)
 
 
 def _texts(given: object) -> list[str]:
@@ -281,9 +296,14 @@ def _texts(given: object) -> list[str]:
     return texts
 
 
+def most_chars(window: int) -> int:
+    """Of a text whose tokens are counted."""
+    return window * MAX_CHARS_PER_TOKEN
+
+
 def check_lengths(texts: list[str], window: int) -> None:
     """Refuses what is too long to count its tokens. Raises BadField."""
-    most = window * MAX_CHARS_PER_TOKEN
+    most = most_chars(window)
     for number, text in enumerate(texts):
         if len(text) > most:
             said = f"input {number} has {len(text)} characters; this model reads at most {window}"

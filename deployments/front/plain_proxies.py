@@ -1,5 +1,7 @@
-"""Proxies of Serve that were started without our middlewares, as by a plain `serve run`: the front
-puts around each of them the middleware for what Serve itself gets wrong, of every application.
+"""Proxies of Serve that were started without our middlewares, as by a plain `serve run`: around
+each of them goes the middleware for what Serve itself gets wrong, of every application. The build
+of the front's application puts it there (deployments.app), because a front may never start; and the
+front itself, because Serve may start other proxies.
 
 The others are for the front alone, and need the variables with which Ray was started.
 """
@@ -22,8 +24,8 @@ WRAPPED_S = 10.0  # the proxies import the middleware first
 
 
 class PlainProxies:
-    """Those of this cluster, as one front knows them. `environment`: the front's, which is taken
-    for that of each node."""
+    """Those of this cluster, as one process knows them. `environment`: its own, which is taken for
+    that of each node."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._has_own = environment.get(_NAME) == VARIABLES[_NAME]

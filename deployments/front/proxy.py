@@ -1,7 +1,7 @@
 """Middlewares of Serve's HTTP proxy, which Serve loads from the variable
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` (`arbiter serve` sets it; it is read when Ray starts).
-Where it was not set, as under a plain `serve run`, the front puts the last of them around each
-proxy itself (plain_proxies). Innermost first:
+Where it was not set, as under a plain `serve run`, we put the last of them around each proxy
+ourselves (plain_proxies). Innermost first:
 
 - BoundedWait answers a request that no front has taken in TAKEN_S. The only bound that Serve has is
   on the whole of a request, its stream included.

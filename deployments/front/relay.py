@@ -57,6 +57,20 @@ def event_stream(events: AsyncGenerator[bytes, None], holds: "Closable") -> "Clo
     return ClosingStream(_to_an_end(events), media_type=SSE, holds=holds)
 
 
+async def begun(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The same pieces, of which the first is read, so that what fails until then has a status of
+    its own. Raises what reading raises."""
+    first = await anext(pieces, b"")
+
+    async def whole() -> AsyncGenerator[bytes, None]:
+        async with aclosing(pieces):
+            yield first
+            async for piece in pieces:
+                yield piece
+
+    return whole()
+
+
 async def _to_an_end(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """A break becomes a last event, since the status has been sent."""
     try:

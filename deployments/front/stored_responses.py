@@ -155,6 +155,10 @@ class StoredResponses:
     async def _whole(self, response_id: str) -> bytes:
         return await async_calls.whole_result(self._jobs, self._tenant, response_id)
 
+    def answer(self, job: Job) -> AsyncGenerator[bytes, None]:
+        """The response object of a job that has one, as it was kept, in pieces."""
+        return async_calls.result(self._jobs, self._tenant, job.id)
+
     async def shown(self, job: Job) -> Json:
         """The response object as it is now."""
         if job.status == COMPLETE:

@@ -30,7 +30,6 @@ ALLOWED = {
 }  # fmt: skip
 # Files with one table of words or numbers, which ruff would set in a column.
 SET_BY_HAND = (
-    "deployments/front/ollama/bodies.py",
     "deployments/monitoring/story.py",
     "deployments/remotes/body.py",
     "deployments/replica/remote_files.py",

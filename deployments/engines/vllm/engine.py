@@ -47,6 +47,7 @@ from deployments.engines.vllm import (
     core_watch,
     kv_offload,
     merged_weights,
+    own_sockets,
     picture_slab,
     pooling,
 )
@@ -80,6 +81,7 @@ def build(config: Config) -> "VllmEngine":
     """Runs single threaded, right after the fork, because it forks the core in turn. Raises
     EngineLoadFailed, and whatever vLLM raises."""
     os.environ.update(VLLM_SERVER_DEV_MODE="0", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0")
+    own_sockets.settle(os.environ["ARBITER_ENGINE"])
     args = arguments(config)
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER

@@ -56,7 +56,7 @@ class Answer:
         self._reason = _REASONS.get(choice.get("finish_reason") or "", "stop")
         calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
         spoken = self._spoken(message.get("content") or "", _thinking(message), calls)
-        return self._last(spoken)
+        return self._last(spoken | _logprobs(choice))
 
     async def streamed(self, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Lines of JSON from server-sent events. A break is a line with its error."""
@@ -85,8 +85,8 @@ class Answer:
             delta = choice.get("delta") or {"content": choice.get("text")}
             self._collect(delta.get("tool_calls") or ())
             content, thinking = delta.get("content") or "", _thinking(delta)
-            if content or thinking:
-                return self._spoken(content, thinking, [])
+            if content or thinking or _logprobs(choice):
+                return self._spoken(content, thinking, []) | _logprobs(choice)
         return None
 
     def _collect(self, calls: Any) -> None:
@@ -150,6 +150,12 @@ async def events(parts: AsyncIterator[bytes]) -> AsyncGenerator[Fields, None]:
 
 def _thinking(message: Mapping[str, Any]) -> str:
     return message.get("reasoning") or message.get("reasoning_content") or ""
+
+
+def _logprobs(choice: Mapping[str, Any]) -> Fields:
+    """Those of its tokens, whose fields are OpenAI's."""
+    told = (choice.get("logprobs") or {}).get("content")
+    return {"logprobs": told} if told else {}
 
 
 def _call(function: Mapping[str, Any]) -> Fields:

@@ -15,8 +15,10 @@ from pydantic import (
 )
 
 from deployments.front.schemas import (
+    MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_NAME,
+    MAX_STOPS,
     MAX_TOOLS,
     STAY_WARM_MOST_S,
     not_served,
@@ -25,15 +27,12 @@ from deployments.front.schemas import (
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 SPAN_MOST = 64  # characters: Go's longest has 30, and a search through a long text stops the front
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-# Of `options`: those that engines know, by OpenAI's or vLLM's name. The rest is for llama.cpp.
-_OPTIONS = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-    "seed": "seed", "stop": "stop", "num_predict": "max_tokens",
-    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-    "repeat_penalty": "repetition_penalty",
-}  # fmt: skip
+# Of `options`, those that engines know by another name.
+_OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 # By the first characters in base64, which stand for the first bytes of the file.
 _KINDS = {"iVBOR": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp", "Qk": "bmp"}
+
+CUT_TO_FIT = -1  # the engines' word for the model's whole context
 
 Fields = dict[str, Any]
 
@@ -49,6 +48,30 @@ class Read(BaseModel):
         return {name: given for name, given in value.items() if given is not None}
 
 
+class Options(Read):
+    """Those that engines know; the rest is for llama.cpp."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str], Field(max_length=MAX_STOPS)] | str | None = None
+    num_predict: int | None = Field(None, description="tokens; below 0: no bound")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repeat_penalty: float | None = None
+
+    def openai(self) -> Fields:
+        """The same by the names of OpenAI and vLLM."""
+        given = self.model_dump(exclude_none=True)
+        if given.get("num_predict", 0) < 0:  # Ollama's word for no bound
+            del given["num_predict"]
+        return {_OPTIONS.get(name, name): value for name, value in given.items()}
+
+
 class Asked(Read):
     """Fields of every route that runs a model."""
 
@@ -58,7 +81,7 @@ class Asked(Read):
     keep_alive: float | None = Field(
         None, description="seconds, or text as `5m`; beyond an hour, or below 0: an hour"
     )
-    options: dict[str, Any] | None = None
+    options: Options = Options()
 
     @field_validator("keep_alive", mode="before")
     @classmethod
@@ -72,13 +95,7 @@ class Asked(Read):
 
     def common(self) -> Fields:
         """Model, options and stay-warm in the front's own names."""
-        found: Fields = {"model": self.model}
-        for name, value in (self.options or {}).items():
-            if name in _OPTIONS and value is not None:
-                found[_OPTIONS[name]] = value
-        tokens = found.get("max_tokens", 0)
-        if isinstance(tokens, int) and tokens < 0:  # Ollama's word for no bound
-            del found["max_tokens"]
+        found: Fields = {"model": self.model, **self.options.openai()}
         if self.keep_alive is not None:
             found["x_stay_warm"] = self.keep_alive
         return found
@@ -88,6 +105,8 @@ class Generates(Asked):
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     def fields(self) -> Fields:
         """OpenAI's fields of a chat, without its messages."""
@@ -99,6 +118,8 @@ class Generates(Asked):
             found["response_format"] = {"type": "json_object"}
         if self.think is not None:
             found["chat_template_kwargs"] = {"enable_thinking": self.think is not False}
+        if self.logprobs:
+            found |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.stream:
             found |= {"stream": True, "stream_options": {"include_usage": True}}
         return found
@@ -118,6 +139,7 @@ class Message(Read):
     content: str = ""
     images: list[str] | None = None
     tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None  # of a result: which call it answers
 
 
 class Chat(Generates):
@@ -143,9 +165,10 @@ class Generate(Generates):
 
     @field_validator("raw")
     @classmethod
-    def _without_pictures(cls, value: bool, given: ValidationInfo) -> bool:
-        if value and given.data.get("images"):
-            raise ValueError("raw text has no place for `images`; leave `raw` out")
+    def _text_alone(cls, value: bool, given: ValidationInfo) -> bool:
+        for name in ("images", "logprobs") if value else ():
+            if given.data.get(name):
+                raise ValueError(f"raw text has no place for `{name}`; leave `raw` out")
         return value
 
     def openai(self) -> Fields:
@@ -161,10 +184,13 @@ class Embed(Asked):
     """POST /api/embed"""
 
     input: str | list[str] = Field(min_length=1)
+    truncate: bool = Field(True, description="cut what is too long; false: refuse it")
     dimensions: int | None = Field(None, ge=1)
 
     def openai(self) -> Fields:
         found: Fields = {"model": self.model, "input": self.input}
+        if self.truncate:
+            found["truncate_prompt_tokens"] = CUT_TO_FIT
         if self.dimensions is not None:
             found["dimensions"] = self.dimensions
         if self.keep_alive is not None:
@@ -179,20 +205,26 @@ class Show(Read):
 
 
 def as_openai(messages: list[Message]) -> list[Fields]:
-    """Ollama's tool calls have no ids: results answer them in order."""
+    """Ollama's tool calls have no ids: a result answers the first call of its tool that has none
+    yet; where it names no tool, the first call."""
     found: list[Fields] = []
-    called, answered = 0, 0
+    called: list[str] = []  # tools, each call's id being its place
+    unanswered: list[int] = []
     for message in messages:
         one: Fields = {"role": message.role, "content": _content(message)}
         if message.tool_calls:
+            begin = len(called)
+            called += [call.function.name for call in message.tool_calls]
+            unanswered += range(begin, len(called))
             one["tool_calls"] = [
-                _call(call.function, called + number)
-                for number, call in enumerate(message.tool_calls)
+                _call(call.function, number)
+                for number, call in enumerate(message.tool_calls, begin)
             ]
-            called += len(message.tool_calls)
         if message.role == "tool":
-            one["tool_call_id"] = f"call_{answered}"
-            answered += 1
+            of_tool = [number for number in unanswered if called[number] == message.tool_name]
+            number = next(iter(of_tool or unanswered), 0)
+            unanswered = [other for other in unanswered if other != number]
+            one["tool_call_id"] = f"call_{number}"
         found.append(one)
     return found
 

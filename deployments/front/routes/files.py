@@ -1,16 +1,18 @@
 """OpenAI's files: uploaded for batches, read back as their results; each tenant has its own."""
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 from starlette.datastructures import FormData, UploadFile
 
 from deployments.front.body_limit import FORM_BYTES
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.openapi import refusals
+from deployments.front.relay import ClosingStream, begun
 from deployments.front.request import FORM, BadRequest
 from deployments.front.uploads import read_form
 from deployments.jobs.bodies import PIECE_BYTES, folder_of
@@ -142,16 +144,18 @@ async def delete(file_id: str, caller: Inferrer, front: State) -> dict[str, Any]
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@router.get("/{file_id}/content", response_class=Response)
+@router.get("/{file_id}/content", response_class=Response, responses=refusals(429))
 async def content(file_id: str, caller: Inferrer, front: State) -> Response:
-    """Its bytes, in pieces. Raises NotFound."""
-    found: File = await front.jobs.call("file", caller.tenant, file_id)
-    headers = {"content-length": str(found.bytes)}
-    pieces = _pieces(front, found)
-    return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
+    """Its bytes, in pieces. Raises NotFound; TooMuch, QueueFull where too many read."""
+    async with AsyncExitStack() as stack:
+        stack.enter_context(front.reader(caller.tenant))
+        found: File = await front.jobs.call("file", caller.tenant, file_id)
+        headers, kind = {"content-length": str(found.bytes)}, "application/octet-stream"
+        pieces = await begun(_pieces(front, found))
+        return ClosingStream(pieces, headers=headers, media_type=kind, holds=stack.pop_all())
 
 
-async def _pieces(front: FrontState, found: File) -> AsyncIterator[bytes]:
+async def _pieces(front: FrontState, found: File) -> AsyncGenerator[bytes, None]:
     offset = 0
     while offset < found.bytes:
         piece = await front.jobs.call("file_content", found.tenant, found.id, offset)

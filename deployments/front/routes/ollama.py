@@ -186,8 +186,8 @@ async def _loaded(
 async def _run(
     path: str, fields: dict[str, Any], request: Request, caller: Caller, front: FrontState
 ) -> Parts:
-    """The response to an OpenAI body: no progress, because Ollama's lines have no comments. Raises
-    RequestError."""
+    """The response to an OpenAI body: no progress, because Ollama's lines have no comments; whole
+    where it is no event stream, also where its engine declares no length. Raises RequestError."""
     service = front.service
     fields["model"] = await _name(front, fields["model"], caller)
     with service.admitted():
@@ -195,7 +195,12 @@ async def _run(
         call, _ = await call_for(request, caller, front, path, raw)
         parts = service.run(replace(call, wants_progress=False))
         async with aclosing(parts):
-            yield await anext(parts)
+            first = await anext(parts)
+            if isinstance(first, messages.ResponseHead) and not first.is_event_stream:
+                first = messages.FullResponse(
+                    first, b"".join([part async for part in _bytes(parts)])
+                )
+            yield first
             async for part in parts:
                 yield part
 

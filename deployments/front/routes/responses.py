@@ -10,11 +10,11 @@ from deployments.front import async_calls
 from deployments.front.accepted import accepted
 from deployments.front.dependencies import Inferrer, State
 from deployments.front.openapi import described, refusals
-from deployments.front.relay import event_stream
+from deployments.front.relay import ClosingStream, begun, event_stream
 from deployments.front.request import BadRequest
 from deployments.front.routes.openai import call_for, relayed
 from deployments.front.schemas import SCHEMAS
-from deployments.front.stored_responses import StoredResponses
+from deployments.front.stored_responses import COMPLETE, StoredResponses
 from deployments.jobs import responses
 
 router = APIRouter()
@@ -59,6 +59,8 @@ async def retrieve(
     QueueFull where too many read."""
     kept = StoredResponses(front.jobs, caller.tenant)
     job = await kept.job(response_id)
+    if not stream and job.status == COMPLETE:  # in pieces, because it may be large
+        return ClosingStream(await begun(kept.answer(job)), media_type="application/json")
     if not stream:
         return JSONResponse(await kept.shown(job))
     if not (job.meta["background"] and job.meta["stream"]):

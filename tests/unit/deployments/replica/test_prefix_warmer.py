@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -422,4 +423,21 @@ async def test_sessions_that_wait_for_a_model_are_bounded(clock: HandClock) -> N
         await sessions.close()
 
 
+@pytest.mark.spec("C7", "G6")
+async def test_session_whose_adapter_does_not_come_in_time_is_an_event_and_holds_no_place(
+    clock: HandClock,
+) -> None:
+    async with warming(stable_prefixes=[]) as (residency, arbiter, engine):
+        await use(residency)
+        sessions = Sessions(residency, _never)
+        sessions.open(replace(call(), deadline_s=0.01))
+        await settle(lambda: told(arbiter))
+        assert "was not ready" in told(arbiter)[0].outcome and engine.prewarms == []
+        await settle(lambda: not sessions._opening.running)
+
+
 async def _nothing(*_: Any) -> None: ...
+
+
+async def _never(*_: Any) -> None:
+    await asyncio.Event().wait()
