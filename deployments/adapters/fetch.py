@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbiter.errors import RequestError
-from deployments.adapters.folder_cache import alone, make_room
+from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.checked_sockets import public_socket
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Fetcher:
         try:
             size_bytes = self._copy(entry.url, scratch, until_s)
             with alone(self._folder):
-                _remove_abandoned(self._folder)
+                remove_abandoned(self._folder, _SCRATCH, 2 * FETCH_S)
                 make_room(self._folder, size_bytes, MAX_FETCHED_BYTES)
                 if not entry.path.is_dir():
                     entry.path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -182,14 +182,6 @@ def _bounded(reader: Any, target: Path, most_bytes: int, until_s: float) -> int:
                 raise TimeoutError(f"{target.name} was not read within {FETCH_S:g} s")
             writer.write(chunk)
     return most_bytes - left
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """What replicas were fetching when they were killed. Only inside `alone`."""
-    for path in folder.glob(f"{_SCRATCH}*"):
-        with contextlib.suppress(FileNotFoundError):  # its fetch has just ended
-            if time.time() - path.stat().st_mtime > 2 * FETCH_S:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _told(error: BaseException) -> str:
