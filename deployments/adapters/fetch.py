@@ -31,6 +31,8 @@ from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.checked_sockets import public_socket
 
 if TYPE_CHECKING:
+    import aiohttp
+
     from deployments.adapters.catalogue import Entry
 
 
@@ -228,4 +230,20 @@ async def _client(**how: Any) -> Any:
         timeout=timeout,
         headers={"accept-encoding": "identity"},
         auto_decompress=False,
+        raise_for_status=_refuse_other,
     )
+
+
+async def _refuse_other(answer: "aiohttp.ClientResponse") -> None:
+    """Refuses what is neither a file nor an error, which the file system takes for a file. Raises
+    aiohttp.ClientResponseError."""
+    import aiohttp
+
+    if answer.status != 200 and answer.ok:
+        answer.close()
+        raise aiohttp.ClientResponseError(
+            answer.request_info,
+            answer.history,
+            status=answer.status,
+            message="this is no file, and no redirect is followed; name the URL of the files",
+        )
