@@ -201,20 +201,22 @@ class JobsService:
 
     async def create_batch(self, new: NewBatch) -> Batch:
         """Begins to validate it. Raises Refused for a wrong input file, TooMuch."""
+        batch = await self._blocking(self._begin_batch, new)
+        self._batch_runner.wake()
+        return batch
+
+    def _begin_batch(self, new: NewBatch) -> Batch:
+        """In one turn of the thread, because the input file may be deleted in the next."""
         try:
-            file = await self.file(new.tenant, new.input_file)
+            file = self._files.get(new.tenant, new.input_file)
         except NotFound as error:
             raise Refused(str(error), "input_file_id") from error
         if file.purpose != BATCH:
             said = f"file {file.id} is for {file.purpose!r}; a batch reads files of purpose 'batch'"
             raise Refused(said, "input_file_id")
-        if await self._blocking(self._batches.tenant_of, new.id) is None:  # asked for once
-            most_bytes = self.config.tenant_bytes
-            await self._blocking(self._batches.check_room, new.tenant, most_bytes)
-        most = self.config.tenant_batches
-        batch = await self._blocking(self._batches.create, new, most)
-        self._batch_runner.wake()
-        return batch
+        if self._batches.tenant_of(new.id) is None:  # asked for once
+            self._batches.check_room(new.tenant, self.config.tenant_bytes)
+        return self._batches.create(new, self.config.tenant_batches)
 
     async def batch(self, tenant: str, batch_id: str) -> Batch:
         """Raises NotFound."""
