@@ -43,7 +43,7 @@ logger = logging.getLogger("ray.serve")
 
 EVENTS_WAIT_MOST_S = 20.0  # of one long poll, below the 30 s after which calls are given up
 FORGET_EVERY_S = 3_600.0  # between two looks for what has been kept for long enough
-REMOVE_EVERY_S = 0.5  # the same while work of a removed tenant comes to its end
+REMOVE_EVERY_S = 0.5  # the same while there is some, or a removed tenant's work comes to its end
 REMOVED_WITHIN_S = 10.0  # a caller waits so long for that, well below the 30 s of any call
 BATCH_PREFIX = "batch_"  # of a batch's id
 ServiceOf = Callable[[], Awaitable[InferenceService]]
@@ -289,7 +289,6 @@ class JobsService:
 
     def _forget_old(self) -> float:
         """Returns after how many seconds there may be more to forget."""
-        for store in (self._store, self._batches, self._files):
-            store.forget_old()
+        count = sum(store.forget_old() for store in (self._store, self._batches, self._files))
         sweep(self._db, self._bodies)
-        return REMOVE_EVERY_S if removal.left(self._db) else FORGET_EVERY_S
+        return REMOVE_EVERY_S if count or removal.left(self._db) else FORGET_EVERY_S
