@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbiter.errors import RequestError
-from deployments.adapters.folder_cache import alone, make_room
+from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.checked_sockets import public_socket
 
 if TYPE_CHECKING:
+    import aiohttp
+
     from deployments.adapters.catalogue import Entry
 
 
@@ -135,7 +137,7 @@ class Fetcher:
         try:
             size_bytes = self._copy(entry.url, scratch, until_s)
             with alone(self._folder):
-                _remove_abandoned(self._folder)
+                remove_abandoned(self._folder, _SCRATCH, 2 * FETCH_S)
                 make_room(self._folder, size_bytes, MAX_FETCHED_BYTES)
                 if not entry.path.is_dir():
                     entry.path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -184,14 +186,6 @@ def _bounded(reader: Any, target: Path, most_bytes: int, until_s: float) -> int:
     return most_bytes - left
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """What replicas were fetching when they were killed. Only inside `alone`."""
-    for path in folder.glob(f"{_SCRATCH}*"):
-        with contextlib.suppress(FileNotFoundError):  # its fetch has just ended
-            if time.time() - path.stat().st_mtime > 2 * FETCH_S:
-                shutil.rmtree(path, ignore_errors=True)
-
-
 def _told(error: BaseException) -> str:
     """What happened, in one line, and what to do about it."""
     names = [kind.__name__ for kind in type(error).__mro__]
@@ -236,4 +230,20 @@ async def _client(**how: Any) -> Any:
         timeout=timeout,
         headers={"accept-encoding": "identity"},
         auto_decompress=False,
+        raise_for_status=_refuse_other,
     )
+
+
+async def _refuse_other(answer: "aiohttp.ClientResponse") -> None:
+    """Refuses what is neither a file nor an error, which the file system takes for a file. Raises
+    aiohttp.ClientResponseError."""
+    import aiohttp
+
+    if answer.status != 200 and answer.ok:
+        answer.close()
+        raise aiohttp.ClientResponseError(
+            answer.request_info,
+            answer.history,
+            status=answer.status,
+            message="this is no file, and no redirect is followed; name the URL of the files",
+        )

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.adapters.catalogue import FETCHED, WEIGHTS, Catalogue, Entry, home_of
-from deployments.adapters.folder_cache import alone, make_room
+from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.adapters.int8 import round_weights
 from deployments.adapters.safe_files import AdapterInvalid, open_plain
 from deployments.adapters.validate import Rules, check
@@ -34,6 +34,8 @@ _CHUNK_BYTES = 1 << 20
 # The store's bound: 2,000 adapters of an 8 B model at rank 16. Beyond it the longest unused are
 # removed.
 MAX_STORE_BYTES = 160 << 30
+_SCRATCH = ".copying-"
+_COPY_MOST_S = 3_600.0  # a gigabyte from a slow file server takes minutes
 _KNOWN = ".known"
 _MOST_KNOWN = 100_000  # entries; a forgotten one is copied and checked again
 
@@ -62,7 +64,7 @@ class Store:
             raise AdapterInvalid(entry.name, reason)
         if known := self._known(entry, rules):
             return known
-        scratch = Path(tempfile.mkdtemp(dir=self._folder, prefix=".copying-"))
+        scratch = Path(tempfile.mkdtemp(dir=self._folder, prefix=_SCRATCH))
         try:
             made = self._publish(entry, rules, scratch)
             self._note(entry, rules, made)
@@ -84,6 +86,7 @@ class Store:
         target = home / digest
         size_bytes = (scratch / WEIGHTS).stat().st_size
         with alone(self._folder):
+            remove_abandoned(self._folder, _SCRATCH, _COPY_MOST_S)
             if target.is_dir():
                 os.utime(target)  # used now: the longest unused are removed first
             else:

@@ -43,6 +43,7 @@ TRANSCRIBE, TRANSLATE = "/v1/audio/transcriptions", "/v1/audio/translations"
 TASKS = {TRANSCRIBE: "transcribe", TRANSLATE: "translate"}
 STREAMED = ("json", "text")  # whose events OpenAI defines
 GRANULARITIES = ("segment", "word")
+TIMED = "verbose_json"  # the one form that has the times which a request asks for
 # Whisper's own order: greedy, and warmer where that repeats itself or is unsure.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
@@ -150,6 +151,9 @@ class WhisperEngine:
         if asked.is_stream and asked.form not in STREAMED:
             text = f"`stream` takes {' or '.join(STREAMED)}, not {asked.form}"
             raise BadField("response_format", text)
+        if asked.granularities and asked.form != TIMED:
+            text = f"`timestamp_granularities` takes `response_format` {TIMED}, not {asked.form}"
+            raise BadField("timestamp_granularities", text)
         return asked
 
     async def _answer(self, asked: Asked, raw: bytes, send: Send) -> None:

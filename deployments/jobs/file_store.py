@@ -186,9 +186,9 @@ class FileStore:
         old = "expires_s <= ? OR (state = ? AND created_s <= ?) LIMIT 1000"
         values = (now_s, UPLOADING, now_s - UPLOAD_MOST_S)
         found = self._db.rows(f"SELECT id FROM job_files WHERE {old}", *values)
-        ids = [row[0] for row in found]
-        read = self._readers(ids)
-        self._forget([one for one in ids if one not in read])
+        read = self._readers([row[0] for row in found])
+        ids = [row[0] for row in found if row[0] not in read]
+        self._forget(ids)
         return len(ids)
 
     def _readers(self, ids: list[str]) -> set[str]:

@@ -137,7 +137,8 @@ class LineQueue:
     def due_s(self) -> float | None:
         """When the first blocked lines may be tried again."""
         now_s = self._clock()
-        return min((s for s in self._not_before.values() if s > now_s), default=None)
+        seen = tuple(self._not_before.values())  # at once: the other thread may put a line back
+        return min((s for s in seen if s > now_s), default=None)
 
 
 def _key(batch: Batch, model: str) -> tuple[str, str]:

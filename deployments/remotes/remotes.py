@@ -194,11 +194,15 @@ class Remotes:
             said = "nothing leaves this machine (`remotes.nothing_leaves`)"
             raise RemoteRefused(403, "nothing_leaves", said)
 
-    def _check_now(self, call: RemoteCall) -> None:
-        """What may have changed since the call was made. Raises RequestError."""
+    def _check_table(self, call: RemoteCall) -> None:
+        """Raises RemoteRefused, UnknownModel where the table as it is now keeps the call here."""
         self._check_switch()
         if self._homes.get(call.model) != call.remote:
             raise UnknownModel(call.model, "", tuple(sorted(self._homes)))
+
+    def _check_now(self, call: RemoteCall) -> None:
+        """What may have changed since the call was made. Raises RequestError."""
+        self._check_table(call)
         row, state = self._config.rows[call.remote], self._state(call.remote)
         if left_s := state.breaker.left_s:
             said = f"{call.remote} failed ({state.breaker.cause}); next try in {left_s:.0f} s"
@@ -220,7 +224,7 @@ class Remotes:
         tries = state.breaker.begin()
         try:
             egress = self._egress(call)
-            await self._leave(egress)
+            await self._leave(call, egress)
             async with aclosing(self._settled(call, egress, state)) as parts:
                 async for part in parts:
                     yield part
@@ -229,12 +233,13 @@ class Remotes:
             if tries:
                 state.breaker.abandoned()
 
-    async def _leave(self, egress: Egress) -> None:
-        """Raises RequestError. Where it is not known whether the arbiter has reserved it, its end
-        is told, after which it has not."""
+    async def _leave(self, call: RemoteCall, egress: Egress) -> None:
+        """Raises RequestError. Where it is not known whether the arbiter has reserved it, and where
+        the table has changed meanwhile, its end is told, after which it has not."""
         try:
             await self._spending.leave(egress)
-        except (ArbiterUnavailable, asyncio.CancelledError):
+            self._check_table(call)
+        except (ArbiterUnavailable, RemoteRefused, UnknownModel, asyncio.CancelledError):
             if len(self.background.running) < MOST_UNTOLD:
                 nothing = EgressEnd(egress, "unsent", Bytes(0), 0, 0, 0, seconds(0))
                 self.background.begin(self._spending.left(nothing))

@@ -49,6 +49,19 @@ def test_stored_copy_is_named_by_its_content_and_is_read_only(tmp_path: Path, st
     assert not [p for p in made.path.parent.iterdir() if p.name.startswith(".copying")]
 
 
+@pytest.mark.spec("F2")
+def test_what_a_killed_engine_was_copying_is_removed_and_what_is_copied_now_stays(
+    tmp_path: Path, store: Store
+) -> None:
+    left, under_way = (tmp_path / "store" / f".copying-{name}" for name in ("left", "under_way"))
+    for folder in (left, under_way):
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(b"x")
+    os.utime(left, (0, 0))
+    store.publish(entry(write(tmp_path / "in" / "good", SHAPES)), RULES)
+    assert not left.exists() and under_way.is_dir()
+
+
 @pytest.mark.spec("E6")
 def test_copies_of_a_tenants_own_adapters_lie_apart_and_leave_with_it(
     tmp_path: Path, store: Store

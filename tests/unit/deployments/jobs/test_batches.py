@@ -418,6 +418,19 @@ async def test_file_that_a_batch_reads_stays_and_bounds_of_a_tenant_hold(
         await service.begin_file(NewFile("file-big", "t", "x", "batch", 201 << 20))
 
 
+@pytest.mark.spec("J4")
+async def test_file_is_not_deleted_between_a_batch_that_reads_it_and_the_look_at_the_file(
+    service: JobsService,
+) -> None:
+    await upload(service, [line("a")])
+    new = NewBatch("batch_a", "t", CHAT, "file-in", "1h", 3_600.0, "file-out", "file-err")
+    _, deleted = await asyncio.gather(
+        service.create_batch(new), service.delete_file("t", "file-in"), return_exceptions=True
+    )
+    assert isinstance(deleted, Conflict)
+    assert (await ended(service)).state == "completed"
+
+
 @pytest.mark.spec("J4", "L1")
 async def test_lines_wait_where_the_results_fill_what_a_tenant_may_keep(
     service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch
