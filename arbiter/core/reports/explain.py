@@ -219,8 +219,12 @@ def _now_said(
     if state.is_silent(entry.holder):
         said.append(_silence_said(state, entry, now))
     tenant = entry.client.tenant
-    if too_much := quotas.over_limit(state, tenant, entry.need.device_bytes):
+    if too_much := quotas.over_limit(state, tenant, _needs_bytes(state, entry)):
         said.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
+    node = state.nodes.get(entry.node)
+    if node is not None and node.may_gain_devices:
+        size = "until they do, no ticket is refused for its size"
+        said.append(f"Devices of {entry.node} have not answered yet: {size}.")
     if ahead:
         said.append(f"{len(ahead)} wait before it: {', '.join(ahead[:5])}.")
     said += _exclusion_said(state, entry)
@@ -230,6 +234,15 @@ def _now_said(
         if pressure.is_closed_to(state, entry, s.device)
     ]
     return said + _shortages_said(entry, shortages)
+
+
+def _needs_bytes(state: CoreState, entry: Ticket) -> Bytes:
+    """Returns what a queued ticket will be charged beyond what it is charged now."""
+    if entry.home:
+        return Bytes(sum(size - entry.charge(d) for d, size in entry.home.items()))
+    node = state.nodes.get(entry.node)
+    budgets = [book.budget_bytes for book in compute_books(state, node)] if node else []
+    return placement.estimated_bytes(state, entry, max(budgets, default=Bytes(0)))
 
 
 def _exclusion_said(state: CoreState, entry: Ticket) -> list[str]:
