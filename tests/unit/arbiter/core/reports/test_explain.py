@@ -9,12 +9,13 @@ from arbiter.core import events as ev
 from arbiter.core.records.eviction_history import KEPT_COUNT
 from arbiter.core.reports.explain import Explanation
 from arbiter.core.settings import TenantLimits
-from arbiter.core.types import Floor, Level, Priority
+from arbiter.core.types import Floor, Level, Priority, Split
 from arbiter.errors import UnknownTicket
 from arbiter.protocol.json_codec import plain
 from arbiter.units import GIB, TicketId, seconds
 from tests.support.core_driver import CPU, HOST, NODE, PLAIN, CoreDriver, gib, revoked, s
 from tests.support.gpu_core_driver import GPU, GpuCoreDriver
+from tests.support.gpu_driver import GPUS, GpuDriver
 
 
 def why(driver: CoreDriver, t: float, name: str) -> Explanation:
@@ -245,3 +246,16 @@ def test_explain_names_devices_that_have_not_answered_yet() -> None:
     driver.join(2, "h")
     driver.ask(3, "a", 100)
     assert any("have not answered yet" in line for line in why(driver, 3, "a").said)
+
+
+@pytest.mark.spec("K3", "B5")
+def test_explain_of_a_ticket_over_two_devices_gives_its_part_on_each() -> None:
+    driver = GpuDriver(80, 80)
+    driver.resident(0, "a", 60, holder="k")
+    driver.beat(1, "a", holder="k", inflight=1)
+    driver.want(2, "b", 120, how=Split.EQUAL)
+    needs = {x.device: (x.need_bytes, x.short_bytes) for x in why(driver, 2, "b").shortages}
+    assert needs == {GPUS[0]: (gib(60), gib(0)), GPUS[1]: (gib(60), gib(0))}
+    driver.at(3, ev.BarrierDropped(TicketId("a"), 1))
+    needs = {x.device: (x.need_bytes, x.short_bytes) for x in why(driver, 3, "b").shortages}
+    assert needs == {GPUS[0]: (gib(60), gib(40)), GPUS[1]: (gib(60), gib(0))}
