@@ -12,11 +12,11 @@ from arbiter.core.eviction.eligibility import obstacle_text
 from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
 from arbiter.core.eviction.ranking import MAY_LEAVE, price_victim
 from arbiter.core.eviction.waste import compaction_obstacle, wasted_bytes
-from arbiter.core.queue import hours, placement
+from arbiter.core.queue import gangs, hours, placement
 from arbiter.core.records.eviction_history import EvictionRecord, ScoredVictim, in_words
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.priced_victim import PricedVictim
-from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import compute_books
@@ -135,17 +135,27 @@ def _waiting(state: CoreState, entry: Ticket) -> tuple[tuple[TicketId, ...], tup
     ahead = tuple(tickets[: tickets.index(entry.ticket)])
     node = state.nodes.get(entry.node)
     books = compute_books(state, node) if node else []
-    if entry.home:  # it wakes where its process lives
-        books = [book for book in books if book.device in entry.home]
-    return ahead, tuple(_shortage(state, entry, book) for book in books)
+    needs = _needs(state, entry, books)
+    return ahead, tuple(
+        _shortage(state, entry, b, needs[b.device]) for b in books if b.device in needs
+    )
 
 
-def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
+def _needs(state: CoreState, entry: Ticket, books: list[DeviceAccount]) -> Sizes:
+    """Returns what a queued ticket needs on each device that it may go to: on all of them where it
+    wakes, or is larger than any one; else on one of them."""
+    if entry.home:  # it wakes where its process lives; some of that is charged already
+        return {d: Bytes(max(0, size - entry.charge(d))) for d, size in entry.home.items()}
+    largest = max((book.budget_bytes for book in books), default=Bytes(0))
+    need = placement.estimated_bytes(state, entry, largest)
+    most = quotas.at_most(state, entry.client.tenant, books)
+    is_one = need <= max(most.values(), default=need)
+    several = None if is_one else gangs.split(books, need, entry.split, most)
+    return several or {book.device: need for book in books}
+
+
+def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount, need: Bytes) -> Shortage:
     """Returns what a queued ticket lacks on a device, and what each other ticket there holds."""
-    if entry.home:  # each device where it wakes has its part, some of which is charged already
-        need = Bytes(max(0, entry.home[book.device] - entry.charge(book.device)))
-    else:
-        need = placement.estimated_bytes(state, entry, book.budget_bytes)
     coming = returning_bytes(book)
     urgent = _urgency(state, entry)
     kept = quotas.kept(quotas.reserves(state), book, entry.client.tenant)
@@ -219,8 +229,12 @@ def _now_said(
     if state.is_silent(entry.holder):
         said.append(_silence_said(state, entry, now))
     tenant = entry.client.tenant
-    if too_much := quotas.over_limit(state, tenant, entry.need.device_bytes):
+    if too_much := quotas.over_limit(state, tenant, _needs_bytes(state, entry)):
         said.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
+    node = state.nodes.get(entry.node)
+    if node is not None and node.may_gain_devices:
+        size = "until they do, no ticket is refused for its size"
+        said.append(f"Devices of {entry.node} have not answered yet: {size}.")
     if ahead:
         said.append(f"{len(ahead)} wait before it: {', '.join(ahead[:5])}.")
     said += _exclusion_said(state, entry)
@@ -230,6 +244,15 @@ def _now_said(
         if pressure.is_closed_to(state, entry, s.device)
     ]
     return said + _shortages_said(entry, shortages)
+
+
+def _needs_bytes(state: CoreState, entry: Ticket) -> Bytes:
+    """Returns what a queued ticket will be charged beyond what it is charged now."""
+    if entry.home:
+        return Bytes(sum(size - entry.charge(d) for d, size in entry.home.items()))
+    node = state.nodes.get(entry.node)
+    budgets = [book.budget_bytes for book in compute_books(state, node)] if node else []
+    return placement.estimated_bytes(state, entry, max(budgets, default=Bytes(0)))
 
 
 def _exclusion_said(state: CoreState, entry: Ticket) -> list[str]:

@@ -183,6 +183,8 @@ def _grow(state: CoreState, entry: Ticket) -> None:
 def _resize(state: CoreState, entry: Ticket, home: Sizes) -> None:
     others = {d: size for d, size in entry.granted.items() if d not in home}
     state.ledger.resize(entry, {**others, **home}, home)
+    if entry.pinned:  # there is less room for other pins now, or more
+        state.timers.set(("pins", entry.node), state.now)
 
 
 def _reject(state: CoreState, entry: Ticket, error: GrowthRefused | NeverFits) -> None:

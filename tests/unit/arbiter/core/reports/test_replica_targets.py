@@ -6,7 +6,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.state import CoreState
-from arbiter.core.types import Floor, ModelName
+from arbiter.core.types import Floor
 from arbiter.units import TicketId
 from tests.support.core_driver import CoreDriver, s
 
@@ -45,8 +45,10 @@ def test_targets_are_told_without_a_walk_over_all_floors(monkeypatch: pytest.Mon
     text, embedding = driver.table
     on_device = tuple(replace(m, floor=Floor.DEVICE) for m in text.models)
     driver.at(0, ev.CapabilitiesSet((replace(text, models=on_device), embedding)))
+    by_hand = CoreDriver()
+    by_hand.at(0, ev.CapabilitiesSet((replace(text, models=on_device), embedding)))
+    for model in text.models:
+        by_hand.at(0, ev.FloorSet("text", model.name, Floor.HOST))
     monkeypatch.setattr(CoreState, "all_floors", lambda _: pytest.fail("it walks all floors"))
     assert driver.arbiter.replica_targets(s(10_000)) == {"text": 1, "embedding": 0}
-    for model in text.models:
-        driver.state.floors[ModelName("text", model.name)] = Floor.HOST
-    assert driver.arbiter.replica_targets(s(10_000)) == {"text": 0, "embedding": 0}
+    assert by_hand.arbiter.replica_targets(s(10_000)) == {"text": 0, "embedding": 0}

@@ -89,6 +89,21 @@ def test_model_pinned_beyond_the_cap_is_pinned_once_another_pin_has_left() -> No
     assert pinned(unpinned) == ["b"]
 
 
+@pytest.mark.spec("C8", "A14")
+def test_growth_of_a_pinned_model_counts_against_the_cap_until_it_is_given_back() -> None:
+    driver = CoreDriver(settings=replace(PLAIN, pinned_most_fraction=0.5))
+    for name in "ab":
+        driver.at(0, ev.FloorSet("text", name, types.Floor.DEVICE))
+        driver.resident(0, name, 15)
+    assert pinned(driver) == ["a", "b"]
+    driver.at(1, ev.GrowthAsked(TicketId("a"), gib(15), seconds(30)))
+    driver.fire_timer(2)
+    assert pinned(driver) == ["a"] and driver.last("pin_over_cap").ticket == "b"
+    driver.at(30, ev.GaveBack(TicketId("a"), (types.DeviceBytes(CPU, gib(15)),)))
+    driver.fire_timer(31)
+    assert pinned(driver) == ["a", "b"]
+
+
 @pytest.mark.spec("C8")
 def test_model_over_two_devices_is_pinned_on_both_or_on_neither() -> None:
     driver = GpuCoreDriver(settings=replace(PLAIN, pinned_most_fraction=0.75))
