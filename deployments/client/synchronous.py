@@ -193,8 +193,11 @@ class Client(Calls):
     ) -> Iterator["Held"]:
         """See AsyncClient.acquire."""
         acquired = self._behind.acquire(model, term_s=term_s, **fields)
-        with self._portal.wrap_async_context_manager(acquired) as held:
+        held = _result_of(self._portal, acquired.__aenter__)
+        try:
             yield Held(held, self._portal)
+        finally:
+            self._portal.call(acquired.__aexit__, None, None, None)
 
     @contextmanager
     def lease(

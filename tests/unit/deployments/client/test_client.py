@@ -432,7 +432,14 @@ except FrontUnreachable:
 
 
 @pytest.mark.spec("J7", "J8")
-@pytest.mark.parametrize("call", ["client.chat('Hello')", "list(client.stream_chat('Hello'))"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "client.chat('Hello')",
+        "list(client.stream_chat('Hello'))",
+        "client.acquire().__enter__()",  # while its model is loaded
+    ],
+)
 def test_interrupt_of_a_plain_call_ends_its_work_though_the_client_lives_on(
     front: AnsweringFront, call: str
 ) -> None:
@@ -449,7 +456,8 @@ except KeyboardInterrupt:
 sys.stdin.read()
 """
     front.says(CHAT, *events({"choices": [{"index": 0, "delta": {"content": "Hi"}}]}, last=b""))
-    front.holds.add(CHAT)
+    front.says(messages.ACQUIRE, SSE, b": a comment\n\n")
+    front.holds |= {CHAT, messages.ACQUIRE}
     with front.serving() as url:
         command = [sys.executable, "-c", script, url, front.key, MODEL]
         pipe = subprocess.PIPE
