@@ -13,6 +13,7 @@ copy, or the images made of it (deployments.engines.vllm.adapter_images), and re
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arbiter.errors import RequestError
 from deployments.adapters.catalogue import FETCHED, WEIGHTS, Catalogue, Entry, home_of
 from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.adapters.int8 import round_weights
@@ -36,8 +38,22 @@ _CHUNK_BYTES = 1 << 20
 MAX_STORE_BYTES = 160 << 30
 _SCRATCH = ".copying-"
 _COPY_MOST_S = 3_600.0  # a gigabyte from a slow file server takes minutes
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk or a limit says that takes no more
 _KNOWN = ".known"
 _MOST_KNOWN = 100_000  # entries; a forgotten one is copied and checked again
+
+
+class AdapterNotCopied(RequestError):
+    """This node has no room for the checked copy; the adapter is not at fault."""
+
+    status_code, code, retry_after_s = 503, "adapter_not_copied", 10.0
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"adapter {self.name!r} could not be copied to the node's store: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +74,24 @@ class Store:
 
     def publish(self, entry: Entry, rules: Rules) -> Published:
         """Copies, hashes and checks the adapter, and only then names the copy, unless the copy of
-        this entry under these rules is there. Blocks for the copy. Raises AdapterInvalid."""
+        this entry under these rules is there. Blocks for the copy. Raises AdapterInvalid,
+        AdapterNotCopied."""
         if entry.rank > rules.max_rank:
             reason = f"rank {entry.rank} is above the {rules.max_rank} its model serves"
             raise AdapterInvalid(entry.name, reason)
         if known := self._known(entry, rules):
             return known
-        scratch = Path(tempfile.mkdtemp(dir=self._folder, prefix=_SCRATCH))
+        try:
+            scratch = Path(tempfile.mkdtemp(dir=self._folder, prefix=_SCRATCH))
+        except OSError as error:
+            raise AdapterNotCopied(entry.name, str(error.strerror)) from error
         try:
             made = self._publish(entry, rules, scratch)
             self._note(entry, rules, made)
             return made
         except OSError as error:
+            if error.errno in _FULL:
+                raise AdapterNotCopied(entry.name, str(error.strerror)) from error
             raise AdapterInvalid(entry.name, f"{error.filename}: {error.strerror}") from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -143,7 +165,7 @@ class CheckedAdapters:
 
     async def take(self, entry: Entry) -> Published:
         """The checked copy, which is made again when the entry changed or the copy is gone. Raises
-        AdapterInvalid."""
+        AdapterInvalid, AdapterNotCopied."""
         if known := self._current(entry):
             return known
         key = entry.tenant, entry.name

@@ -2,7 +2,9 @@
 
     validating -> in_progress -> finalizing -> completed | expired
          |             '-------> cancelling -> cancelled
-         '-> failed              (from any unfinished state but finalizing)
+         '-> failed
+
+A batch that is validated may be cancelled, or expire, as one in progress may.
 
 A line is a row until its result is in the output or error file: one transaction deletes the row,
 counts it, and moves the length of the file that counts. So each line has one result, whatever dies

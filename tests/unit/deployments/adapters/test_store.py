@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+import resource
 import shutil
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 from arbiter.node import tenant_folders
 from deployments.adapters.catalogue import Catalogue, Entry
 from deployments.adapters.safe_files import AdapterInvalid
-from deployments.adapters.store import CheckedAdapters, Published, Store
+from deployments.adapters.store import AdapterNotCopied, CheckedAdapters, Published, Store
 from deployments.adapters.validate import Rules
 from tests.support.adapters import rewrite_header, write
 from tests.support.archives import archive
@@ -242,6 +243,20 @@ def test_a_bad_adapter_is_refused_with_the_reason_and_nothing_is_kept(
     with pytest.raises(AdapterInvalid, match=word):
         store.publish(entry(source), RULES)
     assert list((tmp_path / "store").iterdir()) == []
+
+
+@pytest.mark.spec("F2", "L3")
+def test_a_disk_that_takes_no_more_is_no_fault_of_the_adapter(tmp_path: Path, store: Store) -> None:
+    source = entry(write(tmp_path / "in" / "good", SHAPES))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # a write beyond it fails as on a disk
+    try:
+        with pytest.raises(AdapterNotCopied, match="File too large") as refused:
+            store.publish(source, RULES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.value.status_code == 503, "so that a batch's line is tried again"
+    assert store.publish(source, RULES).path.is_dir()
 
 
 def linked(path: Path, target: Path) -> None:
