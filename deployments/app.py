@@ -179,12 +179,12 @@ def _class_of(path: str | None) -> type:
         return Capability
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        cls = getattr(importlib.import_module(module), name)
     except IMPORT_ERRORS as error:
         raise ConfigError(f"class {path!r}: {type(error).__name__}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Capability)):
+    if not (isinstance(cls, type) and issubclass(cls, Capability)):
         raise ConfigError(f"class {path!r} is no subclass of {Capability.__name__}")
-    return found
+    return cls
 
 
 def _capability(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from arbiter.core.types import Priority
 from arbiter.errors import EngineLost, RequestError
-from deployments.prefixes import Cut
+from deployments.prefixes import PrefixEnd
 
 # In the headers of every call: the tenant, whose adapters the engine may serve. The front sets it
 # and drops what the client wrote.
@@ -70,7 +70,7 @@ class InferenceCall:
     stay_warm_s: float = 0.0  # after the call, before the model's keep-warm begins to count
     wants_progress: bool = False  # the client reads progress comments while the model loads
     served: str = ""  # the name the engine serves: an adapter, or the model (also where empty)
-    stable: Cut | None = None  # the prefix that other requests share with it
+    stable: PrefixEnd | None = None  # the prefix that other requests share with it
     reader_node: str = ""  # where a side stream would be read; empty: it reads none
     # Nodes that refused this call, because a pinned model stays there.
     refused_nodes: tuple[str, ...] = ()
@@ -191,9 +191,9 @@ def late(head: ResponseHead, body: bytes) -> bytes:
     """An SSE event for a whole response behind a head of status 200. Its error object says its own
     status, which is told nowhere else."""
     try:
-        said = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError):
-        said = None
-    if isinstance(said, dict) and isinstance(said.get("error"), dict) and head.status >= 400:
-        body = json.dumps({**said, "error": {**said["error"], "status": head.status}}).encode()
+        fields = None
+    if isinstance(fields, dict) and isinstance(fields.get("error"), dict) and head.status >= 400:
+        body = json.dumps({**fields, "error": {**fields["error"], "status": head.status}}).encode()
     return b"data: " + body.replace(b"\n", b" ") + b"\n\n"

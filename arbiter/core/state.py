@@ -51,7 +51,7 @@ class Holder:
     holder: HolderId
     node: NodeId
     capability: str
-    heard: Instant
+    heard_at: Instant
     is_driver: bool = False
 
 
@@ -70,7 +70,7 @@ class Node:
 
     node: NodeId
     devices: dict[DeviceId, types.DeviceSpec]
-    heard: Instant | None = None  # last full reading in this epoch
+    heard_at: Instant | None = None  # last full reading in this epoch
     silent_told: bool = False
     readings: dict[DeviceId, ev.DeviceReading] = field(default_factory=dict)
     unclaimed: dict[TicketId, Unclaimed] = field(default_factory=dict)
@@ -298,9 +298,9 @@ class CoreState:
 
     def note_refused(self, holder: HolderId, name: types.ModelName) -> None:
         """Notes that a holder was refused a model, which it may have been asked to load."""
-        asked = self.asked_loads.get(name)
-        if asked is not None and asked.holder == holder:
-            self.asked_loads[name] = replace(asked, is_refused=True)
+        load = self.asked_loads.get(name)
+        if load is not None and load.holder == holder:
+            self.asked_loads[name] = replace(load, is_refused=True)
 
     def answer_error(self, ticket: TicketId, error: RequestError) -> None:
         """Answers a ticket with an error; the ticket may ask again."""
@@ -351,7 +351,7 @@ class CoreState:
     def is_silent(self, holder: HolderId) -> bool:
         """Says whether a holder was not heard for so long that a grant would only lie there."""
         known = self.holders.get(holder)
-        return known is None or self.now - known.heard >= self.settings.timeouts.silent
+        return known is None or self.now - known.heard_at >= self.settings.timeouts.silent
 
     def floor_of(self, name: types.ModelName) -> types.Floor:
         """Returns how far a model may fall: as a person set it, else as configured, else cold.

@@ -151,8 +151,8 @@ class NodeProbe:
         else:
             self._faults[index] = fault
         if str(before) != str(fault):
-            said = f"cannot be read: {fault}" if fault else "answers again"
-            logger.warning("%s %s", self._gpu_id(index), said)
+            message = f"cannot be read: {fault}" if fault else "answers again"
+            logger.warning("%s %s", self._gpu_id(index), message)
 
     def _ram_part(self, memory: procfs.Memory) -> list[DeviceBytes]:
         """Divides an engine's RAM over devices: on a GPU node all of it is host RAM."""

@@ -85,8 +85,8 @@ class Rows:
 
     def _adopt(self) -> None:
         now, slab = self._clock(), self.slab
-        found = sorted((mark.used_s, row, mark) for row, mark in slab.marks())
-        for used_s, row, mark in found:
+        by_age = sorted((mark.used_s, row, mark) for row, mark in slab.marks())
+        for used_s, row, mark in by_age:
             if row < self._most and now < mark.expires_s <= now + layout.LONGEST_TERM_S:
                 # Of a key that is there twice, by a move that was not finished, either is whole.
                 self._ready[mark.key] = row

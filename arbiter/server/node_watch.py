@@ -17,7 +17,7 @@ from arbiter.core.types import ModelName
 from arbiter.server.hours_clock import HoursClock
 from arbiter.server.node_agents import LOOK_S
 from arbiter.server.shell import Shell
-from arbiter.server.store import Member, Store
+from arbiter.server.store import ExpectedHolder, Store
 from arbiter.units import HolderId, in_seconds
 
 logger = logging.getLogger("arbiter")
@@ -29,7 +29,7 @@ class NodeAgents(Protocol):
     """How nodes and their agents are looked at."""
 
     async def look(self, feed: Callable[[ev.Event], None]) -> None: ...
-    async def dead(self, members: list[Member]) -> list[HolderId]: ...
+    async def dead(self, members: list[ExpectedHolder]) -> list[HolderId]: ...
 
 
 class NodeWatch:

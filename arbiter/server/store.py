@@ -64,7 +64,7 @@ _STALE = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, IndexEr
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ExpectedHolder:
     """A holder that is expected back, and its process. 0: not known."""
 
     holder: HolderId
@@ -119,16 +119,17 @@ class Store:
 
     # -- holders that are expected back --------------------------------------------------------
 
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[ExpectedHolder, ...]:
         mine = "SELECT holder, node, pid, start_ticks FROM session_members WHERE session = ?"
         rows = self._read(mine, self._session)
         driving = "SELECT holder FROM session_drivers WHERE session = ?"
         drivers = {row[0] for row in self._read(driving, self._session)}
         return tuple(
-            Member(HolderId(h), NodeId(n), pid, ticks, h in drivers) for h, n, pid, ticks in rows
+            ExpectedHolder(HolderId(h), NodeId(n), pid, ticks, h in drivers)
+            for h, n, pid, ticks in rows
         )
 
-    def add_member(self, member: Member) -> None:
+    def add_member(self, member: ExpectedHolder) -> None:
         row = (member.holder, member.node, member.pid, member.start_ticks)
         statement = "INSERT OR REPLACE INTO session_members VALUES (?, ?, ?, ?, ?)"
         self._write(statement, self._session, *row)
@@ -196,8 +197,8 @@ class Store:
 
     def removed_tenants(self) -> dict[str, float]:
         """When tenants were removed, as last saved, in seconds of the wall clock."""
-        found: dict[str, float] = json.loads(self._fact("removed_tenants") or b"{}")
-        return found
+        removed_at_s: dict[str, float] = json.loads(self._fact("removed_tenants") or b"{}")
+        return removed_at_s
 
     def save_removed_tenants(self, removed: dict[str, float]) -> None:
         self._save_fact("removed_tenants", json.dumps(removed).encode())
@@ -410,8 +411,8 @@ def kept_table(path: Path, session: str) -> Plain | None:
             db.close()
     except sqlite3.Error:
         return None
-    found = _configuration(row[0] if row else None)
-    return None if found is None else found.table
+    configuration = _configuration(row[0] if row else None)
+    return None if configuration is None else configuration.table
 
 
 def _configuration(fact: bytes | None) -> Configuration | None:
@@ -420,8 +421,8 @@ def _configuration(fact: bytes | None) -> Configuration | None:
         return None
     try:
         # Our own file, 0600: a process that can write it runs as us already.
-        found: Configuration = pickle.loads(blob)
-        return found
+        configuration: Configuration = pickle.loads(blob)
+        return configuration
     except _STALE:
         return None
 

@@ -33,7 +33,7 @@ from deployments.checked_sockets import public_socket
 if TYPE_CHECKING:
     import aiohttp
 
-    from deployments.adapters.catalogue import Entry
+    from deployments.adapters.catalogue import CatalogueEntry
 
 
 _CHUNK_BYTES = 1 << 20
@@ -92,7 +92,7 @@ class Fetcher:
         self._fetching: dict[Path, asyncio.Task[None]] = {}
         self._places = asyncio.Semaphore(FETCHES)
 
-    async def bring(self, entry: "Entry") -> None:
+    async def bring(self, entry: "CatalogueEntry") -> None:
         """Returns once the entry's path exists. Raises FetchFailed."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(entry.path)  # used now: the longest unused are removed first
@@ -109,7 +109,7 @@ class Fetcher:
         if not fetch.cancelled():
             fetch.exception()  # has been seen, also where no asker has stayed
 
-    async def _fetch(self, entry: "Entry") -> None:
+    async def _fetch(self, entry: "CatalogueEntry") -> None:
         """Raises FetchFailed, whatever the library of the URL's scheme raises."""
         scratch = self._folder / f"{_SCRATCH}{uuid.uuid4().hex}"
         async with self._places:
@@ -129,7 +129,7 @@ class Fetcher:
         if error := filled.exception():
             raise FetchFailed(entry.full_name, _told(error)) from error
 
-    def _fill(self, entry: "Entry", scratch: Path, until_s: float) -> None:
+    def _fill(self, entry: "CatalogueEntry", scratch: Path, until_s: float) -> None:
         """Makes the entry's path. Raises what a file system of fsspec does, OSError, ValueError
         beyond a bound, TimeoutError."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -27,8 +27,8 @@ def alone(folder: Path) -> Iterator[None]:
 def make_room(folder: Path, size_bytes: int, max_bytes: int) -> None:
     """Removes the folders with the oldest times until `size_bytes` more fit. Only inside
     `alone`."""
-    found = [p for p in (*folder.iterdir(), *folder.glob("@*/*")) if p.name[0] not in ".@"]
-    rows = [(path.stat().st_mtime_ns, path) for path in found]
+    folders = [p for p in (*folder.iterdir(), *folder.glob("@*/*")) if p.name[0] not in ".@"]
+    rows = [(path.stat().st_mtime_ns, path) for path in folders]
     sizes = {path: sum(f.stat().st_size for f in path.iterdir()) for _, path in rows}
     excess = sum(sizes.values()) + size_bytes - max_bytes
     for _, path in sorted(rows):

@@ -156,7 +156,7 @@ def _serve(spawn: Spawn, listener: socket.socket) -> None:
         runner.run(host.life(server.serve(sockets=[listener])))
 
 
-class _Catch(AbstractContextManager["_Catch", bool]):
+class _LoadErrors(AbstractContextManager["_LoadErrors", bool]):
     """The border between a library and its host: what the library raises is the load's cause."""
 
     def __init__(self, host: "EngineHost") -> None:
@@ -199,8 +199,8 @@ class EngineHost:
             "POST /control/drop_drafter": self._drop_drafter,
         }
 
-    def catch(self) -> _Catch:
-        return _Catch(self)
+    def catch(self) -> _LoadErrors:
+        return _LoadErrors(self)
 
     async def life(self, serving: Awaitable[None]) -> None:
         """Serves from the first moment, so that lifeline and ready are answered during the load."""
@@ -282,10 +282,10 @@ class EngineHost:
         if error := task.exception():
             cause = load_failure(error)
             return await asgi.refuse(send, 503, cause.message, kind=cause.kind)
-        said: dict[str, Any] = {"asleep": self.asleep}
+        health: dict[str, Any] = {"asleep": self.asleep}
         if isinstance(self.engine, TellsKept):
-            said["kept"] = asdict(self.engine.kept())
-        await asgi.respond(send, 200, said)
+            health["kept"] = asdict(self.engine.kept())
+        await asgi.respond(send, 200, health)
 
     async def _sleep(self, receive: Receive, send: Send) -> None:
         await self._turned(send, self._fall_asleep())

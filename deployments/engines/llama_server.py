@@ -115,8 +115,8 @@ class LlamaServer:
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         assert self.session is not None
         json = {"content-type": "application/json"}
-        asked = self.session.request(scope["method"], scope["path"], data=body, headers=json)
-        async with asked as answer:
+        request = self.session.request(scope["method"], scope["path"], data=body, headers=json)
+        async with request as answer:
             kind = answer.headers.get("content-type", "application/json").encode()
             start = {"type": "http.response.start", "status": answer.status}
             await send(start | {"headers": [(b"content-type", kind)]})

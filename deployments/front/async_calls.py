@@ -30,8 +30,10 @@ RESPOND_ASYNC = "respond-async"
 
 def prefers_async(prefers: list[str]) -> bool:
     """True if the `Prefer` headers of a request ask for `respond-async` (RFC 7240)."""
-    said = [one.partition(";")[0].strip().lower() for line in prefers for one in line.split(",")]
-    return RESPOND_ASYNC in said
+    preferences = [
+        one.partition(";")[0].strip().lower() for line in prefers for one in line.split(",")
+    ]
+    return RESPOND_ASYNC in preferences
 
 
 def new_job(call: InferenceCall, headers: Mapping[str, str], priority: Priority | None) -> NewJob:
@@ -51,8 +53,8 @@ async def for_later(call: AnyCall) -> InferenceCall:
     if isinstance(call, TaskCall):
         here = [rung for rung in call.ladder.rungs if not rung.state.is_remote]
         if not here:
-            said = f"no model of this machine can have this request of {PREFIX}{call.task}"
-            raise BadRequest(f"{said}; ask it live", "model")
+            message = f"no model of this machine can have this request of {PREFIX}{call.task}"
+            raise BadRequest(f"{message}; ask it live", "model")
         return replace(await call.call_of(here[0].name), model=PREFIX + call.task)
     if isinstance(call, RemoteCall):
         raise BadRequest(f"{call.remote} is no model of this machine; ask it live", "model")

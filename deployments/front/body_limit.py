@@ -178,17 +178,17 @@ def too_large(most_bytes: int) -> HTTPException:
 
 
 def _full(size_bytes: int, most_bytes: int) -> HTTPException:
-    said = (
+    message = (
         f"the front holds {human(Bytes(size_bytes))} of bodies of requests, and takes at most "
         f"{human(Bytes(most_bytes))} (`front.bodies_bytes`); send the request again in "
         f"{RETRY_AFTER_S:.0f} s; at most {SMALL_BYTES >> 10} KiB are taken at any time"
     )
-    return HTTPException(429, said, {"retry-after": f"{RETRY_AFTER_S:.0f}"})
+    return HTTPException(429, message, {"retry-after": f"{RETRY_AFTER_S:.0f}"})
 
 
 def _too_slow(size: int, late: str) -> HTTPException:
-    said = f"the body is not complete after {late}, at {size} bytes; send the request again"
-    return HTTPException(408, said, {"connection": "close"})
+    message = f"the body is not complete after {late}, at {size} bytes; send the request again"
+    return HTTPException(408, message, {"connection": "close"})
 
 
 def bound_of(path: str) -> int:

@@ -54,7 +54,7 @@ class FrontState:
         return self.service.table
 
     def reader(self, tenant: str) -> AbstractContextManager[None]:
-        """A reader of what was kept. Entering it raises TooMuch, QueueFull."""
+        """A reader of what was kept. Entering it raises TenantLimitReached, QueueFull."""
         return self.readers.one(tenant, READERS_MOST)
 
 

@@ -134,12 +134,12 @@ def remote_facts(model: RemoteModel) -> Facts:
 def capabilities(capability: CapabilityConfig, config: ModelConfig) -> tuple[str, ...]:
     """Words for what its routes do; `tools`, where it decides by itself when to call one."""
     if capability.paths:
-        found = tuple(dict.fromkeys(BY_PATH.get(p, p.rsplit("/", 1)[1]) for p in capability.paths))
+        names = tuple(dict.fromkeys(BY_PATH.get(p, p.rsplit("/", 1)[1]) for p in capability.paths))
     else:
-        found = BY_ROLE.get(capability.role, ())
+        names = BY_ROLE.get(capability.role, ())
         if config.engine_args.get("runner") == "pooling":
-            found += POOLING
-    return (*found, "tools") if config.engine_args.get("enable_auto_tool_choice") else found
+            names += POOLING
+    return (*names, "tools") if config.engine_args.get("enable_auto_tool_choice") else names
 
 
 def context(config: ModelConfig) -> int | None:

@@ -41,15 +41,15 @@ class PlainProxies:
             async with asyncio.timeout(WRAPPED_S):
                 await self._wrap_new()
         except (RayError, TimeoutError, RuntimeError) as error:
-            if (said := str(error)) != self._said:
-                logger.warning("Serve's proxy answers its own errors in its own way: %s", said)
-                self._said = said
+            if (message := str(error)) != self._said:
+                logger.warning("Serve's proxy answers its own errors in its own way: %s", message)
+                self._said = message
 
     async def _wrap_new(self) -> None:
-        found = {p._actor_id.hex(): p for p in await asyncio.to_thread(ray_internals.proxies)}
-        new = [proxy for actor_id, proxy in found.items() if actor_id not in self._seen]
+        proxies = {p._actor_id.hex(): p for p in await asyncio.to_thread(ray_internals.proxies)}
+        new = [proxy for actor_id, proxy in proxies.items() if actor_id not in self._seen]
         await asyncio.gather(*(proxy.__ray_call__.remote(_put_around) for proxy in new))
-        self._seen = frozenset(found)
+        self._seen = frozenset(proxies)
 
 
 def _put_around(proxy: Any) -> None:

@@ -207,10 +207,10 @@ class FrontBySocket:
 
 def _from_the_first(first: Message, receive: Receive) -> Receive:
     """All that the client says, though its first message has been read."""
-    said = [first]
+    chunks = [first]
 
     async def heard() -> Message:
-        return said.pop() if said else await receive()
+        return chunks.pop() if chunks else await receive()
 
     return heard
 
@@ -229,14 +229,14 @@ class SideStreams(HttpMiddleware):
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         kept = [pair for pair in scope["headers"] if pair[0] != READER]
         marked = {**scope, "headers": [*kept, (READER, side_stream.reader_token().encode())]}
-        carried = _Carried(send)
+        carried = _ProxiedResponse(send)
         try:
             await self._app(marked, receive, carried)
         finally:
             await carried.close()
 
 
-class _Carried:
+class _ProxiedResponse:
     """The `send` of one response."""
 
     def __init__(self, send: Send) -> None:

@@ -150,8 +150,10 @@ class FirstPart:
             if isinstance(first, messages.FullResponse):  # its status came too late
                 yield messages.late(first.head, first.body)
             elif not first.is_event_stream:
-                said = first.headers.get("content-type", "no content type")
-                yield messages.stream_error(CapabilityFailed(self._model, f"it streams {said}"))
+                content_type = first.headers.get("content-type", "no content type")
+                yield messages.stream_error(
+                    CapabilityFailed(self._model, f"it streams {content_type}")
+                )
             else:
                 read = _with_side_stream(first, self._parts, self._model)
                 async for part in _body(first, read):
@@ -175,10 +177,10 @@ class FirstPart:
         return progress.line(now_s - self._began_s)
 
 
-def whole(said: messages.FullResponse) -> Response:
+def whole(response: messages.FullResponse) -> Response:
     """A response of one piece."""
-    headers = {k: v for k, v in said.head.headers.items() if k != "content-length"}
-    return Response(said.body, said.head.status, headers)
+    headers = {k: v for k, v in response.head.headers.items() if k != "content-length"}
+    return Response(response.body, response.head.status, headers)
 
 
 async def _with_side_stream(head: messages.ResponseHead, parts: Parts, model: str) -> Parts:

@@ -30,10 +30,10 @@ class Group:
     def fill(self, more: More) -> bool:
         """True if it has a line now. Blocks."""
         if not self.ready and not self.is_read:
-            found = more(self.batch.id, self.model, self.served, self.last, AHEAD)
-            self.ready.extend(found)
-            self.last = found[-1].number if found else self.last
-            self.is_read = len(found) < AHEAD
+            lines = more(self.batch.id, self.model, self.served, self.last, AHEAD)
+            self.ready.extend(lines)
+            self.last = lines[-1].number if lines else self.last
+            self.is_read = len(lines) < AHEAD
         return bool(self.ready)
 
     @property

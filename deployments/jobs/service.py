@@ -97,7 +97,8 @@ class JobsService:
         await self._batch_runner.close()
 
     async def create(self, new: NewJob, body: bytes) -> Job:
-        """Queues it; the second time it returns the first. Raises TooMuch, StorageFull."""
+        """Queues it; the second time it returns the first. Raises TenantLimitReached,
+        StorageFull."""
         most = self.config.tenant_jobs, self.config.tenant_job_bytes
         job = await self._blocking(self._store.create, new, body, *most)
         self._runner.wake()
@@ -162,12 +163,12 @@ class JobsService:
     # -- files ---------------------------------------------------------------------------------
 
     async def check_upload(self, tenant: str, size_bytes: int) -> None:
-        """Asked before an upload of at least this size is read. Raises TooMuch."""
+        """Asked before an upload of at least this size is read. Raises TenantLimitReached."""
         most = self.config.tenant_bytes, self.config.tenant_files
         await self._blocking(self._files.check_room, tenant, size_bytes, *most)
 
     async def begin_file(self, new: NewFile) -> None:
-        """Makes room for an upload. Raises Refused, TooMuch."""
+        """Makes room for an upload. Raises Refused, TenantLimitReached."""
         most = self.config.tenant_bytes, self.config.tenant_files
         await self._blocking(self._files.begin, new, *most)
 
@@ -200,7 +201,7 @@ class JobsService:
     # -- batches -------------------------------------------------------------------------------
 
     async def create_batch(self, new: NewBatch) -> Batch:
-        """Begins to validate it. Raises Refused for a wrong input file, TooMuch."""
+        """Begins to validate it. Raises Refused for a wrong input file, TenantLimitReached."""
         batch = await self._blocking(self._begin_batch, new)
         self._batch_runner.wake()
         return batch
@@ -212,8 +213,10 @@ class JobsService:
         except NotFound as error:
             raise Refused(str(error), "input_file_id") from error
         if file.purpose != BATCH:
-            said = f"file {file.id} is for {file.purpose!r}; a batch reads files of purpose 'batch'"
-            raise Refused(said, "input_file_id")
+            message = (
+                f"file {file.id} is for {file.purpose!r}; a batch reads files of purpose 'batch'"
+            )
+            raise Refused(message, "input_file_id")
         if self._batches.tenant_of(new.id) is None:  # asked for once
             self._batches.check_room(new.tenant, self.config.tenant_bytes)
         return self._batches.create(new, self.config.tenant_batches)

@@ -72,8 +72,8 @@ class Capability:
         of errors are raised instead: EngineLost and RolePinned before the response has begun, so
         that the front tries again; and any RequestError in a stream of another kind that has begun,
         so that the front breaks the connection."""
-        if (said := await self._at_once(call)) is not None:
-            yield said
+        if (answer := await self._answer_without_model(call)) is not None:
+            yield answer
             return
         begun: messages.ResponseHead | None = None
         try:
@@ -96,7 +96,9 @@ class Capability:
             else:
                 yield messages.FullResponse(*messages.refusal(error))
 
-    async def _at_once(self, call: messages.InferenceCall) -> messages.FullResponse | None:
+    async def _answer_without_model(
+        self, call: messages.InferenceCall
+    ) -> messages.FullResponse | None:
         """The response to a call that waits for no model; None: the call needs a model."""
         if call.path == messages.ACQUIRE:
             return None
@@ -205,7 +207,7 @@ class Capability:
     async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
         """Brings what a call needs on this node besides its model. Raises RequestError."""
 
-    def note_answer(self, call: messages.InferenceCall, said: messages.FullResponse) -> None:
+    def note_answer(self, call: messages.InferenceCall, response: messages.FullResponse) -> None:
         """Sees each answer of the engine that is no stream."""
 
     def record_routing_stats(self) -> dict[str, Any]:
@@ -232,10 +234,10 @@ class Capability:
 
 def _engine_headers(call: messages.InferenceCall, began_s: float) -> dict[str, str]:
     """The headers for the engine, whose own queue goes by priority and deadline too."""
-    told = call.headers | {messages.PRIORITY_HEADER: str(int(call.priority))}
+    headers = call.headers | {messages.PRIORITY_HEADER: str(int(call.priority))}
     if (left := left_s(call, began_s)) is not None:
-        told[messages.DEADLINE_HEADER] = f"{left:.3f}"
-    return told
+        headers[messages.DEADLINE_HEADER] = f"{left:.3f}"
+    return headers
 
 
 async def _rest(parts: AsyncIterator[messages.Progress | messages.ResponseHead | bytes]) -> bytes:
@@ -248,10 +250,10 @@ def _with_wait(
     """Adds what the request waited for: a client without progress comments learns it here."""
     if not isinstance(part, messages.ResponseHead):
         return part
-    told = {WAITED: f"{waited_s:.2f}"}
+    headers = {WAITED: f"{waited_s:.2f}"}
     if use.predicted_s:
-        told[ESTIMATE] = f"{use.predicted_s:.2f}"
-    return replace(part, headers=part.headers | told)
+        headers[ESTIMATE] = f"{use.predicted_s:.2f}"
+    return replace(part, headers=part.headers | headers)
 
 
 def _wrong_route(call: messages.InferenceCall, paths: frozenset[str]) -> messages.FullResponse:

@@ -33,7 +33,7 @@ class LoadRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Woken:
+class WakeResult:
     """How a wake went."""
 
     took: Span
@@ -73,9 +73,9 @@ class EngineLink:
         """Waits for the load. Raises LoadRefused."""
         with self._typed():
             async with self._session.get("/control/ready") as answer:
-                said = await answer.json()
+                facts = await answer.json()
         if answer.status != 200:
-            error = said["error"]
+            error = facts["error"]
             raise LoadRefused(f"{error['type']}: {error['message']}", error["out_of_memory"])
 
     async def health(self) -> Kept | None:
@@ -83,10 +83,10 @@ class EngineLink:
         protocol.TellsKept). Raises LoadRefused when the engine says that it cannot serve."""
         with self._typed():
             async with self._session.get("/control/health") as answer:
-                said = await answer.json()
+                facts = await answer.json()
         if answer.status != 200:
-            raise LoadRefused(said["error"]["message"], False)
-        return Kept(**said["kept"]) if "kept" in said else None
+            raise LoadRefused(facts["error"]["message"], False)
+        return Kept(**facts["kept"]) if "kept" in facts else None
 
     async def sleep(self) -> None:
         """Raises LoadRefused when the engine cannot."""
@@ -112,11 +112,13 @@ class EngineLink:
         """False: its drafter only leaves with a restart. Raises LoadRefused."""
         return bool((await self._control("/control/drop_drafter"))["dropped"])
 
-    async def wake(self) -> Woken:
+    async def wake(self) -> WakeResult:
         """Wakes the engine. Where neither host RAM nor disk brought its recorded answer back,
         `restored` is False and the caller must end it. Raises LoadRefused when the wake failed."""
-        said = await self._control("/control/wake")
-        return Woken(seconds(said["seconds"]), bool(said["verified"]), bool(said["restored"]))
+        facts = await self._control("/control/wake")
+        return WakeResult(
+            seconds(facts["seconds"]), bool(facts["verified"]), bool(facts["restored"])
+        )
 
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
@@ -150,10 +152,10 @@ class EngineLink:
     async def _control(self, path: str, body: Any = None) -> dict[str, Any]:
         with self._typed():
             async with self._session.post(path, json=body) as answer:
-                said: dict[str, Any] = await answer.json()
+                reply: dict[str, Any] = await answer.json()
         if answer.status != 200:
-            raise LoadRefused(said["error"]["message"], said["error"].get("out_of_memory", False))
-        return said
+            raise LoadRefused(reply["error"]["message"], reply["error"].get("out_of_memory", False))
+        return reply
 
     @contextlib.contextmanager
     def _typed(self) -> Any:

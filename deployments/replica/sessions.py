@@ -40,9 +40,9 @@ class Sessions:
         held = self._residency.models.get(call.model)
         state = held.state.value if held else "cold"
         self._opening.begin(self._open(call))
-        said = prefixes.accepted(call.request_id, call.served or call.model, state)
+        accepted = prefixes.accepted(call.request_id, call.served or call.model, state)
         head = messages.ResponseHead(202, {"content-type": "application/json"})
-        return messages.FullResponse(head, json.dumps(said).encode())
+        return messages.FullResponse(head, json.dumps(accepted).encode())
 
     async def _open(self, call: messages.InferenceCall) -> None:
         began_s = time.monotonic()
@@ -66,8 +66,8 @@ class Sessions:
 
     def _tell_failure(self, call: messages.InferenceCall, error: RequestError) -> None:
         name = call.stable.key if call.stable else prefixes.DECLARED
-        told = ev.Prewarmed(self._residency.holder, None, call.model, name, "session", str(error))
-        self._residency.client().tell(told)
+        event = ev.Prewarmed(self._residency.holder, None, call.model, name, "session", str(error))
+        self._residency.client().tell(event)
 
     async def close(self) -> None:
         for task in list(self._opening.running):

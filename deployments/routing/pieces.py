@@ -107,7 +107,7 @@ class SeenPieces:
 
     def note(self, replica: str, model: str, pieces: Sequence[bytes], sent: Sent) -> None:
         """Notes that a prompt went to a replica. Its tail is forgotten before its head."""
-        if not pieces or sent.at_s <= self._said(replica, model).since_s:
+        if not pieces or sent.at_s <= self._kept_of(replica, model).since_s:
             return
         seen = self._seen.setdefault((replica, model), OrderedDict())
         for piece in reversed(pieces):
@@ -126,23 +126,23 @@ class SeenPieces:
         seen = self._seen.get((replica, model))
         if not seen or not pieces:
             return 0.0
-        said = self._said(replica, model)
-        capped_s = _capped_s(said, tenant)
+        kept = self._kept_of(replica, model)
+        capped_s = _capped_s(kept, tenant)
         known = 0
         for piece in pieces:
             sent = seen.get(piece)
-            if sent is None or not _is_kept(sent, said, capped_s, now_s):
+            if sent is None or not _is_kept(sent, kept, capped_s, now_s):
                 break
             known += 1
         return known / len(pieces)
 
     def has_kept(self, replica: str, model: str, sent: Sent, tenant: str, now_s: float) -> bool:
         """Whether a replica has kept the KV of what it was sent then, as far as it has said."""
-        said = self._said(replica, model)
-        return sent.at_s > said.since_s and _is_kept(sent, said, _capped_s(said, tenant), now_s)
+        kept = self._kept_of(replica, model)
+        return sent.at_s > kept.since_s and _is_kept(sent, kept, _capped_s(kept, tenant), now_s)
 
-    def _said(self, replica: str, model: str) -> Kept:
-        return self._kept.get((replica, model), _NOTHING_SAID)
+    def _kept_of(self, replica: str, model: str) -> Kept:
+        return self._kept.get((replica, model), _NOTHING_KNOWN)
 
     def told(self, replica: str, models: Collection[str], kept: Mapping[str, Kept]) -> None:
         """A replica says which models it has: it knows nothing more of those that it had before. A
@@ -150,13 +150,13 @@ class SeenPieces:
         what it has kept of what it was sent for a model. An engine that begins anew has less, so
         that `since_s` only grows, but after inf: a model whose engine kept nothing may have another
         that does."""
-        for model, said in kept.items():
-            known = self._said(replica, model)
-            since_s = said.since_s
+        for model, news in kept.items():
+            known = self._kept_of(replica, model)
+            since_s = news.since_s
             if known.since_s < inf:
                 since_s = max(since_s, known.since_s)
-            capped_s = {**known.capped_since_s, **said.capped_since_s}
-            self._kept[replica, model] = replace(said, since_s=since_s, capped_since_s=capped_s)
+            capped_s = {**known.capped_since_s, **news.capped_since_s}
+            self._kept[replica, model] = replace(news, since_s=since_s, capped_since_s=capped_s)
             if since_s > known.since_s:
                 seen = self._seen.get((replica, model), OrderedDict())
                 for piece in [piece for piece, sent in seen.items() if sent.at_s <= since_s]:
@@ -175,15 +175,15 @@ class SeenPieces:
                 del known[key]
 
 
-_NOTHING_SAID = Kept()
+_NOTHING_KNOWN = Kept()
 
 
-def _capped_s(said: Kept, tenant: str) -> float:
-    if not said.capped_since_s:
+def _capped_s(kept: Kept, tenant: str) -> float:
+    if not kept.capped_since_s:
         return -inf
-    return said.capped_since_s.get(tenant_digest(tenant).hex(), -inf)
+    return kept.capped_since_s.get(tenant_digest(tenant).hex(), -inf)
 
 
-def _is_kept(sent: Sent, said: Kept, capped_s: float, now_s: float) -> bool:
-    """Of what came after `said.since_s`."""
-    return sent.at_s > said.device_since_s or (sent.at_s > capped_s and sent.until_s > now_s)
+def _is_kept(sent: Sent, kept: Kept, capped_s: float, now_s: float) -> bool:
+    """Of what came after `kept.since_s`."""
+    return sent.at_s > kept.device_since_s or (sent.at_s > capped_s and sent.until_s > now_s)

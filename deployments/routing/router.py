@@ -60,13 +60,13 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # this order is all there is
         request, now_s = request_of(pending_request.args), time.time()
-        found = {one.replica_id.unique_id: one for one in candidate_replicas}
-        states = [self._state_of(key, one, request, now_s) for key, one in found.items()]
+        by_id = {one.replica_id.unique_id: one for one in candidate_replicas}
+        states = [self._state_of(key, one, request, now_s) for key, one in by_id.items()]
         sent = self._history.sent(request.model, now_s)
         sticky = self._history.sticky(request, now_s)
         order = rank(request, states, sticky=sticky, sent=sent)
         self._history.chosen(request, order[0], now_s)  # others come before it is sent
-        return [[found[key]] for key in order]
+        return [[by_id[key]] for key in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, _: Any) -> None:
         """Notes where the call went in the end: the first choice may have had no room. Its engine
@@ -78,21 +78,21 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         super().update_replicas(replicas)
         self._history.keep({one.replica_id.unique_id for one in replicas})
         for one in replicas:
-            key, said = one.replica_id.unique_id, one.routing_stats
-            kept = {model: Kept(**times) for model, times in said.get("kept", {}).items()}
-            self._history.seen.told(key, said.get("models", ()), kept)
+            key, stats = one.replica_id.unique_id, one.routing_stats
+            kept = {model: Kept(**times) for model, times in stats.get("kept", {}).items()}
+            self._history.seen.told(key, stats.get("models", ()), kept)
 
     def _state_of(
         self, key: str, one: RunningReplica, request: RouteRequest, now_s: float
     ) -> ReplicaState:
         queue = self.replica_queue_len_cache.get(one.replica_id) or 0
-        said = one.routing_stats
+        stats = one.routing_stats
         return ReplicaState(
             key,
             queue,
             queue >= one.max_ongoing_requests,
-            said.get("models", {}),
-            said.get("adapters", ()),
+            stats.get("models", {}),
+            stats.get("adapters", ()),
             self._history.share(request, key, now_s),
             node_of(one.node_id or ""),
         )

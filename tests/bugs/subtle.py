@@ -269,7 +269,7 @@ BUGS = [
     Bug("a file that two processes hold counts twice", "arbiter/node/procfs.py", "_memory_files",
         "status.st_dev",
         "pid"),
-    Bug("a freed page goes unseen", "arbiter/node/rollup_cache.py", "Mark.is_near",
+    Bug("a freed page goes unseen", "arbiter/node/rollup_cache.py", "PageCounters.is_near",
         "abs(self.resident_bytes - other.resident_bytes)",
         "max(0, other.resident_bytes - self.resident_bytes)"),
     Bug("an old look closes a new lease", "arbiter/node/leased_processes.py", "LeasedProcesses.note",

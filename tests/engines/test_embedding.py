@@ -233,7 +233,7 @@ async def test_a_client_that_disconnects_is_not_computed_for() -> None:
     await slow.engine.load()
     first = asyncio.ensure_future(slow.engine._embed(["first"]))
     await asyncio.to_thread(slow.begun.wait, 60)
-    asked = module.Asked(["second"], None, False)
+    asked = module.EmbeddingRequest(["second"], None, False)
     gone = asyncio.ensure_future(slow.engine._answer_for(told.get, asked, 1))
     third = asyncio.ensure_future(slow.engine._embed(["third one"]))
     told.put_nowait({"type": "http.disconnect"})
@@ -299,7 +299,7 @@ async def test_answer_to_many_texts_is_written_in_turns_with_other_requests(
         patch.setattr(module, "shorten", shortened)
         beside = asyncio.ensure_future(others())
         async with asyncio.timeout(60):
-            raw = await slow.engine._answer(module.Asked(texts, None, as_base64), 9)
+            raw = await slow.engine._answer(module.EmbeddingRequest(texts, None, as_base64), 9)
         beside.cancel()
     assert len(turns) >= 99
     encode = module._base64 if as_base64 else module._floats

@@ -320,6 +320,6 @@ def reject_expired(state: CoreState, entry: Ticket) -> None:
         state.set_timer(entry, waiting.deadline)
         return
     note_gave_up(state, entry)
-    waited = in_seconds(since(waiting.request.asked, state.now))
+    waited = in_seconds(since(waiting.request.asked_at, state.now))
     again = retry_after_s(state, entry.model_name)
     reject_queued(state, entry, DeadlineUnmet(entry.ticket, waited, again))

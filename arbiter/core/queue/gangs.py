@@ -89,8 +89,8 @@ def _in_proportion(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> S
 def members(state: CoreState, entry: Ticket) -> list[Ticket] | None:
     """Returns all members of a gang, which are queued; None while one has not asked yet, or is
     gone."""
-    found = [state.ledger.find(ticket) for ticket in entry.gang]
-    there = [e for e in found if e and e.state is State.QUEUED and e.holder == entry.holder]
+    entries = [state.ledger.find(ticket) for ticket in entry.gang]
+    there = [e for e in entries if e and e.state is State.QUEUED and e.holder == entry.holder]
     return there if len(there) == len(entry.gang) else None
 
 

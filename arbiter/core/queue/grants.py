@@ -437,7 +437,7 @@ def _grant(
     state.trades.granted((entry.holder, entry.model))
     state.accounts.served(waiting.request.virtual_start_bytes)
     count_bypasses(state, pass_, waiting.request.sequence, home)
-    charge_and_grant(state, entry, home, since(waiting.request.asked, state.now))
+    charge_and_grant(state, entry, home, since(waiting.request.asked_at, state.now))
     return Outcome.GRANTED
 
 
@@ -458,8 +458,10 @@ def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes, waited: Span 
     state.decide(grant_of(entry))
     state.log(EventKind.TICKET_GRANTED, entry, size=entry.home_bytes, took=waited)
     if entry.need_is_explicit and entry.home_bytes > entry.need.device_bytes:
-        said = entry.need.device_bytes
-        state.log(EventKind.EXPLICIT_TOO_LOW, entry, size=entry.home_bytes, explicit_bytes=said)
+        declared_bytes = entry.need.device_bytes
+        state.log(
+            EventKind.EXPLICIT_TOO_LOW, entry, size=entry.home_bytes, explicit_bytes=declared_bytes
+        )
     if entry.lease:
         leases.begin(state, entry)
 
@@ -477,7 +479,7 @@ def age(state: CoreState, entry: Ticket) -> None:
     waiting = state.queue.find(entry.ticket)
     if waiting is None or waiting.is_aged or waiting.is_held:
         return
-    ages_at = after(waiting.ages_from or waiting.request.asked, state.settings.timeouts.bypass)
+    ages_at = after(waiting.ages_from or waiting.request.asked_at, state.settings.timeouts.bypass)
     if state.now >= ages_at or _is_never_bypassed(state, entry):
         state.queue.age(waiting)
     else:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from arbiter.core.records.load_predictor import Fit, Predictor
+from arbiter.core.records.load_predictor import LoadTimeFit, Predictor
 from arbiter.core.records.run_times import RunSpans, RunTimes
 from arbiter.core.settings import Settings
 from arbiter.core.types import ModelName, Need
@@ -107,7 +107,7 @@ def _median(spans: tuple[Span, ...]) -> Span:
     return Span((ordered[half] + ordered[-1 - half]) // 2)
 
 
-class Recent:
+class RecentLoadTimes:
     """Keeps, for each model, how long its newest loads took."""
 
     def __init__(self) -> None:
@@ -166,8 +166,8 @@ class Estimates:
         self._peak: dict[ModelKey, Bytes] = {}
         self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
         self._settled: dict[ModelKey, Bytes] = {}  # the peak up to its first use, of its last load
-        self._loads = Recent()
-        self._wakes = Recent()
+        self._loads = RecentLoadTimes()
+        self._wakes = RecentLoadTimes()
         self._overruns = deque([1.0] * OVERRUNS_COUNT, OVERRUNS_COUNT)  # the newest last
         self._runs: RunTimes[ModelKey] = RunTimes()
         # The keys of `_peak` and `_runs`, by model.
@@ -195,21 +195,21 @@ class Estimates:
         return self._size(key, need, need_is_explicit, settled).device_bytes
 
     def _size(self, key: ModelKey, need: Need, need_is_explicit: bool, peak: Bytes) -> Estimate:
-        said = need.device_bytes
+        size_bytes = need.device_bytes
         source = "explicit"
         if not need_is_explicit:
             beyond = self._overhead.get(key.capability, 0)
             least = max(need.weights_bytes, need.least_bytes)
-            said = Bytes(max(least, said + beyond))
+            size_bytes = Bytes(max(least, size_bytes + beyond))
             source = "computed"
-        if peak and (peak > said or not need_is_explicit):
-            said = self._learned(peak, need, need_is_explicit)
+        if peak and (peak > size_bytes or not need_is_explicit):
+            size_bytes = self._learned(peak, need, need_is_explicit)
             source = "learned"
         corrected = self._corrected.get(key, Bytes(0))
-        if corrected > said:
-            said = corrected
+        if corrected > size_bytes:
+            size_bytes = corrected
             source = "corrected"
-        return Estimate(said, need.host_bytes, source)
+        return Estimate(size_bytes, need.host_bytes, source)
 
     def proven(self, name: ModelName) -> Bytes | None:
         """Returns the largest that a model was ever measured, with headroom; None when it never
@@ -258,17 +258,17 @@ class Estimates:
     def times(self) -> dict[ModelName, tuple[Span, Span]]:
         """Returns how long a load and a wake of each model take that ever loaded, under the
         settings with which it takes longest; 0 for a wake that was never seen."""
-        found: dict[ModelName, tuple[Span, Span]] = {}
+        spans: dict[ModelName, tuple[Span, Span]] = {}
         for key in self._loads:
-            load, wake = found.get(key.name, (Span(0), Span(0)))
-            found[key.name] = max(load, self._loads.of(key)), max(wake, self._wakes.of(key))
-        return found
+            load, wake = spans.get(key.name, (Span(0), Span(0)))
+            spans[key.name] = max(load, self._loads.of(key)), max(wake, self._wakes.of(key))
+        return spans
 
     def run_times(self, name: ModelName) -> RunSpans | None:
         """Returns how long requests of a model run, under the settings with which they take
         longest; None before the first."""
-        found = [self._runs.read(key) for key in self._keys.get(name, ())]
-        return max((spans for spans in found if spans), default=None)
+        run_spans = [self._runs.read(key) for key in self._keys.get(name, ())]
+        return max((spans for spans in run_spans if spans), default=None)
 
     def turnover(self, capability: str) -> Span:
         """Returns the time from asking a model of this capability to leave until its bytes are seen
@@ -473,4 +473,4 @@ class Estimates:
         for model, took_ns in row["slowest_ns"].items():
             self._slowest[ModelName(name, model)] = Span(took_ns)
         if row["fit"] is not None:
-            self._predictor.fits[name] = Fit(*row["fit"])
+            self._predictor.fits[name] = LoadTimeFit(*row["fit"])

@@ -84,11 +84,11 @@ def _withdraw_load(state: CoreState, name: ModelName, entries: list[Ticket]) -> 
     would else be granted, and have others evicted for it. Which tickets these are is known to the
     holders only. A model that the table pins stays wanted."""
     state.wanted.pop(name, None)
-    asked = state.asked_loads.pop(name, None)
+    pending = state.asked_loads.pop(name, None)
     if state.is_pinned(name):
         return
     holders = [entry.holder for entry in entries if entry.ticket in state.queue]
-    for holder in dict.fromkeys([*holders, *([asked.holder] if asked else [])]):
+    for holder in dict.fromkeys([*holders, *([pending.holder] if pending else [])]):
         state.decide(WithdrawLoad(holder, name.model))
 
 
@@ -200,13 +200,13 @@ def load(state: CoreState, name: ModelName) -> None:
         state.timers.set(("floors", ""), after(state.now, LOOK_AGAIN))
 
 
-def _from_next(holders: Iterable[HolderId], asked: AskedLoad | None) -> list[HolderId]:
+def _from_next(holders: Iterable[HolderId], last_load: AskedLoad | None) -> list[HolderId]:
     """Returns holders in the order in which they are asked for a load: from the next on where the
     ticket of the last that was asked was refused, because its node may be too small."""
     order = list(holders)
-    if asked is None or not asked.is_refused or asked.holder not in order:
+    if last_load is None or not last_load.is_refused or last_load.holder not in order:
         return order
-    first = order.index(asked.holder) + 1
+    first = order.index(last_load.holder) + 1
     return [*order[first:], *order[:first]]
 
 
@@ -239,11 +239,11 @@ def on_join(state: CoreState, capability: str) -> None:
 def on_holder_lost(state: CoreState, lost: HolderId) -> None:
     """Asks another holder, or the next to join, for what the lost one was asked to load: a replica
     that was about to stop takes no load."""
-    for name, asked in list(state.asked_loads.items()):
-        if asked.holder != lost:
+    for name, pending in list(state.asked_loads.items()):
+        if pending.holder != lost:
             continue
         del state.asked_loads[name]
-        is_fresh = since(asked.asked_at, state.now) < ASKED_WITHIN
+        is_fresh = since(pending.asked_at, state.now) < ASKED_WITHIN
         if is_fresh and state.closing_by is None and is_known(state, name):
             load(state, name)
 

@@ -61,7 +61,7 @@ def on_gave_back(state: CoreState, event: ev.GaveBack) -> None:
 
 def is_less(entry: Ticket, devices: Devices) -> bool:
     """Says whether the holder reports less than the ticket was granted."""
-    return any(said.size_bytes < entry.home.get(said.device, 0) for said in devices)
+    return any(part.size_bytes < entry.home.get(part.device, 0) for part in devices)
 
 
 def on_heartbeat(state: CoreState, entry: Ticket, devices: Devices) -> None:
@@ -78,10 +78,10 @@ def on_heartbeat(state: CoreState, entry: Ticket, devices: Devices) -> None:
 def _shrink(state: CoreState, entry: Ticket, devices: Devices) -> None:
     """Reduces a ticket to what its holder says; what it is still measured to hold stays on the
     books."""
-    said = {part.device: part.size_bytes for part in devices}
+    sizes = {part.device: part.size_bytes for part in devices}
     before = entry.home_bytes
     entry.note_less_since(None)
-    home = {d: min(size, said.get(d, size)) for d, size in entry.home.items()}
+    home = {d: min(size, sizes.get(d, size)) for d, size in entry.home.items()}
     if home == entry.home:
         return
     _resize(state, entry, home)
@@ -112,14 +112,14 @@ def grant_waiting(state: CoreState) -> None:
 def promised(state: CoreState, node: NodeId) -> Sizes:
     """Returns what is free or on its way back on a node's devices and suffices for tickets that
     grow there, which are before the queue."""
-    found: Sizes = {}
+    sizes: Sizes = {}
     for entry in _growing(state):
         is_there = entry.node == node and all(d in state.ledger.books for d in entry.home)
         if is_there and not _is_over_quota(state, entry):
             lacking = _lacking(entry)
             if all(part <= _coming(state, entry, d) for d, part in lacking.items()):
-                found |= {d: Bytes(found.get(d, 0) + max(0, p)) for d, p in lacking.items()}
-    return found
+                sizes |= {d: Bytes(sizes.get(d, 0) + max(0, p)) for d, p in lacking.items()}
+    return sizes
 
 
 def _lacking(entry: Ticket) -> dict[DeviceId, int]:

@@ -84,7 +84,7 @@ def is_to_be_pinned(state: CoreState, entry: Ticket) -> bool:
 def is_readable(state: CoreState, node: Node, device: DeviceId, now: Instant) -> bool:
     """Says whether the memory of a device was read in this epoch and lately, and no engine that no
     holder has claimed may still be growing on it."""
-    if node.heard is None or since(node.heard, now) >= state.settings.timeouts.reading:
+    if node.heard_at is None or since(node.heard_at, now) >= state.settings.timeouts.reading:
         return False
     return device in node.readings and now >= _unclaimed_until(state, node, device)
 

@@ -31,7 +31,7 @@ def look_at_what_is_new_only() -> None:
 
 
 @dataclass(slots=True)
-class _Looks:
+class _NextStoreSteps:
     """By request, the step in which it has enough tokens to store if each step gives it one; until
     then it is looked at only in a step that gives it more."""
 
@@ -83,7 +83,7 @@ def _build_store_jobs(
         return _theirs_build(self, step)
     size = group.tokens_per_chunk
     together = max(1, STORED_TOGETHER // size)
-    looks: _Looks = vars(self).setdefault("_looks", _Looks())
+    looks: _NextStoreSteps = vars(self).setdefault("_looks", _NextStoreSteps())
     looks.step += 1
     now, not_before = looks.step, looks.not_before
     for req_id in step.finished_req_ids:

@@ -392,8 +392,8 @@ class VllmEngine:
         if self.has_slab:
             facts = await call("shrink_slab" if shrinks else "slab_facts")
         if self._was_lent_pictures:
-            found = await call("shrink_pictures" if shrinks else "picture_facts")
-            facts = {**facts, Content.PICTURE: found}
+            slab_facts = await call("shrink_pictures" if shrinks else "picture_facts")
+            facts = {**facts, Content.PICTURE: slab_facts}
         return facts
 
     async def sleep(self) -> None:

@@ -323,9 +323,11 @@ class SlabManager(OffloadingManager):
         if not self.may_store:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         keep, use = req_context._offload_key_positions.keys(), _use(req_context)
-        found = self.rows.reserve(keys, keep, tenant=use.tenant, term=use.term, asked_s=use.asked_s)
-        spec = CPULoadStoreSpec(list(found.rows.values()))
-        return PrepareStoreOutput(list(found.rows), spec, found.evicted)
+        reserved = self.rows.reserve(
+            keys, keep, tenant=use.tenant, term=use.term, asked_s=use.asked_s
+        )
+        spec = CPULoadStoreSpec(list(reserved.rows.values()))
+        return PrepareStoreOutput(list(reserved.rows), spec, reserved.evicted)
 
     def complete_store(
         self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
@@ -449,9 +451,11 @@ class RowCopier(OffloadingWorker):
     def leave_out(self, addresses: set[int]) -> None:
         """Copies nothing more of the layers whose caches begin there: they gave their memory back.
         In a row that is written meanwhile their part becomes zeros."""
-        found = {n for n, tensor in enumerate(self._tensors) if tensor.data_ptr() in addresses}
-        assert len(found) == len(addresses), f"{len(found)} of {len(addresses)} layers are known"
-        self._left_out |= found
+        indexes = {n for n, tensor in enumerate(self._tensors) if tensor.data_ptr() in addresses}
+        assert len(indexes) == len(addresses), (
+            f"{len(indexes)} of {len(addresses)} layers are known"
+        )
+        self._left_out |= indexes
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec

@@ -20,7 +20,7 @@ NAP_S = 0.0005
 
 
 @dataclass(slots=True)
-class _Asked:
+class _RestoredKeys:
     """The keys that one request has had restored, each once: requests that evict each other's rows
     would else wait for ever. And the last key of which it heard that it is on its way."""
 
@@ -51,14 +51,14 @@ class Restorer:
         elif self._is_done(future):
             self._settle(key)
         if is_coming := key in self._coming:
-            _asked(request).last = key
+            _restored_by(request).last = key
         return is_coming
 
     def still_awaits(self, request: ReqContext) -> bool:
         """Whether the last row is on its way that a request waits for: it need not ask for all of
         its rows again."""
-        asked = request.get_state(_Asked)
-        future = self._coming.get(asked.last) if asked else None
+        restored = request.get_state(_RestoredKeys)
+        future = self._coming.get(restored.last) if restored else None
         return future is not None and not self._is_done(future)
 
     def _is_done(self, future: Future[int | None]) -> bool:
@@ -103,12 +103,12 @@ class Restorer:
         mark = self._saved.mark(key)
         if mark is None or mark.expires_s <= self._clock():
             return
-        if key in self._rows or self._rows.is_reserved(key) or key in _asked(request).keys:
+        if key in self._rows or self._rows.is_reserved(key) or key in _restored_by(request).keys:
             return
-        _asked(request).keys.add(key)
+        _restored_by(request).keys.add(key)
         keep = request._offload_key_positions
-        found = self._rows.reserve([key], keep=keep.keys(), tenant=mark.tenant)
-        for row in found.rows.values():
+        reserved = self._rows.reserve([key], keep=keep.keys(), tenant=mark.tenant)
+        for row in reserved.rows.values():
             target = self._rows.slab.row(row)
             self._coming[key] = self._thread.submit(self._read, key, target)
 
@@ -129,9 +129,9 @@ class Restorer:
             self._rows.abandon(key)
 
 
-def _asked(request: ReqContext) -> _Asked:
-    asked = request.get_state(_Asked)
-    if asked is None:
-        asked = _Asked()
-        request.set_state(asked)
-    return asked
+def _restored_by(request: ReqContext) -> _RestoredKeys:
+    restored = request.get_state(_RestoredKeys)
+    if restored is None:
+        restored = _RestoredKeys()
+        request.set_state(restored)
+    return restored

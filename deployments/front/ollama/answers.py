@@ -48,11 +48,11 @@ class Answer:
         self._reason = "stop"
         self._calls: dict[int, Fields] = {}  # of tools, as their pieces come
 
-    def whole(self, said: Mapping[str, Any]) -> Fields:
+    def whole(self, reply: Mapping[str, Any]) -> Fields:
         """Ollama's answer, from the JSON of a chat completion or a completion."""
-        choice = said["choices"][0]
+        choice = reply["choices"][0]
         message = choice.get("message") or {"content": choice.get("text")}
-        self._usage = said.get("usage") or {}
+        self._usage = reply.get("usage") or {}
         self._reason = _REASONS.get(choice.get("finish_reason") or "", "stop")
         calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
         spoken = self._spoken(message.get("content") or "", _thinking(message), calls)
@@ -63,8 +63,8 @@ class Answer:
         try:
             async for event in events(parts):
                 if (error := event.get("error")) is not None:
-                    said = error.get("message", "") if isinstance(error, dict) else str(error)
-                    yield _line({"error": said})
+                    message = error.get("message", "") if isinstance(error, dict) else str(error)
+                    yield _line({"error": message})
                     return
                 if spoken := self._piece(event):
                     yield _line(self._head() | spoken | {"done": False})
@@ -125,15 +125,15 @@ def load_ns(headers: Mapping[str, str]) -> int:
 
 
 def embedded(
-    model: str, said: Mapping[str, Any], headers: Mapping[str, str], began_ns: int
+    model: str, reply: Mapping[str, Any], headers: Mapping[str, str], began_ns: int
 ) -> Fields:
     """Ollama's answer with embeddings, from OpenAI's vectors."""
     return {
         "model": model,
-        "embeddings": [row["embedding"] for row in said["data"]],
+        "embeddings": [row["embedding"] for row in reply["data"]],
         "total_duration": time.monotonic_ns() - began_ns,
         "load_duration": load_ns(headers),
-        "prompt_eval_count": (said.get("usage") or {}).get("prompt_tokens", 0),
+        "prompt_eval_count": (reply.get("usage") or {}).get("prompt_tokens", 0),
     }
 
 
@@ -154,8 +154,8 @@ def _thinking(message: Mapping[str, Any]) -> str:
 
 def _logprobs(choice: Mapping[str, Any]) -> Fields:
     """Those of its tokens, whose fields are OpenAI's."""
-    told = (choice.get("logprobs") or {}).get("content")
-    return {"logprobs": told} if told else {}
+    tokens = (choice.get("logprobs") or {}).get("content")
+    return {"logprobs": tokens} if tokens else {}
 
 
 def _call(function: Mapping[str, Any]) -> Fields:

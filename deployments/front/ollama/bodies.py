@@ -37,7 +37,7 @@ CUT_TO_FIT = -1  # the engines' word for the model's whole context
 Fields = dict[str, Any]
 
 
-class Read(BaseModel):
+class GoBody(BaseModel):
     """An object as Go reads it, in which Ollama is written: a field that is null is absent."""
 
     @model_validator(mode="before")
@@ -48,7 +48,7 @@ class Read(BaseModel):
         return {name: given for name, given in value.items() if given is not None}
 
 
-class Options(Read):
+class Options(GoBody):
     """Those that engines know; the rest is for llama.cpp."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -72,7 +72,7 @@ class Options(Read):
         return {_OPTIONS.get(name, name): value for name, value in given.items()}
 
 
-class Asked(Read):
+class ModelBody(GoBody):
     """Fields of every route that runs a model."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -95,13 +95,13 @@ class Asked(Read):
 
     def common(self) -> Fields:
         """Model, options and stay-warm in the front's own names."""
-        found: Fields = {"model": self.model, **self.options.openai()}
+        fields: Fields = {"model": self.model, **self.options.openai()}
         if self.keep_alive is not None:
-            found["x_stay_warm"] = self.keep_alive
-        return found
+            fields["x_stay_warm"] = self.keep_alive
+        return fields
 
 
-class Generates(Asked):
+class Generates(ModelBody):
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | str | None = None
@@ -110,31 +110,31 @@ class Generates(Asked):
 
     def fields(self) -> Fields:
         """OpenAI's fields of a chat, without its messages."""
-        found = self.common()
+        body = self.common()
         if isinstance(self.format, dict):
             schema = {"name": "answer", "schema": self.format}
-            found["response_format"] = {"type": "json_schema", "json_schema": schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         elif self.format:
-            found["response_format"] = {"type": "json_object"}
+            body["response_format"] = {"type": "json_object"}
         if self.think is not None:
-            found["chat_template_kwargs"] = {"enable_thinking": self.think is not False}
+            body["chat_template_kwargs"] = {"enable_thinking": self.think is not False}
         if self.logprobs:
-            found |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.stream:
-            found |= {"stream": True, "stream_options": {"include_usage": True}}
-        return found
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body
 
 
-class ToolFunction(Read):
+class ToolFunction(GoBody):
     name: str
     arguments: dict[str, Any] = Field({})
 
 
-class ToolCall(Read):
+class ToolCall(GoBody):
     function: ToolFunction
 
 
-class Message(Read):
+class Message(GoBody):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     images: list[str] | None = None
@@ -176,11 +176,11 @@ class Generate(Generates):
         if self.raw:
             return self.fields() | {"prompt": self.prompt}
         system = [Message(role="system", content=self.system)] if self.system else []
-        asked = Message(role="user", content=self.prompt, images=self.images)
-        return self.fields() | {"messages": as_openai([*system, asked])}
+        message = Message(role="user", content=self.prompt, images=self.images)
+        return self.fields() | {"messages": as_openai([*system, message])}
 
 
-class Embed(Asked):
+class Embed(ModelBody):
     """POST /api/embed"""
 
     input: str | list[str] = Field(min_length=1)
@@ -188,17 +188,17 @@ class Embed(Asked):
     dimensions: int | None = Field(None, ge=1)
 
     def openai(self) -> Fields:
-        found: Fields = {"model": self.model, "input": self.input}
+        fields: Fields = {"model": self.model, "input": self.input}
         if self.truncate:
-            found["truncate_prompt_tokens"] = CUT_TO_FIT
+            fields["truncate_prompt_tokens"] = CUT_TO_FIT
         if self.dimensions is not None:
-            found["dimensions"] = self.dimensions
+            fields["dimensions"] = self.dimensions
         if self.keep_alive is not None:
-            found["x_stay_warm"] = self.keep_alive
-        return found
+            fields["x_stay_warm"] = self.keep_alive
+        return fields
 
 
-class Show(Read):
+class Show(GoBody):
     """POST /api/show"""
 
     model: str = Field(min_length=1, max_length=MAX_NAME)
@@ -230,8 +230,8 @@ def as_openai(messages: list[Message]) -> list[Fields]:
 
 
 def _call(function: ToolFunction, number: int) -> Fields:
-    said = {"name": function.name, "arguments": json.dumps(function.arguments)}
-    return {"id": f"call_{number}", "type": "function", "function": said}
+    call = {"name": function.name, "arguments": json.dumps(function.arguments)}
+    return {"id": f"call_{number}", "type": "function", "function": call}
 
 
 def _content(message: Message) -> str | list[Mapping[str, Any]]:
@@ -260,5 +260,5 @@ def _seconds(text: str) -> float | str:
         parts = _SPAN.findall(text.removeprefix("-"))
     if "".join(number + unit for number, unit in parts) != text.removeprefix("-"):
         return text
-    found = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
-    return -found if text.startswith("-") else found
+    total_s = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+    return -total_s if text.startswith("-") else total_s

@@ -25,9 +25,9 @@ async def jobs(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> dict[str, Any]:
     """The newest first, with stored responses."""
-    found: list[Job] = await front.jobs.call("page", caller.tenant, None, after, limit + 1)
-    rows = await async_calls.shown_all(found[:limit], front.table)
-    return {"object": "list", "data": rows, "has_more": len(found) > limit}
+    page: list[Job] = await front.jobs.call("page", caller.tenant, None, after, limit + 1)
+    rows = await async_calls.shown_all(page[:limit], front.table)
+    return {"object": "list", "data": rows, "has_more": len(page) > limit}
 
 
 @router.get("/{job_id}")

@@ -90,17 +90,19 @@ async def _keep(form: FormData, tenant: str, front: FrontState) -> File:
 
 
 def _expires_after_s(form: FormData) -> float | None:
-    anchor, said = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
-    if anchor is None and said is None:
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
         raise BadRequest("`expires_after[anchor]`: `created_at`", "expires_after[anchor]")
     field = "expires_after[seconds]"
-    if not (isinstance(said, str) and said.isascii() and said.isdecimal() and len(said) < 10):
+    if not (
+        isinstance(seconds, str) and seconds.isascii() and seconds.isdecimal() and len(seconds) < 10
+    ):
         raise BadRequest(f"`{field}`: a number of seconds", field)
-    if not EXPIRES_LEAST_S <= int(said) <= EXPIRES_MOST_S:
+    if not EXPIRES_LEAST_S <= int(seconds) <= EXPIRES_MOST_S:
         raise BadRequest(f"`{field}`: {EXPIRES_LEAST_S} to {EXPIRES_MOST_S}", field)
-    return float(said)
+    return float(seconds)
 
 
 @router.get("")
@@ -113,8 +115,8 @@ async def files(
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
     """The tenant's files."""
-    asked = caller.tenant, purpose, after, limit + 1, order
-    found: list[File] = await front.jobs.call("files", *asked)
+    page_of = caller.tenant, purpose, after, limit + 1, order
+    found: list[File] = await front.jobs.call("files", *page_of)
     return page([file.plain for file in found], limit)
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from arbiter.protocol.messages import Configuration
 from arbiter.server import store as module
-from arbiter.server.store import SESSIONS_KEPT, Member, Store
+from arbiter.server.store import SESSIONS_KEPT, ExpectedHolder, Store
 from arbiter.units import HolderId, NodeId
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
 from tests.support.local_arbiter import TABLE
 
-ME = Member(HolderId("h"), NodeId("n"), pid=7, start_ticks=9)
+ME = ExpectedHolder(HolderId("h"), NodeId("n"), pid=7, start_ticks=9)
 
 
 def row(model: str, peak: int = 1) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_clusters_of_one_user_keep_apart_and_share_what_was_learned(tmp_path: Pa
     one.save_configuration(chosen())
     two = opened(tmp_path, "two")
     assert (two.members(), two.learned(), two.configuration()) == ((), [row("a")], None)
-    two.add_member(Member(HolderId("other"), NodeId("n")))
+    two.add_member(ExpectedHolder(HolderId("other"), NodeId("n")))
     two.end_session()
     again = opened(tmp_path)
     assert (again.members(), again.configuration()) == ((ME,), chosen())

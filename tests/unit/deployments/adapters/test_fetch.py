@@ -16,7 +16,7 @@ import pytest
 
 from deployments import checked_sockets
 from deployments.adapters import fetch
-from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.catalogue import Catalogue, CatalogueEntry
 from deployments.adapters.fetch import Fetcher, FetchFailed
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Store
@@ -43,7 +43,7 @@ def catalogue(tmp_path: Path, rows: dict[str, Any]) -> Catalogue:
     return fetching.catalogue(tmp_path, rows, PREFIXES)
 
 
-def found(tmp_path: Path, url: str, urls: tuple[str, ...] = PREFIXES) -> Entry:
+def found(tmp_path: Path, url: str, urls: tuple[str, ...] = PREFIXES) -> CatalogueEntry:
     return fetching.found(tmp_path, url, urls)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from arbiter.node import tenant_folders
-from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.catalogue import Catalogue, CatalogueEntry
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import AdapterNotCopied, CheckedAdapters, Published, Store
 from deployments.adapters.validate import Rules
@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
-def entry(folder: Path) -> Entry:
+def entry(folder: Path) -> CatalogueEntry:
     found = Catalogue({"chat": folder.parent}).find(folder.name)
     assert found is not None
     return found
@@ -291,7 +291,7 @@ class SlowStore(Store):
         super().__init__(folder)
         self.begun, self.allowed, self.copies = threading.Event(), threading.Event(), list[str]()
 
-    def publish(self, entry: Entry, rules: Rules) -> Published:
+    def publish(self, entry: CatalogueEntry, rules: Rules) -> Published:
         self.copies.append(entry.name)
         if entry.name == "cold":
             self.begun.set()

@@ -22,7 +22,7 @@ from deployments.front.body_limit import MAX_BODY_BYTES, MAX_CONFIG_BYTES, MAX_S
 from deployments.front.dependencies import FrontState, check_site, front_state
 from deployments.front.keys import Keyring, Scope
 from deployments.front.routes import openai
-from deployments.front.schemas import SCHEMAS, Kind
+from deployments.front.schemas import SCHEMAS, PathKind
 from deployments.front.service import InferenceService
 from tests.support.front_application import Arbiter, error
 from tests.support.speaker import BODY, FORM, SPEAK, Speaker, table
@@ -339,7 +339,7 @@ async def test_description_names_each_body_and_no_status_that_is_never_sent(
     unkeyed = {path for path, _, one in operations if "security" not in one}
     assert unkeyed == {"/", "/console/{name}", "/health", "/ready", "/api/version"}
     takes_form = {path for path, _, one in operations if "multipart/form-data" in json.dumps(one)}
-    forms = {path for path, schema in SCHEMAS.items() if schema.kind is Kind.FORM}
+    forms = {path for path, schema in SCHEMAS.items() if schema.kind is PathKind.FORM}
     assert takes_form == {SPEAK, "/v1/files"} | forms
 
 

@@ -15,7 +15,7 @@ from arbiter.errors import DeadlineUnmet, ModelCoolingDown
 from arbiter.units import TicketId
 from deployments.jobs import calls, runner, store
 from deployments.jobs import service as service_module
-from deployments.jobs.errors import NotFound, Superseded, TooMuch
+from deployments.jobs.errors import NotFound, Superseded, TenantLimitReached
 from deployments.jobs.file_store import NewFile
 from deployments.jobs.service import JobsService
 from deployments.jobs.store import Job, JobState, NewJob
@@ -301,7 +301,7 @@ async def test_job_beyond_the_bytes_of_its_tenant_is_refused(
     capability.gate.clear()
     await create(service, "a")
     service.config = service.config.model_copy(update={"tenant_job_bytes": 100})
-    with pytest.raises(TooMuch):
+    with pytest.raises(TenantLimitReached):
         await create(service, "b")
     capability.gate.set()
     await finished(service, "a")
