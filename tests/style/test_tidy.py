@@ -165,7 +165,9 @@ def is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
 
 
 def test_names_say_what_a_value_is() -> None:
-    assert not broken_in(CODE, names_of_no_thing)
+    """But for recipes of chats, in which people ask and say."""
+    served = [path for path in CODE if path.relative_to(ROOT).parts[0] != "models"]
+    assert not broken_in(served, names_of_no_thing)
 
 
 def names_in(nodes: Iterable[ast.AST | None]) -> set[str]:

@@ -208,7 +208,7 @@ def test_lease_heartbeat_repeats_the_rest_of_the_term(monkeypatch: pytest.Monkey
     assert lease._heartbeat()["term_s"] == 100
     now = 50.0
     monkeypatch.setattr(leases.time, "monotonic", lambda: now)
-    lease._hear(HELD)
+    lease._take_reply(HELD)
     now = 90.0
     assert lease._heartbeat()["term_s"] == 60
     now = 900.0
