@@ -284,7 +284,7 @@ class EngineHost:
             return await asgi.refuse(send, 503, cause.message, kind=cause.kind)
         health: dict[str, Any] = {"asleep": self.asleep}
         if isinstance(self.engine, TellsKept):
-            health["kept"] = asdict(self.engine.kept())
+            health["kept"] = asdict(self.engine.kept_kv())
         await asgi.respond(send, 200, health)
 
     async def _sleep(self, receive: Receive, send: Send) -> None:

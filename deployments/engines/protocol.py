@@ -130,7 +130,7 @@ class ForgetsTenants(Protocol):
 class TellsKept(Protocol):
     """An engine whose prefix cache loses first what was used longest ago."""
 
-    def kept(self) -> Kept:
+    def kept_kv(self) -> Kept:
         """Says of which requests it holds most of the KV, by when they came. Called awake and
         asleep, and waits for nothing."""
 

@@ -91,7 +91,7 @@ class FakeEngine:
     async def health(self) -> None:
         assert not self.args.get("sick"), "told to be sick"
 
-    def kept(self) -> Kept:
+    def kept_kv(self) -> Kept:
         file = Path(self.args.get("kept", os.devnull))
         return Kept(float(file.read_text() or 0) if file.exists() else 0.0)
 

@@ -459,7 +459,7 @@ class VllmEngine:
         if self.llm.output_processor.has_unfinished_requests():
             self.watch.check()
 
-    def kept(self) -> Kept:
+    def kept_kv(self) -> Kept:
         return self.core.kept.facts()
 
     async def _ask_core(self) -> None:
