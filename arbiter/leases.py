@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from arbiter.errors import ArbiterUnavailable, LeaseRefused, RequestError
 from arbiter.loopback import is_loopback
-from arbiter.told_errors import kinds, may_pass, told
+from arbiter.response_errors import error_of_response, kinds, may_pass
 from arbiter.units import DEFAULT_TENANT
 
 URL = "http://127.0.0.1:8000"
@@ -101,7 +101,7 @@ def _direct() -> urllib.request.OpenerDirector:
 def _refusal(answer: urllib.error.HTTPError) -> Exception:
     """The arbiter's own refusals have a code. A failure without one may pass: as good as away."""
     headers = {name.lower(): value for name, value in answer.headers.items()}
-    refusal = told(answer.code, headers, answer.read(), _kind_of)
+    refusal = error_of_response(answer.code, headers, answer.read(), _kind_of)
     return ConnectionError(str(refusal)) if may_pass(refusal) else refusal
 
 
@@ -112,9 +112,9 @@ def _kind_of(code: str, status: int) -> type[RequestError]:
 def _answer(body: bytes) -> Plain:
     """Raises ConnectionError for what no arbiter said: a proxy in between, or half an answer."""
     try:
-        said: Plain = json.loads(body)
-        if isinstance(said["state"], str):
-            return said
+        reply: Plain = json.loads(body)
+        if isinstance(reply["state"], str):
+            return reply
     except (ValueError, KeyError, TypeError):
         pass
     raise ConnectionError(f"no answer of the arbiter's: {body[:500]!r}")
@@ -129,8 +129,8 @@ class RayTransport:
         from arbiter.protocol.lease_schema import call_of
 
         own = {"node": ray_internals.own_node()} if body.get("pid") and not body.get("node") else {}
-        said: Plain = plain(self._call("lease", call_of(lease, {**body, **own})))
-        return said
+        reply: Plain = plain(self._call("lease", call_of(lease, {**body, **own})))
+        return reply
 
     def delete(self, lease: str, tenant: str | None) -> None:
         self._call("end_lease", lease, tenant or DEFAULT_TENANT)
@@ -185,22 +185,22 @@ class Lease:
     lapse_s: float = LAPSE_S  # the lease is over after so long without an answer
     _held_since_s: float | None = None  # monotonic
     _thread: threading.Thread | None = None
-    _hearing: threading.RLock = field(default_factory=threading.RLock)  # two may call at once
+    _taking: threading.RLock = field(default_factory=threading.RLock)  # two may call at once
 
     def acquire(self, within_s: float | None = None) -> "Lease":
         """Waits for the memory, at most `within_s` seconds. Raises LeaseRefused, QuotaExceeded,
         NeverFits, DeadlineUnmet and other refusals of `arbiter.errors`, the same by each way;
         LeaseLost when the lease ended while it waited; ArbiterUnavailable after GIVE_UP_S without
         an answer."""
-        began = heard = time.monotonic()
+        began = answered_s = time.monotonic()
         if within_s is not None:
             self.body["deadline_s"] = within_s
         while self.state in ("", "queued") and not self.ended.is_set():  # or another gave it up
             try:
-                self._hear(self.way.put(self.id, self._said()))
-                heard = time.monotonic()
+                self._take_reply(self.way.put(self.id, self._heartbeat()))
+                answered_s = time.monotonic()
             except (OSError, ArbiterUnavailable):
-                if time.monotonic() - heard > GIVE_UP_S:
+                if time.monotonic() - answered_s > GIVE_UP_S:
                     raise ArbiterUnavailable(time.monotonic() - began) from None
                 time.sleep(AGAIN_S)
             except BaseException:
@@ -220,7 +220,7 @@ class Lease:
         if self._thread is None or self.ended.is_set():
             return  # with the first call
         try:
-            self._hear(self.way.put(self.id, {**self._said(), "wait_s": 0.0}))
+            self._take_reply(self.way.put(self.id, {**self._heartbeat(), "wait_s": 0.0}))
         except (OSError, ArbiterUnavailable):
             return  # the next beat says it again
         except RequestError as error:
@@ -246,24 +246,24 @@ class Lease:
         except (OSError, RequestError):
             return  # without heartbeats it ends by itself
 
-    def _said(self) -> Plain:
+    def _heartbeat(self) -> Plain:
         """Returns the body of a call. Once the lease is held, its term is what is left of it: an
         arbiter that begins anew takes the term as it is said."""
-        said = {**self.body, "devices": self.devices, "seen": self.state, "wait_s": WAIT_S}
+        body = {**self.body, "devices": self.devices, "seen": self.state, "wait_s": WAIT_S}
         if self._held_since_s is not None:
             held_s = time.monotonic() - self._held_since_s
-            said["term_s"] = max(LEAST_TERM_S, self.body["term_s"] - held_s)
-        return said
+            body["term_s"] = max(LEAST_TERM_S, self.body["term_s"] - held_s)
+        return body
 
     def _beat(self) -> None:
-        heard = time.monotonic()
+        answered_s = time.monotonic()
         try:
             while not self.ended.is_set():
                 try:
-                    self._hear(self.way.put(self.id, self._said()))
-                    heard = time.monotonic()
+                    self._take_reply(self.way.put(self.id, self._heartbeat()))
+                    answered_s = time.monotonic()
                 except (OSError, ArbiterUnavailable) as away:
-                    if time.monotonic() - heard > self.lapse_s:
+                    if time.monotonic() - answered_s > self.lapse_s:
                         self._end(f"no heartbeat came through for {self.lapse_s:.0f} s: {away}")
                     self.ended.wait(AGAIN_S)
                 except RequestError as error:
@@ -272,22 +272,22 @@ class Lease:
             if not self.ended.is_set():
                 self._end("its heartbeats failed")
 
-    def _hear(self, said: Plain) -> None:
-        with self._hearing:
-            self._heed(said)
+    def _take_reply(self, reply: Plain) -> None:
+        with self._taking:
+            self._apply_reply(reply)
 
-    def _heed(self, said: Plain) -> None:
+    def _apply_reply(self, reply: Plain) -> None:
         if self.ended.is_set():
             return
-        self.state, self.reason = said["state"], said.get("reason") or self.reason
-        self.devices = said.get("devices_bytes") or self.devices
-        self.lapse_s = said.get("lapse_s") or self.lapse_s
-        if self.body.get("node") is None and said.get("node"):
-            self.body["node"] = said["node"]
+        self.state, self.reason = reply["state"], reply.get("reason") or self.reason
+        self.devices = reply.get("devices_bytes") or self.devices
+        self.lapse_s = reply.get("lapse_s") or self.lapse_s
+        if self.body.get("node") is None and reply.get("node"):
+            self.body["node"] = reply["node"]
         if self.state == "held" and self._held_since_s is None:
             self._held_since_s = time.monotonic()
         if self.state == "leaving" and not self.notice.is_set():
-            self._warn(said.get("left_s"))
+            self._warn(reply.get("left_s"))
             self.notice.set()
             if self.on_notice:
                 self.on_notice(self)

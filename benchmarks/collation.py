@@ -16,7 +16,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Queued
 from arbiter.core.settings import Settings
-from arbiter.replay.demand import Demand, Seat, Use, Uses
+from arbiter.replay.demand import Demand, PackedRequests, Seat, Use
 from arbiter.replay.world import World
 from arbiter.units import GIB, Bytes, DeviceId, Instant, NodeId, Span, in_seconds, seconds
 from benchmarks import report
@@ -78,7 +78,7 @@ def demand(uses: Iterable[Use]) -> Demand:
         for name in MODELS
     )
     table = ev.CapabilitiesSet(specs)
-    return Demand((ev.NodeSeen(NODE, (device,)),), table, seats, Uses(uses))
+    return Demand((ev.NodeSeen(NODE, (device,)),), table, seats, PackedRequests(uses))
 
 
 def collated(uses: Sequence[Use], settings: Settings = SETTINGS) -> Cost:

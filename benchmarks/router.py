@@ -18,7 +18,7 @@ from ray.serve.schema import LoggingConfig
 from benchmarks.report import Sample, paired_ratio, write
 from deployments import messages
 from deployments.app import ROUTER
-from deployments.routing.pieces import pieces_of, split
+from deployments.routing.pieces import Kept, Sent, pieces_of, split
 from deployments.routing.rank import ModelPresence, ReplicaState, RouteRequest, RoutingHistory, rank
 
 CALL = messages.InferenceCall("/v1/x", b"{}", {}, "r", "m", key="conv:c", pieces=bytes(8 * 32))
@@ -32,13 +32,13 @@ def choice_us(replicas: int, samples: int) -> float:
     memory, took = RoutingHistory(), []
     pieces = split(pieces_of(PROMPT, "t", "m"))
     for i in range(replicas):
-        memory.seen.note(f"r{i}", "m", pieces, 0.0)
-        memory.seen.told(f"r{i}", ["m"], {"m": -1.0})
+        memory.seen.note(f"r{i}", "m", pieces, Sent(0.0))
+        memory.seen.told(f"r{i}", ["m"], {"m": Kept(-1.0, 1.0)})
     for number in range(samples):
         request = RouteRequest("m", f"m:a{number % 16}", f"t/{number % 100}", pieces)
         began_ns = time.perf_counter_ns()
-        sticky, sent = memory.sticky(request), memory.sent("m", number)
-        shares = [memory.seen.share(f"r{i}", "m", request.pieces) for i in range(replicas)]
+        sticky, sent = memory.sticky(request, number), memory.sent("m", number)
+        shares = [memory.share(request, f"r{i}", number) for i in range(replicas)]
         states = [
             ReplicaState(f"r{i}", i % 3, False, models, names, shares[i]) for i in range(replicas)
         ]

@@ -23,7 +23,7 @@ def listening_on(config: dict[str, Any], host: str | None) -> dict[str, Any]:
     """Returns the configuration with another address to listen on; without `host` as it is."""
     if host is None:
         return config
-    return config | {"http_options": config.get("http_options", {}) | {"host": host}}
+    return config | {"http_options": (config.get("http_options") or {}) | {"host": host}}
 
 
 def written(config: dict[str, Any], folder: Path) -> Path:

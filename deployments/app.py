@@ -1,6 +1,7 @@
 """Builders of Serve applications: the front's, which `import_path` in serve_config.yaml names, and
 a capability's, which the front calls for each row of its table; `import_path` may name it too."""
 
+import asyncio
 import hashlib
 import importlib
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -75,9 +77,13 @@ AUTOSCALING: dict[str, Any] = {
 
 
 def front(args: FrontArgs) -> Application:
-    """The HTTP front."""
+    """The HTTP front. Where Serve builds it, the proxies get what they need before it starts,
+    because it may never start."""
     from deployments.front.ingress import Front
+    from deployments.front.plain_proxies import PlainProxies
 
+    if ray.is_initialized():  # not under `arbiter check`
+        asyncio.run(PlainProxies().wrap())
     application: Application = Front.options(logging_config=LOGGING).bind()  # type: ignore[attr-defined]
     return application
 
@@ -173,12 +179,12 @@ def _class_of(path: str | None) -> type:
         return Capability
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        cls = getattr(importlib.import_module(module), name)
     except IMPORT_ERRORS as error:
         raise ConfigError(f"class {path!r}: {type(error).__name__}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Capability)):
+    if not (isinstance(cls, type) and issubclass(cls, Capability)):
         raise ConfigError(f"class {path!r} is no subclass of {Capability.__name__}")
-    return found
+    return cls
 
 
 def _capability(

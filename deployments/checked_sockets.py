@@ -37,8 +37,8 @@ def private_socket(address: Any) -> socket.socket:
 
 
 def _is_machine(where: str) -> bool:
-    found = ipaddress.ip_address(where.partition("%")[0])
-    inner = getattr(found, "ipv4_mapped", None) or found
+    address = ipaddress.ip_address(where.partition("%")[0])
+    inner = getattr(address, "ipv4_mapped", None) or address
     is_odd = (
         inner in CREDENTIALS or inner.is_link_local or inner.is_multicast or inner.is_unspecified
     )

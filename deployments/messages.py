@@ -6,12 +6,13 @@ parse again.
 """
 
 import json
+import math
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from arbiter.core.types import Priority
 from arbiter.errors import EngineLost, RequestError
-from deployments.prefixes import Cut
+from deployments.prefixes import PrefixEnd
 
 # In the headers of every call: the tenant, whose adapters the engine may serve. The front sets it
 # and drops what the client wrote.
@@ -65,10 +66,11 @@ class InferenceCall:
     client_id: str = ""  # as the client calls itself
     key: str = ""  # of its KV (deployments.front.kv_use); empty: it has none
     pieces: bytes = b""  # hashes of its prompt (deployments.routing.pieces)
+    kv_stays_s: float = math.inf  # for which a slab keeps its KV after it
     stay_warm_s: float = 0.0  # after the call, before the model's keep-warm begins to count
     wants_progress: bool = False  # the client reads progress comments while the model loads
     served: str = ""  # the name the engine serves: an adapter, or the model (also where empty)
-    stable: Cut | None = None  # the prefix that other requests share with it
+    stable: PrefixEnd | None = None  # the prefix that other requests share with it
     reader_node: str = ""  # where a side stream would be read; empty: it reads none
     # Nodes that refused this call, because a pinned model stays there.
     refused_nodes: tuple[str, ...] = ()
@@ -78,8 +80,9 @@ class InferenceCall:
 class Progress:
     """How far the model of a waiting call is. Precedes the head, only in calls that want it."""
 
-    # starting (no replica has said anything, perhaps because there is none yet), queued, loading,
-    # running (the model serves, and its engine has not begun to answer)
+    # starting (no replica has said anything, perhaps because there is none yet), queued, loading
+    # (the model, or what the call needs besides it), running (the model serves, and its engine has
+    # not begun to answer)
     phase: str
     position: int  # how many models the same replica queued before; not the arbiter's queue
     estimate_s: float | None  # until the model serves; None where nothing is known
@@ -96,7 +99,8 @@ class Progress:
         return f": {words} waited_s={waited_s:.1f}\n\n".encode()
 
 
-STARTING, RUNNING = Progress("starting", 0, None), Progress("running", 0, 0.0)
+STARTING, LOADING = Progress("starting", 0, None), Progress("loading", 0, None)
+RUNNING = Progress("running", 0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +191,9 @@ def late(head: ResponseHead, body: bytes) -> bytes:
     """An SSE event for a whole response behind a head of status 200. Its error object says its own
     status, which is told nowhere else."""
     try:
-        said = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError):
-        said = None
-    if isinstance(said, dict) and isinstance(said.get("error"), dict) and head.status >= 400:
-        body = json.dumps({**said, "error": {**said["error"], "status": head.status}}).encode()
+        fields = None
+    if isinstance(fields, dict) and isinstance(fields.get("error"), dict) and head.status >= 400:
+        body = json.dumps({**fields, "error": {**fields["error"], "status": head.status}}).encode()
     return b"data: " + body.replace(b"\n", b" ") + b"\n\n"

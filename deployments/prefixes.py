@@ -33,7 +33,7 @@ _RENDERING = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PrefixEnd:
     """Where the stable part of a chat ends."""
 
     whole_count: int  # messages that are stable whole
@@ -52,23 +52,23 @@ class Prefix:
     name: str  # in events: DECLARED, or the key
 
 
-def prefix_of(chat: dict[str, Any], cut: Cut, tenant: str, name: str = "") -> Prefix:
+def prefix_of(chat: dict[str, Any], cut: PrefixEnd, tenant: str, name: str = "") -> Prefix:
     """The part of a chat, as an engine gets it, in front of the cut. The role of the message behind
     it is told but is no part of the key."""
     messages = chat.get("messages") or []
     whole, rest = messages[: cut.whole_count], messages[cut.whole_count :]
-    said = {field: chat[field] for field in _RENDERING if chat.get(field) is not None}
-    said["messages"] = whole
+    fields = {field: chat[field] for field in _RENDERING if chat.get(field) is not None}
+    fields["messages"] = whole
     if cut.parts_count:
-        said["opened"] = {**rest[0], "content": rest[0]["content"][: cut.parts_count]}
+        fields["opened"] = {**rest[0], "content": rest[0]["content"][: cut.parts_count]}
     if chat.get("tools"):
-        said["tools"] = chat["tools"] if cut.with_tools else None  # None: others each time
-    text = json.dumps(said, sort_keys=True)
+        fields["tools"] = chat["tools"] if cut.with_tools else None  # None: others each time
+    text = json.dumps(fields, sort_keys=True)
     key = cut.key or hashlib.sha256(text.encode()).hexdigest()[:16]
-    said["next_role"] = _role_of(rest[0]) if rest else _role_after(whole)
+    fields["next_role"] = _role_of(rest[0]) if rest else _role_after(whole)
     if term := chat.get(TERM):
-        said[TERM] = term
-    return Prefix(key, json.dumps(said).encode(), tenant, name or key)
+        fields[TERM] = term
+    return Prefix(key, json.dumps(fields).encode(), tenant, name or key)
 
 
 def served_path(path: str) -> str:

@@ -68,18 +68,18 @@ class ArbiterPolicy:
         if self._is_to_follow:
             self._is_to_follow = False
             threading.Thread(target=self._follow, name="arbiter-policy", daemon=True).start()
-        asked, now = by_requests(context), self._clock()
-        if asked:
+        wanted, now = by_requests(context), self._clock()
+        if wanted:
             self._busy_at = now
         least = self.wanted
         if least is None:
             least = int(context.current_num_replicas > 0 and now - self._busy_at < self.alone_s)
-        return max(least, min(asked, 1), self._several(asked, now))
+        return max(least, min(wanted, 1), self._several(wanted, now))
 
-    def _several(self, asked: int, now: float) -> int:
+    def _several(self, wanted: int, now: float) -> int:
         """More than one replica, by the highest demand of the last half minute; else 0."""
-        if asked >= self._most or now - self._most_at > FEWER_AFTER_S:
-            self._most, self._most_at = asked, now
+        if wanted >= self._most or now - self._most_at > FEWER_AFTER_S:
+            self._most, self._most_at = wanted, now
         return self._most if self._most > 1 else 0
 
     def _follow(self) -> None:
@@ -90,8 +90,8 @@ class ArbiterPolicy:
                 arbiter = find_arbiter()
                 if arbiter is None:
                     raise LookupError("no arbiter")
-                asked = arbiter.replicas.remote(version, POLL_S)
-                version, wanted = ray.get(asked, timeout=POLL_S + ANSWER_S)
+                answer = arbiter.replicas.remote(version, POLL_S)
+                version, wanted = ray.get(answer, timeout=POLL_S + ANSWER_S)
                 self.wanted = wanted.get(self._capability, 0)
                 self.note_table(ray.get(arbiter.table.remote(), timeout=ANSWER_S))
             except (RayError, LookupError):
@@ -118,5 +118,5 @@ class CapabilityPolicy:
 def by_requests(context: Context) -> int:
     """One replica for any request, more where one has too many at once."""
     target: float = context.config.target_ongoing_requests if context.config else 1.0
-    asked = math.ceil(context.total_num_requests / max(target, 1.0))
-    return min(asked, context.capacity_adjusted_max_replicas)
+    wanted = math.ceil(context.total_num_requests / max(target, 1.0))
+    return min(wanted, context.capacity_adjusted_max_replicas)

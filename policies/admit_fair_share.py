@@ -6,4 +6,4 @@ from arbiter.core.view import Key, QueuedRequest
 
 
 def key(w: QueuedRequest) -> Key:
-    return (w.priority, not w.is_warm, w.virtual_start_bytes, w.asked, w.sequence)
+    return (w.priority, not w.is_warm, w.virtual_start_bytes, w.asked_at, w.sequence)

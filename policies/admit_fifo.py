@@ -4,4 +4,4 @@ from arbiter.core.view import Key, QueuedRequest
 
 
 def key(w: QueuedRequest) -> Key:
-    return (w.asked, w.sequence)
+    return (w.asked_at, w.sequence)

@@ -7,4 +7,4 @@ from arbiter.core.view import Key, QueuedRequest
 
 
 def key(w: QueuedRequest) -> Key:
-    return (w.priority, not w.is_warm, w.asked, w.sequence)
+    return (w.priority, not w.is_warm, w.asked_at, w.sequence)

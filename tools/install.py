@@ -64,7 +64,7 @@ def main() -> None:
 def install(folder: Path, device: str, more: str) -> None:
     """`more`: extras beside the device's, as pip takes them. Raises ProgramFailed."""
     python, steps = folder / "bin" / "python", progress.Steps()
-    if not python.exists():
+    if not (folder / "bin" / "pip").exists():  # also where a former try was broken off
         with steps.step("environment"):
             venv.create(folder, with_pip=True)
     if device == "cpu":
@@ -90,15 +90,18 @@ def install(folder: Path, device: str, more: str) -> None:
 
 def install_cpu_torch(python: Path, note: progress.Note) -> None:
     """From the configured sources, else from PyTorch's index."""
-    if (
-        subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode
-        == 0
-    ):
+    if torch_of(python) == f"{TORCH}+cpu":
         return note("is there")
     try:
         pip(python, note, "install", f"{TORCH}+cpu")
     except progress.ProgramFailed:
         pip(python, note, "install", "--index-url", TORCH_CPU_INDEX, f"{TORCH}+cpu")
+
+
+def torch_of(python: Path) -> str:
+    """The build that the environment imports, as pip names it; empty without any."""
+    asked = [python, "-c", "import torch; print(f'torch=={torch.__version__}')"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def drop_if_broken(python: Path, note: progress.Note, package: str) -> None:

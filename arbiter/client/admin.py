@@ -170,11 +170,13 @@ def _settled(send: Callable[[], Any], within_s: float) -> Any:
 
 def _start_or_replace(boot: messages.StartConfig) -> Any:
     handle = _start(boot)
-    said = _settled(handle.hello.remote, START_S)
-    if said["identity"] == messages.identity():
+    greeting = _settled(handle.hello.remote, START_S)
+    if greeting["identity"] == messages.identity():
         return handle
-    if said["holders"]:
-        raise messages.VersionMismatch(said["identity"], messages.identity(), said["holders"])
+    if greeting["holders"]:
+        raise messages.VersionMismatch(
+            greeting["identity"], messages.identity(), greeting["holders"]
+        )
     return _replace(boot)
 
 

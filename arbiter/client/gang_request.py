@@ -31,9 +31,9 @@ class Gang:
 
 async def acquire(asker: TicketClient, requested: Requested, gang: Gang) -> messages.Granted:
     """One ticket of a gang; the caller asks for each of the others as well. Raises RequestError."""
-    asks = replace(requested, gang=gang.tickets)
+    request = replace(requested, gang=gang.tickets)
     try:
-        return await _acquire(asker, asks, gang)
+        return await _acquire(asker, request, gang)
     except (RequestError, asyncio.CancelledError):
         gang.whole.set()  # a grant that is here already waits for this one no longer
         raise

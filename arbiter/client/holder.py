@@ -76,13 +76,13 @@ class HolderClient:
         """Waits for the grant, across any number of epochs. Raises the RequestError that the
         arbiter refused with, TicketClosed when it counted this holder as dead meanwhile, and
         ArbiterUnavailable. Cancelled: the ticket is withdrawn."""
-        asked = time.monotonic()
+        started_s = time.monotonic()
         try:
             while True:
                 await self.joined()
                 if not await self._flushed():  # what was said of this ticket goes first
                     continue
-                if granted := await self._ask_once(_aged(requested, time.monotonic() - asked)):
+                if granted := await self._ask_once(_aged(requested, time.monotonic() - started_s)):
                     return granted
         except asyncio.CancelledError:
             self.tell(ev.Withdrawn(requested.ticket))
@@ -114,13 +114,13 @@ class HolderClient:
         ArbiterUnavailable also where the epoch ends under the call: the model goes on with what it
         had."""
         await self.joined()
-        asked, arbiter = ev.GrowthAsked(ticket, more, within), self.session.arbiter
+        event, arbiter = ev.GrowthAsked(ticket, more, within), self.session.arbiter
         epoch = self.epoch
         if epoch is None or arbiter is None or not await self._flushed():  # what it gave back first
             raise ArbiterUnavailable(0.0)
         try:
             granted: messages.Granted = await self.session.call(
-                arbiter, "grow", epoch, self.holder, asked
+                arbiter, "grow", epoch, self.holder, event
             )
         except StaleEpoch as stale:
             self.session.lose(epoch)
@@ -131,7 +131,7 @@ class HolderClient:
             raise ArbiterUnavailable(0.0) from None
         except asyncio.CancelledError:
             # Ray cancels the remote call by itself; a socket does not.
-            self.tell(replace(asked, more_bytes=Bytes(0)))
+            self.tell(replace(event, more_bytes=Bytes(0)))
             raise
         return granted
 

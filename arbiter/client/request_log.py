@@ -66,8 +66,8 @@ class RequestLog:
             self._kept.popleft()
         self._dropped -= renewed.runs_dropped_count
         self._requests -= Counter({u.client: u.requests_count for u in renewed.usage})
-        for told in renewed.request_times:
-            taken = self._times[told.outcome]
-            taken.subtract(told.took)
+        for times in renewed.request_times:
+            taken = self._times[times.outcome]
+            taken.subtract(times.took)
             if taken.is_empty:  # what is left of its sum is an error of rounding
-                del self._times[told.outcome]
+                del self._times[times.outcome]

@@ -164,13 +164,15 @@ class Session:
         if self._handle is None:
             raise LookupError("no arbiter")
         async with asyncio.timeout(ANSWER_S):
-            said = await self._handle.hello.remote()
-            if said["identity"] != messages.identity():
+            greeting = await self._handle.hello.remote()
+            if greeting["identity"] != messages.identity():
                 raise messages.VersionMismatch(
-                    said["identity"], messages.identity(), said["holders"]
+                    greeting["identity"], messages.identity(), greeting["holders"]
                 )
             node, own = ray_internals.own_node(), ray_internals.own_handle()
-            self.arbiter = await rpc.connect_to_socket(self._handle, said.get("rpc_address"), node)
+            self.arbiter = await rpc.connect_to_socket(
+                self._handle, greeting.get("rpc_address"), node
+            )
             session_id = uuid.uuid4().hex
             self._keepalive = self._handle.keepalive.remote(session_id)
             self._clear_outbox()  # the introduction that follows says it
@@ -214,14 +216,14 @@ class Session:
         ack, lost = 0, asyncio.ensure_future(self.lost.wait())
         try:
             while self.epoch is not None:
-                heard = asyncio.ensure_future(self._hear(self.epoch, ack))
+                listening = asyncio.ensure_future(self._hear(self.epoch, ack))
                 try:
-                    await asyncio.wait({heard, lost}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({listening, lost}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    heard.cancel()  # unless it is done; nothing else would see how it ends
-                if not heard.done():
+                    listening.cancel()  # unless it is done; nothing else would see how it ends
+                if not listening.done():
                     return
-                for command in heard.result():
+                for command in listening.result():
                     ack = command.sequence
                     self._on_command(command.command)
         finally:

@@ -27,6 +27,7 @@ from arbiter.core.dispatch import apply
 from arbiter.core.eviction import compaction, eviction
 from arbiter.core.histogram import HistogramCounts
 from arbiter.core.queue import grant_pass, wait_estimate
+from arbiter.core.records.estimates import ModelKey
 from arbiter.core.records.ticket import State
 from arbiter.core.reports import dry_run, replica_targets
 from arbiter.core.reports.explain import Explanation, explain
@@ -222,6 +223,11 @@ class Arbiter:
     def learned_changes_count(self) -> int:
         """Rises with each change of what `export_learned` returns."""
         return self._state.estimates.changes_count
+
+    def learned_since(self, count: int) -> tuple[list[dict[str, Any]], list[ModelKey]]:
+        """Returns the rows of `export_learned` that have changed since `learned_changes_count` was
+        `count`, and the keys of those that it has no more."""
+        return self._state.estimates.changed_since(count)
 
     def restore_learned(self, rows: list[dict[str, Any]]) -> None:
         """Takes back the rows of `export_learned`."""

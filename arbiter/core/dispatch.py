@@ -68,7 +68,7 @@ def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...])
         state.set_timer(entry, state.now)
     hours.follow(state)
     readings.rebudget(state)
-    device_limits.cap_pins(state, state.ledger.books)
+    device_limits.cap_pins(state, *state.nodes)
     state.mark_dirty(*state.nodes)
     device_limits.flag_pinned(state, state.ledger.books)
 
@@ -76,12 +76,8 @@ def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...])
 @apply.register
 def _(event: ev.NodeSeen, state: CoreState) -> None:
     readings.on_node_seen(state, event)
-    for entry in state.ledger.entries():  # it may be pinned again where there is more by now
-        if entry.node == event.node:
-            heartbeats.apply_configuration(state, entry)
-    seen = [spec.device for spec in event.devices]
-    device_limits.flag_pinned(state, seen)
-    device_limits.cap_pins(state, seen)  # of holders that rejoined before their node
+    device_limits.flag_pinned(state, [spec.device for spec in event.devices])
+    device_limits.cap_pins(state, event.node)
 
 
 @apply.register

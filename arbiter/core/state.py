@@ -6,7 +6,7 @@ The rules are functions over a CoreState, one file per idea. They read it, move 
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -51,7 +51,7 @@ class Holder:
     holder: HolderId
     node: NodeId
     capability: str
-    heard: Instant
+    heard_at: Instant
     is_driver: bool = False
 
 
@@ -70,14 +70,15 @@ class Node:
 
     node: NodeId
     devices: dict[DeviceId, types.DeviceSpec]
-    heard: Instant | None = None  # last full reading in this epoch
+    heard_at: Instant | None = None  # last full reading in this epoch
     silent_told: bool = False
     readings: dict[DeviceId, ev.DeviceReading] = field(default_factory=dict)
     unclaimed: dict[TicketId, Unclaimed] = field(default_factory=dict)
     unreadable: dict[DeviceId, str] = field(default_factory=dict)  # its devices, and the cause
     inexact: frozenset[DeviceId] = frozenset()  # of its devices, see tickets/inexact.py
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
-    may_gain_devices: bool = False  # some did not answer when its agent spoke of them last
+    may_gain_devices: bool = False  # some that it may have have not answered yet
+    has_lost_devices: bool = False  # some fell off the bus, and may come back
     slabs: tuple[ev.SlabReading, ...] = ()  # of its pool (E1)
     contents: tuple[ev.ContentReading, ...] = ()  # what it did with each content (E7)
     copies: tuple[ev.HostCopyReading, ...] = ()  # of files, shared by its engines (D4)
@@ -134,6 +135,7 @@ class AskedLoad:
 
     holder: HolderId
     asked_at: Instant
+    is_refused: bool = False  # its ticket for it was refused: another holder is asked next
 
 
 EvictedForKey = tuple[HolderId, str]  # for whom: holder and model
@@ -294,6 +296,12 @@ class CoreState:
         self.keep_answer(ticket, error.unraised())
         self.answer_error(ticket, error)
 
+    def note_refused(self, holder: HolderId, name: types.ModelName) -> None:
+        """Notes that a holder was refused a model, which it may have been asked to load."""
+        load = self.asked_loads.get(name)
+        if load is not None and load.holder == holder:
+            self.asked_loads[name] = replace(load, is_refused=True)
+
     def answer_error(self, ticket: TicketId, error: RequestError) -> None:
         """Answers a ticket with an error; the ticket may ask again."""
         self.decide(Refuse(ticket, error))
@@ -343,7 +351,7 @@ class CoreState:
     def is_silent(self, holder: HolderId) -> bool:
         """Says whether a holder was not heard for so long that a grant would only lie there."""
         known = self.holders.get(holder)
-        return known is None or self.now - known.heard >= self.settings.timeouts.silent
+        return known is None or self.now - known.heard_at >= self.settings.timeouts.silent
 
     def floor_of(self, name: types.ModelName) -> types.Floor:
         """Returns how far a model may fall: as a person set it, else as configured, else cold.
@@ -424,6 +432,8 @@ class CoreState:
         self.ledger.move(entry, to, self.now, granted, home)
         if to in (State.ASLEEP, State.RECLAIMING):
             self.trades.left(entry.ticket, entry.model_name, self.now)
+            if entry.pinned:  # another ticket may be pinned in its place
+                self.timers.set(("pins", entry.node), self.now)
         elif was is State.DRAINING:
             self.trades.stayed(entry.ticket)
         if (was is State.LOADING) != (to is State.LOADING):
@@ -497,6 +507,7 @@ def reject_queued(state: CoreState, entry: Ticket, error: RequestError) -> None:
     """Takes a ticket out of the queue with an error. A new ticket is closed; an asleep ticket
     sleeps on and may ask again."""
     state.evicted_for.pop((entry.holder, entry.model), None)
+    state.note_refused(entry.holder, entry.model_name)
     if entry.state is State.QUEUED:
         state.answer_error_finally(entry.ticket, error)
         state.close(entry)

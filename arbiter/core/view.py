@@ -52,7 +52,7 @@ class QueuedRequest(NamedTuple):
     """Describes a ticket in the queue."""
 
     ticket: TicketId
-    asked: Instant
+    asked_at: Instant
     sequence: int  # how many had asked before; breaks ties
     priority: Priority = Priority.NORMAL
     is_warm: bool = False  # soon ready: asleep, or another load of the model is under way

@@ -24,7 +24,7 @@ ArbiterError
     NotResident           409  a control plane says what is resident, and this model is not
     RolePinned            409  a pinned model has the one place of its role on the node
     UnderPressure         503  real memory is short on every device it could go to
-    GpusLost              503  its node has no GPU left of those it had
+    GpusLost              503  its node has lost GPUs, and what is left does not suffice
     QuotaExceeded         429  more than this tenant or client may have at once
     RemoteBudgetSpent     429  a tenant's day at a remote has no room for this request
     EgressRefused         503  what leaves this machine cannot be written down, so nothing leaves

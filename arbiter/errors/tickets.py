@@ -111,7 +111,7 @@ class GpusLost(RequestError):
     node: NodeId
 
     def __str__(self) -> str:
-        return f"no GPU of {self.node} is on its bus any more; see `dmesg` there"
+        return f"GPUs of {self.node} that this needs are off their bus; see `dmesg` there"
 
 
 @error_fields

@@ -11,7 +11,7 @@ from arbiter.core.decisions import EventKind, LogEvent, Reason
 from arbiter.core.histogram import Histogram
 from arbiter.core.types import LEASE
 from arbiter.metrics.series import Labels
-from arbiter.metrics.table import TABLE, Kind
+from arbiter.metrics.table import TABLE, MetricType
 from arbiter.units import in_seconds
 
 JOB_KINDS = ("batch", "async", "response")
@@ -44,10 +44,10 @@ class Counters:
     """Keeps one life's counters and histograms: by name of the table, then by labels."""
 
     def __init__(self) -> None:
-        counted = [m.name for m in TABLE.values() if m.kind is Kind.COUNTER]
+        counted = [m.name for m in TABLE.values() if m.kind is MetricType.COUNTER]
         self.counts: dict[str, Counter[Labels]] = {name: Counter() for name in counted}
         self.histograms: dict[str, dict[Labels, Histogram]] = {
-            m.name: {} for m in TABLE.values() if m.kind is Kind.HISTOGRAM
+            m.name: {} for m in TABLE.values() if m.kind is MetricType.HISTOGRAM
         }
         # Models out since their eviction; as many as there are models at most.
         self._evicted: set[tuple[str, str]] = set()
@@ -132,7 +132,7 @@ class Counters:
         self.counts[f"arbiter_{name}_total"][labels] += by  # type: ignore[assignment]
 
     def _observe(self, name: str, value: float, *labels: str) -> None:
-        found = self.histograms[name]
-        if labels not in found:
-            found[labels] = Histogram(TABLE[name].bounds)
-        found[labels].note(value)
+        histograms = self.histograms[name]
+        if labels not in histograms:
+            histograms[labels] = Histogram(TABLE[name].bounds)
+        histograms[labels].note(value)

@@ -9,7 +9,7 @@ from arbiter.core.reports.snapshot import DeviceView, StateView, TicketView
 from arbiter.core.types import Level, ModelName
 from arbiter.metrics.counters import JOB_ENDS, JOBS_OPEN, Counters
 from arbiter.metrics.series import Labels, Samples, Value
-from arbiter.metrics.table import CAPABILITY, TABLE, Kind
+from arbiter.metrics.table import CAPABILITY, TABLE, MetricType
 from arbiter.replay.score import ReplayedDay
 from arbiter.units import DeviceId, in_seconds
 
@@ -50,59 +50,59 @@ class Source:
 
 def samples_of(source: Source) -> Samples:
     """Returns a value for each series; a name without a series has none."""
-    found: Samples = {name: {} for name in TABLE}
+    samples: Samples = {name: {} for name in TABLE}
     for name, counts in source.counters.counts.items():
-        found[name].update(counts)
+        samples[name].update(counts)
     for name, histograms in source.counters.histograms.items():
-        found[name].update({labels: h.read() for labels, h in histograms.items()})
-    _begin_at_zero(found, source)
-    _put(found, "arbiter_request_seconds", source.request_times.items())
-    _arbiter(found, source)
+        samples[name].update({labels: h.read() for labels, h in histograms.items()})
+    _begin_at_zero(samples, source)
+    _put(samples, "arbiter_request_seconds", source.request_times.items())
+    _arbiter(samples, source)
     held = _held_on(source.view.tickets)
     for device in source.view.devices:
-        _device(found, device, held[device.device])
-    _models(found, source)
-    _queue(found, source)
-    _pools(found, source.view)
-    _tenants(found, source.view)
-    _jobs(found, source.jobs)
+        _device(samples, device, held[device.device])
+    _models(samples, source)
+    _queue(samples, source)
+    _pools(samples, source.view)
+    _tenants(samples, source.view)
+    _jobs(samples, source.jobs)
     if source.day is not None:
-        _replayed(found, source.day)
-    return found
+        _replayed(samples, source.day)
+    return samples
 
 
-def _begin_at_zero(found: Samples, source: Source) -> None:
+def _begin_at_zero(samples: Samples, source: Source) -> None:
     """What is counted by capability has a value before its first event, as in `counters.KNOWN`."""
     labels = [(capability,) for capability in _capabilities(source)]
     for metric in TABLE.values():
-        if metric.labels == CAPABILITY and metric.kind is not Kind.GAUGE:
-            is_histogram = metric.kind is Kind.HISTOGRAM
+        if metric.labels == CAPABILITY and metric.kind is not MetricType.GAUGE:
+            is_histogram = metric.kind is MetricType.HISTOGRAM
             zero: Value = Histogram(metric.bounds).read() if is_histogram else 0
             for each in labels:
-                found[metric.name].setdefault(each, zero)
+                samples[metric.name].setdefault(each, zero)
 
 
-def _put(found: Samples, name: str, rows: Iterable[tuple[Labels, Value]]) -> None:
+def _put(samples: Samples, name: str, rows: Iterable[tuple[Labels, Value]]) -> None:
     for labels, value in rows:
-        found[name][labels] = value
+        samples[name][labels] = value
 
 
-def _arbiter(found: Samples, source: Source) -> None:
+def _arbiter(samples: Samples, source: Source) -> None:
     view = source.view
-    found["arbiter_epoch"][()] = int(view.epoch)
-    found["arbiter_stale_messages_total"][()] = view.stale_count
-    found["arbiter_calls_total"][()] = source.calls_count
+    samples["arbiter_epoch"][()] = int(view.epoch)
+    samples["arbiter_stale_messages_total"][()] = view.stale_count
+    samples["arbiter_calls_total"][()] = source.calls_count
     holders = Counter({(name,): 0 for name in _capabilities(source)})
     holders.update((h.capability,) for h in view.holders)
-    _put(found, "arbiter_holders", holders.items())
+    _put(samples, "arbiter_holders", holders.items())
     kept = Counter({(device.node,): 0 for device in view.devices})
     for holder in view.holders:
         kept[(holder.node,)] += holder.kept_bytes
-    _put(found, "arbiter_quarantined_bytes", kept.items())
+    _put(samples, "arbiter_quarantined_bytes", kept.items())
     stalled = {(node,): 0.0 for (node,) in kept}
     for device in view.devices:
         stalled[(device.node,)] = max(stalled[(device.node,)], device.stalled_fraction)
-    _put(found, "arbiter_node_stalled_ratio", stalled.items())
+    _put(samples, "arbiter_node_stalled_ratio", stalled.items())
 
 
 def _capabilities(source: Source) -> set[str]:
@@ -118,16 +118,16 @@ class _Held:
 
 
 def _held_on(tickets: Iterable[TicketView]) -> defaultdict[DeviceId, _Held]:
-    found: defaultdict[DeviceId, _Held] = defaultdict(_Held)
+    samples: defaultdict[DeviceId, _Held] = defaultdict(_Held)
     for ticket in tickets:
         for part in ticket.charged:
-            found[part.device].by_state[ticket.state] += part.size_bytes
+            samples[part.device].by_state[ticket.state] += part.size_bytes
         for part in ticket.granted:
-            found[part.device].granted_bytes += part.size_bytes
-    return found
+            samples[part.device].granted_bytes += part.size_bytes
+    return samples
 
 
-def _device(found: Samples, device: DeviceView, held: _Held) -> None:
+def _device(samples: Samples, device: DeviceView, held: _Held) -> None:
     labels = device.node, device.device
     known_bytes = sum(held.by_state.values())
     states: dict[str, float] = {
@@ -137,7 +137,7 @@ def _device(found: Samples, device: DeviceView, held: _Held) -> None:
         "free": device.free_bytes,
     }
     for state, size in states.items():
-        found["arbiter_device_state_bytes"][(*labels, state)] = size
+        samples["arbiter_device_state_bytes"][(*labels, state)] = size
     values = {
         "capacity_bytes": device.capacity_bytes,
         "budget_bytes": device.budget_bytes,
@@ -149,12 +149,12 @@ def _device(found: Samples, device: DeviceView, held: _Held) -> None:
         "loading_ratio": device.loading_fraction,
     }
     for name, value in values.items():
-        found[f"arbiter_device_{name}"][labels] = float(value)
+        samples[f"arbiter_device_{name}"][labels] = float(value)
     if device.physical_free_bytes is not None:
-        found["arbiter_device_physical_free_bytes"][labels] = device.physical_free_bytes
+        samples["arbiter_device_physical_free_bytes"][labels] = device.physical_free_bytes
 
 
-def _models(found: Samples, source: Source) -> None:
+def _models(samples: Samples, source: Source) -> None:
     """A model that is cold keeps its series; a model that has left the table, and its tickets, have
     none."""
     state = dict.fromkeys(source.models, 0)
@@ -166,23 +166,23 @@ def _models(found: Samples, source: Source) -> None:
         state[name] = max(state[name], RANKS.get(ticket.state, 0))
         charged[name] += sum(part.size_bytes for part in ticket.charged)
         inflight[name] += ticket.inflight
-    _put(found, "arbiter_model_state", state.items())
-    _put(found, "arbiter_model_charged_bytes", charged.items())
-    _put(found, "arbiter_model_inflight_requests", inflight.items())
+    _put(samples, "arbiter_model_state", state.items())
+    _put(samples, "arbiter_model_charged_bytes", charged.items())
+    _put(samples, "arbiter_model_inflight_requests", inflight.items())
 
 
-def _queue(found: Samples, source: Source) -> None:
+def _queue(samples: Samples, source: Source) -> None:
     queue = source.view.queue
     queued = Counter({(name,): 0 for name in _capabilities(source)})
     queued.update((row.capability,) for row in queue)
-    _put(found, "arbiter_queued_tickets", queued.items())
+    _put(samples, "arbiter_queued_tickets", queued.items())
     oldest = max((in_seconds(row.waited) for row in queue), default=0.0)
-    found["arbiter_queue_oldest_seconds"][()] = oldest
+    samples["arbiter_queue_oldest_seconds"][()] = oldest
     left = (in_seconds(row.left) for row in queue if row.left is not None)
-    found["arbiter_queue_deadline_seconds"][()] = min(left, default=INFINITY)
+    samples["arbiter_queue_deadline_seconds"][()] = min(left, default=INFINITY)
 
 
-def _pools(found: Samples, view: StateView) -> None:
+def _pools(samples: Samples, view: StateView) -> None:
     hot: Counter[Labels] = Counter()
     for row in view.slabs:
         hot[(row.node, row.slab.content.value)] += row.slab.hot_count
@@ -204,43 +204,43 @@ def _pools(found: Samples, view: StateView) -> None:
             "restore_seconds_total": in_seconds(content.restore),
         }
         for name, value in values.items():
-            found[f"arbiter_pool_{name}"][labels] = value
+            samples[f"arbiter_pool_{name}"][labels] = value
 
 
-def _tenants(found: Samples, view: StateView) -> None:
+def _tenants(samples: Samples, view: StateView) -> None:
     for tenant in view.tenants:
         labels = (tenant.tenant,)
         most = INFINITY if tenant.most_bytes is None else tenant.most_bytes
-        found["arbiter_tenant_held_bytes"][labels] = tenant.held_bytes
-        found["arbiter_tenant_limit_bytes"][labels] = most
-        found["arbiter_tenant_reserved_bytes"][labels] = tenant.reserved_bytes
+        samples["arbiter_tenant_held_bytes"][labels] = tenant.held_bytes
+        samples["arbiter_tenant_limit_bytes"][labels] = most
+        samples["arbiter_tenant_reserved_bytes"][labels] = tenant.reserved_bytes
     leases = (t for t in view.tickets if t.lease and not t.lease.on_host)
     held = [t for t in leases if t.state != "queued"]
-    found["arbiter_leases"][()] = len(held)
+    samples["arbiter_leases"][()] = len(held)
     charged = sum(part.size_bytes for ticket in held for part in ticket.charged)
-    found["arbiter_lease_bytes"][()] = charged
+    samples["arbiter_lease_bytes"][()] = charged
 
 
-def _jobs(found: Samples, totals: Iterable[JobTotal]) -> None:
+def _jobs(samples: Samples, totals: Iterable[JobTotal]) -> None:
     """Every kind and state has its series from the start."""
     states = {(kind, s): 0 for kind, opened in JOBS_OPEN.items() for s in (*opened, *JOB_ENDS)}
-    _put(found, "arbiter_jobs", states.items())
+    _put(samples, "arbiter_jobs", states.items())
     lines = Counter({("done",): 0, ("failed",): 0, ("left",): 0})
     size_bytes = Counter({(kind,): 0 for kind in (*JOBS_OPEN, FILE)})
     for row in totals:
         size_bytes[(row.kind,)] += row.size_bytes
         if row.kind != FILE:
-            found["arbiter_jobs"][(row.kind, row.state)] = row.rows_count
+            samples["arbiter_jobs"][(row.kind, row.state)] = row.rows_count
         lines[("done",)] += row.done_count
         lines[("failed",)] += row.failed_count
         if row.state in JOBS_OPEN[BATCH]:
             lines[("left",)] += row.total_count - row.done_count - row.failed_count
-    _put(found, "arbiter_batch_lines", lines.items())
-    _put(found, "arbiter_job_bytes", size_bytes.items())
+    _put(samples, "arbiter_batch_lines", lines.items())
+    _put(samples, "arbiter_job_bytes", size_bytes.items())
 
 
-def _replayed(found: Samples, day: ReplayedDay) -> None:
-    found["arbiter_replay_span_seconds"][()] = in_seconds(day.span)
+def _replayed(samples: Samples, day: ReplayedDay) -> None:
+    samples["arbiter_replay_span_seconds"][()] = in_seconds(day.span)
     for policy, score in day.scores.items():
         values = {
             "loading_seconds": in_seconds(score.loading),
@@ -248,4 +248,4 @@ def _replayed(found: Samples, day: ReplayedDay) -> None:
             "moved_bytes": score.moved_bytes,
         }
         for name, value in values.items():
-            found[f"arbiter_replay_{name}"][(policy,)] = value
+            samples[f"arbiter_replay_{name}"][(policy,)] = value

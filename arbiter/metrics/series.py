@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from arbiter.core.histogram import HistogramCounts, Sum
-from arbiter.metrics.table import TABLE, Kind, Metric
+from arbiter.metrics.table import TABLE, Metric, MetricType
 
 Labels = tuple[str, ...]
 Value = float | HistogramCounts
@@ -35,11 +35,11 @@ def to_plain(samples: Samples) -> dict[str, Any]:
 
 def from_plain(plain: Mapping[str, Any]) -> Samples:
     """Takes back the values of `to_plain`; what this code's table does not have is left out."""
-    found: Samples = {name: {} for name in TABLE}
-    for name in found.keys() & plain.keys():
-        is_histogram = TABLE[name].kind is Kind.HISTOGRAM
+    samples: Samples = {name: {} for name in TABLE}
+    for name in samples.keys() & plain.keys():
+        is_histogram = TABLE[name].kind is MetricType.HISTOGRAM
         for labels, *value in plain[name]:
-            found[name][tuple(labels)] = (
+            samples[name][tuple(labels)] = (
                 HistogramCounts(tuple(value[0]), Sum(value[1])) if is_histogram else value[0]
             )
-    return found
+    return samples

@@ -12,7 +12,7 @@ from enum import Enum
 from arbiter.core.histogram import RATIO_BOUNDS, SECONDS_BOUNDS
 
 
-class Kind(Enum):
+class MetricType(Enum):
     """Names the types of Prometheus; `counter` begins at 0 with each epoch of the arbiter."""
 
     GAUGE = "gauge"
@@ -25,7 +25,7 @@ class Metric:
     """Describes one name: what it counts, in which unit, by which labels."""
 
     name: str
-    kind: Kind
+    kind: MetricType
     unit: str  # bytes, seconds, ratio; empty: a plain number
     labels: tuple[str, ...]
     help: str
@@ -42,21 +42,23 @@ UP, AGE = "arbiter_up", "arbiter_answer_age_seconds"
 
 
 def _gauge(name: str, unit: str, labels: tuple[str, ...], text: str) -> Metric:
-    return Metric(f"arbiter_{name}", Kind.GAUGE, unit, labels, text)
+    return Metric(f"arbiter_{name}", MetricType.GAUGE, unit, labels, text)
 
 
 def _counter(name: str, unit: str, labels: tuple[str, ...], text: str) -> Metric:
-    return Metric(f"arbiter_{name}_total", Kind.COUNTER, unit, labels, text)
+    return Metric(f"arbiter_{name}_total", MetricType.COUNTER, unit, labels, text)
 
 
 def _seconds(name: str, labels: tuple[str, ...], text: str) -> Metric:
     return Metric(
-        f"arbiter_{name}_seconds", Kind.HISTOGRAM, "seconds", labels, text, SECONDS_BOUNDS
+        f"arbiter_{name}_seconds", MetricType.HISTOGRAM, "seconds", labels, text, SECONDS_BOUNDS
     )
 
 
 def _ratio(name: str, labels: tuple[str, ...], text: str) -> Metric:
-    return Metric(f"arbiter_{name}_ratio", Kind.HISTOGRAM, "ratio", labels, text, RATIO_BOUNDS)
+    return Metric(
+        f"arbiter_{name}_ratio", MetricType.HISTOGRAM, "ratio", labels, text, RATIO_BOUNDS
+    )
 
 
 FRONT = (

@@ -154,8 +154,8 @@ class NodeAgent:
 
     async def living(self, pids: list[int]) -> dict[int, int]:
         """Returns the start time of each of these processes that lives."""
-        found = (procfs.process(pid) for pid in pids)
-        return {p.pid: p.start_ticks for p in found if p is not None and p.alive}
+        processes = (procfs.process(pid) for pid in pids)
+        return {p.pid: p.start_ticks for p in processes if p is not None and p.alive}
 
     async def rpc_address(self) -> dict[str, str] | None:
         """Where callers on this node reach the same methods sooner: a unix socket."""
@@ -276,7 +276,7 @@ class NodeAgent:
         engines = (*(self._judged(e) for e in readings.engines), *of_copies)
         stalls = procfs.stalled_fraction()
         slabs, dropped = self._pool.readings(), self._pool.dropped()
-        said = ev.Measured(
+        reading = ev.Measured(
             self._node,
             readings.devices,
             engines,
@@ -287,7 +287,7 @@ class NodeAgent:
             self._pool.contents() + self._copies.contents(),
             copies,
         )
-        self._heard = await self._reports.say((said,))
+        self._heard = await self._reports.say((reading,))
         if self._heard:
             self._pool.forget_dropped(dropped)
             self._release_leased(readings.engines, returned)

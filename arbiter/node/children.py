@@ -83,14 +83,14 @@ class Children:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
             return None
-        found = procfs.process(pid)  # after the open, so that the descriptor is of this one
-        if found is None or not found.alive or start_ticks not in (0, found.start_ticks):
+        process = procfs.process(pid)  # after the open, so that the descriptor is of this one
+        if process is None or not process.alive or start_ticks not in (0, process.start_ticks):
             os.close(fd)
             return None
         child = Child(
-            ticket, pid, found.start_ticks, self.socket(ticket), granted, fd, time.monotonic_ns()
+            ticket, pid, process.start_ticks, self.socket(ticket), granted, fd, time.monotonic_ns()
         )
-        child.members[pid] = found.start_ticks
+        child.members[pid] = process.start_ticks
         child.last_members = {pid}
         child.zygote = zygote
         self.by_ticket[ticket] = child
@@ -123,9 +123,9 @@ class Children:
         noted = [c for c in self.by_ticket.values() if c.opened_ns < looked_ns]
         for child in noted:
             known = {p for p, ticks in child.members.items() if _is_same(everything, p, ticks)}
-            found = procfs.descend(known | _led(child, everything), everything)
-            child.members = {pid: everything[pid].start_ticks for pid in found}
-            child.last_members = set(found) or child.last_members
+            members = procfs.descend(known | _led(child, everything), everything)
+            child.members = {pid: everything[pid].start_ticks for pid in members}
+            child.last_members = set(members) or child.last_members
             # The kernel forks nothing for a process with a signal to die by (copy_process, fork.c).
             # So a look that began after all that is known was killed, and found no other, is the
             # last that is needed.
@@ -194,13 +194,13 @@ def find_processes() -> tuple[int, dict[int, procfs.Process]]:
 
 
 def _is_same(everything: dict[int, procfs.Process], pid: int, ticks: int) -> bool:
-    found = everything.get(pid)
-    return found is not None and found.start_ticks == ticks
+    process = everything.get(pid)
+    return process is not None and process.start_ticks == ticks
 
 
 def lives(pid: int, ticks: int) -> bool:
-    found = procfs.process(pid)
-    return found is not None and found.alive and found.start_ticks == ticks
+    process = procfs.process(pid)
+    return process is not None and process.alive and process.start_ticks == ticks
 
 
 def _led(child: Child, everything: dict[int, procfs.Process]) -> set[int]:
@@ -223,8 +223,8 @@ def _kill(pid: int, ticks: int) -> None:
     except ProcessLookupError:
         return
     try:
-        found = procfs.process(pid)
-        if found is not None and found.start_ticks == ticks:
+        process = procfs.process(pid)
+        if process is not None and process.start_ticks == ticks:
             signal.pidfd_send_signal(fd, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         return

@@ -41,7 +41,7 @@ class FileRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SourceFiles:
     """The files of a request, as they were at one look."""
 
     root: Path
@@ -97,15 +97,15 @@ class CopyFiles:
             os.close(fd)
 
 
-def look(request: CopyRequest) -> Found | None:
+def look(request: CopyRequest) -> SourceFiles | None:
     """None where there are no such files, or more than a copy has. Raises OSError."""
     path = Path(request.folder)
     if path.is_file():
-        return Found(path.parent, (_row(path.parent, path),))
+        return SourceFiles(path.parent, (_row(path.parent, path),))
     paths = {p for pattern in request.patterns for p in path.glob(pattern) if p.is_file()}
     if not 0 < len(paths) <= FILES_MOST:
         return None
-    return Found(path, tuple(_row(path, p) for p in sorted(paths)))
+    return SourceFiles(path, tuple(_row(path, p) for p in sorted(paths)))
 
 
 def _row(root: Path, path: Path) -> FileRow:
@@ -114,22 +114,22 @@ def _row(root: Path, path: Path) -> FileRow:
     return FileRow(str(path.relative_to(root)), seen.st_size, *times, (seen.st_dev, seen.st_ino))
 
 
-def key_of(found: Found) -> str:
+def key_of(source: SourceFiles) -> str:
     """The key of the files as they are now: a hash of version, names, sizes and bytes. Raises
     OSError."""
-    return _hashed(found, [None] * len(found.rows))
+    return _hashed(source, [None] * len(source.rows))
 
 
-def make(found: Found, lease: str, request: CopyRequest) -> CopyFiles:
+def make(source: SourceFiles, lease: str, request: CopyRequest) -> CopyFiles:
     """Copies the files and hashes what it copies. Raises OSError, and then nothing is left of
     it."""
     mode = GROUP_MODE if request.for_group else USER_MODE
-    parts = ["index", *map(str, range(len(found.rows)))]
+    parts = ["index", *map(str, range(len(source.rows)))]
     fds: list[int] = []
     try:
         fds.extend(_create(f"{lease}.{part}", mode) for part in parts)
-        key = _hashed(found, fds[1:])
-        names, sizes = zip(*found.layout, strict=True)
+        key = _hashed(source, fds[1:])
+        names, sizes = zip(*source.layout, strict=True)
         index = Index(VERSION, key, lease, request.owner, names, sizes, request.for_group)
         os.write(fds[0], json.dumps(asdict(index)).encode())
         return CopyFiles(index, tuple(_sealed(fd) for fd in fds))
@@ -145,11 +145,11 @@ def _create(name: str, mode: int) -> int:
     return fd
 
 
-def _hashed(found: Found, fds: Iterable[int | None]) -> str:
+def _hashed(source: SourceFiles, fds: Iterable[int | None]) -> str:
     digest, buffer = hashlib.blake2b(digest_size=16), memoryview(bytearray(_CHUNK_BYTES))
-    digest.update(f"{VERSION} {found.layout}".encode())
-    for row, fd in zip(found.rows, fds, strict=True):
-        with (found.root / row.name).open("rb", buffering=0) as stream:
+    digest.update(f"{VERSION} {source.layout}".encode())
+    for row, fd in zip(source.rows, fds, strict=True):
+        with (source.root / row.name).open("rb", buffering=0) as stream:
             left = row.size_bytes
             while left and (count := stream.readinto(buffer[:left])):
                 digest.update(buffer[:count])
@@ -157,7 +157,7 @@ def _hashed(found: Found, fds: Iterable[int | None]) -> str:
                     _write_all(fd, buffer[:count])
                 left -= count
         if left:
-            raise OSError(f"{found.root / row.name} was cut while it was copied")
+            raise OSError(f"{source.root / row.name} was cut while it was copied")
     return digest.hexdigest()
 
 
@@ -179,7 +179,7 @@ def _sealed(fd: int) -> int:
 def held_by(pid: int) -> list[CopyFiles]:
     """The whole and sealed copies that a process has open, each with descriptors of our own."""
     folder = procfs.PROC / str(pid) / "fd"
-    found: dict[str, dict[str, Path]] = {}
+    by_lease: dict[str, dict[str, Path]] = {}
     try:
         paths = list(folder.iterdir())
     except OSError:  # it has just ended
@@ -187,8 +187,8 @@ def held_by(pid: int) -> list[CopyFiles]:
     for path in paths:
         with contextlib.suppress(OSError):  # closed since it was listed
             if match := _NAME.match(os.readlink(path)):
-                found.setdefault(match["lease"], {}).setdefault(match["part"], path)
-    adopted = (_adopted(lease, parts) for lease, parts in found.items())
+                by_lease.setdefault(match["lease"], {}).setdefault(match["part"], path)
+    adopted = (_adopted(lease, parts) for lease, parts in by_lease.items())
     return [copy for copy in adopted if copy is not None]
 
 

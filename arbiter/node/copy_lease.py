@@ -106,6 +106,6 @@ class CopyLease:
             seen=seen,
             wait=wait,
         )
-        said = await self._calls.call("lease", call)
-        assert isinstance(said, LeaseState)
-        return said
+        reply = await self._calls.call("lease", call)
+        assert isinstance(reply, LeaseState)
+        return reply

@@ -68,7 +68,8 @@ class NodeProbe:
 
     def introduction(self) -> NodeSeen:
         unreadable = self.unreadable()  # first: what answers in between is in both, not in neither
-        return NodeSeen(self._node, self.inventory(), unreadable)
+        lost = tuple(self._gpu_id(i) for i in self._indexes if self._is_lost(i))
+        return NodeSeen(self._node, self.inventory(), unreadable, lost)
 
     def inventory(self) -> tuple[DeviceSpec, ...]:
         """Leaves out GPUs that fell off the bus or have never answered."""
@@ -150,8 +151,8 @@ class NodeProbe:
         else:
             self._faults[index] = fault
         if str(before) != str(fault):
-            said = f"cannot be read: {fault}" if fault else "answers again"
-            logger.warning("%s %s", self._gpu_id(index), said)
+            message = f"cannot be read: {fault}" if fault else "answers again"
+            logger.warning("%s %s", self._gpu_id(index), message)
 
     def _ram_part(self, memory: procfs.Memory) -> list[DeviceBytes]:
         """Divides an engine's RAM over devices: on a GPU node all of it is host RAM."""

@@ -80,8 +80,8 @@ class EngineProcesses:
 
     def own_pids(self) -> set[int]:
         """The zygote and all processes of engines."""
-        found = {pid for child in self.children.by_ticket.values() for pid in child.members}
-        return found | self.supervisor.pids
+        pids = {pid for child in self.children.by_ticket.values() for pid in child.members}
+        return pids | self.supervisor.pids
 
     # -- spawning --------------------------------------------------------------------------------
 
@@ -227,8 +227,8 @@ class EngineProcesses:
         forked nothing since: only we ask it, one at a time."""
         zygote = self.supervisor.known
         child = self.children.open(ticket, pid, spec.devices, zygote=zygote)
-        found = procfs.process(pid) if child else None
-        if child and found and zygote and found.parent == zygote[0]:
+        process = procfs.process(pid) if child else None
+        if child and process and zygote and process.parent == zygote[0]:
             return child
         if child:
             self.children.forget(child)  # not ours to kill

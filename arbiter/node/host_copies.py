@@ -22,7 +22,7 @@ from arbiter.core.events import ContentReading, EngineReading, HostCopyReading
 from arbiter.core.types import DeviceBytes, ModelName
 from arbiter.errors import UnknownHostCopy
 from arbiter.node import copy_files
-from arbiter.node.copy_files import CopyFiles, Found
+from arbiter.node.copy_files import CopyFiles, SourceFiles
 from arbiter.node.copy_lease import Calls, CopyLease
 from arbiter.node.lending_socket import LendingSocket
 from arbiter.node.pool import IdleCopy
@@ -46,7 +46,7 @@ AGAIN_S = 10.0  # before a used copy without a lease asks for one again: as long
 class Source:
     """Files on disk that had the bytes of a copy when they were looked at."""
 
-    found: Found
+    found: SourceFiles
     is_settled: bool  # every ctime was old enough to tell of the next change
 
 
@@ -76,21 +76,21 @@ class HostCopy:
     def held_bytes(self) -> Bytes:
         return self.files.allocated_bytes if self.files else self.size_bytes
 
-    def may_serve(self, found: Found, request: CopyRequest) -> bool:
+    def may_serve(self, source: SourceFiles, request: CopyRequest) -> bool:
         """Whether the copy may serve the request, by names, sizes and mode. The bytes are yet to be
         compared."""
         if self.files is None or self.is_leaving:
             return False
         index = self.files.index
-        return index.layout == found.layout and index.for_group == request.for_group
+        return index.layout == source.layout and index.for_group == request.for_group
 
-    def has(self, found: Found) -> bool:
+    def has(self, source: SourceFiles) -> bool:
         """These very files, unchanged since they had its bytes."""
-        return any(s.found == found and s.is_settled for s in self.sources.values())
+        return any(s.found == source and s.is_settled for s in self.sources.values())
 
-    def take_source(self, request: CopyRequest, found: Found) -> None:
+    def take_source(self, request: CopyRequest, source: SourceFiles) -> None:
         settled_ns = time.time_ns() - round(SETTLED_S * 1e9)
-        self.sources[request] = Source(found, found.newest_ns < settled_ns)
+        self.sources[request] = Source(source, source.newest_ns < settled_ns)
         self.models.add(request.owner)
 
     def leave_model(self, model: ModelName) -> None:
@@ -155,54 +155,54 @@ class HostCopies:
 
     async def _find_or_make(self, request: CopyRequest) -> HostCopy | None:
         """Raises OSError."""
-        found = await self._in_thread(copy_files.look, request)
-        if found is None:
+        source = await self._in_thread(copy_files.look, request)
+        if source is None:
             return None
-        if known := next((c for c in self._alike(found, request) if c.has(found)), None):
-            known.take_source(request, found)
+        if known := next((c for c in self._alike(source, request) if c.has(source)), None):
+            known.take_source(request, source)
             return known
-        if self._alike(found, request):  # their bytes tell
-            key = await self._in_thread(copy_files.key_of, found)
-            if await self._in_thread(copy_files.look, request) != found:
+        if self._alike(source, request):  # their bytes tell
+            key = await self._in_thread(copy_files.key_of, source)
+            if await self._in_thread(copy_files.look, request) != source:
                 return None
-            if same := self._of_key(key, found, request):
+            if same := self._of_key(key, source, request):
                 return same
-        return await self._make(request, found)
+        return await self._make(request, source)
 
-    def _alike(self, found: Found, request: CopyRequest) -> list[HostCopy]:
-        return [copy for copy in self._copies if copy.may_serve(found, request)]
+    def _alike(self, source: SourceFiles, request: CopyRequest) -> list[HostCopy]:
+        return [copy for copy in self._copies if copy.may_serve(source, request)]
 
-    def _of_key(self, key: str, found: Found, request: CopyRequest) -> HostCopy | None:
-        for copy in self._alike(found, request):
+    def _of_key(self, key: str, source: SourceFiles, request: CopyRequest) -> HostCopy | None:
+        for copy in self._alike(source, request):
             if copy.files and copy.files.index.key == key:
-                copy.take_source(request, found)
+                copy.take_source(request, source)
                 return copy
         return None
 
-    async def _make(self, request: CopyRequest, found: Found) -> HostCopy | None:
+    async def _make(self, request: CopyRequest, source: SourceFiles) -> HostCopy | None:
         """Raises OSError. None: refused, or the files changed while they were read."""
         name = _new_name()
-        lease = CopyLease(self._calls, self._node, name, request.owner.path, found.size_bytes)
+        lease = CopyLease(self._calls, self._node, name, request.owner.path, source.size_bytes)
         if not await lease.acquire():
             return None
-        copy = HostCopy(lease, found.size_bytes)
+        copy = HostCopy(lease, source.size_bytes)
         self._copies.append(copy)
         self._start(self._keep(copy))
         files: CopyFiles | None = None
         try:
-            files = await self._in_thread(copy_files.make, found, name, request)
-            is_same = await self._in_thread(copy_files.look, request) == found
+            files = await self._in_thread(copy_files.make, source, name, request)
+            is_same = await self._in_thread(copy_files.look, request) == source
         except OSError:
             copy.files = files  # which leave with it
             self._drop(copy)
             raise
         # Another folder's load may have made the same copy meanwhile.
-        made = self._of_key(files.index.key, found, request) if is_same else None
+        made = self._of_key(files.index.key, source, request) if is_same else None
         copy.files = files
         if made is not None or not is_same:
             self._drop(copy)
             return made
-        copy.take_source(request, found)
+        copy.take_source(request, source)
         self._counts["stored"] += copy.files_count
         return copy
 
@@ -266,13 +266,13 @@ class HostCopies:
     def drop(self, key: str) -> bool:
         """Drops copies by hand. False: a copy leaves with the last engine that has it open. Raises
         UnknownHostCopy."""
-        found = [c for c in self._copies if c.files and c.files.index.key == key]
-        if not found:
+        copies = [c for c in self._copies if c.files and c.files.index.key == key]
+        if not copies:
             raise UnknownHostCopy(key)
-        for copy in found:
+        for copy in copies:
             copy.is_leaving = True
             self._drop_if_left(copy)
-        return not any(copy in self._copies for copy in found)
+        return not any(copy in self._copies for copy in copies)
 
     def drop_owner(self, owner: str) -> None:
         """The model has left the table (D9)."""
@@ -407,8 +407,8 @@ def _new_name() -> str:
     return f"copy-{uuid.uuid4().hex[:16]}"
 
 
-def _has_changed(request: CopyRequest, found: Found) -> bool:
+def _has_changed(request: CopyRequest, source: SourceFiles) -> bool:
     try:
-        return copy_files.look(request) != found
+        return copy_files.look(request) != source
     except OSError:
         return False  # not looked

@@ -78,16 +78,16 @@ class LeasedProcesses:
             fd = os.pidfd_open(pid)
         except (OSError, OverflowError) as error:
             raise LeaseRefused("pid", f"{pid} is no process on this node: {error}") from error
-        found = procfs.process(pid)
-        if found is None or not found.alive or not _is_ours(pid):
+        process = procfs.process(pid)
+        if process is None or not process.alive or not _is_ours(pid):
             os.close(fd)
             raise LeaseRefused("pid", f"{pid} is not a living process of this user")
         in_ram = any("/cpu:" in d.device for d in granted)
         floor = procfs.memory({pid}).device_bytes if in_ram else Bytes(0)
         leased = LeasedProcess(
-            ticket, pid, found.start_ticks, granted, fd, time.monotonic_ns(), floor
+            ticket, pid, process.start_ticks, granted, fd, time.monotonic_ns(), floor
         )
-        leased.members[pid] = found.start_ticks
+        leased.members[pid] = process.start_ticks
         leased.last_members = {pid}
         self.by_ticket[ticket] = leased
         return leased
@@ -105,9 +105,9 @@ class LeasedProcesses:
                 for pid, ticks in leased.members.items()
                 if pid in seen and seen[pid].start_ticks == ticks
             }
-            found = {pid for pid in procfs.descend(known, seen) if pid in known or _is_ours(pid)}
-            leased.members = {pid: seen[pid].start_ticks for pid in found}
-            leased.last_members = set(found) or leased.last_members
+            pids = {pid for pid in procfs.descend(known, seen) if pid in known or _is_ours(pid)}
+            leased.members = {pid: seen[pid].start_ticks for pid in pids}
+            leased.last_members = set(pids) or leased.last_members
         return [o for o in noted if not o.members]
 
     def forget(self, leased: LeasedProcess) -> None:

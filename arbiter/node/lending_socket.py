@@ -53,8 +53,8 @@ class LendingSocket:
                     return  # before a byte of it is read (adr/0005)
                 async with asyncio.timeout(ANSWER_S):
                     line = await _line(peer)
-                asked = json.loads(line)
-                fds = self._find(TicketId(asked["ticket"]), asked["key"])
+                request = json.loads(line)
+                fds = self._find(TicketId(request["ticket"]), request["key"])
                 if fds:
                     socket.send_fds(peer, [b"\n"], list(fds))
             except (OSError, TimeoutError, ValueError, KeyError, TypeError):

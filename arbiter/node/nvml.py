@@ -136,11 +136,11 @@ class Nvml:
         graphics = self._listed(index, "nvmlDeviceGetGraphicsRunningProcesses")
         if compute is None:
             return None
-        found: dict[int, Bytes | None] = {}
+        used_bytes: dict[int, Bytes | None] = {}
         for process in (*compute, *(sharing or ()), *(graphics or ())):
-            if found.get(process.pid) is None:
-                found[process.pid] = process.usedGpuMemory
-        return found
+            if used_bytes.get(process.pid) is None:
+                used_bytes[process.pid] = process.usedGpuMemory
+        return used_bytes
 
     def _listed(self, index: int, call: str) -> list[Any] | None:
         """None if this driver lists no processes of this kind, or not to this user."""

@@ -351,8 +351,8 @@ class Pool:
         """What left since the last `forget_dropped`."""
         return tuple(self._dropped)
 
-    def forget_dropped(self, told: tuple[SlabDropped, ...]) -> None:
-        del self._dropped[: len(told)]
+    def forget_dropped(self, dropped: tuple[SlabDropped, ...]) -> None:
+        del self._dropped[: len(dropped)]
 
     def save_idle(self, within_s: float = END_S) -> None:
         """Saves idle KV before the memory ends with this process, the slabs that were used last
@@ -399,8 +399,8 @@ class Pool:
     def _drop_copy(self, copy: IdleCopy, reason: str) -> None:
         copy.drop()
         name = f"copy-{copy.key[:8]}"
-        told = SlabDropped(name, Content.WEIGHTS, copy.owner, copy.size_bytes, reason)
-        self._dropped.append(told)
+        dropped = SlabDropped(name, Content.WEIGHTS, copy.owner, copy.size_bytes, reason)
+        self._dropped.append(dropped)
 
     def _begin_save(self, slab: PooledSlab, reason: str, files: SlabFiles) -> None:
         """Unless another one is under way."""
@@ -417,12 +417,12 @@ class Pool:
     def _drop(self, slab: PooledSlab, reason: str, *, was_saved: bool = False) -> None:
         size = slab.view.allocated_bytes
         request = slab.request
-        told = SlabDropped(slab.name, request.content, request.owner, size, reason, was_saved)
+        dropped = SlabDropped(slab.name, request.content, request.owner, size, reason, was_saved)
         self._totals.note_left(request.content, slab.view.counts, was_saved=was_saved)
         slab.end_save()
         self._leaving.append((size, self._thread.submit(slab.close)))
         self._slabs.remove(slab)
-        self._dropped.append(told)
+        self._dropped.append(dropped)
 
     def _sweep(self) -> None:
         self._swept_s = time.monotonic()

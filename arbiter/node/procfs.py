@@ -84,7 +84,7 @@ def processes() -> dict[int, Process]:
 def started_with(argument: str, variable: str) -> set[int]:
     """Living pids of this user that have `argument` on their command line and `variable`, as
     NAME=value, in the environment they began with; forks of such a one included."""
-    found = set()
+    pids = set()
     for p in processes().values():
         folder = PROC / str(p.pid)
         try:
@@ -92,10 +92,10 @@ def started_with(argument: str, variable: str) -> set[int]:
             if not is_ours or argument.encode() not in _words(folder / "cmdline"):
                 continue
             if variable.encode() in _words(folder / "environ"):
-                found.add(p.pid)
+                pids.add(p.pid)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-    return found
+    return pids
 
 
 def _words(path: Path) -> list[bytes]:
@@ -128,14 +128,14 @@ def descend(leads: Iterable[int], everything: dict[int, Process]) -> set[int]:
     children: dict[int, list[int]] = {}
     for p in everything.values():
         children.setdefault(p.parent, []).append(p.pid)
-    found: set[int] = set()
+    pids: set[int] = set()
     waiting = [pid for pid in leads if pid in everything]
     while waiting:
         pid = waiting.pop()
-        if pid not in found:
-            found.add(pid)
+        if pid not in pids:
+            pids.add(pid)
             waiting.extend(children.get(pid, ()))
-    return {pid for pid in found if everything[pid].alive}
+    return {pid for pid in pids if everything[pid].alive}
 
 
 def rollup(pid: int) -> dict[str, int]:
@@ -149,22 +149,22 @@ def mapped_aside(pid: int) -> int:
     """A process's part of the slabs and host copies that it has mapped, in bytes."""
     text, total = _text(pid, "smaps"), 0
     for name in (HOST_COPY, *_OF_NO_PROCESS):
-        for found in re.finditer(rf"/memfd:{name}.*\n(?:.*\n)*?Pss: *(\d+) kB", text):
-            total += int(found[1]) * KIB
+        for match in re.finditer(rf"/memfd:{name}.*\n(?:.*\n)*?Pss: *(\d+) kB", text):
+            total += int(match[1]) * KIB
     return total
 
 
 def shared_files(pid: int) -> frozenset[tuple[int, int]]:
     """Device and inode of the files of shared memory that a process has mapped, whether or
     not it has them open."""
-    found = set()
+    files = set()
     for line in _text(pid, "maps").splitlines():
         if not any(name in line for name in _SHARED_MEMORY):  # of thousands, nearly all
             continue
         _, flags, _, device, inode, *path = line.split(maxsplit=5)
         if path and path[0].startswith(_SHARED_MEMORY) and flags.endswith("s"):
-            found.add((_device(device), int(inode)))
-    return frozenset(found)
+            files.add((_device(device), int(inode)))
+    return frozenset(files)
 
 
 def memory(

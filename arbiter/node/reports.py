@@ -89,7 +89,7 @@ class Reports:
                 if self.gone.get(ticket) == event:
                     del self.gone[ticket]
 
-    async def say(self, said: tuple[ev.Event, ...]) -> bool:
+    async def say(self, events: tuple[ev.Event, ...]) -> bool:
         """Whether the arbiter heard it."""
         arbiter: rpc.Peer | None = None
         try:
@@ -98,12 +98,12 @@ class Reports:
                 may_come = {u.device for u in seen.unreadable} - {d.device for d in seen.devices}
                 tells = seen.devices, may_come
                 has_changed = self._told not in (None, tells)
-                news = (seen, *said) if has_changed else said
+                news = (seen, *events) if has_changed else events
                 sent = self._epoch
                 epoch = await arbiter.call("report", self._node, sent, news)
                 if epoch != sent:  # it was dropped, though another report may know the epoch by now
                     self._epoch = epoch
-                    await arbiter.call("report", self._node, epoch, (seen, *said))
+                    await arbiter.call("report", self._node, epoch, (seen, *events))
                 self._told = tells
         except AWAY as error:
             self._note_away(arbiter, error)

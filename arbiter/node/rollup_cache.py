@@ -30,21 +30,21 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class PageCounters:
     """Counters of one process that move with its pages."""
 
     start_ticks: int  # with its pid, which process it is
     faults_count: int
     resident_bytes: int
 
-    def is_near(self, other: "Mark") -> bool:
+    def is_near(self, other: "PageCounters") -> bool:
         """Whether no more than the slack can lie between the two."""
         faulted = abs(self.faults_count - other.faults_count) * _PAGE_BYTES
         moved = faulted + abs(self.resident_bytes - other.resident_bytes)
         return self.start_ticks == other.start_ticks and moved <= SLACK_BYTES
 
 
-def mark_of(pid: int) -> Mark | None:
+def mark_of(pid: int) -> PageCounters | None:
     """None when there is none of that pid."""
     folder = procfs.PROC / str(pid)
     try:
@@ -53,40 +53,42 @@ def mark_of(pid: int) -> Mark | None:
         resident = (folder / "statm").read_text().split()[1]
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return Mark(int(fields[19]), int(fields[7]) + int(fields[9]), int(resident) * _PAGE_BYTES)
+    return PageCounters(
+        int(fields[19]), int(fields[7]) + int(fields[9]), int(resident) * _PAGE_BYTES
+    )
 
 
-def _moved(found: dict[str, int], known: dict[str, int]) -> int:
+def _moved(current: dict[str, int], known: dict[str, int]) -> int:
     """Returns by how many bytes the counts of two readings differ at most."""
-    keys = found.keys() | known.keys()
-    return max((abs(found.get(key, 0) - known.get(key, 0)) for key in keys), default=0)
+    keys = current.keys() | known.keys()
+    return max((abs(current.get(key, 0) - known.get(key, 0)) for key in keys), default=0)
 
 
-def _files_moved(found: frozenset[tuple[int, int]], known: frozenset[tuple[int, int]]) -> int:
+def _files_moved(current: frozenset[tuple[int, int]], known: frozenset[tuple[int, int]]) -> int:
     """More than the slack where another file is mapped than before, whatever its size."""
-    return 0 if found == known else SLACK_BYTES + 1
+    return 0 if current == known else SLACK_BYTES + 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Known(Generic[T]):
-    mark: Mark
+class _CachedReading(Generic[T]):
+    mark: PageCounters
     read_s: float
     value: T
     believed_s: float = BELIEVED_S
 
 
-class _Believed(Generic[T]):
+class _ReadingCache(Generic[T]):
     """One reading of each process, until its mark has moved or the reading is old."""
 
     def __init__(
         self,
-        mark: Callable[[int], Mark | None],
+        mark: Callable[[int], PageCounters | None],
         read: Callable[[int], T],
         moved: Callable[[T, T], int],
         clock: Callable[[], float],
     ) -> None:
         self._mark, self._read, self._moved, self._clock = mark, read, moved, clock
-        self._known: dict[int, _Known[T]] = {}
+        self._known: dict[int, _CachedReading[T]] = {}
 
     def of(self, pid: int) -> T:
         mark, now_s = self._mark(pid), self._clock()
@@ -100,7 +102,7 @@ class _Believed(Generic[T]):
             believed_s = BELIEVED_S
             if known and is_near and self._moved(value, known.value) <= SLACK_BYTES:
                 believed_s = min(2 * known.believed_s, BELIEVED_MOST_S)
-            self._known[pid] = _Known(mark, now_s, value, believed_s)
+            self._known[pid] = _CachedReading(mark, now_s, value, believed_s)
         return value
 
     def keep(self, pids: set[int]) -> None:
@@ -112,15 +114,15 @@ class Rollups:
 
     def __init__(
         self,
-        mark: Callable[[int], Mark | None] = mark_of,
+        mark: Callable[[int], PageCounters | None] = mark_of,
         rollup: Callable[[int], dict[str, int]] = procfs.rollup,
         clock: Callable[[], float] = time.monotonic,
         aside: Callable[[int], int] = procfs.mapped_aside,
         shared: Callable[[int], frozenset[tuple[int, int]]] = procfs.shared_files,
     ) -> None:
-        self._rollups = _Believed(mark, rollup, _moved, clock)
-        self._asides = _Believed(mark, aside, lambda found, known: abs(found - known), clock)
-        self._shared = _Believed(mark, shared, _files_moved, clock)
+        self._rollups = _ReadingCache(mark, rollup, _moved, clock)
+        self._asides = _ReadingCache(mark, aside, lambda found, known: abs(found - known), clock)
+        self._shared = _ReadingCache(mark, shared, _files_moved, clock)
 
     def of(self, pid: int) -> dict[str, int]:
         """The reading of procfs.rollup, perhaps from the cache."""

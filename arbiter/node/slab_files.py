@@ -60,15 +60,15 @@ class SlabFiles:
         if folder is None or budget_bytes == 0:
             return None
         try:
-            found = cls(Path(folder), MOST_BYTES)
+            files = cls(Path(folder), MOST_BYTES)
             if budget_bytes is None:
-                free = shutil.disk_usage(folder).free + found.size_bytes
+                free = shutil.disk_usage(folder).free + files.size_bytes
                 budget_bytes = min(MOST_BYTES, Bytes(int(FREE_FRACTION * free)))
         except OSError as error:
             logger.warning("idle slabs are not saved to %s: %s", folder, error)
             return None
-        found.budget_bytes = budget_bytes
-        return found
+        files.budget_bytes = budget_bytes
+        return files
 
     @property
     def size_bytes(self) -> Bytes:
@@ -134,7 +134,7 @@ class SlabFiles:
 
     def _make_room(self, size_bytes: Bytes, path: Path | None) -> None:
         """The files that were saved longest ago leave first. `path`: the one to be replaced."""
-        others = [found for found in sorted(self._files()) if found[2] != path]
+        others = [file for file in sorted(self._files()) if file[2] != path]
         total_bytes = sum(size for _, size, _ in others)
         for _, size, other in others:
             if total_bytes + min(size_bytes, self.budget_bytes) <= self.budget_bytes:
@@ -176,8 +176,8 @@ class SlabFiles:
         """When each was written, its bytes, its path."""
         for path in self.folder.glob(f"*{slab_file.SUFFIX}"):
             with contextlib.suppress(OSError):  # another agent has just removed it
-                found = path.lstat()
-                yield found.st_mtime, found.st_size, path
+                status = path.lstat()
+                yield status.st_mtime, status.st_size, path
 
 
 def _name(text: str) -> str:

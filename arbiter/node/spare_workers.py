@@ -45,8 +45,8 @@ def end_from_before(unix_s: float) -> None:
     replica that took such a worker could not join the arbiter. Ray starts others when it needs
     them."""
     for pid in unused():
-        found = procfs.process(pid)
-        if found is not None and _started_unix_s(found) < unix_s:
+        process = procfs.process(pid)
+        if process is not None and _started_unix_s(process) < unix_s:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -62,8 +62,8 @@ def _is_idle(pid: int) -> bool:
 
 def busy_ticks(pid: int) -> int:
     """Processor time that a process has had; 0 where there is none."""
-    found = procfs.process(pid)
-    return found.busy_ticks if found is not None else 0
+    process = procfs.process(pid)
+    return process.busy_ticks if process is not None else 0
 
 
 def _has_said_nothing(pid: int) -> bool:
@@ -108,10 +108,10 @@ class SpareWorkers:
         idle before it imports anything, and an importing process is busy."""
         before: dict[int, int] = {}
         for look in range(round(FIRST_S / FIRST_LOOK_S)):
-            found = await asyncio.to_thread(self._found)
-            for _ in range(self._count - len(found) if look == 0 else 0):
+            pids = await asyncio.to_thread(self._found)
+            for _ in range(self._count - len(pids) if look == 0 else 0):
                 await self._ask_for_one()
-            busy = {pid: self._busy(pid) for pid in found}
+            busy = {pid: self._busy(pid) for pid in pids}
             rest = [p for p in busy if p in before and busy[p] - before[p] <= RESTING_TICKS]
             if len(rest) >= self._count:
                 break

@@ -33,11 +33,11 @@ MARK = "ARBITER_ZYGOTE=1"  # in the environment of a zygote, and of all it forke
 class ZygoteError(ArbiterError):
     """The zygote is away, so that asking again may help, or it refused."""
 
-    said: str
+    message: str
     is_away: bool = False
 
     def __str__(self) -> str:
-        return f"zygote: {self.said}"
+        return f"zygote: {self.message}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class ZygoteSupervisor:
             except (zygote_client.ZygoteError, OSError) as error:
                 failed_count += 1
                 if failed_count >= STARTS_FAILED:
-                    self.trouble = f"does not start: {_said(error)}"
+                    self.trouble = f"does not start: {_message_of(error)}"
                 logger.warning("%s; next try in %.1f s", error, backoff_s)
             self.is_up = False
             self.announce()
@@ -137,5 +137,5 @@ class ZygoteSupervisor:
         return True
 
 
-def _said(error: Exception) -> str:
-    return error.said if isinstance(error, zygote_client.ZygoteError) else repr(error)
+def _message_of(error: Exception) -> str:
+    return error.message if isinstance(error, zygote_client.ZygoteError) else repr(error)

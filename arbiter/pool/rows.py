@@ -79,13 +79,14 @@ class Rows:
         # The latest use of a row that left because others were used later. Rows that left by their
         # term or a tenant's cap are left out: they say nothing of other rows as old.
         self.lost_used_s = 0.0
+        self.capped_used_s: dict[bytes, float] = {}  # the same of what left for its tenant's cap
         self._next_sweep_s = 0.0
         self._adopt()
 
     def _adopt(self) -> None:
         now, slab = self._clock(), self.slab
-        found = sorted((mark.used_s, row, mark) for row, mark in slab.marks())
-        for used_s, row, mark in found:
+        by_age = sorted((mark.used_s, row, mark) for row, mark in slab.marks())
+        for used_s, row, mark in by_age:
             if row < self._most and now < mark.expires_s <= now + layout.LONGEST_TERM_S:
                 # Of a key that is there twice, by a move that was not finished, either is whole.
                 self._ready[mark.key] = row
@@ -249,6 +250,8 @@ class Rows:
         own = self._tenants.ready(tenant)
         idle = (key for key in own if key not in self._pins and not any(key in s for s in keep))
         victims = list(itertools.islice(idle, max(0, over)))
+        if victims:
+            self.capped_used_s[tenant] = max(self._marks[key].used_s for key in victims)
         for key in victims:
             self._evict(key)
         return victims, max(0, min(count, cap - self._tenants.held(tenant)))

@@ -98,7 +98,7 @@ class SlabFile:
         os.close(self.fd)
 
 
-class Ahead(Protocol):
+class ExtentPreallocator(Protocol):
     """Allocates pages of a slab's next extent before its writer counts them as allocated."""
 
     end: Bytes
@@ -138,7 +138,7 @@ class Slab:
         self.file = SlabFile(where)
         self.geometry: Geometry = layout.geometry(self.file.capacity, row_bytes)
         self.extent_bytes = extent_bytes
-        self.ahead: Ahead | None = None
+        self.ahead: ExtentPreallocator | None = None
         header = Header(content, namespace, self.geometry)
         try:
             os.posix_fallocate(self.file.fd, 0, self.geometry.table_end)
@@ -362,19 +362,19 @@ class SlabView:
 
     def erase_tenant(self, removal: Removal) -> int:
         """Overwrites rows of a removed tenant in a slab that no writer has. Returns how many."""
-        found = self.clear_tenant(removal)
-        self.overwrite(found)
-        return len(found)
+        rows = self.clear_tenant(removal)
+        self.overwrite(rows)
+        return len(rows)
 
     def clear_tenant(self, removal: Removal) -> list[int]:
         """Makes the rows of a removed tenant invisible in a slab that no writer has. Returns them:
         their bytes are there until `overwrite`."""
-        found = [row for row, m in self.marks() if removal.covers(m.tenant, m.asked_s)]
-        for row in found:
+        rows = [row for row, m in self.marks() if removal.covers(m.tenant, m.asked_s)]
+        for row in rows:
             layout.clear_mark(self._file.buffer, row)
-        if found:
+        if rows:
             self._file.counts[Count.READY] = self.ready_count
-        return found
+        return rows
 
     def overwrite(self, rows: Sequence[int]) -> None:
         """Overwrites rows in a slab that no writer has. Takes a second for some GiB, in pieces
@@ -409,14 +409,14 @@ def _open(where: int | str | Path) -> int:
 
 def _sealed_size(where: int | str | Path, fd: int) -> int:
     """Raises SlabUnusable, and OSError."""
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         raise SlabUnusable(str(where), "it is no file")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise SlabUnusable(str(where), "it is not sealed against shrinking")
-    if found.st_size < 2 * layout.PAGE_BYTES or found.st_size % layout.PAGE_BYTES:
-        raise SlabUnusable(str(where), f"its size is {found.st_size} bytes")
-    return found.st_size
+    if status.st_size < 2 * layout.PAGE_BYTES or status.st_size % layout.PAGE_BYTES:
+        raise SlabUnusable(str(where), f"its size is {status.st_size} bytes")
+    return status.st_size
 
 
 def _unusable(where: int | str | Path, error: OSError | SlabUnusable) -> SlabUnusable:

@@ -86,9 +86,9 @@ class SavedRows:
         head = _read_head(self._fd)
         wanted = (content, namespace, row_bytes)
         if head is not None and (head.content, head.namespace, head.row_bytes) == wanted:
-            found = _read_table(self._fd, head)
+            table = _read_table(self._fd, head)
             latest_s = now_s + layout.LONGEST_TERM_S
-            self._rows = {r.mark.key: r for r in found if now_s < r.mark.expires_s <= latest_s}
+            self._rows = {r.mark.key: r for r in table if now_s < r.mark.expires_s <= latest_s}
 
     @property
     def keys(self) -> KeysView[bytes]:
@@ -310,8 +310,8 @@ def _open(path: Path) -> int | None:
         fd = os.open(path, flags)
     except OSError:
         return None
-    found = os.fstat(fd)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
         return fd
     os.close(fd)
     return None

@@ -42,8 +42,8 @@ def note_state_file(path: Path) -> None:
 
 def noted_state_file() -> Path | None:
     """What `note_state_file` noted last; None where no arbiter of this cluster has."""
-    found = internal_kv._internal_kv_get(_STATE_FILE, namespace=NAMESPACE.encode())
-    return Path(found.decode()) if found else None
+    path = internal_kv._internal_kv_get(_STATE_FILE, namespace=NAMESPACE.encode())
+    return Path(path.decode()) if path else None
 
 
 def logs_folder() -> Path:
@@ -95,11 +95,13 @@ async def prestart_worker(keep_s: int) -> None:
 
     node = ray._private.worker._global_node
     address = f"{node.node_ip_address}:{node.node_manager_port}"
-    asked = node_manager_pb2.PrestartWorkersRequest(num_workers=1, keep_alive_duration_secs=keep_s)
+    request = node_manager_pb2.PrestartWorkersRequest(
+        num_workers=1, keep_alive_duration_secs=keep_s
+    )
     try:
         async with init_grpc_channel(address, asynchronous=True) as channel:
             raylet = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
-            await raylet.PrestartWorkers(asked, timeout=PRESTART_S)
+            await raylet.PrestartWorkers(request, timeout=PRESTART_S)
     except grpc.RpcError as error:
         raise ConnectionError(f"{address}: {error}") from error
 
@@ -197,12 +199,12 @@ def proxies() -> list[Any]:
     from ray.serve._private.constants import SERVE_NAMESPACE, SERVE_PROXY_NAME
     from ray.serve._private.utils import format_actor_name
 
-    found = []
+    handles = []
     for ray_node_id in living_nodes().values():
         with suppress(ValueError):  # no proxy runs there
             name = format_actor_name(SERVE_PROXY_NAME, ray_node_id)
-            found.append(ray.get_actor(name, namespace=SERVE_NAMESPACE))
-    return found
+            handles.append(ray.get_actor(name, namespace=SERVE_NAMESPACE))
+    return handles
 
 
 def put_around_proxy(proxy: Any, middleware: type) -> bool:

@@ -239,14 +239,14 @@ class _ServerConnection(_Frames):
 
     def received(self, message: Any) -> None:
         number, name, args = message
-        asked = asyncio.ensure_future(self._offers[name](*args))
-        self._running.add(asked)
-        asked.add_done_callback(partial(self._answer, number, name))
+        call = asyncio.ensure_future(self._offers[name](*args))
+        self._running.add(call)
+        call.add_done_callback(partial(self._answer, number, name))
 
-    def _answer(self, number: int, name: str, asked: asyncio.Future[Any]) -> None:
-        self._running.discard(asked)
-        failure = ConnectionLost(name) if asked.cancelled() else asked.exception()
+    def _answer(self, number: int, name: str, call: asyncio.Future[Any]) -> None:
+        self._running.discard(call)
+        failure = ConnectionLost(name) if call.cancelled() else call.exception()
         if failure is not None and not isinstance(failure, ArbiterError):
             failure = RemoteError(name, repr(failure))
         if self.is_open:
-            self.write((number, None if failure else asked.result(), failure))
+            self.write((number, None if failure else call.result(), failure))

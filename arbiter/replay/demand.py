@@ -33,7 +33,7 @@ class Use:
     busy: Span
 
 
-class Uses:
+class PackedRequests:
     """Requests in order of time, packed: a million take 24 MB."""
 
     def __init__(self, uses: Iterable[Use]) -> None:
@@ -63,12 +63,12 @@ class Demand:
     nodes: tuple[NodeSeen, ...]
     table: CapabilitiesSet
     seats: tuple[Seat, ...]
-    uses: Uses
+    uses: PackedRequests
 
     def wanted(self) -> "dict[tuple[str, str], array[int]]":
         """When each model of a capability is asked for, at any of its seats."""
         names = [(seat.capability, seat.model) for seat in self.seats]
-        found: dict[tuple[str, str], array[int]] = {name: array("q") for name in names}
+        times: dict[tuple[str, str], array[int]] = {name: array("q") for name in names}
         for at, seat, _ in self.uses:
-            found[names[seat]].append(at)
-        return found
+            times[names[seat]].append(at)
+        return times

@@ -17,7 +17,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, Refuse, Revoke
 from arbiter.errors import ArbiterError
-from arbiter.replay.demand import Demand, Seat, Use, Uses
+from arbiter.replay.demand import Demand, PackedRequests, Seat, Use
 from arbiter.server.recording import Step
 from arbiter.units import SECOND, Bytes, HolderId, Instant, NodeId, Span, TicketId, seconds
 
@@ -37,7 +37,7 @@ class NothingLoaded(ArbiterError):
 
 
 @dataclass(slots=True)
-class _Seen:
+class _SeatHistory:
     """One seat as its events come by."""
 
     need: types.Need
@@ -106,7 +106,7 @@ class DemandReader:
         self._registered: dict[str, types.CapabilitySpec] = {}  # from Python
         self._homes: dict[HolderId, tuple[NodeId, str]] = {}
         self._keys: dict[TicketId, Key] = {}
-        self._seen: dict[Key, _Seen] = {}
+        self._seen: dict[Key, _SeatHistory] = {}
         self._uses = _UseLog(most_uses_count)
         self._awake_once: set[TicketId] = set()
         self._revoked_at: dict[TicketId, Instant] = {}
@@ -208,7 +208,7 @@ class DemandReader:
             return
         key = (event.capability, event.model, home[0])
         self._remember(event.ticket, key)
-        seen = self._seen.setdefault(key, _Seen(event.need))
+        seen = self._seen.setdefault(key, _SeatHistory(event.need))
         if at - seen.last_used >= BEAT:  # not the same request once more
             seen.last_used = at
             self._uses.append(at, key, 0)
@@ -222,11 +222,11 @@ class DemandReader:
         for held in [h for h in event.tickets if h.lease is None]:
             key = (capability, held.model, node)
             self._remember(held.ticket, key)
-            seen = self._seen.setdefault(key, _Seen(held.need))
+            seen = self._seen.setdefault(key, _SeatHistory(held.need))
             if held.phase is types.Phase.RESIDENT:
                 self._used(key, seen, held, at)
 
-    def _used(self, key: Key, seen: _Seen, held: ev.HeldTicket, at: Instant) -> None:
+    def _used(self, key: Key, seen: _SeatHistory, held: ev.HeldTicket, at: Instant) -> None:
         last = at if held.inflight else at - held.idle
         if last - seen.last_used >= BEAT // 2:  # idle times jitter by the way they took
             seen.last_used = Instant(last)
@@ -262,10 +262,10 @@ class DemandReader:
         )
         seats = tuple(self._seat(key, usual) for key in keys)
         table = ev.CapabilitiesSet(tuple(known.values()))
-        return Demand(tuple(self._nodes.values()), table, seats, Uses(uses))
+        return Demand(tuple(self._nodes.values()), table, seats, PackedRequests(uses))
 
-    def _usual(self) -> _Seen:
-        every = _Seen(types.Need(Bytes(0)), Instant(-1), deque(), deque(), deque(), deque())
+    def _usual(self) -> _SeatHistory:
+        every = _SeatHistory(types.Need(Bytes(0)), Instant(-1), deque(), deque(), deque(), deque())
         for seen in self._seen.values():
             every.loads += seen.loads
             every.wakes += seen.wakes
@@ -275,7 +275,7 @@ class DemandReader:
             raise NothingLoaded
         return every
 
-    def _seat(self, key: Key, usual: _Seen) -> Seat:
+    def _seat(self, key: Key, usual: _SeatHistory) -> Seat:
         capability, model, node = key
         seen = self._seen[key]
         return Seat(

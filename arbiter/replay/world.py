@@ -215,7 +215,7 @@ class World:
         simulated.is_wake = simulated.state is HolderState.ASLEEP
         simulated.state = HolderState.WAITING
         seat = simulated.seat
-        asked = ev.Requested(
+        request = ev.Requested(
             simulated.ticket,
             simulated.holder,
             seat.capability,
@@ -224,7 +224,7 @@ class World:
             need_is_explicit=True,
             priority=seat.priority,
         )
-        self._feed(asked)
+        self._feed(request)
 
     # -- what the core decides -----------------------------------------------------------------
 

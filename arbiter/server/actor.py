@@ -187,11 +187,13 @@ class ArbiterActor:
 
     # -- nodes ---------------------------------------------------------------------------------
 
-    async def report(self, node: NodeId, epoch: Epoch | None, said: tuple[ev.Event, ...]) -> Epoch:
+    async def report(
+        self, node: NodeId, epoch: Epoch | None, events: tuple[ev.Event, ...]
+    ) -> Epoch:
         """Takes the events of a node agent. The events of an agent that believes in another epoch
         are dropped: it introduces its node first."""
         if epoch == self._shell.epoch:
-            for event in said:
+            for event in events:
                 self._shell.feed(event)
         return self._shell.epoch
 

@@ -57,8 +57,8 @@ class LiveConfiguration:
     def _tell_registration_lost(self, capability: str | None, cause: Exception) -> None:
         """`capability`: None for all of them."""
         kind = EventKind.REGISTRATION_LOST
-        said = LogEvent(kind, {"capability": capability, "cause": str(cause)})
-        self._shell.tell(said)
+        event = LogEvent(kind, {"capability": capability, "cause": str(cause)})
+        self._shell.tell(event)
 
     def configure(self, configuration: messages.Configuration) -> None:
         """Takes the table of the front's file, unless the file is unchanged (C12)."""

@@ -52,17 +52,17 @@ class DayReplays:
         """A replay that fails leaves the last one as it is. However it fails: it is for the metrics
         alone, and the arbiter's process ends with what its tasks raise."""
         self._replayed_count = self._reader.uses_count
-        [found] = await asyncio.gather(self._replayed(), return_exceptions=True)
-        if isinstance(found, BaseException):
-            logger.warning("the last day is not replayed for the metrics: %r", found)
+        [outcome] = await asyncio.gather(self._replayed(), return_exceptions=True)
+        if isinstance(outcome, BaseException):
+            logger.warning("the last day is not replayed for the metrics: %r", outcome)
         else:
-            self.last = found
+            self.last = outcome
 
     async def _replayed(self) -> ReplayedDay | None:
-        said = await self._answer(pickle.dumps((self._reader, self._settings, self._clock())))
-        return None if said is None else from_json(ReplayedDay, said)
+        reply = await self._answer(pickle.dumps((self._reader, self._settings, self._clock())))
+        return None if reply is None else from_json(ReplayedDay, reply)
 
-    async def _answer(self, asked: bytes) -> object:
+    async def _answer(self, request: bytes) -> object:
         """Asks a child process, and waits in a thread, because children can be awaited on a loop of
         the main thread only. Raises OSError, subprocess.SubprocessError, ValueError."""
         process = subprocess.Popen(
@@ -73,7 +73,7 @@ class DayReplays:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         try:
-            out, err = await asyncio.to_thread(process.communicate, asked, REPLAY_MOST_S)
+            out, err = await asyncio.to_thread(process.communicate, request, REPLAY_MOST_S)
         finally:
             process.kill()  # nothing happens to a process that has ended
         if process.returncode:

@@ -53,14 +53,14 @@ class EgressBook:
         if self._store.is_reserved(egress.id):
             if not self._store.settle(egress.id, tokens, end.money_micros):
                 raise self._unsettled(egress)
-            said: Plain = {
+            spent: Plain = {
                 "outcome": end.outcome,
                 "prompt_tokens": end.prompt_tokens_count,
                 "answer_tokens": end.answer_tokens_count,
                 "sent_bytes": egress.size_bytes,
                 "money": end.money_micros / MILLION,
             }
-            about = _about(egress) | said
+            about = _about(egress) | spent
             answer = Bytes(end.answer_bytes)
             self._tell(LogEvent(EventKind.REMOTE_ANSWER, about, size_bytes=answer, took=end.took))
         elif self._store.trouble:  # it could not be read, either

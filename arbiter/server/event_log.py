@@ -46,14 +46,14 @@ class EventLog:
         # epochs differ by at least one and none tells a million things between two saves.
         self.sequence = int(epoch) * 1_000_000
 
-    def tell(self, said: LogEvent) -> None:
+    def tell(self, event: LogEvent) -> None:
         """Adds a line with the next sequence number, and wakes the subscribers."""
         self.sequence += 1
         line: Plain = {"seq": self.sequence, "epoch": int(self._epoch), "unix_s": time.time()}
-        line |= {"kind": str(said.kind), "ticket": said.ticket, "size_bytes": said.size_bytes}
-        line |= {"took_s": None if said.took is None else in_seconds(said.took)}
-        line |= said.data
-        (self._requests if said.kind in REQUESTS else self._lines).append(line)
+        line |= {"kind": str(event.kind), "ticket": event.ticket, "size_bytes": event.size_bytes}
+        line |= {"took_s": None if event.took is None else in_seconds(event.took)}
+        line |= event.data
+        (self._requests if event.kind in REQUESTS else self._lines).append(line)
         self._grown.set()
         self._grown = asyncio.Event()
         if self._path:
@@ -93,8 +93,8 @@ class EventLog:
 
 
 def _sequence(line: Plain) -> int:
-    found: int = line["seq"]
-    return found
+    sequence: int = line["seq"]
+    return sequence
 
 
 def _after(lines: deque[Plain], sequence: int) -> list[Plain]:

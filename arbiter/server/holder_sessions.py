@@ -13,7 +13,7 @@ from arbiter.core import events as ev
 from arbiter.errors import StaleEpoch
 from arbiter.protocol import ray_internals
 from arbiter.server.shell import Shell
-from arbiter.server.store import Member, Store
+from arbiter.server.store import ExpectedHolder, Store
 from arbiter.units import Epoch, HolderId
 
 HANDLE_S = 10.0  # a holder's actor answers its first call within its own start
@@ -35,7 +35,7 @@ class HolderSessions:
         self._shell.calls_count += 1
         holder = joined.holder
         process = joined.pid, joined.start_ticks
-        self._store.add_member(Member(holder, joined.node, *process, joined.is_driver))
+        self._store.add_member(ExpectedHolder(holder, joined.node, *process, joined.is_driver))
         self._shell.open_mail(holder)
         before, self._current[holder] = self._current.get(holder), session_id
         if before:

@@ -52,12 +52,12 @@ class JobBook:
     def changes(self) -> list[LogEvent]:
         """What has happened since the last call, each once in this process's life; a process that
         dies between telling and removing tells it twice."""
-        said = "SELECT * FROM job_changes WHERE number > ? ORDER BY number LIMIT ?"
-        found = self._rows(said, self._told, CHANGES_MOST)
-        if found:
-            self._told = found[-1]["number"]
+        query = "SELECT * FROM job_changes WHERE number > ? ORDER BY number LIMIT ?"
+        rows = self._rows(query, self._told, CHANGES_MOST)
+        if rows:
+            self._told = rows[-1]["number"]
             self._write("DELETE FROM job_changes WHERE number <= ?", self._told)
-        return [_event(row) for row in found]
+        return [_event(row) for row in rows]
 
     def totals(self) -> tuple[JobTotal, ...]:
         """One for each kind and state that there ever was."""
@@ -66,15 +66,15 @@ class JobBook:
 
     def shown(self) -> list[Plain]:
         """The oldest unfinished ones and the newest that have ended, batches and jobs alike."""
-        found: list[Plain] = []
+        plain_rows: list[Plain] = []
         for rows, opened, ended, at in (
             (_JOB, _OPEN_JOB, _ENDED_JOB, "ended_s"),
             (_BATCH, _OPEN_BATCH, f"NOT ({_OPEN_BATCH})", "created_s"),
         ):
             oldest = f"{rows} WHERE {opened} ORDER BY created_s LIMIT {OPEN_SHOWN}"
             newest = f"{rows} WHERE {ended} ORDER BY {at} DESC LIMIT {ENDED_SHOWN}"
-            found += [dict(row) for said in (oldest, newest) for row in self._rows(said)]
-        return found
+            plain_rows += [dict(row) for query in (oldest, newest) for row in self._rows(query)]
+        return plain_rows
 
     def close(self) -> None:
         if self._db is not None:

@@ -30,7 +30,7 @@ from arbiter.errors import (
 from arbiter.protocol import messages
 from arbiter.protocol.json_codec import plain
 from arbiter.server.shell import Shell
-from arbiter.server.store import GrantedLease, Member
+from arbiter.server.store import ExpectedHolder, GrantedLease
 from arbiter.units import HolderId, NodeId, Span, TicketId, in_seconds, seconds
 
 logger = logging.getLogger("arbiter")
@@ -58,7 +58,7 @@ class Adopts(Protocol):
 class LeaseStore(Protocol):
     """What the next epoch of the arbiter must know: whom to wait for, and when their terms end."""
 
-    def add_member(self, member: Member) -> None: ...
+    def add_member(self, member: ExpectedHolder) -> None: ...
     def drop_holder(self, holder: HolderId) -> None: ...
     def leases(self) -> tuple[GrantedLease, ...]: ...
     def save_leases(self, leases: tuple[GrantedLease, ...]) -> None: ...
@@ -244,7 +244,7 @@ class LeaseService:
             session.devices, session.history = granted.devices, granted.history
             session.ends_unix_s = granted.ends_unix_s
         if not is_kept:  # the next epoch waits for no process that does not exist
-            self._known.add_member(Member(session.holder, node))
+            self._known.add_member(ExpectedHolder(session.holder, node))
         self._begin(session)
         if granted and granted.is_drained:
             self._shell.feed(ev.UnloadAsked(call.ticket))  # the last epoch's notice ended with it

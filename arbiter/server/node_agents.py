@@ -17,7 +17,7 @@ from arbiter.errors import AgentAway, ArbiterUnavailable, LeaseRefused, UnknownH
 from arbiter.node.agent import NodeAgent
 from arbiter.protocol import ray_internals, rpc
 from arbiter.protocol.messages import NAMESPACE, AgentSettings, agent_name
-from arbiter.server.store import Member
+from arbiter.server.store import ExpectedHolder
 from arbiter.units import HolderId, NodeId, Span, TicketId
 
 logger = logging.getLogger("arbiter")
@@ -106,15 +106,17 @@ class RayAgents:
         for node in tuple(self._handles):
             self._send(node, "look", partial(self._look_at, node, self._handles[node]))
 
-    async def dead(self, members: list[Member]) -> list[HolderId]:
+    async def dead(self, members: list[ExpectedHolder]) -> list[HolderId]:
         """Holders known to be dead: their node is gone, or its agent sees no such process."""
-        asked = [m for m in members if m.node in self._handles and m.pid]
+        members_asked = [m for m in members if m.node in self._handles and m.pid]
         gone = [m.holder for m in members if m.node not in self._nodes]
-        nodes = {m.node for m in asked}
-        told = (self._dead_on(node, [m for m in asked if m.node == node]) for node in nodes)
-        return gone + list(itertools.chain(*await asyncio.gather(*told)))
+        nodes = {m.node for m in members_asked}
+        answers = (
+            self._dead_on(node, [m for m in members_asked if m.node == node]) for node in nodes
+        )
+        return gone + list(itertools.chain(*await asyncio.gather(*answers)))
 
-    async def _dead_on(self, node: NodeId, here: list[Member]) -> list[HolderId]:
+    async def _dead_on(self, node: NodeId, here: list[ExpectedHolder]) -> list[HolderId]:
         """None of an agent that does not answer: it is asked again at the next look."""
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -126,15 +128,15 @@ class RayAgents:
     async def readiness(self) -> dict[str, dict[str, str]]:
         """Says of each living node whether engines start there as fast as they can."""
         nodes = sorted(self._nodes)
-        said = await asyncio.gather(*(self._readiness_of(node) for node in nodes))
-        return dict(zip(nodes, said, strict=True))
+        readings = await asyncio.gather(*(self._readiness_of(node) for node in nodes))
+        return dict(zip(nodes, readings, strict=True))
 
     async def _readiness_of(self, node: NodeId) -> dict[str, str]:
         """`starting` while it has no agent, or its agent does not answer."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                found: dict[str, str] = await self._handles[node].readiness.remote()
-                return found
+                readiness: dict[str, str] = await self._handles[node].readiness.remote()
+                return readiness
         except (ray.exceptions.RayError, TimeoutError, KeyError):
             cause = self._causes.get(node)
             return {"state": "starting", "cause": cause} if cause else {"state": "starting"}
@@ -184,9 +186,9 @@ class RayAgents:
             self._pending[key] = sent = asyncio.ensure_future(self._sent(node, call(*args)))
             sent.add_done_callback(lambda _: self._pending.pop(key))
 
-    async def _sent(self, node: NodeId, said: Awaitable[None]) -> None:
+    async def _sent(self, node: NodeId, sending: Awaitable[None]) -> None:
         try:
-            await said
+            await sending
         except rpc.ConnectionLost:
             return  # the next look tells why; the core repeats the message
         except ray.exceptions.ActorUnavailableError:
@@ -202,8 +204,8 @@ class RayAgents:
         return time.monotonic() >= self._next_start_s.get(node, 0.0)
 
     def _forget_ends(self, node: NodeId) -> None:
-        for told in (self._causes, self._pauses_s, self._next_start_s):
-            told.pop(node, None)
+        for by_node in (self._causes, self._pauses_s, self._next_start_s):
+            by_node.pop(node, None)
 
     def _note_end(self, node: NodeId, error: ray.exceptions.RayActorError) -> None:
         """Tells each cause once. The next look starts another agent, and after further failures a

@@ -17,7 +17,7 @@ from arbiter.core.types import ModelName
 from arbiter.server.hours_clock import HoursClock
 from arbiter.server.node_agents import LOOK_S
 from arbiter.server.shell import Shell
-from arbiter.server.store import Member, Store
+from arbiter.server.store import ExpectedHolder, Store
 from arbiter.units import HolderId, in_seconds
 
 logger = logging.getLogger("arbiter")
@@ -29,7 +29,7 @@ class NodeAgents(Protocol):
     """How nodes and their agents are looked at."""
 
     async def look(self, feed: Callable[[ev.Event], None]) -> None: ...
-    async def dead(self, members: list[Member]) -> list[HolderId]: ...
+    async def dead(self, members: list[ExpectedHolder]) -> list[HolderId]: ...
 
 
 class NodeWatch:
@@ -52,7 +52,6 @@ class NodeWatch:
         self._clock, self._began_s = clock, clock()
         self._learned_saved_count = shell.core.learned_changes_count
         self._removed_saved = shell.core.export_removed_models()
-        store.note_learned(shell.core.export_learned())
         self._removing_saved = shell.core.export_removing()
         # Written at least once: what is in the file may be of a clock that has begun anew.
         self._accounts_saved: list[list[Any]] | None = None
@@ -151,8 +150,10 @@ class NodeWatch:
         if removed != self._removed_saved and self._store.save_removed_models(removed):
             self._removed_saved = removed
         count = core.learned_changes_count
-        if count != self._learned_saved_count and self._store.save_learned(core.export_learned()):
-            self._learned_saved_count = count
+        if count != self._learned_saved_count:
+            rows, forgotten = core.learned_since(self._learned_saved_count)
+            if self._store.save_learned(rows, forgotten):
+                self._learned_saved_count = count
 
 
 def _digest(usage: dict[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ from ray.util.metrics import Gauge
 
 from arbiter.core.histogram import HistogramCounts
 from arbiter.metrics.series import Samples, buckets
-from arbiter.metrics.table import FRONT, TABLE, Kind, Metric
+from arbiter.metrics.table import FRONT, TABLE, Metric, MetricType
 
 EXPORT_S = 5.0  # half of Ray's report interval, so that no gauge expires between two exports
 
@@ -58,7 +58,7 @@ class RayMetrics:
 
 
 def _exported(metric: Metric) -> list[tuple[str, tuple[str, ...]]]:
-    if metric.kind is not Kind.HISTOGRAM:
+    if metric.kind is not MetricType.HISTOGRAM:
         return [(metric.name, metric.labels)]
     plain = [(f"{metric.name}_{part}", metric.labels) for part in ("sum", "count")]
     return [(f"{metric.name}_bucket", (*metric.labels, "le")), *plain]

@@ -197,17 +197,17 @@ class Shell:
             case _:
                 self._send(decision)
 
-    def tell(self, said: LogEvent) -> None:
+    def tell(self, event: LogEvent) -> None:
         """Writes one line of the event log, and counts it."""
-        self.counters.note(said)
-        self.log.tell(said)
+        self.counters.note(event)
+        self.log.tell(event)
         if self._statuses:
-            self._statuses.note(said.kind)
+            self._statuses.note(event.kind)
 
     def tell_jobs(self) -> None:
         """Tells of the jobs that were accepted, have begun or have ended since the last call."""
-        for said in self._jobs.changes() if self._jobs else ():
-            self.tell(said)
+        for event in self._jobs.changes() if self._jobs else ():
+            self.tell(event)
 
     def _send(self, decision: OutgoingDecision) -> None:
         match decision:
@@ -292,9 +292,9 @@ class Shell:
         except TimeoutError:
             if waiter.done():  # in the turn of the loop in which the time was over
                 return waiter.result()
-            found = self.core.compaction(event.request)
-            assert found is not None, "its end would have been the answer"
-            return found
+            compaction = self.core.compaction(event.request)
+            assert compaction is not None, "its end would have been the answer"
+            return compaction
         finally:
             if waiter.done() or self.core.compaction(event.request) is None:
                 self._compacting.pop(event.request, None)
@@ -434,8 +434,8 @@ class Shell:
 
     def explain(self, ticket: TicketId) -> messages.Plain:
         """Raises UnknownTicket."""
-        found: messages.Plain = plain(self.core.explain(ticket, self._clock()))
-        return found
+        explanation: messages.Plain = plain(self.core.explain(ticket, self._clock()))
+        return explanation
 
     def plan(self, question: PlanQuestion) -> messages.Plain:
         """What a request would bring about. The core's state stays as it is (K3), so a failure in

@@ -12,7 +12,7 @@ import os
 import pickle
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from arbiter.units import Epoch, HolderId, NodeId
 
 logger = logging.getLogger("arbiter")
 
+LearnedKey = tuple[str, str, str]  # capability, model, settings: see estimates.ModelKey
 # Lives of clusters remembered, some kB each; a user has a few at once, and old ones never return.
 SESSIONS_KEPT = 64
 SPENDING_DAYS_KEPT = 62  # two months, for a person who compares them with a bill
@@ -63,7 +64,7 @@ _STALE = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, IndexEr
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ExpectedHolder:
     """A holder that is expected back, and its process. 0: not known."""
 
     holder: HolderId
@@ -96,7 +97,6 @@ class Store:
         self.trouble: str | None = None
         self.on_trouble: Callable[[str], None] = lambda why: None
         self._is_file = self._is_open = True
-        self._saved: dict[tuple[str, str, str], Plain] = {}  # learned rows that are in the file
         self._db = self._open_somehow()
         self._begin()
 
@@ -119,16 +119,17 @@ class Store:
 
     # -- holders that are expected back --------------------------------------------------------
 
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[ExpectedHolder, ...]:
         mine = "SELECT holder, node, pid, start_ticks FROM session_members WHERE session = ?"
         rows = self._read(mine, self._session)
         driving = "SELECT holder FROM session_drivers WHERE session = ?"
         drivers = {row[0] for row in self._read(driving, self._session)}
         return tuple(
-            Member(HolderId(h), NodeId(n), pid, ticks, h in drivers) for h, n, pid, ticks in rows
+            ExpectedHolder(HolderId(h), NodeId(n), pid, ticks, h in drivers)
+            for h, n, pid, ticks in rows
         )
 
-    def add_member(self, member: Member) -> None:
+    def add_member(self, member: ExpectedHolder) -> None:
         row = (member.holder, member.node, member.pid, member.start_ticks)
         statement = "INSERT OR REPLACE INTO session_members VALUES (?, ?, ?, ?, ?)"
         self._write(statement, self._session, *row)
@@ -147,30 +148,15 @@ class Store:
         """What all sessions have learned, a row for each model under its settings."""
         return [json.loads(row[0]) for row in self._read("SELECT value FROM learned_rows")]
 
-    def note_learned(self, rows: list[Plain]) -> None:
-        """Takes what the core made of `learned`. A row of the file that is not among these is of
-        newer code, which shares the file, and is not this session's to remove."""
-        self._saved = {_key(row): row for row in rows}
-
-    def save_learned(self, rows: list[Plain]) -> bool:
-        """Writes what is new to this session and removes what it has forgotten; rows that it did
-        not touch are another's to change. False: a row could not be written; the caller gives all
-        of them again."""
-        now = {_key(row): row for row in rows}
-        for key, row in now.items():
-            if self._saved.get(key) != row:
-                value = json.dumps(row).encode()
-                if not self._write(
-                    "INSERT OR REPLACE INTO learned_rows VALUES (?, ?, ?, ?)", *key, value
-                ):
-                    return False  # a locked file takes LOCKED_S for each
-                self._saved[key] = row
-        for key in self._saved.keys() - now.keys():
-            one = "capability = ? AND model = ? AND settings_key = ?"
-            if not self._write(f"DELETE FROM learned_rows WHERE {one}", *key):
-                return False
-            del self._saved[key]
-        return True
+    def save_learned(self, rows: list[Plain], forgotten: Iterable[LearnedKey] = ()) -> bool:
+        """Writes rows and removes those of forgotten keys; all others are another session's to
+        change, or newer code's. False: not all was written; the caller gives all of it again."""
+        for row in rows:
+            values = *_key(row), json.dumps(row).encode()
+            if not self._write("INSERT OR REPLACE INTO learned_rows VALUES (?, ?, ?, ?)", *values):
+                return False  # a locked file takes LOCKED_S for each
+        one = "capability = ? AND model = ? AND settings_key = ?"
+        return all(self._write(f"DELETE FROM learned_rows WHERE {one}", *key) for key in forgotten)
 
     def floors(self) -> Any:
         """What `save_floors` was given last in this session; empty when nothing was."""
@@ -211,8 +197,8 @@ class Store:
 
     def removed_tenants(self) -> dict[str, float]:
         """When tenants were removed, as last saved, in seconds of the wall clock."""
-        found: dict[str, float] = json.loads(self._fact("removed_tenants") or b"{}")
-        return found
+        removed_at_s: dict[str, float] = json.loads(self._fact("removed_tenants") or b"{}")
+        return removed_at_s
 
     def save_removed_tenants(self, removed: dict[str, float]) -> None:
         self._save_fact("removed_tenants", json.dumps(removed).encode())
@@ -425,8 +411,8 @@ def kept_table(path: Path, session: str) -> Plain | None:
             db.close()
     except sqlite3.Error:
         return None
-    found = _configuration(row[0] if row else None)
-    return None if found is None else found.table
+    configuration = _configuration(row[0] if row else None)
+    return None if configuration is None else configuration.table
 
 
 def _configuration(fact: bytes | None) -> Configuration | None:
@@ -435,8 +421,8 @@ def _configuration(fact: bytes | None) -> Configuration | None:
         return None
     try:
         # Our own file, 0600: a process that can write it runs as us already.
-        found: Configuration = pickle.loads(blob)
-        return found
+        configuration: Configuration = pickle.loads(blob)
+        return configuration
     except _STALE:
         return None
 
@@ -461,7 +447,7 @@ def _joined(parts: list[Any]) -> Any:
     return whole
 
 
-def _key(row: Plain) -> tuple[str, str, str]:
+def _key(row: Plain) -> LearnedKey:
     return row["capability"], row["model"], row["settings_key"]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.replay.demand import Demand, Seat, Use, Uses
+from arbiter.replay.demand import Demand, PackedRequests, Seat, Use
 from arbiter.units import GIB, Bytes, DeviceId, Instant, NodeId, Span, seconds
 from benchmarks.replay.traces import Arrival
 
@@ -53,7 +53,7 @@ def demand(arrivals: list[Arrival], mix: Mix, budget_fraction: float, seed: int)
     table = ev.CapabilitiesSet(
         (types.CapabilitySpec("text", "text", "replay", specs, seconds(300)),)
     )
-    return Demand((_node(lent, total * mix.host_fraction),), table, seats, Uses(uses))
+    return Demand((_node(lent, total * mix.host_fraction),), table, seats, PackedRequests(uses))
 
 
 def _seat(client: int, size: float, mix: Mix) -> Seat:

@@ -73,7 +73,7 @@ class AdapterAmbiguous(RequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """One adapter in the state in which its owner left it."""
 
     name: str
@@ -140,9 +140,9 @@ class Catalogue:
         self._urls, self._fetched = urls, fetched
         self._listings: dict[Path, _Listing] = {}
         self._manifests: dict[Path, _Manifest] = {}
-        self._read: dict[Path, tuple[tuple[int, ...], Entry]] = {}
+        self._read: dict[Path, tuple[tuple[int, ...], CatalogueEntry]] = {}
 
-    def find(self, name: str, tenant: str = "") -> Entry | None:
+    def find(self, name: str, tenant: str = "") -> CatalogueEntry | None:
         """The adapter that a client names, or None when this tenant may see none of that name. What
         lies behind a manifest that cannot be read is told only to a client that names its base, or
         an adapter of all tenants, which the manifest may hide: any other bare name may mean an
@@ -153,13 +153,13 @@ class Catalogue:
         look = self._place if base else self._place_of_bare
         places: dict[str, _Place] = {}
         for each in [base] if base else list(self._folders):
-            if found := look(each, bare, tenant):
-                places[each] = found
+            if home_place := look(each, bare, tenant):
+                places[each] = home_place
         if len(places) > 1:
             raise AdapterAmbiguous(bare, tuple(sorted(places)))
-        for base, found in places.items():
-            is_remote = found.row is not None
-            return (self._remote if is_remote else self._entry)(bare, base, found)
+        for base, home_place in places.items():
+            is_remote = home_place.row is not None
+            return (self._remote if is_remote else self._entry)(bare, base, home_place)
         return None
 
     def may_name(self, name: str) -> bool:
@@ -168,14 +168,14 @@ class Catalogue:
         is_whole = ":" not in name or base != ""
         return is_whole and bool(_NAME.fullmatch(bare)) and bare not in self._reserved
 
-    def entries(self, names: Iterable[str], tenant: str = "") -> list[Entry]:
+    def entries(self, names: Iterable[str], tenant: str = "") -> list[CatalogueEntry]:
         """The entries of those names that mean an adapter which can be read."""
-        found = []
+        entries = []
         for name in names:
             with contextlib.suppress(AdapterInvalid, AdapterAmbiguous):
                 if entry := self.find(name, tenant):
-                    found.append(entry)
-        return found
+                    entries.append(entry)
+        return entries
 
     def names(self, tenant: str = "") -> list[str]:
         """Full names, `base:adapter`, of all that this tenant may see, sorted."""
@@ -192,12 +192,12 @@ class Catalogue:
         return self._resolved[base]
 
     def _names_of(self, folder: Path, tenant: str) -> set[str]:
-        found: set[str] = set()
+        names: set[str] = set()
         for home, owner in _homes(folder, tenant):
-            found |= self._listed(home)
+            names |= self._listed(home)
             with contextlib.suppress(AdapterInvalid):  # a request for one of them gets the reason
-                found |= self._rows(home, owner).keys() - self._reserved
-        return found
+                names |= self._rows(home, owner).keys() - self._reserved
+        return names
 
     def _place(self, base: str, name: str, tenant: str) -> _Place | None:
         """A tenant's own adapter hides the common one. Raises AdapterInvalid for a bad manifest."""
@@ -232,8 +232,8 @@ class Catalogue:
         """Rows of the manifest in a folder, read again when it changed. Raises AdapterInvalid."""
         file = home / MANIFEST
         try:
-            found = file.lstat()
-            stamp = found.st_mtime_ns, found.st_ino, found.st_size
+            status = file.lstat()
+            stamp = status.st_mtime_ns, status.st_ino, status.st_size
             known = self._manifests.get(file)
             if known is None or known.stamp != stamp:
                 known = self._manifests[file] = _read_manifest(file, owner, stamp)
@@ -245,9 +245,9 @@ class Catalogue:
             raise AdapterInvalid(MANIFEST, known.fault)
         return known.rows
 
-    def _remote(self, name: str, base: str, found: _Place) -> Entry:
+    def _remote(self, name: str, base: str, home_place: _Place) -> CatalogueEntry:
         """Raises AdapterInvalid."""
-        row = found.row or {}
+        row = home_place.row or {}
         url = row.get("url")
         if not isinstance(url, str):
             options = "with `url` and, if need be, `priority`, `pin` and `int8`"
@@ -256,16 +256,16 @@ class Catalogue:
             reason = f"its URL in {MANIFEST} begins with no prefix that `adapters.urls` lists"
             raise AdapterInvalid(name, reason)
         extras = _extras(name, MANIFEST, row)
-        path = home_of(self._fetched, found.owner) / place(url)
-        return Entry(name, base, path, 0, 0, (), found.owner, *extras, url)
+        path = home_of(self._fetched, home_place.owner) / place(url)
+        return CatalogueEntry(name, base, path, 0, 0, (), home_place.owner, *extras, url)
 
-    def _entry(self, name: str, base: str, found: _Place) -> Entry:
-        path = found.path
+    def _entry(self, name: str, base: str, home_place: _Place) -> CatalogueEntry:
+        path = home_place.path
         try:
             stamp = _stamp(path)
             known = self._read.get(path)
             if known is None or known[0] != stamp:
-                known = self._read[path] = stamp, _read_entry(name, base, found, stamp)
+                known = self._read[path] = stamp, _read_entry(name, base, home_place, stamp)
         except OSError as error:
             raise AdapterInvalid(name, f"{error.filename}: {error.strerror}") from error
         return known[1]
@@ -325,9 +325,9 @@ def _stamp(path: Path) -> tuple[int, ...]:
     )
 
 
-def _read_entry(name: str, base: str, found: _Place, stamp: tuple[int, ...]) -> Entry:
+def _read_entry(name: str, base: str, home_place: _Place, stamp: tuple[int, ...]) -> CatalogueEntry:
     """Raises AdapterInvalid, OSError."""
-    path = found.path
+    path = home_place.path
     rank = read_json(name, path / CONFIG).get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise AdapterInvalid(name, f"{CONFIG}: `r` is {rank!r}, not a rank")
@@ -335,20 +335,20 @@ def _read_entry(name: str, base: str, found: _Place, stamp: tuple[int, ...]) -> 
     options = _extras(name, EXTRAS, extras)
     with open_plain(name, path / WEIGHTS) as weights:
         size = os.fstat(weights.fileno()).st_size
-    return Entry(name, base, path, rank, size, stamp, found.owner, *options)
+    return CatalogueEntry(name, base, path, rank, size, stamp, home_place.owner, *options)
 
 
 def _read_manifest(file: Path, owner: str, stamp: tuple[int, ...]) -> _Manifest:
     """Raises OSError."""
     try:
         bound = MAX_TENANT_MANIFEST_BYTES if owner else MAX_MANIFEST_BYTES
-        found = read_json(MANIFEST, file, bound)
-        if len(found) > MAX_NAMES:
-            fault = f"{MANIFEST} has {len(found):,} names; leave {MAX_NAMES:,} at most"
+        manifest = read_json(MANIFEST, file, bound)
+        if len(manifest) > MAX_NAMES:
+            fault = f"{MANIFEST} has {len(manifest):,} names; leave {MAX_NAMES:,} at most"
             raise AdapterInvalid(MANIFEST, fault)
     except AdapterInvalid as error:
         return _Manifest(stamp, {}, error.reason)
-    return _Manifest(stamp, {n: _row(row) for n, row in found.items() if _NAME.fullmatch(n)})
+    return _Manifest(stamp, {n: _row(row) for n, row in manifest.items() if _NAME.fullmatch(n)})
 
 
 def _row(value: Any) -> dict[str, Any]:

@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbiter.errors import RequestError
-from deployments.adapters.folder_cache import alone, make_room
+from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.checked_sockets import public_socket
 
 if TYPE_CHECKING:
-    from deployments.adapters.catalogue import Entry
+    import aiohttp
+
+    from deployments.adapters.catalogue import CatalogueEntry
 
 
 _CHUNK_BYTES = 1 << 20
@@ -90,7 +92,7 @@ class Fetcher:
         self._fetching: dict[Path, asyncio.Task[None]] = {}
         self._places = asyncio.Semaphore(FETCHES)
 
-    async def bring(self, entry: "Entry") -> None:
+    async def bring(self, entry: "CatalogueEntry") -> None:
         """Returns once the entry's path exists. Raises FetchFailed."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(entry.path)  # used now: the longest unused are removed first
@@ -107,7 +109,7 @@ class Fetcher:
         if not fetch.cancelled():
             fetch.exception()  # has been seen, also where no asker has stayed
 
-    async def _fetch(self, entry: "Entry") -> None:
+    async def _fetch(self, entry: "CatalogueEntry") -> None:
         """Raises FetchFailed, whatever the library of the URL's scheme raises."""
         scratch = self._folder / f"{_SCRATCH}{uuid.uuid4().hex}"
         async with self._places:
@@ -127,7 +129,7 @@ class Fetcher:
         if error := filled.exception():
             raise FetchFailed(entry.full_name, _told(error)) from error
 
-    def _fill(self, entry: "Entry", scratch: Path, until_s: float) -> None:
+    def _fill(self, entry: "CatalogueEntry", scratch: Path, until_s: float) -> None:
         """Makes the entry's path. Raises what a file system of fsspec does, OSError, ValueError
         beyond a bound, TimeoutError."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -135,7 +137,7 @@ class Fetcher:
         try:
             size_bytes = self._copy(entry.url, scratch, until_s)
             with alone(self._folder):
-                _remove_abandoned(self._folder)
+                remove_abandoned(self._folder, _SCRATCH, 2 * FETCH_S)
                 make_room(self._folder, size_bytes, MAX_FETCHED_BYTES)
                 if not entry.path.is_dir():
                     entry.path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -184,14 +186,6 @@ def _bounded(reader: Any, target: Path, most_bytes: int, until_s: float) -> int:
     return most_bytes - left
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """What replicas were fetching when they were killed. Only inside `alone`."""
-    for path in folder.glob(f"{_SCRATCH}*"):
-        with contextlib.suppress(FileNotFoundError):  # its fetch has just ended
-            if time.time() - path.stat().st_mtime > 2 * FETCH_S:
-                shutil.rmtree(path, ignore_errors=True)
-
-
 def _told(error: BaseException) -> str:
     """What happened, in one line, and what to do about it."""
     names = [kind.__name__ for kind in type(error).__mro__]
@@ -236,4 +230,20 @@ async def _client(**how: Any) -> Any:
         timeout=timeout,
         headers={"accept-encoding": "identity"},
         auto_decompress=False,
+        raise_for_status=_refuse_other,
     )
+
+
+async def _refuse_other(answer: "aiohttp.ClientResponse") -> None:
+    """Refuses what is neither a file nor an error, which the file system takes for a file. Raises
+    aiohttp.ClientResponseError."""
+    import aiohttp
+
+    if answer.status != 200 and answer.ok:
+        answer.close()
+        raise aiohttp.ClientResponseError(
+            answer.request_info,
+            answer.history,
+            status=answer.status,
+            message="this is no file, and no redirect is followed; name the URL of the files",
+        )

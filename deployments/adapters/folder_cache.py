@@ -2,9 +2,11 @@
 remove the longest unused folders first. Folders of a tenant lie in one named `@TENANT`.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +27,8 @@ def alone(folder: Path) -> Iterator[None]:
 def make_room(folder: Path, size_bytes: int, max_bytes: int) -> None:
     """Removes the folders with the oldest times until `size_bytes` more fit. Only inside
     `alone`."""
-    found = [p for p in (*folder.iterdir(), *folder.glob("@*/*")) if p.name[0] not in ".@"]
-    rows = [(path.stat().st_mtime_ns, path) for path in found]
+    folders = [p for p in (*folder.iterdir(), *folder.glob("@*/*")) if p.name[0] not in ".@"]
+    rows = [(path.stat().st_mtime_ns, path) for path in folders]
     sizes = {path: sum(f.stat().st_size for f in path.iterdir()) for _, path in rows}
     excess = sum(sizes.values()) + size_bytes - max_bytes
     for _, path in sorted(rows):
@@ -34,3 +36,12 @@ def make_room(folder: Path, size_bytes: int, max_bytes: int) -> None:
             return
         shutil.rmtree(path, ignore_errors=True)
         excess -= sizes[path]
+
+
+def remove_abandoned(folder: Path, prefix: str, after_s: float) -> None:
+    """Removes scratch folders of processes that were killed while they filled them: those that were
+    begun so long ago. Only inside `alone`."""
+    for path in folder.glob(f"{prefix}*"):
+        with contextlib.suppress(FileNotFoundError):  # it has just been filled
+            if time.time() - path.stat().st_mtime > after_s:
+                shutil.rmtree(path, ignore_errors=True)

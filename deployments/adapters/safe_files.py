@@ -65,9 +65,9 @@ def read_json(name: str, file: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict
     if len(raw) > most_bytes:
         raise AdapterInvalid(name, f"{file.name} is larger than {most_bytes} bytes")
     try:
-        found = json.loads(raw)
+        document = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise AdapterInvalid(name, f"{file.name} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise AdapterInvalid(name, f"{file.name} is not an object")
-    return found
+    return document

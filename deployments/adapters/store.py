@@ -13,6 +13,7 @@ copy, or the images made of it (deployments.engines.vllm.adapter_images), and re
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -24,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deployments.adapters.catalogue import FETCHED, WEIGHTS, Catalogue, Entry, home_of
-from deployments.adapters.folder_cache import alone, make_room
+from arbiter.errors import RequestError
+from deployments.adapters.catalogue import FETCHED, WEIGHTS, Catalogue, CatalogueEntry, home_of
+from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.adapters.int8 import round_weights
 from deployments.adapters.safe_files import AdapterInvalid, open_plain
 from deployments.adapters.validate import Rules, check
@@ -34,8 +36,24 @@ _CHUNK_BYTES = 1 << 20
 # The store's bound: 2,000 adapters of an 8 B model at rank 16. Beyond it the longest unused are
 # removed.
 MAX_STORE_BYTES = 160 << 30
+_SCRATCH = ".copying-"
+_COPY_MOST_S = 3_600.0  # a gigabyte from a slow file server takes minutes
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk or a limit says that takes no more
 _KNOWN = ".known"
 _MOST_KNOWN = 100_000  # entries; a forgotten one is copied and checked again
+
+
+class AdapterNotCopied(RequestError):
+    """This node has no room for the checked copy; the adapter is not at fault."""
+
+    status_code, code, retry_after_s = 503, "adapter_not_copied", 10.0
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"adapter {self.name!r} could not be copied to the node's store: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +72,31 @@ class Store:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._max_bytes = folder.resolve(), max_bytes
 
-    def publish(self, entry: Entry, rules: Rules) -> Published:
+    def publish(self, entry: CatalogueEntry, rules: Rules) -> Published:
         """Copies, hashes and checks the adapter, and only then names the copy, unless the copy of
-        this entry under these rules is there. Blocks for the copy. Raises AdapterInvalid."""
+        this entry under these rules is there. Blocks for the copy. Raises AdapterInvalid,
+        AdapterNotCopied."""
         if entry.rank > rules.max_rank:
             reason = f"rank {entry.rank} is above the {rules.max_rank} its model serves"
             raise AdapterInvalid(entry.name, reason)
         if known := self._known(entry, rules):
             return known
-        scratch = Path(tempfile.mkdtemp(dir=self._folder, prefix=".copying-"))
+        try:
+            scratch = Path(tempfile.mkdtemp(dir=self._folder, prefix=_SCRATCH))
+        except OSError as error:
+            raise AdapterNotCopied(entry.name, str(error.strerror)) from error
         try:
             made = self._publish(entry, rules, scratch)
             self._note(entry, rules, made)
             return made
         except OSError as error:
+            if error.errno in _FULL:
+                raise AdapterNotCopied(entry.name, str(error.strerror)) from error
             raise AdapterInvalid(entry.name, f"{error.filename}: {error.strerror}") from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _publish(self, entry: Entry, rules: Rules, scratch: Path) -> Published:
+    def _publish(self, entry: CatalogueEntry, rules: Rules, scratch: Path) -> Published:
         hashed = hashlib.sha256()
         for name, bound in rules.bounds.items():
             _copy(entry, name, scratch / name, bound, hashed)
@@ -84,6 +108,7 @@ class Store:
         target = home / digest
         size_bytes = (scratch / WEIGHTS).stat().st_size
         with alone(self._folder):
+            remove_abandoned(self._folder, _SCRATCH, _COPY_MOST_S)
             if target.is_dir():
                 os.utime(target)  # used now: the longest unused are removed first
             else:
@@ -94,14 +119,14 @@ class Store:
                 scratch.rename(target)
         return Published(digest, target, size_bytes)
 
-    def _known(self, entry: Entry, rules: Rules) -> Published | None:
+    def _known(self, entry: CatalogueEntry, rules: Rules) -> Published | None:
         with contextlib.suppress(OSError):  # the copy is gone
             if found := self.peek(entry, rules):
                 os.utime(found.path)  # used now
                 return found
         return None
 
-    def peek(self, entry: Entry, rules: Rules) -> Published | None:
+    def peek(self, entry: CatalogueEntry, rules: Rules) -> Published | None:
         """What was published of this entry in this state, which does not count as a use. The copy
         may be gone."""
         with contextlib.suppress(OSError, ValueError):  # of no such note, or half of one
@@ -110,7 +135,7 @@ class Store:
             return Published(path.name, path, int(note["size_bytes"]))
         return None
 
-    def _note(self, entry: Entry, rules: Rules, made: Published) -> None:
+    def _note(self, entry: CatalogueEntry, rules: Rules, made: Published) -> None:
         """Raises OSError."""
         note = self._note_of(entry, rules)
         note.parent.mkdir(mode=0o700, exist_ok=True)
@@ -122,7 +147,7 @@ class Store:
         temporary.write_text(json.dumps(whole))
         temporary.rename(note)
 
-    def _note_of(self, entry: Entry, rules: Rules) -> Path:
+    def _note_of(self, entry: CatalogueEntry, rules: Rules) -> Path:
         """A file whose name covers the entry with its files' times, and what was checked."""
         facts = repr((entry, rules.max_rank, sorted(rules.shapes.items())))
         return self._folder / _KNOWN / hashlib.sha256(facts.encode()).hexdigest()[:32]
@@ -134,13 +159,13 @@ class CheckedAdapters:
 
     def __init__(self, store: Store, rules: Rules) -> None:
         self._store, self._rules = store, rules
-        self._known: dict[tuple[str, str], tuple[Entry, Published]] = {}
+        self._known: dict[tuple[str, str], tuple[CatalogueEntry, Published]] = {}
         # One per adapter, so that many requests for a new adapter have it copied once.
         self._copying: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def take(self, entry: Entry) -> Published:
+    async def take(self, entry: CatalogueEntry) -> Published:
         """The checked copy, which is made again when the entry changed or the copy is gone. Raises
-        AdapterInvalid."""
+        AdapterInvalid, AdapterNotCopied."""
         if known := self._current(entry):
             return known
         key = entry.tenant, entry.name
@@ -151,15 +176,15 @@ class CheckedAdapters:
             self._known[key] = entry, made
         return made
 
-    async def peek(self, entries: Iterable[Entry]) -> dict[str, Published]:
+    async def peek(self, entries: Iterable[CatalogueEntry]) -> dict[str, Published]:
         """What was published of these entries as they are now, by full name; publishes nothing."""
         return await asyncio.to_thread(self._peek, list(entries))
 
-    def _peek(self, entries: list[Entry]) -> dict[str, Published]:
+    def _peek(self, entries: list[CatalogueEntry]) -> dict[str, Published]:
         found = {entry.full_name: self._store.peek(entry, self._rules) for entry in entries}
         return {name: published for name, published in found.items() if published}
 
-    def _current(self, entry: Entry) -> Published | None:
+    def _current(self, entry: CatalogueEntry) -> Published | None:
         found = self._known.get((entry.tenant, entry.name))
         if found is None or found[0] != entry or not found[1].path.is_dir():
             return None
@@ -189,7 +214,7 @@ def _rounded(folder: Path, rules: Rules) -> Any:
     return hashed
 
 
-def _copy(entry: Entry, name: str, target: Path, bound: int, hashed: Any) -> None:
+def _copy(entry: CatalogueEntry, name: str, target: Path, bound: int, hashed: Any) -> None:
     """Copies and hashes one file. Raises AdapterInvalid for a file that is not plain or larger than
     the bound, OSError for links."""
     with open_plain(entry.name, entry.path / name) as reader, target.open("xb") as writer:

@@ -21,14 +21,14 @@ class VadServer(Capability):
         super().__init__(capability)
         self._speech_until_s = 0.0  # until then speech is the same person's, still speaking
 
-    def note_answer(self, call: messages.InferenceCall, said: messages.FullResponse) -> None:
+    def note_answer(self, call: messages.InferenceCall, response: messages.FullResponse) -> None:
         """Tells of speech at most once in QUIET_S."""
         now_s = time.monotonic()
-        if hears_speech(said) and now_s >= self._speech_until_s:
+        if hears_speech(response) and now_s >= self._speech_until_s:
             self._residency.client().tell(ev.SpeechStarted(self._residency.holder))
             self._speech_until_s = now_s + QUIET_S
 
 
-def hears_speech(said: messages.FullResponse) -> bool:
+def hears_speech(response: messages.FullResponse) -> bool:
     """Whether an answer of the engine has a span of speech in it."""
-    return said.head.status == 200 and bool(json.loads(said.body).get("segments"))
+    return response.head.status == 200 and bool(json.loads(response.body).get("segments"))

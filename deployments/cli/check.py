@@ -72,9 +72,9 @@ def check(
     rows = [(model, size(need)) for model, need in needs.items()]
     heads = ("model", "about, while resident")
     good = f"{file}: good, {len(needs)} models"
-    told = {"ok": True, "need_bytes": needs, "warnings": warnings}
+    report = {"ok": True, "need_bytes": needs, "warnings": warnings}
     yellow = (Text(clean(sentence), "yellow") for sentence in warnings)
-    show(as_json, told, good, table(heads, rows, numbers=heads[1:]), *yellow)
+    show(as_json, report, good, table(heads, rows, numbers=heads[1:]), *yellow)
 
 
 def _warnings(found: "Table", plans: "dict[str, ModelPlan]") -> list[str]:

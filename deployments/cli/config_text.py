@@ -19,7 +19,7 @@ _KEY = re.compile(r"([\w./-]+):")
 
 
 @dataclass(slots=True)
-class Entry:
+class CapabilityText:
     """One capability: the lines before its models, and those of each model."""
 
     head: str
@@ -41,16 +41,16 @@ class Entry:
         self.models[name] = "".join(MODEL + line for line in lines)
 
 
-def shipped(file: str) -> dict[str, Entry]:
+def shipped(file: str) -> dict[str, CapabilityText]:
     """The entries of a configuration beside this package, by name. Raises OSError."""
     text = (ROOT / file).read_text()
     return {name: _entry(part) for name, part in _parts(text.split(CAPABILITIES)[1], ENTRY)}
 
 
-def _entry(text: str) -> Entry:
-    before, found, after = text.partition(MODELS)
+def _entry(text: str) -> CapabilityText:
+    before, separator, after = text.partition(MODELS)
     line, _, rest = after.partition("\n")
-    return Entry(f"{before}{found}{line}\n", dict(_parts(rest, MODEL)))
+    return CapabilityText(f"{before}{separator}{line}\n", dict(_parts(rest, MODEL)))
 
 
 def _parts(text: str, indent: str) -> Iterable[tuple[str, str]]:
@@ -73,7 +73,9 @@ def _parts(text: str, indent: str) -> Iterable[tuple[str, str]]:
         yield name, lines + comments
 
 
-def whole(about: list[str], port: int, arbiter: Mapping[str, str], entries: list[Entry]) -> str:
+def whole(
+    about: list[str], port: int, arbiter: Mapping[str, str], entries: list[CapabilityText]
+) -> str:
     """The file. `arbiter`: lines of its section by key; `about`: comments at the top."""
     comments = "".join(f"# {line}\n" for line in about)
     section = "".join(f"            {key}: {value}\n" for key, value in arbiter.items())

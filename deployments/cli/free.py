@@ -59,9 +59,9 @@ def free(
         raise typer.BadParameter("say how much by --gb")
     body = {"gb": gb, "term_s": float(term_text), "name": name, "node": node}
     more = {"kept": not words, "notice_s": NOTICE_S, "within_s": WITHIN_S, "dry_run": dry_run}
-    said = {key: value for key, value in (body | more).items() if value is not None}
+    question = {key: value for key, value in (body | more).items() if value is not None}
     with front(url) as f, working(f"freeing {gb:g} GiB"):
-        done = f.send("POST", "/arbiter/free", said)
+        done = f.send("POST", "/arbiter/free", question)
     if dry_run or not words:
         return show(as_json, done, *_lines(done))
     raise typer.Exit(_run(words, _freed(body, done["id"], address(url)), as_json))

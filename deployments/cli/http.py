@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 5.0  # two lost SYNs on Linux, which sends them after 1 s and 3 s again
 ANSWER_S = 30.0  # twice the longest silence of the event stream
-SAID_MOST = 500  # characters quoted of an answer that is not the front's
+SHOWN_CHARS_MOST = 500  # characters quoted of an answer that is not the front's
 
 Url = Annotated[
     str | None,
@@ -52,14 +52,16 @@ class BadUrl(CommandError):
 class Refused(CommandError):
     """The front's answer was no."""
 
-    def __init__(self, asked: str, status: int, code: str | None, message: str, after: str) -> None:
-        super().__init__(asked, status, code, message, after)
-        self.asked, self.status, self.code = asked, status, code
+    def __init__(
+        self, request: str, status: int, code: str | None, message: str, after: str
+    ) -> None:
+        super().__init__(request, status, code, message, after)
+        self.request, self.status, self.code = request, status, code
         self.message, self.retry_after = message, after
 
     def __str__(self) -> str:
         kind = f"{self.status} {self.code}" if self.code else str(self.status)
-        return clean(f"{self.asked} was refused ({kind}): {self.message}{self._advice()}")
+        return clean(f"{self.request} was refused ({kind}): {self.message}{self._advice()}")
 
     def _advice(self) -> str:
         if self.status == 401:
@@ -72,20 +74,19 @@ class Refused(CommandError):
 class NotTheFront(CommandError):
     """An answer in another form than a front gives."""
 
-    def __init__(self, asked: str, status: int, said: str) -> None:
-        super().__init__(asked, status, said)
-        self.asked, self.status, self.said = asked, status, said
+    def __init__(self, request: str, status: int, body: str) -> None:
+        super().__init__(request, status, body)
+        self.request, self.status, self.body = request, status, body
 
     def __str__(self) -> str:
-        said = clean(self.said[:SAID_MOST].strip()) or "an empty body"
+        shown = clean(self.body[:SHOWN_CHARS_MOST].strip()) or "an empty body"
         advice = (
             "The front failed: see `serve status` and its log"
             if self.status >= 500
             else "Is the address right, and the front of this version?"
         )
-        return (
-            f"{self.asked} was answered ({self.status}) in no form of the front: {said}. {advice}"
-        )
+        was = f"{self.request} was answered ({self.status}) in no form of the front"
+        return f"{was}: {shown}. {advice}"
 
 
 class StreamEnded(CommandError):
@@ -118,16 +119,16 @@ class Front:
         """The JSON value that the front answers with. Raises NoFront, Refused, NotTheFront."""
         import httpx
 
-        asked = f"{method} {self.url}{path}"
+        request = f"{method} {self.url}{path}"
         try:
             answer = self._client.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise NoFront(self.url, _cause(error)) from error
-        _check(answer, asked)
+        _check(answer, request)
         try:
             return answer.json()
         except ValueError:
-            raise NotTheFront(asked, answer.status_code, answer.text) from None
+            raise NotTheFront(request, answer.status_code, answer.text) from None
 
     def follow(self, after: int) -> Iterator[dict[str, Any]]:
         """Events behind sequence number `after`, as they happen, for ever. Raises NoFront, Refused,
@@ -219,7 +220,7 @@ def _headers(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def _check(answer: "httpx.Response", asked: str) -> None:
+def _check(answer: "httpx.Response", request: str) -> None:
     """Raises Refused for a refusal in the front's own form, NotTheFront for any other."""
     if answer.is_success:
         return
@@ -227,8 +228,8 @@ def _check(answer: "httpx.Response", asked: str) -> None:
         error = answer.json()["error"]
         code, message = error.get("code"), str(error["message"])
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise NotTheFront(asked, answer.status_code, answer.text) from None
-    raise Refused(asked, answer.status_code, code, message, answer.headers.get("retry-after", ""))
+        raise NotTheFront(request, answer.status_code, answer.text) from None
+    raise Refused(request, answer.status_code, code, message, answer.headers.get("retry-after", ""))
 
 
 def _cause(error: "httpx.HTTPError") -> str:

@@ -55,8 +55,8 @@ def find_machine(wants_gpu: bool | None) -> Machine:
 
     ram, _ = procfs.ram()
     try:
-        found = nvml.find_gpus() if wants_gpu is not False else nvml.NoGpus()
-        cards = [found.card(index) for index in range(found.count())]
+        gpus = nvml.find_gpus() if wants_gpu is not False else nvml.NoGpus()
+        cards = [gpus.card(index) for index in range(gpus.count())]
     except (nvml.NvmlFailed, nvml.GpuUnreadable) as error:
         raise CommandError(f"{error}; `--cpu` does without") from error
     if wants_gpu and not cards:
@@ -98,13 +98,13 @@ def init(
         raise CommandError(f"{file} cannot be written: {error}") from error
     rows = [(name, human(Bytes(need))) for name, need in made.need_bytes.items()]
     heads = ("model", "about, while resident")
-    said = [f"left out: {line}" for line in made.left_out]
+    lines = [f"left out: {line}" for line in made.left_out]
     if len(made.need_bytes) < len(_models(made.text)):
-        said.append("`make models` makes those that are not made yet")
+        lines.append("`make models` makes those that are not made yet")
     next_is = f"`arbiter check {file}` names what an edit breaks; `arbiter serve {file}` starts it"
     wrote = f"{file}: for {machine.words}"
     value = {"file": str(file), "need_bytes": made.need_bytes, "left_out": made.left_out}
-    show(as_json, value, wrote, table(heads, rows, numbers=heads[1:]), *said, next_is)
+    show(as_json, value, wrote, table(heads, rows, numbers=heads[1:]), *lines, next_is)
 
 
 def _models(text: str) -> list[str]:
@@ -117,7 +117,7 @@ def _names(text: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenConfig:
     """A configuration for a machine."""
 
     text: str  # of the file
@@ -126,7 +126,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedModel:
     """A model as `--model` names it."""
 
     name: str
@@ -134,15 +134,17 @@ class Named:
     capability: str  # may be empty
 
 
-def written(machine: Machine, chosen: list[str], models: list[str], port: int = 8000) -> Written:
+def written(
+    machine: Machine, chosen: list[str], models: list[str], port: int = 8000
+) -> WrittenConfig:
     """Makes the text of a configuration for this machine. Raises CommandError."""
     from deployments.cli.model_sources import look
 
     entries = config_text.shipped(FILES[bool(machine.gpus)])
     if unknown := [name for name in chosen if name not in entries]:
         raise CommandError(f"--capabilities: no {unknown[0]!r}; there is: {', '.join(entries)}")
-    asked = [_named(one, entries) for one in models]
-    named = [look(one.name, one.source, one.capability) for one in asked]
+    selected = [_named(one, entries) for one in models]
+    named = [look(one.name, one.source, one.capability) for one in selected]
     _refuse_twice(named)
     wanted = chosen or list(entries)
     for source in named:
@@ -161,14 +163,14 @@ def written(machine: Machine, chosen: list[str], models: list[str], port: int = 
     return _fitted(machine, kept, {source.name for source in named}, port)
 
 
-def _named(text: str, entries: dict[str, Any]) -> Named:
+def _named(text: str, entries: dict[str, Any]) -> NamedModel:
     """Raises CommandError."""
-    found = NAMED.fullmatch(text)
-    if found is None:
+    match = NAMED.fullmatch(text)
+    if match is None:
         raise CommandError(f"--model {text!r}: write NAME=SOURCE, or CAPABILITY:NAME=SOURCE")
-    if found[1] and found[1] not in entries:
-        raise CommandError(f"--model {text!r}: no capability {found[1]!r} of {', '.join(entries)}")
-    return Named(found[2], found[3], found[1] or "")
+    if match[1] and match[1] not in entries:
+        raise CommandError(f"--model {text!r}: no capability {match[1]!r} of {', '.join(entries)}")
+    return NamedModel(match[2], match[3], match[1] or "")
 
 
 def _refuse_twice(named: "list[Source]") -> None:
@@ -178,8 +180,8 @@ def _refuse_twice(named: "list[Source]") -> None:
 
 
 def _fitted(
-    machine: Machine, kept: dict[str, config_text.Entry], asked_for: set[str], port: int
-) -> Written:
+    machine: Machine, kept: dict[str, config_text.CapabilityText], asked_for: set[str], port: int
+) -> WrittenConfig:
     """Writes the configuration without the models of the shipped file that are larger than this
     machine."""
     needs, left_out = _needs(machine, kept), []
@@ -196,7 +198,7 @@ def _fitted(
     text = config_text.whole(
         _about(machine, needs, left_out), port, _arbiter(machine, kept, needs), list(kept.values())
     )
-    return Written(text, needs, left_out)
+    return WrittenConfig(text, needs, left_out)
 
 
 def _room(machine: Machine) -> int:
@@ -209,7 +211,7 @@ def _room(machine: Machine) -> int:
     return sum(lent) or int(LENT * machine.largest_bytes)
 
 
-def _needs(machine: Machine, kept: dict[str, config_text.Entry]) -> dict[str, int]:
+def _needs(machine: Machine, kept: dict[str, config_text.CapabilityText]) -> dict[str, int]:
     """Bytes of each model while resident. Models that `make models` has yet to make are not in it.
     Raises CommandError."""
     from deployments.config.load_plan import plan
@@ -238,7 +240,7 @@ def _about(machine: Machine, needs: dict[str, int], left_out: list[str]) -> list
 
 
 def _arbiter(
-    machine: Machine, kept: dict[str, config_text.Entry], needs: dict[str, int]
+    machine: Machine, kept: dict[str, config_text.CapabilityText], needs: dict[str, int]
 ) -> dict[str, str]:
     """Lines of the arbiter's section."""
     host = f"host: {machine.host_bytes // MIB} MiB"

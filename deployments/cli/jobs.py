@@ -30,7 +30,7 @@ def list_(
 ) -> None:
     """Batches and jobs of all tenants, the newest first."""
     with front(url) as f:
-        found = f.get(f"/arbiter/jobs?limit={limit}")
+        page = f.get(f"/arbiter/jobs?limit={limit}")
     heads = ("id", "state", "done", "failed", "of", "tenant", "path", "models", "since")
     now = time.time()
     rows = [
@@ -38,17 +38,17 @@ def list_(
             *(row["id"], row["state"], row["done"], row["failed"], row["total"], row["tenant"]),
             *(row["path"], ", ".join(row["models"]), span(now - row["created_s"])),
         )
-        for row in found["jobs"]
+        for row in page["jobs"]
     ]
-    show(as_json, found, table(heads, rows, numbers=("done", "failed", "of")))
+    show(as_json, page, table(heads, rows, numbers=("done", "failed", "of")))
 
 
 @app.command("show")
 def show_(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
     """State, counts and errors of one batch or job."""
     with front(url) as f:
-        found = f.get(_path(job_id))
-    show(as_json, found, *_lines(found))
+        job = f.get(_path(job_id))
+    show(as_json, job, *_lines(job))
 
 
 @app.command()
@@ -65,12 +65,12 @@ def tail(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
     before = None
     with front(url) as f:
         while True:
-            found = f.get(_path(job_id))
-            if (now := _summary(found)) != before:
-                show_line(as_json, found, Text(clean(now)))
+            job = f.get(_path(job_id))
+            if (now := _summary(job)) != before:
+                show_line(as_json, job, Text(clean(now)))
                 before = now
-            if found["state"] in ENDED:
-                raise typer.Exit(int(found["state"] != "completed"))
+            if job["state"] in ENDED:
+                raise typer.Exit(int(job["state"] != "completed"))
             time.sleep(TAIL_S)
 
 

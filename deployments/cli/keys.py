@@ -68,7 +68,7 @@ def list_(file: KeysFile = None, as_json: AsJson = False) -> None:
     from deployments.front import keys
 
     with _troubles():
-        found = [key for key in keys.load(file or keys.keys_path()).values() if not key.removed]
+        entries = [key for key in keys.load(file or keys.keys_path()).values() if not key.removed]
     rows: list[dict[str, Any]] = [
         {
             "id": key.id,
@@ -77,7 +77,7 @@ def list_(file: KeysFile = None, as_json: AsJson = False) -> None:
             "scopes": list(key.scopes),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(key.created_unix_s)),
         }
-        for key in found
+        for key in entries
     ]
     heads = ("id", "name", "tenant", "scopes", "created")
     cells = [(r["id"], r["name"], r["tenant"], ",".join(r["scopes"]), r["created"]) for r in rows]

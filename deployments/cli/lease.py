@@ -97,14 +97,14 @@ def _need(gb: float | None, text: str | None) -> int:
     if (gb is None) == (text is None):
         raise typer.BadParameter("say how much by one of --gb and --size")
     if text is not None:
-        found = _size(text)
+        size_bytes = _size(text)
     elif gb is not None and math.isfinite(gb):
-        found = round(gb * GIB)
+        size_bytes = round(gb * GIB)
     else:
-        found = 0
-    if found <= 0:
+        size_bytes = 0
+    if size_bytes <= 0:
         raise typer.BadParameter("a lease needs more than 0 bytes")
-    return found
+    return size_bytes
 
 
 def run_command(words: list[str], held: leases.Lease, as_json: bool) -> int:

@@ -48,7 +48,7 @@ def install(
         paths += [write_for_ray()] if ray else []
     except OSError as error:
         raise CommandError(f"cannot write into {ray_folder()}, of Ray: {error}") from error
-    said = [f"wrote {path}" for path in paths]
+    lines = [f"wrote {path}" for path in paths]
     if key:
-        said.append(f"`arbiter key add prometheus --scope view` makes a key for {folder / KEY}")
-    show(as_json, {"files": [str(path) for path in paths]}, *said)
+        lines.append(f"`arbiter key add prometheus --scope view` makes a key for {folder / KEY}")
+    show(as_json, {"files": [str(path) for path in paths]}, *lines)

@@ -83,10 +83,10 @@ def _cached(hub_id: str) -> Path | None:
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     kept = cache / f"models--{hub_id.replace('/', '--')}"
     try:
-        found = kept / "snapshots" / (kept / "refs" / "main").read_text().strip()
+        snapshot = kept / "snapshots" / (kept / "refs" / "main").read_text().strip()
     except OSError:
         return None
-    return found if found.is_dir() else None
+    return snapshot if snapshot.is_dir() else None
 
 
 def _of_folder(name: str, source: str, folder: Path, capability: str) -> Source:
@@ -113,32 +113,32 @@ def _of_folder(name: str, source: str, folder: Path, capability: str) -> Source:
 
 
 def _of_hub(name: str, source: str, capability: str) -> Source:
-    said = _ask_hub(name, source)
-    config: dict[str, Any] = said.get("config", {})
-    files = [row["rfilename"] for row in said.get("siblings", ())]
+    card = _ask_hub(name, source)
+    config: dict[str, Any] = card.get("config", {})
+    files = [row["rfilename"] for row in card.get("siblings", ())]
     found, kind = _kind(config, files)
     _refuse_another(name, source, capability, found, kind)
     if not found and not capability:
-        why = _unknown(config, files) if said else "it is not in the cache, and no hub answers"
+        why = _unknown(config, files) if card else "it is not in the cache, and no hub answers"
         raise CommandError(f"{name}: {source}: {why}; write it as `--model chat:{name}={source}`")
-    size, where = _size_at_hub(source, said)
+    size, where = _size_at_hub(source, card)
     known = f"{{size}} of weights by {where}" if size else "its size is learned at the first load"
     return Source(name, source, capability or found, size, None, f"{kind or 'as you say'}; {known}")
 
 
-def _size_at_hub(source: str, said: Mapping[str, Any]) -> tuple[Bytes | None, str]:
+def _size_at_hub(source: str, card: Mapping[str, Any]) -> tuple[Bytes | None, str]:
     """Returns the size in bytes in the order of A17, and by what it is known: the headers, which
     the hub has read of a model that lies at the top of its repository, else the sizes of files,
     else the name."""
-    counts = (said.get("safetensors") or {}).get("parameters") or {}
+    counts = (card.get("safetensors") or {}).get("parameters") or {}
     if counts and counts.keys() <= ITEM_BYTES.keys():
         return Bytes(sum(ITEM_BYTES[kind] * count for kind, count in counts.items())), "its headers"
-    listed = {row["rfilename"]: row.get("size") or 0 for row in said.get("siblings", ())}
+    listed = {row["rfilename"]: row.get("size") or 0 for row in card.get("siblings", ())}
     # `consolidated` ones are the same tensors once more, and so are those of other endings.
     kept = {file: size for file, size in listed.items() if "consolidated" not in file}
     tensors = {file: size for file, size in kept.items() if file.endswith(".safetensors")}
-    if found := estimates.of_files(tensors or kept):
-        return found, "the sizes of its files"
+    if size_bytes := estimates.of_files(tensors or kept):
+        return size_bytes, "the sizes of its files"
     return estimates.of_name(source), "the number in its name"
 
 
@@ -162,10 +162,10 @@ def _ask_hub(name: str, source: str) -> dict[str, Any]:
             " HF_TOKEN"
         )
     try:
-        found = answer.json() if answer.is_success else {}
+        body = answer.json() if answer.is_success else {}
     except ValueError:  # the page of a proxy or of a login in between: no hub answers
         return {}
-    return found if isinstance(found, dict) else {}
+    return body if isinstance(body, dict) else {}
 
 
 def _kind(config: Mapping[str, Any], files: Iterable[str]) -> tuple[str, str]:
@@ -200,8 +200,8 @@ def _unknown(config: Mapping[str, Any], files: Iterable[str]) -> str:
     if not config:
         return f"no config.json among {', '.join(sorted(files)) or 'no files'}"
     known = ", ".join(ending for ending, _ in BY_CLASS)
-    said = kinds or "no `architectures`"
-    return f"config.json names {said}, of which no capability is known (those end in {known})"
+    shown = kinds or "no `architectures`"
+    return f"config.json names {shown}, of which no capability is known (those end in {known})"
 
 
 def _refuse_another(name: str, source: str, wanted: str, found: str, kind: str) -> None:
@@ -219,13 +219,13 @@ def _bytes(folder: Path) -> Bytes:
 
 
 def _context(config: Mapping[str, Any]) -> int | None:
-    found = (config.get("text_config") or config).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    context_tokens = (config.get("text_config") or config).get("max_position_embeddings")
+    return context_tokens if isinstance(context_tokens, int) else None
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
+        document = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

@@ -36,8 +36,8 @@ def record(
 
         now("asking the arbiter, which restarts to begin or end a recording")
         record_arbiter(path)
-    said = f"every event from now on is in {path}" if path else "nothing is recorded any more"
-    show(as_json, {"recording": path}, said)
+    message = f"every event from now on is in {path}" if path else "nothing is recorded any more"
+    show(as_json, {"recording": path}, message)
 
 
 def _policies() -> list[str]:
@@ -60,8 +60,8 @@ def whatif(
 ) -> None:
     """Replay a recording, as it was and under other policies."""
     with working("reading the recording") as now:
-        found = compared(log, policy or [], lambda name: now(f"replaying under {name}"))
-    show(as_json, found, *_comparison(found))
+        comparison = compared(log, policy or [], lambda name: now(f"replaying under {name}"))
+    show(as_json, comparison, *_comparison(comparison))
 
 
 def compared(path: Path, policies: list[str], begins: Any = lambda policy: None) -> dict[str, Any]:
@@ -116,9 +116,9 @@ def _row(score: "Score", best: "Score") -> dict[str, float]:
     return as_plain(score) | regret
 
 
-def _comparison(found: dict[str, Any]) -> Iterator[RenderableType]:
-    same, events = found["decided_as_recorded"], found["events"]
-    yield f"{events} events, recorded under {found['recorded_policy']}; " + (
+def _comparison(comparison: dict[str, Any]) -> Iterator[RenderableType]:
+    same, events = comparison["decided_as_recorded"], comparison["events"]
+    yield f"{events} events, recorded under {comparison['recorded_policy']}; " + (
         "this core decides all of them as it was recorded"
         if same == events
         else f"this core decides differently from event {same} on"
@@ -146,6 +146,6 @@ def _comparison(found: dict[str, Any]) -> Iterator[RenderableType]:
             f"{row['waited_p99_s']:.2f}",
             f"{row['regret_waited_s']:.2f}",
         )
-        for name, row in found["policies"].items()
+        for name, row in comparison["policies"].items()
     ]
     yield table(heads, rows, numbers=heads[1:])

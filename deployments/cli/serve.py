@@ -233,12 +233,12 @@ def _start(file: Path, log: Path) -> Child:
 
 def _until_ready(child: Child, url: str, steps: progress.Steps) -> Ready | None:
     """What `/ready` said last; None where the child ended, or is to end."""
-    found: Ready = {}
+    ready: Ready = {}
 
     def look(good: Callable[[Ready], bool], note: progress.Note) -> bool:
-        found.update(ask_ready(url) or {})
-        note(_words(found))
-        return bool(found) and good(found)
+        ready.update(ask_ready(url) or {})
+        note(_words(ready))
+        return bool(ready) and good(ready)
 
     with steps.step("Ray") as note:
         if not child.until(lambda: RAY.search(child.text) is not None or _answers(url)):
@@ -247,7 +247,7 @@ def _until_ready(child: Child, url: str, steps: progress.Steps) -> Ready | None:
         if not child.until(lambda: _answers(url)):
             return None
     with steps.step("arbiter and node agents") as note:
-        if not child.until(lambda: look(lambda said: bool(said["nodes"]), note)):
+        if not child.until(lambda: look(lambda ready: bool(ready["nodes"]), note)):
             return None
     with steps.step("imports of engines") as note:
         if not child.until(lambda: look(_is_warm, note)):
@@ -255,29 +255,29 @@ def _until_ready(child: Child, url: str, steps: progress.Steps) -> Ready | None:
     with steps.step("capabilities") as note:
         settled_s = time.monotonic() + SETTLE_S
         if not child.until(
-            lambda: look(lambda said: not failures(said), note) or time.monotonic() > settled_s
+            lambda: look(lambda ready: not failures(ready), note) or time.monotonic() > settled_s
         ):
             return None
-    return found
+    return ready
 
 
-def _is_warm(said: Ready) -> bool:
+def _is_warm(ready: Ready) -> bool:
     """Raises CommandError where a node can start no engine."""
-    for node, row in said["nodes"].items():
+    for node, row in ready["nodes"].items():
         if row["state"] == "failed":
             raise CommandError(f"no engine can start on {node}: its zygote {row['cause']}")
-    return all(row["state"] == "ready" for row in said["nodes"].values())
+    return all(row["state"] == "ready" for row in ready["nodes"].values())
 
 
-def _words(said: Ready) -> str:
-    nodes = [row["state"] for row in said.get("nodes", {}).values()]
-    causes = [row["cause"] for row in said.get("nodes", {}).values() if row.get("cause")]
+def _words(ready: Ready) -> str:
+    nodes = [row["state"] for row in ready.get("nodes", {}).values()]
+    causes = [row["cause"] for row in ready.get("nodes", {}).values() if row.get("cause")]
     return "; ".join([f"{nodes.count('ready')} of {len(nodes)} nodes", *causes]) if nodes else ""
 
 
-def failures(said: Ready) -> dict[str, str]:
+def failures(ready: Ready) -> dict[str, str]:
     """Capability to the cause for which it serves nothing."""
-    rows = said["capabilities"].items()
+    rows = ready["capabilities"].items()
     return {name: row.get("cause", "") for name, row in rows if row["state"] == "failed"}
 
 
@@ -287,12 +287,12 @@ def _answers(url: str) -> bool:
 
 def ask_ready(url: str) -> Ready | None:
     """None while no front or no arbiter answers. It is 503 where all capabilities failed."""
-    said = _get(f"{url}/ready")
+    reply = _get(f"{url}/ready")
     try:
-        found = json.loads(said or b"{}")
+        ready = json.loads(reply or b"{}")
     except ValueError:
         return None
-    return found if "nodes" in found else None
+    return ready if "nodes" in ready else None
 
 
 def _get(url: str) -> bytes | None:
@@ -307,9 +307,9 @@ def _get(url: str) -> bytes | None:
     return answer.content if answer.is_success or answer.status_code == 503 else None
 
 
-def facts(configured: Configured, said: Ready, child: Child, took_s: float) -> dict[str, Any]:
+def facts(configured: Configured, ready: Ready, child: Child, took_s: float) -> dict[str, Any]:
     """What a person or program needs to go on."""
-    url, failed = configured.url, failures(said)
+    url, failed = configured.url, failures(ready)
     dashboard = DASHBOARD.search(child.text)
     return {
         "ready_s": round(took_s, 1),
@@ -317,7 +317,7 @@ def facts(configured: Configured, said: Ready, child: Child, took_s: float) -> d
         "console": f"{url}/" if _get(f"{url}/") is not None else None,
         "dashboard": dashboard[1] if dashboard else None,
         "log": str(child.log),
-        "serves": [name for name in said["capabilities"] if name not in failed],
+        "serves": [name for name in ready["capabilities"] if name not in failed],
         "failed": failed,
         "try": curl(url, configured.capabilities),
     }

@@ -141,8 +141,8 @@ def events(
 
 
 def _recent(f: Front, after: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = f.get(f"/arbiter/events/recent?after={after}")["events"]
-    return found
+    recent: list[dict[str, Any]] = f.get(f"/arbiter/events/recent?after={after}")["events"]
+    return recent
 
 
 def event_text(event: dict[str, Any]) -> Text:
@@ -173,9 +173,9 @@ def explain(
     """Why a ticket waits, or for which ticket and at what price its model left. Of a task: which
     model would be asked first."""
     with front(url) as f:
-        found = f.get(f"/arbiter/explain/{quote(ticket, safe='')}")
-    rungs = [_rungs(found["rungs"])] if "rungs" in found else []
-    show(as_json, found, *rungs, *(cell(sentence) for sentence in found["said"]))
+        explanation = f.get(f"/arbiter/explain/{quote(ticket, safe='')}")
+    rungs = [_rungs(explanation["rungs"])] if "rungs" in explanation else []
+    show(as_json, explanation, *rungs, *(cell(sentence) for sentence in explanation["said"]))
 
 
 def _rungs(rungs: list[dict[str, Any]]) -> RenderableType:
@@ -264,7 +264,7 @@ def residency(as_json: AsJson = False, url: Url = None) -> None:
 def copies(as_json: AsJson = False, url: Url = None) -> None:
     """Copies of models' files in host RAM that engines of a node share."""
     with front(url) as f:
-        found = f.get("/arbiter/host_copies")["copies"]
+        host_copies = f.get("/arbiter/host_copies")["copies"]
     rows = [
         (
             copy["key"],
@@ -274,10 +274,10 @@ def copies(as_json: AsJson = False, url: Url = None) -> None:
             ", ".join(copy["users"]) or "-",
             "with its last user" if copy["is_leaving"] else "-",
         )
-        for copy in found
+        for copy in host_copies
     ]
     heads = ("copy", "node", "models", "takes", "used by", "leaves")
-    show(as_json, found, table(heads, rows, numbers=("takes",)))
+    show(as_json, host_copies, table(heads, rows, numbers=("takes",)))
 
 
 def pool(as_json: AsJson = False, url: Url = None) -> None:
@@ -343,7 +343,7 @@ def adapters(as_json: AsJson = False, url: Url = None) -> None:
     with front(url) as f:
         slabs = [s for s in f.get("/arbiter/state")["slabs"] if s["slab"]["content"] == "adapter"]
         names = [card["id"] for card in f.get("/v1/models")["data"]]
-    found = [_tiers(s["node"], s["slab"], names) for s in slabs]
+    tiers = [_tiers(s["node"], s["slab"], names) for s in slabs]
     numbers = ("hot", "warm", "cold", "found hot", "found warm", "found cold", "hits", "evicted")
     rows = [
         (
@@ -354,9 +354,9 @@ def adapters(as_json: AsJson = False, url: Url = None) -> None:
             "-" if tier["hit_rate"] is None else f"{tier['hit_rate']:.0%}",
             tier["evicted_count"],
         )
-        for tier in found
+        for tier in tiers
     ]
-    show(as_json, found, table(("model", "node", *numbers), rows, numbers=numbers))
+    show(as_json, tiers, table(("model", "node", *numbers), rows, numbers=numbers))
 
 
 def _tiers(node: str, slab: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -388,7 +388,7 @@ def _tiers(node: str, slab: dict[str, Any], names: list[str]) -> dict[str, Any]:
 def leases(as_json: AsJson = False, url: Url = None) -> None:
     """Memory lent to processes outside Serve."""
     with front(url) as f:
-        found = f.get("/arbiter/leases")["leases"]
+        lease_rows = f.get("/arbiter/leases")["leases"]
     rows = [
         (
             t["ticket"],
@@ -399,7 +399,7 @@ def leases(as_json: AsJson = False, url: Url = None) -> None:
             span(t["left_s"]),
             t["lease"]["preemptible"],
         )
-        for t in found
+        for t in lease_rows
     ]
     heads = ("lease", "name", "tenant", "state", "charged", "left", "preemptible")
-    show(as_json, found, table(heads, rows, numbers=("left",)))
+    show(as_json, lease_rows, table(heads, rows, numbers=("left",)))

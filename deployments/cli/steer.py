@@ -65,9 +65,9 @@ def compact(
         done = f.send("POST", "/arbiter/compact", {"models": models or []})
     freed = human(Bytes(done["freed_bytes"]))
     later = "" if done["is_finished"] else "; it goes on, and `arbiter events` tells of it"
-    told = [f"{done['count']} compacted, {freed} that they did not need{later}"]
-    told += [f"{row['model']} stays as it is: {row['why']}" for row in done["spared"]]
-    show(as_json, done, *map(cell, told))
+    lines = [f"{done['count']} compacted, {freed} that they did not need{later}"]
+    lines += [f"{row['model']} stays as it is: {row['why']}" for row in done["spared"]]
+    show(as_json, done, *map(cell, lines))
 
 
 def drop_copy(
@@ -124,12 +124,12 @@ def settings(
     """
     wanted = _parsed(changes or [])
     with front(url) as f:
-        found = f.get("/arbiter/settings")
+        reply = f.get("/arbiter/settings")
         if wanted:
-            given = found["generation"] if generation is None else generation
+            given = reply["generation"] if generation is None else generation
             body = {"generation": given, "settings": wanted}
-            found = f.send("PUT", "/arbiter/settings", body)
-    value = {"generation": found["generation"], **found["settings"]}
+            reply = f.send("PUT", "/arbiter/settings", body)
+    value = {"generation": reply["generation"], **reply["settings"]}
     show(as_json, value, *(cell(f"{name}: {_as_yaml(v)}") for name, v in value.items()))
 
 

@@ -60,7 +60,7 @@ def add(
 def list_(as_json: AsJson = False, url: Url = None) -> None:
     """Every task with its ladder."""
     with front(url) as f:
-        found: Tasks = f.get(CONFIG)["tasks"]
+        tasks: Tasks = f.get(CONFIG)["tasks"]
     rows = [
         (
             name,
@@ -70,10 +70,10 @@ def list_(as_json: AsJson = False, url: Url = None) -> None:
             span(row["keep_warm_s"]),
             row["allow_cloud_fallback"],
         )
-        for name, row in found.items()
+        for name, row in tasks.items()
     ]
     heads = ("task", "ladder", "pinned", "budget", "keep warm", "cloud")
-    show(as_json, found, table(heads, rows, numbers=heads[3:5]))
+    show(as_json, tasks, table(heads, rows, numbers=heads[3:5]))
 
 
 @app.command()
@@ -93,7 +93,7 @@ def remove(name: Name, as_json: AsJson = False, url: Url = None) -> None:
 def _changed(url: str | None, change: Callable[[Tasks], Tasks]) -> Tasks:
     """All tasks after a change of those that were read; refused where another came in between."""
     with front(url) as f:
-        found = f.get(CONFIG)
-        body = {"generation": found["generation"], "tasks": change(found["tasks"])}
+        config = f.get(CONFIG)
+        body = {"generation": config["generation"], "tasks": change(config["tasks"])}
         made: Tasks = f.send("PUT", CONFIG, body)["tasks"]
     return made

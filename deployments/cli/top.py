@@ -39,9 +39,9 @@ def _print_once(as_json: bool, url: str | None) -> None:
 
     with http.front(url) as front:
         plain = front.get("/arbiter/view")
-        told = front.get("/arbiter/events/recent")["events"] if not as_json else []
+        events = front.get("/arbiter/events/recent")["events"] if not as_json else []
     try:
         view = from_plain(plain)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    show(as_json, plain, *top_rows.frame(view, [event_row(event) for event in told]))
+    show(as_json, plain, *top_rows.frame(view, [event_row(event) for event in events]))

@@ -38,17 +38,17 @@ Value = str | int | Text | None
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Selection:
     """What the person at the terminal has chosen."""
 
     tab: str = TABS[0]
     order: str = "state"
 
-    def next_tab(self) -> "Choice":
-        return Choice(_next(TABS, self.tab), self.order)
+    def next_tab(self) -> "Selection":
+        return Selection(_next(TABS, self.tab), self.order)
 
-    def next_order(self) -> "Choice":
-        return Choice(self.tab, _next(tuple(ORDERS), self.order))
+    def next_order(self) -> "Selection":
+        return Selection(self.tab, _next(tuple(ORDERS), self.order))
 
 
 def _next(names: Sequence[str], now: str) -> str:
@@ -79,8 +79,8 @@ def title(view: View, away_unix_s: float | None, now_unix_s: float) -> Text:
         away = span(max(0.0, now_unix_s - away_unix_s))
         return Text(f"The arbiter has not answered for {away}; what is shown is older.", "bold red")
     there = sum(row.state != "cold" for row in view.models)
-    said = f"arbiter {view.version}, epoch {view.epoch}, policy {view.policy}"
-    return Text(f"{said}; {there} of {len(view.models)} models, {len(view.queue)} queued")
+    line = f"arbiter {view.version}, epoch {view.epoch}, policy {view.policy}"
+    return Text(f"{line}; {there} of {len(view.models)} models, {len(view.queue)} queued")
 
 
 def attention(view: View) -> list[Text]:
@@ -114,9 +114,9 @@ def _device(device: DeviceRow, width: int) -> list[RenderableType]:
         head.append(f", unreadable: {clean(device.unreadable)}", "bold red")
     line = bar(sums, width)
     granted = sum(part.size_bytes for part in device.parts if part.kind == GRANTED)
-    told = {GRANTED: granted, MEASURED: device.measured_bytes, FOREIGN: device.foreign_bytes}
-    told[COMING_BACK] = sums[COMING_BACK]
-    line.append("  " + ", ".join(f"{WORDS.get(k, k)} {size(v)}" for k, v in told.items() if v))
+    sizes = {GRANTED: granted, MEASURED: device.measured_bytes, FOREIGN: device.foreign_bytes}
+    sizes[COMING_BACK] = sums[COMING_BACK]
+    line.append("  " + ", ".join(f"{WORDS.get(k, k)} {size(v)}" for k, v in sizes.items() if v))
     return [head, line, *_holders(device)]
 
 
@@ -125,8 +125,8 @@ def _holders(device: DeviceRow) -> list[Text]:
     if not held:
         return []
     more = f", {len(held) - HOLDERS_SHOWN} more" if len(held) > HOLDERS_SHOWN else ""
-    said = ", ".join(_holder(part) for part in held[:HOLDERS_SHOWN])
-    return [Text(f"  {said}{more}", "dim")]
+    shown = ", ".join(_holder(part) for part in held[:HOLDERS_SHOWN])
+    return [Text(f"  {shown}{more}", "dim")]
 
 
 def _holder(part: Part) -> str:
@@ -137,15 +137,15 @@ def _holder(part: Part) -> str:
 def amounts(device: DeviceRow) -> dict[str, int]:
     """Bytes of the budget by kind. What is granted is split into what its holder has by now and the
     rest."""
-    found = dict.fromkeys(SIGNS, 0)
+    totals = dict.fromkeys(SIGNS, 0)
     for part in device.parts:
         if part.kind == GRANTED:
             held = min(part.measured_bytes or 0, part.size_bytes)
-            found[MEASURED] += held
-            found[GRANTED] += part.size_bytes - held
+            totals[MEASURED] += held
+            totals[GRANTED] += part.size_bytes - held
         else:
-            found[part.kind] += part.size_bytes
-    return found
+            totals[part.kind] += part.size_bytes
+    return totals
 
 
 def bar(sums: dict[str, int], width: int) -> Text:
@@ -204,7 +204,7 @@ def _note(row: ModelRow) -> str:
 
 def queue(rows: Iterable[QueueRow], now_unix_s: float) -> Rows:
     head = ("position", "ticket", "model", "needs", "waited", "expected in", "deadline in")
-    found: list[tuple[Value, ...]] = [
+    lines: list[tuple[Value, ...]] = [
         (
             row.position,
             row.ticket,
@@ -216,7 +216,7 @@ def queue(rows: Iterable[QueueRow], now_unix_s: float) -> Rows:
         )
         for row in rows
     ]
-    return Rows(head, found, (head[0], *head[3:]), "nothing is queued")
+    return Rows(head, lines, (head[0], *head[3:]), "nothing is queued")
 
 
 def _late(row: QueueRow, now: float) -> Text:
@@ -225,19 +225,19 @@ def _late(row: QueueRow, now: float) -> Text:
 
 def jobs(rows: Iterable[JobRow], now_unix_s: float) -> Rows:
     head = ("job", "kind", "state", "done", "failed", "of", "model", "tenant", "age")
-    found: list[tuple[Value, ...]] = [
+    lines: list[tuple[Value, ...]] = [
         (
             *(row.id, row.kind, cell(row.state), row.done, row.failed or None, row.total),
             *(row.model, row.tenant, _since(row.created_unix_s, now_unix_s)),
         )
         for row in rows
     ]
-    return Rows(head, found, ("done", "failed", "of", "age"), "no batch and no job")
+    return Rows(head, lines, ("done", "failed", "of", "age"), "no batch and no job")
 
 
 def leases(rows: Iterable[LeaseRow], now_unix_s: float) -> Rows:
     head = ("lease", "name", "tenant", "state", "charged", "measured", "ends in")
-    found: list[tuple[Value, ...]] = [
+    lines: list[tuple[Value, ...]] = [
         (
             row.ticket,
             row.name,
@@ -249,13 +249,13 @@ def leases(rows: Iterable[LeaseRow], now_unix_s: float) -> Rows:
         )
         for row in rows
     ]
-    return Rows(head, found, head[4:], "no memory is leased")
+    return Rows(head, lines, head[4:], "no memory is leased")
 
 
 def pool(rows: Iterable[SlabRow]) -> Rows:
     head = ("slab", "content", "owner", "used by", "namespace")
     numbers = ("takes", "of", "rows", "hits", "misses")
-    found: list[tuple[Value, ...]] = [
+    lines: list[tuple[Value, ...]] = [
         (
             row.slab,
             row.content,
@@ -270,12 +270,12 @@ def pool(rows: Iterable[SlabRow]) -> Rows:
         )
         for row in rows
     ]
-    return Rows((*head, *numbers), found, numbers, "no engine keeps anything beyond its life")
+    return Rows((*head, *numbers), lines, numbers, "no engine keeps anything beyond its life")
 
 
 def events(rows: Iterable[EventRow]) -> Rows:
     """Newest first."""
-    found: list[tuple[Value, ...]] = [
+    lines: list[tuple[Value, ...]] = [
         (
             time.strftime("%H:%M:%S", time.localtime(row.unix_s)),
             Text(row.kind, TONES[row.tone]),
@@ -283,7 +283,7 @@ def events(rows: Iterable[EventRow]) -> Rows:
         )
         for row in rows
     ]
-    return Rows(("time", "event", "what happened"), found[::-1], (), "no event yet")
+    return Rows(("time", "event", "what happened"), lines[::-1], (), "no event yet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,14 +300,14 @@ def adapter_rows(plain: Mapping[str, Any]) -> tuple[AdapterRow, ...]:
 
 
 def adapters(rows: Iterable[AdapterRow]) -> Rows:
-    found: list[tuple[Value, ...]] = [(row.name, row.tier or None) for row in rows]
-    return Rows(("adapter", "tier"), found, (), "no adapter was found")
+    lines: list[tuple[Value, ...]] = [(row.name, row.tier or None) for row in rows]
+    return Rows(("adapter", "tier"), lines, (), "no adapter was found")
 
 
 def chosen(
     view: View,
-    told: Sequence[EventRow],
-    choice: Choice,
+    event_rows: Sequence[EventRow],
+    choice: Selection,
     now_unix_s: float,
     found: Iterable[AdapterRow] = (),
 ) -> Rows:
@@ -325,7 +325,7 @@ def chosen(
             return pool(view.slabs)
         case "adapters":
             return adapters(found)
-    return events(told)
+    return events(event_rows)
 
 
 def _since(unix_s: float | None, now: float) -> str:
@@ -343,7 +343,7 @@ def _some(size_bytes: int) -> str | None:
 # -- frames ----------------------------------------------------------------------------------------
 
 
-def frame(view: View, told: Sequence[EventRow]) -> list[RenderableType]:
+def frame(view: View, event_rows: Sequence[EventRow]) -> list[RenderableType]:
     """All of it, one after the other, as of the view's own time."""
     now = view.at_unix_s
     parts: list[RenderableType] = [title(view, None, now)]
@@ -357,10 +357,10 @@ def frame(view: View, told: Sequence[EventRow]) -> list[RenderableType]:
         parts += ["", leases(view.leases, now).drawn()]
     if view.slabs:
         parts += ["", pool(view.slabs).drawn()]
-    return [*parts, "", events(list(told)[-EVENTS_ONCE:]).drawn()]
+    return [*parts, "", events(list(event_rows)[-EVENTS_ONCE:]).drawn()]
 
 
-def tab_line(choice: Choice) -> Text:
+def tab_line(choice: Selection) -> Text:
     """The tabs, with the keys."""
     made = Text()
     for name in TABS:

@@ -12,7 +12,7 @@ from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
 
 from deployments.cli import top_rows, top_watch
 from deployments.cli.output import cell
-from deployments.cli.top_rows import TABS, Choice, Rows
+from deployments.cli.top_rows import TABS, Rows, Selection
 from deployments.cli.top_watch import Watch
 
 
@@ -29,7 +29,7 @@ class Screen(App[None]):
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self._watch, self._choice = watch, Choice()
+        self._watch, self._choice = watch, Selection()
         self._filled: dict[str, Rows] = {}  # by tab, as its table shows them
         self._drawn: object = None
 
@@ -48,7 +48,7 @@ class Screen(App[None]):
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
         if event.pane.id in TABS:
-            self._choice = Choice(event.pane.id, self._choice.order)
+            self._choice = Selection(event.pane.id, self._choice.order)
             self.draw()
 
     def action_next_tab(self) -> None:
@@ -65,8 +65,8 @@ class Screen(App[None]):
     def look(self) -> None:
         """Draws what has come, and each second the times that pass."""
         watch = self._watch
-        told = watch.view, watch.events, watch.adapters, watch.away_unix_s, watch.trouble
-        now = told, watch.ended.is_set(), int(time.time())
+        latest = watch.view, watch.events, watch.adapters, watch.away_unix_s, watch.trouble
+        now = latest, watch.ended.is_set(), int(time.time())
         if now != self._drawn:
             self._drawn = now
             self.draw()

@@ -16,8 +16,8 @@ from rich.text import Text
 from deployments.cli import http, top_rows
 from deployments.cli.http import NoFront, NotTheFront, Refused
 from deployments.cli.output import CommandError
-from deployments.cli.top_rows import ADAPTERS, AdapterRow, Choice
-from deployments.monitoring.followed import Followed
+from deployments.cli.top_rows import ADAPTERS, AdapterRow, Selection
+from deployments.monitoring.followed import FollowedStream
 from deployments.monitoring.story import EventRow
 from deployments.monitoring.view import View
 
@@ -40,7 +40,7 @@ class Watch:
         self.trouble = "asking the front"  # why nothing new comes; empty: it comes
         self.ended = threading.Event()
         self._failure: CommandError | None = None
-        self._url, self._followed = url, Followed()
+        self._url, self._followed = url, FollowedStream()
 
     def check(self) -> None:
         """Raises the CommandError by which following ended, if it did."""
@@ -108,7 +108,7 @@ def watching(url: str | None) -> Iterator[Watch]:
 
 def draw_until_quit(watch: Watch) -> None:
     """Draws with rich until `q`, an interrupt, or the end of the watch."""
-    choice = Choice()
+    choice = Selection()
     with Live(console=Console(), screen=True, auto_refresh=False) as live, _keys() as read_key:
         while not watch.ended.is_set():
             live.update(screenful(watch, choice, time.time(), live.console.height), refresh=True)
@@ -121,7 +121,7 @@ def draw_until_quit(watch: Watch) -> None:
                     choice = choice.next_order()
 
 
-def screenful(watch: Watch, choice: Choice, now_unix_s: float, height: int) -> RenderableType:
+def screenful(watch: Watch, choice: Selection, now_unix_s: float, height: int) -> RenderableType:
     """One frame: memory above, and of the chosen rows as many as there is room for."""
     trouble = [Text(watch.trouble, "bold red")] if watch.trouble else []
     if watch.view is None:

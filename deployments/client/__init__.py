@@ -5,7 +5,7 @@
 It speaks to the front over HTTP or by the handle of its deployment; see docs/python.md.
 """
 
-from arbiter.told_errors import ToldError
+from arbiter.response_errors import ResponseError
 from deployments.client.answers import (
     Answer,
     Choice,
@@ -63,11 +63,11 @@ __all__ = [
     "Plan",
     "Ranked",
     "Ranking",
+    "ResponseError",
     "Span",
     "Speech",
     "Status",
     "Ticket",
-    "ToldError",
     "ToolCall",
     "Transcript",
     "Usage",

@@ -153,10 +153,10 @@ class Speech:
     segments: tuple[Span, ...]
 
 
-def answer(said: Row) -> Answer:
+def answer(reply: Row) -> Answer:
     """Reads the answer to a chat or a completion."""
-    choices = tuple(_choice(row) for row in said["choices"])
-    return Answer(said["model"], choices, _usage(said))
+    choices = tuple(_choice(row) for row in reply["choices"])
+    return Answer(reply["model"], choices, _usage(reply))
 
 
 def _choice(row: Row) -> Choice:
@@ -170,9 +170,9 @@ def _choice(row: Row) -> Choice:
     )
 
 
-def deltas(said: Row) -> list[Delta]:
+def deltas(reply: Row) -> list[Delta]:
     """Reads one event of a chat or a completion; the last event of a stream has none."""
-    return [_delta(row) for row in said.get("choices", ())]
+    return [_delta(row) for row in reply.get("choices", ())]
 
 
 def _delta(row: Row) -> Delta:
@@ -196,43 +196,43 @@ def _tool_calls(message: Row) -> tuple[ToolCall, ...]:
     return tuple(ToolCall(i, f.get("name") or "", f.get("arguments") or "") for i, f in calls)
 
 
-def _usage(said: Row) -> Usage:
-    usage = said.get("usage") or {}
+def _usage(reply: Row) -> Usage:
+    usage = reply.get("usage") or {}
     return Usage(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
 
 
-def embeddings(said: Row) -> Embeddings:
-    rows = sorted(said["data"], key=lambda row: row["index"])
-    return Embeddings(said["model"], [row["embedding"] for row in rows], _usage(said))
+def embeddings(reply: Row) -> Embeddings:
+    rows = sorted(reply["data"], key=lambda row: row["index"])
+    return Embeddings(reply["model"], [row["embedding"] for row in rows], _usage(reply))
 
 
-def ranking(said: Row, documents: list[str]) -> Ranking:
-    results = ((row["index"], row["relevance_score"]) for row in said["results"])
-    return Ranking(said["model"], tuple(Ranked(i, score, documents[i]) for i, score in results))
+def ranking(reply: Row, documents: list[str]) -> Ranking:
+    results = ((row["index"], row["relevance_score"]) for row in reply["results"])
+    return Ranking(reply["model"], tuple(Ranked(i, score, documents[i]) for i, score in results))
 
 
-def pictures(said: Row) -> tuple[Picture, ...]:
-    return tuple(Picture(base64.b64decode(row["b64_json"])) for row in said["data"])
+def pictures(reply: Row) -> tuple[Picture, ...]:
+    return tuple(Picture(base64.b64decode(row["b64_json"])) for row in reply["data"])
 
 
-def drawn(said: Row) -> Picture:
+def drawn(reply: Row) -> Picture:
     """Reads the picture of one event of a stream."""
-    is_final = str(said["type"]).endswith(".completed")
-    return Picture(base64.b64decode(said["b64_json"]), is_final)
+    is_final = str(reply["type"]).endswith(".completed")
+    return Picture(base64.b64decode(reply["b64_json"]), is_final)
 
 
-def transcript(said: Row) -> Transcript:
+def transcript(reply: Row) -> Transcript:
     return Transcript(
-        said["text"],
-        said.get("language") or "",
-        said["duration"],
-        tuple(_span(row, "text") for row in said.get("segments") or ()),
-        tuple(_span(row, "word") for row in said.get("words") or ()),
+        reply["text"],
+        reply.get("language") or "",
+        reply["duration"],
+        tuple(_span(row, "text") for row in reply.get("segments") or ()),
+        tuple(_span(row, "word") for row in reply.get("words") or ()),
     )
 
 
-def speech(said: Row) -> Speech:
-    return Speech(said["duration"], tuple(_span(row, "") for row in said["segments"]))
+def speech(reply: Row) -> Speech:
+    return Speech(reply["duration"], tuple(_span(row, "") for row in reply["segments"]))
 
 
 def _span(row: Row, name: str) -> Span:

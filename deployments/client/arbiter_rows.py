@@ -108,46 +108,46 @@ class Plan:
         return " ".join(self.said)
 
 
-def status(said: Row) -> Status:
+def status(reply: Row) -> Status:
     return Status(
-        said["sequence"],
-        tuple(_taken(Device, row) for row in said["devices"]),
-        tuple(_taken(Ticket, row) for row in said["tickets"]),
-        tuple(_taken(Waiting, row) for row in said["queue"]),
-        said,
+        reply["sequence"],
+        tuple(_taken(Device, row) for row in reply["devices"]),
+        tuple(_taken(Ticket, row) for row in reply["tickets"]),
+        tuple(_taken(Waiting, row) for row in reply["queue"]),
+        reply,
     )
 
 
-def host_copy(said: Row) -> HostCopy:
+def host_copy(reply: Row) -> HostCopy:
     return HostCopy(
-        said["key"],
-        said["node"],
-        tuple(model for _, model in said["models"]),
-        tuple(said["users"]),
-        said["size_bytes"],
-        said["is_leaving"],
+        reply["key"],
+        reply["node"],
+        tuple(model for _, model in reply["models"]),
+        tuple(reply["users"]),
+        reply["size_bytes"],
+        reply["is_leaving"],
     )
 
 
-def residency(said: Row) -> dict[str, ModelResidency]:
-    rows = ((model, {"model": model, **row}) for model, row in said["models"].items())
+def residency(reply: Row) -> dict[str, ModelResidency]:
+    rows = ((model, {"model": model, **row}) for model, row in reply["models"].items())
     return {model: _taken(ModelResidency, row) for model, row in rows}
 
 
-def event(said: Row) -> Event:
-    return Event(said["seq"], said["kind"], said)
+def event(reply: Row) -> Event:
+    return Event(reply["seq"], reply["kind"], reply)
 
 
-def plan(said: Row) -> Plan:
+def plan(reply: Row) -> Plan:
     return Plan(
-        said["answer"],
-        said["model"],
-        said["need_bytes"],
-        said["wait_s"],
-        said["load_s"],
-        tuple(row["model"] for row in said["victims"]),
-        tuple(said["said"]),
-        said,
+        reply["answer"],
+        reply["model"],
+        reply["need_bytes"],
+        reply["wait_s"],
+        reply["load_s"],
+        tuple(row["model"] for row in reply["victims"]),
+        tuple(reply["said"]),
+        reply,
     )
 
 

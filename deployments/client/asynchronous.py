@@ -19,7 +19,7 @@ from arbiter.errors import TicketClosed
 from arbiter.units import TicketId
 from deployments.client import arbiter_rows, batches, jobs
 from deployments.client.calls import AsyncCalls, Budget
-from deployments.client.connection import Asked, Connection
+from deployments.client.connection import Connection, Request
 from deployments.client.fields import Fields, Json
 from deployments.client.typed_errors import FrontUnreachable
 from deployments.environment import Environment
@@ -81,10 +81,10 @@ class AsyncClient(AsyncCalls):
         """Holds a model for several calls: it is in use until the block ends, so no other model
         takes its place between them. It ends after `term_s` seconds at the latest, of which 600
         are the most (ACQUIRE_S). Raises RequestError."""
-        asked, name = await self._asked(ACQUIRE, model, fields, {"term_s": term_s}, None)
+        request, name = await self._request(ACQUIRE, model, fields, {"term_s": term_s}, None)
         held = AsyncHeld(self._connection, name, self._budget)
         try:
-            await held.begin(asked)
+            await held.begin(request)
             yield held
         finally:
             await held.release()
@@ -129,7 +129,7 @@ class AsyncClient(AsyncCalls):
     ) -> batches.Line[T]:
         """A call of this client as a line of a batch; nothing is sent. Raises BadRequest."""
         found = await jobs.withheld(call, *args, **kwargs)
-        return batches.Line.of(custom_id, found.asked, found.read)
+        return batches.Line.of(custom_id, found.request, found.read)
 
     async def submit_batch(
         self,
@@ -151,46 +151,48 @@ class AsyncClient(AsyncCalls):
 
     async def models(self) -> tuple[str, ...]:
         """The names that this key may ask for, adapters among them."""
-        said = await self._connection.read(Asked("GET", "/v1/models"))
-        return tuple(row["id"] for row in said["data"])
+        reply = await self._connection.read(Request("GET", "/v1/models"))
+        return tuple(row["id"] for row in reply["data"])
 
     async def status(self) -> arbiter_rows.Status:
         """Devices, tickets and the queue, now."""
-        return arbiter_rows.status(await self._connection.read(Asked("GET", "/arbiter/state")))
+        return arbiter_rows.status(await self._connection.read(Request("GET", "/arbiter/state")))
 
     async def residency(self) -> dict[str, arbiter_rows.ModelResidency]:
         """Where each model is, its floor, its host copy and its load in flight, by its name."""
-        said = await self._connection.read(Asked("GET", "/arbiter/residency"))
-        return arbiter_rows.residency(said)
+        reply = await self._connection.read(Request("GET", "/arbiter/residency"))
+        return arbiter_rows.residency(reply)
 
     async def set_floor(self, model: str, floor: Literal["device", "host", "cold"]) -> None:
         """Sets the lowest level to which a model may go: `device` loads it now and keeps it, `host`
         keeps it asleep at least, `cold` lets it go. Survives restarts. Needs a key of scope
         `admin`. Raises UnknownModel."""
         body: Json = {"floor": floor}
-        await self._connection.read(Asked("PUT", f"/arbiter/residency/{quote(model)}", json=body))
+        await self._connection.read(Request("PUT", f"/arbiter/residency/{quote(model)}", json=body))
 
     async def load(self, model: str) -> None:
         """Begins to load a model without a request, and does not wait for it. Needs a key of scope
         `admin`. Raises UnknownModel, NotResident, OutsideHours."""
-        await self._connection.read(Asked("POST", f"/arbiter/models/load/{quote(model)}"))
+        await self._connection.read(Request("POST", f"/arbiter/models/load/{quote(model)}"))
 
     async def unload(self, model: str) -> tuple[str, ...]:
         """Unloads a model where it is idle. Returns its tickets, of which those in use stay. Needs
         a key of scope `admin`. Raises UnknownModel."""
-        said = await self._connection.read(Asked("POST", f"/arbiter/models/unload/{quote(model)}"))
-        return tuple(said["tickets"])
+        reply = await self._connection.read(
+            Request("POST", f"/arbiter/models/unload/{quote(model)}")
+        )
+        return tuple(reply["tickets"])
 
     async def host_copies(self) -> tuple[arbiter_rows.HostCopy, ...]:
         """Copies of models' files in host RAM, which the engines of a node share."""
-        said = await self._connection.read(Asked("GET", "/arbiter/host_copies"))
-        return tuple(arbiter_rows.host_copy(row) for row in said["copies"])
+        reply = await self._connection.read(Request("GET", "/arbiter/host_copies"))
+        return tuple(arbiter_rows.host_copy(row) for row in reply["copies"])
 
     async def drop_host_copy(self, key: str) -> bool:
         """Drops the copy with this key on every node. Returns False where an engine has it open,
         with the last of which it leaves. Needs a key of scope `admin`. Raises UnknownHostCopy."""
-        said = await self._connection.read(Asked("DELETE", f"/arbiter/host_copies/{quote(key)}"))
-        return bool(said["is_gone"])
+        reply = await self._connection.read(Request("DELETE", f"/arbiter/host_copies/{quote(key)}"))
+        return bool(reply["is_gone"])
 
     async def plan(
         self,
@@ -204,8 +206,8 @@ class AsyncClient(AsyncCalls):
         changes nothing."""
         name = model or self._default_model or ""
         body: Json = {"model": name, "gb": gb, "priority": priority, "node": node}
-        said = await self._connection.read(Asked("POST", "/arbiter/plan", json=body))
-        return arbiter_rows.plan(said)
+        reply = await self._connection.read(Request("POST", "/arbiter/plan", json=body))
+        return arbiter_rows.plan(reply)
 
     async def subscribe(self, after: int | None = None) -> AsyncGenerator[arbiter_rows.Event]:
         """Yields the events after the sequence number `after`, or from now on, as they happen,
@@ -219,9 +221,9 @@ class AsyncClient(AsyncCalls):
             heard_s = time.monotonic()
 
         while True:
-            asked = Asked("GET", f"/arbiter/events?after={last}")
+            request = Request("GET", f"/arbiter/events?after={last}")
             try:
-                async with aclosing(self._connection.events(asked, hear)) as events:
+                async with aclosing(self._connection.events(request, hear)) as events:
                     async for row in events:
                         last = row["seq"]
                         yield arbiter_rows.event(row)
@@ -239,10 +241,10 @@ class AsyncHeld(AsyncCalls):
         self.model, self.ticket = model, TicketId("")
         self._following: asyncio.Task[None] | None = None
 
-    async def begin(self, asked: Asked) -> None:
+    async def begin(self, request: Request) -> None:
         """Waits until the model serves. Raises RequestError."""
         begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._following = asyncio.create_task(self._follow(asked, begun))
+        self._following = asyncio.create_task(self._follow(request, begun))
         both: set[asyncio.Future[Any]] = {self._following, begun}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not begun.done():
@@ -251,10 +253,10 @@ class AsyncHeld(AsyncCalls):
             raise TicketClosed(self.model)
         self.ticket = TicketId(begun.result())
 
-    async def _follow(self, asked: Asked, begun: "asyncio.Future[str]") -> None:
+    async def _follow(self, request: Request, begun: "asyncio.Future[str]") -> None:
         """Ends when the use does. A break of the connection has ended it, too."""
         try:
-            async with aclosing(self._connection.events(asked)) as events:
+            async with aclosing(self._connection.events(request)) as events:
                 async for event in events:
                     if not begun.done():
                         begun.set_result(event["ticket"])
@@ -274,10 +276,10 @@ class AsyncHeld(AsyncCalls):
             following.cancel()
             await asyncio.wait({following})
 
-    async def _asked(self, *asked: Any) -> tuple[Asked, str]:
+    async def _request(self, *request: Any) -> tuple[Request, str]:
         if self.has_ended:
             raise TicketClosed(self.ticket or self.model)
-        return await super()._asked(*asked)
+        return await super()._request(*request)
 
 
 def _is_inside() -> bool:

@@ -15,10 +15,10 @@ from typing import Any, Generic, TypeVar, cast
 
 from arbiter.errors import RequestError
 from deployments.client.answers import Usage
-from deployments.client.connection import Asked, Connection, Files, Read, of_json
+from deployments.client.connection import Connection, Files, Read, Request, of_json
 from deployments.client.fields import Json
 from deployments.client.jobs import AGAIN_STATUS, AWAY_S, FINISHED
-from deployments.client.typed_errors import made, told, told_in_stream
+from deployments.client.typed_errors import error_of_code, error_of_event, error_of_response
 from deployments.front.request import BadRequest
 
 T = TypeVar("T")
@@ -52,7 +52,9 @@ class BatchStatus:
         first, *others = self.plain["errors"]["data"]
         where = f"line {first['line']}: " if first["line"] else ""
         more = f" (and {len(others)} more)" if others else ""
-        return made(f"{where}{first['message']}{more}", 400, first["code"], first["param"], None)
+        return error_of_code(
+            f"{where}{first['message']}{more}", 400, first["code"], first["param"], None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,11 @@ class Line(Generic[T]):
     read: Read[T] = field(repr=False)
 
     @classmethod
-    def of(cls, custom_id: str, asked: Asked, read: Read[T]) -> "Line[T]":
+    def of(cls, custom_id: str, request: Request, read: Read[T]) -> "Line[T]":
         """Raises BadRequest where the call sends files."""
-        if asked.json is None:
-            raise BadRequest(f"{asked.path} takes a file, which no line of a batch has", "file")
-        return cls(custom_id, asked.path, asked.json, read)
+        if request.json is None:
+            raise BadRequest(f"{request.path} takes a file, which no line of a batch has", "file")
+        return cls(custom_id, request.path, request.json, read)
 
     def written(self) -> bytes:
         """This line as the input file has it."""
@@ -105,11 +107,11 @@ class AsyncBatch(Generic[T]):
 
     async def status(self) -> BatchStatus:
         """Loads no model and waits for none. Raises RequestError."""
-        return _status(await self._connection.read(Asked("GET", f"{BATCHES}/{self.id}")))
+        return _status(await self._connection.read(Request("GET", f"{BATCHES}/{self.id}")))
 
     async def cancel(self) -> BatchStatus:
         """Ends what runs of it; the results so far stay. Raises RequestError."""
-        return _status(await self._connection.read(Asked("POST", f"{BATCHES}/{self.id}/cancel")))
+        return _status(await self._connection.read(Request("POST", f"{BATCHES}/{self.id}/cancel")))
 
     async def wait(self) -> BatchStatus:
         """How it is once it is finished. Outlives a restart of the front. Raises RequestError."""
@@ -134,7 +136,7 @@ class AsyncBatch(Generic[T]):
             raise status.error
         for name in ("output_file_id", "error_file_id"):
             if (file := status.plain[name]) is not None:
-                content = Asked("GET", f"{FILES}/{file}/content")
+                content = Request("GET", f"{FILES}/{file}/content")
                 async for row in self._connection.rows(content):
                     yield _result(row, self._reads.get(row["custom_id"], _plain))
 
@@ -148,11 +150,11 @@ async def submit_batch(
     """See AsyncClient.submit_batch."""
     paths = {line.path for line in lines}
     if len(paths) != 1:
-        said = "all of one path" if paths else "at least one"
-        raise BadRequest(f"`lines`: {said}, and not {sorted(paths)}", "lines")
+        wanted = "all of one path" if paths else "at least one"
+        raise BadRequest(f"`lines`: {wanted}, and not {sorted(paths)}", "lines")
     raw = b"".join(line.written() for line in lines)
     content: Files = {"file": ("lines.jsonl", raw, "application/jsonl")}
-    file = await connection.read(Asked("POST", FILES, form={"purpose": "batch"}, files=content))
+    file = await connection.read(Request("POST", FILES, form={"purpose": "batch"}, files=content))
     body = {
         "input_file_id": file["id"],
         "endpoint": paths.pop(),
@@ -160,38 +162,40 @@ async def submit_batch(
         "metadata": metadata,
     }
     try:
-        batch = await connection.read(Asked("POST", BATCHES, json=body))
+        batch = await connection.read(Request("POST", BATCHES, json=body))
     except RequestError:
-        await connection.read(Asked("DELETE", f"{FILES}/{file['id']}"))
+        await connection.read(Request("DELETE", f"{FILES}/{file['id']}"))
         raise
     return AsyncBatch(connection, batch["id"], {line.custom_id: line.read for line in lines})
 
 
-def _status(said: Json) -> BatchStatus:
-    counts, usage = said["request_counts"], said["usage"]
+def _status(row: Json) -> BatchStatus:
+    counts, usage = row["request_counts"], row["usage"]
     return BatchStatus(
-        said["id"],
-        said["status"],
+        row["id"],
+        row["status"],
         counts["total"],
         counts["completed"],
         counts["failed"],
         Usage(usage["input_tokens"], usage["output_tokens"]),
-        said,
+        row,
     )
 
 
 def _result(row: Json, read: Read[T]) -> LineResult[T]:
     response = row["response"]
     if response is None:
-        return LineResult(row["custom_id"], None, told_in_stream(row))
+        return LineResult(row["custom_id"], None, error_of_event(row))
     raw = json.dumps(response["body"]).encode()
     if response["status_code"] >= 400:
-        return LineResult(row["custom_id"], None, told(response["status_code"], {}, raw))
+        return LineResult(
+            row["custom_id"], None, error_of_response(response["status_code"], {}, raw)
+        )
     return LineResult(row["custom_id"], read(raw, _JSON), None)
 
 
-def _fields(said: Json) -> Json:
-    return said
+def _fields(row: Json) -> Json:
+    return row
 
 
 _plain: Read[Any] = of_json(_fields)

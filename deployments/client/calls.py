@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from arbiter.errors import DeadlineUnmet
 from deployments.client import answers, messages
-from deployments.client.connection import Asked, Connection, Files, of_json
+from deployments.client.connection import Connection, Files, Request, of_json
 from deployments.client.fields import (
     ChatFields,
     CompletionFields,
@@ -25,7 +25,7 @@ from deployments.client.fields import (
     TranscriptionFields,
     VadFields,
 )
-from deployments.client.media import Audio, Heard, Picture, Seen, audio_of, picture_of
+from deployments.client.media import Audio, AudioLike, Picture, PictureLike, audio_of, picture_of
 from deployments.front.request import check_body
 from deployments.front.schemas import OF_THE_TABLE, SCHEMAS
 
@@ -80,18 +80,19 @@ class AsyncCalls:
     # -- text ------------------------------------------------------------------------------------
 
     async def chat(
-        self, said: Messages, *, model: str | None = None, **fields: Unpack[ChatFields]
+        self, conversation: Messages, *, model: str | None = None, **fields: Unpack[ChatFields]
     ) -> answers.Answer:
-        """`said`: a text, or messages as OpenAI has them, with Pictures among their parts."""
-        body = {"messages": messages.written(said)}
+        """`conversation`: a text, or messages as OpenAI has them, with Pictures among their
+        parts."""
+        body = {"messages": messages.written(conversation)}
         return await self._read(CHAT, model, fields, body, answers.answer)
 
     async def stream_chat(
-        self, said: Messages, *, model: str | None = None, **fields: Unpack[ChatFields]
+        self, conversation: Messages, *, model: str | None = None, **fields: Unpack[ChatFields]
     ) -> AsyncGenerator[answers.Delta]:
         """Yields the answer of `chat` while it is written. A caller that stops early ends the
         work."""
-        body = {"messages": messages.written(said), "stream": True}
+        body = {"messages": messages.written(conversation), "stream": True}
         async for event in self._events(CHAT, model, fields, body):
             for delta in answers.deltas(event):
                 yield delta
@@ -138,8 +139,8 @@ class AsyncCalls:
         prompt: str,
         *,
         model: str | None = None,
-        picture: Seen | None = None,
-        mask: Seen | None = None,
+        picture: PictureLike | None = None,
+        mask: PictureLike | None = None,
         **fields: Unpack[ImageFields],
     ) -> tuple[Picture, ...]:
         """Draws pictures of what `prompt` says. With `picture` it changes that picture instead,
@@ -153,8 +154,8 @@ class AsyncCalls:
         *,
         previews: int = 2,
         model: str | None = None,
-        picture: Seen | None = None,
-        mask: Seen | None = None,
+        picture: PictureLike | None = None,
+        mask: PictureLike | None = None,
         **fields: Unpack[ImageFields],
     ) -> AsyncGenerator[Picture]:
         """Yields the pictures of `images`, each after `previews` unfinished versions of it, whose
@@ -166,7 +167,7 @@ class AsyncCalls:
 
     async def describe(
         self,
-        pictures: Seen | Sequence[Seen],
+        pictures: PictureLike | Sequence[PictureLike],
         question: str = DESCRIBE,
         *,
         model: str | None = None,
@@ -177,7 +178,7 @@ class AsyncCalls:
 
     async def stream_describe(
         self,
-        pictures: Seen | Sequence[Seen],
+        pictures: PictureLike | Sequence[PictureLike],
         question: str = DESCRIBE,
         *,
         model: str | None = None,
@@ -192,7 +193,7 @@ class AsyncCalls:
 
     async def transcribe(
         self,
-        sound: Heard,
+        sound: AudioLike,
         *,
         model: str | None = None,
         with_words: bool = False,
@@ -206,7 +207,7 @@ class AsyncCalls:
         return await self._read(TRANSCRIBE, model, fields, body, answers.transcript, files)
 
     async def stream_transcribe(
-        self, sound: Heard, *, model: str | None = None, **fields: Unpack[TranscriptionFields]
+        self, sound: AudioLike, *, model: str | None = None, **fields: Unpack[TranscriptionFields]
     ) -> AsyncGenerator[answers.Delta]:
         """Yields the answer of `transcribe` segment by segment."""
         files = await _heard(sound)
@@ -219,8 +220,8 @@ class AsyncCalls:
     ) -> Audio:
         """Returns the text as speech, a WAV file unless `response_format` says otherwise."""
         body = {"input": text, "response_format": "wav"}
-        asked, model = await self._asked(SPEAK, model, fields, body, None)
-        return await self._bounded(self._connection.answer(asked, Audio), model)
+        request, model = await self._request(SPEAK, model, fields, body, None)
+        return await self._bounded(self._connection.answer(request, Audio), model)
 
     async def stream_speak(
         self, text: str, *, model: str | None = None, **fields: Unpack[SpeechFields]
@@ -228,12 +229,12 @@ class AsyncCalls:
         """Yields the sound of `speak` clause by clause, as bare samples (`pcm`) unless
         `response_format` says otherwise. The pieces joined in order are the whole sound."""
         body = {"input": text, "response_format": "pcm"}
-        asked, _ = await self._asked(SPEAK, model, fields, body, None)
-        async for piece, kind in self._connection.pieces(asked):
+        request, _ = await self._request(SPEAK, model, fields, body, None)
+        async for piece, kind in self._connection.pieces(request):
             yield Audio(piece, kind)
 
     async def vad(
-        self, sound: Heard, *, model: str | None = None, **fields: Unpack[VadFields]
+        self, sound: AudioLike, *, model: str | None = None, **fields: Unpack[VadFields]
     ) -> answers.Speech:
         """Finds the stretches of a recording that have speech in them, in seconds."""
         files = await _heard(sound)
@@ -272,8 +273,8 @@ class AsyncCalls:
         files: Files | None = None,
     ) -> T:
         """One request, and what `read` makes of its JSON."""
-        asked, model = await self._asked(path, model, fields, body, files)
-        return await self._bounded(self._connection.answer(asked, of_json(read)), model)
+        request, model = await self._request(path, model, fields, body, files)
+        return await self._bounded(self._connection.answer(request, of_json(read)), model)
 
     async def _events(
         self,
@@ -283,8 +284,8 @@ class AsyncCalls:
         body: Mapping[str, Any],
         files: Files | None = None,
     ) -> AsyncGenerator[dict[str, Any]]:
-        asked, _ = await self._asked(path, model, fields, body, files)
-        async for event in self._connection.events(asked):
+        request, _ = await self._request(path, model, fields, body, files)
+        async for event in self._connection.events(request):
             yield event
 
     async def _bounded(self, work: Awaitable[T], model: str) -> T:
@@ -297,55 +298,55 @@ class AsyncCalls:
         except TimeoutError:
             raise self._budget.unmet(model) from None
 
-    async def _asked(
+    async def _request(
         self,
         path: str,
         model: str | None,
         fields: Mapping[str, Any],
         body: Mapping[str, Any],
         files: Files | None,
-    ) -> tuple[Asked, str]:
+    ) -> tuple[Request, str]:
         """Returns the request, once its fields are checked, and the name of its model. Raises
         BadRequest; DeadlineUnmet once the budget is over; TypeError where no model is named."""
         name = model or self._default_model
         if not name:
             raise TypeError("name a `model`, for this call or for the client")
-        said = {"model": name, **body, **fields}
-        said.update(said.pop("extra_body", {}))
+        body_fields = {"model": name, **body, **fields}
+        body_fields.update(body_fields.pop("extra_body", {}))
         if self._budget is not None:
-            said["x_deadline_s"] = min(
-                self._budget.left_s(name), said.get("x_deadline_s", self._budget.budget_s)
+            body_fields["x_deadline_s"] = min(
+                self._budget.left_s(name), body_fields.get("x_deadline_s", self._budget.budget_s)
             )
-        _check(path, said, files or {})
+        _check(path, body_fields, files or {})
         if files:
-            return Asked("POST", path, form=said, files=files), name
-        return Asked("POST", path, json=said), name
+            return Request("POST", path, form=body_fields, files=files), name
+        return Request("POST", path, json=body_fields), name
 
 
-def _fields(said: Json) -> Json:
-    return said
+def _fields(body: Json) -> Json:
+    return body
 
 
-def _check(path: str, said: Mapping[str, Any], files: Files) -> None:
+def _check(path: str, fields: Mapping[str, Any], files: Files) -> None:
     """Checks a body as the front reads it: of a file its size, and of a field that a form repeats
     the last. Raises BadRequest."""
     sizes = {name: len(content) for name, (_, content, _) in files.items()}
-    last = {name: v[-1] if files and isinstance(v, list) else v for name, v in said.items()}
+    last = {name: v[-1] if files and isinstance(v, list) else v for name, v in fields.items()}
     check_body(SCHEMAS.get(path, OF_THE_TABLE).body, last | sizes)
 
 
-async def _heard(sound: Heard) -> Files:
+async def _heard(sound: AudioLike) -> Files:
     audio = await asyncio.to_thread(audio_of, sound)
     return {"file": ("sound", audio.data, audio.content_type)}
 
 
-async def _shown(pictures: Seen | Sequence[Seen], question: str) -> list[Json]:
-    several = [pictures] if isinstance(pictures, Seen) else pictures
+async def _shown(pictures: PictureLike | Sequence[PictureLike], question: str) -> list[Json]:
+    several = [pictures] if isinstance(pictures, PictureLike) else pictures
     seen = [await asyncio.to_thread(picture_of, one) for one in several]
     return messages.written([{"role": "user", "content": [question, *seen]}])
 
 
-async def _drawn_from(picture: Seen | None, mask: Seen | None) -> tuple[str, Files]:
+async def _drawn_from(picture: PictureLike | None, mask: PictureLike | None) -> tuple[str, Files]:
     """The path, and the files of an edit."""
     files: Files = {}
     for name, given in (("image", picture), ("mask", mask)):

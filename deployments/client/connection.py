@@ -14,7 +14,7 @@ import httpx
 from arbiter.leases import LeaseTransport
 from arbiter.loopback import is_loopback
 from deployments.client import leases
-from deployments.client.typed_errors import FrontUnreachable, told, told_in_stream
+from deployments.client.typed_errors import FrontUnreachable, error_of_event, error_of_response
 
 CONNECT_S = 5.0
 END = "[DONE]"  # OpenAI's last event
@@ -31,7 +31,7 @@ def of_json(read: Callable[[Any], T]) -> Read[T]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Request:
     """One request."""
 
     method: str
@@ -69,54 +69,56 @@ class Connection:
         await self._http.aclose()
 
     @asynccontextmanager
-    async def opened(self, asked: Asked) -> AsyncGenerator[httpx.Response]:
+    async def opened(self, request: Request) -> AsyncGenerator[httpx.Response]:
         """The response once its head is there; leaving ends it. Raises RequestError."""
-        how: dict[str, Any] = {"json": asked.json} if asked.json is not None else {}
-        if asked.files:
-            how = {"data": asked.form, "files": asked.files}
-        how["headers"] = asked.headers
-        if asked.within_s is not None:
-            how["timeout"] = httpx.Timeout(asked.within_s, connect=CONNECT_S)
+        how: dict[str, Any] = {"json": request.json} if request.json is not None else {}
+        if request.files:
+            how = {"data": request.form, "files": request.files}
+        how["headers"] = request.headers
+        if request.within_s is not None:
+            how["timeout"] = httpx.Timeout(request.within_s, connect=CONNECT_S)
         with _reached(self._where):
-            async with self._http.stream(asked.method, asked.path, **how) as response:
+            async with self._http.stream(request.method, request.path, **how) as response:
                 if response.is_error:
-                    raise told(response.status_code, response.headers, await response.aread())
+                    raise error_of_response(
+                        response.status_code, response.headers, await response.aread()
+                    )
                 yield response
 
-    async def read(self, asked: Asked) -> Any:
+    async def read(self, request: Request) -> Any:
         """A JSON value. Raises RequestError."""
-        return await self.answer(asked, of_json(lambda value: value))
+        return await self.answer(request, of_json(lambda value: value))
 
-    async def answer(self, asked: Asked, read: Read[T]) -> T:
+    async def answer(self, request: Request, read: Read[T]) -> T:
         """What `read` makes of the body and its content type. Raises RequestError."""
-        async with self.opened(asked) as response:
+        async with self.opened(request) as response:
             return read(await response.aread(), response.headers.get("content-type", ""))
 
-    async def pieces(self, asked: Asked) -> AsyncGenerator[tuple[bytes, str]]:
+    async def pieces(self, request: Request) -> AsyncGenerator[tuple[bytes, str]]:
         """The body as it comes, each piece with the content type. Raises RequestError."""
-        async with self.opened(asked) as response:
+        async with self.opened(request) as response:
             kind = response.headers.get("content-type", "")
             async for piece in response.aiter_bytes():
                 yield piece, kind
 
-    async def rows(self, asked: Asked) -> AsyncGenerator[dict[str, Any]]:
+    async def rows(self, request: Request) -> AsyncGenerator[dict[str, Any]]:
         """Yields the rows of a file with a JSON object on each line. Raises RequestError."""
-        async with self.opened(asked) as response:
+        async with self.opened(request) as response:
             async for line in _lines(response):
                 yield json.loads(line)
 
     async def events(
-        self, asked: Asked, heard: Callable[[], None] = lambda: None
+        self, request: Request, on_event: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """The events of a stream, without its comments; `heard` is called with each sign of the
+        """The events of a stream, without its comments; `on_event` is called with each sign of the
         front, also a comment. Raises RequestError, also where a refusal comes as an event."""
-        async with self.opened(asked) as response:
-            heard()
+        async with self.opened(request) as response:
+            on_event()
             async for line in _lines(response):
-                heard()
+                on_event()
                 if line.startswith(DATA) and line != DATA + END:
                     event = json.loads(line.removeprefix(DATA))
-                    if refusal := told_in_stream(event):
+                    if refusal := error_of_event(event):
                         raise refusal
                     yield event
 

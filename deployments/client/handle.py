@@ -31,14 +31,14 @@ class HandleTransport(httpx.AsyncBaseTransport):
         self._send = handle.options(stream=True).respond.remote
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        asked = HandleRequest(
+        handle_request = HandleRequest(
             request.method,
             request.url.raw_path.decode(),
             tuple((name.lower(), value) for name, value in request.headers.items()),
             await request.aread(),
         )
         bounds: dict[str, float | None] = request.extensions.get("timeout", {})
-        parts = HandleStream(self._send(asked), bounds.get("read"), request)
+        parts = HandleStream(self._send(handle_request), bounds.get("read"), request)
         try:
             head = await parts.next()
         except BaseException:
@@ -65,8 +65,8 @@ class HandleStream(httpx.AsyncByteStream):
             self._has_ended = True
             return None
         except TimeoutError:
-            said = f"nothing came within {self._within_s} s"
-            raise httpx.ReadTimeout(said, request=self._request) from None
+            message = f"nothing came within {self._within_s} s"
+            raise httpx.ReadTimeout(message, request=self._request) from None
         except BROKEN as error:
             self._has_ended = True
             cause = error.cause if isinstance(error, RayTaskError) else error

@@ -16,7 +16,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from arbiter.errors import RequestError
 from deployments.client.calls import AsyncCalls
-from deployments.client.connection import Asked, Connection, Read
+from deployments.client.connection import Connection, Read, Request
 from deployments.client.fields import Json
 from deployments.client.typed_errors import FrontUnreachable
 
@@ -57,11 +57,11 @@ class AsyncJob(Generic[T]):
 
     async def status(self) -> JobStatus:
         """Loads no model and waits for none. Raises RequestError."""
-        return _status(await self._connection.read(Asked("GET", f"{JOBS}/{self.id}")))
+        return _status(await self._connection.read(Request("GET", f"{JOBS}/{self.id}")))
 
     async def cancel(self) -> JobStatus:
         """Ends it, between two steps of the engine. Raises RequestError."""
-        return _status(await self._connection.read(Asked("POST", f"{JOBS}/{self.id}/cancel")))
+        return _status(await self._connection.read(Request("POST", f"{JOBS}/{self.id}/cancel")))
 
     async def result(self) -> T:
         """Waits for the answer and returns what the call would have returned. Raises what the call
@@ -74,8 +74,8 @@ class AsyncJob(Generic[T]):
             try:
                 is_finished = (await self.status()).is_finished
                 if is_finished:
-                    asked = Asked("GET", f"{JOBS}/{self.id}/result")
-                    return await self._connection.answer(asked, self._read)
+                    request = Request("GET", f"{JOBS}/{self.id}/result")
+                    return await self._connection.answer(request, self._read)
                 heard_s = time.monotonic()
                 async with aclosing(self._connection.pieces(self._events)) as pieces:
                     async for _ in pieces:  # comments at the least, until the end
@@ -89,44 +89,44 @@ class AsyncJob(Generic[T]):
                 await asyncio.sleep(AGAIN_S)
 
     @property
-    def _events(self) -> Asked:
-        return Asked("GET", f"{JOBS}/{self.id}/events")
+    def _events(self) -> Request:
+        return Request("GET", f"{JOBS}/{self.id}/events")
 
 
-class Withheld(Exception):
+class UnsentCall(Exception):
     """Carries the request of a call that was not sent, and the function that reads its answer."""
 
-    def __init__(self, connection: Connection, asked: Asked, read: Read[Any]) -> None:
-        super().__init__(connection, asked, read)
-        self.connection, self.asked, self.read = connection, asked, read
+    def __init__(self, connection: Connection, request: Request, read: Read[Any]) -> None:
+        super().__init__(connection, request, read)
+        self.connection, self.request, self.read = connection, request, read
 
 
-class Withholding(Connection):
-    """A connection that sends no call to a model: it raises the call as Withheld, so that `submit`
-    and `line` can use each method of a client to write a request."""
+class CapturingConnection(Connection):
+    """A connection that sends no call to a model: it raises the call as UnsentCall, so that
+    `submit` and `line` can use each method of a client to write a request."""
 
     def __init__(self, behind: Connection) -> None:
         super().__init__(behind._http, behind._where, behind.lease_way)
         self._behind = behind
 
-    async def answer(self, asked: Asked, read: Read[T]) -> T:
-        """Raises Withheld."""
-        if asked.method != "POST":
-            return await super().answer(asked, read)
-        raise Withheld(self._behind, asked, read)
+    async def answer(self, request: Request, read: Read[T]) -> T:
+        """Raises UnsentCall."""
+        if request.method != "POST":
+            return await super().answer(request, read)
+        raise UnsentCall(self._behind, request, read)
 
 
-async def withheld(call: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Withheld:
+async def withheld(call: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> UnsentCall:
     """Returns what a call of a client would send. Raises BadRequest; TypeError where `call` is no
     method of a client, or asks no model."""
     calls = getattr(call, "__self__", None)
     if not isinstance(calls, AsyncCalls):
         raise TypeError(f"{call!r} is no call of a client")
     view = copy.copy(calls)
-    view._connection = Withholding(calls._connection)
+    view._connection = CapturingConnection(calls._connection)
     try:
         await getattr(view, call.__name__)(*args, **kwargs)
-    except Withheld as found:
+    except UnsentCall as found:
         return found
     raise TypeError(f"{call.__name__} asks no model, so there is nothing to keep")
 
@@ -136,9 +136,9 @@ async def submit(
 ) -> AsyncJob[T]:
     """See AsyncClient.submit."""
     found = await withheld(call, *args, **kwargs)
-    asked = replace(found.asked, headers={**found.asked.headers, **RESPOND_ASYNC})
-    said = await found.connection.read(asked)
-    return AsyncJob(found.connection, said["id"], found.read)
+    request = replace(found.request, headers={**found.request.headers, **RESPOND_ASYNC})
+    reply = await found.connection.read(request)
+    return AsyncJob(found.connection, reply["id"], found.read)
 
 
 def known(connection: Connection, job_id: str) -> AsyncJob[Json | bytes]:
@@ -148,18 +148,18 @@ def known(connection: Connection, job_id: str) -> AsyncJob[Json | bytes]:
 
 def _fields_or_bytes(raw: bytes, kind: str) -> Json | bytes:
     if kind.startswith("application/json"):
-        said: Json = json.loads(raw)
-        return said
+        fields: Json = json.loads(raw)
+        return fields
     return raw
 
 
-def _status(said: Json) -> JobStatus:
+def _status(row: Json) -> JobStatus:
     return JobStatus(
-        said["id"],
-        said["status"],
-        said["model"],
-        said["queue_position"],
-        said["progress"]["events"],
-        said["estimate_s"],
-        (said["error"] or {}).get("message", ""),
+        row["id"],
+        row["status"],
+        row["model"],
+        row["queue_position"],
+        row["progress"]["events"],
+        row["estimate_s"],
+        (row["error"] or {}).get("message", ""),
     )

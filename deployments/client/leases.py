@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 
 from arbiter.leases import HTTP_S, Plain
-from arbiter.told_errors import may_pass
-from deployments.client.typed_errors import told
+from arbiter.response_errors import may_pass
+from deployments.client.typed_errors import error_of_response
 from deployments.front.by_handle import HandleRequest
 
 Said = tuple[int, dict[str, str], bytes]  # status, headers, body
@@ -27,10 +27,10 @@ class FrontLeases:
         """Raises RequestError, ConnectionError where the arbiter is away."""
         is_here = self._node is not None and body.get("pid") and not body.get("node")
         own = {"node": self._node()} if is_here and self._node else {}
-        said = self._ask("PUT", lease, {**body, **own}, body.get("wait_s", 0.0))
-        if not isinstance(said.get("state"), str):
-            raise ConnectionError(f"no answer of the arbiter's: {said!r}")
-        return said
+        reply = self._ask("PUT", lease, {**body, **own}, body.get("wait_s", 0.0))
+        if not isinstance(reply.get("state"), str):
+            raise ConnectionError(f"no answer of the arbiter's: {reply!r}")
+        return reply
 
     def delete(self, lease: str, tenant: str | None) -> None:
         """Raises as `put`. The key says whose it is, not `tenant`."""
@@ -38,14 +38,16 @@ class FrontLeases:
 
     def _ask(self, method: str, lease: str, body: Plain | None, wait_s: float) -> Plain:
         raw = b"" if body is None else json.dumps(body).encode()
-        status, headers, said = self._send(method, f"/arbiter/leases/{lease}", raw, HTTP_S + wait_s)
+        status, headers, reply = self._send(
+            method, f"/arbiter/leases/{lease}", raw, HTTP_S + wait_s
+        )
         if status >= 400:
-            refusal = told(status, headers, said)
+            refusal = error_of_response(status, headers, reply)
             raise ConnectionError(str(refusal)) if may_pass(refusal) else refusal
         try:
-            found: Plain = json.loads(said)
+            found: Plain = json.loads(reply)
         except ValueError as error:
-            raise ConnectionError(f"no answer of the arbiter's: {said[:500]!r}") from error
+            raise ConnectionError(f"no answer of the arbiter's: {reply[:500]!r}") from error
         return found
 
 

@@ -100,15 +100,15 @@ class Audio:
         return f'<audio controls src="{source}"></audio>'
 
 
-Seen = Picture | FileName
-Heard = Audio | FileName
+PictureLike = Picture | FileName
+AudioLike = Audio | FileName
 
 
-def picture_of(given: Seen) -> Picture:
+def picture_of(given: PictureLike) -> Picture:
     """Raises OSError."""
     return given if isinstance(given, Picture) else Picture.open(given)
 
 
-def audio_of(given: Heard) -> Audio:
+def audio_of(given: AudioLike) -> Audio:
     """Raises OSError."""
     return given if isinstance(given, Audio) else Audio.open(given)

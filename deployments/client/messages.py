@@ -7,12 +7,12 @@ from deployments.client.fields import Json, Messages
 from deployments.client.media import Picture
 
 
-def written(said: Messages) -> list[Json]:
+def written(messages: Messages) -> list[Json]:
     """A text is one message of the user; in a list of parts a text and a Picture stand for
     themselves."""
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
-    return [_message(one) for one in said]
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    return [_message(one) for one in messages]
 
 
 def _message(message: Mapping[str, Any]) -> Json:

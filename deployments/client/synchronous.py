@@ -42,8 +42,7 @@ def plain(
 
     @functools.wraps(method)
     def call(self: "Calls", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        bound = functools.partial(method, self._behind, *args, **kwargs)
-        return self._portal.call(bound)
+        return _result_of(self._portal, functools.partial(method, self._behind, *args, **kwargs))
 
     return call
 
@@ -61,11 +60,21 @@ def plain_stream(
 
 
 def _iterated(portal: BlockingPortal, parts: AsyncGenerator[T]) -> Generator[T, None, None]:
-    try:
-        while (part := portal.call(anext, parts, _END)) is not _END:
+    while (part := _result_of(portal, functools.partial(anext, parts, _END))) is not _END:
+        try:
             yield part
+        except GeneratorExit:
+            portal.call(parts.aclose)
+            raise
+
+
+def _result_of(portal: BlockingPortal, work: Callable[[], Awaitable[T]]) -> T:
+    """The result of `work`. An interrupt of the wait, as by Ctrl-C, ends the work."""
+    doing = portal.start_task_soon(work)
+    try:
+        return doing.result()
     finally:
-        portal.call(parts.aclose)
+        doing.cancel()  # has no effect on work that is done
 
 
 class Calls:
@@ -135,7 +144,7 @@ class Client(Calls):
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Job[T]":
         """See AsyncClient.submit: `submit(client.chat, "Hello")`."""
         bound = functools.partial(self._behind.submit, _behind(call), *args, **kwargs)
-        return Job(self._portal.call(bound), self._portal)
+        return Job(_result_of(self._portal, bound), self._portal)
 
     def job(self, job_id: str) -> "Job[Json | bytes]":
         """See AsyncClient.job."""
@@ -146,7 +155,7 @@ class Client(Calls):
     ) -> Line[T]:
         """See AsyncClient.line."""
         bound = functools.partial(self._behind.line, custom_id, _behind(call), *args, **kwargs)
-        return self._portal.call(bound)
+        return _result_of(self._portal, bound)
 
     def submit_batch(
         self,
@@ -162,7 +171,7 @@ class Client(Calls):
             completion_window=completion_window,
             metadata=metadata,
         )
-        return Batch(self._portal.call(bound), self._portal)
+        return Batch(_result_of(self._portal, bound), self._portal)
 
     def batch(self, batch_id: str) -> "Batch[Json]":
         """See AsyncClient.batch."""
@@ -184,8 +193,11 @@ class Client(Calls):
     ) -> Iterator["Held"]:
         """See AsyncClient.acquire."""
         acquired = self._behind.acquire(model, term_s=term_s, **fields)
-        with self._portal.wrap_async_context_manager(acquired) as held:
+        held = _result_of(self._portal, acquired.__aenter__)
+        try:
             yield Held(held, self._portal)
+        finally:
+            self._portal.call(acquired.__aexit__, None, None, None)
 
     @contextmanager
     def lease(
@@ -236,15 +248,15 @@ class Job(Generic[T]):
 
     def status(self) -> JobStatus:
         """See AsyncJob.status."""
-        return self._portal.call(self._behind.status)
+        return _result_of(self._portal, self._behind.status)
 
     def cancel(self) -> JobStatus:
         """See AsyncJob.cancel."""
-        return self._portal.call(self._behind.cancel)
+        return _result_of(self._portal, self._behind.cancel)
 
     def result(self) -> T:
         """See AsyncJob.result."""
-        return self._portal.call(self._behind.result)
+        return _result_of(self._portal, self._behind.result)
 
 
 class Batch(Generic[T]):
@@ -256,15 +268,15 @@ class Batch(Generic[T]):
 
     def status(self) -> BatchStatus:
         """See AsyncBatch.status."""
-        return self._portal.call(self._behind.status)
+        return _result_of(self._portal, self._behind.status)
 
     def cancel(self) -> BatchStatus:
         """See AsyncBatch.cancel."""
-        return self._portal.call(self._behind.cancel)
+        return _result_of(self._portal, self._behind.cancel)
 
     def wait(self) -> BatchStatus:
         """See AsyncBatch.wait."""
-        return self._portal.call(self._behind.wait)
+        return _result_of(self._portal, self._behind.wait)
 
     def results(self) -> Generator[LineResult[T], None, None]:
         """See AsyncBatch.results."""

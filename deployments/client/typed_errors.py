@@ -1,4 +1,4 @@
-"""Typed errors from what the front tells of them (arbiter.told_errors), with the classes of the
+"""Typed errors from what the front tells of them (arbiter.response_errors), with the classes of the
 front's own refusals. The same over HTTP and by handle, because both carry the front's own response.
 
     try:
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from arbiter import told_errors
+from arbiter import response_errors
 from arbiter.errors import RequestError
-from arbiter.told_errors import ToldError
+from arbiter.response_errors import ResponseError
 from deployments.front.auth import Denied
 from deployments.front.request import BadRequest
 from deployments.messages import NotServedHere
@@ -47,29 +47,34 @@ def _kind_of(code: str, status: int) -> type[RequestError]:
 
 @cache
 def _by_code() -> dict[str, type[RequestError]]:
-    return {BadRequest.code: BadRequest, NotServedHere.code: NotServedHere} | told_errors.kinds()
+    return {
+        BadRequest.code: BadRequest,
+        NotServedHere.code: NotServedHere,
+    } | response_errors.kinds()
 
 
-def made(
+def error_of_code(
     message: str, status: int, code: str, param: str | None, retry_after_s: float | None
-) -> ToldError:
+) -> ResponseError:
     """The error of that code."""
-    return told_errors.class_of(_kind_of(code, status))(message, status, code, param, retry_after_s)
+    return response_errors.class_of(_kind_of(code, status))(
+        message, status, code, param, retry_after_s
+    )
 
 
-def told(status: int, headers: Mapping[str, str], body: bytes) -> ToldError:
+def error_of_response(status: int, headers: Mapping[str, str], body: bytes) -> ResponseError:
     """What a response with such a status means."""
-    return told_errors.told(status, headers, body, _kind_of)
+    return response_errors.error_of_response(status, headers, body, _kind_of)
 
 
-def told_in_stream(event: Mapping[str, Any]) -> ToldError | None:
+def error_of_event(event: Mapping[str, Any]) -> ResponseError | None:
     """The refusal that an event of a stream is; its status was sent before. None: it is none."""
     error = event.get("error")
     if not isinstance(error, Mapping):
         return None
     code = error.get("code")
     kind = _by_code().get(str(code), RequestError)
-    said = [error.get("status"), code, kind.status_code]
-    status = next(each for each in said if isinstance(each, int))
+    candidates = [error.get("status"), code, kind.status_code]
+    status = next(each for each in candidates if isinstance(each, int))
     message, after_s = str(error.get("message")), kind.retry_after_s
-    return told_errors.of_object(error, message, status, after_s, _kind_of)
+    return response_errors.of_object(error, message, status, after_s, _kind_of)

@@ -91,10 +91,10 @@ class CapabilityConfig(Strict):
     def _model_spec(self, model: str, keep_warm_s: float, zone: str) -> types.ModelSpec:
         """`keep_warm_s`: of its role, where neither the model nor the capability says otherwise."""
         config = self.models[model]
-        said = (s for s in (config.keep_warm_s, self.keep_warm_s) if s is not None)
+        configured = (s for s in (config.keep_warm_s, self.keep_warm_s) if s is not None)
         return types.ModelSpec(
             model,
-            seconds(next(said, keep_warm_s)),
+            seconds(next(configured, keep_warm_s)),
             config.pin,
             config.allow_oversize,
             dispatch_lock=config.dispatch.lock if config.dispatch else "",

@@ -88,9 +88,9 @@ def file_and_engine(ending: str) -> Estimate:
     (`espeak-ng`)."""
 
     def estimate(kind: "EngineKind", path: str, model: ModelConfig) -> Need:
-        found = [Path(path)] if path.endswith(ending) else Path(path).glob(f"*{ending}")
+        files = [Path(path)] if path.endswith(ending) else Path(path).glob(f"*{ending}")
         return Need(
-            weights_bytes=Bytes(sum(file.stat().st_size for file in found)),
+            weights_bytes=Bytes(sum(file.stat().st_size for file in files)),
             working_bytes=kind.working_bytes,
             context_bytes=kind.context_bytes,
             gpu_context_bytes=kind.gpu_context_bytes,

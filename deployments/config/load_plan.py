@@ -29,7 +29,7 @@ from deployments.config.model_section import DrafterConfig, ModelConfig
 from deployments.config.schema import ConfigError, Table, parse_table
 from deployments.environment import Environment
 from deployments.messages import KV_TERM
-from deployments.prefixes import DECLARED, Cut, Prefix, prefix_of
+from deployments.prefixes import DECLARED, Prefix, PrefixEnd, prefix_of
 
 # What a drafter's process part holds beyond its weights: seen with vLLM's CPU build, 33 MiB in all
 # for one of 7 MiB.
@@ -181,16 +181,16 @@ def _declared(name: str, model: ModelConfig) -> Iterator[Prefix]:
     """The stable prefixes of the configuration, as a request that begins with them reaches the
     engine."""
     for entry in model.stable_prefixes:
-        said: dict[str, Any] = {"messages": entry.chat}
+        fields: dict[str, Any] = {"messages": entry.chat}
         if entry.tools:
-            said["tools"] = entry.tools
+            fields["tools"] = entry.tools
         if entry.tenant != DEFAULT_TENANT:
-            said["cache_salt"] = entry.tenant
+            fields["cache_salt"] = entry.tenant
         if model.keep_kv and model.kv_term != USUAL:
-            said[prefixes.TERM] = {KV_TERM: model.kv_term}
-        said["model"] = f"{name}:{entry.adapter}" if entry.adapter else name
-        chat = model.with_thinking(model.defaults | said)
-        cut = Cut(len(entry.chat), with_tools=bool(chat.get("tools")))
+            fields[prefixes.TERM] = {KV_TERM: model.kv_term}
+        fields["model"] = f"{name}:{entry.adapter}" if entry.adapter else name
+        chat = model.with_thinking(model.defaults | fields)
+        cut = PrefixEnd(len(entry.chat), with_tools=bool(chat.get("tools")))
         yield prefix_of(chat, cut, entry.tenant, DECLARED)
 
 

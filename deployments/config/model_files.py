@@ -38,10 +38,10 @@ def weights_bytes(source: Path) -> Bytes:
         raise ConfigError(str(error)) from error
     if sizes:
         return Bytes(sum(sizes.values()))
-    found = estimates.of_files(_file_sizes(source)) or estimates.of_name(str(source))
-    if found is None:
+    size_bytes = estimates.of_files(_file_sizes(source)) or estimates.of_name(str(source))
+    if size_bytes is None:
         raise ConfigError(f"{source}: no .safetensors here; give the model a `need`")
-    return found
+    return size_bytes
 
 
 def _tensor_files(source: Path) -> list[Path]:
@@ -92,8 +92,8 @@ def _file_sizes(source: Path) -> dict[str, int]:
     hub id."""
     if source.is_file():
         return {source.name: source.stat().st_size}
-    found = (path for path in source.rglob("*") if path.is_file())
-    return {str(path.relative_to(source)): path.stat().st_size for path in found}
+    files = (path for path in source.rglob("*") if path.is_file())
+    return {str(path.relative_to(source)): path.stat().st_size for path in files}
 
 
 def adapted_folder(model: Path) -> Path:
@@ -145,13 +145,13 @@ def picture_bytes(source: Path, arguments: Mapping[str, Any]) -> Bytes:
 def _count(arguments: Mapping[str, Any], key: str, usual: float, unit: int = 1) -> int:
     """An argument of an engine in whole things, of which `unit` are one of what it counts. Raises
     ConfigError."""
-    said = arguments.get(key, usual)
+    value = arguments.get(key, usual)
     try:
-        count = int(float(said) * unit)
+        count = int(float(value) * unit)
     except (TypeError, ValueError, OverflowError):
         count = -1
     if count < 0:
-        raise ConfigError(f"`engine_args.{key}`: {said!r} is no number from 0 on, as {usual} is")
+        raise ConfigError(f"`engine_args.{key}`: {value!r} is no number from 0 on, as {usual} is")
     return count
 
 
@@ -160,18 +160,18 @@ def context_tokens(source: Path, model: ModelConfig) -> int | None:
     None where neither does, as for a hub id or a model of sound."""
     config = _configuration(source)
     text = config.get("text_config")
-    said = (
+    lengths = (
         model.grow_to.get("max_model_len"),
         model.engine_args.get("max_model_len"),
         _configuration(source, "sentence_bert_config.json").get("max_seq_length"),
         (text if isinstance(text, dict) else config).get("max_position_embeddings"),
     )
-    return next((tokens for tokens in said if isinstance(tokens, int)), None)
+    return next((tokens for tokens in lengths if isinstance(tokens, int)), None)
 
 
 def _configuration(source: Path, name: str = "config.json") -> dict[str, Any]:
     try:
-        found = json.loads((source / name).read_text())
+        config = json.loads((source / name).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}

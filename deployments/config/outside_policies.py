@@ -11,12 +11,12 @@ def imported(path: str) -> Callable[..., Any]:
     """The function at `module:function`. Raises ValueError that says what is not there."""
     module, _, function = path.partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        policy: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{path!r}: {error}") from None
-    if not callable(found):
+    if not callable(policy):
         raise ValueError(f"{path!r} is no function")
-    return found
+    return policy
 
 
 def outside(settings: Settings) -> dict[str, Callable[..., Any]]:

@@ -46,7 +46,7 @@ class Config:
 
 async def read() -> Plain:
     """The generation, and every setting with its value. Raises ArbiterUnavailable."""
-    return _said(await call_arbiter("state"))
+    return _as_config(await call_arbiter("state"))
 
 
 async def change(generation: int, wanted: Plain) -> Plain:
@@ -55,7 +55,7 @@ async def change(generation: int, wanted: Plain) -> Plain:
     _check(wanted)
     state = await call_arbiter("state")
     generation, table = await _changed(generation, state["table"], wanted, "settings")
-    return _said({"generation": generation, "table": boot.as_plain(table)})
+    return _as_config({"generation": generation, "table": boot.as_plain(table)})
 
 
 async def read_config() -> Config:
@@ -91,6 +91,6 @@ async def _changed(generation: int, plain: Plain, settings: Plain, where: str) -
     return await call_arbiter("change_settings", boot.configuration(table), given), table
 
 
-def _said(state: Plain) -> Plain:
+def _as_config(state: Plain) -> Plain:
     own = ArbiterConfig.model_validate(state["table"].get("arbiter", {}))
     return {"generation": state["generation"], "settings": own.model_dump(mode="json")}

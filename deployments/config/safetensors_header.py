@@ -58,9 +58,9 @@ def read(file: Path) -> dict[str, Tensor]:
 def check(file: Path) -> dict[str, Tensor]:
     """Reads as `read` does, and checks that the tensors have the sizes of their shapes and fill the
     file without gap or overlap. Raises BadHeader, OSError."""
-    found, data_bytes = _read(file)
+    tensors, data_bytes = _read(file)
     at = 0
-    for name, one in sorted(found.items(), key=lambda item: item[1].start):
+    for name, one in sorted(tensors.items(), key=lambda item: item[1].start):
         if one.dtype not in ITEM_BYTES or min(one.shape, default=0) < 0:
             raise BadHeader(f"{file.name}: {name} is {one.dtype} of shape {list(one.shape)}")
         if one.start != at or one.size_bytes != prod(one.shape) * ITEM_BYTES[one.dtype]:
@@ -68,18 +68,18 @@ def check(file: Path) -> dict[str, Tensor]:
         at = one.end
     if at != data_bytes:
         raise BadHeader(f"{file.name}: {data_bytes} bytes of data, {at} of tensors")
-    return found
+    return tensors
 
 
 def linear_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     """Modules of a model that may carry an adapter: all with a matrix for a weight. Raises
     BadHeader, OSError."""
-    found = {}
+    shapes = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in read(file).items():
             if name.endswith(".weight") and len(tensor.shape) == 2:
-                found[name.removesuffix(".weight")] = (tensor.shape[0], tensor.shape[1])
-    return found
+                shapes[name.removesuffix(".weight")] = (tensor.shape[0], tensor.shape[1])
+    return shapes
 
 
 def slot_bytes(shapes: Mapping[str, tuple[int, int]], rank: int, item_bytes: int = 2) -> int:

@@ -32,18 +32,18 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 def is_public(address: str) -> bool:
     """False also for a public address of IPv6 behind which a gateway reaches a private one."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    inner = _inside(found) if isinstance(found, ipaddress.IPv6Address) else found
-    return all(one.is_global and not one.is_multicast for one in (inner, _unmapped(found)))
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    inner = _inside(ip) if isinstance(ip, ipaddress.IPv6Address) else ip
+    return all(one.is_global and not one.is_multicast for one in (inner, _unmapped(ip)))
 
 
-def _unmapped(found: Address) -> Address:
-    return getattr(found, "ipv4_mapped", None) or found
+def _unmapped(ip: Address) -> Address:
+    return getattr(ip, "ipv4_mapped", None) or ip
 
 
-def _inside(found: ipaddress.IPv6Address) -> Address:
+def _inside(ip: ipaddress.IPv6Address) -> Address:
     """The address of IPv4 that it stands for, where it does."""
-    if found in _NAT64:
-        return ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-    teredo = found.teredo
-    return found.ipv4_mapped or found.sixtofour or (teredo[1] if teredo else found)
+    if ip in _NAT64:
+        return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    teredo = ip.teredo
+    return ip.ipv4_mapped or ip.sixtofour or (teredo[1] if teredo else ip)

@@ -15,10 +15,10 @@ ESPEAK_DEFAULT = "en-us"
 
 def voice_file(source: Path) -> Path:
     """The .onnx file of a voice, from its path or that of its folder. Raises ConfigError."""
-    found = [source] if source.suffix == ".onnx" else sorted(source.glob("*.onnx"))
-    if not found or not describing(found[0]).is_file():
+    files = [source] if source.suffix == ".onnx" else sorted(source.glob("*.onnx"))
+    if not files or not describing(files[0]).is_file():
         raise ConfigError(f"{source}: no .onnx file with its .onnx.json beside it")
-    return found[0]
+    return files[0]
 
 
 def describing(file: Path) -> Path:
@@ -28,8 +28,8 @@ def describing(file: Path) -> Path:
 def speakers(file: Path, description: dict[str, Any]) -> dict[str, int]:
     """Names and numbers of those that one file speaks as."""
     alone = {description.get("dataset") or file.stem: 0}
-    found: dict[str, int] = description.get("speaker_id_map") or alone
-    return found
+    numbers: dict[str, int] = description.get("speaker_id_map") or alone
+    return numbers
 
 
 class KokoroFiles(NamedTuple):
@@ -46,9 +46,9 @@ def kokoro_files(source: Path) -> KokoroFiles:
     graphs = [source] if source.suffix == ".onnx" else sorted(folder.glob("*.onnx"))
     styles = sorted(file for ending in ("npz", "bin") for file in folder.glob(f"*.{ending}"))
     vocabulary = folder / "config.json"
-    for what, found in (("graph (.onnx)", graphs), ("file of voices (.npz or .bin)", styles)):
-        if len(found) != 1:
-            raise ConfigError(f"{source}: there must be one {what}, not {len(found)}")
+    for what, files in (("graph (.onnx)", graphs), ("file of voices (.npz or .bin)", styles)):
+        if len(files) != 1:
+            raise ConfigError(f"{source}: there must be one {what}, not {len(files)}")
     if not vocabulary.is_file():
         raise ConfigError(f"{source}: no config.json with the model's vocabulary")
     return KokoroFiles(graphs[0], styles[0], vocabulary)

@@ -55,8 +55,8 @@ class Espeak:
         """The phonemes of a text in IPA, without punctuation."""
         found, left = [], ctypes.c_char_p(text.encode())
         while left.value is not None:  # a call reads up to the end of a clause
-            said = self._library.espeak_TextToPhonemes(ctypes.byref(left), _UTF8, _IPA)
-            found.append((said or b"").decode())
+            phonemes = self._library.espeak_TextToPhonemes(ctypes.byref(left), _UTF8, _IPA)
+            found.append((phonemes or b"").decode())
         return " ".join(part for part in found if part)
 
     def speak(self, text: str, speed: float) -> np.ndarray:

@@ -28,7 +28,7 @@ from deployments.engines.asgi import BadField
 from deployments.engines.one_thread import OneThread, compute_threads
 from deployments.engines.protocol import Config, EngineLoadFailed, Receive, Scope, Send
 from deployments.engines.sound import HEARD_HZ
-from deployments.engines.transcript import WRITE, Asked, Transcript, events
+from deployments.engines.transcript import WRITE, Transcript, TranscriptionRequest, events
 from deployments.environment import Environment
 
 logger = logging.getLogger("arbiter.engine")
@@ -43,6 +43,7 @@ TRANSCRIBE, TRANSLATE = "/v1/audio/transcriptions", "/v1/audio/translations"
 TASKS = {TRANSCRIBE: "transcribe", TRANSLATE: "translate"}
 STREAMED = ("json", "text")  # whose events OpenAI defines
 GRANULARITIES = ("segment", "word")
+TIMED = "verbose_json"  # the one form that has the times which a request asks for
 # Whisper's own order: greedy, and warmer where that repeats itself or is unsure.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
@@ -60,8 +61,8 @@ def default_device() -> str:
 def has_cublas() -> bool:
     """CTranslate2 opens it by that name at its first product, and every request fails without it.
     Where pip has it, it is in no folder that the linker knows, so it is opened for it here."""
-    found = importlib.util.find_spec("nvidia")
-    folders = [] if found is None else list(found.submodule_search_locations or ())
+    spec = importlib.util.find_spec("nvidia")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
     for path in (CUBLAS, *(f"{folder}/cublas/lib/{CUBLAS}" for folder in folders)):
         with contextlib.suppress(OSError):
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
@@ -118,13 +119,13 @@ class WhisperEngine:
             form = await forms.read(scope, receive)
             if form is None:
                 return
-            asked = self.checked(form, TASKS[scope["path"]])
-            work = self._answer(asked, form.file("file"), send)
+            request = self.checked(form, TASKS[scope["path"]])
+            work = self._answer(request, form.file("file"), send)
             await asgi.until_disconnected(work, receive)
         except BadField as error:
             await asgi.refuse_request(send, error)
 
-    def checked(self, form: forms.Form, task: str) -> Asked:
+    def checked(self, form: forms.Form, task: str) -> TranscriptionRequest:
         """Reads the form of a request, as far as this model can serve it. Raises BadField."""
         multilingual = self.model.model.is_multilingual
         if task == "translate" and not multilingual:
@@ -134,7 +135,7 @@ class WhisperEngine:
         if language is not None and language not in self.model.supported_languages:
             known = "ISO 639-1, as `de`" if multilingual else f"{self.name} knows `en` only"
             raise BadField("language", f"{language!r} is no language of this model: {known}")
-        asked = Asked(
+        request = TranscriptionRequest(
             task,
             _one_of(form, "response_format", tuple(WRITE)),
             language,
@@ -144,53 +145,60 @@ class WhisperEngine:
             _flag(form, "stream"),
             _flag(form, "vad_filter") or _flag(form, "x_vad_filter"),
         )
-        if asked.skips_silence and not self.vad_folder.is_dir():
+        if request.skips_silence and not self.vad_folder.is_dir():
             text = f"`vad_filter` takes a model in {self.vad_folder}, which is not there"
             raise BadField("vad_filter", text)
-        if asked.is_stream and asked.form not in STREAMED:
-            text = f"`stream` takes {' or '.join(STREAMED)}, not {asked.form}"
+        if request.is_stream and request.form not in STREAMED:
+            text = f"`stream` takes {' or '.join(STREAMED)}, not {request.form}"
             raise BadField("response_format", text)
-        return asked
+        if request.granularities and request.form != TIMED:
+            text = f"`timestamp_granularities` takes `response_format` {TIMED}, not {request.form}"
+            raise BadField("timestamp_granularities", text)
+        return request
 
-    async def _answer(self, asked: Asked, raw: bytes, send: Send) -> None:
+    async def _answer(self, request: TranscriptionRequest, raw: bytes, send: Send) -> None:
         """Raises BadField before the head is sent."""
         file = sound.SoundFile(raw, self.max_seconds)
-        spans = await self._spans(asked, file)
-        said = Transcript(asked, file.count)
-        segments = self.worker.each(self._segments(said, pieces(file.parts(), spans)))
-        if asked.is_stream:
-            return await asgi.stream_events(send, events(said, segments))
-        async for _ in segments:  # `said` keeps them
+        spans = await self._spans(request, file)
+        transcript = Transcript(request, file.count)
+        segments = self.worker.each(self._segments(transcript, pieces(file.parts(), spans)))
+        if request.is_stream:
+            return await asgi.stream_events(send, events(transcript, segments))
+        async for _ in segments:  # `transcript` keeps them
             continue
-        kind, body = WRITE[asked.form](said)
+        kind, body = WRITE[request.form](transcript)
         await asgi.send_bytes(send, kind, body.encode())
 
-    def _segments(self, said: Transcript, heard: Iterator[tuple[int, np.ndarray]]) -> Iterator[Any]:
+    def _segments(
+        self, transcript: Transcript, spans: Iterator[tuple[int, np.ndarray]]
+    ) -> Iterator[Any]:
         """Hears piece by piece; times count from the begin of the file. None after each piece: a
         turn ends there too, because there may be no segment in it."""
-        asked = said.asked
-        for begin, samples in heard:
-            found, info = self.model.transcribe(
+        request = transcript.request
+        for begin, samples in spans:
+            segments, info = self.model.transcribe(
                 sound.floats(samples),
-                language=said.language or None,
-                task=asked.task,
+                language=transcript.language or None,
+                task=request.task,
                 beam_size=self.beam_size,
-                temperature=asked.temperatures,
+                temperature=request.temperatures,
                 condition_on_previous_text=False,  # one wrong word would be repeated for minutes
-                initial_prompt=asked.prompt,
-                word_timestamps="word" in asked.granularities,
+                initial_prompt=request.prompt,
+                word_timestamps="word" in request.granularities,
             )
-            said.language = info.language  # as heard in the first piece
-            for segment in found:
-                moved = _moved(segment, begin / HEARD_HZ, len(said.segments))
-                said.segments.append(moved)
+            transcript.language = info.language  # as heard in the first piece
+            for segment in segments:
+                moved = _moved(segment, begin / HEARD_HZ, len(transcript.segments))
+                transcript.segments.append(moved)
                 yield moved
             yield None
 
-    async def _spans(self, asked: Asked, file: sound.SoundFile) -> list[tuple[int, int]]:
+    async def _spans(
+        self, request: TranscriptionRequest, file: sound.SoundFile
+    ) -> list[tuple[int, int]]:
         """Begin and end of what is to be heard, in samples. Reads the file to its end, in turns, so
         that it is refused before anything of it is heard. Raises BadSound."""
-        if not asked.skips_silence:
+        if not request.skips_silence:
             async for _ in self.worker.each(file.parts()):
                 continue
             return [(0, file.count)]
@@ -250,32 +258,32 @@ def _moved(segment: Any, by_s: float, number: int) -> Any:
 
 
 def _one_of(form: forms.Form, name: str, known: tuple[str, ...]) -> str:
-    found = form.text(name, known[0])
-    if found not in known:
-        raise BadField(name, f"`{name}` {found!r} is none of {', '.join(known)}")
-    return found
+    choice = form.text(name, known[0])
+    if choice not in known:
+        raise BadField(name, f"`{name}` {choice!r} is none of {', '.join(known)}")
+    return choice
 
 
 def _flag(form: forms.Form, name: str) -> bool:
-    found = form.text(name, "false").lower()
-    if found not in ("true", "false", "1", "0"):
-        raise BadField(name, f"`{name}` {found!r} is neither true nor false")
-    return found in ("true", "1")
+    text = form.text(name, "false").lower()
+    if text not in ("true", "false", "1", "0"):
+        raise BadField(name, f"`{name}` {text!r} is neither true nor false")
+    return text in ("true", "1")
 
 
-def _temperatures(said: str) -> tuple[float, ...]:
+def _temperatures(value: str) -> tuple[float, ...]:
     try:
-        found = float(said or 0.0)
+        temperature = float(value or 0.0)
     except ValueError:
-        found = -1.0
-    if not 0.0 <= found <= 1.0:
-        raise BadField("temperature", f"`temperature` {said!r} is no number from 0 to 1")
-    return (found,) if found else TEMPERATURES
+        temperature = -1.0
+    if not 0.0 <= temperature <= 1.0:
+        raise BadField("temperature", f"`temperature` {value!r} is no number from 0 to 1")
+    return (temperature,) if temperature else TEMPERATURES
 
 
 def _granularities(form: forms.Form) -> frozenset[str]:
-    found = frozenset(form.all("timestamp_granularities"))
-    if wrong := sorted(found - set(GRANULARITIES)):
+    granularities = frozenset(form.all("timestamp_granularities"))
+    if wrong := sorted(granularities - set(GRANULARITIES)):
         text = f"`timestamp_granularities` {wrong[0]!r} is none of {', '.join(GRANULARITIES)}"
         raise BadField("timestamp_granularities", text)
-    return found
+    return granularities

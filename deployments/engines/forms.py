@@ -27,10 +27,10 @@ class Form:
 
     def file(self, name: str) -> bytes:
         """Raises BadField where it is not there, or is empty."""
-        found = self.files.get(name, [])
-        if not found or not found[-1]:
+        files = self.files.get(name, [])
+        if not files or not files[-1]:
             raise BadField(name, f"`{name}` is missing or empty; send it as a file")
-        return found[-1]
+        return files[-1]
 
 
 async def read(scope: Scope, receive: Receive) -> Form | None:
@@ -41,8 +41,8 @@ async def read(scope: Scope, receive: Receive) -> Form | None:
         return None
     form = Form()
     try:
-        async with parsed(raw, Headers(raw=scope["headers"])) as found:
-            for name, value in found.multi_items():
+        async with parsed(raw, Headers(raw=scope["headers"])) as fields:
+            for name, value in fields.multi_items():
                 if isinstance(value, UploadFile):
                     form.files.setdefault(name, []).append(await value.read())
                 else:

@@ -5,7 +5,7 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
     GET  /control/ready     answers once loaded: 200 {"load_seconds", "can_sleep"}, or 500 {"error":
                             {"type", "message", "out_of_memory"}}, after which the process ends
     GET  /control/lifeline  never ends; when its connection closes, so does the process, at once
-    GET  /control/health    200 {"asleep"}, of an engine that tells it also "kept_since_s"
+    GET  /control/health    200 {"asleep"}, of an engine that tells it also "kept"
                             (protocol.TellsKept), or 503 with the cause
     POST /control/sleep     200 {"seconds"}; repeating it is harmless
     POST /control/wake      200 {"seconds", "verified", "restored"}. Not verified: the probe
@@ -37,6 +37,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
@@ -155,7 +156,7 @@ def _serve(spawn: Spawn, listener: socket.socket) -> None:
         runner.run(host.life(server.serve(sockets=[listener])))
 
 
-class _Catch(AbstractContextManager["_Catch", bool]):
+class _LoadErrors(AbstractContextManager["_LoadErrors", bool]):
     """The border between a library and its host: what the library raises is the load's cause."""
 
     def __init__(self, host: "EngineHost") -> None:
@@ -198,8 +199,8 @@ class EngineHost:
             "POST /control/drop_drafter": self._drop_drafter,
         }
 
-    def catch(self) -> _Catch:
-        return _Catch(self)
+    def catch(self) -> _LoadErrors:
+        return _LoadErrors(self)
 
     async def life(self, serving: Awaitable[None]) -> None:
         """Serves from the first moment, so that lifeline and ready are answered during the load."""
@@ -281,10 +282,10 @@ class EngineHost:
         if error := task.exception():
             cause = load_failure(error)
             return await asgi.refuse(send, 503, cause.message, kind=cause.kind)
-        said: dict[str, Any] = {"asleep": self.asleep}
+        health: dict[str, Any] = {"asleep": self.asleep}
         if isinstance(self.engine, TellsKept):
-            said["kept_since_s"] = self.engine.kept_since_s()
-        await asgi.respond(send, 200, said)
+            health["kept"] = asdict(self.engine.kept())
+        await asgi.respond(send, 200, health)
 
     async def _sleep(self, receive: Receive, send: Send) -> None:
         await self._turned(send, self._fall_asleep())

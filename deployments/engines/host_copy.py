@@ -133,7 +133,7 @@ def _left(places: list[Place], config: Config) -> tuple[list[Place], int]:
     copy: SharedCopy | None = config.get("shared_copy")
     if copy is None:
         raise CannotSleep("its files are in no host copy, so it would need one of its own")
-    found, total = [], 0
+    extents, total = [], 0
     with ExitStack() as stack:
         maps = {fd: stack.enter_context(mapped(fd)) for fd in copy.tensor_fds}
         for place in places:
@@ -141,14 +141,14 @@ def _left(places: list[Place], config: Config) -> tuple[list[Place], int]:
             pieces = copy.candidates(place.size, held[:64].numpy().tobytes())
             same = (p for p in pieces if torch.equal(held, maps[p.fd][p.start : p.start + p.size]))
             piece = next(same, None)
-            found.append(replace(place, start=total, shared=piece))
+            extents.append(replace(place, start=total, shared=piece))
             total += 0 if piece else -(-place.size // _ALIGN) * _ALIGN
     if total > copy.own_bytes_most:
         raise CannotSleep(
             f"{total} bytes of it are not as in its files, and {copy.own_bytes_most} may be beside"
             " a shared copy; give it `host_copy: private`"
         )
-    return found, total
+    return extents, total
 
 
 @contextmanager
@@ -180,7 +180,20 @@ def _pinned(fd: int, size: int) -> mmap.mmap | None:
     if code == 0:
         return mapping
     logger.warning("%d bytes are not pinned (CUDA error %d), so a wake takes longer", size, code)
+    _forget_error()
     return None
+
+
+def _forget_error() -> None:
+    """CUDA keeps an error until it is asked for, and the next kernel of this thread would raise it.
+    torch has no call that asks. Under ROCm it stays."""
+    if torch.version.cuda is None:
+        return
+    name = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
+    try:
+        ctypes.CDLL(name).cudaGetLastError()  # the library that torch has loaded
+    except OSError as error:
+        logger.warning("the next CUDA call may raise that error, because %s", error)
 
 
 def _drop(fd: int, mapping: mmap.mmap) -> None:

@@ -66,8 +66,8 @@ class KokoroVoice:
             raise _bad(files.graph, f"not Kokoro's: its inputs are {', '.join(inputs)}")
         self._tokens = inputs[0]
 
-    def name_of(self, asked: str) -> str:
-        return named(asked, self._names)
+    def name_of(self, voice: str) -> str:
+        return named(voice, self._names)
 
     def clause(self, text: str) -> list[int] | None:
         phonemes = _LANGUAGE.sub("", phonemes_of(self._espeak, text))

@@ -48,15 +48,15 @@ def with_slabs(config: Config) -> Config:
         return config
     slabs: dict[str, Config] = {}
     ends_s = time.monotonic() + CALL_S
-    for content, told in config["slabs"].items():
-        if "socket" not in told:
-            slabs[content] = told
+    for content, facts in config["slabs"].items():
+        if "socket" not in facts:
+            slabs[content] = facts
             continue
         try:
-            [fd] = receive(told["socket"], told["ticket"], content, ends_s - time.monotonic())
+            [fd] = receive(facts["socket"], facts["ticket"], content, ends_s - time.monotonic())
         except OSError as error:
             logger.warning("keeps no %s in a slab, because it was handed none: %s", content, error)
             continue
-        rest = {name: told[name] for name in told.keys() - {"socket", "ticket"}}
+        rest = {name: facts[name] for name in facts.keys() - {"socket", "ticket"}}
         slabs[content] = rest | {"path": f"/proc/{os.getpid()}/fd/{fd}"}
     return config | {"slabs": slabs}

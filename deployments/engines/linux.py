@@ -88,10 +88,10 @@ def refuse_environment(environment: Mapping[str, str]) -> None:
 def require_private(folder: Path) -> None:
     """Raises BadSpawn unless only this user can enter the folder."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise BadSpawn(f"{folder}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise BadSpawn(f"{folder}: need a directory of mode 0700 owned by uid {os.getuid()}")
 
 
@@ -227,7 +227,7 @@ def blank(address: int, size: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-class Filling:
+class Prefault:
     """Gives untouched memory its pages, at a lower priority than the rest of this process.
 
     A large cache would be zeroed page by page when it is made. So no first token waits for that,

@@ -2,7 +2,8 @@
 
 A program instead of a library: `build` starts it as a child of the engine's process, `app` passes
 requests on to it over a unix socket of its own, and the program ends with the engine's process,
-however that ends. `engine_args` are the program's long options, by name (`ctx_size: 4096`,
+however that ends. The program asks no connection who it is, so it is told a key that only the
+engine's process knows. `engine_args` are the program's long options, by name (`ctx_size: 4096`,
 `n_gpu_layers: 99`, `embedding: true`). The model is one .gguf file. Give it a `need`, because the
 estimate is its size and a tenth, which leaves no bytes for a long context.
 
@@ -12,6 +13,7 @@ March 2025). Source: github.com/ggml-org/llama.cpp/blob/master/tools/server/READ
 
 import asyncio
 import os
+import secrets
 import shutil
 import subprocess
 
@@ -29,6 +31,7 @@ from deployments.engines.protocol import (
 )
 
 PROGRAM = "llama-server"
+KEY = "LLAMA_API_KEY"  # the variable: an argument could be read by every user
 # What a replica may call; the routes that change the server stay out of reach.
 ROUTES = frozenset("/v1/chat/completions /v1/completions /v1/embeddings /v1/models".split())
 LOOK_S = 0.1  # between two calls that ask whether it has loaded, which takes it seconds
@@ -43,15 +46,15 @@ def build(config: Config) -> "LlamaServer":
         raise EngineLoadFailed("NotInstalled", f"there is no {PROGRAM} on the PATH", False)
     if len(path) > MAX_SOCKET_PATH:
         raise EngineLoadFailed("BadConfig", f"{path} is too long for a socket's path", False)
-    parent = os.getpid()
+    parent, key = os.getpid(), secrets.token_hex(32)
 
     def become() -> None:
         os.umask(0o077)
         linux.die_with_parent(parent)
 
-    words = command(config, path)
-    program = subprocess.Popen(words, preexec_fn=become)  # noqa: PLW1509  # one thread so far
-    return LlamaServer(program, path)
+    words, env = command(config, path), os.environ | {KEY: key}
+    program = subprocess.Popen(words, env=env, preexec_fn=become)  # noqa: PLW1509  # one thread so far
+    return LlamaServer(program, path, key)
 
 
 def command(config: Config, path: str) -> list[str]:
@@ -70,16 +73,21 @@ class LlamaServer:
 
     can_sleep = False
 
-    def __init__(self, program: subprocess.Popen[bytes], path: str) -> None:
+    def __init__(self, program: subprocess.Popen[bytes], path: str, key: str) -> None:
         self.program, self.path = program, path
+        self.headers = {"authorization": f"Bearer {key}"}
         self.session: aiohttp.ClientSession | None = None
 
     async def load(self) -> None:
         """Waits until the program is healthy. Raises EngineLoadFailed when it ends before that.
         When it hangs, its holder's bound on loads ends it with this process."""
         connector = aiohttp.UnixConnector(path=self.path, limit=0)  # requests wait in its queue
-        timeout = aiohttp.ClientTimeout(total=None)
-        self.session = aiohttp.ClientSession("http://llama", connector=connector, timeout=timeout)
+        self.session = aiohttp.ClientSession(
+            "http://llama",
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers=self.headers,
+        )
         while not await self._is_healthy():
             if (status := self.program.poll()) is not None:
                 text = f"{PROGRAM} ended with {status}; the engine's log has the rest"
@@ -107,8 +115,8 @@ class LlamaServer:
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         assert self.session is not None
         json = {"content-type": "application/json"}
-        asked = self.session.request(scope["method"], scope["path"], data=body, headers=json)
-        async with asked as answer:
+        request = self.session.request(scope["method"], scope["path"], data=body, headers=json)
+        async with request as answer:
             kind = answer.headers.get("content-type", "application/json").encode()
             start = {"type": "http.response.start", "status": answer.status}
             await send(start | {"headers": [(b"content-type", kind)]})

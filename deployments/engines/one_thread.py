@@ -35,8 +35,8 @@ MOST_THREADS = 4
 def compute_threads(config: Config) -> int:
     """Threads beneath the one, in which a step computes: as configured, else one for each core that
     the process may use, at most MOST_THREADS."""
-    found = config.get("engine_args", {}).get("threads") or config.get("threads")
-    return int(found or min(MOST_THREADS, len(os.sched_getaffinity(0))))
+    count = config.get("engine_args", {}).get("threads") or config.get("threads")
+    return int(count or min(MOST_THREADS, len(os.sched_getaffinity(0))))
 
 
 class OneThread:

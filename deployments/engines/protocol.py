@@ -35,6 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from deployments.routing.pieces import Kept
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -128,10 +130,9 @@ class ForgetsTenants(Protocol):
 class TellsKept(Protocol):
     """An engine whose prefix cache loses first what was used longest ago."""
 
-    def kept_since_s(self) -> float:
-        """Wall-clock seconds: it holds most of the KV of each request that arrived later, and of
-        earlier ones none that counts; inf: it keeps none. Called awake and asleep, and waits for
-        nothing."""
+    def kept(self) -> Kept:
+        """Says of which requests it holds most of the KV, by when they came. Called awake and
+        asleep, and waits for nothing."""
 
 
 @runtime_checkable

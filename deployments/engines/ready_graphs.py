@@ -105,9 +105,9 @@ def _key(file: Path) -> str:
     """Raises OSError."""
     import onnxruntime
 
-    found = file.resolve()
-    stat = found.stat()
-    facts = str(found), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+    path = file.resolve()
+    stat = path.stat()
+    facts = str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
     machine = onnxruntime.__version__, platform.machine(), _processor()
     return hashlib.sha256(repr((facts, machine)).encode()).hexdigest()[:32]
 

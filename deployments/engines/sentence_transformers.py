@@ -14,7 +14,7 @@ import copy
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,30 @@ MAX_BODY_BYTES = 32 << 20  # these characters, where each has four bytes
 # is refused by its length. Prose has 4 to 6 characters a token, and the words of vocabularies have
 # up to 20; the rest is for runs of blanks, and for words that are one unknown token at any length.
 MAX_CHARS_PER_TOKEN = 64
+# A field of vLLM's, and its value for texts that are cut to the model's window.
+CUT, CUT_TO_FIT = "truncate_prompt_tokens", -1
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may carry half of a pair; no tokenizer takes it
 _PROBE = "The probe of an embedding model."
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EmbeddingRequest:
     """One checked request."""
 
     texts: list[str]
     dimensions: int | None
     as_base64: bool
+    is_cut: bool = False  # a text longer than the model's window; else that is refused
+
+    def within(self, window: int) -> "EmbeddingRequest":
+        """With what is to be cut no longer than its tokens are counted of it."""
+        if not self.is_cut:
+            return self
+        return replace(self, texts=[text[: most_chars(window)] for text in self.texts])
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedTexts:
     """One request's texts in the queue, and the future that gets their vectors."""
 
     texts: list[str]
@@ -84,7 +93,7 @@ class EmbeddingEngine:
         self.max_batch, self.matryoshka = args.get("max_batch", 32), args.get("matryoshka", False)
         self.threads: int = args.get("threads", config.get("threads", 1))
         self.turns = dispatch_lock.DispatchLock(config.get("dispatch_lock"))
-        self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
+        self.queue: asyncio.Queue[QueuedTexts] = asyncio.Queue()
         self.parked: host_copy.HostCopy | None = None
         self.model: Any = None
         self._counting: Any = None
@@ -151,7 +160,7 @@ class EmbeddingEngine:
         for start in range(0, len(order), self.max_batch):
             answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
             part = [texts[number] for number in order[start : start + self.max_batch]]
-            self.queue.put_nowait(Waiting(part, answer))
+            self.queue.put_nowait(QueuedTexts(part, answer))
             found.append(await answer)
         vectors: np.ndarray = np.concatenate(found)[np.argsort(order)]
         return vectors
@@ -163,7 +172,7 @@ class EmbeddingEngine:
                 await asyncio.wait({work})
                 _hand_out(batch, work)
 
-    async def _next_batch(self) -> list[Waiting]:
+    async def _next_batch(self) -> list[QueuedTexts]:
         """Waits for a request, and takes all others that fit into its batch."""
         batch = [await self.queue.get()]
         size = len(batch[0].texts)
@@ -191,50 +200,58 @@ class EmbeddingEngine:
             body = await asgi.read_body(receive, MAX_BODY_BYTES)
             if body is None:
                 return
-            asked = parse(body, self.width, matryoshka=self.matryoshka)
-            check_lengths(asked.texts, self.window)
-            tokens = await asgi.until_disconnected(self._counted(asked.texts), receive)
+            request = parse(body, self.width, matryoshka=self.matryoshka).within(self.window)
+            check_lengths(request.texts, self.window)
+            counting = self._counted(request.texts, is_cut=request.is_cut)
+            tokens = await asgi.until_disconnected(counting, receive)
         except asgi.BodyTooLarge as error:
             return await asgi.refuse(send, 413, str(error), param="body")
         except BadField as error:
             return await asgi.refuse_request(send, error)
         if tokens is None:
             return
-        answer = await self._answer_for(receive, asked, tokens)
+        answer = await self._answer_for(receive, request, tokens)
         if answer is not None:
             await asgi.send_bytes(send, "application/json", answer)
 
-    async def _counted(self, texts: list[str]) -> int:
+    async def _counted(self, texts: list[str], *, is_cut: bool) -> int:
         """`_count` off the loop, and beside the worker. Raises BadField."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._counter, self._count, texts)
+        return await loop.run_in_executor(self._counter, self._count, texts, is_cut)
 
-    def _count(self, texts: list[str]) -> int:
-        """Tokens of all texts. Raises BadField for one longer than the model's window: a vector of
-        its beginning would say nothing of the rest. One text at a time, so that no more than one
-        text's tokens are in RAM, and none behind the first text that is too long."""
+    def _count(self, texts: list[str], is_cut: bool = False) -> int:
+        """Tokens of all texts. Raises BadField for one longer than the model's window, where that
+        is not to be cut: a vector of its beginning says nothing of the rest. One text at a time, so
+        that no more than one text's tokens are in RAM, and none behind the first text that is too
+        long."""
         total = 0
         for number, text in enumerate(texts):
             count = len(self._counting(text, truncation=False)["input_ids"])
+            if is_cut:
+                count = min(count, self.window)  # as the library cuts what it encodes
             if count > self.window:
-                said = f"input {number} has {count} tokens; this model reads at most {self.window}"
-                raise BadField("input", said)
+                message = (
+                    f"input {number} has {count} tokens; this model reads at most {self.window}"
+                )
+                raise BadField("input", message)
             total += count
         return total
 
-    async def _answer_for(self, receive: Receive, asked: Asked, tokens: int) -> bytes | None:
+    async def _answer_for(
+        self, receive: Receive, request: EmbeddingRequest, tokens: int
+    ) -> bytes | None:
         """The answer, or None when the client leaves first, which takes its texts off the queue."""
-        return await asgi.until_disconnected(self._answer(asked, tokens), receive)
+        return await asgi.until_disconnected(self._answer(request, tokens), receive)
 
-    async def _answer(self, asked: Asked, tokens: int) -> bytes:
+    async def _answer(self, request: EmbeddingRequest, tokens: int) -> bytes:
         """OpenAI's, in JSON. Each vector is written in a turn of the loop: 2,048 of 1,024 floats
         take two seconds."""
-        vectors = shorten(await self._embed(asked.texts), asked.dimensions)
+        vectors = shorten(await self._embed(request.texts), request.dimensions)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         frame: dict[str, Any] = {"object": "list", "data": []}
         frame |= {"model": self.name, "usage": usage}
         begin, end = json.dumps(frame).encode().split(b"[]", 1)
-        encode = _base64 if asked.as_base64 else _floats
+        encode = _base64 if request.as_base64 else _floats
         rows = []
         for index, vector in enumerate(vectors):
             row = {"object": "embedding", "index": index, "embedding": encode(vector)}
@@ -243,7 +260,7 @@ class EmbeddingEngine:
         return b"".join([begin, b"[", b", ".join(rows), b"]", end])
 
 
-def _hand_out(batch: list[Waiting], work: asyncio.Future[list[np.ndarray]]) -> None:
+def _hand_out(batch: list[QueuedTexts], work: asyncio.Future[list[np.ndarray]]) -> None:
     """Gives each request its vectors; requests whose client has left are skipped."""
     if error := work.exception():
         for waiting in batch:
@@ -255,14 +272,18 @@ def _hand_out(batch: list[Waiting], work: asyncio.Future[list[np.ndarray]]) -> N
             waiting.answer.set_result(vectors)
 
 
-def parse(raw: bytes, width: int, *, matryoshka: bool) -> Asked:
+def parse(raw: bytes, width: int, *, matryoshka: bool) -> EmbeddingRequest:
     """Reads a request for embeddings. Raises BadField that names the field."""
     body = asgi.json_object(raw)
     encoding = body.get("encoding_format") or "float"
     if encoding not in ("float", "base64"):
         raise BadField("encoding_format", f"{encoding!r} is not float or base64")
     dimensions = _dimensions(body.get("dimensions"), width, matryoshka=matryoshka)
-    return Asked(_texts(body.get("input")), dimensions, encoding == "base64")
+    if (cut := body.get(CUT)) not in (None, CUT_TO_FIT):
+        raise BadField(CUT, f"{cut!r} is not {CUT_TO_FIT}, which cuts texts to the model's window")
+    return EmbeddingRequest(
+        _texts(body.get("input")), dimensions, encoding == "base64", cut is not None
+    )
 
 
 def _texts(given: object) -> list[str]:
@@ -281,16 +302,23 @@ def _texts(given: object) -> list[str]:
     return texts
 
 
+def most_chars(window: int) -> int:
+    """Of a text whose tokens are counted."""
+    return window * MAX_CHARS_PER_TOKEN
+
+
 def check_lengths(texts: list[str], window: int) -> None:
     """Refuses what is too long to count its tokens. Raises BadField."""
-    most = window * MAX_CHARS_PER_TOKEN
+    most = most_chars(window)
     for number, text in enumerate(texts):
         if len(text) > most:
-            said = f"input {number} has {len(text)} characters; this model reads at most {window}"
-            raise BadField("input", f"{said} tokens, and texts of {most} characters are counted")
+            message = (
+                f"input {number} has {len(text)} characters; this model reads at most {window}"
+            )
+            raise BadField("input", f"{message} tokens, and texts of {most} characters are counted")
     if (total := sum(map(len, texts))) > MAX_CHARS:
-        said = f"the texts have {total} characters; at most {MAX_CHARS} in one request"
-        raise BadField("input", said)
+        message = f"the texts have {total} characters; at most {MAX_CHARS} in one request"
+        raise BadField("input", message)
 
 
 def _dimensions(given: object, width: int, *, matryoshka: bool) -> int | None:

@@ -176,6 +176,6 @@ class _Detour:
         if message["status"] == 200 and kind.startswith(b"text/event-stream"):
             self.is_open = True
             self._waiting[self._word] = self.stream
-            told = [*message["headers"], (HEADER, self._word.encode())]
-            message = {**message, "headers": told}
+            headers = [*message["headers"], (HEADER, self._word.encode())]
+            message = {**message, "headers": headers}
         await self._send(message)

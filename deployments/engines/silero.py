@@ -89,15 +89,15 @@ def probabilities(model: SileroVad, parts: Iterable[np.ndarray]) -> Iterator[lis
         part = torch.from_numpy(sound.floats(samples))
         part = padded(part, (0, -len(part) % FRAME))
         with torch.inference_mode():
-            found, state = model(torch.cat([context, part]), state)
+            probability, state = model(torch.cat([context, part]), state)
         context = part[-CONTEXT:]
-        yield found.tolist()
+        yield probability.tolist()
 
 
-def spans(found: list[float], count: int, **said: float) -> list[tuple[int, int]]:
-    """Begin and end of speech, in samples. `count`: of all samples; `said`: arguments of the
+def spans(found: list[float], count: int, **options: float) -> list[tuple[int, int]]:
+    """Begin and end of speech, in samples. `count`: of all samples; `options`: arguments of the
     library's function."""
-    rows = get_speech_timestamps_from_probs(found, audio_length_samples=count, **said)
+    rows = get_speech_timestamps_from_probs(found, audio_length_samples=count, **options)
     return [(row["start"], row["end"]) for row in rows]
 
 
@@ -136,28 +136,28 @@ class VadEngine:
             form = await forms.read(scope, receive)
             if form is None:
                 return
-            said = {name: _number(form, field) for field, (name, *_) in FIELDS.items()}
-            work = self._answer(form.file("file"), said, send)
+            options = {name: _number(form, field) for field, (name, *_) in FIELDS.items()}
+            work = self._answer(form.file("file"), options, send)
             await asgi.until_disconnected(work, receive)
         except BadField as error:
             await asgi.refuse_request(send, error)
 
-    async def _answer(self, raw: bytes, said: dict[str, float], send: Send) -> None:
+    async def _answer(self, raw: bytes, options: dict[str, float], send: Send) -> None:
         file = sound.SoundFile(raw, self.max_seconds)
         parts = [p async for p in self.worker.each(probabilities(self.model, file.parts()))]
-        found = spans([p for part in parts for p in part], file.count, **said)
-        rows = [{"start": b / HEARD_HZ, "end": e / HEARD_HZ} for b, e in found]
+        speech = spans([p for part in parts for p in part], file.count, **options)
+        rows = [{"start": b / HEARD_HZ, "end": e / HEARD_HZ} for b, e in speech]
         body = {"duration": file.count / HEARD_HZ, "segments": rows}
         await asgi.respond(send, 200, body)
 
 
 def _number(form: forms.Form, field: str) -> float:
     _, least, most, default = FIELDS[field]
-    said = form.text(field, str(default))
+    text = form.text(field, str(default))
     try:
-        found = float(said)
+        number = float(text)
     except ValueError:
-        found = -1.0
-    if not least <= found <= most:
-        raise BadField(field, f"`{field}` {said!r} is no number from {least} to {most}")
-    return found
+        number = -1.0
+    if not least <= number <= most:
+        raise BadField(field, f"`{field}` {text!r} is no number from {least} to {most}")
+    return number

@@ -165,11 +165,11 @@ def _without_headers_to_unpack(raw: bytes) -> bytes:
         raise BadSound("a compressed header is not read; write the file without")
     begin = 0
     for _ in range(MOST_TAGS):
-        if not (found := _TAG.match(raw, begin)):
+        if not (match := _TAG.match(raw, begin)):
             break
-        *_, flags, a, b, c, d = found[1]
-        footer_bytes = found.end() - begin if flags & 0x10 else 0
-        begin = found.end() + (a << 21 | b << 14 | c << 7 | d) + footer_bytes
+        *_, flags, a, b, c, d = match[1]
+        footer_bytes = match.end() - begin if flags & 0x10 else 0
+        begin = match.end() + (a << 21 | b << 14 | c << 7 | d) + footer_bytes
     return _TAG.sub(rb"___\1", raw[begin:])
 
 
@@ -189,8 +189,8 @@ def _read(container: Any, most_s: float) -> Iterator[np.ndarray]:
     ):
         if declared_s > most_s:
             raise BadSound(f"the file declares {declared_s:.0f} s; at most {most_s:.0f} s are read")
-    for heard in _resampled(_frames(container, stream, most_s)):
-        yield heard.to_ndarray().reshape(-1)
+    for samples in _resampled(_frames(container, stream, most_s)):
+        yield samples.to_ndarray().reshape(-1)
 
 
 def _resampled(frames: Iterator[Any]) -> Iterator[Any]:

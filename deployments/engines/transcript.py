@@ -9,7 +9,7 @@ from deployments.engines.sound import HEARD_HZ
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TranscriptionRequest:
     """One checked request."""
 
     task: str
@@ -25,9 +25,9 @@ class Asked:
 class Transcript:
     """What was heard so far of one file. `count`: of all its samples."""
 
-    def __init__(self, asked: Asked, count: int) -> None:
-        self.asked, self.count = asked, count
-        self.language = asked.language or ""
+    def __init__(self, request: TranscriptionRequest, count: int) -> None:
+        self.request, self.count = request, count
+        self.language = request.language or ""
         self.segments: list[Any] = []
 
     @property
@@ -39,12 +39,12 @@ class Transcript:
         return "".join(segment.text for segment in self.segments).strip()
 
 
-def _usage(said: Transcript) -> dict[str, Any]:
-    return {"type": "duration", "seconds": round(said.seconds, 2)}
+def _usage(transcript: Transcript) -> dict[str, Any]:
+    return {"type": "duration", "seconds": round(transcript.seconds, 2)}
 
 
 async def events(
-    said: Transcript, segments: AsyncGenerator[Any, None]
+    transcript: Transcript, segments: AsyncGenerator[Any, None]
 ) -> AsyncGenerator[dict[str, Any], None]:
     """OpenAI's: a delta for each segment, then the whole. The deltas, joined, are the whole."""
     has_begun = False
@@ -54,49 +54,49 @@ async def events(
         delta = segment.text if has_begun else segment.text.lstrip()
         has_begun = True
         yield {"type": "transcript.text.delta", "delta": delta}
-    yield {"type": "transcript.text.done", "text": said.text, "usage": _usage(said)}
+    yield {"type": "transcript.text.done", "text": transcript.text, "usage": _usage(transcript)}
 
 
-def _json(said: Transcript) -> tuple[str, str]:
-    return "application/json", json.dumps({"text": said.text, "usage": _usage(said)})
+def _json(transcript: Transcript) -> tuple[str, str]:
+    return "application/json", json.dumps({"text": transcript.text, "usage": _usage(transcript)})
 
 
-def _verbose(said: Transcript) -> tuple[str, str]:
-    asked = said.asked
+def _verbose(transcript: Transcript) -> tuple[str, str]:
+    request = transcript.request
     body = {
-        "task": asked.task,
-        "language": said.language,
-        "duration": round(said.seconds, 2),
-        "text": said.text,
-        "usage": _usage(said),
+        "task": request.task,
+        "language": transcript.language,
+        "duration": round(transcript.seconds, 2),
+        "text": transcript.text,
+        "usage": _usage(transcript),
     }
-    if "word" in asked.granularities:
+    if "word" in request.granularities:
         body["words"] = [
             {"word": word.word.strip(), "start": word.start, "end": word.end}
-            for segment in said.segments
+            for segment in transcript.segments
             for word in segment.words or ()
         ]
-    if "segment" in asked.granularities or not asked.granularities:
-        fields = [asdict(segment) for segment in said.segments]
+    if "segment" in request.granularities or not request.granularities:
+        fields = [asdict(segment) for segment in transcript.segments]
         body["segments"] = [{k: v for k, v in row.items() if k != "words"} for row in fields]
     return "application/json", json.dumps(body)
 
 
-def _text(said: Transcript) -> tuple[str, str]:
-    return "text/plain; charset=utf-8", said.text + "\n"
+def _text(transcript: Transcript) -> tuple[str, str]:
+    return "text/plain; charset=utf-8", transcript.text + "\n"
 
 
-def _srt(said: Transcript) -> tuple[str, str]:
+def _srt(transcript: Transcript) -> tuple[str, str]:
     return "text/plain; charset=utf-8", "\n".join(
         f"{n}\n{_clock(s.start, ',')} --> {_clock(s.end, ',')}\n{s.text.strip()}\n"
-        for n, s in enumerate(said.segments, 1)
+        for n, s in enumerate(transcript.segments, 1)
     )
 
 
-def _vtt(said: Transcript) -> tuple[str, str]:
+def _vtt(transcript: Transcript) -> tuple[str, str]:
     return "text/vtt; charset=utf-8", "WEBVTT\n\n" + "\n".join(
         f"{_clock(s.start, '.')} --> {_clock(s.end, '.')}\n{s.text.strip()}\n"
-        for s in said.segments
+        for s in transcript.segments
     )
 
 

@@ -40,7 +40,7 @@ _UNSPOKEN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SpeechRequest:
     """One checked request."""
 
     text: str
@@ -71,7 +71,7 @@ class SpeechEngine:
         self.config, self.open_voice = config, open_voice
         self.worker = OneThread("speak")
         phrases: list[str] = config.get("engine_args", {}).get("phrases", [])
-        self.kept = Phrases(clause for phrase in phrases for clause in clauses_of(phrase))
+        self.kept = PhraseCache(clause for phrase in phrases for clause in clauses_of(phrase))
         self.voice: Any = None
 
     async def load(self) -> None:
@@ -92,50 +92,56 @@ class SpeechEngine:
         except BadField as error:
             await asgi.refuse_request(send, error)
 
-    async def _answer(self, asked: Asked, send: Send) -> None:
+    async def _answer(self, request: SpeechRequest, send: Send) -> None:
         """Raises BadField before the head is sent."""
-        voice, clauses = await self.worker.run(self._planned, asked)
-        whole = asked.form in sound.KNOW_THEIR_LENGTH and not asked.stream
-        told = Told()
-        pieces = self.worker.each(self._spoken(asked, voice, clauses, told, whole=whole))
-        kind = sound.WRITTEN[asked.form].media_type
-        if asked.stream == "sse":
-            await asgi.stream_events(send, _events(pieces, told))
+        voice, clauses = await self.worker.run(self._planned, request)
+        whole = request.form in sound.KNOW_THEIR_LENGTH and not request.stream
+        progress = SpeechUsage()
+        pieces = self.worker.each(self._spoken(request, voice, clauses, progress, whole=whole))
+        kind = sound.WRITTEN[request.form].media_type
+        if request.stream == "sse":
+            await asgi.stream_events(send, _events(pieces, progress))
         elif whole:
             await asgi.send_bytes(send, kind, b"".join([piece async for piece in pieces]))
         else:
             await asgi.stream_bytes(send, kind, pieces)
 
-    def _planned(self, asked: Asked) -> tuple[str, list[tuple[str, Any]]]:
+    def _planned(self, request: SpeechRequest) -> tuple[str, list[tuple[str, Any]]]:
         """The voice, and each clause with what the voice makes of it. Raises BadField."""
-        voice = self.voice.name_of(asked.voice)
-        found = ((part, self.voice.clause(part)) for part in clauses_of(asked.text))
+        voice = self.voice.name_of(request.voice)
+        found = ((part, self.voice.clause(part)) for part in clauses_of(request.text))
         clauses = [(part, clause) for part, clause in found if clause is not None]
         if not clauses:
             raise BadField("input", "`input` has nothing in it that can be spoken")
         return voice, clauses
 
     def _spoken(
-        self, asked: Asked, voice: str, clauses: list[tuple[str, Any]], told: "Told", *, whole: bool
+        self,
+        request: SpeechRequest,
+        voice: str,
+        clauses: list[tuple[str, Any]],
+        progress: "SpeechUsage",
+        *,
+        whole: bool,
     ) -> Iterator[bytes]:
         """The bytes of each clause, then those that end the file."""
-        encoder = sound.Encoder(asked.form, self.voice.rate_hz, whole=whole)
-        pause = np.zeros(int(PAUSE_S / asked.speed * self.voice.rate_hz), np.float32)
+        encoder = sound.Encoder(request.form, self.voice.rate_hz, whole=whole)
+        pause = np.zeros(int(PAUSE_S / request.speed * self.voice.rate_hz), np.float32)
         for number, (text, clause) in enumerate(clauses, 1):
-            key = (text, voice, asked.speed)
+            key = (text, voice, request.speed)
             samples = self.kept.get(key)
             if samples is None:
-                samples = self.voice.speak(clause, voice, asked.speed)
+                samples = self.voice.speak(clause, voice, request.speed)
                 self.kept.keep(key, samples)
             if number < len(clauses) and text.endswith((".", "!", "?", ";", ":")):
                 samples = np.concatenate([samples, pause])
-            told.input_tokens += len(clause)
-            told.output_tokens += len(samples) // HOP
+            progress.input_tokens += len(clause)
+            progress.output_tokens += len(samples) // HOP
             yield encoder.add(samples)
         yield encoder.end()
 
 
-class Told:
+class SpeechUsage:
     """What an answer took: phonemes in, frames out."""
 
     def __init__(self) -> None:
@@ -150,7 +156,7 @@ class Told:
         }
 
 
-class Phrases:
+class PhraseCache:
     """Speech of clauses that are said again and again. Only configured ones are kept: the time that
     an answer takes would tell a client what others have had spoken."""
 
@@ -174,7 +180,7 @@ class Phrases:
             self.size_bytes -= self._kept.popitem(last=False)[1].nbytes
 
 
-def parse(raw: bytes) -> Asked:
+def parse(raw: bytes) -> SpeechRequest:
     """Reads a request for speech. Raises BadField."""
     body = asgi.json_object(raw)
     text, voice = body.get("input"), body.get("voice") or ""
@@ -191,7 +197,7 @@ def parse(raw: bytes) -> Asked:
     stream = body.get("stream_format") or ""
     if stream not in ("", "sse", "audio"):
         raise BadField("stream_format", f"`stream_format` {stream!r} is neither sse nor audio")
-    return Asked(_UNSPOKEN.sub(" ", text), voice, form, _speed(body.get("speed")), stream)
+    return SpeechRequest(_UNSPOKEN.sub(" ", text), voice, form, _speed(body.get("speed")), stream)
 
 
 def _speed(given: object) -> float:
@@ -203,9 +209,11 @@ def _speed(given: object) -> float:
     return float(speed)
 
 
-async def _events(pieces: AsyncGenerator[bytes, None], told: Told) -> AsyncIterator[dict[str, Any]]:
+async def _events(
+    pieces: AsyncGenerator[bytes, None], progress: SpeechUsage
+) -> AsyncIterator[dict[str, Any]]:
     """OpenAI's: the bytes of the file in base64, then what it took."""
     async for piece in pieces:
         if piece:
             yield {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}
-    yield {"type": "speech.audio.done", "usage": told.usage()}
+    yield {"type": "speech.audio.done", "usage": progress.usage()}

@@ -28,7 +28,7 @@ class Voice(Protocol):
 
     rate_hz: int
 
-    def name_of(self, asked: str) -> str:
+    def name_of(self, voice: str) -> str:
         """The voice's own name for what a client wrote, which may be nothing. Raises BadField."""
 
     def clause(self, text: str) -> Any:
@@ -57,8 +57,8 @@ class VitsVoice:
             raise EngineLoadFailed("BadConfig", why, False)
         self._session = open_session(file, args.get("device"), threads)
 
-    def name_of(self, asked: str) -> str:
-        return named(asked, self._names)
+    def name_of(self, voice: str) -> str:
+        return named(voice, self._names)
 
     def clause(self, text: str) -> list[int] | None:
         """Phonemes as ids, each followed by a pad, as such a voice was trained with."""
@@ -94,12 +94,12 @@ class EspeakVoice:
         self._espeak, self._names = espeak, voices
         self.rate_hz = espeak.rate_hz
 
-    def name_of(self, asked: str) -> str:
-        name = self._names.get(asked, asked) or ESPEAK_DEFAULT
+    def name_of(self, voice: str) -> str:
+        name = self._names.get(voice, voice) or ESPEAK_DEFAULT
         try:
             self._espeak.choose(name)
         except NoSuchVoice:
-            text = f"`voice` {asked!r} is none of espeak-ng's; write a language, as `en-us` or `de`"
+            text = f"`voice` {voice!r} is none of espeak-ng's; write a language, as `en-us` or `de`"
             raise BadField("voice", text) from None
         return name
 
@@ -116,8 +116,8 @@ def phonemes_of(espeak: Espeak, text: str) -> str:
     """espeak drops punctuation, which models speak as pauses and melody: it is put back."""
     words_and_marks, found = [*_MARKS.split(text), ""], []
     for words, mark in zip(words_and_marks[::2], words_and_marks[1::2], strict=True):
-        if said := espeak.phonemes(words.strip()) if words.strip() else "":
-            found.append(f"{said}{mark[-1:]}")
+        if phonemes := espeak.phonemes(words.strip()) if words.strip() else "":
+            found.append(f"{phonemes}{mark[-1:]}")
     return " ".join(found)
 
 
@@ -148,14 +148,14 @@ def open_session(
     return open_graph(file, settings, providers)
 
 
-def named(asked: str, names: dict[str, str]) -> str:
+def named(voice: str, names: dict[str, str]) -> str:
     """The voice behind a name; without one the first. Raises BadField."""
-    if not asked:
+    if not voice:
         return next(iter(names.values()))
-    if asked not in names:
+    if voice not in names:
         known = ", ".join(sorted(names)[:NAMES_TOLD])
-        raise BadField("voice", f"`voice` {asked!r} is not known; there is: {known}")
-    return names[asked]
+        raise BadField("voice", f"`voice` {voice!r} is not known; there is: {known}")
+    return names[voice]
 
 
 def clauses_of(text: str) -> Iterator[str]:

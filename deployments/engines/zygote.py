@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from arbiter.protocol.peer_credentials import peer_uid
-from deployments.engines import host, linux, nvidia
+from deployments.engines import linux, nvidia
 from deployments.engines.protocol import MAX_LINE_BYTES, BadSpawn, Spawn, parse_spawn
 
 # After this long without a connection, a zygote checks whether an agent can still find it. An agent
@@ -140,6 +140,8 @@ class Zygote:
         listener = bind(spawn.socket)
         pid = os.fork()
         if pid == 0:
+            from deployments.engines import host  # by now; see main
+
             signal.set_wakeup_fd(-1)
             host.run(spawn, listener)
         listener.close()
@@ -213,6 +215,8 @@ def main() -> None:
     parser.add_argument("--linger-s", type=float, default=LINGER_S, help=argparse.SUPPRESS)
     args = parser.parse_args()
     _clean_environment()
+    from deployments.engines import host  # not before, or it would be imported twice
+
     linux.set_name("zygote")
     linux.claim_priority()
     zygote = Zygote(args.socket, args.linger_s)

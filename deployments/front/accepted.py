@@ -21,7 +21,7 @@ async def submit(
     raw: bytes,
     priority: Priority | None,
 ) -> Response:
-    """Queues the call. Raises BadRequest, TooMuch, StorageFull, JobsAway."""
+    """Queues the call. Raises BadRequest, TenantLimitReached, StorageFull, JobsAway."""
     new = async_calls.new_job(await async_calls.for_later(call), headers, priority)
     job: Job = await front.jobs.call("create", new, raw)
     return await accepted(job, front.table)

@@ -117,7 +117,7 @@ class ArbiterState:
         for row in self.tickets:
             if not row.is_lease and row.state != "reclaiming":
                 rows.setdefault((row.capability, row.model), []).append(row)
-        found = {}
+        presences = {}
         for model, capability in homes.items():
             name = capability, model
             load_s: float | None = took[name]["load_s"] if name in took else None
@@ -127,8 +127,8 @@ class ArbiterState:
                 for row in rows.get(name, ())
             ]
             cold_s = None if load_s is None else load_s + blocked.get(name, 0.0)
-            found[model] = min(there, key=soonest, default=Presence("cold", cold_s))
-        return found
+            presences[model] = min(there, key=soonest, default=Presence("cold", cold_s))
+        return presences
 
 
 def soonest(presence: Presence) -> float:
@@ -239,17 +239,17 @@ async def explain(ticket: str) -> dict[str, Any]:
 
 async def recent_events(after: int) -> list[dict[str, Any]]:
     """The ring's events with a number above `after`, oldest first; does not wait."""
-    found: list[dict[str, Any]] = await call_arbiter("events", after, 0.0)
-    return found
+    events: list[dict[str, Any]] = await call_arbiter("events", after, 0.0)
+    return events
 
 
 async def next_events(after: int, wait_s: float) -> list[dict[str, Any]]:
     """Events with a number above `after`, oldest first; waits at most `wait_s` for one. Raises
     ArbiterUnavailable."""
-    found: list[dict[str, Any]] = await call_arbiter(
+    events: list[dict[str, Any]] = await call_arbiter(
         "events", after, wait_s, within_s=wait_s + STATE_WAIT_S
     )
-    return found
+    return events
 
 
 def event_number(text: str, otherwise: int) -> int:

@@ -3,14 +3,14 @@ and how a job is shown. Knows no HTTP server.
 """
 
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 
 from arbiter.core.types import Priority
-from arbiter.errors import ArbiterUnavailable
 from deployments.config.schema import Table
 from deployments.config.task_section import PREFIX
 from deployments.front import model_cards
+from deployments.front.arbiter_gateway import Presence
 from deployments.front.request import BadRequest, headers_for_later
 from deployments.front.schemas import DAY_S
 from deployments.front.service import AnyCall
@@ -30,8 +30,10 @@ RESPOND_ASYNC = "respond-async"
 
 def prefers_async(prefers: list[str]) -> bool:
     """True if the `Prefer` headers of a request ask for `respond-async` (RFC 7240)."""
-    said = [one.partition(";")[0].strip().lower() for line in prefers for one in line.split(",")]
-    return RESPOND_ASYNC in said
+    preferences = [
+        one.partition(";")[0].strip().lower() for line in prefers for one in line.split(",")
+    ]
+    return RESPOND_ASYNC in preferences
 
 
 def new_job(call: InferenceCall, headers: Mapping[str, str], priority: Priority | None) -> NewJob:
@@ -51,8 +53,8 @@ async def for_later(call: AnyCall) -> InferenceCall:
     if isinstance(call, TaskCall):
         here = [rung for rung in call.ladder.rungs if not rung.state.is_remote]
         if not here:
-            said = f"no model of this machine can have this request of {PREFIX}{call.task}"
-            raise BadRequest(f"{said}; ask it live", "model")
+            message = f"no model of this machine can have this request of {PREFIX}{call.task}"
+            raise BadRequest(f"{message}; ask it live", "model")
         return replace(await call.call_of(here[0].name), model=PREFIX + call.task)
     if isinstance(call, RemoteCall):
         raise BadRequest(f"{call.remote} is no model of this machine; ask it live", "model")
@@ -60,10 +62,23 @@ async def for_later(call: AnyCall) -> InferenceCall:
 
 
 async def shown(job: Job, table: Table) -> Json:
-    """A job as its client sees it. Asks the arbiter when its model could answer, where it has not
-    begun to; loads nothing."""
+    """A job as its client sees it."""
+    [row] = await shown_all([job], table)
+    return row
+
+
+async def shown_all(jobs: Sequence[Job], table: Table) -> list[Json]:
+    """Jobs as their client sees them. Asks the arbiter, once for all of them, when the models of
+    those could answer that have not ended; loads nothing, and reads no files."""
+    waited_for = {job.model for job in jobs if not job.state.is_finished} & table.homes.keys()
+    there = await model_cards.presences(table, waited_for) if waited_for else {}
+    return [_shown(job, there) for job in jobs]
+
+
+def _shown(job: Job, there: Mapping[str, Presence]) -> Json:
     ends_s = None if job.ended_s is None else job.ended_s + job.keep_s
-    made: Json = {
+    is_waited_for = not job.state.is_finished and job.model in there
+    return {
         "id": job.id,
         "object": "job",
         "status": job.state.value,
@@ -77,24 +92,12 @@ async def shown(job: Job, table: Table) -> Json:
         "attempts": job.attempts,
         "queue_position": job.position if job.state is JobState.QUEUED else None,
         "progress": {"events": job.event_count, "waiting": job.progress},
-        "estimate_s": None if job.state.is_finished else await _estimate_s(job.model, table),
+        "estimate_s": there[job.model].estimate_s if is_waited_for else None,
         "response_status": job.status,
         "error": job.error,
         "events": f"/v1/jobs/{job.id}/events",
         "result": None if job.status is None else f"/v1/jobs/{job.id}/result",
     }
-    return made
-
-
-async def _estimate_s(model: str, table: Table) -> float | None:
-    """Returns the seconds until the model could answer; None: not known, or it is not in the table
-    any more."""
-    if model not in table.homes:
-        return None
-    try:
-        return (await model_cards.facts(table, [model]))[model].presence.estimate_s
-    except ArbiterUnavailable:
-        return None
 
 
 def _whole(instant_s: float | None) -> int | None:

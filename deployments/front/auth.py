@@ -65,13 +65,15 @@ class Authenticator:
             caller = self._keyring.caller(token) if token else None
             is_open = caller is None and scope in OPEN_SCOPES and self._keyring.is_open
         except KeysBroken as error:
-            said = "the file of API keys cannot be read; repair it (`front.keys_file`)"
-            raise Denied(503, "keys_unreadable", said) from error
+            refusal = "the file of API keys cannot be read; repair it (`front.keys_file`)"
+            raise Denied(503, "keys_unreadable", refusal) from error
         if is_open:
             return Caller(DEFAULT_TENANT, OPEN_SCOPES)
         if caller is None:
-            said = "no such API key" if token else "this needs an API key (Authorization: Bearer)"
-            raise Denied(401, "invalid_api_key", f"{said}; `arbiter key add` makes one")
+            refusal = (
+                "no such API key" if token else "this needs an API key (Authorization: Bearer)"
+            )
+            raise Denied(401, "invalid_api_key", f"{refusal}; `arbiter key add` makes one")
         if scope not in caller.scopes:
             message = f"key {caller.key_id} lacks the scope `{scope}`"
             raise Denied(403, "scope_missing", message)

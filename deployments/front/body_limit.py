@@ -18,9 +18,10 @@ from deployments.jobs.file_store import FILE_MOST_BYTES, UPLOAD_MOST_S
 # One body of a generating route. OpenAI's own limits are of this order: 25 MB for audio, and less
 # for JSON and images.
 MAX_BODY_BYTES = 32 << 20
-MAX_STEERING_BYTES = 16 << 10  # a lease, a floor, some settings: a few words and numbers
-MAX_CONFIG_BYTES = 512 << 10  # 256 tasks of 16 rungs with names of a hundred letters
-STEERING, CONFIG = "/arbiter/", "/api/v1/config"
+MAX_STEERING_BYTES = 16 << 10  # a lease, a floor: a few words and numbers
+# 256 tasks of 16 rungs with names of a hundred letters; settings with thousands of tenants.
+MAX_CONFIG_BYTES = 512 << 10
+STEERING, CONFIG, SETTINGS = "/arbiter/", "/api/v1/config", "/arbiter/settings"
 FORM_BYTES = 64 << 10  # around a file: its other fields, their heads
 # The parser holds 1 MB of it at a time.
 FILES, MAX_FILE_FORM_BYTES = "/v1/files", FILE_MOST_BYTES + FORM_BYTES
@@ -177,20 +178,20 @@ def too_large(most_bytes: int) -> HTTPException:
 
 
 def _full(size_bytes: int, most_bytes: int) -> HTTPException:
-    said = (
+    message = (
         f"the front holds {human(Bytes(size_bytes))} of bodies of requests, and takes at most "
         f"{human(Bytes(most_bytes))} (`front.bodies_bytes`); send the request again in "
         f"{RETRY_AFTER_S:.0f} s; at most {SMALL_BYTES >> 10} KiB are taken at any time"
     )
-    return HTTPException(429, said, {"retry-after": f"{RETRY_AFTER_S:.0f}"})
+    return HTTPException(429, message, {"retry-after": f"{RETRY_AFTER_S:.0f}"})
 
 
 def _too_slow(size: int, late: str) -> HTTPException:
-    said = f"the body is not complete after {late}, at {size} bytes; send the request again"
-    return HTTPException(408, said, {"connection": "close"})
+    message = f"the body is not complete after {late}, at {size} bytes; send the request again"
+    return HTTPException(408, message, {"connection": "close"})
 
 
 def bound_of(path: str) -> int:
-    if path.startswith(STEERING):
-        return MAX_STEERING_BYTES
-    return {FILES: MAX_FILE_FORM_BYTES, CONFIG: MAX_CONFIG_BYTES}.get(path, MAX_BODY_BYTES)
+    usual = MAX_STEERING_BYTES if path.startswith(STEERING) else MAX_BODY_BYTES
+    special = {FILES: MAX_FILE_FORM_BYTES, CONFIG: MAX_CONFIG_BYTES, SETTINGS: MAX_CONFIG_BYTES}
+    return special.get(path, usual)

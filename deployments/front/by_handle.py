@@ -41,11 +41,13 @@ class ResponseBroken(RequestError):
         return f"the response of {self.target} broke off; send the request again"
 
 
-async def respond(app: ASGIApp, asked: HandleRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
+async def respond(
+    app: ASGIApp, request: HandleRequest
+) -> AsyncGenerator[ResponseHead | bytes, None]:
     """The head of the response, then its bytes as they are made. Closing it cancels the work, as a
     client that hangs up does. Raises ResponseBroken."""
     outlet, inlet = anyio.create_memory_object_stream[Message](AHEAD_MOST)
-    running = asyncio.create_task(_run(app, asked, outlet))
+    running = asyncio.create_task(_run(app, request, outlet))
     is_complete = False
     try:
         async for message in inlet:
@@ -56,14 +58,16 @@ async def respond(app: ASGIApp, asked: HandleRequest) -> AsyncGenerator[Response
                 yield message["body"]
         await asyncio.wait({running})
         if not is_complete:
-            raise ResponseBroken(asked.target) from running.exception()
+            raise ResponseBroken(request.target) from running.exception()
     finally:
         inlet.close()
         running.cancel()
         await asyncio.wait({running})
 
 
-async def _run(app: ASGIApp, asked: HandleRequest, outlet: MemoryObjectSendStream[Message]) -> None:
+async def _run(
+    app: ASGIApp, request: HandleRequest, outlet: MemoryObjectSendStream[Message]
+) -> None:
     is_read = False
 
     async def receive() -> Message:
@@ -71,28 +75,28 @@ async def _run(app: ASGIApp, asked: HandleRequest, outlet: MemoryObjectSendStrea
         if is_read:
             await asyncio.Event().wait()  # until the task is cancelled: nothing else follows
         is_read = True
-        return {"type": "http.request", "body": asked.body, "more_body": False}
+        return {"type": "http.request", "body": request.body, "more_body": False}
 
     async def send(message: Message) -> None:
         await outlet.send({"body": b"", "more_body": False, **message})
 
     with outlet:
-        await app(_scope(asked), receive, send)
+        await app(_scope(request), receive, send)
 
 
-def _scope(asked: HandleRequest) -> Scope:
-    path, _, query = asked.target.partition("?")
+def _scope(request: HandleRequest) -> Scope:
+    path, _, query = request.target.partition("?")
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
-        "method": asked.method,
+        "method": request.method,
         "scheme": "http",
         "path": unquote(path),
         "raw_path": path.encode(),
         "query_string": query.encode(),
         "root_path": "",
-        "headers": [(name.encode(), value.encode()) for name, value in asked.headers],
+        "headers": [(name.encode(), value.encode()) for name, value in request.headers],
         "client": None,
         "server": None,
     }

@@ -39,8 +39,8 @@ class Controller:
     """The controller of this cluster."""
 
     def applications(self) -> dict[str, Details]:
-        found: dict[str, Details] = _get_global_client().get_serve_details()["applications"]
-        return found
+        applications: dict[str, Details] = _get_global_client().get_serve_details()["applications"]
+        return applications
 
     def run(self, applications: dict[str, Application]) -> None:
         """Returns before they run: with zero replicas there is nothing to wait for."""
@@ -70,8 +70,8 @@ class CapabilityApps:
     def _follow(self, table: Table) -> None:
         # What leaves with the file counts as gone. What failed is tried again, but not
         # for the file: in its place would stand an application that the file does not mean.
-        found = self.serve.applications().items()
-        living = {n: one for n, one in found if one["status"] != ApplicationStatus.DELETING}
+        applications = self.serve.applications().items()
+        living = {n: one for n, one in applications if one["status"] != ApplicationStatus.DELETING}
         of_file = {name for name, one in living.items() if one["source"] == APIType.DECLARATIVE}
         deployed = {
             name: scaling_of(name, one)
@@ -101,8 +101,8 @@ class CapabilityApps:
 def scaling_of(name: str, details: Details) -> Scaling | None:
     """The `autoscaling_config` of an application's deployment of the same name; None without."""
     deployment = details["deployments"].get(name, {}).get("deployment_config", {})
-    found: Scaling | None = deployment.get("autoscaling_config")
-    return found
+    scaling: Scaling | None = deployment.get("autoscaling_config")
+    return scaling
 
 
 def _is_of_front(scaling: Scaling | None) -> bool:

@@ -22,8 +22,9 @@ from deployments.front.tasks import Tasks
 from deployments.front.viewing import Viewing
 from deployments.jobs.client import JobsClient
 
-# Readers of what jobs and responses in the background have told, each for as long as it likes: of
-# one tenant, and of one front, which takes them beside the calls in flight (ingress.Front).
+# Readers of files, of results and of what jobs and responses in the background have told, each for
+# as long as it likes and with some MiB here: of one tenant, and of one front, which takes them
+# beside the calls in flight (ingress.Front).
 READERS_MOST, READERS_IN_ALL = 64, 400
 
 
@@ -41,7 +42,7 @@ class FrontState:
     forecasts: Forecasts = field(default_factory=Forecasts)
     jobs: JobsClient = field(default_factory=JobsClient)
     uploads: PerTenant = field(default_factory=lambda: PerTenant("uploads"))
-    readers: PerTenant = field(default_factory=lambda: PerTenant("event streams", READERS_IN_ALL))
+    readers: PerTenant = field(default_factory=lambda: PerTenant("readers", READERS_IN_ALL))
     bodies: HeldBodies = field(default_factory=HeldBodies)
     tasks: Tasks = field(init=False)
 
@@ -53,7 +54,7 @@ class FrontState:
         return self.service.table
 
     def reader(self, tenant: str) -> AbstractContextManager[None]:
-        """A reader of events. Entering it raises TooMuch, QueueFull."""
+        """A reader of what was kept. Entering it raises TenantLimitReached, QueueFull."""
         return self.readers.one(tenant, READERS_MOST)
 
 

@@ -53,10 +53,10 @@ class ErrorForms:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         form = form_of(scope["path"]) if scope["type"] == "http" else None
-        await self._app(scope, receive, send if form is None else Formed(form, send))
+        await self._app(scope, receive, send if form is None else ErrorFormatter(form, send))
 
 
-class Formed:
+class ErrorFormatter:
     """A `send` that gives errors their form; all else passes as it comes."""
 
     def __init__(self, form: Form, send: Send) -> None:
@@ -95,8 +95,8 @@ class Formed:
     def _event(self, event: bytes) -> bytes:
         """Writes the event for an error in a stream whose status was sent. Anthropic's events have
         names, so one without is our own last word."""
-        told = event.removeprefix(b"data: ").strip()
-        return b"event: error\ndata: " + self._form(_status_of(told), said(told)) + b"\n\n"
+        data = event.removeprefix(b"data: ").strip()
+        return b"event: error\ndata: " + self._form(_status_of(data), said(data)) + b"\n\n"
 
 
 def _is_our_error(piece: bytes) -> bool:
@@ -127,5 +127,5 @@ def _status_of(body: bytes) -> int:
         return 500
     kind = str(error.get("type"))
     by_type = {"rate_limit_error": 429, "invalid_request_error": 400}.get(kind, 500)
-    told = [error.get("status"), error.get("code"), by_type]
-    return next(status for status in told if isinstance(status, int))
+    candidates = [error.get("status"), error.get("code"), by_type]
+    return next(status for status in candidates if isinstance(status, int))

@@ -111,7 +111,7 @@ class Forecasts:
         self._asked_s = {m: s for m, s in self._asked_s.items() if now_s - s < FORGOTTEN_S}
         homes = {model: table.homes[model] for model in self._asked_s if model in table.homes}
         reads = self._files  # those of this table, also where a new one comes meanwhile
-        found = dict.fromkeys(homes, UNSEEN)
+        forecasts = dict.fromkeys(homes, UNSEEN)
         try:
             state = await self._state()
             present, times = state.presences(homes), state.times()
@@ -122,11 +122,11 @@ class Forecasts:
                 reading = reads.get(model)
                 files = reading.result() if reading and reading.done() else UNREAD
                 took = times.get((home, model), NEVER_SEEN)
-                found[model] = await self._of(home, files, present[model], took)
+                forecasts[model] = await self._of(home, files, present[model], took)
         except ArbiterUnavailable:
             pass  # the ladder's own order counts for what is not predicted
         if table is self._table:
-            self._found, self._read_s = found, self._clock()
+            self._found, self._read_s = forecasts, self._clock()
 
     async def _of(self, home: str, files: "_Files", seen: Presence, took: ModelTimes) -> Forecast:
         """Raises ArbiterUnavailable."""

@@ -52,34 +52,34 @@ async def on_invalid(_: Request, error: Exception) -> Response:
 
 def _of_body(path: list[Any], body: Any, *, is_missing: bool) -> list[Any]:
     """The path of a field without what pydantic puts into it: names of a union's branches."""
-    found, at = [], body
+    parts, at = [], body
     for part in path:
         try:
             at = at[part]
         except (LookupError, TypeError):
             continue
-        found.append(part)
-    return [*found, *path[-1:]] if is_missing else found
+        parts.append(part)
+    return [*parts, *path[-1:]] if is_missing else parts
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """An unknown path, a wrong method, a body beyond its bound."""
     assert isinstance(error, HTTPException)
     status, path = error.status_code, request.url.path
-    said = {
+    texts = {
         404: f"no route {request.method} {path}; GET /openapi.json lists all",
         405: f"{path} does not take {request.method}",
     }.get(status, error.detail)
     code = CODES.get(status, "invalid_request")
-    body = messages.error_body(said, kind=messages.kind_of(status), code=code)
+    body = messages.error_body(texts, kind=messages.kind_of(status), code=code)
     headers = {"content-type": "application/json", **(error.headers or {})}
     return Response(body, status, headers)
 
 
 async def on_failure(_: Request, error: Exception) -> Response:
     """What nothing else has caught; Starlette raises it again, so that it is logged."""
-    said = f"the front failed ({type(error).__name__}); its log has the traceback"
-    body = messages.error_body(said, kind=messages.kind_of(500), code="internal_error")
+    message = f"the front failed ({type(error).__name__}); its log has the traceback"
+    body = messages.error_body(message, kind=messages.kind_of(500), code="internal_error")
     return Response(body, 500, {"content-type": "application/json"})
 
 

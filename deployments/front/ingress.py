@@ -46,10 +46,10 @@ class Front:
         return self._application
 
     async def respond(
-        self, asked: by_handle.HandleRequest
+        self, request: by_handle.HandleRequest
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """A request by handle, on the same routes as over HTTP (deployments.client)."""
-        async with aclosing(by_handle.respond(self._application, asked)) as parts:
+        async with aclosing(by_handle.respond(self._application, request)) as parts:
             async for part in parts:
                 yield part
 

@@ -127,11 +127,11 @@ class Keyring:
 
     def _current(self) -> dict[str, Key]:
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except FileNotFoundError:
             seen = None
         else:
-            seen = (found.st_ino, found.st_size, found.st_mtime_ns)
+            seen = (status.st_ino, status.st_size, status.st_mtime_ns)
         if seen != self._seen:
             self._seen = seen
             self._read()
@@ -154,13 +154,13 @@ def load(path: Path) -> dict[str, Key]:
     """The keys by id; empty when there is no file. Raises KeysBroken."""
     try:
         with path.open("rb") as stream:
-            found = os.fstat(stream.fileno())
+            status = os.fstat(stream.fileno())
             raw = stream.read()
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise KeysBroken(f"{path}: {error}") from error
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise KeysBroken(f"{path} must be yours and of mode 0600; `chmod 600 {path}`")
     try:
         return {key.id: key for key in _FILE.validate_json(raw)}

@@ -29,11 +29,11 @@ async def tiers_of(
     except ArbiterUnavailable:
         return {}
     base = service.names.base
-    asked: dict[str, list[str]] = {base(name): [] for name in names}
+    by_base: dict[str, list[str]] = {base(name): [] for name in names}
     for name in names[:most]:
-        asked[base(name)].append(name)
+        by_base[base(name)].append(name)
     found = await asyncio.gather(
-        *(_of_model(service, state, model, rows, tenant) for model, rows in asked.items())
+        *(_of_model(service, state, model, rows, tenant) for model, rows in by_base.items())
     )
     return {name: tier for tiers in found for name, tier in tiers.items()}
 
@@ -70,12 +70,12 @@ async def _asked(
     )
     try:
         async with asyncio.timeout(WITHIN_S), aclosing(service.run(call)) as parts:
-            said = await anext(parts)
+            first = await anext(parts)
     except (RequestError, TimeoutError):
         return {}
-    if not isinstance(said, messages.FullResponse) or said.head.status != 200:
+    if not isinstance(first, messages.FullResponse) or first.head.status != 200:
         return {}
-    tiers: dict[str, str] = json.loads(said.body)["tiers"]
+    tiers: dict[str, str] = json.loads(first.body)["tiers"]
     return tiers
 
 

@@ -21,7 +21,7 @@ from arbiter.client.admin import call_arbiter
 from arbiter.core.histogram import HistogramCounts
 from arbiter.errors import ArbiterUnavailable
 from arbiter.metrics.series import Samples, Value, buckets, from_plain
-from arbiter.metrics.table import AGE, TABLE, UP, Kind, Metric
+from arbiter.metrics.table import AGE, TABLE, UP, Metric, MetricType
 
 ANSWER_S = 3.0  # the scrape timeout of Prometheus is 10 s; a restart of the arbiter takes 1-2 s
 FRESH_S = 1.0
@@ -89,11 +89,11 @@ class _Families:
 def _family(metric: Metric, rows: dict[tuple[str, ...], Value]) -> Family:
     family: CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
     match metric.kind:
-        case Kind.COUNTER:
+        case MetricType.COUNTER:
             family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
-        case Kind.GAUGE:
+        case MetricType.GAUGE:
             family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
-        case Kind.HISTOGRAM:
+        case MetricType.HISTOGRAM:
             family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
     for labels, value in sorted(rows.items()):
         if isinstance(family, HistogramMetricFamily):

@@ -78,16 +78,23 @@ async def facts(table: Table, models: Iterable[str]) -> dict[str, Facts]:
     """Facts of these models of the table. Reads headers of files, and asks the arbiter, without
     which models are in an unknown state. What is not read within FILES_S is not known."""
     homes = {model: table.homes[model] for model in models}
-    try:
-        there = (await arbiter_gateway.state(STATE_S)).presences(homes)
-    except ArbiterUnavailable:
-        there = dict.fromkeys(homes, AWAY)
+    there = await presences(table, homes)
     tokens = await contexts(table, homes)
     words = {
         model: capabilities(table.capabilities[home], table.capabilities[home].models[model])
         for model, home in homes.items()
     }
     return {model: Facts(words[model], tokens[model], there[model]) for model in homes}
+
+
+async def presences(table: Table, models: Iterable[str]) -> dict[str, Presence]:
+    """Where these models of the table are and when they could answer. Asks the arbiter alone,
+    without which they are in an unknown state."""
+    homes = {model: table.homes[model] for model in models}
+    try:
+        return (await arbiter_gateway.state(STATE_S)).presences(homes)
+    except ArbiterUnavailable:
+        return dict.fromkeys(homes, AWAY)
 
 
 async def contexts(table: Table, models: Iterable[str]) -> dict[str, int | None]:
@@ -127,12 +134,12 @@ def remote_facts(model: RemoteModel) -> Facts:
 def capabilities(capability: CapabilityConfig, config: ModelConfig) -> tuple[str, ...]:
     """Words for what its routes do; `tools`, where it decides by itself when to call one."""
     if capability.paths:
-        found = tuple(dict.fromkeys(BY_PATH.get(p, p.rsplit("/", 1)[1]) for p in capability.paths))
+        names = tuple(dict.fromkeys(BY_PATH.get(p, p.rsplit("/", 1)[1]) for p in capability.paths))
     else:
-        found = BY_ROLE.get(capability.role, ())
+        names = BY_ROLE.get(capability.role, ())
         if config.engine_args.get("runner") == "pooling":
-            found += POOLING
-    return (*found, "tools") if config.engine_args.get("enable_auto_tool_choice") else found
+            names += POOLING
+    return (*names, "tools") if config.engine_args.get("enable_auto_tool_choice") else names
 
 
 def context(config: ModelConfig) -> int | None:

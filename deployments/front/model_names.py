@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError, UnknownModel
-from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.catalogue import Catalogue, CatalogueEntry
 from deployments.config.file_threads import in_thread
 from deployments.config.schema import Table
 
@@ -73,7 +73,7 @@ class ModelNames:
         priority = Priority[entry.priority.upper()]
         return Target(self._homes[entry.base], entry.base, entry.full_name, priority)
 
-    async def _entry(self, name: str, tenant: str, within_s: float) -> Entry | None:
+    async def _entry(self, name: str, tenant: str, within_s: float) -> CatalogueEntry | None:
         """The adapter of a name. A bare name is looked for in every folder, because several models
         may have an adapter of it, and then it means none of them. Raises AdaptersAway."""
         base, colon, _ = name.partition(":")

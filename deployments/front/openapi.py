@@ -4,13 +4,13 @@ refuse a request.
 
 from typing import Any
 
-from deployments.front.schemas import Kind, Schema
+from deployments.front.schemas import PathKind, Schema
 
 _TAKES = {
-    Kind.TEXT: ("application/json",),
-    Kind.JSON: ("application/json",),
-    Kind.FORM: ("multipart/form-data",),
-    Kind.ANY: ("application/json", "multipart/form-data"),
+    PathKind.TEXT: ("application/json",),
+    PathKind.JSON: ("application/json",),
+    PathKind.FORM: ("multipart/form-data",),
+    PathKind.ANY: ("application/json", "multipart/form-data"),
 }
 ERROR = {
     "type": "object",

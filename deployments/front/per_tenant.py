@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from arbiter.errors import QueueFull
-from deployments.jobs.errors import TooMuch
+from deployments.jobs.errors import TenantLimitReached
 
 RETRY_AFTER_S = 5.0  # when one of so many may have ended
 
@@ -21,9 +21,9 @@ class PerTenant:
     @contextmanager
     def one(self, tenant: str, most: int) -> Iterator[None]:
         """Counts one more of a tenant until it is left; entered before the request takes anything.
-        Raises TooMuch, QueueFull."""
+        Raises TenantLimitReached, QueueFull."""
         if (count := self._counts[tenant]) >= most:
-            raise TooMuch(f"{count} {self._what} at once", most)
+            raise TenantLimitReached(f"{count} {self._what} at once", most)
         total = self._counts.total()
         if self._most_in_all is not None and total >= self._most_in_all:
             raise QueueFull(self._what, total, self._most_in_all, RETRY_AFTER_S)

@@ -98,11 +98,11 @@ class PictureCheck:
         self.pictures += 1
         if self.pictures > MAX_PICTURES:
             raise BadPart(place, f"more than {MAX_PICTURES} pictures")
-        if not isinstance(url, str) or not (found := _DATA.match(url)):
+        if not isinstance(url, str) or not (match := _DATA.match(url)):
             wanted = "`data:image/png;base64,...`, or jpeg, webp, gif, bmp"
             raise BadPart(place, f"give the picture itself, as {wanted}")
         try:
-            data = base64.b64decode(url[found.end() :].encode(), validate=True)
+            data = base64.b64decode(url[match.end() :].encode(), validate=True)
         except (binascii.Error, UnicodeEncodeError) as error:
             raise BadPart(place, f"is not base64: {error}") from error
         width, height = size_of(data, place)

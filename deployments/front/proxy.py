@@ -1,7 +1,7 @@
 """Middlewares of Serve's HTTP proxy, which Serve loads from the variable
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` (`arbiter serve` sets it; it is read when Ray starts).
-Where it was not set, as under a plain `serve run`, the front puts the last of them around each
-proxy itself (plain_proxies). Innermost first:
+Where it was not set, as under a plain `serve run`, we put the last of them around each proxy
+ourselves (plain_proxies). Innermost first:
 
 - BoundedWait answers a request that no front has taken in TAKEN_S. The only bound that Serve has is
   on the whole of a request, its stream included.
@@ -207,10 +207,10 @@ class FrontBySocket:
 
 def _from_the_first(first: Message, receive: Receive) -> Receive:
     """All that the client says, though its first message has been read."""
-    said = [first]
+    chunks = [first]
 
     async def heard() -> Message:
-        return said.pop() if said else await receive()
+        return chunks.pop() if chunks else await receive()
 
     return heard
 
@@ -229,14 +229,14 @@ class SideStreams(HttpMiddleware):
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         kept = [pair for pair in scope["headers"] if pair[0] != READER]
         marked = {**scope, "headers": [*kept, (READER, side_stream.reader_token().encode())]}
-        carried = _Carried(send)
+        carried = _ProxiedResponse(send)
         try:
             await self._app(marked, receive, carried)
         finally:
             await carried.close()
 
 
-class _Carried:
+class _ProxiedResponse:
     """The `send` of one response."""
 
     def __init__(self, send: Send) -> None:

@@ -57,6 +57,20 @@ def event_stream(events: AsyncGenerator[bytes, None], holds: "Closable") -> "Clo
     return ClosingStream(_to_an_end(events), media_type=SSE, holds=holds)
 
 
+async def begun(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The same pieces, of which the first is read, so that what fails until then has a status of
+    its own. Raises what reading raises."""
+    first = await anext(pieces, b"")
+
+    async def whole() -> AsyncGenerator[bytes, None]:
+        async with aclosing(pieces):
+            yield first
+            async for piece in pieces:
+                yield piece
+
+    return whole()
+
+
 async def _to_an_end(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """A break becomes a last event, since the status has been sent."""
     try:
@@ -136,8 +150,10 @@ class FirstPart:
             if isinstance(first, messages.FullResponse):  # its status came too late
                 yield messages.late(first.head, first.body)
             elif not first.is_event_stream:
-                said = first.headers.get("content-type", "no content type")
-                yield messages.stream_error(CapabilityFailed(self._model, f"it streams {said}"))
+                content_type = first.headers.get("content-type", "no content type")
+                yield messages.stream_error(
+                    CapabilityFailed(self._model, f"it streams {content_type}")
+                )
             else:
                 read = _with_side_stream(first, self._parts, self._model)
                 async for part in _body(first, read):
@@ -161,10 +177,10 @@ class FirstPart:
         return progress.line(now_s - self._began_s)
 
 
-def whole(said: messages.FullResponse) -> Response:
+def whole(response: messages.FullResponse) -> Response:
     """A response of one piece."""
-    headers = {k: v for k, v in said.head.headers.items() if k != "content-length"}
-    return Response(said.body, said.head.status, headers)
+    headers = {k: v for k, v in response.head.headers.items() if k != "content-length"}
+    return Response(response.body, response.head.status, headers)
 
 
 async def _with_side_stream(head: messages.ResponseHead, parts: Parts, model: str) -> Parts:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError
+from arbiter.pool.layout import TERMS_S, Term
 from arbiter.units import DEFAULT_TENANT
 from deployments import messages
 from deployments.config.fields import USUAL, KvTerm
@@ -22,7 +23,7 @@ from deployments.front import stable_prefix
 from deployments.front.kv_use import key_of
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck
-from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Kind
+from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, PathKind
 from deployments.front.stable_prefix import BadMark, StableRun
 from deployments.multipart import BadForm, read_fields
 from deployments.routing.pieces import pieces_of
@@ -60,7 +61,7 @@ class ParsedRequest:
     fields: dict[str, Any] | None  # of a JSON body; None: a form, which the engine gets as it came
     checked: Body
     profile: Profile
-    kind: Kind
+    kind: PathKind
     run: StableRun | None = None  # what its sender marked as stable
     key: str = ""  # of its KV
 
@@ -98,19 +99,19 @@ async def parse(
     fields: dict[str, Any] = await _form(raw, headers) if is_form else json_object(raw)
     if not is_form and _has_new_parts(path, fields):
         raw = json.dumps(fields).encode()
-    run = _stable_run(fields) if schema.kind is Kind.TEXT else None
+    run = _stable_run(fields) if schema.kind is PathKind.TEXT else None
     if run is not None:
         raw = json.dumps(fields).encode()
     if private := sorted(PRIVATE & fields.keys()):
         raise BadRequest(f"`{private[0]}` is reserved and cannot be set by clients", private[0])
-    said = {
+    headers_of = {
         name: value
         for name in _EXTENSIONS
         if (value := headers.get(name.replace("_", "-"))) is not None
     }
-    if said.get("x_local_only", "false").lower() != "false":
-        fields = fields | {"x_local_only": said["x_local_only"]}  # a body cannot take it back
-    checked = check_body(schema.body, said | fields)
+    if headers_of.get("x_local_only", "false").lower() != "false":
+        fields = fields | {"x_local_only": headers_of["x_local_only"]}  # a body cannot take it back
+    checked = check_body(schema.body, headers_of | fields)
     kept = {name: headers[name] for name in FORWARDED if name in headers}
     if not is_form:
         kept["content-type"] = JSON  # as it was read; vLLM refuses JSON that is declared as a form
@@ -121,7 +122,7 @@ async def parse(
 
 
 def call_of(
-    asked: ParsedRequest,
+    request: ParsedRequest,
     target: Target,
     model: ModelConfig,
     tenant: str,
@@ -131,47 +132,48 @@ def call_of(
     """Makes the call that goes to the capability. In a JSON body extension fields that are not the
     engine's are left out, and defaults put in; a form goes as it came, with the served name in a
     header. `term`: how long its KV stays; None where KV ends with its engine."""
-    checked, profile = asked.checked, asked.profile
-    fields = _engine_fields(asked, target, model, tenant)
-    is_text = fields is not None and asked.kind is Kind.TEXT
+    checked, profile = request.checked, request.profile
+    fields = _engine_fields(request, target, model, tenant)
+    is_text = fields is not None and request.kind is PathKind.TEXT
     if fields is not None and is_text and term not in (None, USUAL):
         fields["kv_transfer_params"] = {messages.KV_TERM: term}
-    is_unchanged = fields is None or fields == asked.fields  # then the client's own bytes will do
+    is_unchanged = fields is None or fields == request.fields  # then the client's own bytes will do
     stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
-    said = {"x-request-id": asked.request_id, messages.TENANT_HEADER: tenant}
-    if asked.fields is None:
-        said[messages.SERVED_HEADER] = target.served
+    engine_headers = {"x-request-id": request.request_id, messages.TENANT_HEADER: tenant}
+    if request.fields is None:
+        engine_headers[messages.SERVED_HEADER] = target.served
     return messages.InferenceCall(
-        asked.path,
-        asked.raw if is_unchanged else json.dumps(fields).encode(),
-        asked.headers | said,
-        asked.request_id,
+        request.path,
+        request.raw if is_unchanged else json.dumps(fields).encode(),
+        request.headers | engine_headers,
+        request.request_id,
         target.model,
         checked.x_deadline_s or profile.deadline_s,
-        asked.priority or target.priority,
+        request.priority or target.priority,
         tenant=tenant,
         client_id=checked.x_client_id or "",
-        key=asked.key,
+        key=request.key,
         pieces=pieces_of(fields, tenant, target.served) if fields and is_text else b"",
+        kv_stays_s=TERMS_S[Term[term.upper()]] if term else math.inf,
         stay_warm_s=stay,
-        wants_progress=asked.is_stream,
+        wants_progress=request.is_stream,
         served=target.served,
-        stable=stable_prefix.cut_of(asked.path, fields, asked.run, model, target, tenant),
+        stable=stable_prefix.cut_of(request.path, fields, request.run, model, target, tenant),
     )
 
 
 def _engine_fields(
-    asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
+    request: ParsedRequest, target: Target, model: ModelConfig, tenant: str
 ) -> dict[str, Any] | None:
     """What the engine gets of a JSON body; None of a form."""
-    if asked.fields is None:
+    if request.fields is None:
         return None
-    defaults = {**model.defaults, **asked.profile.defaults}
-    of_engine = type(asked.checked).model_fields.keys() - Body.model_fields.keys()
-    said = asked.fields.items()
-    fields = defaults | {k: v for k, v in said if not k.startswith("x_") or k in of_engine}
+    defaults = {**model.defaults, **request.profile.defaults}
+    of_engine = type(request.checked).model_fields.keys() - Body.model_fields.keys()
+    items = request.fields.items()
+    fields = defaults | {k: v for k, v in items if not k.startswith("x_") or k in of_engine}
     fields["model"] = target.served
-    if asked.kind is Kind.TEXT:
+    if request.kind is PathKind.TEXT:
         fields = model.with_thinking(fields)
         if tenant != DEFAULT_TENANT:
             fields["cache_salt"] = tenant  # so that no other tenant hits these cached prompts
@@ -184,13 +186,13 @@ def headers_for_later(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[name] for name in names if name in headers}
 
 
-def _is_form(headers: Mapping[str, str], kind: Kind) -> bool:
+def _is_form(headers: Mapping[str, str], kind: PathKind) -> bool:
     """A JSON route reads JSON whatever the type says: `curl -d` sends that of a form. Raises
     BadRequest where only a form will do."""
     is_form = headers.get("content-type", "").lower().startswith(FORM)
-    if kind is Kind.FORM and not is_form:
+    if kind is PathKind.FORM and not is_form:
         raise BadRequest(f"this route takes {FORM}", None)
-    return is_form and kind in (Kind.FORM, Kind.ANY)
+    return is_form and kind in (PathKind.FORM, PathKind.ANY)
 
 
 async def _form(raw: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
@@ -230,8 +232,8 @@ def _check_writable(fields: dict[str, Any]) -> None:
         try:
             json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:
-            said = f"`{name}`: not Unicode text: half of a surrogate pair in it"
-            raise BadRequest(said, name) from error
+            message = f"`{name}`: not Unicode text: half of a surrogate pair in it"
+            raise BadRequest(message, name) from error
         except ValueError as error:
             raise BadRequest(f"`{name}`: not a finite number", name) from error
         except RecursionError as error:  # which writing reaches a little before reading does

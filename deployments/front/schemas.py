@@ -103,8 +103,8 @@ def not_served(why: str, *harmless: object) -> BeforeValidator:
             return None
         raise ValueError(why)
 
-    told = WithJsonSchema({"enum": [*harmless, None], "description": why})
-    return BeforeValidator(checked, json_schema_input_type=Annotated[None, told])
+    schema = WithJsonSchema({"enum": [*harmless, None], "description": why})
+    return BeforeValidator(checked, json_schema_input_type=Annotated[None, schema])
 
 
 _NOT_EMPTY = Field(min_length=1)
@@ -442,7 +442,7 @@ class Variations(VariationFields, Streams):
     """The text fields of POST /v1/images/variations"""
 
 
-class Kind(Enum):
+class PathKind(Enum):
     """What a path takes and returns, as far as the front treats it differently."""
 
     TEXT = "text"  # JSON in, text out: thinking and prompt cache apply
@@ -456,27 +456,27 @@ class Schema:
     """One row: how the front reads a request for a path."""
 
     body: type[Body]
-    kind: Kind
+    kind: PathKind
 
 
 SCHEMAS: dict[str, Schema] = {
-    "/v1/chat/completions": Schema(Chat, Kind.TEXT),
-    prefixes.PATH: Schema(Prewarm, Kind.TEXT),
-    ACQUIRE: Schema(Acquire, Kind.JSON),
-    "/v1/completions": Schema(Completion, Kind.TEXT),
-    "/v1/responses": Schema(Responses, Kind.TEXT),
-    "/v1/messages": Schema(Messages, Kind.TEXT),
-    "/v1/messages/count_tokens": Schema(CountTokens, Kind.JSON),
-    "/v1/embeddings": Schema(Embeddings, Kind.JSON),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), Schema(Reranks, Kind.JSON)),
-    **dict.fromkeys(("/v1/score", "/score"), Schema(Scores, Kind.JSON)),
-    **dict.fromkeys(("/v1/classify", "/classify"), Schema(Classifies, Kind.JSON)),
-    "/v1/audio/transcriptions": Schema(Transcription, Kind.FORM),
-    "/v1/audio/translations": Schema(Translation, Kind.FORM),
-    "/v1/audio/speech": Schema(Speech, Kind.JSON),
-    **dict.fromkeys(("/v1/vad", "/v1/audio/vad"), Schema(Vad, Kind.FORM)),
-    "/v1/images/generations": Schema(Images, Kind.JSON),
-    "/v1/images/edits": Schema(Images, Kind.FORM),
-    "/v1/images/variations": Schema(Variations, Kind.FORM),
+    "/v1/chat/completions": Schema(Chat, PathKind.TEXT),
+    prefixes.PATH: Schema(Prewarm, PathKind.TEXT),
+    ACQUIRE: Schema(Acquire, PathKind.JSON),
+    "/v1/completions": Schema(Completion, PathKind.TEXT),
+    "/v1/responses": Schema(Responses, PathKind.TEXT),
+    "/v1/messages": Schema(Messages, PathKind.TEXT),
+    "/v1/messages/count_tokens": Schema(CountTokens, PathKind.JSON),
+    "/v1/embeddings": Schema(Embeddings, PathKind.JSON),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), Schema(Reranks, PathKind.JSON)),
+    **dict.fromkeys(("/v1/score", "/score"), Schema(Scores, PathKind.JSON)),
+    **dict.fromkeys(("/v1/classify", "/classify"), Schema(Classifies, PathKind.JSON)),
+    "/v1/audio/transcriptions": Schema(Transcription, PathKind.FORM),
+    "/v1/audio/translations": Schema(Translation, PathKind.FORM),
+    "/v1/audio/speech": Schema(Speech, PathKind.JSON),
+    **dict.fromkeys(("/v1/vad", "/v1/audio/vad"), Schema(Vad, PathKind.FORM)),
+    "/v1/images/generations": Schema(Images, PathKind.JSON),
+    "/v1/images/edits": Schema(Images, PathKind.FORM),
+    "/v1/images/variations": Schema(Variations, PathKind.FORM),
 }
-OF_THE_TABLE = Schema(Body, Kind.ANY)
+OF_THE_TABLE = Schema(Body, PathKind.ANY)

@@ -26,8 +26,8 @@ Overviews = dict[str, ApplicationStatusOverview]
 
 def overviews() -> Overviews:
     """Blocks: asks Serve's controller."""
-    found: Overviews = serve.status().applications
-    return found
+    applications: Overviews = serve.status().applications
+    return applications
 
 
 class Applications:
@@ -48,8 +48,8 @@ class Applications:
                 self._seen_s = time.monotonic()
         if self._seen is None:
             return {}
-        found = {name: _cause(self._seen.get(name)) for name in names}
-        return {name: cause for name, cause in found.items() if cause}
+        causes = {name: _cause(self._seen.get(name)) for name in names}
+        return {name: cause for name, cause in causes.items() if cause}
 
     async def _fresh(self) -> Overviews | None:
         try:
@@ -60,13 +60,13 @@ class Applications:
             return None
 
 
-def _cause(found: ApplicationStatusOverview | None) -> str:
+def _cause(overview: ApplicationStatusOverview | None) -> str:
     """Says why an application does not run; empty where nothing failed."""
-    if found is None:
+    if overview is None:
         return "Serve has no application of this name; `serve status` lists those it has"
-    if found.status not in FAILED:
+    if overview.status not in FAILED:
         return ""
-    said = [found.message, *(one.message for one in found.deployments.values())]
-    cause = next((text for text in said if text), "no cause given")
+    messages = [overview.message, *(one.message for one in overview.deployments.values())]
+    cause = next((text for text in messages if text), "no cause given")
     short = cause if len(cause) <= CAUSE_CHARS else f"...{cause[-CAUSE_CHARS:]}"
-    return f"its Serve application is {found.status.value}: {short}"
+    return f"its Serve application is {overview.status.value}: {short}"

@@ -125,7 +125,7 @@ class InferenceService:
 
     async def call(
         self,
-        asked: ParsedRequest,
+        request: ParsedRequest,
         tenant: str,
         scopes: frozenset[Scope] = frozenset(),
         *,
@@ -138,39 +138,39 @@ class InferenceService:
         Raises UnknownModel, AdapterAmbiguous, AdapterInvalid, AdaptersAway; NotServedHere where the
         table lists other paths for the model's capability; BadRequest where the request names no
         model, unless exactly one serves the path; for a remote model what Remotes.call raises."""
-        name = model or asked.model or self._only(asked.path)
+        name = model or request.model or self._only(request.path)
         if self.remotes.has(name):
-            return self.remotes.call(asked, name, Caller(tenant, scopes))
+            return self.remotes.call(request, name, Caller(tenant, scopes))
         table = self._table  # of these names, also where a new one comes meanwhile
         target = await self.names.find(name, tenant)
         capability = table.capabilities[target.capability]
-        path = prefixes.served_path(asked.path)
+        path = prefixes.served_path(request.path)
         if capability.paths and path not in (*capability.paths, messages.ACQUIRE):
             raise messages.NotServedHere(target.model, path, capability.paths)
         config = capability.models[target.model]
-        term = self._term(asked, target, config, tenant) if keeps_kv(capability, config) else None
-        return call_of(asked, target, config, tenant, term=term)
+        term = self._term(request, target, config, tenant) if keeps_kv(capability, config) else None
+        return call_of(request, target, config, tenant, term=term)
 
     def _only(self, path: str) -> str:
         """The model of a request that names none, as those of TEI's clients. Raises BadRequest."""
-        found = sorted(
+        names = sorted(
             model
             for capability in self._table.capabilities.values()
             if path in served_paths(capability)
             for model in capability.models
         )
-        if len(found) != 1:
-            which = f"name one of {', '.join(found)}" if found else f"no model here serves {path}"
+        if len(names) != 1:
+            which = f"name one of {', '.join(names)}" if names else f"no model here serves {path}"
             raise BadRequest(f"`model`: {which}", "model")
-        return found[0]
+        return names[0]
 
     def _term(
-        self, asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
+        self, request: ParsedRequest, target: Target, model: ModelConfig, tenant: str
     ) -> KvTerm:
-        said = asked_term(asked.checked)
-        said = self._terms.term(tenant, target.served, asked.key, said)
+        term = asked_term(request.checked)
+        term = self._terms.term(tenant, target.served, request.key, term)
         limits = self._table.arbiter.tenants.get(tenant, TenantConfig())
-        return term_of(said, model.kv_term, limits.longest_kv_term)
+        return term_of(term, model.kv_term, limits.longest_kv_term)
 
     def run(self, call: AnyCall) -> Parts:
         """The response: Progress where the call wants it, then a FullResponse, or a ResponseHead

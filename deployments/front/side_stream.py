@@ -51,10 +51,10 @@ def _token_in(folder: Path) -> str:
         return kept.read() if os.fstat(kept.fileno()).st_uid == os.getuid() else ""
 
 
-def is_reader(said: str | None) -> bool:
+def is_reader(header: str | None) -> bool:
     """Whether the process that sent this token reads side streams on this node."""
-    ours = reader_token() if said else ""
-    return bool(ours) and hmac.compare_digest(said or "", ours)
+    ours = reader_token() if header else ""
+    return bool(ours) and hmac.compare_digest(header or "", ours)
 
 
 async def read(place: str) -> AsyncGenerator[bytes, None]:

@@ -16,7 +16,7 @@ from typing import Any
 from deployments import prefixes
 from deployments.config.model_section import ModelConfig
 from deployments.front.model_names import Target
-from deployments.prefixes import Cut
+from deployments.prefixes import PrefixEnd
 
 STABLE = "stable"
 # Where each API keeps what a conversation repeats, in the order in which it is rendered.
@@ -65,10 +65,10 @@ def stable_run(body: dict[str, Any]) -> StableRun | None:
             kept[name].append(opened)
         if whole < len(given):
             break
-    said = {name: value for name, value in kept.items() if value}
-    if not said:
+    fields = {name: value for name, value in kept.items() if value}
+    if not fields:
         return None
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     return StableRun(whole, parts, with_tools, text.encode())
 
 
@@ -90,7 +90,7 @@ def cut_of(
     model: ModelConfig,
     target: Target,
     tenant: str,
-) -> Cut | None:
+) -> PrefixEnd | None:
     """Where the stable part of a chat ends that goes to an engine as `fields`. `run`: as its sender
     marked it. All of a pre-warm without marks is stable."""
     if fields is None or prefixes.served_path(path) != prefixes.CHAT:
@@ -98,7 +98,7 @@ def cut_of(
     if run is None and path == prefixes.PATH:
         run = stable_run(_all_marked(fields))
     if run is not None:
-        cut = Cut(run.whole_count, run.parts_count, run.with_tools) if run.canonical else None
+        cut = PrefixEnd(run.whole_count, run.parts_count, run.with_tools) if run.canonical else None
     else:
         cut = _declared(fields, model, target, tenant)
     return replace(cut, key=prefixes.prefix_of(fields, cut, tenant).key) if cut else None
@@ -106,7 +106,7 @@ def cut_of(
 
 def _declared(
     fields: dict[str, Any], model: ModelConfig, target: Target, tenant: str
-) -> Cut | None:
+) -> PrefixEnd | None:
     """The longest of the configured prefixes that the chat begins with."""
     tools, messages = fields.get("tools") or [], fields.get("messages") or []
     adapter = target.served.removeprefix(target.model).removeprefix(":") or None
@@ -116,7 +116,7 @@ def _declared(
         if (entry.adapter, entry.tenant, entry.tools) == (adapter, tenant, tools)
         and messages[: len(entry.chat)] == entry.chat
     ]
-    return Cut(max(counts), with_tools=bool(tools)) if counts else None
+    return PrefixEnd(max(counts), with_tools=bool(tools)) if counts else None
 
 
 def _all_marked(fields: dict[str, Any]) -> dict[str, Any]:

@@ -34,29 +34,29 @@ COMPLETE = 200  # the status of an answer that can be continued
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedResponse:
     """A request for a response: what the client says of it, and the body that an engine gets."""
 
-    said: StoredFields
+    checked: StoredFields
     is_stored: bool
     body: bytes
 
     @property
     def is_background(self) -> bool:
-        return self.said.background is True
+        return self.checked.background is True
 
     @property
     def is_changed(self) -> bool:
         """Whether the answer must say something that the engine does not know."""
-        return self.is_stored or self.said.previous_response_id is not None
+        return self.is_stored or self.checked.previous_response_id is not None
 
     @property
     def meta(self) -> Json:
         """What a job keeps of it."""
         return {
             "background": self.is_background,
-            "stream": self.said.stream is True,
-            "previous_response_id": self.said.previous_response_id,
+            "stream": self.checked.stream is True,
+            "previous_response_id": self.checked.previous_response_id,
         }
 
 
@@ -66,23 +66,27 @@ class StoredResponses:
     def __init__(self, jobs: JobsClient, tenant: str) -> None:
         self._jobs, self._tenant = jobs, tenant
 
-    async def prepare(self, raw: bytes, stores: bool, *, is_async: bool = False) -> Prepared:
+    async def prepare(
+        self, raw: bytes, stores: bool, *, is_async: bool = False
+    ) -> PreparedResponse:
         """`stores`: what an absent `store` means. `is_async`: the client wants no answer now.
         Raises BadRequest naming the field."""
         fields = json_object(raw)
-        said = check_body(StoredFields, fields)
+        checked = check_body(StoredFields, fields)
         if is_async:
-            said = said.model_copy(update={"background": True})
-        is_stored = said.store if said.store is not None else stores or said.background is True
-        if said.background and not is_stored:
+            checked = checked.model_copy(update={"background": True})
+        is_stored = (
+            checked.store if checked.store is not None else stores or checked.background is True
+        )
+        if checked.background and not is_stored:
             raise BadRequest("`background`: only a response with `store` can be fetched", "store")
         history = None
-        if said.previous_response_id is not None:
+        if checked.previous_response_id is not None:
             if not isinstance(fields.get("input", ""), str | list):
                 raise BadRequest("`input`: a text or a list of items", "input")
-            history = await self._history(said.previous_response_id)
+            history = await self._history(checked.previous_response_id)
         sent = responses.self_contained(fields, history)
-        return Prepared(said, is_stored, json.dumps(sent).encode())
+        return PreparedResponse(checked, is_stored, json.dumps(sent).encode())
 
     async def _history(self, response_id: str) -> list[Json]:
         """Raises BadRequest, as OpenAI's service does."""
@@ -97,35 +101,35 @@ class StoredResponses:
 
     async def begin(
         self,
-        asked: Prepared,
+        prepared: PreparedResponse,
         call: AnyCall,
         headers: Mapping[str, str],
         priority: Priority | None,
     ) -> Job:
-        """Queues it. Raises TooMuch, StorageFull, BadRequest."""
+        """Queues it. Raises TenantLimitReached, StorageFull, BadRequest."""
         model = (await async_calls.for_later(call)).model
-        new = self._new(asked, model, responses.new_id())
+        new = self._new(prepared, model, responses.new_id())
         lifted = {} if priority is None else {"priority": priority.name}
         new.meta.update(lifted)
         new.headers.update(headers_for_later(headers))
-        job: Job = await self._jobs.call("create", new, asked.body)
+        job: Job = await self._jobs.call("create", new, prepared.body)
         return job
 
-    def live(self, asked: Prepared, call: AnyCall, parts: Parts) -> Parts:
+    def live(self, prepared: PreparedResponse, call: AnyCall, parts: Parts) -> Parts:
         """The parts of a call that is answered now, and kept where it is to be."""
-        if not asked.is_changed:
+        if not prepared.is_changed:
             return parts
         model = f"task:{call.task}" if isinstance(call, TaskCall) else call.model
-        new = self._new(asked, model, responses.new_id())
-        if asked.is_stored:
+        new = self._new(prepared, model, responses.new_id())
+        if prepared.is_stored:
             self._jobs.wake()
 
         async def keep(response: Json) -> bool:
-            if not asked.is_stored:
+            if not prepared.is_stored:
                 return False
             try:
                 async with asyncio.timeout(KEEP_WITHIN_S):
-                    await self._jobs.call("keep", new, asked.body, json.dumps(response).encode())
+                    await self._jobs.call("keep", new, prepared.body, json.dumps(response).encode())
             except (RequestError, TimeoutError) as error:
                 logger.warning("response %s is not kept: %r", new.id, error)
                 return False
@@ -133,10 +137,10 @@ class StoredResponses:
 
         return responses.kept(parts, new.id, new.meta, keep)
 
-    def _new(self, asked: Prepared, model: str, response_id: str) -> NewJob:
+    def _new(self, prepared: PreparedResponse, model: str, response_id: str) -> NewJob:
         return NewJob(
             *(response_id, self._tenant, responses.KIND, responses.PATH, model),
-            meta=asked.meta,
+            meta=prepared.meta,
             keep_s=KEEP_S,
         )
 
@@ -149,17 +153,21 @@ class StoredResponses:
 
     async def request(self, response_id: str) -> Json:
         """The body that an engine gets."""
-        found: Json = json.loads(await self._jobs.call("request", self._tenant, response_id))
-        return found
+        body: Json = json.loads(await self._jobs.call("request", self._tenant, response_id))
+        return body
 
     async def _whole(self, response_id: str) -> bytes:
         return await async_calls.whole_result(self._jobs, self._tenant, response_id)
 
+    def answer(self, job: Job) -> AsyncGenerator[bytes, None]:
+        """The response object of a job that has one, as it was kept, in pieces."""
+        return async_calls.result(self._jobs, self._tenant, job.id)
+
     async def shown(self, job: Job) -> Json:
         """The response object as it is now."""
         if job.status == COMPLETE:
-            found: Json = json.loads(await self._whole(job.id))
-            return found
+            body: Json = json.loads(await self._whole(job.id))
+            return body
         return responses.without_answer(job, await self.request(job.id))
 
     async def stream(self, job: Job, after: int | None) -> AsyncGenerator[bytes, None]:

@@ -67,17 +67,17 @@ class Tasks:
             raise UnknownModel(PREFIX + name, "", tuple(PREFIX + task for task in sorted(tasks)))
         return tasks[name]
 
-    async def call(self, task: str, asked: ParsedRequest, caller: Caller) -> TaskCall:
+    async def call(self, task: str, request: ParsedRequest, caller: Caller) -> TaskCall:
         """Makes the call of a task, with its ladder in order. Raises UnknownModel, and NoRung where
         no model of it can have the request."""
         config = self.find(task)
-        ladder = await self.ladder(config, asked, caller)
+        ladder = await self.ladder(config, request, caller)
         if not ladder.rungs:
             reasons = tuple(f"{rung.name}: {rung.why}" for rung in ladder.left_out)
             waits = [w for r in ladder.left_out if (w := r.state.retry_after_s) is not None]
             raise NoRung(task, reasons, min(waits, default=None))
 
-        budget_s = asked.checked.x_budget_s or config.budget_s
+        budget_s = request.checked.x_budget_s or config.budget_s
 
         async def onward(waiting: str, spent_s: float) -> Rung | None:
             assert budget_s is not None
@@ -86,36 +86,36 @@ class Tasks:
             return leaves_for(config, waiting, now, left_s)
 
         async def call_of(name: str) -> messages.InferenceCall:
-            call = await self._service.call(asked, caller.tenant, caller.scopes, model=name)
+            call = await self._service.call(request, caller.tenant, caller.scopes, model=name)
             return replace(call, stay_warm_s=max(call.stay_warm_s, config.keep_warm_s))
 
         watch = None if budget_s is None else onward
-        return TaskCall(task, asked.request_id, ladder, call_of, asked.is_stream, watch)
+        return TaskCall(task, request.request_id, ladder, call_of, request.is_stream, watch)
 
-    async def ladder(self, config: TaskConfig, asked: ParsedRequest, caller: Caller) -> Ladder:
+    async def ladder(self, config: TaskConfig, request: ParsedRequest, caller: Caller) -> Ladder:
         """The rungs for one request, by what was seen last of each model."""
-        if asked.path == prefixes.PATH:  # what is prewarmed is what answers best
+        if request.path == prefixes.PATH:  # what is prewarmed is what answers best
             config = config.model_copy(update={"pin_primary": True})
         remotes = self._service.remotes
         here = {name: base_of(name) for name in config.ladder if not remotes.has(name)}
         known = await self._forecasts.read(self._service.table, sorted(set(here.values())))
-        generates = isinstance(asked.checked, Generates)
-        needs = needs_of(asked.path, asked.fields, generates=generates)
+        generates = isinstance(request.checked, Generates)
+        needs = needs_of(request.path, request.fields, generates=generates)
 
         async def state_of(position: int, name: str) -> RungState:
             if name not in here:
-                return _remote(position, remotes.offer(asked, name, caller))
+                return _remote(position, remotes.offer(request, name, caller))
             forecast = known.get(here[name], UNSEEN)
             state = RungState(position, name, False, forecast.predicted, forecast.never)
             if forecast.never:
                 return state
             return await self._fitted(state, needs, caller.tenant, forecast.context)
 
-        found = await asyncio.gather(
+        rungs = await asyncio.gather(
             *(state_of(position, name) for position, name in enumerate(config.ladder))
         )
-        budget_s = asked.checked.x_budget_s or config.budget_s
-        return order(config, found, budget_s)
+        budget_s = request.checked.x_budget_s or config.budget_s
+        return order(config, rungs, budget_s)
 
     async def _as_it_is(self, config: TaskConfig, before: Ladder, budget_s: float) -> Ladder:
         """The rungs of a request that was judged before, by what is seen now of the models here.
@@ -134,8 +134,8 @@ class Tasks:
         path = self._usual_path(config.ladder[0])
         kind = SCHEMAS.get(path, OF_THE_TABLE).kind
         checked, fields = Body(model=PREFIX + task), {"messages": [SHORT]}
-        asked = ParsedRequest(path, "explain", {}, b"", fields, checked, Profile(), kind)
-        return plain(task, config, await self.ladder(config, asked, caller))
+        request = ParsedRequest(path, "explain", {}, b"", fields, checked, Profile(), kind)
+        return plain(task, config, await self.ladder(config, request, caller))
 
     def _usual_path(self, primary: str) -> str:
         table = self._service.table
@@ -193,13 +193,13 @@ def _rows(rungs: tuple[Rung, ...], first: int | None) -> list[dict[str, Any]]:
     ]
 
 
-def _seconds(said: Prediction) -> dict[str, Any]:
+def _seconds(prediction: Prediction) -> dict[str, Any]:
     return {
-        "state": said.state,
-        "wait_s": said.wait_s,
-        "load_s": said.load_s,
-        "run_s": said.run_s,
-        "total_s": said.total_s,
+        "state": prediction.state,
+        "wait_s": prediction.wait_s,
+        "load_s": prediction.load_s,
+        "run_s": prediction.run_s,
+        "total_s": prediction.total_s,
     }
 
 

@@ -48,7 +48,7 @@ async def read_events(after: int, wait_s: float) -> list[dict[str, Any]]:
 
 
 @dataclass(slots=True)
-class Sent:
+class ViewerState:
     """What one viewer has."""
 
     event: int  # the newest
@@ -100,7 +100,7 @@ class Viewing:
     async def follow(self, facts_of: FactsOf, after: int) -> AsyncIterator[dict[str, Any]]:
         """First all, with events behind `after`, then what changes; an empty message now and then
         while nothing does."""
-        sent, ends = Sent(after), self._clock() + LONGEST_S
+        sent, ends = ViewerState(after), self._clock() + LONGEST_S
         self._enter(facts_of)
         try:
             while self._clock() < ends:
@@ -139,8 +139,8 @@ class Viewing:
         wait_s = 0.0  # what has happened while no viewer was there
         while True:
             try:
-                told = await self._next_events(self._seen, wait_s)
-                await self._take(told, facts_of)
+                events = await self._next_events(self._seen, wait_s)
+                await self._take(events, facts_of)
                 self._away_unix_s = None
                 wait_s, pause_s = BUSY_S if self._is_busy else REST_S, PAUSE_S
             except ArbiterUnavailable:
@@ -153,14 +153,14 @@ class Viewing:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _take(self, told: list[dict[str, Any]], facts_of: FactsOf) -> None:
+    async def _take(self, events: list[dict[str, Any]], facts_of: FactsOf) -> None:
         state, now = await self._state(), self._clock()
         if now - self._facts_unix_s > FACTS_S:
             self._facts, self._facts_unix_s = await facts_of(), now
         self._newest, view = state, view_of(state, self._facts, now)
-        for event in told[-KEPT_EVENTS:]:
+        for event in events[-KEPT_EVENTS:]:
             self._events.append(msgspec.to_builtins(event_row(event)))
-        self._seen = told[-1]["seq"] if told else self._seen
+        self._seen = events[-1]["seq"] if events else self._seen
         self._view = to_plain(view)
         self._models = {f"{m['capability']}/{m['model']}": m for m in self._view.pop("models")}
         self._is_busy = is_busy(view)
@@ -171,22 +171,22 @@ class Viewing:
 
     # -- one viewer ----------------------------------------------------------------------------
 
-    def _message(self, sent: Sent) -> dict[str, Any]:
+    def _message(self, sent: ViewerState) -> dict[str, Any]:
         """What this viewer lacks; empty: nothing."""
-        found: dict[str, Any] = {}
+        message: dict[str, Any] = {}
         if sent.away_unix_s != self._away_unix_s:
-            found["away_unix_s"] = sent.away_unix_s = self._away_unix_s
+            message["away_unix_s"] = sent.away_unix_s = self._away_unix_s
         if self._view is None:
-            return found
-        found |= self._changes(sent)
+            return message
+        message |= self._changes(sent)
         if events := [event for event in self._events if event["seq"] > sent.event]:
-            found["events"], sent.event = events, events[-1]["seq"]
+            message["events"], sent.event = events, events[-1]["seq"]
         samples = [row for row in self._samples if row["unix_s"] > sent.sample_unix_s]
         if samples:
-            found["samples"], sent.sample_unix_s = samples, samples[-1]["unix_s"]
-        return found
+            message["samples"], sent.sample_unix_s = samples, samples[-1]["unix_s"]
+        return message
 
-    def _changes(self, sent: Sent) -> dict[str, Any]:
+    def _changes(self, sent: ViewerState) -> dict[str, Any]:
         assert self._view is not None
         before, now = sent.sections, self._view
         passes = {"at_unix_s", "sequence"}  # of no interest by themselves
@@ -194,14 +194,14 @@ class Viewing:
         models = [row for name, row in self._models.items() if sent.models.get(name) != row]
         gone = [name for name in sent.models if name not in self._models]
         sent.sections, sent.models = now, self._models
-        found: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         if sections.keys() - passes or models or gone:
-            found["view"] = sections
+            changes["view"] = sections
         if models:
-            found["models"] = models
+            changes["models"] = models
         if gone:
-            found["gone"] = gone
-        return found
+            changes["gone"] = gone
+        return changes
 
 
 def is_busy(view: View) -> bool:

@@ -18,13 +18,13 @@ from deployments.config.jobs_section import JobsConfig
 from deployments.front.forecasts import Forecasts
 from deployments.front.service import InferenceService
 from deployments.jobs import validation
-from deployments.jobs.batch_store import Batch, BatchState, BatchStore, Finished, Line
+from deployments.jobs.batch_store import Batch, BatchState, BatchStore, FinishedLine, Line
 from deployments.jobs.bodies import Bodies
-from deployments.jobs.calls import Again, Answer, attempt
-from deployments.jobs.errors import StorageFailed, StorageFull, Superseded, TooMuch
+from deployments.jobs.calls import Answer, RetryLater, attempt
+from deployments.jobs.errors import StorageFailed, StorageFull, Superseded, TenantLimitReached
 from deployments.jobs.line_queue import LineQueue
 from deployments.jobs.runner import STORAGE_AGAIN_S, SWEEP_S, Blocking, rounds
-from deployments.jobs.waits import Waits
+from deployments.jobs.waits import CallsInFlight
 from deployments.replica.background import BackgroundTasks, log_failure
 
 logger = logging.getLogger("ray.serve")
@@ -57,9 +57,9 @@ class BatchRunner:
         self._failures: Counter[tuple[str, int]] = Counter()  # bugs that ended a line's call
         self._first_s: dict[tuple[str, int], float] = {}  # of lines, when they were first asked for
         self._endings = BackgroundTasks()  # of lines; nothing cancels them
-        self._waits = Waits()
+        self._waits = CallsInFlight()
         self._steps: dict[str, asyncio.Task[None]] = {}  # a batch's validation or end
-        self._finished: list[Finished] = []
+        self._finished: list[FinishedLine] = []
         self._flushing: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._forecasts = Forecasts()
@@ -144,7 +144,7 @@ class BatchRunner:
         except (StorageFull, StorageFailed) as error:
             logger.error("batch %s waits: %s", batch.id, error)
             await asyncio.sleep(STORAGE_AGAIN_S)
-        except Again as again:
+        except RetryLater as again:
             logger.info("batch %s waits: %s", batch.id, again.why)
             await asyncio.sleep(again.after_s)
         except Superseded as error:
@@ -154,7 +154,7 @@ class BatchRunner:
             self.wake()
 
     async def _validate(self, batch: Batch) -> None:
-        """Raises Again, StorageFull, StorageFailed, Superseded."""
+        """Raises RetryLater, StorageFull, StorageFailed, Superseded."""
         validator = validation.Validator(batch, await self._table())
         await self._blocking(self._store.clear_lines, batch.id)
         lines: list[Line] = []
@@ -201,10 +201,10 @@ class BatchRunner:
     def _end_now(self, batch: Batch) -> None:
         self._store.end(self._store.get(batch.tenant, batch.id))
 
-    async def _expired(self, batch: Batch, line: Line) -> Finished:
+    async def _expired(self, batch: Batch, line: Line) -> FinishedLine:
         custom_id, _ = await self._request(batch, line)
-        said = "This request could not be executed before the completion window expired."
-        error = {"code": "batch_expired", "message": said}
+        message = "This request could not be executed before the completion window expired."
+        error = {"code": "batch_expired", "message": message}
         return _finished(batch, line, custom_id, None, error)
 
     # -- lines ---------------------------------------------------------------------------------
@@ -265,17 +265,17 @@ class BatchRunner:
                     waited_s=waited_s,
                 )
             self._keep(_result(batch, line, custom_id, answer))
-        except TooMuch as error:
+        except TenantLimitReached as error:
             logger.warning("%s line %d waits: %s", batch.id, line.number, error)
             await self._put_back(batch, line, ROOM_AGAIN_S)
-        except Again as again:
+        except RetryLater as again:
             logger.info("%s line %d is tried again: %s", batch.id, line.number, again.why)
             await self._put_back(batch, line, again.after_s)
         except (StorageFull, StorageFailed) as error:
             logger.error("%s line %d waits: %s", batch.id, line.number, error)
             await self._put_back(batch, line, STORAGE_AGAIN_S)
 
-    def _keep(self, finished: Finished) -> None:
+    def _keep(self, finished: FinishedLine) -> None:
         self._first_s.pop((finished.batch, finished.line.number), None)
         self._finished.append(finished)
         self._begin_flush()
@@ -290,11 +290,11 @@ class BatchRunner:
         return fields["custom_id"], json.dumps(fields["body"]).encode()
 
     async def _table(self) -> InferenceService:
-        """Raises Again while the arbiter is away."""
+        """Raises RetryLater while the arbiter is away."""
         try:
             return await self._service()
         except RequestError as error:
-            raise Again(error.retry_after_s, str(error)) from error
+            raise RetryLater(error.retry_after_s, str(error)) from error
 
     def _begin_flush(self) -> None:
         if self._flushing is None or self._flushing.done():
@@ -325,7 +325,7 @@ async def _no_events(events: list[str]) -> None:
     """A line of a batch is no stream."""
 
 
-def _result(batch: Batch, line: Line, custom_id: str, answer: Answer) -> Finished:
+def _result(batch: Batch, line: Line, custom_id: str, answer: Answer) -> FinishedLine:
     """Writes a result as OpenAI does: an answer, whatever its status, is a `response`."""
     try:
         body = json.loads(answer.body)
@@ -341,7 +341,7 @@ def _finished(
     custom_id: str,
     response: dict[str, Any] | None,
     error: dict[str, Any] | None,
-) -> Finished:
+) -> FinishedLine:
     row = {
         "id": f"batch_req_{batch.id.removeprefix('batch_')}_{line.number}",
         "custom_id": custom_id,
@@ -350,7 +350,7 @@ def _finished(
     }
     is_error = response is None or response["status_code"] >= 400
     usage = {} if response is None or is_error else usage_of(response["body"])
-    return Finished(batch.id, line, json.dumps(row).encode() + b"\n", is_error, usage)
+    return FinishedLine(batch.id, line, json.dumps(row).encode() + b"\n", is_error, usage)
 
 
 def usage_of(body: Any) -> dict[str, int]:

@@ -2,7 +2,9 @@
 
     validating -> in_progress -> finalizing -> completed | expired
          |             '-------> cancelling -> cancelled
-         '-> failed              (from any unfinished state but finalizing)
+         '-> failed
+
+A batch that is validated may be cancelled, or expire, as one in progress may.
 
 A line is a row until its result is in the output or error file: one transaction deletes the row,
 counts it, and moves the length of the file that counts. So each line has one result, whatever dies
@@ -20,7 +22,7 @@ from typing import Any
 
 from deployments.jobs.bodies import Bodies
 from deployments.jobs.database import Database
-from deployments.jobs.errors import NotFound, TooMuch
+from deployments.jobs.errors import NotFound, TenantLimitReached
 from deployments.jobs.file_store import (
     BATCH_KEPT_S,
     BATCH_OUTPUT,
@@ -88,7 +90,7 @@ class LineError:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedLine:
     """One line's result as it is to be written."""
 
     batch: str
@@ -187,13 +189,13 @@ class BatchStore:
     # -- what clients ask ----------------------------------------------------------------------
 
     def create(self, new: NewBatch, most_unfinished: int) -> Batch:
-        """The second time it returns the first. Raises TooMuch."""
+        """The second time it returns the first. Raises TenantLimitReached."""
         now_s = self._clock()
         with self._db.writing() as db:
             mine = (new.tenant, new.id)
-            said = f"SELECT count(*) FROM batches WHERE tenant = ? AND id != ? AND {OPEN}"
-            if (count := db.execute(said, mine).fetchone()[0]) >= most_unfinished:
-                raise TooMuch(f"{count} unfinished batches", most_unfinished)
+            query = f"SELECT count(*) FROM batches WHERE tenant = ? AND id != ? AND {OPEN}"
+            if (count := db.execute(query, mine).fetchone()[0]) >= most_unfinished:
+                raise TenantLimitReached(f"{count} unfinished batches", most_unfinished)
             self._trim(db, new.tenant)
             db.execute(
                 "INSERT OR IGNORE INTO batches (id, tenant, endpoint, input_file, window, metadata,"
@@ -235,9 +237,9 @@ class BatchStore:
         if after:
             wheres.append("(created_s, id) < (SELECT created_s, id FROM batches WHERE id = ?)")
             values.append(after)
-        said = f"{' AND '.join(wheres)} ORDER BY created_s DESC, id DESC LIMIT {int(limit)}"
+        query = f"{' AND '.join(wheres)} ORDER BY created_s DESC, id DESC LIMIT {int(limit)}"
         return [
-            _batch(row) for row in self._db.rows(f"SELECT * FROM batches WHERE {said}", *values)
+            _batch(row) for row in self._db.rows(f"SELECT * FROM batches WHERE {query}", *values)
         ]
 
     def cancel(self, tenant: str, batch_id: str) -> Batch:
@@ -250,15 +252,15 @@ class BatchStore:
     # -- what the runner does ------------------------------------------------------------------
 
     def check_room(self, tenant: str, most_bytes: int) -> None:
-        """Raises TooMuch where a tenant's files and results fill what it may keep."""
+        """Raises TenantLimitReached where a tenant's files and results fill what it may keep."""
         [row] = self._db.rows(KEPT_BYTES, tenant, "", tenant)
         if row[0] >= most_bytes:
-            raise TooMuch(f"files of {row[0]} bytes", most_bytes)
+            raise TenantLimitReached(f"files of {row[0]} bytes", most_bytes)
 
     def unfinished(self) -> list[Batch]:
         """The oldest first."""
-        said = f"SELECT * FROM batches WHERE {OPEN} ORDER BY created_s, id"
-        return [_batch(row) for row in self._db.rows(said)]
+        query = f"SELECT * FROM batches WHERE {OPEN} ORDER BY created_s, id"
+        return [_batch(row) for row in self._db.rows(query)]
 
     def expire(self) -> None:
         """Batches past their deadline begin to end."""
@@ -324,10 +326,10 @@ class BatchStore:
         )
         return [Line(*row) for row in rows]
 
-    def keep(self, finished: Sequence[Finished]) -> int:
+    def keep(self, finished: Sequence[FinishedLine]) -> int:
         """Writes results: one append to each file, one transaction for each batch. A line that has
         its result, or whose batch ends, is left out. Returns how many were kept."""
-        by_batch: dict[str, list[Finished]] = defaultdict(list)
+        by_batch: dict[str, list[FinishedLine]] = defaultdict(list)
         for one in finished:
             by_batch[one.batch].append(one)
         return sum(
@@ -336,7 +338,7 @@ class BatchStore:
             for some in _portions(mine)
         )
 
-    def _keep(self, batch_id: str, finished: Sequence[Finished]) -> int:
+    def _keep(self, batch_id: str, finished: Sequence[FinishedLine]) -> int:
         with self._db.writing() as db:
             row = db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone()
             mine = [one for one in finished if self._take(db, one)]
@@ -362,7 +364,7 @@ class BatchStore:
             )
         return len(mine)
 
-    def _take(self, db: sqlite3.Connection, one: Finished) -> bool:
+    def _take(self, db: sqlite3.Connection, one: FinishedLine) -> bool:
         key = "batch = ? AND model = ? AND served = ? AND number = ?"
         values = (one.batch, one.line.model, one.line.served, one.line.number)
         return db.execute(f"DELETE FROM batch_lines WHERE {key}", values).rowcount == 1
@@ -432,10 +434,10 @@ def _batch(row: sqlite3.Row) -> Batch:
     )
 
 
-def _portions(finished: Sequence[Finished]) -> Iterator[list[Finished]]:
+def _portions(finished: Sequence[FinishedLine]) -> Iterator[list[FinishedLine]]:
     """Divides results, in their order, into portions of about PORTION_BYTES; a larger result is one
     of its own."""
-    portion: list[Finished] = []
+    portion: list[FinishedLine] = []
     size = 0
     for one in finished:
         if portion and size + len(one.text) > PORTION_BYTES:

@@ -60,7 +60,7 @@ class Answer:
     request_id: str = ""
 
 
-class Again(Exception):
+class RetryLater(Exception):
     """The attempt came to nothing; the call is to be made again after `after_s` seconds."""
 
     def __init__(self, after_s: float | None, why: str) -> None:
@@ -69,7 +69,7 @@ class Again(Exception):
         self.why = why
 
 
-class Cut(Again):
+class StreamCut(RetryLater):
     """A stream of events ended with an error, or without its last event. An engine may end every
     stream of a request so: the tries are counted."""
 
@@ -96,41 +96,41 @@ async def attempt(
     forecasts: Forecasts | None = None,
     waited_s: float = 0.0,
 ) -> Answer:
-    """Raises Again. Cancelling it cancels the work down to the engine. `forecasts`: by which rungs
-    are ordered; absent: new ones. `waited_s`: what is gone of the call's deadline, which counts
-    over all attempts; once it is over the refusal is the answer."""
+    """Raises RetryLater. Cancelling it cancels the work down to the engine. `forecasts`: by which
+    rungs are ordered; absent: new ones. `waited_s`: what is gone of the call's deadline, which
+    counts over all attempts; once it is over the refusal is the answer."""
     try:
         whole = await parse(path, body, headers, service.profiles)
-        if (asked := _with_rest(whole, waited_s)) is None:
+        if (rest := _with_rest(whole, waited_s)) is None:
             return refused(DeadlineUnmet(whole.model, waited_s, AGAIN_LEAST_S))
         wants_progress = on_progress is not None
         call: AnyCall
-        if (task := task_of(asked.model)) is not None:
+        if (task := task_of(rest.model)) is not None:
             tasks = Tasks(service, forecasts or Forecasts())
-            call = _in_time(await tasks.call(task, asked, Caller(tenant, NO_SCOPES)), priority)
+            call = _in_time(await tasks.call(task, rest, Caller(tenant, NO_SCOPES)), priority)
         else:
-            call = replace(await service.call(asked, tenant), priority=priority)
+            call = replace(await service.call(rest, tenant), priority=priority)
         call = replace(call, wants_progress=wants_progress)
         async with aclosing(service.run(call)) as parts:
             answer = await _taken(_after_progress(parts, on_progress), on_events)
-        return replace(answer, request_id=asked.request_id)
+        return replace(answer, request_id=rest.request_id)
     except RequestError as error:
         if messages.is_transient(error) or error.status_code in TRANSIENT:
-            raise Again(error.retry_after_s, str(error)) from error
+            raise RetryLater(error.retry_after_s, str(error)) from error
         return refused(error)
 
 
-async def target(service: InferenceService, asked: ParsedRequest, tenant: str) -> tuple[str, str]:
+async def target(service: InferenceService, request: ParsedRequest, tenant: str) -> tuple[str, str]:
     """Model and served name, by which lines are collated: of a task its own name, twice. Raises
     RequestError; for a task the first rung's, where no rung can have the request."""
-    task = task_of(asked.model)
+    task = task_of(request.model)
     if task is None:
-        call = await service.call(asked, tenant)
+        call = await service.call(request, tenant)
         return call.model, call.served
     first: RequestError | None = None
     for rung in Tasks(service, Forecasts()).find(task).ladder:
         try:
-            await service.call(asked, tenant, model=rung)
+            await service.call(request, tenant, model=rung)
             return PREFIX + task, PREFIX + task
         except RequestError as error:
             first = first or error
@@ -138,14 +138,14 @@ async def target(service: InferenceService, asked: ParsedRequest, tenant: str) -
     raise first
 
 
-def _with_rest(asked: ParsedRequest, waited_s: float) -> ParsedRequest | None:
+def _with_rest(request: ParsedRequest, waited_s: float) -> ParsedRequest | None:
     """With what is left of its deadline; None: nothing is."""
-    deadline_s = asked.checked.x_deadline_s or asked.profile.deadline_s
+    deadline_s = request.checked.x_deadline_s or request.profile.deadline_s
     if deadline_s is None:
-        return asked
+        return request
     left_s = deadline_s - waited_s
-    checked = asked.checked.model_copy(update={"x_deadline_s": left_s})
-    return replace(asked, checked=checked) if left_s > 0 else None
+    checked = request.checked.model_copy(update={"x_deadline_s": left_s})
+    return replace(request, checked=checked) if left_s > 0 else None
 
 
 def _in_time(call: TaskCall, priority: Priority) -> TaskCall:
@@ -192,7 +192,8 @@ async def _taken(parts: Parts, on_events: OnEvents) -> Answer:
 
 
 async def _tell(events: list[str], on_events: OnEvents) -> None:
-    """Tells the events before an error, which is none of the answer's. Raises Again, Cut."""
+    """Tells the events before an error, which is none of the answer's. Raises RetryLater,
+    StreamCut."""
     for number, event in enumerate(events):
         if (error := _error_in(event)) is not None:
             if number:
@@ -202,21 +203,24 @@ async def _tell(events: list[str], on_events: OnEvents) -> None:
         await on_events(events)
 
 
-def _error_in(event: str) -> Again | None:
+def _error_in(event: str) -> RetryLater | None:
     """What the error is that ends a stream of events, if the event is one."""
     if '"error"' not in event:
         return None
     data = data_of(event)
-    said = data if data.get("type") == "error" else data.get("error")
-    if not said or "response" in data or "choices" in data:
+    error = data if data.get("type") == "error" else data.get("error")
+    if not error or "response" in data or "choices" in data:
         return None
-    fields = said if isinstance(said, dict) else {"message": said}
-    why, code = str(fields.get("message", said))[:500], str(fields.get("code") or "no_response")
-    return Again(None, why) if code == EngineLost.code else Cut(why, code)
+    fields = error if isinstance(error, dict) else {"message": error}
+    why, code = str(fields.get("message", error))[:500], str(fields.get("code") or "no_response")
+    return RetryLater(None, why) if code == EngineLost.code else StreamCut(why, code)
 
 
 def _whole(head: messages.ResponseHead, body: bytes) -> Answer:
     if head.status in TRANSIENT:
-        said = head.headers.get("retry-after", "")
-        raise Again(float(said) if said.isdecimal() else None, body[:500].decode(errors="replace"))
+        retry_after = head.headers.get("retry-after", "")
+        raise RetryLater(
+            float(retry_after) if retry_after.isdecimal() else None,
+            body[:500].decode(errors="replace"),
+        )
     return Answer(head.status, body, head.headers.get("content-type", "application/json"))

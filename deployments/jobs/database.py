@@ -74,8 +74,8 @@ class Database:
             return self._db.execute(statement, values).fetchall()
 
     def row(self, statement: str, *values: Any) -> sqlite3.Row | None:
-        found = self.rows(statement, *values)
-        return found[0] if found else None
+        rows = self.rows(statement, *values)
+        return rows[0] if rows else None
 
     def check_after(self, table: str, after: str, tenant: str | None) -> None:
         """`after`: of a page, the id of the last row seen. Raises Refused where the tenant has no

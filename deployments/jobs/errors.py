@@ -95,7 +95,7 @@ class Conflict(RequestError):
 
 
 @error_fields
-class TooMuch(RequestError):
+class TenantLimitReached(RequestError):
     """More than one tenant may keep or have waiting."""
 
     what: str

@@ -99,8 +99,8 @@ def _triggers() -> list[tuple[str, str]]:
             ("DELETE", removed),
         ):
             name = f"{table}_total_{event.lower()}"
-            said = f"CREATE TRIGGER {name} AFTER {event} ON {table} BEGIN {steps} END"
-            made.append((name, said))
+            statement = f"CREATE TRIGGER {name} AFTER {event} ON {table} BEGIN {steps} END"
+            made.append((name, statement))
     return made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from deployments.jobs.bodies import PART, Bodies
 from deployments.jobs.database import Database
-from deployments.jobs.errors import Conflict, NotFound, Refused, TooMuch
+from deployments.jobs.errors import Conflict, NotFound, Refused, TenantLimitReached
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
 # OpenAI's, but for those that only its own services write
@@ -80,18 +80,18 @@ class FileStore:
     def check_room(
         self, tenant: str, size_bytes: int, most_bytes: int, most_files: int, file_id: str = ""
     ) -> None:
-        """Raises TooMuch where a tenant may not keep another file of this size. `file_id`: of the
-        file itself, which does not count."""
+        """Raises TenantLimitReached where a tenant may not keep another file of this size.
+        `file_id`: of the file itself, which does not count."""
         mine = (tenant, file_id)
-        said = "SELECT count(*) FROM job_files WHERE tenant = ? AND id != ?"
-        if (count := self._db.rows(said, *mine)[0][0]) >= most_files:
-            raise TooMuch(f"{count} files", most_files)
+        query = "SELECT count(*) FROM job_files WHERE tenant = ? AND id != ?"
+        if (count := self._db.rows(query, *mine)[0][0]) >= most_files:
+            raise TenantLimitReached(f"{count} files", most_files)
         size = self._db.rows(KEPT_BYTES, *mine, tenant)[0][0]
         if size + size_bytes > most_bytes:
-            raise TooMuch(f"files of {size} bytes and adds {size_bytes}", most_bytes)
+            raise TenantLimitReached(f"files of {size} bytes and adds {size_bytes}", most_bytes)
 
     def begin(self, new: NewFile, most_bytes: int, most_files: int) -> None:
-        """Makes room for an upload. Raises Refused, TooMuch."""
+        """Makes room for an upload. Raises Refused, TenantLimitReached."""
         most = BATCH_MOST_BYTES if new.purpose == BATCH else FILE_MOST_BYTES
         if new.size_bytes > most:
             raise Refused(f"`file` has {new.size_bytes} bytes; at most {most}", "file")
@@ -163,9 +163,9 @@ class FileStore:
             last = "(SELECT created_s, id FROM job_files WHERE id = ?)"
             wheres.append(f"(created_s, id) {sign} {last}")
             values.append(after)
-        said = f"{' AND '.join(wheres)} ORDER BY created_s {word}, id {word} LIMIT {int(limit)}"
+        query = f"{' AND '.join(wheres)} ORDER BY created_s {word}, id {word} LIMIT {int(limit)}"
         return [
-            _file(row) for row in self._db.rows(f"SELECT * FROM job_files WHERE {said}", *values)
+            _file(row) for row in self._db.rows(f"SELECT * FROM job_files WHERE {query}", *values)
         ]
 
     def content(self, tenant: str, file_id: str, offset: int) -> bytes:
@@ -185,10 +185,10 @@ class FileStore:
         now_s = self._clock()
         old = "expires_s <= ? OR (state = ? AND created_s <= ?) LIMIT 1000"
         values = (now_s, UPLOADING, now_s - UPLOAD_MOST_S)
-        found = self._db.rows(f"SELECT id FROM job_files WHERE {old}", *values)
-        ids = [row[0] for row in found]
-        read = self._readers(ids)
-        self._forget([one for one in ids if one not in read])
+        rows = self._db.rows(f"SELECT id FROM job_files WHERE {old}", *values)
+        read = self._readers([row[0] for row in rows])
+        ids = [row[0] for row in rows if row[0] not in read]
+        self._forget(ids)
         return len(ids)
 
     def _readers(self, ids: list[str]) -> set[str]:

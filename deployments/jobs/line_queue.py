@@ -30,10 +30,10 @@ class Group:
     def fill(self, more: More) -> bool:
         """True if it has a line now. Blocks."""
         if not self.ready and not self.is_read:
-            found = more(self.batch.id, self.model, self.served, self.last, AHEAD)
-            self.ready.extend(found)
-            self.last = found[-1].number if found else self.last
-            self.is_read = len(found) < AHEAD
+            lines = more(self.batch.id, self.model, self.served, self.last, AHEAD)
+            self.ready.extend(lines)
+            self.last = lines[-1].number if lines else self.last
+            self.is_read = len(lines) < AHEAD
         return bool(self.ready)
 
     @property
@@ -137,7 +137,8 @@ class LineQueue:
     def due_s(self) -> float | None:
         """When the first blocked lines may be tried again."""
         now_s = self._clock()
-        return min((s for s in self._not_before.values() if s > now_s), default=None)
+        seen = tuple(self._not_before.values())  # at once: the other thread may put a line back
+        return min((s for s in seen if s > now_s), default=None)
 
 
 def _key(batch: Batch, model: str) -> tuple[str, str]:

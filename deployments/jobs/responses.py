@@ -17,7 +17,7 @@ from typing import Any
 
 from deployments import messages
 from deployments.front.service import Parts
-from deployments.jobs.calls import Answer, Cut
+from deployments.jobs.calls import Answer, StreamCut
 from deployments.jobs.sse import Events, data_of
 from deployments.jobs.store import EventPage, Job, JobState
 
@@ -39,11 +39,11 @@ def new_id() -> str:
 # -- conversations -----------------------------------------------------------------------------
 
 
-def items_of(said: Any) -> list[Json]:
+def items_of(given: Any) -> list[Json]:
     """An `input` as items."""
-    if isinstance(said, str):
-        return [{"type": "message", "role": "user", "content": said}]
-    return list(said)
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return list(given)
 
 
 def self_contained(fields: Mapping[str, Any], history: list[Json] | None) -> Json:
@@ -57,8 +57,8 @@ def self_contained(fields: Mapping[str, Any], history: list[Json] | None) -> Jso
 
 def history_of(request: Json, response: Json) -> list[Json]:
     """The items before the next turn. `instructions` and reasoning are not carried over."""
-    said = [item for item in response.get("output", []) if item.get("type") != "reasoning"]
-    return items_of(request["input"]) + said
+    items = [item for item in response.get("output", []) if item.get("type") != "reasoning"]
+    return items_of(request["input"]) + items
 
 
 def input_items(response_id: str, request: Json) -> list[Json]:
@@ -92,7 +92,7 @@ def marked(response: Json, response_id: str, meta: Mapping[str, Any], is_stored:
 
 def without_answer(job: Job, request: Json) -> Json:
     """The response object of a job that has no answer, or was refused."""
-    asked = {name: request[name] for name in _ECHOED if request.get(name) is not None}
+    echoed = {name: request[name] for name in _ECHOED if request.get(name) is not None}
     status = "failed" if job.status is not None else STATUS.get(job.state, job.state.value)
     error = None
     if job.error is not None:
@@ -108,7 +108,7 @@ def without_answer(job: Job, request: Json) -> Json:
         "output": [],
         "usage": None,
         **_ABSENT,
-        **asked,
+        **echoed,
     }
     return marked(made, job.id, job.meta, True)
 
@@ -137,17 +137,17 @@ class ResponseKind:
         return body
 
     def answer(self, job: Job, answer: Answer, events: list[str]) -> Answer:
-        """The response object, also of a stream, whose last event has it. Raises Cut."""
+        """The response object, also of a stream, whose last event has it. Raises StreamCut."""
         if answer.status >= 400:
             return answer
         if not answer.content_type.startswith("text/event-stream"):
-            found: Json | None = json.loads(answer.body)
+            response: Json | None = json.loads(answer.body)
         else:
-            said = [data_of(event) for event in events[-2:]]
-            found = next((one["response"] for one in said if one.get("type") in TERMINAL), None)
-        if found is None:
-            raise Cut("the stream ended without a response")
-        body = json.dumps(marked(found, job.id, job.meta, True)).encode()
+            last = [data_of(event) for event in events[-2:]]
+            response = next((one["response"] for one in last if one.get("type") in TERMINAL), None)
+        if response is None:
+            raise StreamCut("the stream ended without a response")
+        body = json.dumps(marked(response, job.id, job.meta, True)).encode()
         return replace(answer, body=body, content_type="application/json")
 
 
@@ -209,7 +209,7 @@ async def kept(parts: Parts, response_id: str, meta: Mapping[str, Any], keep: Ke
     """The parts of a call with our marks in its response object, which `keep` is given before the
     client has the last of it; where `keep` says no, the object says `store: false`. Raises what
     the parts raise."""
-    events: _Marked | None = None
+    events: _AnnotatedEvents | None = None
     async with aclosing(parts):
         async for part in parts:
             match part:
@@ -218,7 +218,7 @@ async def kept(parts: Parts, response_id: str, meta: Mapping[str, Any], keep: Ke
                     object_["store"] = await keep(object_)
                     yield messages.FullResponse(_of_any_length(part.head), _body(object_))
                 case messages.ResponseHead() if part.is_event_stream and part.status == 200:
-                    events = _Marked(response_id, meta, keep)
+                    events = _AnnotatedEvents(response_id, meta, keep)
                     yield _of_any_length(part)
                 case bytes() if events is not None:
                     if piece := await events.feed(part):
@@ -227,7 +227,7 @@ async def kept(parts: Parts, response_id: str, meta: Mapping[str, Any], keep: Ke
                     yield part
 
 
-class _Marked:
+class _AnnotatedEvents:
     def __init__(self, response_id: str, meta: Mapping[str, Any], keep: Keep) -> None:
         self._events, self._id, self._meta, self._keep = Events(), response_id, meta, keep
 

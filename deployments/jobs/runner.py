@@ -23,10 +23,10 @@ from deployments.config.jobs_section import JobsConfig
 from deployments.front.forecasts import Forecasts
 from deployments.front.service import InferenceService
 from deployments.jobs import responses
-from deployments.jobs.calls import AGAIN_MOST_S, Again, Answer, Cut, attempt, refused
+from deployments.jobs.calls import AGAIN_MOST_S, Answer, RetryLater, StreamCut, attempt, refused
 from deployments.jobs.errors import Conflict, StorageFailed, StorageFull, Superseded
 from deployments.jobs.store import Job, JobStore
-from deployments.jobs.waits import Call, Waits
+from deployments.jobs.waits import Call, CallsInFlight
 from deployments.replica.background import log_failure
 
 logger = logging.getLogger("ray.serve")
@@ -64,7 +64,7 @@ class Blocking:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
 
-class Kind(Protocol):
+class JobKind(Protocol):
     """What one kind of job does otherwise than a plain call; see KINDS."""
 
     def request(self, job: Job, body: bytes) -> bytes:
@@ -72,12 +72,16 @@ class Kind(Protocol):
         ...
 
     def answer(self, job: Job, answer: Answer, events: list[str]) -> Answer:
-        """What is kept as the result of a stream, of whose events all are given. Raises Cut."""
+        """What is kept as the result of a stream, of whose events all are given. Raises
+        StreamCut."""
         ...
 
 
 # By the `kind` of a job; a kind that is not named here is a plain call.
-KINDS: dict[str, Kind] = {responses.KIND: responses.ResponseKind(), "async": responses.StreamKind()}
+KINDS: dict[str, JobKind] = {
+    responses.KIND: responses.ResponseKind(),
+    "async": responses.StreamKind(),
+}
 
 
 class Runner:
@@ -99,7 +103,7 @@ class Runner:
         self.progress: dict[str, dict[str, Any]] = {}  # of jobs whose model is not there yet
         self._not_before: dict[str, float] = {}  # of jobs that wait for another try
         self._cuts: Counter[str] = Counter()  # streams of a job that had no end
-        self._waits = Waits()
+        self._waits = CallsInFlight()
         self._wake = asyncio.Event()
         self._forecasts = Forecasts()
 
@@ -178,7 +182,7 @@ class Runner:
         except asyncio.CancelledError:
             # Of a cancelled job, or of this process's end, which leaves it to the next.
             await asyncio.shield(self._blocking(self._store.requeue, job.id))
-        except Again as again:
+        except RetryLater as again:
             logger.info("job %s is tried again in %.0f s: %s", job.id, again.after_s, again.why)
             self._not_before[job.id] = time.monotonic() + again.after_s
             await self._blocking(self._store.requeue, job.id)
@@ -189,10 +193,10 @@ class Runner:
             logger.warning("%s", error)
 
     async def _attempt(self, job: Job) -> Answer:
-        """Raises Again, StorageFull, StorageFailed, Superseded."""
+        """Raises RetryLater, StorageFull, StorageFailed, Superseded."""
         try:
             answer = await self._answer(job)
-        except Cut as cut:
+        except StreamCut as cut:
             self._cuts[job.id] += 1
             if self._cuts[job.id] < CUT_TRIES:
                 raise
@@ -201,34 +205,34 @@ class Runner:
         return answer
 
     async def _answer(self, job: Job) -> Answer:
-        """Raises Again, Cut, StorageFull, StorageFailed, Superseded."""
+        """Raises RetryLater, StreamCut, StorageFull, StorageFailed, Superseded."""
         try:
             service = await self._service()
         except RequestError as error:  # the arbiter is away
-            raise Again(error.retry_after_s, str(error)) from error
+            raise RetryLater(error.retry_after_s, str(error)) from error
         kind = KINDS.get(job.kind)
         body = await self._blocking(self._store.request, job.id)
         sent = kind.request(job, body) if kind else body
-        told = EventWriter(self._store, self._blocking, job.id, self._on_change)
+        writer = EventWriter(self._store, self._blocking, job.id, self._on_change)
         try:
             async with self._waits.call(job.model) as call:
                 answer = await attempt(
-                    *(service, job.path, sent, job.headers, job.tenant, told.add),
+                    *(service, job.path, sent, job.headers, job.tenant, writer.add),
                     on_progress=partial(self._tell_progress, job.id, call),
                     priority=Priority[job.meta.get("priority", Priority.BATCH.name)],
                     forecasts=self._forecasts,
                     waited_s=max(0.0, time.time() - job.created_s),
                 )
-            await told.written()
+            await writer.written()
         except (StorageFull, StorageFailed, Superseded):
             raise
         except RequestError as error:  # its events were too many, or it was cancelled
             if isinstance(error, Conflict):
-                raise Again(None, str(error)) from error
+                raise RetryLater(None, str(error)) from error
             return refused(error)
         finally:
-            await told.ended()
-        return kind.answer(job, answer, told.all) if kind else answer
+            await writer.ended()
+        return kind.answer(job, answer, writer.all) if kind else answer
 
     def _tell_progress(self, job_id: str, call: Call, progress: messages.Progress | None) -> None:
         call.note(progress)

@@ -103,5 +103,5 @@ def _is_whole(db: sqlite3.Connection, path: Path) -> bool:
 
 def _triggers(db: sqlite3.Connection) -> list[str]:
     tables = "('jobs', 'batches', 'job_files')"
-    said = f"SELECT name FROM sqlite_master WHERE type = 'trigger' AND tbl_name IN {tables}"
-    return [row[0] for row in db.execute(said)]
+    query = f"SELECT name FROM sqlite_master WHERE type = 'trigger' AND tbl_name IN {tables}"
+    return [row[0] for row in db.execute(query)]

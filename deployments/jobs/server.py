@@ -96,8 +96,8 @@ def scaling_of(table: Table) -> dict[str, object]:
     """What makes one deployment of jobs differ from another: the state file and this code."""
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     digest = hashlib.sha256(code).hexdigest()[:16]
-    said = {"state_file": table.arbiter.state_file or "", "digest": digest}
-    return {"policy": {"policy_function": POLICY, "policy_kwargs": said}}
+    facts = {"state_file": table.arbiter.state_file or "", "digest": digest}
+    return {"policy": {"policy_function": POLICY, "policy_kwargs": facts}}
 
 
 def application(table: Table) -> Application:

@@ -43,7 +43,7 @@ logger = logging.getLogger("ray.serve")
 
 EVENTS_WAIT_MOST_S = 20.0  # of one long poll, below the 30 s after which calls are given up
 FORGET_EVERY_S = 3_600.0  # between two looks for what has been kept for long enough
-REMOVE_EVERY_S = 0.5  # the same while work of a removed tenant comes to its end
+REMOVE_EVERY_S = 0.5  # the same while there is some, or a removed tenant's work comes to its end
 REMOVED_WITHIN_S = 10.0  # a caller waits so long for that, well below the 30 s of any call
 BATCH_PREFIX = "batch_"  # of a batch's id
 ServiceOf = Callable[[], Awaitable[InferenceService]]
@@ -97,7 +97,8 @@ class JobsService:
         await self._batch_runner.close()
 
     async def create(self, new: NewJob, body: bytes) -> Job:
-        """Queues it; the second time it returns the first. Raises TooMuch, StorageFull."""
+        """Queues it; the second time it returns the first. Raises TenantLimitReached,
+        StorageFull."""
         most = self.config.tenant_jobs, self.config.tenant_job_bytes
         job = await self._blocking(self._store.create, new, body, *most)
         self._runner.wake()
@@ -162,12 +163,12 @@ class JobsService:
     # -- files ---------------------------------------------------------------------------------
 
     async def check_upload(self, tenant: str, size_bytes: int) -> None:
-        """Asked before an upload of at least this size is read. Raises TooMuch."""
+        """Asked before an upload of at least this size is read. Raises TenantLimitReached."""
         most = self.config.tenant_bytes, self.config.tenant_files
         await self._blocking(self._files.check_room, tenant, size_bytes, *most)
 
     async def begin_file(self, new: NewFile) -> None:
-        """Makes room for an upload. Raises Refused, TooMuch."""
+        """Makes room for an upload. Raises Refused, TenantLimitReached."""
         most = self.config.tenant_bytes, self.config.tenant_files
         await self._blocking(self._files.begin, new, *most)
 
@@ -200,21 +201,25 @@ class JobsService:
     # -- batches -------------------------------------------------------------------------------
 
     async def create_batch(self, new: NewBatch) -> Batch:
-        """Begins to validate it. Raises Refused for a wrong input file, TooMuch."""
+        """Begins to validate it. Raises Refused for a wrong input file, TenantLimitReached."""
+        batch = await self._blocking(self._begin_batch, new)
+        self._batch_runner.wake()
+        return batch
+
+    def _begin_batch(self, new: NewBatch) -> Batch:
+        """In one turn of the thread, because the input file may be deleted in the next."""
         try:
-            file = await self.file(new.tenant, new.input_file)
+            file = self._files.get(new.tenant, new.input_file)
         except NotFound as error:
             raise Refused(str(error), "input_file_id") from error
         if file.purpose != BATCH:
-            said = f"file {file.id} is for {file.purpose!r}; a batch reads files of purpose 'batch'"
-            raise Refused(said, "input_file_id")
-        if await self._blocking(self._batches.tenant_of, new.id) is None:  # asked for once
-            most_bytes = self.config.tenant_bytes
-            await self._blocking(self._batches.check_room, new.tenant, most_bytes)
-        most = self.config.tenant_batches
-        batch = await self._blocking(self._batches.create, new, most)
-        self._batch_runner.wake()
-        return batch
+            message = (
+                f"file {file.id} is for {file.purpose!r}; a batch reads files of purpose 'batch'"
+            )
+            raise Refused(message, "input_file_id")
+        if self._batches.tenant_of(new.id) is None:  # asked for once
+            self._batches.check_room(new.tenant, self.config.tenant_bytes)
+        return self._batches.create(new, self.config.tenant_batches)
 
     async def batch(self, tenant: str, batch_id: str) -> Batch:
         """Raises NotFound."""
@@ -287,7 +292,6 @@ class JobsService:
 
     def _forget_old(self) -> float:
         """Returns after how many seconds there may be more to forget."""
-        for store in (self._store, self._batches, self._files):
-            store.forget_old()
+        count = sum(store.forget_old() for store in (self._store, self._batches, self._files))
         sweep(self._db, self._bodies)
-        return REMOVE_EVERY_S if removal.left(self._db) else FORGET_EVERY_S
+        return REMOVE_EVERY_S if count or removal.left(self._db) else FORGET_EVERY_S

@@ -34,7 +34,7 @@ def data_of(event: str) -> dict[str, Any]:
     """The JSON of an event; empty where it has none."""
     text = "\n".join(line[5:] for line in _LINE_END.split(event) if line.startswith("data:"))
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

@@ -25,7 +25,7 @@ from typing import Any
 
 from deployments.jobs.bodies import PART, Bodies
 from deployments.jobs.database import Database
-from deployments.jobs.errors import Conflict, NotFound, Refused, TooMuch
+from deployments.jobs.errors import Conflict, NotFound, Refused, TenantLimitReached
 
 EVENTS_MOST_BYTES = 64 << 20  # of one job: 100,000 tokens' events, or ten pictures as they form
 # Places in the events to which readers have come, of 200 bytes each; the second of two readers
@@ -119,14 +119,14 @@ class JobStore:
         most_unfinished: int = 1_000,
         most_bytes: int = 1 << 30,
     ) -> Job:
-        """Queues it; the second time it returns the first. Raises TooMuch, beyond `most_bytes` of
-        the tenant's unfinished bodies as well; StorageFull."""
-        if (found := self._find(new.id)) is not None:
-            return self._own(found, new.tenant, new.id)
+        """Queues it; the second time it returns the first. Raises TenantLimitReached, beyond
+        `most_bytes` of the tenant's unfinished bodies as well; StorageFull."""
+        if (existing := self._find(new.id)) is not None:
+            return self._own(existing, new.tenant, new.id)
         self._bodies.write(new.id + REQUEST, body)
         try:
             self._insert(new, len(body), most_unfinished, most_bytes)
-        except TooMuch:
+        except TenantLimitReached:
             self._bodies.remove(new.id + REQUEST)
             raise
         return self.get(new.tenant, new.id)
@@ -138,10 +138,10 @@ class JobStore:
             sums = f"SELECT count(*), coalesce(sum(body_bytes), 0) FROM jobs WHERE {unfinished}"
             waiting, size = db.execute(sums, (new.tenant,)).fetchone()
             if waiting >= most_unfinished:
-                raise TooMuch(f"{waiting} unfinished jobs", most_unfinished)
+                raise TenantLimitReached(f"{waiting} unfinished jobs", most_unfinished)
             if size + body_bytes > most_bytes:
-                said = f"unfinished jobs of {size} bytes and adds {body_bytes}"
-                raise TooMuch(said, most_bytes)
+                message = f"unfinished jobs of {size} bytes and adds {body_bytes}"
+                raise TenantLimitReached(message, most_bytes)
             db.execute(
                 "INSERT INTO jobs (id, tenant, kind, path, model, headers, meta, state, created_s,"
                 " deadline_s, keep_s, body_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -177,8 +177,8 @@ class JobStore:
         if after:
             wheres.append("(created_s, id) < (SELECT created_s, id FROM jobs WHERE id = ?)")
             values.append(after)
-        said = f"WHERE {' AND '.join(wheres)} ORDER BY created_s DESC, id DESC LIMIT {int(limit)}"
-        return [_job(row) for row in self._db.rows(f"SELECT * FROM jobs {said}", *values)]
+        query = f"WHERE {' AND '.join(wheres)} ORDER BY created_s DESC, id DESC LIMIT {int(limit)}"
+        return [_job(row) for row in self._db.rows(f"SELECT * FROM jobs {query}", *values)]
 
     def cancel(self, tenant: str, job_id: str) -> Job:
         """A queued job is cancelled at once, one in progress is cancelling until the runner has
@@ -218,20 +218,20 @@ class JobStore:
     def events(self, tenant: str, job_id: str, after: int = 0) -> EventPage:
         """Events with a number above `after`, as many as one message takes. Raises NotFound."""
         job = self.get(tenant, job_id)
-        found: list[tuple[int, str]] = []
+        events: list[tuple[int, str]] = []
         size = 0
         if job.event_count > max(after, 0):
             known, offset = self._reader_at(job, after)
             for number, line in enumerate(self._bodies.lines(job_id + EVENTS, offset), known + 1):
-                if number > job.event_count or len(found) >= PAGE_COUNT or size >= PAGE_BYTES:
+                if number > job.event_count or len(events) >= PAGE_COUNT or size >= PAGE_BYTES:
                     break
                 offset += len(line)
                 if number > after:
-                    found.append((number, json.loads(line)))
+                    events.append((number, json.loads(line)))
                     size += len(line)
-            last = found[-1][0] if found else after
+            last = events[-1][0] if events else after
             self._places[job.id, job.attempts, last] = last, offset
-        return EventPage(job, tuple(found))
+        return EventPage(job, tuple(events))
 
     def _reader_at(self, job: Job, after: int) -> tuple[int, int]:
         """A number up to `after`, and where the event behind it begins: readers come back to where
@@ -338,8 +338,8 @@ class JobStore:
     def reclaim(self, running: Collection[str]) -> None:
         """Puts back what this process has in progress and does not run: its end found no room on
         the disk, or its call was cancelled before its first step."""
-        said = "SELECT id FROM jobs WHERE state IN ('in_progress', 'cancelling') AND epoch = ?"
-        for row in self._db.rows(said, self._db.epoch):
+        query = "SELECT id FROM jobs WHERE state IN ('in_progress', 'cancelling') AND epoch = ?"
+        for row in self._db.rows(query, self._db.epoch):
             if row["id"] not in running:
                 self.requeue(row["id"])
 
@@ -349,9 +349,9 @@ class JobStore:
         late = "state IN ('queued', 'in_progress', 'cancelling') AND deadline_s <= ?"
         now_s = self._clock()
         with self._db.writing() as db:
-            found = db.execute(f"SELECT id, state FROM jobs WHERE {late}", (now_s,)).fetchall()
+            rows = db.execute(f"SELECT id, state FROM jobs WHERE {late}", (now_s,)).fetchall()
             db.execute(f"UPDATE jobs SET state = 'expired', ended_s = ? WHERE {late}", (now_s,) * 2)
-        return [row["id"] for row in found if row["state"] != JobState.QUEUED]
+        return [row["id"] for row in rows if row["state"] != JobState.QUEUED]
 
     def forget_old(self) -> int:
         """Forgets what has been finished for its `keep_s`, some at a time."""

@@ -16,7 +16,7 @@ from deployments.front.service import InferenceService
 from deployments.jobs import responses as stored
 from deployments.jobs.batch_store import Batch, Line, LineError
 from deployments.jobs.bodies import PIECE_BYTES
-from deployments.jobs.calls import TRANSIENT, Again, target
+from deployments.jobs.calls import TRANSIENT, RetryLater, target
 
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -62,8 +62,8 @@ class WrongLine(Exception):
 
 def window_s(text: str) -> int | None:
     """Seconds of `24h`, or of another number of s, m, h or d up to 14 days; None: it is none."""
-    found = WINDOW.fullmatch(text)
-    seconds = int(found[1]) * _UNIT_S[found[2]] if found else 0
+    match = WINDOW.fullmatch(text)
+    seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
     return seconds if 0 < seconds <= WINDOW_MOST_S else None
 
 
@@ -108,7 +108,7 @@ class Validator:
         return self.errors
 
     async def check(self, offset: int, raw: bytes) -> Line | None:
-        """None: the line is blank, or wrong, which `errors` tells. Raises Again."""
+        """None: the line is blank, or wrong, which `errors` tells. Raises RetryLater."""
         self._number += 1
         if not raw.strip():
             return None
@@ -124,28 +124,28 @@ class Validator:
         return Line(self._number, offset, len(raw), model, served)
 
     async def _target(self, raw: bytes) -> tuple[str, str]:
-        """Model and served name. Raises WrongLine; Again where a file server is away."""
+        """Model and served name. Raises WrongLine; RetryLater where a file server is away."""
         line = self._parsed(raw)
         if (first := self._seen.setdefault(line.custom_id, self._number)) != self._number:
-            said = f"custom_id {line.custom_id!r} is that of line {first} as well"
-            raise self._wrong("duplicate_custom_id", said, "custom_id")
+            message = f"custom_id {line.custom_id!r} is that of line {first} as well"
+            raise self._wrong("duplicate_custom_id", message, "custom_id")
         if line.url != self._batch.endpoint:
-            said = f"url {line.url!r} is not the batch's endpoint, {self._batch.endpoint}"
-            raise self._wrong("mismatched_url", said, "url")
+            message = f"url {line.url!r} is not the batch's endpoint, {self._batch.endpoint}"
+            raise self._wrong("mismatched_url", message, "url")
         if line.body.get("stream"):
             raise self._wrong("invalid_request", "a line of a batch is no stream", "body.stream")
         for name in NOT_IN_A_BATCH if line.url == stored.PATH else ():
             if line.body.get(name):
-                said = f"a line of a batch has no `{name}`; give all turns as `input`"
-                raise self._wrong("invalid_request", said, f"body.{name}")
+                message = f"a line of a batch has no `{name}`; give all turns as `input`"
+                raise self._wrong("invalid_request", message, f"body.{name}")
         body = json.dumps(line.body).encode()
         try:
             service = self._service
-            asked = await parse(line.url, body, JSON_HEADERS, service.profiles)
-            return await target(service, asked, self._batch.tenant)
+            request = await parse(line.url, body, JSON_HEADERS, service.profiles)
+            return await target(service, request, self._batch.tenant)
         except RequestError as error:
             if error.status_code in TRANSIENT:  # of no fault of the line's
-                raise Again(error.retry_after_s, str(error)) from error
+                raise RetryLater(error.retry_after_s, str(error)) from error
             param = f"body.{error.param}" if error.param else "body"
             raise self._wrong(error.code, str(error), param) from error
 
@@ -159,14 +159,14 @@ class Validator:
             if problem["type"] == "json_invalid":
                 raise self._wrong("invalid_json_line", problem["msg"], None) from error
             field = str(problem["loc"][0]) if problem["loc"] else None
-            said = f"`{field}`: {problem['msg']}" if field else problem["msg"]
-            raise self._wrong("invalid_request", said, field) from error
+            message = f"`{field}`: {problem['msg']}" if field else problem["msg"]
+            raise self._wrong("invalid_request", message, field) from error
 
     def _wrong(self, code: str, message: str, param: str | None) -> WrongLine:
         """The message may repeat what the line says, which may be long, and lies in a row."""
         short = None if param is None else _clipped(param, FIELD_MOST)
-        said = _clipped(message, MESSAGE_MOST)
-        return WrongLine(LineError(_clipped(code, FIELD_MOST), said, self._number, short))
+        clipped = _clipped(message, MESSAGE_MOST)
+        return WrongLine(LineError(_clipped(code, FIELD_MOST), clipped, self._number, short))
 
 
 def _clipped(text: str, most: int) -> str:

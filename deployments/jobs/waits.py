@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from deployments.jobs import calls
-from deployments.jobs.calls import Again
+from deployments.jobs.calls import RetryLater
 from deployments.messages import Progress
 
 
@@ -38,7 +38,7 @@ class Call:
         return self.bound.when() is not None
 
 
-class Waits:
+class CallsInFlight:
     """The calls of one runner."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Waits:
 
     @asynccontextmanager
     async def call(self, model: str) -> AsyncGenerator[Call]:
-        """A call that is made within. Raises Again where it has given its place away."""
+        """A call that is made within. Raises RetryLater where it has given its place away."""
         call: Call | None = None
         try:
             async with asyncio.timeout(None) as bound:
@@ -60,8 +60,8 @@ class Waits:
         except TimeoutError:
             if call is None or not call.bound.expired():
                 raise
-            said = f"{model} waits for memory or for its hours, and calls of other models do not"
-            raise Again(call.again_s, said) from None
+            message = f"{model} waits for memory or for its hours, and calls of other models do not"
+            raise RetryLater(call.again_s, message) from None
 
     def models(self, least_s: float) -> frozenset[str]:
         """Those of which no further call is to begin: one has waited for so long, or has just given

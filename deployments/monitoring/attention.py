@@ -26,8 +26,8 @@ class Alert:
 def alerts_of(state: Mapping[str, Any]) -> list[Alert]:
     """The worst first."""
     rules = (_arbiter, _devices, _holders, _cooldowns, _queue, _tenants)
-    found = chain.from_iterable(rule(state) for rule in rules)
-    return sorted(found, key=lambda alert: alert.level != CRITICAL)
+    alerts = chain.from_iterable(rule(state) for rule in rules)
+    return sorted(alerts, key=lambda alert: alert.level != CRITICAL)
 
 
 def _arbiter(state: Mapping[str, Any]) -> Iterator[Alert]:
@@ -83,12 +83,12 @@ def _cooldowns(state: Mapping[str, Any]) -> Iterator[Alert]:
 def _queue(state: Mapping[str, Any]) -> Iterator[Alert]:
     for row in state["queue"]:
         expected, left, waited = row["predicted_s"], row["left_s"], row["waited_s"]
-        said = f"{row['model']} ({row['ticket']})"
+        who = f"{row['model']} ({row['ticket']})"
         if expected is not None and left is not None and expected > left:
-            text = f"{said} is expected in {expected:.0f} s, after its deadline in {left:.0f} s."
+            text = f"{who} is expected in {expected:.0f} s, after its deadline in {left:.0f} s."
             yield Alert(WARNING, row["ticket"], text)
         elif waited > LONG_WAIT_S:
-            text = f"{said} has waited {waited:.0f} s; explain says for what."
+            text = f"{who} has waited {waited:.0f} s; explain says for what."
             yield Alert(WARNING, row["ticket"], text)
 
 

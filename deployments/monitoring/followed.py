@@ -12,7 +12,7 @@ from deployments.monitoring.view import COLD, View, from_plain
 KEPT_EVENTS = 500  # more than a person scrolls back through
 
 
-class Followed:
+class FollowedStream:
     """Takes the messages of one stream after the other."""
 
     def __init__(self) -> None:

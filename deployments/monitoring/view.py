@@ -247,12 +247,12 @@ def _models(state: Mapping[str, Any], facts: Facts, now_unix_s: float) -> list[M
             rows.setdefault((ticket["capability"], ticket["model"]), []).append(ticket)
     for model, capability in facts.homes.items():
         rows.setdefault((capability, model), [])
-    more = _Known(state, facts, now_unix_s)
+    more = _ModelFacts(state, facts, now_unix_s)
     made = [more.row(name, tickets) for name, tickets in rows.items()]
     return sorted(made, key=lambda row: (row.state == COLD, row.model, row.capability))
 
 
-class _Known:
+class _ModelFacts:
     """What the state says of models apart from their tickets, by name."""
 
     def __init__(self, state: Mapping[str, Any], facts: Facts, now_unix_s: float) -> None:
@@ -270,7 +270,7 @@ class _Known:
     def row(self, name: tuple[str, str], tickets: list[dict[str, Any]]) -> ModelRow:
         capability, model = name
         load, hours, cooling = (
-            found.get(name, {}) for found in (self._loads, self._hours, self._cooling)
+            table.get(name, {}) for table in (self._loads, self._hours, self._cooling)
         )
         now = self._of_tickets(sorted(tickets, key=lambda t: ORDER.index(t["state"])))
         until = cooling.get("left_s")

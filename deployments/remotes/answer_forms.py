@@ -95,19 +95,19 @@ _WHOLE: dict[str, TypeAdapter[Any]] = {
 _EVENT: TypeAdapter[Any] = TypeAdapter(_Event)
 
 
-def check_whole(path: str, said: dict[str, Any]) -> None:
+def check_whole(path: str, answer: dict[str, Any]) -> None:
     """Raises WrongForm."""
-    _check(_WHOLE[path], said)
+    _check(_WHOLE[path], answer)
 
 
-def check_event(said: dict[str, Any]) -> None:
+def check_event(answer: dict[str, Any]) -> None:
     """Raises WrongForm."""
-    _check(_EVENT, said)
+    _check(_EVENT, answer)
 
 
-def _check(form: TypeAdapter[Any], said: dict[str, Any]) -> None:
+def _check(form: TypeAdapter[Any], answer: dict[str, Any]) -> None:
     try:
-        form.validate_python(said, strict=True)
+        form.validate_python(answer, strict=True)
     except ValidationError as error:
         place = error.errors(include_url=False, include_input=False)[0]["loc"]
         raise WrongForm(".".join(str(part) for part in place)) from error

@@ -45,7 +45,7 @@ class BodyStays(RequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rebuilt:
+class RebuiltBody:
     """The new body, and what is in it."""
 
     fields: dict[str, Any]
@@ -64,7 +64,7 @@ class Rebuilt:
         return json.dumps(self.fields).encode()
 
 
-def rebuild(path: str, fields: dict[str, Any], model: RemoteModel) -> Rebuilt:
+def rebuild(path: str, fields: dict[str, Any], model: RemoteModel) -> RebuiltBody:
     """`path`: of KNOWN. Raises BodyStays."""
     new = {name: fields[name] for name in KNOWN[path] if fields.get(name) is not None}
     new["model"] = model.name
@@ -83,15 +83,15 @@ def rebuild(path: str, fields: dict[str, Any], model: RemoteModel) -> Rebuilt:
     answer_tokens = 0 if path == EMBEDDINGS else _bound_answer(new, fields, model)
     is_told = _stream(new, fields) if path != EMBEDDINGS else False
     _check_depth(new)
-    return Rebuilt(new, frozenset(inputs), _prompt_tokens(new), answer_tokens, is_told)
+    return RebuiltBody(new, frozenset(inputs), _prompt_tokens(new), answer_tokens, is_told)
 
 
 def _bound_answer(new: dict[str, Any], fields: dict[str, Any], model: RemoteModel) -> int:
     """Puts a length into the body, because a budget needs one; the tokens of all choices."""
     newer = "max_completion_tokens"
     field = "max_tokens" if fields.get(newer) is None else newer
-    asked = _count(fields.get(field), field)
-    length: int = min(asked or model.answer_tokens, model.answer_tokens)
+    count = _count(fields.get(field), field)
+    length: int = min(count or model.answer_tokens, model.answer_tokens)
     new[model.length_field] = length
     choices = max(_count(new.get(name), name) or 1 for name in ("n", "best_of"))
     prompts = new.get("prompt")
@@ -152,8 +152,8 @@ def _part(given: object, place: str, inputs: set[str]) -> dict[str, Any]:
     if kind == "input_audio":
         inputs.add("audio")
         sound = _object(part.get(kind), f"{place}.{kind}")
-        said = {name: _text(sound.get(name), f"{place}.{name}") for name in ("data", "format")}
-        return {"type": kind, "input_audio": said}
+        fields = {name: _text(sound.get(name), f"{place}.{name}") for name in ("data", "format")}
+        return {"type": kind, "input_audio": fields}
     raise BodyStays(place, "text, image_url and input_audio are known")
 
 

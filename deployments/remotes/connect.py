@@ -48,24 +48,24 @@ def session(
 
 def headers(row: RemoteConfig, *, is_stream: bool) -> dict[str, str]:
     """All that a request has, but for its length and host. Raises KeyUnusable."""
-    said = {
+    fields = {
         "content-type": "application/json",
         "accept": "text/event-stream" if is_stream else "application/json",
         "accept-encoding": "identity",
         "user-agent": AGENT,
     }
     key = key_of(row)
-    return said | ({"authorization": f"Bearer {key}"} if key else {})
+    return fields | ({"authorization": f"Bearer {key}"} if key else {})
 
 
 def key_of(row: RemoteConfig) -> str | None:
     """Returns the key of a remote, read anew each time, so that a key can be replaced. Raises
     KeyUnusable."""
     if row.key_env:
-        found = os.environ.get(row.key_env, "")
-        if not found:
+        key = os.environ.get(row.key_env, "")
+        if not key:
             raise KeyUnusable(f"the variable {row.key_env} is not set in the front's environment")
-        return _checked(found, row.key_env)
+        return _checked(key, row.key_env)
     return _checked(_read(Path(row.key_file)), row.key_file) if row.key_file else None
 
 

@@ -145,14 +145,14 @@ class Exchange:
 
     async def _whole(self, response: aiohttp.ClientResponse) -> messages.FullResponse:
         raw = b"".join([piece async for piece in self._pieces(response)])
-        said = _object(raw)
-        self._note_usage(said)
+        answer = _object(raw)
+        self._note_usage(answer)
         self._counted_bytes = len(raw)
         self.is_whole = True
-        if _has_error(said):
+        if _has_error(answer):
             raise Failed(Failure.SERVER, "its answer is an error of status 200")
         with _in_form():
-            check_whole(self._call.path, said)
+            check_whole(self._call.path, answer)
         return messages.FullResponse(self._head(JSON), raw)
 
     async def _events(
@@ -183,8 +183,8 @@ class Exchange:
             self._counted_bytes += len(json.dumps(choices))
         return bool(choices) or self._call.tells_usage or not isinstance(event.get("usage"), dict)
 
-    def _note_usage(self, said: dict[str, Any]) -> None:
-        usage = said.get("usage")
+    def _note_usage(self, answer: dict[str, Any]) -> None:
+        usage = answer.get("usage")
         for name in ("prompt_tokens", "completion_tokens"):
             count = usage.get(name) if isinstance(usage, dict) else None
             if type(count) is int and 0 <= count <= _MOST_TOKENS:
@@ -229,12 +229,12 @@ async def _data_lines(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(raw)
+        parsed = json.loads(raw)
     except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise Failed(Failure.PROTOCOL, "its answer is no JSON object")
-    return said
+    return parsed
 
 
 @contextmanager
@@ -247,9 +247,9 @@ def _in_form() -> Iterator[None]:
         raise Failed(Failure.FORM, why) from error
 
 
-def _has_error(said: dict[str, Any]) -> bool:
+def _has_error(answer: dict[str, Any]) -> bool:
     """Some servers write `null` into each answer, and some give an error the status 200."""
-    return said.get("error") is not None
+    return answer.get("error") is not None
 
 
 def _seconds(text: str) -> float | None:

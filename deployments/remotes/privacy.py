@@ -39,8 +39,11 @@ class Secrets:
         """`own`: further patterns. Raises regex.error."""
         import regex
 
-        said = (*PATTERNS, *((f"what `remotes.secrets` lists ({n})", p) for n, p in enumerate(own)))
-        self._patterns = tuple((name, regex.compile(pattern)) for name, pattern in said)
+        named_patterns = (
+            *PATTERNS,
+            *((f"what `remotes.secrets` lists ({n})", p) for n, p in enumerate(own)),
+        )
+        self._patterns = tuple((name, regex.compile(pattern)) for name, pattern in named_patterns)
 
     def found(self, texts: Iterable[str], search_s: float = SEARCH_S) -> str | None:
         """What the texts have of it, in words without the secret; None: nothing."""

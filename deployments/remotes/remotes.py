@@ -28,7 +28,7 @@ from deployments import messages
 from deployments.config.remotes_section import RemoteConfig, RemoteModel, RemotesConfig
 from deployments.front.keys import Caller, Scope
 from deployments.front.request import ParsedRequest
-from deployments.remotes.body import KNOWN, Rebuilt, rebuild
+from deployments.remotes.body import KNOWN, RebuiltBody, rebuild
 from deployments.remotes.breaker import Breaker, Failure
 from deployments.remotes.offers import Offer, RemoteCall, RemoteFailed, RemoteRefused
 from deployments.remotes.privacy import Secrets
@@ -109,11 +109,11 @@ class Remotes:
 
     def rows(self) -> list[dict[str, Any]]:
         """How each remote is, in plain values."""
-        found = []
+        rows = []
         for name, row in sorted(self._config.rows.items()):
             state = self._state(name)
             cause = str(state.breaker.cause) if state.breaker.left_s else None
-            found.append(
+            rows.append(
                 {
                     "remote": name,
                     "models": sorted(row.models),
@@ -122,17 +122,17 @@ class Remotes:
                     "cause": cause,
                 }
             )
-        return found
+        return rows
 
     # -- may it leave? -------------------------------------------------------------------------
 
-    def offer(self, asked: ParsedRequest, name: str, caller: Caller) -> Offer:
+    def offer(self, request: ParsedRequest, name: str, caller: Caller) -> Offer:
         """Says whether a request may leave for a model of a remote, at which price, and when it
         would be answered; else why not. Raises UnknownModel."""
         remote, model = self.model(name)
         try:
-            new = self._judged(asked, name, caller)
-            call = self._made(asked, name, caller, new)
+            new = self._checked_body(request, name, caller)
+            call = self._new_call(request, name, caller, new)
             self._check_now(call)
             if error := self._spending.refusal(self._egress(call)):
                 raise error
@@ -141,45 +141,47 @@ class Remotes:
         tokens, money = _dearest(call, model)
         return Offer(name, remote, None, tokens, money / MILLION, self._seconds(call, model))
 
-    def call(self, asked: ParsedRequest, name: str, caller: Caller) -> RemoteCall:
+    def call(self, request: ParsedRequest, name: str, caller: Caller) -> RemoteCall:
         """The call that may leave. Raises UnknownModel, and the refusal of its offer but for the
         budget's, which `run` has from the arbiter itself."""
-        call = self._made(asked, name, caller, self._judged(asked, name, caller))
+        call = self._new_call(request, name, caller, self._checked_body(request, name, caller))
         self._check_now(call)
         return call
 
-    def _judged(self, asked: ParsedRequest, name: str, caller: Caller) -> Rebuilt:
+    def _checked_body(self, request: ParsedRequest, name: str, caller: Caller) -> RebuiltBody:
         """What would leave. Raises RequestError."""
         remote, model = self.model(name)
         self._check_switch()
         if Scope.CLOUD not in caller.scopes:
-            said = f"{name} is on another machine; the key needs the scope `cloud`"
-            raise RemoteRefused(403, "scope_missing", said)
-        if asked.is_local_only:
+            message = f"{name} is on another machine; the key needs the scope `cloud`"
+            raise RemoteRefused(403, "scope_missing", message)
+        if request.is_local_only:
             raise RemoteRefused(403, "local_only", f"{name} is remote, and `x_local_only` is set")
-        if asked.path not in model.paths or asked.path not in KNOWN or asked.fields is None:
-            raise messages.NotServedHere(name, asked.path, model.paths)
-        new = rebuild(asked.path, {**asked.profile.defaults, **asked.fields}, model)
+        if request.path not in model.paths or request.path not in KNOWN or request.fields is None:
+            raise messages.NotServedHere(name, request.path, model.paths)
+        new = rebuild(request.path, {**request.profile.defaults, **request.fields}, model)
         if too_many := sorted(new.inputs - set(model.inputs)):
-            said = f"{too_many[0]} does not leave for {name}; its `inputs` have {model.inputs}"
-            raise RemoteRefused(400, "modality_stays", said)
+            message = f"{too_many[0]} does not leave for {name}; its `inputs` have {model.inputs}"
+            raise RemoteRefused(400, "modality_stays", message)
         most_bytes = self._config.rows[remote].bounds.request_bytes
         if len(new.raw) > most_bytes:
-            said = f"the request has {len(new.raw)} bytes; {remote} is sent {most_bytes} at most"
-            raise RemoteRefused(413, "too_large_for_remote", said)
+            message = f"the request has {len(new.raw)} bytes; {remote} is sent {most_bytes} at most"
+            raise RemoteRefused(413, "too_large_for_remote", message)
         assert self._secrets is not None, "there is a row"
-        if found := self._secrets.found(new.texts):
-            raise RemoteRefused(403, "secret_stays", f"the request has {found}, so it stays here")
+        if secret := self._secrets.found(new.texts):
+            raise RemoteRefused(403, "secret_stays", f"the request has {secret}, so it stays here")
         return new
 
-    def _made(self, asked: ParsedRequest, name: str, caller: Caller, new: Rebuilt) -> RemoteCall:
+    def _new_call(
+        self, request: ParsedRequest, name: str, caller: Caller, new: RebuiltBody
+    ) -> RemoteCall:
         return RemoteCall(
-            asked.path,
+            request.path,
             new.raw,
             {},
-            asked.request_id,
+            request.request_id,
             name,
-            asked.checked.x_deadline_s or asked.profile.deadline_s,
+            request.checked.x_deadline_s or request.profile.deadline_s,
             tenant=caller.tenant,
             served=name,
             remote=self._homes[name],
@@ -191,21 +193,25 @@ class Remotes:
 
     def _check_switch(self) -> None:
         if self._config.nothing_leaves:
-            said = "nothing leaves this machine (`remotes.nothing_leaves`)"
-            raise RemoteRefused(403, "nothing_leaves", said)
+            message = "nothing leaves this machine (`remotes.nothing_leaves`)"
+            raise RemoteRefused(403, "nothing_leaves", message)
 
-    def _check_now(self, call: RemoteCall) -> None:
-        """What may have changed since the call was made. Raises RequestError."""
+    def _check_table(self, call: RemoteCall) -> None:
+        """Raises RemoteRefused, UnknownModel where the table as it is now keeps the call here."""
         self._check_switch()
         if self._homes.get(call.model) != call.remote:
             raise UnknownModel(call.model, "", tuple(sorted(self._homes)))
+
+    def _check_now(self, call: RemoteCall) -> None:
+        """What may have changed since the call was made. Raises RequestError."""
+        self._check_table(call)
         row, state = self._config.rows[call.remote], self._state(call.remote)
         if left_s := state.breaker.left_s:
-            said = f"{call.remote} failed ({state.breaker.cause}); next try in {left_s:.0f} s"
-            raise RemoteRefused(503, "remote_cooling_down", said, left_s)
+            message = f"{call.remote} failed ({state.breaker.cause}); next try in {left_s:.0f} s"
+            raise RemoteRefused(503, "remote_cooling_down", message, left_s)
         if state.in_flight >= row.bounds.in_flight:
-            said = f"{call.remote} has {state.in_flight} requests under way, as many as it may"
-            raise RemoteRefused(429, "remote_full", said, FULL_RETRY_S)
+            message = f"{call.remote} has {state.in_flight} requests under way, as many as it may"
+            raise RemoteRefused(429, "remote_full", message, FULL_RETRY_S)
 
     # -- the use -------------------------------------------------------------------------------
 
@@ -213,14 +219,14 @@ class Remotes:
         """Raises RequestError. Closing it closes the connection."""
         self._check_now(call)
         if call.deadline_s is not None and call.deadline_s <= 0:  # to aiohttp it were no bound
-            said = f"the request's deadline was over before it left for {call.remote}"
-            raise RemoteRefused(504, "deadline_unmet", said)
+            message = f"the request's deadline was over before it left for {call.remote}"
+            raise RemoteRefused(504, "deadline_unmet", message)
         state = self._state(call.remote)
         state.in_flight += 1
         tries = state.breaker.begin()
         try:
             egress = self._egress(call)
-            await self._leave(egress)
+            await self._leave(call, egress)
             async with aclosing(self._settled(call, egress, state)) as parts:
                 async for part in parts:
                     yield part
@@ -229,12 +235,13 @@ class Remotes:
             if tries:
                 state.breaker.abandoned()
 
-    async def _leave(self, egress: Egress) -> None:
-        """Raises RequestError. Where it is not known whether the arbiter has reserved it, its end
-        is told, after which it has not."""
+    async def _leave(self, call: RemoteCall, egress: Egress) -> None:
+        """Raises RequestError. Where it is not known whether the arbiter has reserved it, and where
+        the table has changed meanwhile, its end is told, after which it has not."""
         try:
             await self._spending.leave(egress)
-        except (ArbiterUnavailable, asyncio.CancelledError):
+            self._check_table(call)
+        except (ArbiterUnavailable, RemoteRefused, UnknownModel, asyncio.CancelledError):
             if len(self.background.running) < MOST_UNTOLD:
                 nothing = EgressEnd(egress, "unsent", Bytes(0), 0, 0, 0, seconds(0))
                 self.background.begin(self._spending.left(nothing))
@@ -258,16 +265,16 @@ class Remotes:
         except Failed as error:
             outcome = error.failure.value
             if error.failure is Failure.TIMEOUT and self._is_hasty(call, began_s):
-                said = f"{call.remote} had not answered at the request's deadline"
-                raise RemoteRefused(504, "deadline_unmet", said) from error
+                message = f"{call.remote} had not answered at the request's deadline"
+                raise RemoteRefused(504, "deadline_unmet", message) from error
             state.breaker.failed(error.failure, error.retry_after_s)
             left_s = state.breaker.left_s
             raise RemoteFailed(call.remote, outcome, error.why, left_s or 1.0) from error
         except Refused as error:
             outcome = "refused"
             state.breaker.answered()
-            said = f"{call.remote} refused the request with the status {error.status}"
-            raise RemoteRefused(400, "remote_refused", said) from error
+            message = f"{call.remote} refused the request with the status {error.status}"
+            raise RemoteRefused(400, "remote_refused", message) from error
         finally:
             took_s = self._now_s() - began_s
             end = _end(egress, exchange, row, outcome, took_s)

@@ -38,12 +38,12 @@ class ArbiterBook:
     """Raises ArbiterUnavailable: then nothing leaves."""
 
     async def leave(self, egress: Egress) -> DaySpent:
-        said: DaySpent = await call_arbiter("leave", egress, within_s=LEAVE_S)
-        return said
+        spent: DaySpent = await call_arbiter("leave", egress, within_s=LEAVE_S)
+        return spent
 
     async def left(self, end: EgressEnd) -> DaySpent:
-        said: DaySpent = await call_arbiter("left", end)
-        return said
+        spent: DaySpent = await call_arbiter("left", end)
+        return spent
 
 
 def utc_now() -> datetime:
@@ -81,11 +81,11 @@ class Spending:
         known = self._of_today().get((egress.tenant, egress.remote), DaySpent(0, 0))
         return refusal(egress, known, self._now())
 
-    async def _note(self, egress: Egress, asked: Awaitable[DaySpent]) -> None:
-        said = await asked
+    async def _note(self, egress: Egress, answer: Awaitable[DaySpent]) -> None:
+        spent = await answer
         self._heard.set()
         self._heard = asyncio.Event()
-        self._of_today()[egress.tenant, egress.remote] = said
+        self._of_today()[egress.tenant, egress.remote] = spent
 
     def _of_today(self) -> dict[tuple[str, str], DaySpent]:
         if (today := day_of(self._now())) != self._day:

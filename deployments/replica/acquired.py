@@ -33,6 +33,6 @@ async def events(use: Use, body: bytes) -> AsyncGenerator[ResponseHead | bytes, 
     yield _event(use, state="ended", reason=reason)
 
 
-def _event(use: Use, **said: Any) -> bytes:
-    told = {"object": "acquired", "ticket": use.ticket, "model": use.model, **said}
-    return b"data: " + json.dumps(told).encode() + b"\n\n"
+def _event(use: Use, **fields: Any) -> bytes:
+    event = {"object": "acquired", "ticket": use.ticket, "model": use.model, **fields}
+    return b"data: " + json.dumps(event).encode() + b"\n\n"

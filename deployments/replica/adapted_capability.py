@@ -36,10 +36,12 @@ class AdaptedCapability(Capability):
         for merging in self._merging.values():
             merging.forget_tenant(tenant)
 
-    async def _at_once(self, call: messages.InferenceCall) -> messages.FullResponse | None:
+    async def _answer_without_model(
+        self, call: messages.InferenceCall
+    ) -> messages.FullResponse | None:
         """Says too in which tiers adapters are. Raises EngineLost."""
         if call.path != messages.ADAPTERS:
-            return await super()._at_once(call)
+            return await super()._answer_without_model(call)
         held = self._residency.models.get(call.model)
         if held is None or held.link is None or held.state is not HolderState.RESIDENT:
             return messages.FullResponse(*messages.refusal(TicketClosed(call.model)))

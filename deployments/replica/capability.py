@@ -6,22 +6,23 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from ray import serve
 
 from arbiter.core.types import Client
-from arbiter.errors import DeadlineUnmet, RequestError, RolePinned, TicketClosed
+from arbiter.errors import RequestError, RolePinned, TicketClosed
 from arbiter.protocol.ray_internals import own_node
 from deployments import messages, prefixes
 from deployments.replica import acquired, resize
+from deployments.replica.deadline import left_s, until_deadline
 from deployments.replica.held_model import HolderState
 from deployments.replica.residency import Residency
 from deployments.replica.sessions import Sessions
-from deployments.replica.stream_batching import StreamBatching
+from deployments.replica.stream_batching import SLOW_S, StreamBatching
 from deployments.replica.use import Use
 from deployments.replica.wait_progress import is_at_hand, with_progress
 from deployments.routing.rank import AdapterSlots, ModelPresence
@@ -71,8 +72,8 @@ class Capability:
         of errors are raised instead: EngineLost and RolePinned before the response has begun, so
         that the front tries again; and any RequestError in a stream of another kind that has begun,
         so that the front breaks the connection."""
-        if (said := await self._at_once(call)) is not None:
-            yield said
+        if (answer := await self._answer_without_model(call)) is not None:
+            yield answer
             return
         begun: messages.ResponseHead | None = None
         try:
@@ -95,7 +96,9 @@ class Capability:
             else:
                 yield messages.FullResponse(*messages.refusal(error))
 
-    async def _at_once(self, call: messages.InferenceCall) -> messages.FullResponse | None:
+    async def _answer_without_model(
+        self, call: messages.InferenceCall
+    ) -> messages.FullResponse | None:
         """The response to a call that waits for no model; None: the call needs a model."""
         if call.path == messages.ACQUIRE:
             return None
@@ -119,7 +122,7 @@ class Capability:
                 else:
                     return
             if call.wants_progress:  # it may have heard that the engine runs, which is restarted
-                yield messages.Progress("loading", 0, None)
+                yield messages.LOADING
             try:
                 await self._grown(call, began_s)
             except TicketClosed:  # the model was unloaded just then, and is loaded again
@@ -129,7 +132,7 @@ class Capability:
     async def _grown(self, call: messages.InferenceCall, began_s: float) -> None:
         """Gives the call's model what it may grow to. Raises DeadlineUnmet, and what
         `Residency.grow` raises."""
-        await _until_deadline(call, began_s, self._residency.grow(call.model))
+        await until_deadline(call, began_s, self._residency.grow(call.model))
 
     async def _with_model(
         self, call: messages.InferenceCall, began_s: float
@@ -139,7 +142,7 @@ class Capability:
         model = self.served_by(call)
         use = self._residency.use(
             model,
-            deadline_s=_left_s(call, began_s),
+            deadline_s=left_s(call, began_s),
             priority=call.priority,
             request=call.request_id,
             client=Client(call.tenant, call.client_id),
@@ -152,7 +155,9 @@ class Capability:
             else:
                 await use.__aenter__()
             stack.push_async_exit(use)
-            await _until_deadline(call, began_s, self.prepare(call, use))
+            async with aclosing(self._prepared(call, use, began_s)) as last_steps:
+                async for step in last_steps:
+                    yield step
             if call.stable is not None:
                 use.begins_with(call.stable, call.body, call.tenant)
             if call.stay_warm_s:
@@ -168,6 +173,20 @@ class Capability:
             async with aclosing(self._from_engine(call, use, began_s)) as parts:
                 async for part in parts:
                     yield _with_wait(part, waited_s, use) if waited_s > WAIT_TOLD_S else part
+
+    async def _prepared(
+        self, call: messages.InferenceCall, use: Use, began_s: float
+    ) -> AsyncGenerator[messages.Progress, None]:
+        """Brings what the call needs besides its model, and says so where that takes long. Raises
+        RequestError."""
+        work = asyncio.ensure_future(until_deadline(call, began_s, self.prepare(call, use)))
+        try:
+            if call.wants_progress and not (await asyncio.wait({work}, timeout=SLOW_S))[0]:
+                yield messages.LOADING
+            await work
+        finally:
+            work.cancel()
+            await asyncio.wait({work})
 
     def _from_engine(
         self, call: messages.InferenceCall, use: Use, began_s: float
@@ -188,7 +207,7 @@ class Capability:
     async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
         """Brings what a call needs on this node besides its model. Raises RequestError."""
 
-    def note_answer(self, call: messages.InferenceCall, said: messages.FullResponse) -> None:
+    def note_answer(self, call: messages.InferenceCall, response: messages.FullResponse) -> None:
         """Sees each answer of the engine that is no stream."""
 
     def record_routing_stats(self) -> dict[str, Any]:
@@ -201,9 +220,7 @@ class Capability:
         return {
             "models": {name: int(p) for name, p in presences.items() if p},
             "adapters": self.slotted.names({held.ticket for held in models.values()}),
-            "kept_since_s": {
-                name: held.kept_since_s for name, held in models.items() if held.kept_since_s
-            },
+            "kept": {name: asdict(held.kept) for name, held in models.items() if held.kept},
         }
 
     async def check_health(self) -> None:
@@ -215,31 +232,12 @@ class Capability:
         await self._residency.close()
 
 
-def _left_s(call: messages.InferenceCall, began_s: float) -> float | None:
-    """Seconds left of the call's deadline, possibly negative; None: it has none."""
-    return None if call.deadline_s is None else call.deadline_s - (time.monotonic() - began_s)
-
-
-async def _until_deadline(
-    call: messages.InferenceCall, began_s: float, work: Awaitable[None]
-) -> None:
-    """Awaits the work, and raises what it raises; DeadlineUnmet where the call's deadline passes
-    before."""
-    try:
-        async with asyncio.timeout(_left_s(call, began_s)) as bound:
-            await work
-    except TimeoutError:
-        if not bound.expired():
-            raise
-        raise DeadlineUnmet(call.model, call.deadline_s or 0.0, 1.0) from None
-
-
 def _engine_headers(call: messages.InferenceCall, began_s: float) -> dict[str, str]:
     """The headers for the engine, whose own queue goes by priority and deadline too."""
-    told = call.headers | {messages.PRIORITY_HEADER: str(int(call.priority))}
-    if (left_s := _left_s(call, began_s)) is not None:
-        told[messages.DEADLINE_HEADER] = f"{left_s:.3f}"
-    return told
+    headers = call.headers | {messages.PRIORITY_HEADER: str(int(call.priority))}
+    if (left := left_s(call, began_s)) is not None:
+        headers[messages.DEADLINE_HEADER] = f"{left:.3f}"
+    return headers
 
 
 async def _rest(parts: AsyncIterator[messages.Progress | messages.ResponseHead | bytes]) -> bytes:
@@ -252,10 +250,10 @@ def _with_wait(
     """Adds what the request waited for: a client without progress comments learns it here."""
     if not isinstance(part, messages.ResponseHead):
         return part
-    told = {WAITED: f"{waited_s:.2f}"}
+    headers = {WAITED: f"{waited_s:.2f}"}
     if use.predicted_s:
-        told[ESTIMATE] = f"{use.predicted_s:.2f}"
-    return replace(part, headers=part.headers | told)
+        headers[ESTIMATE] = f"{use.predicted_s:.2f}"
+    return replace(part, headers=part.headers | headers)
 
 
 def _wrong_route(call: messages.InferenceCall, paths: frozenset[str]) -> messages.FullResponse:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from arbiter.errors import ENGINE_DIED, EngineLost
 from arbiter.units import Span, TicketId, seconds
 from deployments.messages import SIDE_STREAM, ResponseHead
+from deployments.routing.pieces import Kept
 
 if TYPE_CHECKING:  # a tenth of a second, spent while the first engine starts
     import aiohttp
@@ -32,7 +33,7 @@ class LoadRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Woken:
+class WakeResult:
     """How a wake went."""
 
     took: Span
@@ -72,20 +73,20 @@ class EngineLink:
         """Waits for the load. Raises LoadRefused."""
         with self._typed():
             async with self._session.get("/control/ready") as answer:
-                said = await answer.json()
+                facts = await answer.json()
         if answer.status != 200:
-            error = said["error"]
+            error = facts["error"]
             raise LoadRefused(f"{error['type']}: {error['message']}", error["out_of_memory"])
 
-    async def health(self) -> float:
-        """Since when the engine has kept the KV of requests, 0 where it does not say (see
+    async def health(self) -> Kept | None:
+        """What KV of its requests the engine has kept, None where it does not say (see
         protocol.TellsKept). Raises LoadRefused when the engine says that it cannot serve."""
         with self._typed():
             async with self._session.get("/control/health") as answer:
-                said = await answer.json()
+                facts = await answer.json()
         if answer.status != 200:
-            raise LoadRefused(said["error"]["message"], False)
-        return float(said.get("kept_since_s", 0.0))
+            raise LoadRefused(facts["error"]["message"], False)
+        return Kept(**facts["kept"]) if "kept" in facts else None
 
     async def sleep(self) -> None:
         """Raises LoadRefused when the engine cannot."""
@@ -111,11 +112,13 @@ class EngineLink:
         """False: its drafter only leaves with a restart. Raises LoadRefused."""
         return bool((await self._control("/control/drop_drafter"))["dropped"])
 
-    async def wake(self) -> Woken:
+    async def wake(self) -> WakeResult:
         """Wakes the engine. Where neither host RAM nor disk brought its recorded answer back,
         `restored` is False and the caller must end it. Raises LoadRefused when the wake failed."""
-        said = await self._control("/control/wake")
-        return Woken(seconds(said["seconds"]), bool(said["verified"]), bool(said["restored"]))
+        facts = await self._control("/control/wake")
+        return WakeResult(
+            seconds(facts["seconds"]), bool(facts["verified"]), bool(facts["restored"])
+        )
 
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
@@ -149,10 +152,10 @@ class EngineLink:
     async def _control(self, path: str, body: Any = None) -> dict[str, Any]:
         with self._typed():
             async with self._session.post(path, json=body) as answer:
-                said: dict[str, Any] = await answer.json()
+                reply: dict[str, Any] = await answer.json()
         if answer.status != 200:
-            raise LoadRefused(said["error"]["message"], said["error"].get("out_of_memory", False))
-        return said
+            raise LoadRefused(reply["error"]["message"], reply["error"].get("out_of_memory", False))
+        return reply
 
     @contextlib.contextmanager
     def _typed(self) -> Any:

@@ -53,11 +53,11 @@ def _watch_all(inotify: int, root: Path) -> bool:
     may be replaced by another, and whether a folder or symlink above it is renamed or removed.
     False: a watch found no room."""
     above = {*root.absolute().parents, *root.resolve().parents}
-    found = [_watch(inotify, path, _ATTRIB | _MOVE_SELF | _DONT_FOLLOW) for path in above]
-    found.append(_watch(inotify, root, _CHANGES | _DONT_FOLLOW))
+    watches = [_watch(inotify, path, _ATTRIB | _MOVE_SELF | _DONT_FOLLOW) for path in above]
+    watches.append(_watch(inotify, root, _CHANGES | _DONT_FOLLOW))
     with contextlib.suppress(OSError):  # its server is away just now
-        found += [_watch(inotify, path, _CHANGES) for path in (root, *root.rglob("*"))]
-    return all(found)
+        watches += [_watch(inotify, path, _CHANGES) for path in (root, *root.rglob("*"))]
+    return all(watches)
 
 
 def _watch(inotify: int, path: Path, changes: int) -> bool:

@@ -17,9 +17,10 @@ from arbiter.errors import DeadlineUnmet
 from arbiter.protocol.messages import Granted, Spawned, SpawnSpec
 from arbiter.units import HolderId, Span, TicketId, in_seconds, seconds
 from deployments.config.load_plan import ModelPlan
-from deployments.prefixes import Cut
+from deployments.prefixes import PrefixEnd
 from deployments.replica.engine_client import EngineLink
 from deployments.replica.loaded_files import LoadedFiles
+from deployments.routing.pieces import Kept
 
 logger = logging.getLogger("arbiter.residency")
 
@@ -84,14 +85,14 @@ def new_ticket(model: str) -> TicketId:
     return TicketId(f"{name}-{uuid.uuid4().hex[:10]}")
 
 
-class Opens(Protocol):
+class EngineSpawner(Protocol):
     """Has the node agent start an engine's process."""
 
     async def __call__(self, ticket: TicketId, spec: SpawnSpec) -> Spawned: ...
 
 
 @dataclass(slots=True, eq=False)
-class Uses:
+class RequestsInFlight:
     """The requests in flight, and how long there have been none."""
 
     inflight: int = 0
@@ -166,7 +167,7 @@ class LoadNotes:
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class BeforeGrowth:
     """What a model was before it grew."""
 
     plan: ModelPlan
@@ -178,7 +179,7 @@ class Growth:
     """A change of size under way, and the way back from a growth that was made (A14)."""
 
     work: asyncio.Task[None] | None = None
-    before: Before | None = None  # None: it has not grown
+    before: BeforeGrowth | None = None  # None: it has not grown
     look: asyncio.TimerHandle | None = None  # the next look at whether to give the growth back
     is_restart: bool = False  # its process is being replaced; the arbiter sees it in use
 
@@ -188,8 +189,8 @@ class Warms(Protocol):
 
     def on_move(self, before: HolderState, to: HolderState) -> None: ...
     async def settled(self) -> None: ...
-    def on_use(self, cut: Cut, chat: bytes, tenant: str) -> None: ...
-    def on_session(self, cut: Cut | None, chat: bytes, tenant: str) -> None: ...
+    def on_use(self, cut: PrefixEnd, chat: bytes, tenant: str) -> None: ...
+    def on_session(self, cut: PrefixEnd | None, chat: bytes, tenant: str) -> None: ...
     def on_speech(self) -> None: ...
     def forget_tenant(self, tenant: str) -> None: ...
 
@@ -208,9 +209,9 @@ class HeldModel:
     gang: Gang | None = None  # until the grant: the tickets requested together
     slab_caps: tuple[tuple[str, float], ...] = ()  # of tenants, as its engine was told them
     files: LoadedFiles = field(default_factory=LoadedFiles)
-    kept_since_s: float = 0.0  # its engine holds the KV of later requests; 0: it has not said
+    kept: Kept | None = None  # what its engine has said that it holds of KV
     outdated: asyncio.Event = field(default_factory=asyncio.Event)  # its files were replaced
-    uses: Uses = field(default_factory=Uses)
+    uses: RequestsInFlight = field(default_factory=RequestsInFlight)
     demand: Demand = field(default_factory=Demand)
     load: LoadNotes = field(default_factory=LoadNotes)
     growth: Growth = field(default_factory=Growth)

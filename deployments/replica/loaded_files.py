@@ -68,8 +68,8 @@ class LoadedFiles:
 
     def large(self) -> list[tuple[str, int]]:
         """Names of files of which `contents` reads pieces only, each with its ctime in ns."""
-        found = [row for row in self.rows if len(row) > 1 and int(row[1]) > WHOLE_BYTES]
-        return [(str(name), int(ctime_ns)) for name, _, _, ctime_ns, _ in found]
+        rows = [row for row in self.rows if len(row) > 1 and int(row[1]) > WHOLE_BYTES]
+        return [(str(name), int(ctime_ns)) for name, _, _, ctime_ns, _ in rows]
 
     def unsettled(self) -> list[str]:
         """Large files that may have changed and kept their times."""
@@ -91,7 +91,7 @@ def files(
     own. Follows symlinks. Of a file that cannot be looked at, its name alone. Raises OSError where
     the folder cannot be."""
     root = Path(model)
-    found: list[Row] = []
+    rows: list[Row] = []
     for path in [root] if root.is_file() else sorted(root.rglob("*")):
         name = str(path.relative_to(root))
         try:
@@ -99,11 +99,11 @@ def files(
         except FileNotFoundError:
             continue  # just replaced: the next look sees the new one
         except OSError:  # closed to us, a loop of symlinks, or its server is away just now
-            found.append((name,))
+            rows.append((name,))
             continue
         if stat.S_ISREG(seen.st_mode):
-            found.append((name, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino))
-    return tuple(found)
+            rows.append((name, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino))
+    return tuple(rows)
 
 
 def contents(model: str, rows: Files) -> str:
@@ -217,8 +217,8 @@ async def read_whole(loaded: LoadedFiles) -> bool:
     settles = loaded.settles_in_s == 0.0
     for name, _ in loaded.large():
         with contextlib.suppress(OSError):
-            found = await _hash_of(loaded, name, CHUNK_BYTES / READ_BYTES_PER_S)
-            if loaded.whole.setdefault(name, found) != found:
+            digest = await _hash_of(loaded, name, CHUNK_BYTES / READ_BYTES_PER_S)
+            if loaded.whole.setdefault(name, digest) != digest:
                 return True
             if settles:
                 loaded.settled.add(name)

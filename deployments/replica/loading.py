@@ -24,7 +24,7 @@ from arbiter.units import Span, in_seconds, seconds
 from deployments.config.load_plan import parts
 from deployments.replica import loaded_files, unloading, watchdog
 from deployments.replica.engine_client import EngineLink, LoadRefused, why
-from deployments.replica.held_model import HeldModel, HolderState, Opens
+from deployments.replica.held_model import EngineSpawner, HeldModel, HolderState
 from deployments.replica.prefix_warmer import PrefixWarmer
 from deployments.replica.residency_api import ResidencyApi
 
@@ -74,18 +74,18 @@ async def _acquire(residency: ResidencyApi, held: HeldModel) -> Granted:
     """The grant of the model's ticket, once those of its gang are granted too. Raises
     RequestError."""
     client, gang = residency.client(), held.gang
-    asked = held.request(residency.holder, residency.capability)
+    request = held.request(residency.holder, residency.capability)
     if gang is None:
-        return await client.acquire(asked)
+        return await client.acquire(request)
     try:
-        return await gang_request.acquire(client, asked, gang)
+        return await gang_request.acquire(client, request, gang)
     except (RequestError, asyncio.CancelledError):
         # The ticket may have been granted while another of the gang was refused.
         client.tell(ev.Withdrawn(held.ticket))
         raise
 
 
-async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -> Span:
+async def start_engine(residency: ResidencyApi, held: HeldModel, opens: EngineSpawner) -> Span:
     """Starts the model's process and waits for its load. Returns how long of that it waited for a
     copy of its files in host RAM and for a zygote, which is no part of what a load takes. Raises
     LoadRefused, EngineLost, ZygoteError, TicketClosed, OSError where the model's files cannot be
@@ -129,8 +129,8 @@ async def wake(residency: ResidencyApi, held: HeldModel) -> None:
     if await loaded_files.is_stale(held.files):
         return unloading.end_outdated(residency, held)
     try:
-        asked = held.request(residency.holder, residency.capability)
-        granted = await residency.client().acquire(asked)
+        request = held.request(residency.holder, residency.capability)
+        granted = await residency.client().acquire(request)
     except TicketClosed:
         return unloading.end(residency, held, Reason.LOST)
     except RequestError as error:

@@ -18,7 +18,7 @@ from typing import Any
 
 from arbiter.core.decisions import Reason
 from arbiter.errors import RequestError
-from deployments.adapters.catalogue import Entry
+from deployments.adapters.catalogue import CatalogueEntry
 from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
 from deployments.adapters.validate import Rules
 from deployments.config import safetensors_header
@@ -68,7 +68,7 @@ class TrafficShare:
 class MergedCopy:
     """One adapter, as it was when its copy was begun."""
 
-    entry: Entry
+    entry: CatalogueEntry
     name: Name
     held: HeldModel | None = None  # None: its plan is being made
     over: asyncio.Event = field(default_factory=asyncio.Event)  # no request goes to it any more
@@ -119,7 +119,7 @@ class Merging:
         if self._copy is not None:
             self._copy.over.set()
 
-    def _found(self, served: str, tenant: str) -> Entry | None:
+    def _found(self, served: str, tenant: str) -> CatalogueEntry | None:
         """None for the model itself, and for a name whose request the model's engine refuses."""
         if served == self._model:
             return None

@@ -19,7 +19,7 @@ MOST_COUNT = 64  # of requests, per model: each is one token for an idle engine 
 TRIES = 3  # of one pre-warm that real requests interrupt
 
 
-class Cause(Enum):
+class WarmCause(Enum):
     """Why a prefix is warmed."""
 
     LOAD = "load"
@@ -29,14 +29,14 @@ class Cause(Enum):
 
 
 @dataclass(slots=True)
-class Known:
+class KnownPrefix:
     """One prefix. Times are in ns on the monotonic clock."""
 
     prefix: Prefix
     touched_ns: int  # by a request or a pre-warm
     used_ns: int  # by a request
     is_declared: bool = False
-    cause: Cause | None = None  # it is to be warmed; None: it is not
+    cause: WarmCause | None = None  # it is to be warmed; None: it is not
     asked_ns: int = 0  # since then
     tries: int = 0
     has_failed: bool = False  # not tried again until it is used, or the next load
@@ -46,21 +46,21 @@ class PrefixBook:
     """The prefixes of one held model, by key; the least recently used first."""
 
     def __init__(self, declared: Iterable[Prefix]) -> None:
-        self._known = {p.key: Known(p, 0, 0, is_declared=True) for p in declared}
+        self._known = {p.key: KnownPrefix(p, 0, 0, is_declared=True) for p in declared}
         self._too_large: dict[str, str] = {}  # keys, each with its tenant; the last used last
 
     def on_load(self, now_ns: int) -> None:
         """The engine is new: what requests brought is forgotten, what is declared is warmed."""
         self._known = {key: known for key, known in self._known.items() if known.is_declared}
         for known in self._known.values():
-            _ask(known, Cause.LOAD, now_ns)
+            _ask(known, WarmCause.LOAD, now_ns)
 
     def knows(self, key: str) -> bool:
         return key in self._known
 
     def add(self, prefix: Prefix, now_ns: int) -> None:
         """Takes the prefix of a request. The least recently used one of another request goes."""
-        self._known[prefix.key] = Known(prefix, now_ns, now_ns)
+        self._known[prefix.key] = KnownPrefix(prefix, now_ns, now_ns)
         of_requests = [key for key, known in self._known.items() if not known.is_declared]
         for key in of_requests[: max(0, len(of_requests) - MOST_COUNT)]:
             del self._known[key]
@@ -93,13 +93,15 @@ class PrefixBook:
         known.touched_ns = known.used_ns = now_ns
         known.cause, known.has_failed = None, False
 
-    def ask(self, key: str, cause: Cause, now_ns: int) -> None:
+    def ask(self, key: str, cause: WarmCause, now_ns: int) -> None:
         """Has a prefix warmed that a client asks for, whatever came of it before."""
         known = self._known[key]
         known.used_ns = now_ns
         _ask(known, cause, now_ns)
 
-    def ask_untouched(self, cause: Cause, for_span: Span, now_ns: int, tenant: str = "") -> None:
+    def ask_untouched(
+        self, cause: WarmCause, for_span: Span, now_ns: int, tenant: str = ""
+    ) -> None:
         """Has those warmed that nothing has touched for so long. `tenant`: only its own."""
         for known in self._known.values():
             is_due = now_ns - known.touched_ns >= for_span and not known.has_failed
@@ -113,30 +115,30 @@ class PrefixBook:
             for key, known in self._known.items()
             if known.is_declared or now_ns - known.used_ns < KEPT
         }
-        self.ask_untouched(Cause.SWEEP, UNTOUCHED, now_ns)
+        self.ask_untouched(WarmCause.SWEEP, UNTOUCHED, now_ns)
 
-    def next(self) -> Known | None:
+    def next(self) -> KnownPrefix | None:
         """The most recently used of those that are to be warmed."""
         waiting = [known for known in self._known.values() if known.cause is not None]
         return max(waiting, key=lambda known: known.used_ns, default=None)
 
     @staticmethod
-    def on_warmed(known: Known) -> None:
+    def on_warmed(known: KnownPrefix) -> None:
         """Touched since it was asked for: so the next sweep finds it due, however long its engine
         took."""
         known.touched_ns, known.cause = known.asked_ns, None
 
     @staticmethod
-    def on_failure(known: Known) -> None:
+    def on_failure(known: KnownPrefix) -> None:
         known.cause, known.has_failed = None, True
 
     @staticmethod
-    def on_interrupt(known: Known) -> None:
+    def on_interrupt(known: KnownPrefix) -> None:
         """A real request came. It is tried again once the engine is idle, a few times."""
         known.tries += 1
         if known.tries >= TRIES:
             known.cause = None
 
 
-def _ask(known: Known, cause: Cause, now_ns: int) -> None:
+def _ask(known: KnownPrefix, cause: WarmCause, now_ns: int) -> None:
     known.cause, known.asked_ns, known.tries, known.has_failed = cause, now_ns, 0, False

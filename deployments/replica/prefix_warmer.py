@@ -19,10 +19,10 @@ from arbiter.core import events as ev
 from arbiter.errors import EngineLost
 from arbiter.units import HolderId, Span
 from deployments import messages, prefixes
-from deployments.prefixes import Cut, Prefix
+from deployments.prefixes import Prefix, PrefixEnd
 from deployments.replica.background import detached_task, log_failure
 from deployments.replica.held_model import HeldModel, HolderState
-from deployments.replica.prefix_book import FRESH, Cause, Known, PrefixBook
+from deployments.replica.prefix_book import FRESH, KnownPrefix, PrefixBook, WarmCause
 
 logger = logging.getLogger("arbiter.residency")
 
@@ -114,17 +114,17 @@ class PrefixWarmer:
 
     # -- who asks for what ---------------------------------------------------------------------
 
-    def on_use(self, cut: Cut, chat: bytes, tenant: str) -> None:
+    def on_use(self, cut: PrefixEnd, chat: bytes, tenant: str) -> None:
         """A request begins with a prefix; `chat`: its body."""
         if self._knows(cut, chat, tenant):
             self._book.on_use(cut.key, self._clock.now_ns())
 
-    def on_session(self, cut: Cut | None, chat: bytes, tenant: str) -> None:
+    def on_session(self, cut: PrefixEnd | None, chat: bytes, tenant: str) -> None:
         """A client opens a session whose chats begin with a prefix, or with what is declared."""
         now_ns = self._clock.now_ns()
         if cut is not None and self._knows(cut, chat, tenant):
-            self._book.ask(cut.key, Cause.SESSION, now_ns)
-        self._book.ask_untouched(Cause.SESSION, FRESH, now_ns, tenant)
+            self._book.ask(cut.key, WarmCause.SESSION, now_ns)
+        self._book.ask_untouched(WarmCause.SESSION, FRESH, now_ns, tenant)
         self._news.set()
 
     def forget_tenant(self, tenant: str) -> None:
@@ -134,19 +134,19 @@ class PrefixWarmer:
 
     def on_speech(self) -> None:
         """A person begins to speak, whose words this model may have to answer."""
-        self._book.ask_untouched(Cause.SPEECH, Span(0), self._clock.now_ns())
+        self._book.ask_untouched(WarmCause.SPEECH, Span(0), self._clock.now_ns())
         self._news.set()
 
-    def _knows(self, cut: Cut, chat: bytes, tenant: str) -> bool:
+    def _knows(self, cut: PrefixEnd, chat: bytes, tenant: str) -> bool:
         """Learns a prefix that is new; False: it is too large to be kept."""
         if self._book.is_too_large(cut.key):
             return False
         if not self._book.knows(cut.key):
-            found = prefixes.prefix_of(json.loads(chat), cut, tenant)
-            if len(found.body) > PREFIX_MOST_BYTES:
+            prefix = prefixes.prefix_of(json.loads(chat), cut, tenant)
+            if len(prefix.body) > PREFIX_MOST_BYTES:
                 self._book.add_too_large(cut.key, tenant)
                 return False
-            self._book.add(found, self._clock.now_ns())
+            self._book.add(prefix, self._clock.now_ns())
         return True
 
     # -- the work ------------------------------------------------------------------------------
@@ -185,7 +185,9 @@ class PrefixWarmer:
         took = Span(time.monotonic_ns() - began_ns)
         self._note(known, cause, task, took)
 
-    def _note(self, known: Known, cause: Cause, ended: asyncio.Task[Warmed], took: Span) -> None:
+    def _note(
+        self, known: KnownPrefix, cause: WarmCause, ended: asyncio.Task[Warmed], took: Span
+    ) -> None:
         """Takes what came of a pre-warm, and tells the event log."""
         error = ended.exception()
         if error is None and not ended.result().skipped:
@@ -240,10 +242,10 @@ def _read(head: messages.ResponseHead, body: bytes) -> Warmed:
     if head.status == 404:
         return Warmed(skipped=f"its engine has no {prefixes.ROUTE}", has_no_cache=True)
     try:
-        said = json.loads(body)
+        parsed = json.loads(body)
         if head.status == 200:
-            return Warmed(**said)
-        cause = said["error"]["message"]  # OpenAI's form
+            return Warmed(**parsed)
+        cause = parsed["error"]["message"]  # OpenAI's form
     except (ValueError, LookupError, TypeError):
         cause = "no form that it may have"
     raise PrewarmFailed(f"the engine answered {head.status}: {cause}")

@@ -29,17 +29,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def is_remote(path: str) -> bool:
     """False for what cannot be asked, such as a hub id."""
-    found = ctypes.create_string_buffer(_BUFFER_BYTES)
-    if _libc.statfs(os.fsencode(path), found) != 0:
+    buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
+    if _libc.statfs(os.fsencode(path), buffer) != 0:
         return False
-    return ctypes.c_ulong.from_buffer(found).value & 0xFFFF_FFFF in _REMOTE
+    return ctypes.c_ulong.from_buffer(buffer).value & 0xFFFF_FFFF in _REMOTE
 
 
 def fresh_stat(path: Path) -> os.stat_result:
     """`path.stat()` as the server has it now. Raises OSError."""
-    found = ctypes.create_string_buffer(_BUFFER_BYTES)
-    asked = os.fsencode(path), _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, found
-    if _libc.statx(_AT_FDCWD, *asked) != 0:
+    buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
+    arguments = os.fsencode(path), _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, buffer
+    if _libc.statx(_AT_FDCWD, *arguments) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), str(path))
     return path.stat()

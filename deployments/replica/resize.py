@@ -36,7 +36,7 @@ from deployments.messages import Progress, ResponseHead
 from deployments.replica import loading, unloading
 from deployments.replica.background import detached_task
 from deployments.replica.engine_client import LoadRefused, why
-from deployments.replica.held_model import Before, HeldModel, HolderState
+from deployments.replica.held_model import BeforeGrowth, HeldModel, HolderState
 from deployments.replica.residency_api import ResidencyApi
 
 logger = logging.getLogger("arbiter.residency")
@@ -132,7 +132,7 @@ def _note_end(residency: ResidencyApi, held: HeldModel, task: asyncio.Task[None]
 
 
 async def _grow(residency: ResidencyApi, held: HeldModel) -> None:
-    plan, before = held.plan.grown, Before(held.plan, held.devices)
+    plan, before = held.plan.grown, BeforeGrowth(held.plan, held.devices)
     if plan is None:
         return
     client = residency.client()

@@ -10,7 +10,7 @@ from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import EngineLost, RequestError, TicketClosed
 from arbiter.units import Span, TicketId, in_seconds
 from deployments.messages import ResponseHead
-from deployments.prefixes import Cut
+from deployments.prefixes import PrefixEnd
 from deployments.replica.held_model import HeldModel, HolderState, Warms
 from deployments.replica.residency_api import ResidencyApi
 
@@ -136,12 +136,12 @@ class Use:
         """Notes that this use runs nothing itself, so its length says nothing of a request's."""
         self._serves_ns = None
 
-    def begins_with(self, cut: Cut, chat: bytes, tenant: str) -> None:
+    def begins_with(self, cut: PrefixEnd, chat: bytes, tenant: str) -> None:
         """Notes that a request with this body begins with a stable prefix."""
         if warmer := self._warmer_for(tenant):
             warmer.on_use(cut, chat, tenant)
 
-    def opens_session(self, cut: Cut | None, chat: bytes, tenant: str) -> None:
+    def opens_session(self, cut: PrefixEnd | None, chat: bytes, tenant: str) -> None:
         """Has the prefix warmed once the engine is idle; None: what the configuration declares."""
         if warmer := self._warmer_for(tenant):
             warmer.on_session(cut, chat, tenant)

@@ -41,7 +41,7 @@ async def with_progress(
     """Enters the use, and meanwhile yields how far the model is, each time that changes. Closing
     the generator gives up. Raises what entering raises."""
     arrival = asyncio.ensure_future(use.__aenter__())
-    said: Progress | None = None
+    last: Progress | None = None
     has_entered = False
     try:
         while True:
@@ -51,8 +51,8 @@ async def with_progress(
                 has_entered = True
                 return
             now = look(models, model)
-            if said is None or _words(now) != _words(said):
-                said = now
+            if last is None or _words(now) != _words(last):
+                last = now
                 yield now
     finally:
         if not has_entered:  # the caller does not know of the use, which may just have begun

@@ -109,9 +109,9 @@ async def watch_engine(held: HeldModel, close: Close) -> None:
             continue
         try:
             async with asyncio.timeout(HUNG_S):
-                kept_since_s = await link.health()
+                kept = await link.health()
             if held.link is link:
-                held.kept_since_s = kept_since_s
+                held.kept = kept
         except EngineLost:
             if held.link is link and not link.is_held:
                 return  # the lifeline says so as well

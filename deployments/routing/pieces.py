@@ -3,15 +3,18 @@
 Only an engine's tokenizer knows where the blocks of a prompt end, and a front has none. A piece of
 PIECE_CHARACTERS is about as long as a block of the CPU build (128 tokens), and its hash, like a
 block's, covers all that comes before it, the tenant and the adapter: two prompts share as many
-leading hashes as leading pieces. An engine says by a time what it has evicted: of what it was sent
-until then, nothing counts as held. What is wrong here costs a prefill, never an answer.
+leading hashes as leading pieces. An engine says by times what it has evicted: see Kept. What is
+wrong here costs a prefill, never an answer.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
+
+from arbiter.pool.layout import tenant_digest
 
 PIECE_CHARACTERS = 512
 HASH_BYTES = 8  # two pieces of 10 million share one with a chance of 3 in a million
@@ -70,54 +73,93 @@ def split(hashes: bytes) -> list[bytes]:
     return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What of its KV an engine says that it has, by when its requests came: of those until
+    `since_s` nothing, of those after `device_since_s` all. Between them its slab alone has it,
+    until its term is over, and of a tenant at its cap what was used after `capped_since_s`, by the
+    digest of the tenant in hex. Wall-clock seconds; inf: it keeps none."""
+
+    since_s: float = -inf
+    device_since_s: float = -inf
+    capped_since_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class Sent(NamedTuple):
+    """When a replica was sent something, and when the term ends for which its slab keeps the KV,
+    each the latest. Wall-clock seconds."""
+
+    at_s: float
+    until_s: float = inf
+
+    def merged(self, other: "Sent") -> "Sent":
+        return Sent(max(self.at_s, other.at_s), max(self.until_s, other.until_s))
+
+
 class SeenPieces:
     """The pieces that each replica was sent for each model, and when; the least recently sent
     forgotten. Times are wall-clock seconds, because replicas of other nodes tell some."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, str], OrderedDict[bytes, float]] = {}
-        self._kept_since_s: dict[tuple[str, str], float] = {}
+        self._seen: dict[tuple[str, str], OrderedDict[bytes, Sent]] = {}
+        self._kept: dict[tuple[str, str], Kept] = {}
         self._models: dict[str, frozenset[str]] = {}  # by replica, as it said last
 
-    def note(self, replica: str, model: str, pieces: Sequence[bytes], sent_s: float) -> None:
+    def note(self, replica: str, model: str, pieces: Sequence[bytes], sent: Sent) -> None:
         """Notes that a prompt went to a replica. Its tail is forgotten before its head."""
-        if not pieces or not self.has_kept(replica, model, sent_s):
+        if not pieces or sent.at_s <= self._kept_of(replica, model).since_s:
             return
         seen = self._seen.setdefault((replica, model), OrderedDict())
         for piece in reversed(pieces):
-            if seen.get(piece, -inf) <= sent_s:
-                seen[piece] = sent_s
+            before = seen.get(piece, sent)
+            if before.at_s <= sent.at_s:
+                seen[piece] = sent if before.until_s <= sent.until_s else sent.merged(before)
                 seen.move_to_end(piece)
         while len(seen) > PIECES_OF_A_MODEL:
             seen.popitem(last=False)
 
-    def share(self, replica: str, model: str, pieces: Sequence[bytes]) -> float:
-        """The fraction of a prompt, from its beginning on, that a replica was sent and has kept:
-        0 to 1."""
+    def share(
+        self, replica: str, model: str, pieces: Sequence[bytes], tenant: str, now_s: float
+    ) -> float:
+        """The fraction of a prompt of a tenant, from its beginning on, that a replica was sent and
+        has kept: 0 to 1."""
         seen = self._seen.get((replica, model))
         if not seen or not pieces:
             return 0.0
-        known = next((n for n, piece in enumerate(pieces) if piece not in seen), len(pieces))
+        kept = self._kept_of(replica, model)
+        capped_s = _capped_s(kept, tenant)
+        known = 0
+        for piece in pieces:
+            sent = seen.get(piece)
+            if sent is None or not _is_kept(sent, kept, capped_s, now_s):
+                break
+            known += 1
         return known / len(pieces)
 
-    def has_kept(self, replica: str, model: str, sent_s: float) -> bool:
+    def has_kept(self, replica: str, model: str, sent: Sent, tenant: str, now_s: float) -> bool:
         """Whether a replica has kept the KV of what it was sent then, as far as it has said."""
-        return sent_s > self._kept_since_s.get((replica, model), -inf)
+        kept = self._kept_of(replica, model)
+        return sent.at_s > kept.since_s and _is_kept(sent, kept, _capped_s(kept, tenant), now_s)
 
-    def told(
-        self, replica: str, models: Collection[str], kept_since_s: Mapping[str, float]
-    ) -> None:
+    def _kept_of(self, replica: str, model: str) -> Kept:
+        return self._kept.get((replica, model), _NOTHING_KNOWN)
+
+    def told(self, replica: str, models: Collection[str], kept: Mapping[str, Kept]) -> None:
         """A replica says which models it has: it knows nothing more of those that it had before. A
         model that is on its way there is not said yet, so that only a loss counts. It says too
-        since when it has kept what it was sent for a model. An engine that begins anew has less, so
-        that time only grows, but after inf: a model whose engine kept nothing may have another that
-        does."""
-        for model, since_s in kept_since_s.items():
-            known_s = self._kept_since_s.get((replica, model), -inf)
-            if since_s > known_s or (known_s == inf and since_s < inf):
-                self._kept_since_s[replica, model] = since_s
+        what it has kept of what it was sent for a model. An engine that begins anew has less, so
+        that `since_s` only grows, but after inf: a model whose engine kept nothing may have another
+        that does."""
+        for model, news in kept.items():
+            known = self._kept_of(replica, model)
+            since_s = news.since_s
+            if known.since_s < inf:
+                since_s = max(since_s, known.since_s)
+            capped_s = {**known.capped_since_s, **news.capped_since_s}
+            self._kept[replica, model] = replace(news, since_s=since_s, capped_since_s=capped_s)
+            if since_s > known.since_s:
                 seen = self._seen.get((replica, model), OrderedDict())
-                for piece in [piece for piece, sent_s in seen.items() if sent_s <= since_s]:
+                for piece in [piece for piece, sent in seen.items() if sent.at_s <= since_s]:
                     del seen[piece]
         now = frozenset(models)
         for model in self._models.get(replica, now) - now:
@@ -128,6 +170,20 @@ class SeenPieces:
         """Forgets replicas that are not among these."""
         for replica in [name for name in self._models if name not in replicas]:
             del self._models[replica]
-        for known in (self._seen, self._kept_since_s):
+        for known in (self._seen, self._kept):
             for key in [key for key in known if key[0] not in replicas]:
                 del known[key]
+
+
+_NOTHING_KNOWN = Kept()
+
+
+def _capped_s(kept: Kept, tenant: str) -> float:
+    if not kept.capped_since_s:
+        return -inf
+    return kept.capped_since_s.get(tenant_digest(tenant).hex(), -inf)
+
+
+def _is_kept(sent: Sent, kept: Kept, capped_s: float, now_s: float) -> bool:
+    """Of what came after `kept.since_s`."""
+    return sent.at_s > kept.device_since_s or (sent.at_s > capped_s and sent.until_s > now_s)

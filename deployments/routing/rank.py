@@ -14,8 +14,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 
-from deployments.routing.pieces import SeenPieces
+from deployments.routing.pieces import SeenPieces, Sent
 
 
 class ModelPresence(IntEnum):
@@ -49,6 +50,8 @@ class RouteRequest:
     key: str = ""  # of its KV, with its tenant; empty: it has none
     pieces: Sequence[bytes] = ()  # of its prompt
     refused_nodes: Collection[str] = ()  # which do not load its model
+    tenant: str = ""
+    stays_s: float = inf  # for which a slab keeps its KV after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class RoutingHistory:
     def __init__(self) -> None:
         self._sent: dict[str, tuple[str, float]] = {}  # by model
         # By key and served name, the replica and when its last call came.
-        self._sticky: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
+        self._sticky: OrderedDict[tuple[str, str], tuple[str, Sent]] = OrderedDict()
         self.seen = SeenPieces()
 
     def sent(self, model: str, now_s: float) -> str | None:
@@ -114,12 +117,16 @@ class RoutingHistory:
         # Negative where the clock has stepped back.
         return replica if replica and 0 <= now_s - at_s < FOLLOW_S else None
 
-    def sticky(self, request: RouteRequest) -> str | None:
+    def sticky(self, request: RouteRequest, now_s: float) -> str | None:
         """The replica that has the KV of the request's key: it went there last, and the replica has
         not lost what was sent at that time."""
-        replica, sent_s = self._sticky.get((request.key, request.served), ("", 0.0))
-        has_it = replica and self.seen.has_kept(replica, request.model, sent_s)
+        replica, sent = self._sticky.get((request.key, request.served), ("", Sent(0.0)))
+        has_it = replica and self.seen.has_kept(replica, request.model, sent, request.tenant, now_s)
         return replica if has_it else None
+
+    def share(self, request: RouteRequest, replica: str, now_s: float) -> float:
+        """The fraction of the request's prompt that a replica was sent and has kept."""
+        return self.seen.share(replica, request.model, request.pieces, request.tenant, now_s)
 
     def chosen(
         self, request: RouteRequest, replica: str, now_s: float, sent_s: float | None = None
@@ -129,12 +136,13 @@ class RoutingHistory:
         if not request.model:
             return  # a call of another kind teaches nothing
         sent_s = now_s if sent_s is None else sent_s
+        sent = Sent(sent_s, sent_s + request.stays_s)
         self._sent[request.model] = replica, now_s
-        self.seen.note(replica, request.model, request.pieces, sent_s)
+        self.seen.note(replica, request.model, request.pieces, sent)
         if request.key:
             key = request.key, request.served
-            known, known_s = self._sticky.get(key, (replica, sent_s))
-            self._sticky[key] = replica, max(sent_s, known_s) if known == replica else sent_s
+            known, before = self._sticky.get(key, (replica, sent))
+            self._sticky[key] = replica, sent.merged(before) if known == replica else sent
             self._sticky.move_to_end(key)
             if len(self._sticky) > KEYS:
                 self._sticky.popitem(last=False)

@@ -14,7 +14,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from arbiter.protocol.messages import node_of
 from deployments import messages
-from deployments.routing.pieces import split
+from deployments.routing.pieces import Kept, split
 from deployments.routing.rank import ReplicaState, RouteRequest, RoutingHistory, rank
 
 ANYTHING = RouteRequest("", "")
@@ -27,7 +27,15 @@ def request_of(args: Sequence[Any]) -> RouteRequest:
         return ANYTHING
     key = f"{call.tenant}/{call.key}" if call.key else ""
     served = call.served or call.model
-    return RouteRequest(call.model, served, key, split(call.pieces), call.refused_nodes)
+    return RouteRequest(
+        call.model,
+        served,
+        key,
+        split(call.pieces),
+        call.refused_nodes,
+        call.tenant,
+        call.kv_stays_s,
+    )
 
 
 class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
@@ -52,12 +60,13 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # this order is all there is
         request, now_s = request_of(pending_request.args), time.time()
-        found = {one.replica_id.unique_id: one for one in candidate_replicas}
-        states = [self._state_of(key, one, request) for key, one in found.items()]
-        sent, sticky = self._history.sent(request.model, now_s), self._history.sticky(request)
+        by_id = {one.replica_id.unique_id: one for one in candidate_replicas}
+        states = [self._state_of(key, one, request, now_s) for key, one in by_id.items()]
+        sent = self._history.sent(request.model, now_s)
+        sticky = self._history.sticky(request, now_s)
         order = rank(request, states, sticky=sticky, sent=sent)
         self._history.chosen(request, order[0], now_s)  # others come before it is sent
-        return [[found[key]] for key in order]
+        return [[by_id[key]] for key in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, _: Any) -> None:
         """Notes where the call went in the end: the first choice may have had no room. Its engine
@@ -69,19 +78,22 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         super().update_replicas(replicas)
         self._history.keep({one.replica_id.unique_id for one in replicas})
         for one in replicas:
-            key, said = one.replica_id.unique_id, one.routing_stats
-            self._history.seen.told(key, said.get("models", ()), said.get("kept_since_s", {}))
+            key, stats = one.replica_id.unique_id, one.routing_stats
+            kept = {model: Kept(**times) for model, times in stats.get("kept", {}).items()}
+            self._history.seen.told(key, stats.get("models", ()), kept)
 
-    def _state_of(self, key: str, one: RunningReplica, request: RouteRequest) -> ReplicaState:
+    def _state_of(
+        self, key: str, one: RunningReplica, request: RouteRequest, now_s: float
+    ) -> ReplicaState:
         queue = self.replica_queue_len_cache.get(one.replica_id) or 0
-        said = one.routing_stats
+        stats = one.routing_stats
         return ReplicaState(
             key,
             queue,
             queue >= one.max_ongoing_requests,
-            said.get("models", {}),
-            said.get("adapters", ()),
-            self._history.seen.share(key, request.model, request.pieces),
+            stats.get("models", {}),
+            stats.get("adapters", ()),
+            self._history.share(request, key, now_s),
             node_of(one.node_id or ""),
         )
 

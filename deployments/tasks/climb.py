@@ -74,7 +74,7 @@ async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) 
                     yield _signed(part, one.served or one.model)
                 else:
                     return
-        except _Leaves as leaves:
+        except _NextRung as leaves:
             left.add(rung.name)
             others = [other for other in ahead if other.name != leaves.to.name]
             ahead = [leaves.to, *others, rung]
@@ -88,7 +88,7 @@ async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) 
             yield messages.STARTING
 
 
-class _Leaves(Exception):
+class _NextRung(Exception):
     """The request goes on to another rung."""
 
     def __init__(self, to: Rung) -> None:
@@ -99,7 +99,7 @@ class _Leaves(Exception):
 async def _watched(
     parts: Parts, onward: Onward | None, rung: Rung, ahead: set[str], began_s: float
 ) -> Parts:
-    """The parts of a rung. Raises _Leaves while none but progress has come, where another rung of
+    """The parts of a rung. Raises _NextRung while none but progress has come, where another rung of
     those `ahead` is sooner; closing its parts withdraws what it waits for. Raises RequestError."""
     async with aclosing(parts):
         has_begun = onward is None
@@ -109,7 +109,7 @@ async def _watched(
                 while not (await asyncio.wait({following}, timeout=LOOK_S))[0]:
                     to = await onward(rung.name, time.monotonic() - began_s)
                     if to is not None and to.name in ahead and not following.done():
-                        raise _Leaves(to)
+                        raise _NextRung(to)
             finally:
                 if not following.done():
                     following.cancel()

@@ -35,9 +35,9 @@ def needs_of(path: str, fields: Mapping[str, Any] | None, *, generates: bool) ->
     """`fields`: of a JSON body; None: of a form, which says nothing here. `generates`: text."""
     if fields is None or not generates:
         return Needs(prefixes.served_path(path))
-    said = [fields[name] for name in _TEXT if name in fields]
+    texts = [fields[name] for name in _TEXT if name in fields]
     wanted = next((n for name in _MOST if isinstance(n := fields.get(name), int)), 0)
-    tokens_count = -(-_chars(said) // TOKEN_CHARS) + wanted
+    tokens_count = -(-_chars(texts) // TOKEN_CHARS) + wanted
     chooses = fields.get("tool_choice") in (None, "auto")
     return Needs(
         prefixes.served_path(path),
@@ -81,15 +81,15 @@ def served_paths(capability: CapabilityConfig) -> frozenset[str]:
 @cache
 def _paths_of(place: str) -> frozenset[str]:
     module, _, name = place.partition(":")
-    found: frozenset[str] = getattr(importlib.import_module(module), name).paths
-    return found
+    paths: frozenset[str] = getattr(importlib.import_module(module), name).paths
+    return paths
 
 
-def _chars(said: object) -> int:
+def _chars(value: object) -> int:
     """Counts the characters of all text within, without pictures and sound; a token by number
     counts as TOKEN_CHARS."""
     count = 0
-    for one in _nested(said, ("content", "text")):
+    for one in _nested(value, ("content", "text")):
         match one:
             case str():
                 count += len(one)
@@ -98,17 +98,17 @@ def _chars(said: object) -> int:
     return count
 
 
-def _has_pictures(said: object) -> bool:
+def _has_pictures(value: object) -> bool:
     return any(
         isinstance(one, dict) and str(one.get("type")) in _PICTURES
-        for one in _nested(said, ("content",))
+        for one in _nested(value, ("content",))
     )
 
 
-def _nested(said: object, fields: tuple[str, ...]) -> Iterator[object]:
+def _nested(value: object, fields: tuple[str, ...]) -> Iterator[object]:
     """All values within, of objects those of these fields; the stack is our own, because a client
     chooses how deep it nests."""
-    waiting = [said]
+    waiting = [value]
     while waiting:
         yield (one := waiting.pop())
         match one:

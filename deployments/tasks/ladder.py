@@ -131,7 +131,7 @@ def _sooner(
     if not here or not all(c.exceeds(budget_s) for c in here):
         return []
     soonest_s = _soonest_s(here)
-    return [c for c in remotes if (said := c.predicted.total_s) is None or said < soonest_s]
+    return [c for c in remotes if (total_s := c.predicted.total_s) is None or total_s < soonest_s]
 
 
 def _soonest_s(here: list[RungState]) -> float:
@@ -156,16 +156,15 @@ def _why_behind(here: list[RungState], budget_s: float | None) -> str:
 
 
 def _why_here(state: RungState, task: TaskConfig, budget_s: float | None) -> str:
-    said = state.predicted
-    if said.state == RESIDENT:
+    predicted = state.predicted
+    if predicted.state == RESIDENT:
         until = "resident, it serves at once"
-    elif said.begins_s is None:
-        until = f"{said.state}, until it serves nothing is known, taken as {UNKNOWN_S:.0f} s"
+    elif predicted.begins_s is None:
+        until = f"{predicted.state}, until it serves nothing is known, taken as {UNKNOWN_S:.0f} s"
     else:
-        until = f"{said.state}, it serves in {said.begins_s:.1f} s"
+        until = f"{predicted.state}, it serves in {predicted.begins_s:.1f} s"
     score = f"score {state.score_s(task.step_s):.1f} s with {state.position} places down"
     if state.exceeds(budget_s):
-        score += (
-            f"; its answer takes {said.total_s:.1f} s, more than the budget of {budget_s:.1f} s"
-        )
+        most = f"more than the budget of {budget_s:.1f} s"
+        score += f"; its answer takes {predicted.total_s:.1f} s, {most}"
     return f"{until}; {score}"

@@ -177,7 +177,9 @@ def test_start_listens_where_it_is_told_and_changes_nothing_else(tmp_path: Path)
     assert start.listening_on(CONFIG, None) == CONFIG
     everywhere = start.listening_on(CONFIG, "0.0.0.0")
     assert everywhere["http_options"] == CONFIG["http_options"] | {"host": "0.0.0.0"}
-    assert everywhere | {"http_options": None} == CONFIG | {"http_options": None}
+    empty = CONFIG | {"http_options": None}
+    assert everywhere | {"http_options": None} == empty
+    assert start.listening_on(empty, "0.0.0.0")["http_options"] == {"host": "0.0.0.0"}
     file = start.written(everywhere, tmp_path)
     assert yaml.safe_load(file.read_text()) == everywhere
     assert main(["check", str(file)]) == 0

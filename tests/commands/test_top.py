@@ -12,10 +12,10 @@ from arbiter.core.reports.snapshot import CooldownView
 from arbiter.units import seconds
 from deployments.cli import top_rows, top_watch
 from deployments.cli.output import CommandError
-from deployments.cli.top_rows import Choice
+from deployments.cli.top_rows import Selection
 from deployments.cli.top_screen import Screen
 from deployments.cli.top_watch import Watch
-from deployments.monitoring.followed import Followed
+from deployments.monitoring.followed import FollowedStream
 from deployments.monitoring.story import event_row
 from deployments.monitoring.view import Facts, SlabRow, View, to_plain, view_of
 from tests.support.arbiter_states import Books
@@ -117,7 +117,7 @@ def test_pool_has_a_row_for_each_slab(view: View) -> None:
     assert "no engine keeps anything" in text(top_rows.pool(()).drawn())
     row = SlabRow("n1/1", "kv", "chat/tiny", (), 3 << 20, 9 << 20, 7, 5, 2, "a1b2c3")
     rows = (row, replace(row, slab="n1/2", users=("tiny-1",), namespace=""))
-    drawn = text(top_rows.chosen(replace(view, slabs=rows), [], Choice("pool"), NOW).drawn())
+    drawn = text(top_rows.chosen(replace(view, slabs=rows), [], Selection("pool"), NOW).drawn())
     first, second = (line.split() for line in drawn.splitlines()[-2:])
     assert first == "n1/1 kv chat/tiny idle a1b2c3 3.0 MiB 9.0 MiB 7 5 2".split()
     assert second == "n1/2 kv chat/tiny tiny-1 - 3.0 MiB 9.0 MiB 7 5 2".split()
@@ -125,12 +125,12 @@ def test_pool_has_a_row_for_each_slab(view: View) -> None:
 
 @pytest.mark.spec("K4")
 def test_models_are_sorted_by_what_was_chosen(view: View) -> None:
-    choice, orders = Choice(), []
+    choice, orders = Selection(), []
     for _ in top_rows.ORDERS:
         rows = top_rows.models(view, choice.order, NOW).rows
         orders.append((choice.order, [row[0] for row in rows][:2]))
         choice = choice.next_order()
-    assert choice == Choice()
+    assert choice == Selection()
     assert orders == [
         ("state", ["big-chat", "next-chat"]),
         ("name", ["big-chat", "cold-chat"]),
@@ -152,7 +152,7 @@ def test_what_others_chose_cannot_steer_the_terminal() -> None:
 def test_500_models_are_drawn_in_the_room_that_there_is(view: View) -> None:
     row = view.models[0]
     many = replace(view, models=tuple(replace(row, model=f"m{n:03}") for n in range(500)))
-    drawn = text(top_watch.screenful(watched(many), Choice(), NOW, 30), width=140)
+    drawn = text(top_watch.screenful(watched(many), Selection(), NOW, 30), width=140)
     assert 20 < len(drawn.splitlines()) <= 30
     assert "m000" in drawn
 
@@ -203,7 +203,7 @@ def to_event(event: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.spec("K4")
 def test_messages_add_up_to_the_view(view: View) -> None:
-    followed = Followed()
+    followed = FollowedStream()
     first, second, third = messages(view)
     assert followed.take({}) is None
     assert followed.take(first) == view
@@ -250,7 +250,7 @@ async def test_a_front_that_is_away_is_asked_again(front: ScriptedFront, view: V
     front.refuses("GET", path, 503, "starting", "not yet")
     with top_watch.watching("http://127.0.0.1:1") as watch:
         await eventually(lambda: "not yet" in watch.trouble)
-        assert "not yet" in text(top_watch.screenful(watch, Choice(), NOW, 30))
+        assert "not yet" in text(top_watch.screenful(watch, Selection(), NOW, 30))
         is_followed(front, view)
         await eventually(lambda: watch.view)
     assert watch._failure is None
@@ -309,7 +309,7 @@ async def test_adapters_are_asked_for_while_their_tab_is_shown(
     with top_watch.watching("http://127.0.0.1:1") as watch:
         await eventually(lambda: watch.view)
         assert ("GET", path) not in front.asked()
-        shown = Choice(top_rows.ADAPTERS)
+        shown = Selection(top_rows.ADAPTERS)
         top_watch.screenful(watch, shown, NOW, 30)
         await eventually(lambda: watch.adapters)
         lines = text(top_watch.screenful(watch, shown, NOW, 30)).splitlines()

@@ -85,6 +85,14 @@ def test_blocks_of_a_request_are_noted_as_vllm_notes_them() -> None:
     assert [len(keys) for keys in found[0]] == [11, 3]
 
 
+def test_request_whose_lookup_finds_no_number_is_looked_up_again_in_the_next_step() -> None:
+    asks = inspect.getsource(OffloadingConnectorScheduler.get_num_new_matched_tokens)
+    assert "num_hit_tokens = self._lookup(req_status, max_num_new_tokens)" in asks
+    assert "return num_hit_tokens, bool(num_hit_tokens)" in asks
+    later = inspect.getsource(Scheduler.schedule)
+    assert "if ext_tokens is None:" in later
+
+
 def test_manager_is_found_within_the_scheduler() -> None:
     assert "self.connector_scheduler = OffloadingConnectorScheduler(" in inspect.getsource(
         OffloadingConnector.__init__

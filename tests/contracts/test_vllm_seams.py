@@ -33,7 +33,6 @@ from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -327,20 +326,22 @@ def test_scheduler_passes_over_what_may_not_run_yet_and_preempts_between_steps()
     assert "self.deferred_frees.append(" in freed
 
 
-def test_block_pool_tells_one_collector_of_each_block_that_a_request_is_given() -> None:
+def test_block_pool_tells_a_collector_what_it_evicts_and_a_step_what_requests_are_given() -> None:
     """What deployments.engines.vllm.kept_blocks stands on."""
-    told = {name for name in vars(KeptBlocks) if not name.startswith("_")}
+    told = {name for name in vars(KeptBlocks) if not name.startswith("_")} - {"note"}
     assert told <= vars(KVCacheMetricsCollector).keys()
     calls = re.findall(r"self\.metrics_collector\.(\w+)\(", inspect.getsource(BlockPool))
     assert set(calls) == told
     evicts = inspect.getsource(BlockPool._maybe_evict_cached_block)
     assert evicts.index("on_block_evicted") < evicts.index("_remove_cached_block_hashes")
-    gives = "allocate_new_computed_blocks allocate_new_blocks"
-    source = inspect.getsource(KVCacheManager.allocate_slots)
-    assert all(f"self.coordinator.{name}(" in source for name in gives.split())
-    elsewhere = inspect.getsource(KVCacheManager).replace(source, "")
-    assert not any(f"self.coordinator.{name}(" in elsewhere for name in gives.split())
-    assert inspect.getsource(Scheduler).count("self.kv_cache_manager.allocate_slots(") == 2
+    source = inspect.getsource(Scheduler.schedule)
+    assert source.count("req_to_new_blocks[request_id] = new_blocks") == 1, "of what runs"
+    began = "req_to_new_blocks[request_id] = self.kv_cache_manager.get_blocks("
+    assert source.count(began) == 1, "of what begins or is resumed"
+    assert source.count("req_to_new_blocks[req.request_id].get_block_ids()") == 2
+    cached = inspect.getsource(Scheduler._make_cached_request_data)
+    assert "req_to_new_blocks[req_id].get_block_ids(allow_none=True)" in cached
+    assert inspect.getsource(BlockPool.__init__).count("self.free_block_queue.popleft()") == 1
     assert "self.arrival_time = arrival_time if" in inspect.getsource(Request)
 
 

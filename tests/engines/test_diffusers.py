@@ -20,7 +20,7 @@ from deployments import messages
 from deployments.engines import dispatch_lock
 from deployments.engines.diffusers import engine as module
 from deployments.engines.diffusers import pipeline
-from deployments.engines.diffusers.batches import Drawn, Order, Step
+from deployments.engines.diffusers.batches import DrawnPicture, DrawRequest, Step
 from deployments.engines.diffusers.requests import Setting
 from models import shapes
 from models.shapes import Fact, all_facts
@@ -251,8 +251,8 @@ async def test_a_drawing_without_clients_ends_between_two_steps(drawing: Path) -
     step = scheduler.step
     scheduler.step = lambda *args, **more: steps.append(1) or step(*args, **more)
 
-    def order(count: int) -> Order:
-        return Order(Setting(64, 64, count, 2.0, ""), RED.caption, "", [1])
+    def order(count: int) -> DrawRequest:
+        return DrawRequest(Setting(64, 64, count, 2.0, ""), RED.caption, "", [1])
 
     async with asyncio.timeout(120):
         async with aclosing(engine.batches.events(order(1_000))) as events:
@@ -260,7 +260,7 @@ async def test_a_drawing_without_clients_ends_between_two_steps(drawing: Path) -
                 if isinstance(event, Step) and event.step == 3:
                     break
         async with aclosing(engine.batches.events(order(10))) as events:
-            made = [event async for event in events if isinstance(event, Drawn)]
+            made = [event async for event in events if isinstance(event, DrawnPicture)]
     assert pic.shows(made[0].image) == RED
     assert len(steps) < 500
 

@@ -80,6 +80,7 @@ def test_base64_carries_the_same_numbers(minilm: Child) -> None:
         ({"dimensions": 100}, "dimensions"),
         ({"dimensions": True}, "dimensions"),
         ({"encoding_format": "hex"}, "encoding_format"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ],
 )
 def test_bad_input_is_refused_by_field(minilm: Child, change: dict[str, Any], field: str) -> None:
@@ -97,6 +98,18 @@ def test_text_of_a_million_tokens_is_refused_without_their_cost(minilm: Child) -
         assert grown() < archives.MOST_GROWN_BYTES
     assert (status, got["error"]["param"]) == (400, "input")
     assert embed(minilm, "fine")[0] == 200
+
+
+@pytest.mark.spec("J1", "L3")
+def test_text_beyond_the_window_is_cut_where_its_sender_says_so(minilm: Child) -> None:
+    cut = {"truncate_prompt_tokens": -1}
+    status, body = embed(minilm, ["word " * 600, "a lease", "word " * (1 << 20)], **cut)
+    assert status == 200
+    assert body["usage"]["prompt_tokens"] == 256 + 4 + 256
+    whole, short, long = (row["embedding"] for row in body["data"])
+    assert whole == pytest.approx(embed(minilm, "word " * 254)[1]["data"][0]["embedding"], abs=1e-5)
+    assert short == pytest.approx(embed(minilm, "a lease")[1]["data"][0]["embedding"], abs=1e-5)
+    assert long == pytest.approx(whole, abs=1e-5)
 
 
 def test_the_native_width_may_be_asked_for(minilm: Child) -> None:
@@ -220,7 +233,7 @@ async def test_a_client_that_disconnects_is_not_computed_for() -> None:
     await slow.engine.load()
     first = asyncio.ensure_future(slow.engine._embed(["first"]))
     await asyncio.to_thread(slow.begun.wait, 60)
-    asked = module.Asked(["second"], None, False)
+    asked = module.EmbeddingRequest(["second"], None, False)
     gone = asyncio.ensure_future(slow.engine._answer_for(told.get, asked, 1))
     third = asyncio.ensure_future(slow.engine._embed(["third one"]))
     told.put_nowait({"type": "http.disconnect"})
@@ -286,7 +299,7 @@ async def test_answer_to_many_texts_is_written_in_turns_with_other_requests(
         patch.setattr(module, "shorten", shortened)
         beside = asyncio.ensure_future(others())
         async with asyncio.timeout(60):
-            raw = await slow.engine._answer(module.Asked(texts, None, as_base64), 9)
+            raw = await slow.engine._answer(module.EmbeddingRequest(texts, None, as_base64), 9)
         beside.cancel()
     assert len(turns) >= 99
     encode = module._base64 if as_base64 else module._floats

@@ -61,6 +61,15 @@ def test_llama_server_loads_answers_streams_and_is_healthy(
     assert child.call("POST", "/control/sleep")[0] == 409  # cannot, and so it leaves instead
 
 
+@pytest.mark.spec("L4")
+def test_program_answers_its_engine_process_alone(light: ZygoteUnderTest, tmp_path: Path) -> None:
+    child, _ = spawned(light, tmp_path)
+    child.ready()
+    assert child.call("POST", CHAT, {"model": "llama", "messages": []})[0] == 200
+    program = Child(child.pid, child.path.replace(".sock", ".l.sock"))
+    assert program.call("POST", CHAT, {"model": "llama", "messages": []})[0] == 401
+
+
 def test_a_client_that_leaves_ends_the_work_in_the_program(
     light: ZygoteUnderTest, tmp_path: Path
 ) -> None:

@@ -83,6 +83,13 @@ def test_real_llama_server_lists_its_model_and_refuses_what_changes_it(llama: Ch
     asked(llama)
 
 
+@pytest.mark.spec("L4")
+def test_real_llama_server_answers_its_engine_process_alone(llama: Child) -> None:
+    asked(llama)
+    program = Child(llama.pid, llama.path.replace(".sock", ".l.sock"))
+    assert program.call("POST", CHAT, {"model": "tiny", **ASKED})[0] == 401
+
+
 def test_bytes_of_the_real_llama_server_are_its_engines(llama: Child) -> None:
     """The program is a child of the engine's process, whose tree is what the node agent weighs."""
     cache_bytes = 2 * gguf_model.LAYERS * gguf_model.HIDDEN * 256 * 2

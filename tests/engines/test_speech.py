@@ -235,6 +235,7 @@ def test_parallel_transcripts_are_not_mixed_up(hears: Child, says: Child) -> Non
         ({"temperature": "1.5"}, "temperature"),
         ({"temperature": "nan"}, "temperature"),
         ({"timestamp_granularities[]": "page"}, "timestamp_granularities"),
+        ({"timestamp_granularities[]": "word"}, "timestamp_granularities"),
         ({"stream": "perhaps"}, "stream"),
         ({"vad_filter": "perhaps"}, "vad_filter"),
     ],

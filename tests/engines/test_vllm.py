@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +36,16 @@ VLLM = "deployments.engines.vllm.engine:build"
 MIB = 1 << 20
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is a lease?"}]}
 GREEDY = {**CHAT, "max_tokens": 12, "temperature": 0}
+OTHER_USER = 65_534  # without rights, and on each machine
+# What the socket's owner sends a process of that user which sends nothing.
+GREETED = """
+import os, socket, sys
+os.setuid(int(sys.argv[1]))
+with socket.socket(socket.AF_UNIX) as asking:
+    asking.connect(sys.argv[2])
+    asking.settimeout(60)
+    print(len(asking.recv(64)))
+"""
 
 
 def config(model: Path, **more: Any) -> dict[str, Any]:
@@ -315,10 +327,45 @@ def test_model_of_two_processes_answers_as_one_and_leaves_nothing_when_its_front
         maps = "".join(Path(f"/proc/{p}/maps").read_text() for p in workers)
         shared = [line for line in maps.splitlines() if "/dev/shm/" in line]
         assert shared and all(line.endswith("(deleted)") for line in shared)
+        places = listening(members)
+        assert len(places) > 4 and {place.parent for place in places} == {Path(child.path).parent}
         os.kill(child.pid, signal.SIGKILL)
         until(lambda: all(is_gone(p) for p in members), 60)
     finally:
         kill(child)
+
+
+def listening(pids: list[int]) -> set[Path]:
+    """Where these processes take connections by unix sockets."""
+    links = (link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir())
+    inodes = {os.readlink(link).removeprefix("socket:[").removesuffix("]") for link in links}
+    rows = (row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:])
+    return {Path(row[7]) for row in rows if row[3] == "00010000" and row[6] in inodes}
+
+
+@pytest.mark.spec("L4")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_frontend_hangs_up_on_another_user_that_can_reach_the_sockets_of_its_core(
+    chat: Child,
+) -> None:
+    sockets = listening(tree(chat.pid)) - {Path(chat.path)}
+    assert {place.suffix for place in sockets} == {".in", ".out"}
+    folder = Path(chat.path).parent
+    try:
+        folder.chmod(0o711)
+        for place in sockets:
+            place.chmod(0o777)
+            assert greeted(os.getuid(), place) > 0
+            assert greeted(OTHER_USER, place) == 0
+    finally:
+        folder.chmod(0o700)
+
+
+def greeted(uid: int, place: Path) -> int:
+    """How many bytes a process of that user is sent."""
+    command = [sys.executable, "-c", GREETED, str(uid), place.name]
+    said = subprocess.run(command, cwd=place.parent, capture_output=True, text=True, check=True)
+    return int(said.stdout)
 
 
 @pytest.mark.spec("A12")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from deployments.jobs import bodies as bodies_module
-from deployments.jobs.batch_store import BatchStore, Finished, Line, NewBatch
+from deployments.jobs.batch_store import BatchStore, FinishedLine, Line, NewBatch
 from deployments.jobs.bodies import PIECE_BYTES, Bodies
 from deployments.jobs.database import Database
 from deployments.jobs.errors import StorageFull, Superseded
@@ -60,9 +60,9 @@ class Work:
             self.jobs.complete(job.id, 200, b"answer" * 1_000)
 
 
-def result(line: Line, padding_bytes: int = 0) -> Finished:
+def result(line: Line, padding_bytes: int = 0) -> FinishedLine:
     text = json.dumps({"number": line.number, "padding": "x" * padding_bytes}).encode() + b"\n"
-    return Finished("batch_a", line, text, line.number % 2 == 0, {"input": 1})
+    return FinishedLine("batch_a", line, text, line.number % 2 == 0, {"input": 1})
 
 
 def dies_at(step: int, folder: Path, work: Callable[[Work], None]) -> bool:

@@ -299,7 +299,9 @@ def served(folder: Path, config: dict[str, Any], **variables: str) -> Iterator[G
     file.write_text(yaml.safe_dump(config))
     log = (folder / "serve.log").open("wb")
     # The variables of `arbiter serve`, so that what is tested is what users run.
-    env = as_users(VARIABLES | {"RAY_ADDRESS": "local"} | variables)
+    # Of Ray's reporter of processes no test reads anything.
+    ours = {"RAY_ADDRESS": "local", "REPORTER_UPDATE_INTERVAL_MS": "60000"}
+    env = as_users(VARIABLES | ours | variables)
     process = subprocess.Popen(
         [BIN / "serve", "run", file],
         cwd=ROOT,

@@ -13,7 +13,7 @@ import yaml
 from openai import OpenAI
 from ray._common.utils import get_default_ray_temp_dir
 
-from arbiter.metrics.table import FRONT, TABLE, Kind
+from arbiter.metrics.table import FRONT, TABLE, MetricType
 from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import read_command
 from tests.support.graph_metrics import ray_answer, ray_samples, scrape
@@ -65,7 +65,9 @@ def test_a_request_is_counted_at_the_front_and_on_rays_exporter(graph: Graph, as
     assert found["arbiter_up"][0].value == 1
     states = {s.labels["model"]: s.value for s in found["arbiter_model_state"]}
     assert states[CHAT] >= 1
-    plain = {m.name for m in TABLE.values() if m.kind is not Kind.HISTOGRAM and m not in FRONT}
+    plain = {
+        m.name for m in TABLE.values() if m.kind is not MetricType.HISTOGRAM and m not in FRONT
+    }
 
     def has_all(rays: dict[str, list[Any]]) -> bool:
         """Looks anew each time, because some have no series now and then. Ray drops what is

@@ -31,6 +31,9 @@ def test_chat_is_answered_whole_and_streamed_alike(llama: Client) -> None:
     assert len(pieces) > 2 and [p.done for p in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "".join(p.message.content or "" for p in pieces) == whole.message.content
     assert pieces[-1].eval_count == whole.eval_count
+    told = llama.chat(CHAT, HELLO, options=GREEDY, logprobs=True, top_logprobs=2).logprobs or []
+    assert len(told) == whole.eval_count and all(one.logprob <= 0 for one in told)
+    assert {len(one.top_logprobs or []) for one in told} == {2}
 
 
 @pytest.mark.spec("J1")
@@ -75,6 +78,11 @@ def test_embeddings_are_those_of_openais_route(llama: Client, graph: Graph) -> N
         found.embeddings, [row["embedding"] for row in said["data"]], atol=1e-6
     )
     assert found.prompt_eval_count == said["usage"]["prompt_tokens"]
+    long = "word " * 600
+    assert llama.embed(EMBED, long).prompt_eval_count == 256
+    with pytest.raises(ResponseError, match="reads at most 256") as refused:
+        llama.embed(EMBED, long, truncate=False)
+    assert refused.value.status_code == 400
 
 
 def is_unloaded(graph: Graph) -> bool:

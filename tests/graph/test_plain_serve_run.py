@@ -14,6 +14,7 @@ import tempfile
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -142,9 +143,7 @@ def test_serve_run_of_the_shipped_file_answers_with_no_variable_set() -> None:
     config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     assert config["http_options"]["port"] == 8000
     config["http_options"]["port"] = free_port()
-    failing = [{"name": "front", "user_config": {"arbiter": "none"}}]
-    fails = {"import_path": "deployments.app:front", "deployments": failing}
-    config["applications"].append({"name": "fails", "route_prefix": "/fails", **fails})
+    config["applications"].append(never_starts("fails", "/fails"))
     with own_home() as (home, env):
         (file := home / "serve_config.yaml").write_text(yaml.safe_dump(config))
         with running([str(BIN / "serve"), "run", str(file)], file, env) as graph:
@@ -155,26 +154,50 @@ def test_serve_run_of_the_shipped_file_answers_with_no_variable_set() -> None:
             knows_what_serve_gets_wrong(graph)
 
 
+@pytest.mark.spec("J8")
+def test_serve_run_whose_front_never_starts_says_when_to_come_back() -> None:
+    """No front has put a middleware around the proxy, but its application has been built."""
+    http_options, front = {"port": free_port()}, never_starts("front", "/")
+    config = {"http_options": http_options, "applications": [front]}
+    with own_home() as (home, env):
+        (file := home / "serve_config.yaml").write_text(yaml.safe_dump(config))
+        with running([str(BIN / "serve"), "run", str(file)], file, env) as graph:
+            assert until(lambda: given_up(graph, "/health"), 180, "it is given up") == (503, "10")
+
+
+def never_starts(name: str, route_prefix: str) -> dict[str, Any]:
+    """An application of a front that takes its table for bad."""
+    deployments = [{"name": "front", "user_config": {"arbiter": "none"}}]
+    built = {"import_path": "deployments.app:front", "deployments": deployments}
+    return {"name": name, "route_prefix": route_prefix, **built}
+
+
 def knows_what_serve_gets_wrong(graph: Graph) -> None:
     """Although its proxy was started without our middlewares."""
-    place = urllib.parse.urlsplit(graph.url).netloc
-    connection = http.client.HTTPConnection(place, timeout=60)
-    connection.putrequest("GET", "/health")
-    connection.putheader("x-request-id", b"\xff\xfe")
-    connection.endheaders()
-    answer = connection.getresponse()
-    assert answer.status == 200, answer.read()
-    answer.read()
-
-    def refused() -> tuple[int, str | None] | None:
-        """Until Serve has given the deployment up, a request waits for a replica of it."""
-        connection.request("GET", "/fails/health")
+    with contextlib.closing(connected(graph)) as connection:
+        connection.putrequest("GET", "/health")
+        connection.putheader("x-request-id", b"\xff\xfe")
+        connection.endheaders()
         answer = connection.getresponse()
-        said = answer.read().decode()
-        is_serves = "failed to deploy" in said
+        assert answer.status == 200, answer.read()
+    assert until(lambda: given_up(graph, "/fails/health"), 180, "it is given up") == (503, "10")
+
+
+def given_up(graph: Graph, path: str) -> tuple[int, str | None] | None:
+    """Status and Retry-After, once Serve has given an application up. Before that it may not
+    listen, and then a request waits for a replica."""
+    with contextlib.closing(connected(graph, 5)) as connection:
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+        except (ConnectionRefusedError, TimeoutError):
+            return None
+        is_serves = b"failed to deploy" in answer.read()
         return (answer.status, answer.headers["retry-after"]) if is_serves else None
 
-    assert until(refused, 180, "Serve has given it up") == (503, "10")
+
+def connected(graph: Graph, within_s: float = 60) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(urllib.parse.urlsplit(graph.url).netloc, timeout=within_s)
 
 
 def test_what_make_would_install_is_known_without_installing() -> None:

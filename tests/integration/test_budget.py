@@ -88,7 +88,9 @@ async def test_on_demand_is_what_pins_leave_and_pins_beyond_the_budget_are_flagg
         plain["arbiter"]["arenas"]["cpu"] = 100 * MIB
         await call_arbiter("configure", boot.configuration(parse_table(plain)))
         state = await d.until(
-            lambda s: s["epoch"] > state["epoch"] and s["is_settled"] and s["tickets"]
+            lambda s: (
+                s["epoch"] > state["epoch"] and s["is_settled"] and s["tickets"] and s["devices"]
+            )
         )
         [told] = await d.events("pin_over_cap")  # it is more than the whole device lends by now
         device = of_kind(state, "cpu")

@@ -4,7 +4,7 @@ import pytest
 
 from arbiter.client.admin import call_arbiter
 from deployments.config import boot
-from deployments.prefixes import Cut
+from deployments.prefixes import PrefixEnd
 from tests.support.live_arbiter import LiveArbiter, capability, first, live_arbiter, model
 from tests.support.waits import eventually
 
@@ -61,7 +61,7 @@ async def test_sweep_does_not_warm_again_the_prefix_that_a_request_has_used_late
         await prewarms(d, "b", "load")
         await mouth.shift_clock.remote(100)
         said = b'{"messages": [{"role": "system", "content": "be kind"}]}'
-        await mouth.chat.remote("b", Cut(1, key="lately"), said)
+        await mouth.chat.remote("b", PrefixEnd(1, key="lately"), said)
         await mouth.shift_clock.remote(140)
         await prewarms(d, "b", "load", "sweep")
         await mouth.shift_clock.remote(240)
@@ -78,7 +78,7 @@ async def test_model_removed_and_added_again_knows_no_prefix_of_earlier_requests
         assert await mouth.ask.remote("b") == 200
         await prewarms(d, "b", "load")
         said = b'{"messages": [{"role": "system", "content": "be kind"}]}'
-        await mouth.chat.remote("b", Cut(1, key="lately"), said)
+        await mouth.chat.remote("b", PrefixEnd(1, key="lately"), said)
         await mouth.shift_clock.remote(240)
         await prewarms(d, "b", "load", "sweep", "sweep")
         seen = (await d.state())["sequence"]

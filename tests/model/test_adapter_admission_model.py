@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arbiter.core.types import Priority
-from deployments.engines.vllm.batch_admission import BASE, BYPASSES, View, Waiting, plan
+from deployments.engines.vllm.batch_admission import BASE, BYPASSES, View, WaitingRequest, plan
 from deployments.engines.vllm.token_counters import FairShare
 from tests.support.examples import examples
 
@@ -20,11 +20,11 @@ PRIORITIES = list(Priority)
 
 
 @st.composite
-def asked(draw: st.DrawFn, key: int, since_s: float) -> Waiting:
+def asked(draw: st.DrawFn, key: int, since_s: float) -> WaitingRequest:
     tenant, priority = draw(st.sampled_from(["", "x", "y"])), draw(st.sampled_from(PRIORITIES))
     expires_s = draw(st.sampled_from([inf, inf, 9.0, 10.0, 11.0]))
     tokens = draw(st.integers(1, 40))
-    return Waiting(key, draw(NAMES), since_s, tenant, priority, tokens, expires_s)
+    return WaitingRequest(key, draw(NAMES), since_s, tenant, priority, tokens, expires_s)
 
 
 @st.composite
@@ -56,7 +56,7 @@ def views(draw: st.DrawFn) -> View:
 
 
 @st.composite
-def shares(draw: st.DrawFn, waiting: list[Waiting]) -> FairShare:
+def shares(draw: st.DrawFn, waiting: list[WaitingRequest]) -> FairShare:
     """Any services so far, of those that wait."""
     made = FairShare()
     for one in waiting:
@@ -147,7 +147,11 @@ def test_any_plan_keeps_every_rule(view: View) -> None:
 
 @pytest.mark.spec("F2")
 def test_a_pinned_adapter_enters_at_once_and_never_drains_for_another() -> None:
-    waiting = [Waiting(0, "cold", 0.0), Waiting(1, "pin", 5.0), Waiting(2, "b", 5.0)]
+    waiting = [
+        WaitingRequest(0, "cold", 0.0),
+        WaitingRequest(1, "pin", 5.0),
+        WaitingRequest(2, "b", 5.0),
+    ]
     pin = frozenset({"pin"})
     assert plan(View(2, 8, {"b": 2}, waiting, 6.0, ageing_s=2.0, pinned=pin)).entering == [1], (
         "b drains"
@@ -164,8 +168,8 @@ def test_a_cold_adapter_enters_under_any_flood_on_hot_ones(
     """A closed loop keeps every hot adapter's queue full; each request runs 1 to 5 ticks."""
     window, ageing = slots * per_slot, 3.0
     hot = [chr(ord("a") + n) for n in range(slots)]
-    waiting = [Waiting(n, hot[n % slots], 0.0) for n in range(window * 2)]
-    waiting.insert(slots, Waiting(10_000, "cold", 0.0))
+    waiting = [WaitingRequest(n, hot[n % slots], 0.0) for n in range(window * 2)]
+    waiting.insert(slots, WaitingRequest(10_000, "cold", 0.0))
     running: dict[int, tuple[str, int]] = {}
     for tick, key in zip(range(60), range(20_000, 30_000), strict=False):
         running = {k: (a, end) for k, (a, end) in running.items() if end > tick}
@@ -176,19 +180,23 @@ def test_a_cold_adapter_enters_under_any_flood_on_hot_ones(
         for one in [w for w in waiting if w.key in entered]:
             waiting.remove(one)
             running[one.key] = one.adapter, tick + lengths[(one.key + tick) % 60]
-            waiting.append(Waiting(key * 100 + one.key % 100, one.adapter, float(tick)))
+            waiting.append(WaitingRequest(key * 100 + one.key % 100, one.adapter, float(tick)))
     raise AssertionError("the cold adapter never entered")
 
 
 def test_running_adapters_then_the_longest_queue_go_first_beyond_the_slots() -> None:
     names = ["c", "a", "d", "d", "a", "c", "d"]
-    waiting = [Waiting(n, name, float(n)) for n, name in enumerate(names)]
+    waiting = [WaitingRequest(n, name, float(n)) for n, name in enumerate(names)]
     view = View(2, 8, {"a": 1}, waiting, 7.0, ageing_s=100.0)
     assert plan(view).entering == [1, 4, 2, 3, 6]
 
 
 def test_an_aged_request_takes_the_slot_that_comes_free() -> None:
-    waiting = [Waiting(0, "cold", 0.0), Waiting(1, "a", 5.0), Waiting(2, "b", 5.0)]
+    waiting = [
+        WaitingRequest(0, "cold", 0.0),
+        WaitingRequest(1, "a", 5.0),
+        WaitingRequest(2, "b", 5.0),
+    ]
     full = View(2, 8, {"a": 1, "b": 2}, waiting, 6.0, ageing_s=2.0)
     assert plan(full).entering == [2], "a drains, b goes on"
     freed = View(2, 8, {"b": 2}, waiting, 6.0, ageing_s=2.0)
@@ -197,7 +205,7 @@ def test_an_aged_request_takes_the_slot_that_comes_free() -> None:
 
 @pytest.mark.spec("F6")
 def test_an_adapter_keeps_its_slot_for_a_turn_before_it_gives_it_away() -> None:
-    waiting = [Waiting(0, "cold", 0.0), Waiting(1, "hot", 0.0)]
+    waiting = [WaitingRequest(0, "cold", 0.0), WaitingRequest(1, "hot", 0.0)]
     view = View(1, 8, {"hot": 1}, waiting, 10.0, turn_s=1.0, slotted_s={"hot": 9.5})
     assert plan(view).entering == [1], "its turn goes on"
     assert plan(replace(view, slotted_s={"hot": 9.0})).entering == []

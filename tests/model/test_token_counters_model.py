@@ -10,7 +10,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from arbiter.core.types import Priority
-from deployments.engines.vllm.batch_admission import AGEING_S, BASE, TURN_S, View, Waiting, plan
+from deployments.engines.vllm.batch_admission import (
+    AGEING_S,
+    BASE,
+    TURN_S,
+    View,
+    WaitingRequest,
+    plan,
+)
 from deployments.engines.vllm.token_counters import (
     ANSWER_WEIGHT,
     MOST_IDLE,
@@ -35,8 +42,10 @@ class Engine:
     window: int
     pattern: list[int]  # from which lengths come
     streamed: bool  # tokens are charged as they are made, not when their request ends
-    waiting: list[Waiting] = field(default_factory=list)
-    running: dict[int, tuple[Waiting, int, int]] = field(default_factory=dict)  # made, to make
+    waiting: list[WaitingRequest] = field(default_factory=list)
+    running: dict[int, tuple[WaitingRequest, int, int]] = field(
+        default_factory=dict
+    )  # made, to make
     shares: FairShare = field(default_factory=FairShare)
     served: Counter[Client] = field(default_factory=Counter)
     bypassed: dict[int, int] = field(default_factory=dict)
@@ -51,7 +60,9 @@ class Engine:
 
     def ask(self, tenant: str, adapter: str, priority: int = Priority.NORMAL) -> int:
         tokens = self.length(PROMPT)
-        self.waiting.append(Waiting(self.last, adapter, self.now_s, tenant, priority, tokens))
+        self.waiting.append(
+            WaitingRequest(self.last, adapter, self.now_s, tenant, priority, tokens)
+        )
         self.shares.arrived(tenant, adapter)
         return self.last
 
@@ -97,7 +108,7 @@ class Engine:
             cost = PROMPT_WEIGHT * one.tokens
             self._serve(one, cost, charged=cost)
 
-    def _serve(self, one: Waiting, weighted: int, charged: int) -> None:
+    def _serve(self, one: WaitingRequest, weighted: int, charged: int) -> None:
         self.served[one.tenant, one.adapter] += weighted
         self.shares.charge(one.tenant, one.adapter, charged)
 
@@ -232,10 +243,13 @@ def test_less_urgent_request_is_bypassed_eight_times_at_most() -> None:
 @pytest.mark.spec("F6")
 def test_urgent_request_for_a_cold_adapter_needs_no_turn() -> None:
     """It has waited no second, and what runs has had its slot for none."""
-    waiting = [Waiting(0, "hot", 0.0), Waiting(1, "cold", 0.0, priority=Priority.URGENT)]
+    waiting = [
+        WaitingRequest(0, "hot", 0.0),
+        WaitingRequest(1, "cold", 0.0, priority=Priority.URGENT),
+    ]
     view = View(1, 4, {"hot": 1}, waiting, 0.1, slotted_s={"hot": 0.0})
     assert plan(view).entering == []
-    calm = [waiting[0], Waiting(1, "cold", 0.0)]
+    calm = [waiting[0], WaitingRequest(1, "cold", 0.0)]
     assert plan(View(1, 4, {"hot": 1}, calm, 0.1, slotted_s={"hot": 0.0})).entering == [0]
 
 

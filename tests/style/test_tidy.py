@@ -4,6 +4,7 @@ import ast
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -30,7 +31,6 @@ ALLOWED = {
 }  # fmt: skip
 # Files with one table of words or numbers, which ruff would set in a column.
 SET_BY_HAND = (
-    "deployments/front/ollama/bodies.py",
     "deployments/monitoring/story.py",
     "deployments/remotes/body.py",
     "deployments/replica/remote_files.py",
@@ -46,6 +46,8 @@ UNITLESS = {
     "status_code", "sequence", "version",
     "pid", "parent", "group", "session", "fd",  # the kernel's names of things
 }  # fmt: skip
+# How a value came: `reply`, `message`, `request` or `event` would say what it is.
+NO_THING = {"said", "asked", "told", "heard", "asks", "says"}
 
 
 def test_rule_over_files_names_those_in_which_it_is_broken() -> None:
@@ -146,6 +148,26 @@ def test_every_number_carries_its_unit_in_its_type_or_name() -> None:
 
 
 EVERYTHING = {"Exception", "BaseException"}
+
+
+def names_of_no_thing(path: Path) -> set[str]:
+    """Local names and parameters that say how a value came and not what it is. Fields of classes
+    are left out: `said` is one of answers that users read."""
+    nodes = nodes_of(path)
+    bodies = [statement for n in nodes if isinstance(n, ast.ClassDef) for statement in n.body]
+    fields = {id(s.target) for s in bodies if isinstance(s, ast.AnnAssign)}
+    stored = {n.id for n in nodes if is_stored(n) and id(n) not in fields}
+    return NO_THING & (stored | {n.arg for n in nodes if isinstance(n, ast.arg)})
+
+
+def is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def test_names_say_what_a_value_is() -> None:
+    """But for recipes of chats, in which people ask and say."""
+    served = [path for path in CODE if path.relative_to(ROOT).parts[0] != "models"]
+    assert not broken_in(served, names_of_no_thing)
 
 
 def names_in(nodes: Iterable[ast.AST | None]) -> set[str]:

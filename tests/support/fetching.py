@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.catalogue import Catalogue, CatalogueEntry
 from deployments.adapters.fetch import Fetcher, FetchFailed
 from deployments.adapters.validate import Rules
 
@@ -23,13 +23,13 @@ def catalogue(tmp_path: Path, rows: dict[str, Any], urls: tuple[str, ...]) -> Ca
     return Catalogue({"chat": folder}, urls={"chat": urls}, fetched=tmp_path / "fetched")
 
 
-def found(tmp_path: Path, url: str, urls: tuple[str, ...]) -> Entry:
+def found(tmp_path: Path, url: str, urls: tuple[str, ...]) -> CatalogueEntry:
     entry = catalogue(tmp_path, {"law": url}, urls).find("law")
     assert entry is not None
     return entry
 
 
-async def refusal(tmp_path: Path, entry: Entry) -> FetchFailed:
+async def refusal(tmp_path: Path, entry: CatalogueEntry) -> FetchFailed:
     """Why it was not fetched; nothing is left of the try."""
     with pytest.raises(FetchFailed) as refused:
         await fetcher(tmp_path).bring(entry)

@@ -16,6 +16,7 @@ class GpuCoreDriver(CoreDriver):
     def __init__(self, *args: object, **how: object) -> None:
         self.there: dict[DeviceId, str] = dict(UUIDS)
         self.unreadable: dict[DeviceId, str] = {}
+        self.lost: tuple[DeviceId, ...] = ()  # fell off the bus
         self.delta_only: set[DeviceId] = set()  # their readings are inexact
         self.strangers: dict[DeviceId, tuple[ev.ForeignProcess, ...]] = {}
         super().__init__(*args, **how)  # type: ignore[arg-type]
@@ -32,7 +33,7 @@ class GpuCoreDriver(CoreDriver):
             if d not in self.unreadable
         ]
         host = types.DeviceSpec(HOST, types.DeviceKind.HOST, gib(self.host))
-        return self.at(t, ev.NodeSeen(NodeId("n"), (*gpus, host), self._unread()))
+        return self.at(t, ev.NodeSeen(NodeId("n"), (*gpus, host), self._unread(), self.lost))
 
     def read(self, t: float, node: str = "n") -> list[Decision]:
         devices = tuple(

@@ -11,7 +11,7 @@ from arbiter.client.holder import HolderClient
 from arbiter.core.decisions import Reason
 from arbiter.core.events import SpeechStarted
 from arbiter.core.types import ANYBODY, Client, Priority
-from deployments.prefixes import Cut
+from deployments.prefixes import PrefixEnd
 from deployments.replica import prefix_warmer, resize, unloading
 from deployments.replica.prefix_warmer import MonotonicClock
 from deployments.replica.residency import Residency
@@ -98,7 +98,7 @@ class Holder:
             parts = [p async for p in engine.stream("POST", path, headers, body)]
         return b"".join(p for p in parts if isinstance(p, bytes))
 
-    async def chat(self, name: str, cut: Cut, body: bytes) -> None:
+    async def chat(self, name: str, cut: PrefixEnd, body: bytes) -> None:
         """One call that begins with a stable prefix."""
         async with self.residency.use(name) as engine:
             engine.begins_with(cut, body, "default")

@@ -71,9 +71,9 @@ def _count_sockets() -> None:
         _counts[f"{message[1]} heard"] += 1
         serve(self, message)
 
-    def answers(self: rpc._ServerConnection, number: int, name: str, asked: Any) -> None:
+    def answers(self: rpc._ServerConnection, number: int, name: str, call: Any) -> None:
         _counts[f"{name} answered"] += 1
-        answer(self, number, name, asked)
+        answer(self, number, name, call)
 
     rpc._Frames.write = sent  # type: ignore[method-assign]
     rpc.SocketPeer.received = heard  # type: ignore[method-assign]

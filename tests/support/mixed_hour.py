@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import EventKind, LogEvent
-from arbiter.replay.demand import Demand, Seat, Use, Uses
+from arbiter.replay.demand import Demand, PackedRequests, Seat, Use
 from arbiter.replay.world import HolderState, SimulatedHolder, World
 from arbiter.units import (
     SECOND,
@@ -150,7 +150,10 @@ def demand(seed: int) -> Demand:
         for n in NAMES
     )
     return Demand(
-        (ev.NodeSeen(NODE, (device,)),), ev.CapabilitiesSet(specs), seats, Uses(_uses(seed))
+        (ev.NodeSeen(NODE, (device,)),),
+        ev.CapabilitiesSet(specs),
+        seats,
+        PackedRequests(_uses(seed)),
     )
 
 

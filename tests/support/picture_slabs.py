@@ -9,7 +9,13 @@ import torch
 
 from arbiter.pool import Rows, Slab, SlabFile, SlabView, create, layout
 from arbiter.units import MIB, Bytes, Content
-from deployments.engines.vllm.picture_cache import ENTRIES, TERM_S, Asked, Copies, PictureCache
+from deployments.engines.vllm.picture_cache import (
+    ENTRIES,
+    TERM_S,
+    Copies,
+    PictureCache,
+    RequestedPicture,
+)
 from deployments.engines.vllm.picture_connector import Copier, row_bytes
 from tests.support.slabs import NAMESPACE, Clock
 
@@ -60,7 +66,9 @@ class SeeingEngine:
 
     def expect(self, *names: str, counts: dict[str, int]) -> None:
         tenant = layout.tenant_digest("acme")
-        self.cache.expect(Asked(name, counts.get(name, EMBEDDINGS), tenant) for name in names)
+        self.cache.expect(
+            RequestedPicture(name, counts.get(name, EMBEDDINGS), tenant) for name in names
+        )
 
     def schedule(
         self, *names: str, counts: dict[str, int] | None = None, unread: Collection[str] = ()

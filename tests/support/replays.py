@@ -5,7 +5,7 @@ from dataclasses import replace
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.settings import Settings
-from arbiter.replay.demand import Demand, Seat, Use, Uses
+from arbiter.replay.demand import Demand, PackedRequests, Seat, Use
 from arbiter.replay.recorded import DemandReader
 from arbiter.replay.world import World
 from arbiter.units import DeviceId, NodeId, seconds
@@ -24,7 +24,7 @@ def in_turns(uses_count: int, every_s: float) -> Demand:
     seats = tuple(Seat("text", name, NODE, need, load=seconds(LOAD_S)) for name in NAMES)
     device = types.DeviceSpec(DeviceId("n/gpu:0"), types.DeviceKind.GPU, gib(10))
     table = ev.CapabilitiesSet((capability("text", "text", NAMES),))
-    asked = Uses(Use(s(n * every_s), n % 3, seconds(0.5)) for n in range(uses_count))
+    asked = PackedRequests(Use(s(n * every_s), n % 3, seconds(0.5)) for n in range(uses_count))
     return Demand((ev.NodeSeen(NODE, (device,)),), table, seats, asked)
 
 

@@ -18,11 +18,12 @@ class DeviceUnreadable:
 class NodeSeen:
     """Introduces a node and its devices. The node agent repeats it after each restart of its own,
     and when a device comes or goes. An `unreadable` device has not gone, even if `devices` lacks
-    it."""
+    it; a device that is `lost` has, and may come back."""
 
     node: NodeId
     devices: tuple[DeviceSpec, ...]
     unreadable: tuple[DeviceUnreadable, ...] = ()
+    lost: tuple[DeviceId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

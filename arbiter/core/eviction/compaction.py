@@ -34,7 +34,7 @@ def on_asked(state: CoreState, event: ev.CompactAsked) -> None:
     run = Compaction(event.request)
     state.compactions.begin(run)
     for name in event.models:
-        mine = [e for e in state.ledger.entries() if e.model_name == name and not e.lease]
+        mine = [e for e in state.ledger.of_model(name) if not e.lease]
         run.take_waiting(e.ticket for e in mine)
         if not mine:
             run.spare(name.model, None, "it is not loaded")

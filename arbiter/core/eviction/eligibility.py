@@ -233,15 +233,15 @@ def trade_bound(state: CoreState, capability: str, asker: Ticket) -> Instant:
     queued = state.queue.find(asker.ticket)
     if queued is None or not state.settings.collate_most:
         return state.now
-    asked = queued.request.asked
-    began = state.trades.waits_since((asker.holder, asker.model), asked)
+    asked_at = queued.request.asked_at
+    began = state.trades.waits_since((asker.holder, asker.model), asked_at)
     bound = after(began, state.settings.collate_most)
     if queued.deadline is None:
         return bound
     load = state.estimates.load_time(asker.model_key, asker.need.weights_bytes)
     turnover = state.estimates.turnover(capability)
-    spare = since(asked, queued.deadline) - load - turnover
-    return min(bound, after(asked, Span(max(0, spare // 2))))
+    spare = since(asked_at, queued.deadline) - load - turnover
+    return min(bound, after(asked_at, Span(max(0, spare // 2))))
 
 
 def pause_ends(state: CoreState, entry: Ticket) -> Instant:

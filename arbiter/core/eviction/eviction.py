@@ -49,7 +49,7 @@ Victims = list[Ticket]
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class DeviceCandidates:
     """What an asker can have leave one device."""
 
     options: list[PricedVictim]  # lawful victims
@@ -166,7 +166,7 @@ def _weigh(
     short: Bytes,
     urgent: Priority,
     victims: Iterable[PricedVictim],
-) -> Weighed:
+) -> DeviceCandidates:
     """Looks for lawful options among `victims`, in their order. In a long order it stops
     EXACT_COUNT options of one rank behind those that suffice."""
     options: list[PricedVictim] = []
@@ -193,8 +193,8 @@ def _weigh(
         cheaper = [o for o in (*options, *soon) if o.rank < max(c.rank for c in chosen)]
         until = _worth_waiting_until(state, book, asker, chosen, choose(cheaper, short))
         if until is not None:
-            return Weighed(options, [], until)
-    return Weighed(options, chosen)
+            return DeviceCandidates(options, [], until)
+    return DeviceCandidates(options, chosen)
 
 
 def _worth_waiting_until(
@@ -220,7 +220,7 @@ def _worth_waiting_until(
     load = state.estimates.load_time(asker.model_key, asker.need.weights_bytes)
     serves_at = after(until, Span(turnover + load))
     is_in_time = queued.deadline is None or serves_at <= queued.deadline
-    return until if is_in_time and until <= after(queued.request.asked, reload) else None
+    return until if is_in_time and until <= after(queued.request.asked_at, reload) else None
 
 
 def record_choice(
@@ -324,10 +324,12 @@ def release_copies(state: CoreState, node: NodeId, need: Bytes) -> None:
 
 def send_revoke(state: CoreState, entry: Ticket) -> None:
     """Sends, perhaps once more, what the holder of a draining ticket is asked."""
-    asked = entry.revocation
+    revocation = entry.revocation
     reason = entry.leaving_reason
-    assert asked is not None
-    state.decide(Revoke(entry.ticket, entry.holder, reason, asked.to, asked.barrier_until))
+    assert revocation is not None
+    state.decide(
+        Revoke(entry.ticket, entry.holder, reason, revocation.to, revocation.barrier_until)
+    )
 
 
 # -- their answers --------------------------------------------------------------------------------
@@ -350,14 +352,14 @@ def on_draining_timer(state: CoreState, entry: Ticket) -> None:
     """Runs the time rules of DRAINING: a victim whose holder does not answer, unload or sleep in
     time is killed."""
     timeouts = state.settings.timeouts
-    asked = entry.revocation
-    assert asked is not None
-    if asked.sleep is not None:
-        await_confirmation(state, entry, after(asked.sleep.at, timeouts.reclaim_overdue))
+    revocation = entry.revocation
+    assert revocation is not None
+    if revocation.sleep is not None:
+        await_confirmation(state, entry, after(revocation.sleep.at, timeouts.reclaim_overdue))
         return
-    answer_by = after(asked.barrier_until, timeouts.answer)
-    if asked.unloading_since is not None:
-        unload_by = after(asked.unloading_since, timeouts.unload)
+    answer_by = after(revocation.barrier_until, timeouts.answer)
+    if revocation.unloading_since is not None:
+        unload_by = after(revocation.unloading_since, timeouts.unload)
         if state.now >= unload_by:  # it holds bytes with nothing in flight
             state.log(EventKind.UNLOAD_OVERDUE, entry, took=since(entry.since, state.now))
             kill_and_notify(state, entry, entry.leaving_reason)

@@ -47,10 +47,10 @@ def on_reading(state: CoreState, node: Node, stalled_fraction: float) -> None:
 
 def on_pushed(state: CoreState, event: ev.PressurePushed) -> None:
     """Takes a level pushed from outside, which ends by itself."""
-    found = [b for b in state.ledger.books.values() if event.where in (b.device, b.node)]
-    if not found:
+    books = [b for b in state.ledger.books.values() if event.where in (b.device, b.node)]
+    if not books:
         state.stale_count += 1
-    for book in found:
+    for book in books:
         pressure_state = _state_of(state, book.device)
         pressure_state.pushed = event.level
         pressure_state.pushed_until = after(state.now, event.term)
@@ -78,8 +78,10 @@ def stalled_fraction(state: CoreState, device: DeviceId) -> float:
 
 def is_nominal(state: CoreState, node: NodeId) -> bool:
     """Says whether no device of the node has pressure."""
-    found = state.nodes.get(node)
-    return found is not None and all(level_of(state, d) is Level.NOMINAL for d in found.devices)
+    node_state = state.nodes.get(node)
+    return node_state is not None and all(
+        level_of(state, d) is Level.NOMINAL for d in node_state.devices
+    )
 
 
 # -- acting ---------------------------------------------------------------------------------------
@@ -186,8 +188,8 @@ def candidates(state: CoreState, book: DeviceAccount) -> list[Ticket]:
     priority, role, and the policy's price."""
     priced = [pair for b in _one_memory(state, book) for pair in ranked_victims(state, b)]
     priced.sort(key=lambda pair: (pair[1].rank[:3], pair[0].role_rank, pair[1].place))
-    found = {entry.ticket: entry for entry, _ in priced}
-    return [e for e in found.values() if may_leave(state, e) and not is_spared(state, e)]
+    by_ticket = {entry.ticket: entry for entry, _ in priced}
+    return [e for e in by_ticket.values() if may_leave(state, e) and not is_spared(state, e)]
 
 
 def _one_memory(state: CoreState, book: DeviceAccount) -> list[DeviceAccount]:

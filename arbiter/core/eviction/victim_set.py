@@ -94,9 +94,9 @@ class _Search:
 
     def _try(self, at: int, picked: list[PricedVictim], cost: float, missing: int) -> None:
         if missing <= 0:
-            if (found := _cost(picked)) < self._least:
+            if (picked_cost := _cost(picked)) < self._least:
                 self._best = picked
-                self._least = found
+                self._least = picked_cost
             return
         if self._rest[at] < missing:
             return

@@ -58,14 +58,14 @@ def note(state: CoreState, entry: Ticket) -> None:
 def wasteful_tickets(state: CoreState) -> list[Ticket]:
     """Returns the residents that hold enough beyond their need, and forgets tickets that have
     left."""
-    found = []
+    tickets = []
     for ticket in list(state.compactions.wasteful):
         entry = state.ledger.find(ticket)
         if entry is not None and entry.state is State.RESIDENT:
-            found.append(entry)
+            tickets.append(entry)
         else:
             state.compactions.note_waste(ticket, is_enough=False)
-    return found
+    return tickets
 
 
 # -- whether it may go ----------------------------------------------------------------------------

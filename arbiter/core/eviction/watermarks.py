@@ -86,8 +86,8 @@ def _first_asking(state: CoreState, book: DeviceAccount) -> Ticket | None:
     """Returns the first ticket that asks for bytes of a device. Tickets that want to grow are in
     service already, so they come before the queue."""
     tickets = [*state.growing, *(w.request.ticket for w in state.queue.first(book.node, 1))]
-    found = (state.ledger.find(ticket) for ticket in tickets)
-    here = (e for e in found if e and e.node == book.node)
+    entries = (state.ledger.find(ticket) for ticket in tickets)
+    here = (e for e in entries if e and e.node == book.node)
     return next((e for e in here if _could_use(state, e, book)), None)
 
 

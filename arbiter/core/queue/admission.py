@@ -73,6 +73,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
 def _refuse(state: CoreState, event: ev.Requested, error: RequestError) -> None:
     """Refuses a request before its ticket is queued. The others of its gang wait for it in vain."""
     state.answer_error_finally(event.ticket, error)
+    state.note_refused(event.holder, event.model_name)
     if event.gang:
         state.mark_dirty(*state.queue.nodes)
 
@@ -319,6 +320,6 @@ def reject_expired(state: CoreState, entry: Ticket) -> None:
         state.set_timer(entry, waiting.deadline)
         return
     note_gave_up(state, entry)
-    waited = in_seconds(since(waiting.request.asked, state.now))
+    waited = in_seconds(since(waiting.request.asked_at, state.now))
     again = retry_after_s(state, entry.model_name)
     reject_queued(state, entry, DeadlineUnmet(entry.ticket, waited, again))

@@ -43,6 +43,15 @@ def split(books: list[DeviceAccount], need: Bytes, how: Split, at_most: Sizes) -
     return None
 
 
+def most_bytes(how: Split, at_most: Sizes) -> Bytes:
+    """Returns the most that one ticket can have on devices of which each can bring so much."""
+    sizes = sorted(at_most.values(), reverse=True)
+    if how is Split.PROPORTIONAL:
+        return Bytes(sum(sizes))
+    ways = (1, *EQUAL_WAYS) if how is Split.EQUAL else (1,)
+    return Bytes(max((n * sizes[n - 1] for n in ways if n <= len(sizes)), default=0))
+
+
 def _equally(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> Sizes | None:
     """Splits over the fewest devices that hold an equal share each, those with the most free."""
     for ways in (w for w in EQUAL_WAYS if w <= len(roomy)):
@@ -80,8 +89,8 @@ def _in_proportion(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> S
 def members(state: CoreState, entry: Ticket) -> list[Ticket] | None:
     """Returns all members of a gang, which are queued; None while one has not asked yet, or is
     gone."""
-    found = [state.ledger.find(ticket) for ticket in entry.gang]
-    there = [e for e in found if e and e.state is State.QUEUED and e.holder == entry.holder]
+    entries = [state.ledger.find(ticket) for ticket in entry.gang]
+    there = [e for e in entries if e and e.state is State.QUEUED and e.holder == entry.holder]
     return there if len(there) == len(entry.gang) else None
 
 

@@ -176,10 +176,10 @@ def _collations_end(
     have_given_up = state.trades.have_given_up
     models = {entry.model_name for entry in residents}
     for waiting in state.queue.first(node, SCANNED_COUNT):
-        asked = waiting.request.asked
+        asked_at = waiting.request.asked_at
         if have_given_up:
-            asked = state.trades.waits_since((waiting.holder, waiting.model.model), asked)
-        ends_at = after(asked, most)  # sooner only by a deadline
+            asked_at = state.trades.waits_since((waiting.holder, waiting.model.model), asked_at)
+        ends_at = after(asked_at, most)  # sooner only by a deadline
         if (ends_at >= soonest and waiting.deadline is None) or ends_at <= now:
             continue
         came = state.trades.came_among(waiting.model, models, now)

@@ -26,18 +26,19 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.residency import prefetch
-from arbiter.core.state import CoreState, reject_queued
+from arbiter.core.state import CoreState, Node, reject_queued
 from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.device_limits import (
     cap_pins,
     compute_books,
     flag_pinned_on,
+    is_to_be_pinned,
     on_demand_of,
 )
 from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.types import DeviceBytes, Priority
-from arbiter.errors import NeverFits, QuotaExceeded, RolePinned, TicketClosed
+from arbiter.errors import GpusLost, NeverFits, QuotaExceeded, RolePinned, TicketClosed
 from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
 
 # -- a new load -----------------------------------------------------------------------------------
@@ -215,10 +216,21 @@ def _place_beyond_one_device(
         return Outcome.NOT_APPLICABLE  # the quota says what the other tenants leave
     if entry.allow_oversize:
         return _place_oversize(state, pass_, entry, waiting, limits, room)
+    if pass_.node.may_gain_devices:
+        return pass_.defer(waiting, ())
     if entry.pinned:
         flag_pinned_on(state, max(books, key=on_demand_of), need)
-    reject_queued(state, entry, NeverFits(entry.ticket, need, pass_.most_bytes))
+    whole = gangs.most_bytes(entry.split, {b.device: on_demand_of(b) for b in books})
+    reject_queued(state, entry, _never_fits(pass_.node, entry, need, whole))
     return Outcome.REJECTED
+
+
+def _never_fits(node: Node, entry: Ticket, need: Bytes, most: Bytes) -> NeverFits | GpusLost:
+    """Returns the error for a ticket that no device of its node can ever hold: to be asked for
+    again where devices that the node has lost may come back."""
+    if node.has_lost_devices:
+        return GpusLost(node.node)
+    return NeverFits(entry.ticket, need, most)
 
 
 def _place_oversize(
@@ -234,7 +246,8 @@ def _place_oversize(
     if never := quotas.never(state, entry.client.tenant, need, limits.most_bytes):
         reject_queued(state, entry, never)
         return Outcome.REJECTED
-    outcome = _hold_to_role(state, pass_, entry, waiting, _urgency(state, pass_, waiting))
+    urgent = _urgency(state, pass_, waiting)
+    outcome = _hold_to_role(state, pass_, entry, waiting, urgent)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     pass_.defer(waiting, [book.device for book in room])
@@ -242,6 +255,10 @@ def _place_oversize(
     if home is None:
         pass_.reserved_devices.update(book.device for book in room)
         return Outcome.DEFERRED
+    limits = pass_.limits(state, entry, Bytes(sum(home.values())))
+    outcome = _hold_to_quota(state, pass_, entry, limits, urgent)
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
     _grant(state, pass_, entry, waiting, home)
     state.log(EventKind.OVERSIZE, entry, size=need, granted_bytes=entry.home_bytes)
     return Outcome.GRANTED
@@ -275,12 +292,13 @@ def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: Queue
     books = compute_books(state, pass_.node)
     sizes = [(e, placement.estimated_bytes(state, e, pass_.largest_bytes)) for e in there]
     most = pass_.most_for(state, entry.client.tenant)
-    is_unread = pass_.node.may_gain_devices and not pass_.node.computing
-    if is_unread or any(_is_held(state, e) for e in there):
+    if any(_is_held(state, e) for e in there):
         return pass_.defer(waiting, ())
     at_best = gangs.assign(sizes, books, most)
+    if not at_best and pass_.node.may_gain_devices:
+        return pass_.defer(waiting, ())
     if not at_best:
-        return _reject_gang(state, entry.client.tenant, books, sizes, most)
+        return _reject_gang(state, pass_, entry.client.tenant, books, sizes, most)
     room = pass_.open_to(state, entry)
     free = {b.device: Bytes(min(b.free_bytes, pass_.room(b.device, entry))) for b in room}
     now = gangs.assign(sizes, room, free) or gangs.assign(sizes, room, most)
@@ -294,6 +312,7 @@ def _is_held(state: CoreState, entry: Ticket) -> bool:
 
 def _reject_gang(
     state: CoreState,
+    pass_: GrantPass,
     tenant: str,
     books: list[DeviceAccount],
     sizes: list[tuple[Ticket, Bytes]],
@@ -306,7 +325,7 @@ def _reject_gang(
     fits_alone = gangs.assign(sizes, books, {b.device: on_demand_of(b) for b in books})
     reserved = QuotaExceeded(tenant, Bytes(0), need, whole, "bytes") if fits_alone else None
     for member, _ in sizes:
-        reject_queued(state, member, reserved or NeverFits(member.ticket, need, whole))
+        reject_queued(state, member, reserved or _never_fits(pass_.node, member, need, whole))
     return Outcome.REJECTED
 
 
@@ -418,7 +437,7 @@ def _grant(
     state.trades.granted((entry.holder, entry.model))
     state.accounts.served(waiting.request.virtual_start_bytes)
     count_bypasses(state, pass_, waiting.request.sequence, home)
-    charge_and_grant(state, entry, home, since(waiting.request.asked, state.now))
+    charge_and_grant(state, entry, home, since(waiting.request.asked_at, state.now))
     return Outcome.GRANTED
 
 
@@ -434,13 +453,15 @@ def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes, waited: Span 
     entry.begin_load(load_by, predicted)
     state.move(entry, State.LOADING, granted={**entry.granted, **home}, home=home)
     state.set_timer(entry, load_by)
-    if entry.pinned:
-        cap_pins(state, home)
+    if is_to_be_pinned(state, entry):
+        cap_pins(state, entry.node)
     state.decide(grant_of(entry))
     state.log(EventKind.TICKET_GRANTED, entry, size=entry.home_bytes, took=waited)
     if entry.need_is_explicit and entry.home_bytes > entry.need.device_bytes:
-        said = entry.need.device_bytes
-        state.log(EventKind.EXPLICIT_TOO_LOW, entry, size=entry.home_bytes, explicit_bytes=said)
+        declared_bytes = entry.need.device_bytes
+        state.log(
+            EventKind.EXPLICIT_TOO_LOW, entry, size=entry.home_bytes, explicit_bytes=declared_bytes
+        )
     if entry.lease:
         leases.begin(state, entry)
 
@@ -458,7 +479,7 @@ def age(state: CoreState, entry: Ticket) -> None:
     waiting = state.queue.find(entry.ticket)
     if waiting is None or waiting.is_aged or waiting.is_held:
         return
-    ages_at = after(waiting.ages_from or waiting.request.asked, state.settings.timeouts.bypass)
+    ages_at = after(waiting.ages_from or waiting.request.asked_at, state.settings.timeouts.bypass)
     if state.now >= ages_at or _is_never_bypassed(state, entry):
         state.queue.age(waiting)
     else:

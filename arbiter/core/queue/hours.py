@@ -35,7 +35,7 @@ def follow(state: CoreState) -> None:
             if not entry.lease and entry.model_name in state.registry.hours:
                 state.ledger.pin(entry, state.is_pinned(entry.model_name))
                 state.set_timer(entry, state.now)
-                cap_pins(state, entry.home)
+        cap_pins(state, *state.nodes)
     for ticket in state.queue.tickets():
         queued, waiting = state.ledger.find(ticket), state.queue.find(ticket)
         if queued is not None and waiting is not None:

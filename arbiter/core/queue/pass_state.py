@@ -121,12 +121,12 @@ def count_bypasses(state: CoreState, pass_: GrantPass, sequence: int, home: Size
     bytes. The queue may be long, so each holder is asked for once, and each ticket for little."""
     node = pass_.node.node
     most = max(on_demand_of(state.ledger.books[d]) for d in home)
-    heard = {h for h in state.queue.stats(node).holders if not state.is_silent(h)}
+    answering = {h for h in state.queue.stats(node).holders if not state.is_silent(h)}
     bypassed = [
         other
         for other in state.queue.asked_before(node, sequence)
         if not (other.is_aged or other.is_held)
-        and other.holder in heard
+        and other.holder in answering
         and (other.need_bytes <= most if other.is_plain else _could_use(state, other, home, most))
     ]
     if state.queue.count_bypasses(bypassed, state.settings.bypass_count):

@@ -125,8 +125,8 @@ def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry, book: DeviceAcc
         free = [w for w in state.queue.first(entry.node, count) if not w.is_held]
         count, sample = len(free), free[:SAMPLED_COUNT]
     needs = [_lacking(state, w, book) for w in sample]
-    found = [state.ledger.find(w.request.ticket) for w in sample]
-    return _Ahead(count, sample, needs, [ticket for ticket in found if ticket is not None])
+    tickets = [state.ledger.find(w.request.ticket) for w in sample]
+    return _Ahead(count, sample, needs, [ticket for ticket in tickets if ticket is not None])
 
 
 def _turns(state: CoreState, waiting: QueueEntry, books: list[DeviceAccount], ahead: _Ahead) -> int:

@@ -13,9 +13,10 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
-from arbiter.core.records.load_predictor import Fit, Predictor
+from arbiter.core.records.load_predictor import LoadTimeFit, Predictor
 from arbiter.core.records.run_times import RunSpans, RunTimes
 from arbiter.core.settings import Settings
 from arbiter.core.types import ModelName, Need
@@ -89,6 +90,11 @@ class ModelKey(NamedTuple):
         return ModelName(self.capability, self.model)
 
 
+def _row_key(capability: str) -> ModelKey:
+    """Returns the key of the row with what holds for a whole capability."""
+    return ModelKey(capability, "", "")
+
+
 # Loads and wakes of one model that say how long the next will take: their median. Some take many
 # times as long as the others, when the disk's pages had to be read again or a machine was busy; a
 # mean of any kind keeps those for a while, a median of five forgets two of them at once.
@@ -101,7 +107,7 @@ def _median(spans: tuple[Span, ...]) -> Span:
     return Span((ordered[half] + ordered[-1 - half]) // 2)
 
 
-class Recent:
+class RecentLoadTimes:
     """Keeps, for each model, how long its newest loads took."""
 
     def __init__(self) -> None:
@@ -160,17 +166,19 @@ class Estimates:
         self._peak: dict[ModelKey, Bytes] = {}
         self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
         self._settled: dict[ModelKey, Bytes] = {}  # the peak up to its first use, of its last load
-        self._loads = Recent()
-        self._wakes = Recent()
+        self._loads = RecentLoadTimes()
+        self._wakes = RecentLoadTimes()
         self._overruns = deque([1.0] * OVERRUNS_COUNT, OVERRUNS_COUNT)  # the newest last
         self._runs: RunTimes[ModelKey] = RunTimes()
-        self._ran: dict[ModelName, dict[ModelKey, None]] = {}  # the keys of `_runs`, by model
+        # The keys of `_peak` and `_runs`, by model.
+        self._keys: dict[ModelName, dict[ModelKey, None]] = {}
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
         self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
         self._slowest: dict[ModelName, Span] = {}  # of a model under any settings
         self._predictor = Predictor()
         self._sleepless: set[ModelKey] = set()  # a sleep of it did not give its bytes back
         self.changes_count = 0  # of what `export` returns
+        self._changed: dict[ModelKey, int] = {}  # its rows by their last change, the newest last
 
     def note_devices_changed(self) -> None:
         """Has every size looked up again: what a learned one may be at most depends on devices."""
@@ -187,27 +195,27 @@ class Estimates:
         return self._size(key, need, need_is_explicit, settled).device_bytes
 
     def _size(self, key: ModelKey, need: Need, need_is_explicit: bool, peak: Bytes) -> Estimate:
-        said = need.device_bytes
+        size_bytes = need.device_bytes
         source = "explicit"
         if not need_is_explicit:
             beyond = self._overhead.get(key.capability, 0)
             least = max(need.weights_bytes, need.least_bytes)
-            said = Bytes(max(least, said + beyond))
+            size_bytes = Bytes(max(least, size_bytes + beyond))
             source = "computed"
-        if peak and (peak > said or not need_is_explicit):
-            said = self._learned(peak, need, need_is_explicit)
+        if peak and (peak > size_bytes or not need_is_explicit):
+            size_bytes = self._learned(peak, need, need_is_explicit)
             source = "learned"
         corrected = self._corrected.get(key, Bytes(0))
-        if corrected > said:
-            said = corrected
+        if corrected > size_bytes:
+            size_bytes = corrected
             source = "corrected"
-        return Estimate(said, need.host_bytes, source)
+        return Estimate(size_bytes, need.host_bytes, source)
 
     def proven(self, name: ModelName) -> Bytes | None:
         """Returns the largest that a model was ever measured, with headroom; None when it never
         was."""
-        mine = [b for k, b in self._peak.items() if k.name == name]
-        return self._with_headroom(max(mine)) if mine else None
+        mine = max((self._peak.get(key, Bytes(0)) for key in self._keys.get(name, ())), default=0)
+        return self._with_headroom(Bytes(mine)) if mine else None
 
     def can_sleep(self, key: ModelKey) -> bool:
         """Says whether a sleep of this model may be tried."""
@@ -250,17 +258,17 @@ class Estimates:
     def times(self) -> dict[ModelName, tuple[Span, Span]]:
         """Returns how long a load and a wake of each model take that ever loaded, under the
         settings with which it takes longest; 0 for a wake that was never seen."""
-        found: dict[ModelName, tuple[Span, Span]] = {}
+        spans: dict[ModelName, tuple[Span, Span]] = {}
         for key in self._loads:
-            load, wake = found.get(key.name, (Span(0), Span(0)))
-            found[key.name] = max(load, self._loads.of(key)), max(wake, self._wakes.of(key))
-        return found
+            load, wake = spans.get(key.name, (Span(0), Span(0)))
+            spans[key.name] = max(load, self._loads.of(key)), max(wake, self._wakes.of(key))
+        return spans
 
     def run_times(self, name: ModelName) -> RunSpans | None:
         """Returns how long requests of a model run, under the settings with which they take
         longest; None before the first."""
-        found = [self._runs.read(key) for key in self._ran.get(name, ())]
-        return max((spans for spans in found if spans), default=None)
+        run_spans = [self._runs.read(key) for key in self._keys.get(name, ())]
+        return max((spans for spans in run_spans if spans), default=None)
 
     def turnover(self, capability: str) -> Span:
         """Returns the time from asking a model of this capability to leave until its bytes are seen
@@ -270,7 +278,7 @@ class Estimates:
     def left(self, capability: str, took: Span) -> None:
         """Learns how long a model took from its revoke until its bytes were seen back."""
         self._turnover[capability] = self._smoothed(self._turnover.get(capability, took), took)
-        self.changes_count += 1
+        self._note_changed(_row_key(capability))
 
     def saw_overhead(self, key: ModelKey, need: Need, peak: Bytes) -> None:
         """Learns how far a model's peak lies beyond its computed need. Once for each load whose
@@ -280,19 +288,20 @@ class Estimates:
         share = self._settings.load_ewma_fraction
         self._overhead[key.capability] = old + int((beyond - old) * share)
         self.version += 1
-        self.changes_count += 1
+        self._note_changed(_row_key(key.capability))
 
     def saw_peak(self, key: ModelKey, peak: Bytes) -> None:
         """Learns a measured peak, if it is the highest yet."""
         if peak > self._peak.get(key, Bytes(0)):
             self._peak[key] = peak
+            self._keys.setdefault(key.name, {})[key] = None
             self.version += 1
-            self.changes_count += 1
+            self._note_changed(key)
 
     def saw_settled(self, key: ModelKey, held: Bytes) -> None:
         """Learns what a load needed up to its first use, which the next load replaces."""
         self._settled[key] = held
-        self.changes_count += 1
+        self._note_changed(key)
 
     def settled(self, key: ModelKey) -> Bytes:
         """Returns what the last load needed up to its first use; 0 when that was never seen."""
@@ -304,7 +313,7 @@ class Estimates:
         if 0 < settled < self._peak.get(key, Bytes(0)):
             self._peak[key] = settled
             self.version += 1
-            self.changes_count += 1
+            self._note_changed(key)
 
     def loaded(self, key: ModelKey, took: Span, weights: Bytes = Bytes(0)) -> None:
         """Learns how long a load took, which also ends the correction after a failure for
@@ -316,7 +325,7 @@ class Estimates:
             self.version += 1
         self._loads.note(key, took)
         self._note_slowest(key)
-        self.changes_count += 1
+        self._note_changed(key, _row_key(key.capability))
 
     def _note_slowest(self, key: ModelKey) -> None:
         name = key.name
@@ -325,13 +334,13 @@ class Estimates:
     def woke(self, key: ModelKey, took: Span) -> None:
         """Learns how long a wake took."""
         self._wakes.note(key, took)
-        self.changes_count += 1
+        self._note_changed(key)
 
     def ran(self, key: ModelKey, took: Span) -> None:
         """Learns how long an answered request ran since its model served."""
-        self._ran.setdefault(key.name, {})[key] = None
+        self._keys.setdefault(key.name, {})[key] = None
         if self._runs.note(key, took):
-            self.changes_count += 1
+            self._note_changed(key)
 
     def _smoothed(self, old: Span, took: Span) -> Span:
         return Span(old + int((took - old) * self._settings.load_ewma_fraction))
@@ -341,7 +350,7 @@ class Estimates:
         more."""
         self._corrected[key] = Bytes(held + int(held * self._settings.oom_growth_fraction))
         self.version += 1
-        self.changes_count += 1
+        self._note_changed(key)
 
     def forget(self, key: ModelKey) -> None:
         """Forgets what was learned under one key."""
@@ -350,64 +359,74 @@ class Estimates:
         for recent in (self._loads, self._wakes):
             recent.forget(key)
         self._runs.forget(key)
-        self._ran.get(key.name, {}).pop(key, None)
+        self._keys.get(key.name, {}).pop(key, None)
         self._sleepless.discard(key)
-        self.changes_count += 1
+        self._note_changed(key)
 
     def forget_model(self, *names: ModelName) -> None:
         """Forgets what was learned of models under any settings, in one pass over all keys."""
         gone = set(names)
-        tables = (self._peak, self._corrected, self._loads, self._wakes, self._sleepless)
-        known = {k for table in (*tables, self._runs) for k in table}
+        sizes = (self._peak, self._corrected, self._settled)
+        tables = (*sizes, self._loads, self._wakes, self._sleepless, self._runs)
+        known = {k for table in tables for k in table}
         for key in [k for k in known if k.name in gone]:
             self.forget(key)
         for name in gone:
             self._slowest.pop(name, None)
-            self._ran.pop(name, None)
-        self.changes_count += 1
+            self._keys.pop(name, None)
+            self._note_changed(_row_key(name.capability))
 
     # -- across restarts -----------------------------------------------------------------------
+
+    def _note_changed(self, *keys: ModelKey) -> None:
+        self.changes_count += 1
+        for key in keys:
+            self._changed.pop(key, None)
+            self._changed[key] = self.changes_count
+
+    def changed_since(self, count: int) -> tuple[list[dict[str, Any]], list[ModelKey]]:
+        """Returns the rows of `export` that have changed since `changes_count` was `count`, and the
+        keys of those that it has no more."""
+        changed = takewhile(lambda key: self._changed[key] > count, reversed(self._changed))
+        rows = {key: self._row(key) for key in changed}
+        return [row for row in rows.values() if row], [key for key, row in rows.items() if not row]
 
     def export(self) -> list[dict[str, Any]]:
         """Returns plain rows for the state file, which `restore` reads back: one for each model
         under its settings, and one without a model for what holds for a whole capability."""
-        return [*self._model_rows(), *self._capability_rows()]
+        sizes = {*self._peak, *self._corrected, *self._settled}
+        models = {*sizes, *self._loads, *self._wakes, *self._runs}
+        slowest = {name.capability for name in self._slowest}
+        capabilities = {*self._overhead, *self._turnover, *slowest, *self._predictor.fits}
+        keys = [*sorted(models, key=repr), *map(_row_key, sorted(capabilities))]
+        return [row for key in keys if (row := self._row(key))]
 
-    def _model_rows(self) -> list[dict[str, Any]]:
-        seen = {*self._peak, *self._corrected, *self._loads, *self._wakes, *self._runs}
-        keys = sorted(seen, key=repr)
-        return [
-            {
-                "version": ROW_VERSION,
-                "capability": k.capability,
-                "model": k.model,
-                "settings_key": k.settings_key,
-                "peak_bytes": self._peak.get(k, 0),
-                "corrected_bytes": self._corrected.get(k, 0),
-                "settled_bytes": self._settled.get(k, 0),
-                "loads_ns": list(self._loads.spans(k)),
-                "wakes_ns": list(self._wakes.spans(k)),
-                "runs_ns": list(self._runs.spans(k)),
-            }
-            for k in keys
-        ]
+    def _row(self, key: ModelKey) -> dict[str, Any] | None:
+        """Returns one row of `export`; None where nothing is known any more."""
+        values = self._model_values(key) if key.model else self._capability_values(key.capability)
+        nothing: tuple[Any, ...] = (0, []) if key.model else (None, {})  # an overhead may be 0
+        if all(value in nothing for value in values.values()):
+            return None
+        return {"version": ROW_VERSION, **key._asdict(), **values}
 
-    def _capability_rows(self) -> list[dict[str, Any]]:
-        fits = self._predictor.fits
-        slowest = {capability for capability, _ in self._slowest}
-        return [
-            {
-                "version": ROW_VERSION,
-                "capability": name,
-                "model": "",
-                "settings_key": "",
-                "overhead_bytes": self._overhead.get(name),
-                "turnover_ns": self._turnover.get(name),
-                "slowest_ns": {m: took for (c, m), took in self._slowest.items() if c == name},
-                "fit": fits[name].export() if name in fits else None,
-            }
-            for name in sorted({*self._overhead, *self._turnover, *slowest, *fits})
-        ]
+    def _model_values(self, key: ModelKey) -> dict[str, Any]:
+        return {
+            "peak_bytes": self._peak.get(key, 0),
+            "corrected_bytes": self._corrected.get(key, 0),
+            "settled_bytes": self._settled.get(key, 0),
+            "loads_ns": list(self._loads.spans(key)),
+            "wakes_ns": list(self._wakes.spans(key)),
+            "runs_ns": list(self._runs.spans(key)),
+        }
+
+    def _capability_values(self, name: str) -> dict[str, Any]:
+        fit = self._predictor.fits.get(name)
+        return {
+            "overhead_bytes": self._overhead.get(name),
+            "turnover_ns": self._turnover.get(name),
+            "slowest_ns": {m: took for (c, m), took in self._slowest.items() if c == name},
+            "fit": fit.export() if fit else None,
+        }
 
     def restore(self, rows: list[dict[str, Any]]) -> None:
         """Takes back the rows of `export`; rows of a version that this code does not know are left
@@ -431,6 +450,7 @@ class Estimates:
         key = ModelKey(row["capability"], row["model"], row["settings_key"])
         if row["peak_bytes"]:
             self._peak[key] = Bytes(row["peak_bytes"])
+            self._keys.setdefault(key.name, {})[key] = None
         if row["corrected_bytes"]:
             self._corrected[key] = Bytes(row["corrected_bytes"])
         if settled := row.get("settled_bytes"):  # rows of the same version had none before D7
@@ -441,7 +461,7 @@ class Estimates:
         for took_ns in row["wakes_ns"]:
             self._wakes.note(key, Span(took_ns))
         for took_ns in row.get("runs_ns", ()):  # rows of the same version had none before J5
-            self._ran.setdefault(key.name, {})[key] = None
+            self._keys.setdefault(key.name, {})[key] = None
             self._runs.note(key, Span(took_ns))
 
     def _restore_capability(self, row: dict[str, Any]) -> None:
@@ -453,4 +473,4 @@ class Estimates:
         for model, took_ns in row["slowest_ns"].items():
             self._slowest[ModelName(name, model)] = Span(took_ns)
         if row["fit"] is not None:
-            self._predictor.fits[name] = Fit(*row["fit"])
+            self._predictor.fits[name] = LoadTimeFit(*row["fit"])

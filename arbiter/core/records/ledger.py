@@ -384,12 +384,12 @@ def audit(ledger: Ledger) -> None:
 
 def _charged_on(ledger: Ledger) -> dict[DeviceId, set[TicketId]]:
     """Returns the tickets charged on each device, as the tickets say."""
-    found: dict[DeviceId, set[TicketId]] = {}
+    tickets: dict[DeviceId, set[TicketId]] = {}
     for entry in ledger.entries():
         for device in entry.devices:
             if entry.charge(device) > 0:
-                found.setdefault(device, set()).add(entry.ticket)
-    return found
+                tickets.setdefault(device, set()).add(entry.ticket)
+    return tickets
 
 
 def _audit_book(book: DeviceAccount, charged: set[TicketId]) -> None:

@@ -12,7 +12,7 @@ FADE_FRACTION = 0.02  # of every older load's weight, with each newer: fifty loa
 APART_FRACTION = 0.05  # sizes that spread less than this of their mean show no bandwidth
 
 
-class Fit:
+class LoadTimeFit:
     """Keeps weighted sums of x = GB and y = seconds."""
 
     def __init__(
@@ -53,11 +53,11 @@ class Predictor:
     """Predicts the seconds of a first load from other loads of its capability."""
 
     def __init__(self) -> None:
-        self.fits: dict[str, Fit] = {}  # by capability
+        self.fits: dict[str, LoadTimeFit] = {}  # by capability
 
     def loaded(self, capability: str, size: Bytes, took: Span) -> None:
         """Learns one load of a capability."""
-        self.fits.setdefault(capability, Fit()).add(size / 1e9, took / SECOND)
+        self.fits.setdefault(capability, LoadTimeFit()).add(size / 1e9, took / SECOND)
 
     def seconds(self, capability: str, size: Bytes) -> Span:
         """Returns the seconds for so many bytes; 0 when no load of the capability was seen."""

@@ -38,6 +38,7 @@ class Registry:
         self.registered: dict[str, CapabilitySpec] = {}  # from Python
         self.pinning: set[str] = set()  # capabilities with a pinned model
         self.configured_floors: dict[ModelName, Floor] = {}  # as configured; those above cold
+        self.on_device: list[ModelName] = []  # of these, those with the device floor
         self.hours: dict[ModelName, str] = {}  # of models that have some (C13)
         self.batch_hours: dict[ModelName, str] = {}
         self.optional: set[ModelName] = set()  # requests are served without them too
@@ -83,6 +84,8 @@ class Registry:
         self.optional = set()
         for spec in (*self._table.values(), *self.registered.values()):
             self._put(spec)
+        floors = self.configured_floors.items()
+        self.on_device = [name for name, floor in floors if floor is Floor.DEVICE]
 
     def _put(self, spec: CapabilitySpec) -> None:
         self.specs[spec.name] = spec

@@ -198,7 +198,7 @@ class RequestQueue:
 
     def _insert(self, waiting: QueueEntry) -> None:
         request = waiting.request
-        place = (request.asked, request.sequence) if waiting.is_aged else self._place_of(request)
+        place = (request.asked_at, request.sequence) if waiting.is_aged else self._place_of(request)
         waiting.key = (not waiting.is_first, not waiting.is_aged, *place)
         insort(self._own_order(waiting.node), (waiting.key, request.ticket, waiting))
         if waiting.node not in self._stats:

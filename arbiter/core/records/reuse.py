@@ -72,7 +72,7 @@ class ModelUses:
     visits_count: int = 0
     followers: dict[ModelName, int] = field(default_factory=dict)  # used after it, before it again
     asked_at: Turnovers | None = None  # of the question that is open
-    asked: Features = (0.0,) * 9
+    asked_features: Features = (0.0,) * 9
     answered_at: Turnovers | None = None  # by a request for it
 
 
@@ -123,7 +123,10 @@ class ReuseLearner:
                 continue
             if asked_at is not None:  # a request for it, or silence that has lasted, answers
                 self._learn(uses)
-            uses.asked_at, uses.asked = self.clock, self._features(other, uses, counts(other))
+            uses.asked_at, uses.asked_features = (
+                self.clock,
+                self._features(other, uses, counts(other)),
+            )
             asked_count += 1
             if asked_count == LOOKS_COUNT:
                 break
@@ -217,7 +220,7 @@ class ReuseLearner:
         answered_at = self.clock if uses.answered_at is None else uses.answered_at
         answer = exp((uses.asked_at - answered_at) / SOON)
         uses.asked_at = uses.answered_at = None
-        features = uses.asked
+        features = uses.asked_features
         chance = self._chance(features)
         steep = max(1e-4, chance * (1 - chance))
         spread = [_product(row, features) for row in self._covariance]
@@ -334,15 +337,15 @@ def _rarest(followers: dict[ModelName, int]) -> ModelName:
 
 def _row(name: ModelName, uses: ModelUses) -> list[Any]:
     followers = [[*follower, count] for follower, count in uses.followers.items()]
-    question = [uses.asked_at, list(uses.asked), uses.answered_at]
+    question = [uses.asked_at, list(uses.asked_features), uses.answered_at]
     return [*name, uses.first, uses.last, list(uses.sums), uses.visits_count, followers, question]
 
 
 def _model_of(row: list[Any]) -> tuple[ModelName, ModelUses]:
     capability, model, first, last, sums, visits_count, followers, question = row
-    asked_at, asked, answered_at = question
+    asked_at, features, answered_at = question
     counts = {ModelName(c, m): count for c, m, count in followers}
     uses = ModelUses(
-        first, last, tuple(sums), visits_count, counts, asked_at, tuple(asked), answered_at
+        first, last, tuple(sums), visits_count, counts, asked_at, tuple(features), answered_at
     )
     return ModelName(capability, model), uses

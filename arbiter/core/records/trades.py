@@ -84,13 +84,13 @@ class Trades:
         """Says whether any request is remembered that gave up."""
         return bool(self._gave_up)
 
-    def waits_since(self, waiter: Waiter, asked: Instant) -> Instant:
-        """Returns since when a request has waited that asked at `asked`, with what it had waited
+    def waits_since(self, waiter: Waiter, asked_at: Instant) -> Instant:
+        """Returns since when a request has waited that asked at `asked_at`, with what it had waited
         when it gave up shortly before."""
         if (gave_up := self._gave_up.get(waiter)) is None:
-            return asked
+            return asked_at
         began, until = gave_up
-        return min(began, asked) if asked <= until else asked
+        return min(began, asked_at) if asked_at <= until else asked_at
 
     def granted(self, waiter: Waiter) -> None:
         """Has the next request of a holder for its model wait anew."""

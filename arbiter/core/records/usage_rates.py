@@ -42,8 +42,8 @@ class UsageRates:
     def export(self, names: Iterable[ModelName]) -> list[list[Any]]:
         """Returns a row for each of these models that was used: capability, model, uses, and the
         instant up to which the uses have faded."""
-        found = ((name, self._seen.get(name)) for name in names)
-        return [[*name, *seen] for name, seen in found if seen]
+        rates = ((name, self._seen.get(name)) for name in names)
+        return [[*name, *seen] for name, seen in rates if seen]
 
     def restore(self, rows: list[list[Any]]) -> None:
         """Takes back the rows of `export`."""
@@ -104,12 +104,12 @@ class DailyCounts:
         return self.seen_count[1]
 
     def _seen(self, hour: int) -> float:
-        found = 0.0
+        total = 0.0
         for ahead in range(hour, hour + AHEAD_COUNT):
-            found += self.counts[ahead % HOURS_COUNT]
+            total += self.counts[ahead % HOURS_COUNT]
             if hour > self.hours_count and (ahead - self.hours_count) % HOURS_COUNT == 0:
-                found += self.open_count
-        return found * self._faded(hour)
+                total += self.open_count
+        return total * self._faded(hour)
 
     def _faded(self, hour: int) -> float:
         return FADE ** (hour - self.hours_count)
@@ -148,8 +148,8 @@ class HourlyUsage:
     def export(self, names: Iterable[ModelName]) -> dict[str, Any]:
         """The hour it began in, and of those of these models that were used: capability, model,
         hour, uses in that hour, uses by hour of the day."""
-        found = ((name, self._days.get(name)) for name in names)
-        days = [[*n, d.hours_count, d.open_count, list(d.counts)] for n, d in found if d]
+        by_name = ((name, self._days.get(name)) for name in names)
+        days = [[*n, d.hours_count, d.open_count, list(d.counts)] for n, d in by_name if d]
         return {"began_hours": self._began, "days": days}
 
     def restore(self, exported: dict[str, Any]) -> None:

@@ -28,8 +28,8 @@ from arbiter.core.reports.plan import (
     PlanQuestion,
     PlanVictim,
     StayingTicket,
-    stays_said,
-    victim_said,
+    stays_sentence,
+    victim_sentence,
 )
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases
@@ -64,8 +64,8 @@ def plan(state: CoreState, question: PlanQuestion, now: Instant, step: Step) -> 
         return _resident(state, question, here)
     attempts = _attempts(state, question, here)
     if not attempts:
-        said = ("No node agent has introduced a device that it could go to.",)
-        return _waiting(question, None, None, said)
+        sentences = ("No node agent has introduced a device that it could go to.",)
+        return _waiting(question, None, None, sentences)
     frozen = _freeze(state)
     plans = []
     for attempt in attempts[:ATTEMPTS_COUNT]:
@@ -91,7 +91,7 @@ def _rank(made: Plan) -> tuple[int, int, int]:
 def _present(state: CoreState, question: PlanQuestion) -> Ticket | None:
     """Returns the ticket of the model that a request would find, the readiest first."""
     order = (State.RESIDENT, State.LOADING, State.ASLEEP, State.QUEUED, State.DRAINING)
-    found = [
+    entries = [
         e
         for e in state.ledger.entries(*order)
         if not e.lease
@@ -99,7 +99,7 @@ def _present(state: CoreState, question: PlanQuestion) -> Ticket | None:
         and question.holder in (None, e.holder)
         and question.node in (None, e.node)
     ]
-    return min(found, key=lambda e: order.index(e.state), default=None)
+    return min(entries, key=lambda e: order.index(e.state), default=None)
 
 
 def _attempts(state: CoreState, question: PlanQuestion, here: Ticket | None) -> list[_Attempt]:
@@ -241,8 +241,10 @@ class _Outcome:
         assert entry is not None, "a request was neither answered nor queued"
         if victims := tuple(self._victims()):
             return self._evicting(entry, victims)
-        said = explain(self.copied, self.ticket, self.copied.now).said
-        return self._with_seat(Answer.NOT_BEFORE, said=said, wait=self._wait(entry), entry=entry)
+        sentences = explain(self.copied, self.ticket, self.copied.now).said
+        return self._with_seat(
+            Answer.NOT_BEFORE, sentences=sentences, wait=self._wait(entry), entry=entry
+        )
 
     def _granted(self, grant: Grant) -> Plan:
         entry = self.copied.ledger.find(self.ticket)
@@ -250,7 +252,7 @@ class _Outcome:
         on = ", ".join(f"{human(d.size_bytes)} on {d.device}" for d in grant.devices)
         return self._with_seat(
             Answer.NOW,
-            said=(f"Now: {on}; nothing leaves for it.",),
+            sentences=(f"Now: {on}; nothing leaves for it.",),
             wait=Span(0),
             load=grant.predicted,
             goes_to=grant.devices,
@@ -261,12 +263,12 @@ class _Outcome:
         passes = error.retry_after_s is not None and not _is_beyond_bound(error)
         wait = span_of(error.retry_after_s) if passes and error.retry_after_s else None
         answer = Answer.NOT_BEFORE if passes else Answer.NEVER
-        return self._with_seat(answer, said=(f"{error}.",), wait=wait, code=error.code)
+        return self._with_seat(answer, sentences=(f"{error}.",), wait=wait, code=error.code)
 
     def _evicting(self, entry: Ticket, victims: tuple[PlanVictim, ...]) -> Plan:
         return self._with_seat(
             Answer.AFTER_EVICTING,
-            said=tuple(victim_said(v) for v in victims),
+            sentences=tuple(victim_sentence(v) for v in victims),
             wait=self._wait(entry),
             goes_to=self._promised(entry),
             victims=victims,
@@ -277,7 +279,7 @@ class _Outcome:
         self,
         answer: Answer,
         *,
-        said: tuple[str, ...],
+        sentences: tuple[str, ...],
         wait: Span | None,
         load: Span | None = None,
         goes_to: tuple[types.DeviceBytes, ...] = (),
@@ -301,7 +303,7 @@ class _Outcome:
             is_resident=False,
             starts_replica=self.attempt.is_new and not self.question.lease,
             code=code,
-            said=(*said, *map(stays_said, stays)),
+            said=(*sentences, *map(stays_sentence, stays)),
             stays=stays,
         )
 
@@ -310,8 +312,10 @@ class _Outcome:
         terms, copied = self.question.lease, self.copied
         if terms is None or not terms.frees:
             return ()
-        asked = _request(self.question, self.attempt, self.ticket, self.question.need)
-        asker = entry or leases.new_entry(copied, copied.holders[self.attempt.holder], asked, terms)
+        request = _request(self.question, self.attempt, self.ticket, self.question.need)
+        asker = entry or leases.new_entry(
+            copied, copied.holders[self.attempt.holder], request, terms
+        )
         return tuple(
             StayingTicket(e.ticket, e.model, self._listed(e), why)
             for e, why in freeing.staying(copied, asker)
@@ -323,8 +327,8 @@ class _Outcome:
         waiting = self.copied.queue.find(self.ticket)
         if entry is not None and entry.home:
             return entry.home_bytes
-        asked = entry.need.device_bytes if entry else self.question.need.device_bytes
-        return (waiting.need_bytes if waiting else None) or asked
+        declared_bytes = entry.need.device_bytes if entry else self.question.need.device_bytes
+        return (waiting.need_bytes if waiting else None) or declared_bytes
 
     def _wait(self, entry: Ticket) -> Span | None:
         """Returns until its load may begin, as the core would tell its holder."""
@@ -348,13 +352,13 @@ class _Outcome:
         return (types.DeviceBytes(devices[0], self._need(entry)),)
 
     def _victims(self) -> Iterator[PlanVictim]:
-        told = [d for d in self.decisions if isinstance(d, LogEvent)]
-        asked = [
+        events = [d for d in self.decisions if isinstance(d, LogEvent)]
+        revoked = [
             d.ticket
-            for d in told
+            for d in events
             if d.kind is EventKind.EVICTION and d.data.get("waiting") == self.ticket
         ]
-        for ticket in [*asked, *self._abandoned()]:
+        for ticket in [*revoked, *self._abandoned()]:
             before = self.state.ledger.find(ticket) if ticket else None
             if before is not None:
                 yield self._victim(before)
@@ -400,7 +404,7 @@ def _is_beyond_bound(error: RequestError) -> bool:
 
 def _resident(state: CoreState, question: PlanQuestion, here: Ticket) -> Plan:
     home = tuple(types.DeviceBytes(d, size) for d, size in sorted(here.home.items()))
-    said = (f"It is resident ({here.ticket}), and serves at once.",)
+    sentences = (f"It is resident ({here.ticket}), and serves at once.",)
     none: tuple[PlanVictim, ...] = ()
     return Plan(
         Answer.NOW,
@@ -415,12 +419,12 @@ def _resident(state: CoreState, question: PlanQuestion, here: Ticket) -> Plan:
         is_resident=True,
         starts_replica=False,
         code=None,
-        said=said,
+        said=sentences,
     )
 
 
 def _waiting(
-    question: PlanQuestion, node: NodeId | None, wait: Span | None, said: tuple[str, ...]
+    question: PlanQuestion, node: NodeId | None, wait: Span | None, sentences: tuple[str, ...]
 ) -> Plan:
     return Plan(
         Answer.NOT_BEFORE,
@@ -435,5 +439,5 @@ def _waiting(
         is_resident=False,
         starts_replica=False,
         code=None,
-        said=said,
+        said=sentences,
     )

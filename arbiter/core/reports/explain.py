@@ -12,11 +12,11 @@ from arbiter.core.eviction.eligibility import obstacle_text
 from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
 from arbiter.core.eviction.ranking import MAY_LEAVE, price_victim
 from arbiter.core.eviction.waste import compaction_obstacle, wasted_bytes
-from arbiter.core.queue import hours, placement
+from arbiter.core.queue import gangs, hours, placement
 from arbiter.core.records.eviction_history import EvictionRecord, ScoredVictim, in_words
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.priced_victim import PricedVictim
-from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import compute_books
@@ -59,7 +59,7 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class PastEviction:
     """Describes an eviction that the ticket had to do with."""
 
     ago: Span
@@ -83,7 +83,7 @@ class Explanation:
     in_state: Span
     ahead: tuple[TicketId, ...]  # before it in its node's queue; empty when it does not wait
     shortages: tuple[Shortage, ...]
-    past: tuple[Past, ...]  # newest first
+    past: tuple[PastEviction, ...]  # newest first
     said: tuple[str, ...]  # the same for a person, a sentence each
 
 
@@ -95,21 +95,24 @@ def explain(state: CoreState, ticket: TicketId, now: Instant) -> Explanation:
     if entry is None:
         return _closed(state, ticket, past)
     ahead, shortages = _waiting(state, entry) if ticket in state.queue else ((), ())
-    said = (*_now_said(state, entry, ahead, shortages, now), *(_past_said(p, ticket) for p in past))
+    sentences = (
+        *_current_sentences(state, entry, ahead, shortages, now),
+        *(_eviction_sentence(p, ticket) for p in past),
+    )
     in_state = since(entry.since, now)
     return Explanation(
-        ticket, entry.model, entry.state.value, in_state, ahead, shortages, past, said
+        ticket, entry.model, entry.state.value, in_state, ahead, shortages, past, sentences
     )
 
 
-def _closed(state: CoreState, ticket: TicketId, past: tuple[Past, ...]) -> Explanation:
+def _closed(state: CoreState, ticket: TicketId, past: tuple[PastEviction, ...]) -> Explanation:
     answer = state.answers.get(ticket)
     if answer is None and not past:
         raise UnknownTicket(ticket)
     model = next((w.model for p in past for w in p.weighed if w.ticket == ticket), "")
     last = (f"It is closed: {answer}.",) if answer else ("It is closed.",)
-    said = (*last, *(_past_said(p, ticket) for p in past))
-    return Explanation(ticket, model, State.CLOSED.value, Span(0), (), (), past, said)
+    sentences = (*last, *(_eviction_sentence(p, ticket) for p in past))
+    return Explanation(ticket, model, State.CLOSED.value, Span(0), (), (), past, sentences)
 
 
 # -- now ------------------------------------------------------------------------------------------
@@ -135,17 +138,27 @@ def _waiting(state: CoreState, entry: Ticket) -> tuple[tuple[TicketId, ...], tup
     ahead = tuple(tickets[: tickets.index(entry.ticket)])
     node = state.nodes.get(entry.node)
     books = compute_books(state, node) if node else []
-    if entry.home:  # it wakes where its process lives
-        books = [book for book in books if book.device in entry.home]
-    return ahead, tuple(_shortage(state, entry, book) for book in books)
+    needs = _needs(state, entry, books)
+    return ahead, tuple(
+        _shortage(state, entry, b, needs[b.device]) for b in books if b.device in needs
+    )
 
 
-def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
+def _needs(state: CoreState, entry: Ticket, books: list[DeviceAccount]) -> Sizes:
+    """Returns what a queued ticket needs on each device that it may go to: on all of them where it
+    wakes, or is larger than any one; else on one of them."""
+    if entry.home:  # it wakes where its process lives; some of that is charged already
+        return {d: Bytes(max(0, size - entry.charge(d))) for d, size in entry.home.items()}
+    largest = max((book.budget_bytes for book in books), default=Bytes(0))
+    need = placement.estimated_bytes(state, entry, largest)
+    most = quotas.at_most(state, entry.client.tenant, books)
+    is_one = need <= max(most.values(), default=need)
+    several = None if is_one else gangs.split(books, need, entry.split, most)
+    return several or {book.device: need for book in books}
+
+
+def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount, need: Bytes) -> Shortage:
     """Returns what a queued ticket lacks on a device, and what each other ticket there holds."""
-    if entry.home:  # each device where it wakes has its part, some of which is charged already
-        need = Bytes(max(0, entry.home[book.device] - entry.charge(book.device)))
-    else:
-        need = placement.estimated_bytes(state, entry, book.budget_bytes)
     coming = returning_bytes(book)
     urgent = _urgency(state, entry)
     kept = quotas.kept(quotas.reserves(state), book, entry.client.tenant)
@@ -201,7 +214,7 @@ def _urgency(state: CoreState, entry: Ticket) -> Priority:
     return min([waiting.request.priority, *(w.request.priority for w in held_up if not w.is_held)])
 
 
-def _now_said(
+def _current_sentences(
     state: CoreState,
     entry: Ticket,
     ahead: tuple[TicketId, ...],
@@ -209,30 +222,43 @@ def _now_said(
     now: Instant,
 ) -> list[str]:
     for_s = in_seconds(since(entry.since, now))
-    said = [f"{entry.model} ({entry.ticket}) is {entry.state.value} for {for_s:.1f} s."]
-    said += _waste_said(state, entry)
-    said += _hours_said(state, entry, now)
+    sentences = [f"{entry.model} ({entry.ticket}) is {entry.state.value} for {for_s:.1f} s."]
+    sentences += _waste_sentences(state, entry)
+    sentences += _hours_sentences(state, entry, now)
     if entry.ticket not in state.queue:
-        return said
+        return sentences
     if not state.is_settled:
-        said.append("Nothing is granted yet: holders of the last epoch are waited for.")
+        sentences.append("Nothing is granted yet: holders of the last epoch are waited for.")
     if state.is_silent(entry.holder):
-        said.append(_silence_said(state, entry, now))
+        sentences.append(_silence_sentence(state, entry, now))
     tenant = entry.client.tenant
-    if too_much := quotas.over_limit(state, tenant, entry.need.device_bytes):
-        said.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
+    if too_much := quotas.over_limit(state, tenant, _needs_bytes(state, entry)):
+        sentences.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
+    node = state.nodes.get(entry.node)
+    if node is not None and node.may_gain_devices:
+        size = "until they do, no ticket is refused for its size"
+        sentences.append(f"Devices of {entry.node} have not answered yet: {size}.")
     if ahead:
-        said.append(f"{len(ahead)} wait before it: {', '.join(ahead[:5])}.")
-    said += _exclusion_said(state, entry)
-    said += [
+        sentences.append(f"{len(ahead)} wait before it: {', '.join(ahead[:5])}.")
+    sentences += _exclusion_sentences(state, entry)
+    sentences += [
         f"No load begins on {s.device} while memory there is critical."
         for s in shortages
         if pressure.is_closed_to(state, entry, s.device)
     ]
-    return said + _shortages_said(entry, shortages)
+    return sentences + _shortages_sentences(entry, shortages)
 
 
-def _exclusion_said(state: CoreState, entry: Ticket) -> list[str]:
+def _needs_bytes(state: CoreState, entry: Ticket) -> Bytes:
+    """Returns what a queued ticket will be charged beyond what it is charged now."""
+    if entry.home:
+        return Bytes(sum(size - entry.charge(d) for d, size in entry.home.items()))
+    node = state.nodes.get(entry.node)
+    budgets = [book.budget_bytes for book in compute_books(state, node)] if node else []
+    return placement.estimated_bytes(state, entry, max(budgets, default=Bytes(0)))
+
+
+def _exclusion_sentences(state: CoreState, entry: Ticket) -> list[str]:
     """Says which models of its exclusion group keep a queued ticket waiting, whatever is free
     (A11)."""
     if entry.node not in state.nodes:
@@ -247,7 +273,7 @@ def _exclusion_said(state: CoreState, entry: Ticket) -> list[str]:
     ]
 
 
-def _hours_said(state: CoreState, entry: Ticket, now: Instant) -> list[str]:
+def _hours_sentences(state: CoreState, entry: Ticket, now: Instant) -> list[str]:
     """Says that a ticket waits for hours to begin, or that its model leaves outside of them
     (C13)."""
     name = entry.model_name
@@ -267,7 +293,7 @@ def _hours_said(state: CoreState, entry: Ticket, now: Instant) -> list[str]:
     return [f"It is outside the hours of its model, {own}, and leaves once it is idle."]
 
 
-def _waste_said(state: CoreState, entry: Ticket) -> list[str]:
+def _waste_sentences(state: CoreState, entry: Ticket) -> list[str]:
     """Says that a ticket is being compacted, or what a compaction would give back, and what keeps
     it from that now (D7)."""
     if entry.leaving is Reason.COMPACT:
@@ -281,54 +307,58 @@ def _waste_said(state: CoreState, entry: Ticket) -> list[str]:
     return [f"{held}; `arbiter compact {entry.model}` gives that back."]
 
 
-def _silence_said(state: CoreState, entry: Ticket, now: Instant) -> str:
+def _silence_sentence(state: CoreState, entry: Ticket, now: Instant) -> str:
     known = state.holders.get(entry.holder)
     if known is None:
         return "The holder has not joined; nothing is granted to it until it does."
-    silence_s = in_seconds(since(known.heard, now))
+    silence_s = in_seconds(since(known.heard_at, now))
     sent = f"The holder has sent no heartbeat for {silence_s:.0f} s"
     return f"{sent}; nothing is granted to it until it does."
 
 
-def _shortages_said(entry: Ticket, shortages: tuple[Shortage, ...]) -> list[str]:
+def _shortages_sentences(entry: Ticket, shortages: tuple[Shortage, ...]) -> list[str]:
     if not shortages:
         return ["No node agent has introduced a device it could go to."]
-    said = [line for shortage in shortages for line in _shortage_said(shortage)]
+    sentences = [line for shortage in shortages for line in _shortage_sentences(shortage)]
     if len(entry.home) > 1 and any(s.short_bytes for s in shortages):
         home = f"It wakes on {len(entry.home)} devices"
-        said.append(f"{home}: no ticket leaves before all of them can have room.")
-    return said
+        sentences.append(f"{home}: no ticket leaves before all of them can have room.")
+    return sentences
 
 
-def _shortage_said(s: Shortage) -> list[str]:
+def _shortage_sentences(s: Shortage) -> list[str]:
     kept = f" ({human(s.kept_bytes)} of it reserved for others)" if s.kept_bytes else ""
     head = f"On {s.device} it needs {human(s.need_bytes)}, {human(s.free_bytes)} are free{kept}"
     if not s.short_bytes:
         return [f"{head}, and {human(s.coming_bytes)} are on their way back."]
-    said = [f"{head}, {human(s.coming_bytes)} on their way back: {human(s.short_bytes)} short."]
+    sentences = [
+        f"{head}, {human(s.coming_bytes)} on their way back: {human(s.short_bytes)} short."
+    ]
     lawful = [x for x in s.charged_tickets if x.obstacle is None]
     if lawful:
         only = "only " if s.leavable_bytes < s.short_bytes else ""
         names = ", ".join(x.model for x in lawful)
-        said.append(f"Tickets that may leave hold {only}{human(s.leavable_bytes)}: {names}.")
+        sentences.append(f"Tickets that may leave hold {only}{human(s.leavable_bytes)}: {names}.")
     if s.cheaper_in:
-        said.append(f"It waits {in_seconds(s.cheaper_in):.1f} s, until cheaper tickets may leave.")
-    said += [
+        sentences.append(
+            f"It waits {in_seconds(s.cheaper_in):.1f} s, until cheaper tickets may leave."
+        )
+    sentences += [
         f"{x.model} ({x.ticket}) holds {human(x.charged_bytes)} and stays: {x.obstacle}."
         for x in s.charged_tickets
         if x.obstacle
     ]
-    return said
+    return sentences
 
 
 # -- then -----------------------------------------------------------------------------------------
 
 
-def _past(choice: EvictionRecord, ticket: TicketId, now: Instant) -> Past:
+def _past(choice: EvictionRecord, ticket: TicketId, now: Instant) -> PastEviction:
     part = "asked" if ticket == choice.waiting else "spared"
     if any(w.ticket == ticket and w.is_chosen for w in choice.weighed):
         part = "went"
-    return Past(
+    return PastEviction(
         since(choice.at, now),
         part,
         choice.waiting,
@@ -341,13 +371,13 @@ def _past(choice: EvictionRecord, ticket: TicketId, now: Instant) -> Past:
     )
 
 
-def _past_said(past: Past, ticket: TicketId) -> str:
+def _eviction_sentence(past: PastEviction, ticket: TicketId) -> str:
     ago = f"{in_seconds(past.ago):.1f} s ago"
     went = ", ".join(_priced(w) for w in past.weighed if w.is_chosen)
     spared = ", ".join(_priced(w) for w in past.weighed if not w.is_chosen) or "none"
     lacked = f"{human(past.short_bytes)} were missing on {past.device}"
     if past.is_compaction:
-        return _compaction_said(past, f"{ago} {lacked}", went, spared)
+        return _compaction_sentence(past, f"{ago} {lacked}", went, spared)
     if past.part == "asked":
         return f"{ago} {lacked} for it; by {past.policy} these went: {went}; spared: {spared}."
     verb = "it was asked to leave" if past.part == "went" else "it was spared"
@@ -355,7 +385,7 @@ def _past_said(past: Past, ticket: TicketId) -> str:
     return f"{ago} {lacked} {whom}; {verb} by {past.policy}: went {went}; spared {spared}."
 
 
-def _compaction_said(past: Past, lacked: str, went: str, spared: str) -> str:
+def _compaction_sentence(past: PastEviction, lacked: str, went: str, spared: str) -> str:
     """Says which models were unloaded and loaded again for a queued ticket (D7)."""
     whom = f"for {past.waiting_model} ({past.waiting})"
     held = "these held more than they need and were unloaded, to be loaded again smaller"

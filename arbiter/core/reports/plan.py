@@ -90,7 +90,7 @@ class Plan:
     stays: tuple[StayingTicket, ...] = ()  # of `arbiter free`: pinned, in use, not to be had
 
 
-def victim_said(victim: PlanVictim) -> str:
+def victim_sentence(victim: PlanVictim) -> str:
     """Says what becomes of a victim."""
     size = human(Bytes(sum(d.size_bytes for d in victim.freed)))
     back_s = in_seconds(victim.reload)
@@ -105,7 +105,7 @@ def victim_said(victim: PlanVictim) -> str:
     return f"{victim.model} ({victim.ticket}) {goes}: {size}, {use}, last used by {user}; {back}."
 
 
-def stays_said(stays: StayingTicket) -> str:
+def stays_sentence(stays: StayingTicket) -> str:
     """Says why a ticket stays."""
     size = human(Bytes(sum(d.size_bytes for d in stays.charged)))
     return f"{stays.model} ({stays.ticket}) stays with {size}: {stays.why}."

@@ -250,7 +250,9 @@ def view_of(state: CoreState, now: Instant) -> StateView:
         queue=tuple(_queue(state, now)),
         cooldowns=tuple(_cooldowns(state, now)),
         holders=tuple(
-            HolderView(h.holder, h.node, h.capability, since(h.heard, now), kept_bytes(state, name))
+            HolderView(
+                h.holder, h.node, h.capability, since(h.heard_at, now), kept_bytes(state, name)
+            )
             for name, h in sorted(state.holders.items())
         ),
         floors=tuple(FloorView(*n, floor.value) for n, floor in sorted(state.all_floors().items())),
@@ -318,9 +320,9 @@ def _hours(state: CoreState, now: Instant) -> Iterator[HoursView]:
     if state.settings.batch_hours:
         rows.append(("batch", everywhere, state.settings.batch_hours))
     for work, name, hours in rows:
-        if found := state.hours_readings.find(hours):
-            left = Span(max(0, since(now, found.changes_at)))
-            yield HoursView(work, *name, hours, found.is_open, left)
+        if reading := state.hours_readings.find(hours):
+            left = Span(max(0, since(now, reading.changes_at)))
+            yield HoursView(work, *name, hours, reading.is_open, left)
 
 
 def _tenant(state: CoreState, tenant: str, now: Instant) -> TenantView:
@@ -427,7 +429,7 @@ def _queue(state: CoreState, now: Instant) -> list[QueueView]:
         waiting_count[entry.node] += 1
         position = waiting_count[entry.node]
         left = None if waiting.deadline is None else since(now, waiting.deadline)
-        waited = since(waiting.request.asked, now)
+        waited = since(waiting.request.asked_at, now)
         at = waiting.predicted_at
         predicted = None if at is None else Span(max(0, since(now, at)))
         priority = waiting.request.priority.name.lower()

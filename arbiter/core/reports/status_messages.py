@@ -14,14 +14,14 @@ def status_messages(view: StateView) -> dict[str, str]:
     """Returns a sentence for each device that computes, by its name, and for each holder of a
     capability."""
     computing = [row for row in view.devices if row.kind is not DeviceKind.HOST]
-    found: dict[str, str] = {row.device: _lent(row, view) for row in computing}
+    messages: dict[str, str] = {row.device: _lent(row, view) for row in computing}
     held: dict[str, list[TicketView]] = {
         row.holder: [] for row in view.holders if row.capability != LEASE
     }
     for ticket in view.tickets:
         if ticket.lease is None and ticket.holder in held:
             held[ticket.holder].append(ticket)
-    return found | {holder: _held(holder, tickets) for holder, tickets in held.items()}
+    return messages | {holder: _held(holder, tickets) for holder, tickets in held.items()}
 
 
 def _lent(device: DeviceView, view: StateView) -> str:
@@ -47,9 +47,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def _named(parts: Iterable[str]) -> str:
-    found = list(parts)
-    more = len(found) - MOST_NAMED
-    return ", ".join(found[:MOST_NAMED] + [f"{more} more"] * (more > 0))
+    names = list(parts)
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED] + [f"{more} more"] * (more > 0))
 
 
 def _sizes(ticket: TicketView) -> str:

@@ -7,6 +7,8 @@ in: a request for a model without the device floor is answered NotResident, at o
 device floor releases the device as soon as the model is idle.
 """
 
+from collections.abc import Iterable
+
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, LogEvent, Reason, WithdrawLoad
@@ -64,7 +66,7 @@ def _act_on(state: CoreState, name: ModelName, before: Floor, floor: Floor, *, s
         is_to_be_awake = entry.state in AWAKE or entry.ticket in state.queue
         entry.settle_when_idle(floor is Floor.COLD or (floor is Floor.HOST and is_to_be_awake))
         state.set_timer(entry, state.now)
-        cap_pins(state, entry.home)
+        cap_pins(state, entry.node)
     if floor is Floor.DEVICE:
         load(state, name)
         if failure := state.failures.get(name):
@@ -82,11 +84,11 @@ def _withdraw_load(state: CoreState, name: ModelName, entries: list[Ticket]) -> 
     would else be granted, and have others evicted for it. Which tickets these are is known to the
     holders only. A model that the table pins stays wanted."""
     state.wanted.pop(name, None)
-    asked = state.asked_loads.pop(name, None)
+    pending = state.asked_loads.pop(name, None)
     if state.is_pinned(name):
         return
     holders = [entry.holder for entry in entries if entry.ticket in state.queue]
-    for holder in dict.fromkeys([*holders, *([asked.holder] if asked else [])]):
+    for holder in dict.fromkeys([*holders, *([pending.holder] if pending else [])]):
         state.decide(WithdrawLoad(holder, name.model))
 
 
@@ -190,12 +192,22 @@ def load(state: CoreState, name: ModelName) -> None:
         state.wanted[name] = None
         state.note_active(name.capability)
         return
-    others = [*asleep, *able]
+    others = _from_next(dict.fromkeys([*asleep, *able]), state.asked_loads.get(name))
     holder = coming[0] if coming else min(others, key=lambda h: _is_refused(state, h))
     state.asked_loads[name] = AskedLoad(holder, state.now)
     state.decide(LoadModel(holder, name.model))
     if stays:
         state.timers.set(("floors", ""), after(state.now, LOOK_AGAIN))
+
+
+def _from_next(holders: Iterable[HolderId], last_load: AskedLoad | None) -> list[HolderId]:
+    """Returns holders in the order in which they are asked for a load: from the next on where the
+    ticket of the last that was asked was refused, because its node may be too small."""
+    order = list(holders)
+    if last_load is None or not last_load.is_refused or last_load.holder not in order:
+        return order
+    first = order.index(last_load.holder) + 1
+    return [*order[first:], *order[:first]]
 
 
 def _is_refused(state: CoreState, holder: HolderId) -> bool:
@@ -227,11 +239,11 @@ def on_join(state: CoreState, capability: str) -> None:
 def on_holder_lost(state: CoreState, lost: HolderId) -> None:
     """Asks another holder, or the next to join, for what the lost one was asked to load: a replica
     that was about to stop takes no load."""
-    for name, asked in list(state.asked_loads.items()):
-        if asked.holder != lost:
+    for name, pending in list(state.asked_loads.items()):
+        if pending.holder != lost:
             continue
         del state.asked_loads[name]
-        is_fresh = since(asked.asked_at, state.now) < ASKED_WITHIN
+        is_fresh = since(pending.asked_at, state.now) < ASKED_WITHIN
         if is_fresh and state.closing_by is None and is_known(state, name):
             load(state, name)
 
@@ -258,9 +270,11 @@ def capabilities_wanted(state: CoreState) -> set[str]:
 
 
 def _on_device(state: CoreState) -> list[ModelName]:
-    """Returns the models with the device floor, but for those outside their hours."""
-    floored = [name for name, floor in state.all_floors().items() if floor is Floor.DEVICE]
-    return [name for name in floored if state.opens_at(name) is None]
+    """Returns the models with the device floor, but for those outside their hours. Asked after each
+    event, so no model with another floor is walked past."""
+    configured = (name for name in state.registry.on_device if name not in state.floors)
+    chosen = (name for name, floor in state.floors.items() if floor is Floor.DEVICE)
+    return [name for name in (*configured, *chosen) if state.opens_at(name) is None]
 
 
 def _entries(state: CoreState, name: ModelName) -> list[Ticket]:

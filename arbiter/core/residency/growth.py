@@ -38,7 +38,7 @@ def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
         return _reject(state, entry, _error(entry, "its device is gone"))
     if never := _never_fits(state, entry):
         return _reject(state, entry, never)
-    if quotas.over_limit(state, entry.client.tenant, event.more_bytes):
+    if _is_over_quota(state, entry):
         return _reject(state, entry, _error(entry, "its tenant may not have as much"))
     if not all(_can_wait(state, e) for e in (*_growing(state), entry)):
         return _reject(state, entry, _error(entry, "it would wait on a holder that waits as well"))
@@ -61,7 +61,7 @@ def on_gave_back(state: CoreState, event: ev.GaveBack) -> None:
 
 def is_less(entry: Ticket, devices: Devices) -> bool:
     """Says whether the holder reports less than the ticket was granted."""
-    return any(said.size_bytes < entry.home.get(said.device, 0) for said in devices)
+    return any(part.size_bytes < entry.home.get(part.device, 0) for part in devices)
 
 
 def on_heartbeat(state: CoreState, entry: Ticket, devices: Devices) -> None:
@@ -78,10 +78,10 @@ def on_heartbeat(state: CoreState, entry: Ticket, devices: Devices) -> None:
 def _shrink(state: CoreState, entry: Ticket, devices: Devices) -> None:
     """Reduces a ticket to what its holder says; what it is still measured to hold stays on the
     books."""
-    said = {part.device: part.size_bytes for part in devices}
+    sizes = {part.device: part.size_bytes for part in devices}
     before = entry.home_bytes
     entry.note_less_since(None)
-    home = {d: min(size, said.get(d, size)) for d, size in entry.home.items()}
+    home = {d: min(size, sizes.get(d, size)) for d, size in entry.home.items()}
     if home == entry.home:
         return
     _resize(state, entry, home)
@@ -98,7 +98,7 @@ def grant_waiting(state: CoreState) -> None:
     already."""
     for entry in _growing(state):
         is_gone = any(device not in state.ledger.books for device in entry.home)
-        may_be = not is_gone and _may_be_lent(state, entry)
+        may_be = not (is_gone or _is_over_quota(state, entry)) and _may_be_lent(state, entry)
         if entry.state is not State.RESIDENT or is_gone:
             _reject(state, entry, _error(entry, "it is leaving"))
         elif may_be and _has_room(state, entry):
@@ -112,19 +112,27 @@ def grant_waiting(state: CoreState) -> None:
 def promised(state: CoreState, node: NodeId) -> Sizes:
     """Returns what is free or on its way back on a node's devices and suffices for tickets that
     grow there, which are before the queue."""
-    found: Sizes = {}
+    sizes: Sizes = {}
     for entry in _growing(state):
-        if entry.node == node and all(d in state.ledger.books for d in entry.home):
+        is_there = entry.node == node and all(d in state.ledger.books for d in entry.home)
+        if is_there and not _is_over_quota(state, entry):
             lacking = _lacking(entry)
             if all(part <= _coming(state, entry, d) for d, part in lacking.items()):
-                found |= {d: Bytes(found.get(d, 0) + max(0, p)) for d, p in lacking.items()}
-    return found
+                sizes |= {d: Bytes(sizes.get(d, 0) + max(0, p)) for d, p in lacking.items()}
+    return sizes
 
 
 def _lacking(entry: Ticket) -> dict[DeviceId, int]:
     """Returns what it wants beyond what it took already, which is charged."""
     wanted = _wanted(entry).items()
     return {d: part + entry.granted.get(d, 0) - entry.charge(d) for d, part in wanted}
+
+
+def _is_over_quota(state: CoreState, entry: Ticket) -> bool:
+    """Says whether its tenant may not be charged what the growth would take beyond what the ticket
+    took already."""
+    more = Bytes(sum(max(0, part) for part in _lacking(entry).values()))
+    return quotas.over_limit(state, entry.client.tenant, more) > 0
 
 
 def _coming(state: CoreState, entry: Ticket, device: DeviceId) -> int:
@@ -175,6 +183,8 @@ def _grow(state: CoreState, entry: Ticket) -> None:
 def _resize(state: CoreState, entry: Ticket, home: Sizes) -> None:
     others = {d: size for d, size in entry.granted.items() if d not in home}
     state.ledger.resize(entry, {**others, **home}, home)
+    if entry.pinned:  # there is less room for other pins now, or more
+        state.timers.set(("pins", entry.node), state.now)
 
 
 def _reject(state: CoreState, entry: Ticket, error: GrowthRefused | NeverFits) -> None:
@@ -213,9 +223,8 @@ def _by_share(entry: Ticket, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes],
 def _has_room(state: CoreState, entry: Ticket) -> bool:
     """Says whether the growth fits now. What the ticket took beyond its grant is charged
     already."""
-    return not quotas.over_limit(state, entry.client.tenant, entry.grows_bytes) and all(
-        part <= _free(state, entry, state.ledger.books[d]) for d, part in _lacking(entry).items()
-    )
+    lacking = _lacking(entry).items()
+    return all(part <= _free(state, entry, state.ledger.books[d]) for d, part in lacking)
 
 
 def _free(state: CoreState, entry: Ticket, book: DeviceAccount, has_left: bool = False) -> Bytes:

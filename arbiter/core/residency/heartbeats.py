@@ -79,8 +79,10 @@ def _ask_again(state: CoreState, event: ev.Joined) -> None:
     for entry in state.ledger.held_by(event.holder):
         if entry.state is not State.DRAINING or entry.ticket not in serving:
             continue
-        asked = entry.revocation
-        if asked and state.now < asked.barrier_until:  # else its answer is awaited a moment yet
+        revocation = entry.revocation
+        if (
+            revocation and state.now < revocation.barrier_until
+        ):  # else its answer is awaited a moment yet
             send_revoke(state, entry)
 
 
@@ -90,9 +92,9 @@ def on_renewed(state: CoreState, event: ev.Renewed) -> None:
     if holder is None:
         state.stale_count += 1  # the shell has it rejoin
         return
-    if since(holder.heard, state.now) >= state.settings.timeouts.silent:
+    if since(holder.heard_at, state.now) >= state.settings.timeouts.silent:
         state.mark_dirty(holder.node)
-    holder.heard = state.now
+    holder.heard_at = state.now
     if event.runs or event.runs_dropped_count:
         _tell_runs(state, holder, event)
     for usage in event.usage:
@@ -141,7 +143,7 @@ def on_timer(state: CoreState, holder: HolderId) -> None:
     known = state.holders.get(holder)
     if known is None:
         return
-    lost_at = after(known.heard, _silence_limit(state, known))
+    lost_at = after(known.heard_at, _silence_limit(state, known))
     if state.now >= lost_at:
         on_lost(state, holder)
     else:
@@ -247,9 +249,9 @@ def _apply_resident(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> Non
 
 def _apply_draining(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
     entry.note_inflight(held.inflight)
-    asked = entry.revocation
-    assert asked is not None
-    barrier_is_over = state.now >= after(asked.barrier_until, state.settings.timeouts.answer)
+    revocation = entry.revocation
+    assert revocation is not None
+    barrier_is_over = state.now >= after(revocation.barrier_until, state.settings.timeouts.answer)
     is_unloading = held.phase is types.Phase.UNLOADING or (
         held.phase is types.Phase.DRAINING and held.inflight == 0
     )
@@ -296,7 +298,8 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     apply_configuration(state, entry)
     floors.on_rebuilt(state, entry)
     state.ledger.open(entry)
-    cap_pins(state, home)
+    if entry.pinned:
+        cap_pins(state, entry.node)
     if ticket_state is State.LOADING:
         state.queue.loading(entry.node, entry.model_name, 1)
     claim_unclaimed(state, entry)
@@ -349,7 +352,7 @@ def _is_lent(state: CoreState, node: NodeId, ticket: TicketId, home: Sizes) -> b
     """Says whether bytes that an earlier epoch granted to a load are lent to others by now. Where a
     reading finds no engine of the load, it had not begun, so no book kept them for it."""
     known = state.nodes.get(node)
-    if known is None or known.heard is None or ticket in known.unclaimed:
+    if known is None or known.heard_at is None or ticket in known.unclaimed:
         return False
     books = ((state.ledger.books.get(device), size) for device, size in home.items())
     return any(book is not None and book.free_bytes < size for book, size in books)

@@ -156,4 +156,5 @@ def _has_room(state: CoreState, node: Node, size: Bytes) -> bool:
 
 def _is_busy(state: CoreState, wanted: ModelName) -> bool:
     """Says whether something loads, or the model is here in some state already."""
-    return any(e.state is State.LOADING or e.model_name == wanted for e in state.ledger.entries())
+    loads = any(book.loading for book in state.ledger.books.values())
+    return loads or bool(state.ledger.of_model(wanted))

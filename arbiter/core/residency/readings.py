@@ -28,7 +28,13 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
     """Takes a node and its devices. Nothing is granted on a device before its first reading."""
     old = state.nodes.get(event.node)
     devices = _still_there(old, event) | {d.device: d for d in event.devices}
-    node = Node(event.node, devices, may_gain_devices=bool(event.unreadable))
+    may_come = {u.device for u in event.unreadable} - devices.keys()
+    node = Node(
+        event.node,
+        devices,
+        may_gain_devices=bool(may_come),
+        has_lost_devices=bool(event.lost),
+    )
     if old is None:
         state.log(EventKind.NODE_SEEN, node=event.node, devices=len(event.devices))
     else:
@@ -160,14 +166,14 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     if node is None:
         state.stale_count += 1  # it introduces itself first
         return
-    was_trusted = node.heard is not None and not node.silent_told
+    was_trusted = node.heard_at is not None and not node.silent_told
     were_read = node.readings.keys()
     if (
         not was_trusted
-        or since(node.heard or state.now, state.now) >= state.settings.timeouts.reading
+        or since(node.heard_at or state.now, state.now) >= state.settings.timeouts.reading
     ):
         state.mark_dirty(node.node)
-    node.heard = state.now
+    node.heard_at = state.now
     node.silent_told = False
     state.timers.set(("node", node.node), after(state.now, state.settings.timeouts.reading))
     node.readings = {r.device: r for r in event.devices if r.device in node.devices}
@@ -330,11 +336,11 @@ def on_timer(state: CoreState, name: NodeId) -> None:
     """Runs the time rule of readings: logged once; nothing is granted there until a reading
     comes."""
     node = state.nodes.get(name)
-    if node is None or node.heard is None or node.silent_told:
+    if node is None or node.heard_at is None or node.silent_told:
         return
-    trusted_until = after(node.heard, state.settings.timeouts.reading)
+    trusted_until = after(node.heard_at, state.settings.timeouts.reading)
     if state.now >= trusted_until:
         node.silent_told = True
-        state.log(EventKind.NODE_SILENT, node=name, took=since(node.heard, state.now))
+        state.log(EventKind.NODE_SILENT, node=name, took=since(node.heard_at, state.now))
     else:
         state.timers.set(("node", name), trusted_until)

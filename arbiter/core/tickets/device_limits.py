@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from arbiter.core.decisions import EventKind
 from arbiter.core.records.ledger import DeviceAccount
-from arbiter.core.records.ticket import State
+from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.budget import on_demand, pinned_overcommit, share
 from arbiter.core.types import DeviceKind
-from arbiter.units import Bytes, DeviceId, Instant, after, since
+from arbiter.errors import UnknownCapability, UnknownModel
+from arbiter.units import Bytes, DeviceId, Instant, NodeId, after, since
 
 COMPUTE = frozenset({DeviceKind.GPU, DeviceKind.CPU})
 
@@ -44,31 +45,46 @@ def flag_pinned_on(state: CoreState, book: DeviceAccount, more: Bytes) -> None:
         )
 
 
-def cap_pins(state: CoreState, devices: Iterable[DeviceId]) -> None:
-    """Unpins what is pinned beyond a share of a device that computes (C8). The oldest ticket stays
-    pinned, after a restart the first that rejoined; what comes on top of that is a victim like any
-    other."""
-    for device in devices:
-        book = state.ledger.books.get(device)
-        if book is None or book.kind not in COMPUTE:
-            continue
-        most = share(book.budget_bytes, state.settings.pinned_most_fraction)
-        total = 0
-        held = book.entries.values()
-        pinned = (e for e in held if e.pinned and e.state is not State.RECLAIMING)
-        for entry in sorted(pinned, key=lambda e: (e.opened, e.ticket)):
-            size = entry.charge(device)
-            if total + size > most:
-                state.ledger.pin(entry, False)
-                state.log(EventKind.PIN_OVER_CAP, entry, size=size, device=device, cap=most)
-            else:
-                total += size
+def cap_pins(state: CoreState, *nodes: NodeId) -> None:
+    """Pins what is to be pinned on these nodes, up to a share of each device that computes (C8).
+    The oldest ticket comes first, after a restart the first that rejoined; what comes on top of
+    that is a victim like any other until there is room for it."""
+    for name in nodes:
+        node = state.nodes.get(name)
+        books = compute_books(state, node) if node else []
+        there = {ticket: entry for book in books for ticket, entry in book.entries.items()}
+        pins = [entry for entry in there.values() if is_to_be_pinned(state, entry)]
+        room = {b.device: _most_pinned_bytes(state, b) for b in books}
+        for entry in sorted(pins, key=lambda e: (e.opened, e.ticket)):
+            sizes = {device: entry.charge(device) for device in room}
+            over = next((d for d, size in sizes.items() if size > room[d]), None)
+            if over is None:
+                room = {d: Bytes(left - sizes[d]) for d, left in room.items()}
+            elif entry.pinned:
+                most = _most_pinned_bytes(state, state.ledger.books[over])
+                state.log(EventKind.PIN_OVER_CAP, entry, size=sizes[over], device=over, cap=most)
+            state.ledger.pin(entry, over is None)
+
+
+def _most_pinned_bytes(state: CoreState, book: DeviceAccount) -> Bytes:
+    return share(book.budget_bytes, state.settings.pinned_most_fraction)
+
+
+def is_to_be_pinned(state: CoreState, entry: Ticket) -> bool:
+    """Says whether a ticket is to be pinned as far as its devices have room for pins. What is being
+    reclaimed is not, though it stays charged."""
+    if entry.lease or entry.state is State.RECLAIMING:
+        return False
+    try:
+        return state.is_pinned(entry.model_name)
+    except (UnknownCapability, UnknownModel):
+        return False
 
 
 def is_readable(state: CoreState, node: Node, device: DeviceId, now: Instant) -> bool:
     """Says whether the memory of a device was read in this epoch and lately, and no engine that no
     holder has claimed may still be growing on it."""
-    if node.heard is None or since(node.heard, now) >= state.settings.timeouts.reading:
+    if node.heard_at is None or since(node.heard_at, now) >= state.settings.timeouts.reading:
         return False
     return device in node.readings and now >= _unclaimed_until(state, node, device)
 

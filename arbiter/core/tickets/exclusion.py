@@ -14,7 +14,7 @@ def excluded_by(state: CoreState, node: NodeId, role: str, name: ModelName) -> l
     if role not in state.settings.one_resident_roles:
         return []
     books = (state.ledger.books[d] for d in sorted(state.nodes[node].devices))
-    found = {e.ticket: e for b in books for e in b.entries.values()}
+    entries = {e.ticket: e for b in books for e in b.entries.values()}
     return [
-        e for e in found.values() if e.state in AWAKE and e.role == role and e.model_name != name
+        e for e in entries.values() if e.state in AWAKE and e.role == role and e.model_name != name
     ]

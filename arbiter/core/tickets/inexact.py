@@ -19,15 +19,15 @@ def shared(
     because the agent does not know which engines sleep."""
     if not node.inexact:
         return seen_bytes
-    told = {ticket: dict(sizes) for ticket, sizes in seen_bytes.items()}
+    exact = {ticket: dict(sizes) for ticket, sizes in seen_bytes.items()}
     for device in node.inexact:
-        found = {t: e for t in seen_bytes if (e := state.ledger.find(t)) and e.state in CHARGED}
-        granted = {ticket: entry.granted.get(device, 0) for ticket, entry in found.items()}
-        total = sum(told[t].get(device, 0) for t in found)
+        entries = {t: e for t in seen_bytes if (e := state.ledger.find(t)) and e.state in CHARGED}
+        granted = {ticket: entry.granted.get(device, 0) for ticket, entry in entries.items()}
+        total = sum(exact[t].get(device, 0) for t in entries)
         all_granted = sum(granted.values())
         for ticket, size in granted.items() if all_granted else ():
-            told[ticket][device] = Bytes(total * size // all_granted)
-    return {ticket: {d: size for d, size in s.items() if size} for ticket, s in told.items()}
+            exact[ticket][device] = Bytes(total * size // all_granted)
+    return {ticket: {d: size for d, size in s.items() if size} for ticket, s in exact.items()}
 
 
 def is_at_home(state: CoreState, entry: Ticket) -> bool:

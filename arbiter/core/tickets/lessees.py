@@ -57,7 +57,7 @@ def history_of(state: CoreState, entry: Ticket) -> LeaseHistory:
 
 def restore(state: CoreState, entry: Ticket, history: LeaseHistory) -> None:
     """Takes what an earlier epoch knew of a lease that rejoins."""
-    before = {found.device: found.size_bytes for found in history.foreign_before}
+    before = {foreign.device: foreign.size_bytes for foreign in history.foreign_before}
     entry.note_lessee(before, is_measured=False)
     if history.returning:
         state.freed_for[entry.ticket] = dict.fromkeys(history.returning)
@@ -72,5 +72,5 @@ def _unmeasured(state: CoreState, device: DeviceId) -> Iterator[Ticket]:
 
 
 def _foreign(node: Node, entry: Ticket) -> Sizes:
-    found = {device: node.readings.get(device) for device in entry.home}
-    return {device: reading.foreign_bytes for device, reading in found.items() if reading}
+    readings = {device: node.readings.get(device) for device in entry.home}
+    return {device: reading.foreign_bytes for device, reading in readings.items() if reading}

@@ -213,7 +213,7 @@ def note_gave_up(state: CoreState, entry: Ticket) -> None:
     if queued is None or not state.trades.came_for(entry.model_name, state.now):
         return
     waiter = (entry.holder, entry.model)
-    began = state.trades.waits_since(waiter, queued.request.asked)
+    began = state.trades.waits_since(waiter, queued.request.asked_at)
     state.trades.gave_up(waiter, began, after(state.now, state.settings.collate_most))
 
 

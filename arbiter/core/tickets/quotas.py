@@ -185,8 +185,10 @@ def over_limit_after_drain(state: CoreState, tenant: str, more: Bytes) -> Bytes:
 
 def tickets_of(state: CoreState, tenant: str) -> list[Ticket]:
     """Returns the tickets of a tenant with bytes on a device that computes."""
-    found = (state.ledger.find(ticket) for ticket in state.ledger.holdings.tickets.get(tenant, ()))
-    return [entry for entry in found if entry]
+    entries = (
+        state.ledger.find(ticket) for ticket in state.ledger.holdings.tickets.get(tenant, ())
+    )
+    return [entry for entry in entries if entry]
 
 
 def device_bytes(state: CoreState, entry: Ticket) -> Bytes:

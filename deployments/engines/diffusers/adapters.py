@@ -24,7 +24,7 @@ _PREFIX = "base_model.model."  # PEFT's, before the module's name in the base
 _SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
-class AdapterShelf:
+class AdapterResolver:
     """Names to checked folders, for one engine."""
 
     def __init__(self, config: Config) -> None:

@@ -3,7 +3,7 @@
     batches = Batches(draw, most=4)
     task = asyncio.create_task(batches.run())
     async with aclosing(batches.events(order)) as events:  # leaving it early withdraws the order
-        async for event in events: ...                     # Step, Preview, Drawn
+        async for event in events: ...                     # Step, Preview, DrawnPicture
 
 Pictures that wait while a batch is drawn and agree in their setting become the next batch. There
 is no timer: a lone request never waits for others. Each picture has its own seed, so the others of
@@ -23,7 +23,7 @@ from deployments.engines.diffusers.requests import Setting
 from deployments.engines.one_thread import PASS_MOST_S, OneThread
 
 
-class Abandoned(Exception):
+class BatchAbandoned(Exception):
     """No client waits for any picture of the batch."""
 
 
@@ -59,18 +59,18 @@ class Preview:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnPicture:
     """A picture is ready."""
 
     number: int
     image: Image.Image
 
 
-Event = Step | Preview | Drawn
+Event = Step | Preview | DrawnPicture
 
 
 @dataclass(slots=True, eq=False)
-class Order:
+class DrawRequest:
     """One request: as many pictures as it has seeds."""
 
     setting: Setting
@@ -78,7 +78,7 @@ class Order:
     negative: str
     seeds: Sequence[int]
     previews: int = 0  # of each picture
-    told: asyncio.Queue[Event | RequestError] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[Event | RequestError] = field(default_factory=asyncio.Queue)
     left: bool = False  # read by the worker thread
 
     def preview_at(self, step: int, of: int) -> int | None:
@@ -91,7 +91,7 @@ class Order:
 class Picture:
     """One picture of an order."""
 
-    order: Order
+    order: DrawRequest
     number: int
 
     @property
@@ -115,17 +115,17 @@ class Batches:
         self._waiting: list[Picture] = []
         self._arrived = asyncio.Event()
 
-    async def events(self, order: Order) -> AsyncGenerator[Event, None]:
+    async def events(self, order: DrawRequest) -> AsyncGenerator[Event, None]:
         """Yields events until all pictures of the order are drawn. Raises DrawingFailed."""
         self._waiting += [Picture(order, number) for number in range(len(order.seeds))]
         self._arrived.set()
         missing = len(order.seeds)
         try:
             while missing:
-                event = await order.told.get()
+                event = await order.events.get()
                 if isinstance(event, RequestError):
                     raise event
-                missing -= isinstance(event, Drawn)
+                missing -= isinstance(event, DrawnPicture)
                 yield event
         finally:
             order.left = True
@@ -144,10 +144,10 @@ class Batches:
             if error := work.exception():
                 cause = DrawingFailed(f"{type(error).__name__}: {error}")
                 for order in {picture.order for picture in batch}:
-                    order.told.put_nowait(cause)
+                    order.events.put_nowait(cause)
             else:
                 for picture, image in zip(batch, work.result(), strict=True):
-                    picture.order.told.put_nowait(Drawn(picture.number, image))
+                    picture.order.events.put_nowait(DrawnPicture(picture.number, image))
 
     async def _next(self) -> list[Picture]:
         """Waits for a picture, and takes all others that fit into its batch."""
@@ -160,17 +160,17 @@ class Batches:
         return batch
 
     def _teller(self, batch: Sequence[Picture]) -> OnStep:
-        """What the worker thread calls after each step. Raises Abandoned."""
+        """What the worker thread calls after each step. Raises BatchAbandoned."""
         loop = asyncio.get_running_loop()
 
         def told(step: int, of: int, decode: Callable[[], list[Image.Image] | None]) -> None:
             self.worker.note_step()
             if all(picture.order.left for picture in batch):
-                raise Abandoned
+                raise BatchAbandoned
             at = [picture.order.preview_at(step, of) for picture in batch]
             previews = decode() if any(index is not None for index in at) else None
             for place, (picture, index) in enumerate(zip(batch, at, strict=True)):
-                tell = picture.order.told.put_nowait
+                tell = picture.order.events.put_nowait
                 loop.call_soon_threadsafe(tell, Step(picture.number, step, of))
                 if previews and index is not None:
                     preview = Preview(picture.number, index, previews[place])

@@ -24,8 +24,15 @@ from deployments import messages
 from deployments.engines import asgi, dispatch_lock, forms, host_copy
 from deployments.engines.asgi import BadField
 from deployments.engines.diffusers import picture_files, requests
-from deployments.engines.diffusers.adapters import AdapterShelf
-from deployments.engines.diffusers.batches import Batches, Drawn, Event, Order, Preview, Step
+from deployments.engines.diffusers.adapters import AdapterResolver
+from deployments.engines.diffusers.batches import (
+    Batches,
+    DrawnPicture,
+    DrawRequest,
+    Event,
+    Preview,
+    Step,
+)
 from deployments.engines.diffusers.pipeline import Pipeline
 from deployments.engines.forms import Form
 from deployments.engines.protocol import Config, Receive, Scope, Send
@@ -54,7 +61,7 @@ class DiffusersEngine:
         self.pipeline = Pipeline(config["model"], args, threads, slots)
         self.turns = dispatch_lock.DispatchLock(config.get("dispatch_lock"))
         self.batches = Batches(self._draw, args.get("max_batch", 4))
-        self.shelf: AdapterShelf | None = None
+        self.shelf: AdapterResolver | None = None
         self.parked: host_copy.HostCopy | None = None
         self.removed_tenants: list[str] = []  # while asleep
         self.running: asyncio.Task[None] | None = None
@@ -63,7 +70,7 @@ class DiffusersEngine:
         """Loads the model. A second call, after a wake that did not verify, keeps worker and
         batching task."""
         if "adapters" in self.config:
-            self.shelf = AdapterShelf(self.config)
+            self.shelf = AdapterResolver(self.config)
         await self.batches.work(self.pipeline.load)
         if self.running is None or self.running.done():
             self.running = asyncio.create_task(self.batches.run())
@@ -111,10 +118,10 @@ class DiffusersEngine:
         if path not in _NAMES or scope["method"] != "POST":
             return await asgi.refuse(send, 404, f"no route {scope['method']} {path}")
         try:
-            asked = await self._asked(scope, receive)
-            if asked is None:
+            order = await self._asked(scope, receive)
+            if order is None:
                 return
-            response = Response(self, path, *asked)
+            response = Response(self, path, *order)
             if response.fields.stream:
                 await asgi.until_disconnected(response.stream(send), receive)
             elif body := await asgi.until_disconnected(response.whole(), receive):
@@ -123,7 +130,7 @@ class DiffusersEngine:
             await asgi.refuse_request(send, error)
 
     async def _tell_tiers(
-        self, shelf: AdapterShelf, scope: Scope, receive: Receive, send: Send
+        self, shelf: AdapterResolver, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answers messages.ADAPTERS. Pictures keep no adapter in the pool: none is warm."""
         raw = await asgi.read_body(receive)
@@ -135,7 +142,9 @@ class DiffusersEngine:
         tiers = {name: "hot" if folder in hot else "cold" for name, folder in folders.items()}
         await asgi.respond(send, 200, {"tiers": tiers})
 
-    async def _asked(self, scope: Scope, receive: Receive) -> tuple[ImageFields, Order] | None:
+    async def _asked(
+        self, scope: Scope, receive: Receive
+    ) -> tuple[ImageFields, DrawRequest] | None:
         """None: the client has left. Raises RequestError."""
         headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
         tenant = headers.get(messages.TENANT_HEADER, "")
@@ -154,7 +163,9 @@ class DiffusersEngine:
         fields = requests.fields_of(given, kind)
         return fields, await self._order(fields, form, str(given.get("model", "")), tenant)
 
-    async def _order(self, fields: ImageFields, form: Form | None, name: str, tenant: str) -> Order:
+    async def _order(
+        self, fields: ImageFields, form: Form | None, name: str, tenant: str
+    ) -> DrawRequest:
         """Raises RequestError."""
         limits, edit = self.pipeline.limits, None
         adapter = await self._adapter(name, tenant)
@@ -164,7 +175,7 @@ class DiffusersEngine:
         seed = secrets.randbits(32) if fields.x_seed is None else fields.x_seed
         seeds = range(seed, seed + (fields.n or 1))
         previews = fields.partial_images or 0 if fields.stream else 0
-        return Order(setting, fields.prompt, fields.x_negative_prompt or "", seeds, previews)
+        return DrawRequest(setting, fields.prompt, fields.x_negative_prompt or "", seeds, previews)
 
     async def _adapter(self, name: str, tenant: str) -> str:
         """The folder of the adapter that a request names; empty: the base. Raises RequestError."""
@@ -180,7 +191,7 @@ class Response:
     """One request's answer: whole, or as events."""
 
     def __init__(
-        self, engine: DiffusersEngine, path: str, fields: ImageFields, order: Order
+        self, engine: DiffusersEngine, path: str, fields: ImageFields, order: DrawRequest
     ) -> None:
         self.engine, self.fields, self.order = engine, fields, order
         self.kind = _NAMES[path]
@@ -191,7 +202,7 @@ class Response:
         pictures: dict[int, str] = {}
         async with aclosing(self._events()) as events:
             async for event in events:
-                if isinstance(event, Drawn):
+                if isinstance(event, DrawnPicture):
                     pictures[event.number] = await self._encoded(event)
         seeds = self.order.seeds
         data = [{"b64_json": pictures[i], "x_seed": seed} for i, seed in enumerate(seeds)]
@@ -220,16 +231,16 @@ class Response:
             case Step():
                 return f": picture={event.number} step={event.step} of={event.of}\n\n".encode()
             case Preview():
-                said = {"partial_image_index": event.index, **self._facts(0)}
+                fields = {"partial_image_index": event.index, **self._facts(0)}
                 name = f"{self.kind}.partial_image"
-            case Drawn():
-                said = {"x_seed": self.order.seeds[event.number], **self._facts(1)}
+            case DrawnPicture():
+                fields = {"x_seed": self.order.seeds[event.number], **self._facts(1)}
                 name = f"{self.kind}.completed"
         more = {"b64_json": await self._encoded(event), "created_at": int(time.time())}
-        said |= {"type": name, "x_picture": event.number, **more}
-        return f"event: {name}\ndata: {json.dumps(said)}\n\n".encode()
+        fields |= {"type": name, "x_picture": event.number, **more}
+        return f"event: {name}\ndata: {json.dumps(fields)}\n\n".encode()
 
-    async def _encoded(self, event: Drawn | Preview) -> str:
+    async def _encoded(self, event: DrawnPicture | Preview) -> str:
         quality = self.fields.output_compression
         raw = await asyncio.to_thread(picture_files.encode, event.image, self.format, quality)
         return base64.b64encode(raw).decode()
@@ -237,15 +248,15 @@ class Response:
     def _facts(self, pictures: int) -> dict[str, Any]:
         """What the answer says of all its pictures; `pictures`: how many usage counts."""
         setting = self.order.setting
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "size": f"{setting.width}x{setting.height}",
             "output_format": self.format,
             "background": "opaque",
             "quality": "auto",
         }
         if pictures:
-            said["usage"] = self._usage(pictures)
-        return said
+            fields["usage"] = self._usage(pictures)
+        return fields
 
     def _usage(self, pictures: int) -> dict[str, Any]:
         """Tokens of the prompt, and places of latents for what OpenAI counts as image tokens."""

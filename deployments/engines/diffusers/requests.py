@@ -90,10 +90,10 @@ def setting_of(
 
 def size_of(size: str | None, limits: Limits) -> tuple[int, int]:
     """Returns width and height in pixels. Raises BadField."""
-    found = _SIZE.fullmatch(size or "")
-    if found is None:  # auto
+    match = _SIZE.fullmatch(size or "")
+    if match is None:  # auto
         return _fitted((limits.width, limits.height), limits)
-    width, height = int(found[1]), int(found[2])
+    width, height = int(match[1]), int(match[2])
     if width % limits.multiple or height % limits.multiple:
         raise BadField("size", f"{size}: both sides must be multiples of {limits.multiple}")
     if width * height > limits.max_pixels:

@@ -177,13 +177,13 @@ class SlotImages:
         """Writes the image, then its mark (E5). False where no row is free for it; `lora` is then
         as it was."""
         owner = self._owners.get(key, SHARED)
-        found = self.rows.reserve([key], tenant=owner).rows
-        if key not in found:
+        rows = self.rows.reserve([key], tenant=owner).rows
+        if key not in rows:
             return key in self.rows
         try:
             self._manager._validate_moe_lora_format(lora)
             self._manager._create_merged_loras_inplace(lora)
-            self._write(found[key], lora)
+            self._write(rows[key], lora)
         except BaseException:
             self.rows.abandon(key)
             raise
@@ -249,9 +249,9 @@ class SlotImages:
     def forgotten(self) -> list[str]:
         """The digests of adapters whose tenant was removed since the last call: they are to be
         brought again by a request only."""
-        found = sorted(key.hex() for key in self._forgotten)
+        keys = sorted(key.hex() for key in self._forgotten)
         self._forgotten.clear()
-        return found
+        return keys
 
     def shrink(self) -> None:
         """Erases what the slab's owner ordered to, and gives back what it no longer permits."""

@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from deployments.engines.vllm.adapter_images import COLD, HOT, WARM
-from deployments.engines.vllm.adapter_tiers import Uses, View, kept, moves
+from deployments.engines.vllm.adapter_tiers import RecentUses, View, kept, moves
 from deployments.engines.vllm.batch_admission import BASE
 from deployments.engines.vllm.batch_gate import BatchGate
 
@@ -34,7 +34,7 @@ class AdapterMover:
     def __init__(self, gate: BatchGate, clock: Callable[[], float] = time.monotonic) -> None:
         self._gate, self._clock = gate, clock
         self.llm: AsyncLLM | None = None
-        self._uses = Uses()
+        self._uses = RecentUses()
         self._counted: dict[str, int] = {}
         self._counted_s = -inf
         self._asked: dict[str, LoRARequest] = {}  # by digest
@@ -161,11 +161,11 @@ class AdapterMover:
 
     async def look(self) -> None:
         """Asks the core what is where."""
-        said = await self._call("adapter_tiers")
+        tiers = await self._call("adapter_tiers")
         names = {lora.lora_int_id: name for name, lora in self._asked.items()}
-        self._hot = frozenset(names[number] for number in said["hot"] if number in names)
-        self._warm = set(said["warm"])
-        for name in said["forgotten"]:
+        self._hot = frozenset(names[number] for number in tiers["hot"] if number in names)
+        self._warm = set(tiers["warm"])
+        for name in tiers["forgotten"]:
             self._uses.forget(name)
             self._counted_s = -inf
 

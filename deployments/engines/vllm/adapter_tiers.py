@@ -18,7 +18,7 @@ _MOST_USES = 100
 MOST_STAGED = 32
 
 
-class Uses:
+class RecentUses:
     """The uses of each adapter in the last WINDOW_S; times are in seconds of one clock."""
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class Uses:
                 times.popleft()
             if not times:
                 del self._times[adapter]
-        found = {adapter: len(times) for adapter, times in self._times.items()}
-        return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
+        counts = {adapter: len(times) for adapter, times in self._times.items()}
+        return dict(sorted(counts.items(), key=lambda item: (item[1], item[0])))
 
     def forget(self, adapter: str) -> None:
         self._times.pop(adapter, None)
@@ -46,8 +46,8 @@ class Uses:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where adapters are. `uses`: as `Uses.counts` has them; `fixed`: those that run or are pinned,
-    which keep their slots."""
+    """Where adapters are. `uses`: as `RecentUses.counts` has them; `fixed`: those that run or are
+    pinned, which keep their slots."""
 
     slots: int
     hot: frozenset[str]  # in slots
@@ -57,14 +57,14 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class TierMoves:
     """What to bring: into slots, and into the slab. The most used come first."""
 
     promote: list[str]
     stage: list[str]
 
 
-def moves(view: View) -> Moves:
+def moves(view: View) -> TierMoves:
     """What a turn brings, without taking a slot from an adapter that is as busy or runs."""
     busy = [adapter for adapter, uses in view.uses.items() if uses >= HOT_USES][::-1]
     stays = view.hot & (set(busy) | view.fixed)
@@ -72,7 +72,7 @@ def moves(view: View) -> Moves:
     promote = [adapter for adapter in busy if adapter not in view.hot][:room]
     has_place = view.hot | view.warm | set(promote)
     used = [a for a, uses in view.uses.items() if uses >= WARM_USES and a not in has_place]
-    return Moves(promote, used[::-1][:MOST_STAGED])
+    return TierMoves(promote, used[::-1][:MOST_STAGED])
 
 
 def kept(fixed: frozenset[str], uses: Mapping[str, int]) -> list[str]:

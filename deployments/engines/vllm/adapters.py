@@ -23,7 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from arbiter.errors import RequestError
-from deployments.adapters.catalogue import Entry
+from deployments.adapters.catalogue import CatalogueEntry
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
 from deployments.adapters.validate import Rules
@@ -33,22 +33,22 @@ from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.engines.vllm import callers
 from deployments.engines.vllm.adapter_images import COLD, HOT
 from deployments.engines.vllm.adapter_mover import AdapterMover
-from deployments.engines.vllm.batch_admission import BASE, Waiting
+from deployments.engines.vllm.batch_admission import BASE, WaitingRequest
 from deployments.engines.vllm.batch_gate import BatchGate
 
 REBALANCE_S = 60.0  # F3, where the configuration says nothing
 
 
 @dataclass(slots=True)
-class Asked:
+class AdapterRequest:
     """One HTTP request for an adapter."""
 
     model: str  # as the client wrote it
     lora: LoRARequest
-    entry: Entry
+    entry: CatalogueEntry
 
 
-_ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
+_ASKED: ContextVar[AdapterRequest | None] = ContextVar("asked", default=None)
 
 
 class AdmittingLLM(AsyncLLM):
@@ -81,7 +81,7 @@ class AdmittingLLM(AsyncLLM):
                     yield output
 
     @asynccontextmanager
-    async def _turn(self, lora: LoRARequest | None, tokens: int) -> AsyncIterator[Waiting]:
+    async def _turn(self, lora: LoRARequest | None, tokens: int) -> AsyncIterator[WaitingRequest]:
         """One request's time in the engine. Raises AdaptersBusy, RequestExpired, QueueFull,
         AdapterInvalid, EngineDeadError."""
         name = _asked_name() or self.served_name
@@ -118,13 +118,13 @@ class AdapterService:
         self._names: dict[str, str] = {}  # digest to name, as it was asked for last
         self.mover = AdapterMover(self.gate)
         self._rebalance_s = float(given.get("rebalance_s", REBALANCE_S))
-        self._pins: dict[str, Entry] = {}  # by digest
+        self._pins: dict[str, CatalogueEntry] = {}  # by digest
         self._leaving: set[str] = set()  # digests of removed tenants, which leave once unused
         self._leaver: asyncio.Task[None] | None = None
 
     # -- the catalogue -------------------------------------------------------------------------
 
-    async def asked(self, body: bytes, tenant: str) -> Asked | None:
+    async def asked(self, body: bytes, tenant: str) -> AdapterRequest | None:
         """The adapter that a request names, or None when it means the base or an unknown model,
         which vLLM refuses itself. Raises AdapterInvalid, AdapterAmbiguous."""
         try:
@@ -140,7 +140,9 @@ class AdapterService:
         self._names[published.digest] = entry.full_name
         self.mover.owners[published.digest] = entry.tenant
         number = self._numbers.setdefault(published.digest, len(self._numbers) + 1)
-        return Asked(model, LoRARequest(published.digest, number, str(published.path)), entry)
+        return AdapterRequest(
+            model, LoRARequest(published.digest, number, str(published.path)), entry
+        )
 
     # -- a slot --------------------------------------------------------------------------------
 
@@ -175,21 +177,21 @@ class AdapterService:
         for name in self._loads.keys() - self.gate.running.keys():
             del self._loads[name]
 
-    async def _pin(self, asked: Asked | None) -> None:
+    async def _pin(self, adapter: AdapterRequest | None) -> None:
         """A pinned adapter keeps its slot from its first use on, while its entry says so. At least
         one slot stays for the adapters that are not pinned; a pin beyond that has no effect."""
         assert self.llm is not None
         for digest, entry in list(self._pins.items()):
             if not self._is_current(entry) and digest not in self.gate.running:
                 await self._unpin(digest)
-        if asked is None or not asked.entry.pin or asked.lora.lora_name in self._pins:
+        if adapter is None or not adapter.entry.pin or adapter.lora.lora_name in self._pins:
             return
         if len(self._pins) < self.gate.slots - 1:
-            self._pins[asked.lora.lora_name] = asked.entry
+            self._pins[adapter.lora.lora_name] = adapter.entry
             self.gate.pinned = frozenset(self._pins)
-            await self.llm.pin_lora(asked.lora.lora_int_id)
+            await self.llm.pin_lora(adapter.lora.lora_int_id)
 
-    def _is_current(self, entry: Entry) -> bool:
+    def _is_current(self, entry: CatalogueEntry) -> bool:
         try:
             return self._catalogue.find(entry.full_name, entry.tenant) == entry
         except RequestError:
@@ -255,10 +257,10 @@ class AdapterService:
         if body is None:
             return
         try:
-            asked = await self.asked(body, callers.current().tenant)
+            adapter = await self.asked(body, callers.current().tenant)
         except RequestError as error:
             return await asgi.refuse_request(send, error)
-        _ASKED.set(asked)
+        _ASKED.set(adapter)
         await api(scope, asgi.replay(body, receive), send)
 
     def adopt(self, llm: AsyncLLM, state: Any) -> None:
@@ -285,19 +287,19 @@ class AdapterService:
 
 
 def _asked_name() -> str:
-    asked = _ASKED.get()
-    return asked.model if asked else ""
+    adapter = _ASKED.get()
+    return adapter.model if adapter else ""
 
 
 class _AskedAdapters(dict[str, LoRARequest]):
     """Stands where vLLM keeps all adapters by name, and knows only the adapter of this request."""
 
     def __contains__(self, name: object) -> bool:
-        asked = _ASKED.get()
-        return asked is not None and asked.model == name
+        adapter = _ASKED.get()
+        return adapter is not None and adapter.model == name
 
     def __getitem__(self, name: str) -> LoRARequest:
-        asked = _ASKED.get()
-        if asked is None or asked.model != name:
+        adapter = _ASKED.get()
+        if adapter is None or adapter.model != name:
             raise KeyError(name)
-        return asked.lora
+        return adapter.lora

@@ -37,7 +37,7 @@ _LAST: _Rank = (inf, inf, inf, inf, inf)
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingRequest:
     """A request that waits to enter the batch."""
 
     key: int
@@ -56,7 +56,7 @@ class View:
     slots: int
     window: int  # the most requests in the engine at once
     running: Mapping[str, int]  # requests in the engine by adapter, none of them zero
-    waiting: Sequence[Waiting]
+    waiting: Sequence[WaitingRequest]
     now_s: float
     ageing_s: float = AGEING_S
     pinned: frozenset[str] = frozenset()  # adapters that keep their slot without a request
@@ -92,7 +92,7 @@ class _Queue:
     priority: int
     tenant: str
     adapter: str
-    requests: deque[Waiting] = field(default_factory=deque)
+    requests: deque[WaitingRequest] = field(default_factory=deque)
 
     @property
     def since_s(self) -> float:
@@ -100,7 +100,7 @@ class _Queue:
 
 
 @dataclass(slots=True)
-class _Slotted:
+class _SlottedQueue:
     """What waits for an adapter that has a slot."""
 
     first: _Rank = _LAST
@@ -158,7 +158,7 @@ class _Batch:
         urgent = self.next_bypassed()
         return min(able, key=lambda q: self.rank(q, urgent), default=None)
 
-    def admit(self, queue: _Queue) -> Waiting:
+    def admit(self, queue: _Queue) -> WaitingRequest:
         """Takes the first request of the queue into the batch, on its tenant's account."""
         for late in {other.priority for other in self.queues if other.priority > queue.priority}:
             self.bypassed[late] += 1
@@ -217,12 +217,14 @@ class _Batch:
             busy = sorted(able, key=lambda a: (self.running[a], slotted[a].queued, a))
             self.draining.update(busy[:1])
 
-    def _slotted_and_askers(self) -> "tuple[dict[str, _Slotted], list[tuple[_Rank, _Queue]]]":
+    def _slotted_and_askers(self) -> "tuple[dict[str, _SlottedQueue], list[tuple[_Rank, _Queue]]]":
         """What waits for each adapter that may give its slot away, and of each adapter that lacks
         one the first queue that may claim one: aged, or more urgent than what waits for a slotted
         adapter."""
         urgent = self.next_bypassed()
-        slotted = {name: _Slotted() for name in self.running.keys() - {BASE} - self.view.pinned}
+        slotted = {
+            name: _SlottedQueue() for name in self.running.keys() - {BASE} - self.view.pinned
+        }
         lacking: dict[str, tuple[_Rank, _Queue]] = {}
         for queue in self.queues:
             rank = self.rank(queue, urgent)
@@ -235,7 +237,9 @@ class _Batch:
         claims = lacking.values()
         return slotted, [c for c in claims if self.is_aged(c[1]) or c[1].priority < least_urgent]
 
-    def _gives_way(self, adapter: str, slotted: "_Slotted", rank: "_Rank", asker: _Queue) -> bool:
+    def _gives_way(
+        self, adapter: str, slotted: "_SlottedQueue", rank: "_Rank", asker: _Queue
+    ) -> bool:
         """Whether an adapter gives its slot to the asker: at once where that is more urgent, else
         once the asker has waited for long enough, the adapter had its slot for long enough, and it
         is the asker's turn."""

@@ -12,7 +12,7 @@ from math import inf
 
 from arbiter.core.types import Priority
 from arbiter.errors import QueueFull, RequestError
-from deployments.engines.vllm.batch_admission import BASE, View, Waiting, plan
+from deployments.engines.vllm.batch_admission import BASE, View, WaitingRequest, plan
 from deployments.engines.vllm.token_counters import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShare
 
 # Requests that wait for their turn in one engine. The front bounds what comes in; this bounds what
@@ -71,7 +71,7 @@ class BatchGate:
         self.expired = 0
         self._slotted_s: dict[str, float] = {}  # of adapters that run: since when
         self._bypassed: dict[int, int] = {}
-        self._waiting: dict[int, tuple[Waiting, asyncio.Future[None]]] = {}
+        self._waiting: dict[int, tuple[WaitingRequest, asyncio.Future[None]]] = {}
         self._numbers = itertools.count()
 
     @property
@@ -87,7 +87,7 @@ class BatchGate:
         priority: int = Priority.NORMAL,
         tokens: int = 1,
         expires_s: float = inf,
-    ) -> Waiting:
+    ) -> WaitingRequest:
         """Returns once the request has a place, which `leave` gives back. `tokens`: of its prompt.
         `expires_s`: its deadline, on the monotonic clock. Raises AdaptersBusy after `wait_s`
         without a slot, RequestExpired at the deadline, and QueueFull at once when MAX_WAITING
@@ -98,7 +98,7 @@ class BatchGate:
         if len(self._waiting) >= MAX_WAITING:
             raise QueueFull(name, MAX_WAITING, MAX_WAITING, RETRY_S)
         key = next(self._numbers)
-        one = Waiting(key, adapter, since_s, tenant, priority, tokens, expires_s)
+        one = WaitingRequest(key, adapter, since_s, tenant, priority, tokens, expires_s)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[key] = one, turn
         self.shares.arrived(tenant, adapter)
@@ -115,7 +115,7 @@ class BatchGate:
             raise
         return one
 
-    def _bound_wait(self, one: Waiting, name: str, turn: asyncio.Future[None]) -> None:
+    def _bound_wait(self, one: WaitingRequest, name: str, turn: asyncio.Future[None]) -> None:
         """Refuses the request after `wait_s` in which its adapter got no slot. The base and an
         adapter that has a slot wait for a place alone, and one gets free with each request that
         ends."""
@@ -130,18 +130,18 @@ class BatchGate:
             timer = asyncio.get_running_loop().call_later(self.wait_s, look)
             turn.add_done_callback(lambda _: timer.cancel())
 
-    def check_deadline(self, one: Waiting, name: str) -> None:
+    def check_deadline(self, one: WaitingRequest, name: str) -> None:
         """Checks a request that has a place and waited for something else there. Raises
         RequestExpired."""
         now_s = time.monotonic()
         if now_s >= one.expires_s:
             raise self._expiry(name, now_s - one.since_s)
 
-    def answered(self, one: Waiting, tokens: int) -> None:
+    def answered(self, one: WaitingRequest, tokens: int) -> None:
         """Notes tokens of the answer on the account of its tenant and adapter."""
         self.shares.charge(one.tenant, one.adapter, ANSWER_WEIGHT * tokens)
 
-    def leave(self, one: Waiting) -> None:
+    def leave(self, one: WaitingRequest) -> None:
         self.running[one.adapter] -= 1
         if not self.running[one.adapter]:
             del self.running[one.adapter]
@@ -161,7 +161,7 @@ class BatchGate:
         self.expired += 1
         return RequestExpired(name, waited_s, RETRY_S)
 
-    def _give_up(self, one: Waiting, turn: asyncio.Future[None]) -> None:
+    def _give_up(self, one: WaitingRequest, turn: asyncio.Future[None]) -> None:
         if turn.done() and not turn.cancelled() and not turn.exception():
             return self.leave(one)
         del self._waiting[one.key]
@@ -185,9 +185,9 @@ class BatchGate:
             bypassed=self._bypassed,
             slotted_s=self._slotted_s,
         )
-        found = plan(view)
-        self._bypassed = found.bypassed
-        for key in found.entering:
+        admission = plan(view)
+        self._bypassed = admission.bypassed
+        for key in admission.entering:
             one, turn = self._waiting.pop(key)
             self.running[one.adapter] += 1
             if one.adapter != BASE:

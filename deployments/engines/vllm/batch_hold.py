@@ -128,8 +128,8 @@ class BatchHold:
 def _in_no_order(queue: RequestQueue) -> Iterable[Request]:
     """vLLM's own iteration takes a copy apart in the order of priority, which with a thousand
     requests takes longer than a step."""
-    found: Iterable[Request] = queue._heap if isinstance(queue, PriorityRequestQueue) else queue
-    return found
+    requests: Iterable[Request] = queue._heap if isinstance(queue, PriorityRequestQueue) else queue
+    return requests
 
 
 def _is_batch(request: Request) -> bool:

@@ -18,7 +18,7 @@ from arbiter.errors import RequestError
 from deployments import messages
 from deployments.engines import asgi
 from deployments.engines.protocol import Scope, Send
-from deployments.engines.vllm.batch_admission import Waiting
+from deployments.engines.vllm.batch_admission import WaitingRequest
 from deployments.engines.vllm.batch_gate import BatchGate
 
 
@@ -46,10 +46,10 @@ def current() -> Caller:
 def begin(scope: Scope) -> Caller:
     """Reads a request's headers; from here on it is the current one of this task and those that it
     starts."""
-    said = dict(scope["headers"])
+    headers = dict(scope["headers"])
 
     def header(name: str) -> str:
-        value: bytes = said.get(name.encode(), b"")
+        value: bytes = headers.get(name.encode(), b"")
         return value.decode("latin-1")
 
     caller = Caller(
@@ -62,7 +62,9 @@ def begin(scope: Scope) -> Caller:
 
 
 @asynccontextmanager
-async def place(gate: BatchGate, adapter: str, name: str, tokens: int) -> AsyncIterator[Waiting]:
+async def place(
+    gate: BatchGate, adapter: str, name: str, tokens: int
+) -> AsyncIterator[WaitingRequest]:
     """The current request's place in the batch. Raises what `gate.enter` raises."""
     caller = current()
     found = await gate.enter(

@@ -22,14 +22,16 @@ STORED_TOGETHER = 64
 def look_at_what_is_new_only() -> None:
     """Has vLLM's connector look at new blocks, and at requests that have some. Its own way (0.32)
     looks at each running request in each step and skips all older blocks of each by iteration: 1.3
-    ms with 128 requests of 500 tokens, more with longer ones (docs/adr/0051)."""
+    ms with 128 requests of 500 tokens, more with longer ones (docs/adr/0051). A request whose
+    blocks come from a file waits for the last of them, and is not looked up whole in each step."""
     RequestOffloadState.update_offload_keys = _update_offload_keys
     OffloadingConnectorScheduler._update_req_states = _update_req_states
     OffloadingConnectorScheduler._build_store_jobs = _build_store_jobs
+    OffloadingConnectorScheduler._lookup = _lookup
 
 
 @dataclass(slots=True)
-class _Looks:
+class _NextStoreSteps:
     """By request, the step in which it has enough tokens to store if each step gives it one; until
     then it is looked at only in a step that gives it more."""
 
@@ -39,6 +41,7 @@ class _Looks:
 
 _theirs_update = OffloadingConnectorScheduler._update_req_states
 _theirs_build = OffloadingConnectorScheduler._build_store_jobs
+_theirs_lookup = OffloadingConnectorScheduler._lookup
 
 
 def _group_of(self: OffloadingConnectorScheduler) -> GroupOffloadConfig | None:
@@ -80,7 +83,7 @@ def _build_store_jobs(
         return _theirs_build(self, step)
     size = group.tokens_per_chunk
     together = max(1, STORED_TOGETHER // size)
-    looks: _Looks = vars(self).setdefault("_looks", _Looks())
+    looks: _NextStoreSteps = vars(self).setdefault("_looks", _NextStoreSteps())
     looks.step += 1
     now, not_before = looks.step, looks.not_before
     for req_id in step.finished_req_ids:
@@ -102,6 +105,17 @@ def _build_store_jobs(
             due[req_id] = count
     found = SimpleNamespace(num_scheduled_tokens=due, finished_req_ids=step.finished_req_ids)
     return _theirs_build(self, found)
+
+
+def _lookup(
+    self: OffloadingConnectorScheduler,
+    req_status: RequestOffloadState,
+    max_num_new_tokens: int | None = None,
+) -> int | None:
+    if self.manager.still_awaits(req_status.req_context):
+        return None  # vLLM asks again in the next step
+    found: int | None = _theirs_lookup(self, req_status, max_num_new_tokens)
+    return found
 
 
 def _update_offload_keys(self: RequestOffloadState) -> None:

@@ -35,7 +35,7 @@ _TOO_LONG = re.compile(r"context length|max_model_len", re.IGNORECASE)
 Body = dict[str, Any]
 
 
-class Uncounted(Exception):
+class PromptUncountable(Exception):
     """vLLM cannot count the prompt's tokens; its refusal says what is wrong with the request."""
 
 
@@ -49,8 +49,8 @@ class ContextGrowth:
         """Answers as `app` does, and marks a refusal that growth would avoid."""
         if scope["path"] not in _MOST:
             return await app(scope, receive, send)
-        said = await asgi.read_body(receive)
-        if said is None:
+        raw = await asgi.read_body(receive)
+        if raw is None:
             return
         start: Any = None
         refusal = b""
@@ -64,16 +64,23 @@ class ContextGrowth:
             else:
                 refusal += message.get("body", b"")
                 if not message.get("more_body"):
-                    await self._refuse(scope["path"], said, start, refusal, send)
+                    await self._refuse(scope["path"], raw, start, refusal, send)
 
-        await app(scope, asgi.replay(said, receive), judging)
+        await app(scope, asgi.replay(raw, receive), judging)
 
-    async def _refuse(self, path: str, said: bytes, start: Any, refusal: bytes, send: Send) -> None:
+    async def _refuse(self, path: str, raw: bytes, start: Any, refusal: bytes, send: Send) -> None:
         headers = list(start["headers"])
         if _TOO_LONG.search(refusal.decode(errors="replace")):
             try:
-                needed = await self._needed(path, json.loads(said))
-            except (Uncounted, LookupError, ValueError, TypeError, AttributeError, OverflowError):
+                needed = await self._needed(path, json.loads(raw))
+            except (
+                PromptUncountable,
+                LookupError,
+                ValueError,
+                TypeError,
+                AttributeError,
+                OverflowError,
+            ):
                 needed = None  # the refusal says what is wrong with the request
             if needed is not None and needed <= self.most_tokens:
                 headers.append((COULD_GROW.encode(), b"context"))
@@ -87,8 +94,8 @@ class ContextGrowth:
     async def _needed(self, path: str, body: Body) -> int:
         """The context in tokens in which vLLM would answer: the longest prompt and one token, or
         the longest answer that the request allows, whichever is more; where both together exceed
-        the context, vLLM shortens the answer. Raises Uncounted, and whatever a body of another
-        shape raises."""
+        the context, vLLM shortens the answer. Raises PromptUncountable, and whatever a body of
+        another shape raises."""
         most_answered = max(int(body.get(name) or 1) for name in _MOST[path])
         return max(most_answered, 1 + await self._length(path, body))
 
@@ -104,8 +111,8 @@ class ContextGrowth:
         ]
         return max(lengths)
 
-    async def _counted(self, asked: Body) -> int:
-        """Tokens of a prompt. Raises Uncounted."""
+    async def _counted(self, body: Body) -> int:
+        """Tokens of a prompt. Raises PromptUncountable."""
         scope = {
             "type": "http",
             "method": "POST",
@@ -126,24 +133,24 @@ class ContextGrowth:
             statuses.extend([message["status"]] if "status" in message else [])
             answer.append(message.get("body", b""))
 
-        said = json.dumps({"model": self.model, **asked}).encode()
-        await self.api(scope, asgi.replay(said, asgi.never), heard)
+        raw = json.dumps({"model": self.model, **body}).encode()
+        await self.api(scope, asgi.replay(raw, asgi.never), heard)
         if statuses != [200]:
-            raise Uncounted(statuses)
+            raise PromptUncountable(statuses)
         return int(json.loads(b"".join(answer))["count"])
 
 
 def _as_chat(body: Body) -> Body:
     """A call of `/v1/responses` as vLLM itself puts it to the chat template. Raises
     ValidationError."""
-    asked = ResponsesRequest.model_validate(body)
+    request = ResponsesRequest.model_validate(body)
     messages = construct_input_messages(
-        request_instructions=asked.instructions, request_input=asked.input
+        request_instructions=request.instructions, request_input=request.input
     )
-    tools = construct_tool_dicts(asked.tools, asked.tool_choice)
-    given = {"tools": tools, "chat_template_kwargs": asked.chat_template_kwargs}
-    said = {name: value for name, value in given.items() if value}
-    return {"messages": [_as_message(m) for m in messages], **said}
+    tools = construct_tool_dicts(request.tools, request.tool_choice)
+    given = {"tools": tools, "chat_template_kwargs": request.chat_template_kwargs}
+    fields = {name: value for name, value in given.items() if value}
+    return {"messages": [_as_message(m) for m in messages], **fields}
 
 
 def _as_message(message: Any) -> Body:
@@ -170,8 +177,8 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
 
 def _with_most(refusal: bytes, needed: int, most_tokens: int) -> bytes:
     """Adds the context that the model may grow to, because vLLM's refusal names the present one."""
-    said = json.loads(refusal)
-    said["error"]["message"] += (
+    body = json.loads(refusal)
+    body["error"]["message"] += (
         f" The model may grow to {most_tokens} tokens; the request needs {needed}."
     )
-    return json.dumps(said).encode()
+    return json.dumps(body).encode()

@@ -196,12 +196,12 @@ class ForkedCore(EngineCoreProc):
 
     def slab_facts(self) -> dict[str, Any]:
         """What each slab of the engine holds, by content; empty without any."""
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if (manager := kv_offload.manager_of(self.scheduler)) is not None:
-            found["kv"] = manager.facts()
+            facts["kv"] = manager.facts()
         if self.images is not None:
-            found["adapter"] = self.images.facts()
-        return found
+            facts["adapter"] = self.images.facts()
+        return facts
 
     def shrink_slab(self) -> dict[str, Any]:
         """Returns the facts as they are then. An idle core takes no step in which it would see the

@@ -50,7 +50,7 @@ class SleepingCpuWorker(CPUWorker):
             torch._dynamo.config.disable = True
         self.emptied: list[tuple[torch.UntypedStorage, int]] = []
         self.copies: list[int] = []
-        self.filling = linux.Filling()
+        self.filling = linux.Prefault()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """vLLM asks here which memory the KV cache comes from: from pages that are not zeroed yet.
@@ -59,13 +59,13 @@ class SleepingCpuWorker(CPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's last call of a load."""
-        found = super().compile_or_warm_up_model()
+        compile_times = super().compile_or_warm_up_model()
         if self.parallel_config.world_size > 1:
             linux.unname_shared_memory()
         caches = (tensor.untyped_storage() for tensor in self.model_runner.kv_caches)
         spans = {storage.data_ptr(): storage.nbytes() for storage in caches}
         self.filling.start(list(spans.items()))
-        return found
+        return compile_times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the weights, and has the kernel let this process use AMX where the processor has
@@ -83,15 +83,15 @@ class SleepingCpuWorker(CPUWorker):
         self.filling.stop()
         freed = drafter.free(self.model_runner)
         kept = drafter.caches_of_target(self.model_runner)
-        self.filling = linux.Filling()
+        self.filling = linux.Prefault()
         self.filling.start([(cache.data_ptr(), cache.nbytes) for cache in kept])
         return freed
 
     def _checkpoint(self) -> list[Path]:
         """The files that vLLM's loader reads: where an index lists them, no others."""
         folder = self.model_config.model
-        found = [str(path) for path in Path(folder).glob("*.safetensors")]
-        listed = filter_duplicate_safetensors_files(found, folder, SAFE_WEIGHTS_INDEX_NAME)
+        files = [str(path) for path in Path(folder).glob("*.safetensors")]
+        listed = filter_duplicate_safetensors_files(files, folder, SAFE_WEIGHTS_INDEX_NAME)
         return sorted(map(Path, listed))
 
     def sleep(self, level: int = 1) -> None:
@@ -159,8 +159,8 @@ class SleepingCpuWorker(CPUWorker):
         """Storages whose content a sleep loses and use brings back: adapter slots and the KV
         cache."""
         tensors = (*self._slots(), *self.model_runner.kv_caches)
-        found = (tensor.untyped_storage() for tensor in tensors)
-        return list({storage.data_ptr(): storage for storage in found}.values())
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        return list({storage.data_ptr(): storage for storage in storages}.values())
 
     def _slots(self) -> Iterator[torch.Tensor]:
         manager = getattr(self.model_runner, "lora_manager", None)
@@ -212,8 +212,8 @@ def _blank(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 def version(path: Path) -> tuple[int, ...]:
     """What changes when a file is replaced or rewritten."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def copy_to_memory(path: Path, expected: tuple[int, ...]) -> int:

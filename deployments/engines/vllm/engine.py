@@ -47,6 +47,7 @@ from deployments.engines.vllm import (
     core_watch,
     kv_offload,
     merged_weights,
+    own_sockets,
     picture_slab,
     pooling,
 )
@@ -57,6 +58,7 @@ from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
 from deployments.engines.vllm.pictures import Pictures
 from deployments.engines.vllm.prewarm import NO_CACHE, Prewarmer
+from deployments.routing.pieces import Kept
 
 # What a replica may call. vLLM also registers routes that pause, scale or reload an engine, or run
 # any of its calls by name; those stay out of reach.
@@ -79,6 +81,7 @@ def build(config: Config) -> "VllmEngine":
     """Runs single threaded, right after the fork, because it forks the core in turn. Raises
     EngineLoadFailed, and whatever vLLM raises."""
     os.environ.update(VLLM_SERVER_DEV_MODE="0", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0")
+    own_sockets.settle(os.environ["ARBITER_ENGINE"])
     args = arguments(config)
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
@@ -389,8 +392,8 @@ class VllmEngine:
         if self.has_slab:
             facts = await call("shrink_slab" if shrinks else "slab_facts")
         if self._was_lent_pictures:
-            found = await call("shrink_pictures" if shrinks else "picture_facts")
-            facts = {**facts, Content.PICTURE: found}
+            slab_facts = await call("shrink_pictures" if shrinks else "picture_facts")
+            facts = {**facts, Content.PICTURE: slab_facts}
         return facts
 
     async def sleep(self) -> None:
@@ -456,8 +459,8 @@ class VllmEngine:
         if self.llm.output_processor.has_unfinished_requests():
             self.watch.check()
 
-    def kept_since_s(self) -> float:
-        return self.core.kept.since_s
+    def kept(self) -> Kept:
+        return self.core.kept.facts()
 
     async def _ask_core(self) -> None:
         assert self.llm is not None

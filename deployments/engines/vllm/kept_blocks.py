@@ -3,30 +3,40 @@
 vLLM's prefix cache evicts the least recently used block first, so one time says what it holds: the
 arrival of the latest request whose blocks are lost. Of what came before it nothing counts as held,
 and of what came after it all does. A slab keeps what the device evicts; then what counts is the
-earlier of the two times.
+earlier of the two times. What left a slab for its tenant's cap says nothing of other rows as old,
+so each such tenant has a time of its own; what leaves by its term is told by no time, because the
+router knows the terms.
 """
 
 import math
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from arbiter.pool.layout import TENANT_BYTES
+from deployments.routing.pieces import Kept
 from deployments.routing.rank import HELD_SHARE
 
-_DEVICE, _SLAB = 0, 1
+_DEVICE, _SLAB, _TENANTS = 0, 1, 2
+TENANTS_TOLD = 64  # at their caps; what more of them lost counts as held
 
 
 class KeptSince:
-    """Two times in memory that a frontend shares with the core it forks, which may be in a step
-    when it is asked. In wall-clock seconds, because processes of other nodes compare them."""
+    """Times in memory that a frontend shares with the core it forks, which may be in a step when it
+    is asked. In wall-clock seconds, because processes of other nodes compare them."""
 
     def __init__(self) -> None:
-        self._times = memoryview(mmap.mmap(-1, 2 * 8)).cast("d")
+        end = (_TENANTS + TENANTS_TOLD) * 8
+        memory = memoryview(mmap.mmap(-1, end + TENANTS_TOLD * TENANT_BYTES))
+        self._times, self._names = memory[:end].cast("d"), memory[end:]
+        self._places: dict[bytes, int] = {}  # of tenants, in the core
         self.lost_on_device(time.time())
         self.lost_in_slab(math.inf)
 
@@ -38,10 +48,21 @@ class KeptSince:
         """A slab has lost the rows that were used up to this time; inf: there is no slab."""
         self._times[_SLAB] = used_s
 
-    @property
-    def since_s(self) -> float:
-        """What arrived later is held; inf: nothing is."""
-        return min(self._times)
+    def lost_by_cap(self, tenant: bytes, used_s: float) -> None:
+        """A slab has lost the rows of a tenant, by its digest, that were used up to this time."""
+        place = self._places.setdefault(tenant, len(self._places))
+        if place < TENANTS_TOLD:
+            self._names[place * TENANT_BYTES : (place + 1) * TENANT_BYTES] = tenant
+            self._times[_TENANTS + place] = used_s  # last: a name without a time is not told
+
+    def facts(self) -> Kept:
+        device_s, slab_s = self._times[_DEVICE], self._times[_SLAB]
+        names = (
+            bytes(self._names[at : at + TENANT_BYTES]).hex()
+            for at in range(0, len(self._names), TENANT_BYTES)
+        )
+        capped_s = {name: s for name, s in zip(names, self._times[_TENANTS:], strict=True) if s}
+        return Kept(min(device_s, slab_s), device_s, capped_s)
 
 
 class KeptBlocks:
@@ -49,22 +70,30 @@ class KeptBlocks:
     passes all on to the collector that was there.
 
     A block belongs to the request that used it last, by the arrival of that. A request counts as
-    lost once less than HELD_SHARE of its blocks are left, because the router asks for no more."""
+    lost once less than HELD_SHARE of its blocks are left, because the router asks for no more.
+    The pool does not say for which request it gives a block, but each step says what its requests
+    were given."""
 
     def __init__(self, since: KeptSince, beside: KVCacheMetricsCollector | None = None) -> None:
         self._since, self._beside = since, beside
-        self.arrived_s = 0.0  # of the request that allocates now
         self._owners: dict[int, float] = {}  # by block, the arrival of its request
         self._counts: dict[float, list[int]] = {}  # by arrival, the blocks held and those lost
         self._lost_s = 0.0
 
+    def note(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Notes what requests were given since the last step."""
+        for new in step.scheduled_new_reqs:
+            self._use(new.block_ids, requests[new.req_id].arrival_time)
+        cached = step.scheduled_cached_reqs
+        for req_id, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if groups:
+                self._use(groups, requests[req_id].arrival_time)
+
     def on_block_allocated(self, block: KVCacheBlock) -> None:
-        self._use(block.block_id)
         if self._beside is not None:
             self._beside.on_block_allocated(block)
 
     def on_block_accessed(self, block: KVCacheBlock) -> None:
-        self._use(block.block_id)
         if self._beside is not None:
             self._beside.on_block_accessed(block)
 
@@ -85,13 +114,14 @@ class KeptBlocks:
         if self._beside is not None:
             self._beside.reset()
 
-    def _use(self, block: int) -> None:
-        arrived_s = self.arrived_s
-        if self._owners.get(block) == arrived_s:
-            return
-        self._leave(block)
-        self._owners[block] = arrived_s
-        self._counts.setdefault(arrived_s, [0, 0])[0] += 1
+    def _use(self, groups: Iterable[Iterable[int]], arrived_s: float) -> None:
+        owners = self._owners
+        for block in chain.from_iterable(groups):
+            if not block or owners.get(block) == arrived_s:
+                continue  # 0 is vLLM's block of nothing, which is in no use
+            self._leave(block)
+            owners[block] = arrived_s
+            self._counts.setdefault(arrived_s, [0, 0])[0] += 1
 
     def _leave(self, block: int) -> float | None:
         """The block belongs to no request now. Returns the arrival of its request."""
@@ -118,10 +148,11 @@ def watch_blocks(scheduler: Any, since: KeptSince) -> None:
         return since.lost_on_device(math.inf)
     pool = manager.block_pool
     pool.metrics_collector = kept = KeptBlocks(since, pool.metrics_collector)
-    allocate: Callable[..., Any] = manager.allocate_slots
+    schedule: Callable[..., SchedulerOutput] = scheduler.schedule
 
-    def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
-        kept.arrived_s = request.arrival_time
-        return allocate(request, *args, **kwargs)
+    def noted(*args: Any, **kwargs: Any) -> SchedulerOutput:
+        step = schedule(*args, **kwargs)
+        kept.note(step, scheduler.requests)
+        return step
 
-    manager.allocate_slots = allocate_slots
+    scheduler.schedule = noted

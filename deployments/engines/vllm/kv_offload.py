@@ -296,6 +296,10 @@ class SlabManager(OffloadingManager):
             return LookupResult.HIT_PENDING
         return LookupResult.MISS if self.rows.lookup(key) is None else LookupResult.HIT
 
+    def still_awaits(self, req_context: ReqContext) -> bool:
+        """Whether all looks for a request's rows would be answered as in the last step."""
+        return self.restorer is not None and self.restorer.still_awaits(req_context)
+
     def get_load_source(self, key: bytes, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.HOST
 
@@ -319,9 +323,11 @@ class SlabManager(OffloadingManager):
         if not self.may_store:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         keep, use = req_context._offload_key_positions.keys(), _use(req_context)
-        found = self.rows.reserve(keys, keep, tenant=use.tenant, term=use.term, asked_s=use.asked_s)
-        spec = CPULoadStoreSpec(list(found.rows.values()))
-        return PrepareStoreOutput(list(found.rows), spec, found.evicted)
+        reserved = self.rows.reserve(
+            keys, keep, tenant=use.tenant, term=use.term, asked_s=use.asked_s
+        )
+        spec = CPULoadStoreSpec(list(reserved.rows.values()))
+        return PrepareStoreOutput(list(reserved.rows), spec, reserved.evicted)
 
     def complete_store(
         self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
@@ -378,7 +384,10 @@ class SlabManager(OffloadingManager):
         also in an engine that sleeps."""
         self.rows.shrink_to_limit()
         if self._kept is not None:
-            self._kept.lost_in_slab(self.rows.lost_used_s if self.may_store else math.inf)
+            has_rows = self.may_store and len(self.rows)  # else it finds no room, or no use
+            self._kept.lost_in_slab(self.rows.lost_used_s if has_rows else math.inf)
+            for tenant, used_s in self.rows.capped_used_s.items():
+                self._kept.lost_by_cap(tenant, used_s)
 
     def tell_kept(self, kept: KeptSince) -> None:
         """Says after each step what it has lost, from now on."""
@@ -442,9 +451,11 @@ class RowCopier(OffloadingWorker):
     def leave_out(self, addresses: set[int]) -> None:
         """Copies nothing more of the layers whose caches begin there: they gave their memory back.
         In a row that is written meanwhile their part becomes zeros."""
-        found = {n for n, tensor in enumerate(self._tensors) if tensor.data_ptr() in addresses}
-        assert len(found) == len(addresses), f"{len(found)} of {len(addresses)} layers are known"
-        self._left_out |= found
+        indexes = {n for n, tensor in enumerate(self._tensors) if tensor.data_ptr() in addresses}
+        assert len(indexes) == len(addresses), (
+            f"{len(indexes)} of {len(addresses)} layers are known"
+        )
+        self._left_out |= indexes
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec

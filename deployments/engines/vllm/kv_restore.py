@@ -20,11 +20,12 @@ NAP_S = 0.0005
 
 
 @dataclass(slots=True)
-class _Asked:
+class _RestoredKeys:
     """The keys that one request has had restored, each once: requests that evict each other's rows
-    would else wait for ever."""
+    would else wait for ever. And the last key of which it heard that it is on its way."""
 
     keys: set[bytes] = field(default_factory=set)
+    last: bytes = b""
 
 
 class Restorer:
@@ -46,13 +47,25 @@ class Restorer:
         is READY, or there is none."""
         future = self._coming.get(key)
         if future is None:
-            return self._begin(key, request)
+            self._begin(key, request)
+        elif self._is_done(future):
+            self._settle(key)
+        if is_coming := key in self._coming:
+            _restored_by(request).last = key
+        return is_coming
+
+    def still_awaits(self, request: ReqContext) -> bool:
+        """Whether the last row is on its way that a request waits for: it need not ask for all of
+        its rows again."""
+        restored = request.get_state(_RestoredKeys)
+        future = self._coming.get(restored.last) if restored else None
+        return future is not None and not self._is_done(future)
+
+    def _is_done(self, future: Future[int | None]) -> bool:
         if self._may_nap:
             self._may_nap = False
             wait([future], NAP_S)
-        if future.done():
-            self._settle(key)
-        return key in self._coming
+        return future.done()
 
     def end_step(self) -> None:
         """Marks what has come, also for requests that are gone."""
@@ -86,18 +99,18 @@ class Restorer:
         self._thread.shutdown()
         self._saved.close()
 
-    def _begin(self, key: bytes, request: ReqContext) -> bool:
+    def _begin(self, key: bytes, request: ReqContext) -> None:
         mark = self._saved.mark(key)
         if mark is None or mark.expires_s <= self._clock():
-            return False
-        if key in self._rows or self._rows.is_reserved(key) or not _is_first(key, request):
-            return False
+            return
+        if key in self._rows or self._rows.is_reserved(key) or key in _restored_by(request).keys:
+            return
+        _restored_by(request).keys.add(key)
         keep = request._offload_key_positions
-        found = self._rows.reserve([key], keep=keep.keys(), tenant=mark.tenant)
-        for row in found.rows.values():
+        reserved = self._rows.reserve([key], keep=keep.keys(), tenant=mark.tenant)
+        for row in reserved.rows.values():
             target = self._rows.slab.row(row)
             self._coming[key] = self._thread.submit(self._read, key, target)
-        return bool(found.rows)
 
     def _read(self, key: bytes, target: memoryview) -> int | None:
         """Reads a block, in the thread. Returns the nanoseconds that it took; None: its bytes are
@@ -116,12 +129,9 @@ class Restorer:
             self._rows.abandon(key)
 
 
-def _is_first(key: bytes, request: ReqContext) -> bool:
-    """Whether the request has not asked for it before."""
-    asked = request.get_state(_Asked)
-    if asked is None:
-        asked = _Asked()
-        request.set_state(asked)
-    is_first = key not in asked.keys
-    asked.keys.add(key)
-    return is_first
+def _restored_by(request: ReqContext) -> _RestoredKeys:
+    restored = request.get_state(_RestoredKeys)
+    if restored is None:
+        restored = _RestoredKeys()
+        request.set_state(restored)
+    return restored

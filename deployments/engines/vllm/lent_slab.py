@@ -56,11 +56,11 @@ def weights_digest(source: Path) -> str | None:
     weights = [path for path in files if path.suffix in _WEIGHTS]
     digest = hashlib.sha256()
     for path in weights:
-        found = path.stat()
-        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns} ".encode())
+        status = path.stat()
+        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns} ".encode())
         with path.open("rb") as stream:
             digest.update(stream.read(_DIGESTED_BYTES))
-            stream.seek(max(0, found.st_size - _DIGESTED_BYTES))
+            stream.seek(max(0, status.st_size - _DIGESTED_BYTES))
             digest.update(stream.read(_DIGESTED_BYTES))
     return digest.hexdigest() if weights else None
 

@@ -35,9 +35,9 @@ def segments(slots: torch.Tensor) -> list[Segment]:
     if slots.numel() == 0:
         return []
     order = torch.argsort(slots, stable=True)
-    found, counts = torch.unique_consecutive(slots[order], return_counts=True)
+    slot_ids, counts = torch.unique_consecutive(slots[order], return_counts=True)
     result, at = [], 0
-    for slot, count in zip(found.tolist(), counts.tolist(), strict=True):
+    for slot, count in zip(slot_ids.tolist(), counts.tolist(), strict=True):
         if slot >= 0:
             result.append(Segment(slot, _rows(order[at : at + count])))
         at += count

@@ -18,8 +18,8 @@ SOON_S = 1.0
 
 
 class NextExtent:
-    """Pages of a file behind what its writer counts as allocated (arbiter.pool.slab.Ahead).
-    `clock`: seconds. One thread asks and is told."""
+    """Pages of a file behind what its writer counts as allocated
+    (arbiter.pool.slab.ExtentPreallocator). `clock`: seconds. One thread asks and is told."""
 
     def __init__(self, fd: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._fd, self._clock = fd, clock

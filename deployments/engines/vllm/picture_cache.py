@@ -21,7 +21,7 @@ _COUNT_BYTES, _PART_BYTES = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedPicture:
     """A picture of a request. `identity`: vLLM's. `tenant`: its digest, as rows name it."""
 
     identity: str
@@ -46,7 +46,7 @@ class Copy:
     """What a worker copies between one picture and its rows. `rows`: by part; parts that lie in
     their rows already are left out."""
 
-    picture: Asked
+    picture: RequestedPicture
     rows: dict[int, int]
 
 
@@ -64,11 +64,11 @@ class PictureCache:
     def __init__(self, rows: Rows, entries: int = ENTRIES) -> None:
         self.rows, self.entries = rows, entries
         self.encoder_runs = 0  # pictures that this process had to encode
-        self._asked: dict[str, Asked] = {}  # in the step that is being put together
+        self._asked: dict[str, RequestedPicture] = {}  # in the step that is being put together
         self._promised: dict[str, Copy] = {}  # in the same step; their rows are pinned
         self._copies = Copies()
 
-    def expect(self, pictures: Iterable[Asked]) -> None:
+    def expect(self, pictures: Iterable[RequestedPicture]) -> None:
         """Notes pictures that the scheduler may ask for by their identities alone."""
         self._asked |= {picture.identity: picture for picture in pictures}
 
@@ -101,15 +101,15 @@ class PictureCache:
             self.encoder_runs += 1
             self._reserve(picture)
 
-    def _reserve(self, picture: Asked) -> None:
+    def _reserve(self, picture: RequestedPicture) -> None:
         keys = picture.keys
         places = {key: part for part, key in enumerate(keys)}
-        found = self.rows.reserve(keys, tenant=picture.tenant, asked_s=picture.asked_s)
-        if any(key not in found.rows and key not in self.rows for key in keys):
-            for key in found.rows:
+        reserved = self.rows.reserve(keys, tenant=picture.tenant, asked_s=picture.asked_s)
+        if any(key not in reserved.rows and key not in self.rows for key in keys):
+            for key in reserved.rows:
                 self.rows.abandon(key)
             return  # no room; or the encoder's last run for it is still being written
-        rows = {places[key]: row for key, row in found.rows.items()}
+        rows = {places[key]: row for key, row in reserved.rows.items()}
         self._copies.saves.append(Copy(picture, rows))
 
     def count_hit(self) -> None:
@@ -156,10 +156,10 @@ class PictureCache:
 
     def _pictures(self) -> dict[bytes, list[bytes]]:
         """The keys of each, whole or not, the least recently used first."""
-        found: dict[bytes, list[bytes]] = {}
+        pictures: dict[bytes, list[bytes]] = {}
         for key in self.rows.keys():
-            found.setdefault(key[:-_PART_BYTES], []).append(key)
-        return found
+            pictures.setdefault(key[:-_PART_BYTES], []).append(key)
+        return pictures
 
     def _bound(self) -> None:
         pictures = list(self._pictures().values())

@@ -33,10 +33,10 @@ from arbiter.units import Bytes, Content
 from deployments.engines.vllm.lent_slab import mapped_rows, whole_pages
 from deployments.engines.vllm.picture_cache import (
     ROW_EMBEDDINGS,
-    Asked,
     Copies,
     Copy,
     PictureCache,
+    RequestedPicture,
 )
 
 logger = init_logger(__name__)
@@ -84,15 +84,15 @@ class Step(ECConnectorMetadata):
 
 
 @dataclass
-class Done(ECConnectorWorkerMetadata):
+class StepDone(ECConnectorWorkerMetadata):
     """A step that the workers have taken. `saved`: identities whose rows the first one wrote."""
 
     copies: Copies
     saved: set[str] = field(default_factory=set)
 
-    def aggregate(self, other: ECConnectorWorkerMetadata) -> "Done":
-        assert isinstance(other, Done)
-        return Done(self.copies, self.saved | other.saved)
+    def aggregate(self, other: ECConnectorWorkerMetadata) -> "StepDone":
+        assert isinstance(other, StepDone)
+        return StepDone(self.copies, self.saved | other.saved)
 
 
 class PictureConnector(ECConnectorBase):
@@ -104,7 +104,7 @@ class PictureConnector(ECConnectorBase):
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._width = int(self._extra["width"])
         self._copier: Copier | None = None
-        self._done: Done | None = None
+        self._done: StepDone | None = None
         if role is ECConnectorRole.SCHEDULER:
             self.cache = self._open_cache()
 
@@ -135,7 +135,8 @@ class PictureConnector(ECConnectorBase):
         if coming:
             whose = layout.tenant_digest(request.cache_salt or ""), request.arrival_time
             self.cache.expect(
-                Asked(each.identifier, each.mm_position.get_num_embeds(), *whose) for each in coming
+                RequestedPicture(each.identifier, each.mm_position.get_num_embeds(), *whose)
+                for each in coming
             )
         return True
 
@@ -151,7 +152,7 @@ class PictureConnector(ECConnectorBase):
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
         done = connector_output.ec_connector_worker_meta
-        if isinstance(done, Done):
+        if isinstance(done, StepDone):
             self.cache.finish(done.copies, done.saved)
 
     # -- a worker's side -------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class PictureConnector(ECConnectorBase):
         step = self._get_connector_metadata()
         assert isinstance(step, Step)
         copies = step.copies
-        self._done = Done(copies) if copies.loads or copies.saves else None
+        self._done = StepDone(copies) if copies.loads or copies.saves else None
         if self._done and self._copier is None:
             self._copier = Copier(SlabFile(self._extra["slab"]), self._width, self._dtype)
         for load in copies.loads:
@@ -182,7 +183,7 @@ class PictureConnector(ECConnectorBase):
             if is_it and self._copier.save(save, encoder_cache[mm_hash]):
                 self._done.saved.add(mm_hash)
 
-    def build_connector_worker_meta(self) -> Done | None:
+    def build_connector_worker_meta(self) -> StepDone | None:
         done, self._done = self._done, None
         return done
 
@@ -217,10 +218,10 @@ class Copier:
 
     def save(self, copy: Copy, embeddings: torch.Tensor) -> bool:
         """Whether they have the shape and type that the rows are for."""
-        wanted, found = (copy.picture.count, self._width), tuple(embeddings.shape)
-        if found != wanted or embeddings.dtype != self._dtype:
+        wanted, shape = (copy.picture.count, self._width), tuple(embeddings.shape)
+        if shape != wanted or embeddings.dtype != self._dtype:
             text = "pictures are not kept: embeddings are %s of %s, and rows are for %s of %s"
-            logger.warning_once(text, found, embeddings.dtype, wanted, self._dtype)
+            logger.warning_once(text, shape, embeddings.dtype, wanted, self._dtype)
             return False
         flat = embeddings.detach().cpu().contiguous().view(torch.int8).reshape(-1).numpy()
         for part, row in copy.rows.items():

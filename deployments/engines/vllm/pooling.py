@@ -39,14 +39,14 @@ class Form:
     is_tei: bool = False
     with_text: bool = True
 
-    def answer(self, said: dict[str, Any]) -> Any:
+    def answer(self, reply: dict[str, Any]) -> Any:
         """The answer to the client, from vLLM's."""
         if self.is_tei:
-            return [self._row(result) for result in said["results"]]
+            return [self._row(result) for result in reply["results"]]
         if not self.with_text:
-            for result in said["results"]:
+            for result in reply["results"]:
                 del result["document"]
-        return said
+        return reply
 
     def _row(self, result: dict[str, Any]) -> dict[str, Any]:
         text = {"text": result["document"]["text"]} if self.with_text else {}
@@ -76,7 +76,7 @@ async def _rerank(api: FastAPI, scope: Scope, receive: Receive, send: Send) -> N
     except asgi.BadField as error:
         return await asgi.refuse_request(send, error)
     form = to_vllm(fields)
-    caught = Caught()
+    caught = CapturedResponse()
     await api(scope, asgi.replay(json.dumps(fields).encode(), receive), caught)
     if caught.status == 200:
         await asgi.respond(send, 200, form.answer(json.loads(caught.body)))
@@ -103,7 +103,7 @@ def _is_document(given: object) -> bool:
     return isinstance(given, dict) and isinstance(given.get("text"), str)
 
 
-class Caught:
+class CapturedResponse:
     """A `send` that keeps what an application answers."""
 
     def __init__(self) -> None:

@@ -43,11 +43,11 @@ class Prewarmer:
             return
         try:
             prefix = asgi.json_object(body)
-            said = await asgi.until_disconnected(self._warm(prefix), receive)
+            reply = await asgi.until_disconnected(self._warm(prefix), receive)
         except RequestError as error:
             return await asgi.refuse_request(send, error)
-        if said is not None:
-            await asgi.respond(send, 200, said)
+        if reply is not None:
+            await asgi.respond(send, 200, reply)
 
     async def _warm(self, prefix: Chat) -> dict[str, Any]:
         """Raises BadField."""

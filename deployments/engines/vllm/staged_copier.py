@@ -204,7 +204,7 @@ def _of_group(job: _Job, group: int) -> tuple[np.ndarray, np.ndarray]:
 def _spans(kv_caches: CanonicalKVCaches) -> list[list[slice]]:
     """By group, the bytes of a row that its blocks have, neighbours joined."""
     starts = [0, *itertools.accumulate(cache.page_size_bytes for cache in kv_caches.tensors)]
-    found = []
+    spans = []
     for refs in kv_caches.group_data_refs:
         joined: list[slice] = []
         for start, end in sorted(
@@ -214,8 +214,8 @@ def _spans(kv_caches: CanonicalKVCaches) -> list[list[slice]]:
                 joined[-1] = slice(joined[-1].start, max(joined[-1].stop, end))
             else:
                 joined.append(slice(start, end))
-        found.append(joined)
-    return found
+        spans.append(joined)
+    return spans
 
 
 class Addresses:
@@ -272,8 +272,8 @@ class _Gpu:
         return on_stream
 
     def copy(self, blocks: np.ndarray, group: int) -> None:
-        found = self._addresses[group].of(blocks)
-        pages, places, sizes = map(torch.from_numpy, found)
+        addresses = self._addresses[group].of(blocks)
+        pages, places, sizes = map(torch.from_numpy, addresses)
         source, target = (pages, places) if self._is_store else (places, pages)
         # What a load reads is written by no stream, so the card may read it out of order.
         is_order_any = not self._is_store
@@ -289,5 +289,5 @@ def _of_gpu(
     shape = max(1, BUFFER_BYTES // block_bytes), block_bytes
     buffer = torch.empty(shape, dtype=torch.int8, pin_memory=True)
     groups = range(len(kv_caches.group_data_refs))
-    found = [Addresses(kv_caches, group, buffer.data_ptr(), block_bytes) for group in groups]
-    return _Gpu(found, is_store=is_store), buffer.numpy()
+    addresses = [Addresses(kv_caches, group, buffer.data_ptr(), block_bytes) for group in groups]
+    return _Gpu(addresses, is_store=is_store), buffer.numpy()

@@ -48,23 +48,23 @@ class Answer:
         self._reason = "stop"
         self._calls: dict[int, Fields] = {}  # of tools, as their pieces come
 
-    def whole(self, said: Mapping[str, Any]) -> Fields:
+    def whole(self, reply: Mapping[str, Any]) -> Fields:
         """Ollama's answer, from the JSON of a chat completion or a completion."""
-        choice = said["choices"][0]
+        choice = reply["choices"][0]
         message = choice.get("message") or {"content": choice.get("text")}
-        self._usage = said.get("usage") or {}
+        self._usage = reply.get("usage") or {}
         self._reason = _REASONS.get(choice.get("finish_reason") or "", "stop")
         calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
         spoken = self._spoken(message.get("content") or "", _thinking(message), calls)
-        return self._last(spoken)
+        return self._last(spoken | _logprobs(choice))
 
     async def streamed(self, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Lines of JSON from server-sent events. A break is a line with its error."""
         try:
             async for event in events(parts):
                 if (error := event.get("error")) is not None:
-                    said = error.get("message", "") if isinstance(error, dict) else str(error)
-                    yield _line({"error": said})
+                    message = error.get("message", "") if isinstance(error, dict) else str(error)
+                    yield _line({"error": message})
                     return
                 if spoken := self._piece(event):
                     yield _line(self._head() | spoken | {"done": False})
@@ -85,8 +85,8 @@ class Answer:
             delta = choice.get("delta") or {"content": choice.get("text")}
             self._collect(delta.get("tool_calls") or ())
             content, thinking = delta.get("content") or "", _thinking(delta)
-            if content or thinking:
-                return self._spoken(content, thinking, [])
+            if content or thinking or _logprobs(choice):
+                return self._spoken(content, thinking, []) | _logprobs(choice)
         return None
 
     def _collect(self, calls: Any) -> None:
@@ -125,15 +125,15 @@ def load_ns(headers: Mapping[str, str]) -> int:
 
 
 def embedded(
-    model: str, said: Mapping[str, Any], headers: Mapping[str, str], began_ns: int
+    model: str, reply: Mapping[str, Any], headers: Mapping[str, str], began_ns: int
 ) -> Fields:
     """Ollama's answer with embeddings, from OpenAI's vectors."""
     return {
         "model": model,
-        "embeddings": [row["embedding"] for row in said["data"]],
+        "embeddings": [row["embedding"] for row in reply["data"]],
         "total_duration": time.monotonic_ns() - began_ns,
         "load_duration": load_ns(headers),
-        "prompt_eval_count": (said.get("usage") or {}).get("prompt_tokens", 0),
+        "prompt_eval_count": (reply.get("usage") or {}).get("prompt_tokens", 0),
     }
 
 
@@ -150,6 +150,12 @@ async def events(parts: AsyncIterator[bytes]) -> AsyncGenerator[Fields, None]:
 
 def _thinking(message: Mapping[str, Any]) -> str:
     return message.get("reasoning") or message.get("reasoning_content") or ""
+
+
+def _logprobs(choice: Mapping[str, Any]) -> Fields:
+    """Those of its tokens, whose fields are OpenAI's."""
+    tokens = (choice.get("logprobs") or {}).get("content")
+    return {"logprobs": tokens} if tokens else {}
 
 
 def _call(function: Mapping[str, Any]) -> Fields:

@@ -15,8 +15,10 @@ from pydantic import (
 )
 
 from deployments.front.schemas import (
+    MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_NAME,
+    MAX_STOPS,
     MAX_TOOLS,
     STAY_WARM_MOST_S,
     not_served,
@@ -25,20 +27,17 @@ from deployments.front.schemas import (
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 SPAN_MOST = 64  # characters: Go's longest has 30, and a search through a long text stops the front
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-# Of `options`: those that engines know, by OpenAI's or vLLM's name. The rest is for llama.cpp.
-_OPTIONS = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-    "seed": "seed", "stop": "stop", "num_predict": "max_tokens",
-    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-    "repeat_penalty": "repetition_penalty",
-}  # fmt: skip
+# Of `options`, those that engines know by another name.
+_OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 # By the first characters in base64, which stand for the first bytes of the file.
 _KINDS = {"iVBOR": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp", "Qk": "bmp"}
+
+CUT_TO_FIT = -1  # the engines' word for the model's whole context
 
 Fields = dict[str, Any]
 
 
-class Read(BaseModel):
+class GoBody(BaseModel):
     """An object as Go reads it, in which Ollama is written: a field that is null is absent."""
 
     @model_validator(mode="before")
@@ -49,7 +48,31 @@ class Read(BaseModel):
         return {name: given for name, given in value.items() if given is not None}
 
 
-class Asked(Read):
+class Options(GoBody):
+    """Those that engines know; the rest is for llama.cpp."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str], Field(max_length=MAX_STOPS)] | str | None = None
+    num_predict: int | None = Field(None, description="tokens; below 0: no bound")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repeat_penalty: float | None = None
+
+    def openai(self) -> Fields:
+        """The same by the names of OpenAI and vLLM."""
+        given = self.model_dump(exclude_none=True)
+        if given.get("num_predict", 0) < 0:  # Ollama's word for no bound
+            del given["num_predict"]
+        return {_OPTIONS.get(name, name): value for name, value in given.items()}
+
+
+class ModelBody(GoBody):
     """Fields of every route that runs a model."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -58,7 +81,7 @@ class Asked(Read):
     keep_alive: float | None = Field(
         None, description="seconds, or text as `5m`; beyond an hour, or below 0: an hour"
     )
-    options: dict[str, Any] | None = None
+    options: Options = Options()
 
     @field_validator("keep_alive", mode="before")
     @classmethod
@@ -72,52 +95,51 @@ class Asked(Read):
 
     def common(self) -> Fields:
         """Model, options and stay-warm in the front's own names."""
-        found: Fields = {"model": self.model}
-        for name, value in (self.options or {}).items():
-            if name in _OPTIONS and value is not None:
-                found[_OPTIONS[name]] = value
-        tokens = found.get("max_tokens", 0)
-        if isinstance(tokens, int) and tokens < 0:  # Ollama's word for no bound
-            del found["max_tokens"]
+        fields: Fields = {"model": self.model, **self.options.openai()}
         if self.keep_alive is not None:
-            found["x_stay_warm"] = self.keep_alive
-        return found
+            fields["x_stay_warm"] = self.keep_alive
+        return fields
 
 
-class Generates(Asked):
+class Generates(ModelBody):
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     def fields(self) -> Fields:
         """OpenAI's fields of a chat, without its messages."""
-        found = self.common()
+        body = self.common()
         if isinstance(self.format, dict):
             schema = {"name": "answer", "schema": self.format}
-            found["response_format"] = {"type": "json_schema", "json_schema": schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         elif self.format:
-            found["response_format"] = {"type": "json_object"}
+            body["response_format"] = {"type": "json_object"}
         if self.think is not None:
-            found["chat_template_kwargs"] = {"enable_thinking": self.think is not False}
+            body["chat_template_kwargs"] = {"enable_thinking": self.think is not False}
+        if self.logprobs:
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.stream:
-            found |= {"stream": True, "stream_options": {"include_usage": True}}
-        return found
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body
 
 
-class ToolFunction(Read):
+class ToolFunction(GoBody):
     name: str
     arguments: dict[str, Any] = Field({})
 
 
-class ToolCall(Read):
+class ToolCall(GoBody):
     function: ToolFunction
 
 
-class Message(Read):
+class Message(GoBody):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     images: list[str] | None = None
     tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None  # of a result: which call it answers
 
 
 class Chat(Generates):
@@ -143,9 +165,10 @@ class Generate(Generates):
 
     @field_validator("raw")
     @classmethod
-    def _without_pictures(cls, value: bool, given: ValidationInfo) -> bool:
-        if value and given.data.get("images"):
-            raise ValueError("raw text has no place for `images`; leave `raw` out")
+    def _text_alone(cls, value: bool, given: ValidationInfo) -> bool:
+        for name in ("images", "logprobs") if value else ():
+            if given.data.get(name):
+                raise ValueError(f"raw text has no place for `{name}`; leave `raw` out")
         return value
 
     def openai(self) -> Fields:
@@ -153,53 +176,62 @@ class Generate(Generates):
         if self.raw:
             return self.fields() | {"prompt": self.prompt}
         system = [Message(role="system", content=self.system)] if self.system else []
-        asked = Message(role="user", content=self.prompt, images=self.images)
-        return self.fields() | {"messages": as_openai([*system, asked])}
+        message = Message(role="user", content=self.prompt, images=self.images)
+        return self.fields() | {"messages": as_openai([*system, message])}
 
 
-class Embed(Asked):
+class Embed(ModelBody):
     """POST /api/embed"""
 
     input: str | list[str] = Field(min_length=1)
+    truncate: bool = Field(True, description="cut what is too long; false: refuse it")
     dimensions: int | None = Field(None, ge=1)
 
     def openai(self) -> Fields:
-        found: Fields = {"model": self.model, "input": self.input}
+        fields: Fields = {"model": self.model, "input": self.input}
+        if self.truncate:
+            fields["truncate_prompt_tokens"] = CUT_TO_FIT
         if self.dimensions is not None:
-            found["dimensions"] = self.dimensions
+            fields["dimensions"] = self.dimensions
         if self.keep_alive is not None:
-            found["x_stay_warm"] = self.keep_alive
-        return found
+            fields["x_stay_warm"] = self.keep_alive
+        return fields
 
 
-class Show(Read):
+class Show(GoBody):
     """POST /api/show"""
 
     model: str = Field(min_length=1, max_length=MAX_NAME)
 
 
 def as_openai(messages: list[Message]) -> list[Fields]:
-    """Ollama's tool calls have no ids: results answer them in order."""
+    """Ollama's tool calls have no ids: a result answers the first call of its tool that has none
+    yet; where it names no tool, the first call."""
     found: list[Fields] = []
-    called, answered = 0, 0
+    called: list[str] = []  # tools, each call's id being its place
+    unanswered: list[int] = []
     for message in messages:
         one: Fields = {"role": message.role, "content": _content(message)}
         if message.tool_calls:
+            begin = len(called)
+            called += [call.function.name for call in message.tool_calls]
+            unanswered += range(begin, len(called))
             one["tool_calls"] = [
-                _call(call.function, called + number)
-                for number, call in enumerate(message.tool_calls)
+                _call(call.function, number)
+                for number, call in enumerate(message.tool_calls, begin)
             ]
-            called += len(message.tool_calls)
         if message.role == "tool":
-            one["tool_call_id"] = f"call_{answered}"
-            answered += 1
+            of_tool = [number for number in unanswered if called[number] == message.tool_name]
+            number = next(iter(of_tool or unanswered), 0)
+            unanswered = [other for other in unanswered if other != number]
+            one["tool_call_id"] = f"call_{number}"
         found.append(one)
     return found
 
 
 def _call(function: ToolFunction, number: int) -> Fields:
-    said = {"name": function.name, "arguments": json.dumps(function.arguments)}
-    return {"id": f"call_{number}", "type": "function", "function": said}
+    call = {"name": function.name, "arguments": json.dumps(function.arguments)}
+    return {"id": f"call_{number}", "type": "function", "function": call}
 
 
 def _content(message: Message) -> str | list[Mapping[str, Any]]:
@@ -228,5 +260,5 @@ def _seconds(text: str) -> float | str:
         parts = _SPAN.findall(text.removeprefix("-"))
     if "".join(number + unit for number, unit in parts) != text.removeprefix("-"):
         return text
-    found = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
-    return -found if text.startswith("-") else found
+    total_s = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+    return -total_s if text.startswith("-") else total_s

@@ -114,9 +114,9 @@ def _stays(ticket: Mapping[str, Any]) -> timedelta:
 def abilities(table: Table, model: str) -> list[str]:
     """What a model can do, in Ollama's words, by which its clients choose what to offer."""
     capability = table.capabilities[table.homes[model]]
-    found = ABILITIES.get(capability.role, [])
+    names = ABILITIES.get(capability.role, [])
     calls = capability.models[model].engine_args.get("enable_auto_tool_choice")
-    return [*found, "tools"] if calls else [*found]
+    return [*names, "tools"] if calls else [*names]
 
 
 def _facts(known: Facts) -> Fields:

@@ -10,8 +10,7 @@ from fastapi.responses import Response
 from deployments.front import async_calls
 from deployments.front.dependencies import Inferrer, State
 from deployments.front.openapi import refusals
-from deployments.front.relay import ClosingStream, event_stream
-from deployments.front.routes.openai import counted
+from deployments.front.relay import ClosingStream, begun, event_stream
 from deployments.jobs.errors import Conflict
 from deployments.jobs.store import Job
 
@@ -26,9 +25,9 @@ async def jobs(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> dict[str, Any]:
     """The newest first, with stored responses."""
-    found: list[Job] = await front.jobs.call("page", caller.tenant, None, after, limit + 1)
-    rows = [await async_calls.shown(job, front.table) for job in found[:limit]]
-    return {"object": "list", "data": rows, "has_more": len(found) > limit}
+    page: list[Job] = await front.jobs.call("page", caller.tenant, None, after, limit + 1)
+    rows = await async_calls.shown_all(page[:limit], front.table)
+    return {"object": "list", "data": rows, "has_more": len(page) > limit}
 
 
 @router.get("/{job_id}")
@@ -38,15 +37,18 @@ async def job(job_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
     return await async_calls.shown(found, front.table)
 
 
-@router.get("/{job_id}/result", response_class=Response, responses=refusals(409))
+@router.get("/{job_id}/result", response_class=Response, responses=refusals(409, 429))
 async def result(job_id: str, caller: Inferrer, front: State) -> Response:
     """The answer of its call: status, content type and body as they would have been. Raises
-    NotFound; Conflict while there is none."""
-    found: Job = await front.jobs.call("get", caller.tenant, job_id)
-    if found.status is None:
-        raise Conflict("job", job_id, found.state, "read: it has no answer")
-    pieces = async_calls.result(front.jobs, caller.tenant, job_id)
-    return ClosingStream(counted(front, pieces), found.status, media_type=found.content_type)
+    NotFound; Conflict while there is none; TooMuch, QueueFull where too many read."""
+    async with AsyncExitStack() as stack:
+        stack.enter_context(front.reader(caller.tenant))
+        found: Job = await front.jobs.call("get", caller.tenant, job_id)
+        if found.status is None:
+            raise Conflict("job", job_id, found.state, "read: it has no answer")
+        pieces = await begun(async_calls.result(front.jobs, caller.tenant, job_id))
+        kind, reader = found.content_type, stack.pop_all()
+        return ClosingStream(pieces, found.status, media_type=kind, holds=reader)
 
 
 @router.get("/{job_id}/events", response_class=Response, responses=refusals(429))

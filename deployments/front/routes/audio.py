@@ -21,7 +21,7 @@ async def voices(caller: Inferrer, front: State) -> dict[str, Any]:
     table = front.table
     models = [model for model, home in table.homes.items() if table.capabilities[home].role == ROLE]
     spoken = await model_cards.from_files(table, models, _voices)
-    found = [
+    rows = [
         {
             "id": voice,
             "object": "audio.voice",
@@ -32,7 +32,7 @@ async def voices(caller: Inferrer, front: State) -> dict[str, Any]:
         for model, voices in spoken.items()
         for voice in voices or ()
     ]
-    return {"object": "list", "data": found, "voices": sorted({row["id"] for row in found})}
+    return {"object": "list", "data": rows, "voices": sorted({row["id"] for row in rows})}
 
 
 def _voices(model: str, capability: CapabilityConfig) -> list[str]:

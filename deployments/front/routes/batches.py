@@ -51,8 +51,8 @@ async def create(body: BatchBody, caller: Inferrer, front: State) -> dict[str, A
     """Begins to validate the input file. Raises Refused, TooMuch."""
     within_s = window_s(body.completion_window)
     if within_s is None:
-        said = "`completion_window`: such as `24h`; at most `14d`"
-        raise BadRequest(said, "completion_window")
+        message = "`completion_window`: such as `24h`; at most `14d`"
+        raise BadRequest(message, "completion_window")
     if body.endpoint not in ENDPOINTS:
         raise BadRequest(f"`endpoint`: one of {', '.join(ENDPOINTS)}", "endpoint")
     expiry = body.output_expires_after

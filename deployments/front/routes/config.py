@@ -28,7 +28,7 @@ class ConfigBody(Strict):
 @router.get("/config")
 async def config(response: Response, _: Viewer) -> dict[str, Any]:
     """The generation, also as ETag, every task, and every setting of the arbiter."""
-    return _said(response, await runtime_settings.read_config())
+    return _with_etag(response, await runtime_settings.read_config())
 
 
 @router.put("/config", responses=refusals(409))
@@ -46,22 +46,22 @@ async def change(
         raise BadRequest("say `tasks`, `settings`, or both", None)
     changed = await runtime_settings.change_config(generation, body.settings, body.tasks)
     front.service.take_tasks(changed.table.tasks)
-    return _said(response, changed)
+    return _with_etag(response, changed)
 
 
-def _generation(said: int | None, if_match: str | None) -> int:
+def _generation(generation: int | None, if_match: str | None) -> int:
     """Raises BadRequest where neither the body nor the header says it, or they disagree."""
     tag = (if_match or "").strip().removeprefix("W/").strip('"')
     if if_match is not None and not (tag.isdecimal() and len(tag) <= GENERATION_MOST_DIGITS):
         raise BadRequest(
             f"If-Match: {if_match[:40]!r} is no generation; GET says it as ETag", "if-match"
         )
-    found = {int(number) for number in (said, tag or None) if number is not None}
-    if len(found) != 1:
+    numbers = {int(number) for number in (generation, tag or None) if number is not None}
+    if len(numbers) != 1:
         raise BadRequest("say one `generation`, as GET says it, or If-Match", "generation")
-    return found.pop()
+    return numbers.pop()
 
 
-def _said(response: Response, found: runtime_settings.Config) -> dict[str, Any]:
-    response.headers["etag"] = f'"{found.generation}"'
-    return found.plain
+def _with_etag(response: Response, current: runtime_settings.Config) -> dict[str, Any]:
+    response.headers["etag"] = f'"{current.generation}"'
+    return current.plain

@@ -51,8 +51,8 @@ class File:
 @cache
 def files() -> dict[str, File]:
     """The console's files by their path under `/console/`; the page itself is `index.html`."""
-    found = (path for path in FOLDER.rglob("*") if path.suffix in SUFFIXES)
-    return {str(path.relative_to(FOLDER)): _file(path) for path in sorted(found)}
+    paths = (path for path in FOLDER.rglob("*") if path.suffix in SUFFIXES)
+    return {str(path.relative_to(FOLDER)): _file(path) for path in sorted(paths)}
 
 
 def _file(path: Path) -> File:
@@ -73,14 +73,14 @@ async def page(accept: Annotated[str, Header()] = "", if_none_match: IfNoneMatch
 @router.get("/console/{name:path}", response_class=Response, responses=FILE | refusals(404))
 async def file(name: str, if_none_match: IfNoneMatch = "") -> Response:
     """One of the console's scripts and styles."""
-    found = files().get(name)
-    if found is None:
+    asset = files().get(name)
+    if asset is None:
         raise BadRequest(f"/console/{name} is no file of the console", None, 404)
-    return _answer(found, if_none_match)
+    return _answer(asset, if_none_match)
 
 
-def _answer(found: File, if_none_match: str) -> Response:
-    headers = HEADERS | {"etag": found.etag, "vary": "accept"}
-    if found.etag in if_none_match:
+def _answer(asset: File, if_none_match: str) -> Response:
+    headers = HEADERS | {"etag": asset.etag, "vary": "accept"}
+    if asset.etag in if_none_match:
         return Response(status_code=304, headers=headers)
-    return Response(found.content, media_type=found.media_type, headers=headers)
+    return Response(asset.content, media_type=asset.media_type, headers=headers)

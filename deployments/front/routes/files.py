@@ -1,16 +1,18 @@
 """OpenAI's files: uploaded for batches, read back as their results; each tenant has its own."""
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 from starlette.datastructures import FormData, UploadFile
 
 from deployments.front.body_limit import FORM_BYTES
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.openapi import refusals
+from deployments.front.relay import ClosingStream, begun
 from deployments.front.request import FORM, BadRequest
 from deployments.front.uploads import read_form
 from deployments.jobs.bodies import PIECE_BYTES, folder_of
@@ -88,17 +90,19 @@ async def _keep(form: FormData, tenant: str, front: FrontState) -> File:
 
 
 def _expires_after_s(form: FormData) -> float | None:
-    anchor, said = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
-    if anchor is None and said is None:
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
         raise BadRequest("`expires_after[anchor]`: `created_at`", "expires_after[anchor]")
     field = "expires_after[seconds]"
-    if not (isinstance(said, str) and said.isascii() and said.isdecimal() and len(said) < 10):
+    if not (
+        isinstance(seconds, str) and seconds.isascii() and seconds.isdecimal() and len(seconds) < 10
+    ):
         raise BadRequest(f"`{field}`: a number of seconds", field)
-    if not EXPIRES_LEAST_S <= int(said) <= EXPIRES_MOST_S:
+    if not EXPIRES_LEAST_S <= int(seconds) <= EXPIRES_MOST_S:
         raise BadRequest(f"`{field}`: {EXPIRES_LEAST_S} to {EXPIRES_MOST_S}", field)
-    return float(said)
+    return float(seconds)
 
 
 @router.get("")
@@ -111,8 +115,8 @@ async def files(
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
     """The tenant's files."""
-    asked = caller.tenant, purpose, after, limit + 1, order
-    found: list[File] = await front.jobs.call("files", *asked)
+    page_of = caller.tenant, purpose, after, limit + 1, order
+    found: list[File] = await front.jobs.call("files", *page_of)
     return page([file.plain for file in found], limit)
 
 
@@ -142,16 +146,18 @@ async def delete(file_id: str, caller: Inferrer, front: State) -> dict[str, Any]
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@router.get("/{file_id}/content", response_class=Response)
+@router.get("/{file_id}/content", response_class=Response, responses=refusals(429))
 async def content(file_id: str, caller: Inferrer, front: State) -> Response:
-    """Its bytes, in pieces. Raises NotFound."""
-    found: File = await front.jobs.call("file", caller.tenant, file_id)
-    headers = {"content-length": str(found.bytes)}
-    pieces = _pieces(front, found)
-    return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
+    """Its bytes, in pieces. Raises NotFound; TooMuch, QueueFull where too many read."""
+    async with AsyncExitStack() as stack:
+        stack.enter_context(front.reader(caller.tenant))
+        found: File = await front.jobs.call("file", caller.tenant, file_id)
+        headers, kind = {"content-length": str(found.bytes)}, "application/octet-stream"
+        pieces = await begun(_pieces(front, found))
+        return ClosingStream(pieces, headers=headers, media_type=kind, holds=stack.pop_all())
 
 
-async def _pieces(front: FrontState, found: File) -> AsyncIterator[bytes]:
+async def _pieces(front: FrontState, found: File) -> AsyncGenerator[bytes, None]:
     offset = 0
     while offset < found.bytes:
         piece = await front.jobs.call("file_content", found.tenant, found.id, offset)

@@ -49,8 +49,8 @@ async def free(body: FreeBody, caller: Admin) -> JSONResponse:
     terms = LeaseConditions(caller.tenant, seconds(body.term_s), notice, frees=True)
     size, node = Bytes(round(body.gb * GIB)), None if body.node is None else NodeId(body.node)
     if body.dry_run:
-        asked = PlanQuestion(LEASE, body.name, Need(size), True, node=node, lease=terms)
-        return JSONResponse({"plan": await call_arbiter("plan", asked), "lease": None})
+        question = PlanQuestion(LEASE, body.name, Need(size), True, node=node, lease=terms)
+        return JSONResponse({"plan": await call_arbiter("plan", question), "lease": None})
     lease = body.id or f"free-{uuid.uuid4().hex[:10]}"
     call = LeaseCall(
         lease,

@@ -18,8 +18,8 @@ async def jobs(
     front: State, _: Viewer, limit: Annotated[int, Query(ge=1, le=1_000)] = 50
 ) -> dict[str, Any]:
     """The newest of all tenants, batches and single jobs, and what runs now."""
-    found: dict[str, Any] = await front.jobs.call("overview", limit)
-    return found
+    overview: dict[str, Any] = await front.jobs.call("overview", limit)
+    return overview
 
 
 @router.get("/{job_id}")

@@ -29,8 +29,8 @@ async def leases(caller: Lessee) -> dict[str, Any]:
     """The leases of the key's tenant; with the scope `admin` all."""
     state = await arbiter_gateway.state()
     sees_all = Scope.ADMIN in caller.scopes
-    found = [r.plain for r in state.leases if sees_all or r.lease_tenant == caller.tenant]
-    return {"leases": found}
+    rows = [r.plain for r in state.leases if sees_all or r.lease_tenant == caller.tenant]
+    return {"leases": rows}
 
 
 @router.put("/{lease}")
@@ -38,8 +38,8 @@ async def hear(lease: LeaseId, body: LeaseBody, caller: Lessee) -> JSONResponse:
     """Requests the lease, renews it and waits for news: the client repeats the same body."""
     if not LEASE_NAME.fullmatch(lease):
         raise BadRequest("`id` of a lease: use letters and digits, with . _ - inside", "id")
-    said = body.model_copy(update={"tenant": caller.tenant})
-    return JSONResponse(plain(await call_arbiter("lease", said.as_call(lease))))
+    lease_body = body.model_copy(update={"tenant": caller.tenant})
+    return JSONResponse(plain(await call_arbiter("lease", lease_body.as_call(lease))))
 
 
 @router.delete("/{lease}")

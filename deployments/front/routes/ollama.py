@@ -110,14 +110,14 @@ async def generate(
 async def embed(body: bodies.Embed, request: Request, caller: Inferrer, front: State) -> Response:
     began_ns = time.monotonic_ns()
     async with aclosing(_run(EMBEDDINGS, body.openai(), request, caller, front)) as parts:
-        said = await anext(parts)
-        assert isinstance(said, messages.FullResponse), "vectors come whole"
-    if said.head.status != 200:
-        return whole(said)
-    found = embedded(
-        _named(body.model, said.head), json.loads(said.body), said.head.headers, began_ns
+        first = await anext(parts)
+        assert isinstance(first, messages.FullResponse), "vectors come whole"
+    if first.head.status != 200:
+        return whole(first)
+    reply = embedded(
+        _named(body.model, first.head), json.loads(first.body), first.head.headers, began_ns
     )
-    return JSONResponse(found)
+    return JSONResponse(reply)
 
 
 @router.post("/pull", responses=refusals(501))
@@ -175,10 +175,10 @@ async def _loaded(
         raise BadRequest(f"`keep_alive` 0 ends no model here: {_OTHERS}", "keep_alive", 501)
     fields = body.common() | {"prompt": " ", "max_tokens": 1}
     async with aclosing(_run(COMPLETION, fields, request, caller, front)) as parts:
-        said = await anext(parts)
-    assert isinstance(said, messages.FullResponse), "one token comes whole"
-    if said.head.status != 200:
-        return whole(said)
+        first = await anext(parts)
+    assert isinstance(first, messages.FullResponse), "one token comes whole"
+    if first.head.status != 200:
+        return whole(first)
     head = {"model": body.model, "created_at": now(), "done": True, "done_reason": "load"}
     return JSONResponse(head | spoken("", "", []))
 
@@ -186,8 +186,8 @@ async def _loaded(
 async def _run(
     path: str, fields: dict[str, Any], request: Request, caller: Caller, front: FrontState
 ) -> Parts:
-    """The response to an OpenAI body: no progress, because Ollama's lines have no comments. Raises
-    RequestError."""
+    """The response to an OpenAI body: no progress, because Ollama's lines have no comments; whole
+    where it is no event stream, also where its engine declares no length. Raises RequestError."""
     service = front.service
     fields["model"] = await _name(front, fields["model"], caller)
     with service.admitted():
@@ -195,7 +195,12 @@ async def _run(
         call, _ = await call_for(request, caller, front, path, raw)
         parts = service.run(replace(call, wants_progress=False))
         async with aclosing(parts):
-            yield await anext(parts)
+            first = await anext(parts)
+            if isinstance(first, messages.ResponseHead) and not first.is_event_stream:
+                first = messages.FullResponse(
+                    first, b"".join([part async for part in _bytes(parts)])
+                )
+            yield first
             async for part in parts:
                 yield part
 

@@ -64,12 +64,12 @@ async def call_for(
     """The call that a body for `path` means, by a caller that may make it, and the priority it
     asks for. Raises RequestError."""
     service = front.service
-    asked = await parse(path, raw, request.headers, service.profiles)
-    if asked.priority is not None and asked.priority < Priority.NORMAL:
+    parsed = await parse(path, raw, request.headers, service.profiles)
+    if parsed.priority is not None and parsed.priority < Priority.NORMAL:
         front.auth.require(request, Scope.PRIORITY)
-    if (task := task_of(asked.model)) is not None:
-        return await front.tasks.call(task, asked, caller), asked.priority
-    return await service.call(asked, caller.tenant, caller.scopes), asked.priority
+    if (task := task_of(parsed.model)) is not None:
+        return await front.tasks.call(task, parsed, caller), parsed.priority
+    return await service.call(parsed, caller.tenant, caller.scopes), parsed.priority
 
 
 async def counted(front: FrontState, body: Any) -> AsyncGenerator[Any, None]:

@@ -50,8 +50,8 @@ class PlanBody(Strict):
 async def plan(body: PlanBody, front: State, caller: Viewer) -> JSONResponse:
     """Answers `now`, `after_evicting` (which, with bytes and reload seconds), `not_before` (with
     the wait that the arbiter expects) or `never`, by the rules that a request meets."""
-    asked = await question(front.table, body, caller.tenant)
-    return JSONResponse(await call_arbiter("plan", asked, within_s=STATE_WAIT_S))
+    plan_question = await question(front.table, body, caller.tenant)
+    return JSONResponse(await call_arbiter("plan", plan_question, within_s=STATE_WAIT_S))
 
 
 async def question(table: Table, body: PlanBody, tenant: str) -> PlanQuestion:
@@ -74,11 +74,11 @@ async def question(table: Table, body: PlanBody, tenant: str) -> PlanQuestion:
         async with asyncio.timeout(within_s := model_cards.FILES_S):
             made = await in_thread(source, load_plan.plan, body.model, capability)
     except TimeoutError as error:
-        said = (
+        message = (
             f"the files of {body.model} were not read within {within_s:g} s; say its need by `gb`"
         )
-        raise BadRequest(said, "model") from error
+        raise BadRequest(message, "model") from error
     except (ConfigError, OSError) as error:
-        said = f"what {body.model} needs cannot be told ({error}); say it by `gb`"
-        raise BadRequest(said, "model") from error
+        message = f"what {body.model} needs cannot be told ({error}); say it by `gb`"
+        raise BadRequest(message, "model") from error
     return plan_questions.of_model(home, made, priority, tenant, node)

@@ -29,7 +29,7 @@ async def prewarm(request: Request, caller: Inferrer, front: State) -> Response:
     with service.admitted():
         raw = await request.body()
         call, _ = await call_for(request, caller, front, prefixes.PATH, raw)
-        said = await service.begin(call, PATIENCE_S)
-    if said is None:
+        started = await service.begin(call, PATIENCE_S)
+    if started is None:
         return JSONResponse(prefixes.accepted(call.request_id, call.served, "starting"), 202)
-    return whole(said)
+    return whole(started)

@@ -17,9 +17,9 @@ async def remotes(_: Viewer, front: State) -> dict[str, Any]:
     """The remotes, whether they may be asked, and what tenants have spent there today. Raises
     ArbiterUnavailable."""
     spent = await call_arbiter("spending", within_s=STATE_WAIT_S)
-    asked = front.service.remotes
+    service = front.service.remotes
     return {
-        "nothing_leaves": asked.nothing_leaves,
-        "remotes": asked.rows(),
+        "nothing_leaves": service.nothing_leaves,
+        "remotes": service.rows(),
         "spent_today": spent,
     }

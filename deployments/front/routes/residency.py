@@ -142,8 +142,8 @@ async def compact(body: CompactBody, front: State, _: Admin) -> dict[str, Any]:
     they need. Answers once that is done, with the count; after `wait_s`, with how far it is."""
     names = tuple(ModelName(_home(front.table, model), model) for model in body.models)
     within_s = body.wait_s + CALL_S
-    asked = uuid.uuid4().hex, names, body.wait_s
-    done = await call_arbiter("compact", *asked, within_s=within_s)
+    call = uuid.uuid4().hex, names, body.wait_s
+    done = await call_arbiter("compact", *call, within_s=within_s)
     spared = [{"model": s.model, "ticket": s.ticket, "why": s.why} for s in done.spared]
     return {
         "count": done.freed_count,

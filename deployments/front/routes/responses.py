@@ -10,11 +10,11 @@ from deployments.front import async_calls
 from deployments.front.accepted import accepted
 from deployments.front.dependencies import Inferrer, State
 from deployments.front.openapi import described, refusals
-from deployments.front.relay import event_stream
+from deployments.front.relay import ClosingStream, begun, event_stream
 from deployments.front.request import BadRequest
 from deployments.front.routes.openai import call_for, relayed
 from deployments.front.schemas import SCHEMAS
-from deployments.front.stored_responses import StoredResponses
+from deployments.front.stored_responses import COMPLETE, StoredResponses
 from deployments.jobs import responses
 
 router = APIRouter()
@@ -31,18 +31,18 @@ async def create(request: Request, caller: Inferrer, front: State) -> Response:
     is_async = async_calls.prefers_async(request.headers.getlist("prefer"))
     with service.admitted():
         raw = await request.body()
-        asked = await kept.prepare(raw, front.table.jobs.stores_responses, is_async=is_async)
-        call, priority = await call_for(request, caller, front, responses.PATH, asked.body)
-        if not asked.is_background:
-            return await relayed(front, call, kept.live(asked, call, service.run(call)))
+        prepared = await kept.prepare(raw, front.table.jobs.stores_responses, is_async=is_async)
+        call, priority = await call_for(request, caller, front, responses.PATH, prepared.body)
+        if not prepared.is_background:
+            return await relayed(front, call, kept.live(prepared, call, service.run(call)))
         async with AsyncExitStack() as stack:
-            if asked.said.stream and not is_async:
+            if prepared.checked.stream and not is_async:
                 stack.enter_context(front.reader(caller.tenant))
-            job = await kept.begin(asked, call, request.headers, priority)
+            job = await kept.begin(prepared, call, request.headers, priority)
             reader = stack.pop_all()
     if is_async:
         return await accepted(job, front.table)
-    if asked.said.stream:
+    if prepared.checked.stream:
         return event_stream(kept.stream(job, None), reader)
     return JSONResponse(await kept.shown(job))
 
@@ -59,6 +59,8 @@ async def retrieve(
     QueueFull where too many read."""
     kept = StoredResponses(front.jobs, caller.tenant)
     job = await kept.job(response_id)
+    if not stream and job.status == COMPLETE:  # in pieces, because it may be large
+        return ClosingStream(await begun(kept.answer(job)), media_type="application/json")
     if not stream:
         return JSONResponse(await kept.shown(job))
     if not (job.meta["background"] and job.meta["stream"]):

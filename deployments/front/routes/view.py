@@ -72,14 +72,14 @@ async def adapters(
     the first `most` the tiers, where they are known."""
     names = await front.service.names.visible(caller.tenant)
     words = search.casefold()
-    found = [
+    rows = [
         name
         for name in names
         if (base := name.partition(":"))[1]
         and (not model or base[0] == model)
         and words in name.casefold()
     ]
-    tiers = await tiers_of(front.service, front.viewing, found, most, caller.tenant)
-    shown = in_order(found, tiers)[:most]
-    told = {name: tiers[name] for name in shown if name in tiers}
-    return {"count": len(found), "adapters": shown, "tiers": told}
+    tiers = await tiers_of(front.service, front.viewing, rows, most, caller.tenant)
+    shown = in_order(rows, tiers)[:most]
+    known_tiers = {name: tiers[name] for name in shown if name in tiers}
+    return {"count": len(rows), "adapters": shown, "tiers": known_tiers}

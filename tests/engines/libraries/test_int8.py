@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.catalogue import Catalogue, CatalogueEntry
 from deployments.adapters.int8 import round_weights
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import Store
@@ -41,7 +41,7 @@ def test_each_row_has_at_most_255_values_and_none_is_further_off_than_half_a_ste
         assert (old - new).abs().max() > 0
 
 
-def entry(folder: Path) -> Entry:
+def entry(folder: Path) -> CatalogueEntry:
     found = Catalogue({"chat": folder.parent}).find(folder.name)
     assert found is not None
     return found

@@ -1,8 +1,11 @@
 """What an engine does with a host copy of its model's files."""
 
+import ctypes
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -149,14 +152,26 @@ def test_copy_that_a_gpu_reads_is_pinned_for_as_long_as_the_module_sleeps(gpu: D
 
 
 @pytest.mark.spec("D3")
-def test_module_sleeps_and_wakes_where_the_driver_pins_nothing(
-    gpu: Driver, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_found", [True, False])
+def test_module_sleeps_and_wakes_where_the_driver_pins_nothing_and_its_error_is_forgotten(
+    gpu: Driver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_found: bool
 ) -> None:
     gpu.code = 2
+    forgotten: list[str] = []
+
+    def library(name: str) -> Any:
+        if not is_found:
+            raise OSError(f"{name}: not found")
+        return SimpleNamespace(cudaGetLastError=lambda: forgotten.append(name))
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     net = module()
     before = values(net)
     parked = host_copy.offload(net, "m", {})
     assert f"{parked.total} bytes are not pinned (CUDA error 2)" in caplog.text
+    assert forgotten == (["libcudart.so.13"] if is_found else [])
+    assert is_found or "because libcudart.so.13: not found" in caplog.text
     host_copy.restore(parked)
     assert [name for name, _, _ in gpu.calls] == ["pin"]
     assert all(torch.equal(a, b) for a, b in zip(before, values(net), strict=True))

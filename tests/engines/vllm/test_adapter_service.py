@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.adapters.catalogue import Entry
+from deployments.adapters.catalogue import CatalogueEntry
 from deployments.engines.vllm import adapters
 from deployments.engines.vllm.adapters import AdapterService
 from deployments.engines.vllm.batch_gate import BatchGate
@@ -34,7 +34,7 @@ async def test_stale_pins_are_dropped_once_by_requests_that_find_them_at_once(
     service.llm = llm = Llm()  # type: ignore[assignment]
     for number, digest in enumerate(("a", "b"), start=1):
         service._numbers[digest] = number
-        service._pins[digest] = Entry(digest, "tiny", tmp_path, 8, 1, pin=True)
+        service._pins[digest] = CatalogueEntry(digest, "tiny", tmp_path, 8, 1, pin=True)
     await asyncio.gather(service._pin(None), service._pin(None))
     assert sorted(llm.removed) == [1, 2]
     assert service._pins == {} and service.gate.pinned == frozenset()

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events, scheduler
-from vllm.v1.kv_offload.base import PrepareStoreOutput, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.request import RequestStatus
 
@@ -28,6 +33,7 @@ class Theirs(scheduler.OffloadingConnectorScheduler):
 class Ours(scheduler.OffloadingConnectorScheduler):
     _update_req_states = connector_steps._update_req_states
     _build_store_jobs = connector_steps._build_store_jobs
+    _lookup = connector_steps._lookup
 
 
 class Manager(SlabManager):
@@ -35,10 +41,19 @@ class Manager(SlabManager):
 
     def __init__(self) -> None:
         self.stored: dict[str, list[bytes]] = {}
+        self.awaited: set[str] = set()
+        self.looks_count = 0
 
     def prepare_store(self, keys: Any, req_context: ReqContext) -> PrepareStoreOutput:
         self.stored.setdefault(req_context.req_id, []).extend(keys)
         return PrepareStoreOutput(list(keys), CPULoadStoreSpec(list(range(len(keys)))), [])
+
+    def still_awaits(self, req_context: ReqContext) -> bool:
+        return req_context.req_id in self.awaited
+
+    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        self.looks_count += 1
+        return LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None: ...
 
@@ -74,7 +89,7 @@ def side(
         supports_partial_tail=False,
     )
     made.manager = Manager()
-    made._sliding_window_groups = ()
+    made._lookup_groups, made._sliding_window_groups = tuple(range(groups_count)), ()
     made._req_status, made._jobs, made._block_id_to_pending_jobs = {}, {}, {}
     made._current_batch_load_jobs, made._current_batch_jobs_to_flush = {}, set()
     made._current_batch_allocated_block_ids, made._job_counter = set(), 0
@@ -317,3 +332,15 @@ def test_requests_that_have_ended_leave_nothing_behind() -> None:
         vars(ours)["_looks"].not_before.keys()
         <= {one.request_id for one in [*engine.running, *engine.preempted]} | engine.told
     )
+
+
+def test_request_that_awaits_its_last_row_is_not_looked_up_and_is_afterwards() -> None:
+    ours = side(Ours, 16, None, 1, drafts=False)
+    one = Request("r", 640, 1, 16)
+    track(ours, one)
+    state = ours._req_status["r"]
+    state.update_offload_keys()
+    ours.manager.awaited.add("r")
+    assert ours._lookup(state) is None and ours.manager.looks_count == 0
+    ours.manager.awaited.clear()
+    assert ours._lookup(state) == 0 and ours.manager.looks_count == 1, "the first is a miss"

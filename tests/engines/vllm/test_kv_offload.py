@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
 
 from arbiter.pool import Removal, SlabFile, SlabView, Term, layout
 from deployments.engines.vllm import kv_offload, lent_slab
+from deployments.engines.vllm.kept_blocks import KeptSince
 from deployments.engines.vllm.kv_offload import RowCopier, SlabManager
 from deployments.engines.vllm.lent_slab import mapped_rows
 from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, keys, rows_of, set_limit, slab_file
@@ -104,6 +105,38 @@ def test_request_that_came_before_its_tenant_was_removed_leaves_no_row(
         for asked, key in ((before, b"older"), (after, b"new")):
             manager.complete_store(set(manager.prepare_store([key], asked).keys_to_store), asked)
         assert [mark.key for _, mark in owner.marks()] == [b"new"]
+
+
+@pytest.mark.spec("G3")
+def test_router_is_told_that_a_slab_without_rows_keeps_nothing_of_what_the_device_evicts(
+    fd: int, manager: SlabManager, clock: Clock
+) -> None:
+    kept = KeptSince()
+    manager.tell_kept(kept)
+    kept.lost_on_device(7.0)
+    assert kept.facts().since_s == 7.0
+    store(manager, keys(3))
+    manager.on_schedule_end(NO_STEP)
+    assert kept.facts().since_s == 0.0
+    set_limit(fd, 0)
+    manager.on_schedule_end(NO_STEP)
+    store(manager, [b"more"])
+    kept.lost_on_device(clock() + 100)
+    assert kept.facts().since_s == clock() + 100, "what came after the rows left was never stored"
+
+
+@pytest.mark.spec("G3")
+def test_router_is_told_what_tenants_lost_for_their_caps(manager: SlabManager) -> None:
+    kept, acme = KeptSince(), layout.tenant_digest("acme")
+    manager.tell_kept(kept)
+    manager.rows.set_caps({acme: 2 / FULL})
+    manager.requests = {"r": came("acme")}
+    store(manager, keys(2))
+    manager.on_schedule_end(NO_STEP)
+    assert kept.facts().capped_since_s == {}
+    store(manager, [b"more"])
+    manager.on_schedule_end(NO_STEP)
+    assert kept.facts().capped_since_s == {acme.hex(): manager.rows.capped_used_s[acme]}
 
 
 @pytest.mark.spec("E6")

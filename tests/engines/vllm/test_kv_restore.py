@@ -103,6 +103,32 @@ def test_blocks_of_the_file_are_awaited_and_then_found(manager: SlabManager) -> 
     assert restored(manager) == 4, "from RAM the second time"
 
 
+@pytest.mark.spec("G4", "N1")
+def test_request_whose_last_block_is_on_its_way_need_not_ask_for_all_of_them_again(
+    manager: SlabManager, held: Event
+) -> None:
+    asked, other = request(*keys(4)), request(*keys(2))
+    assert not manager.still_awaits(asked)
+    for each, count in ((asked, 4), (other, 2)):
+        assert [manager.lookup(key, each) for key in keys(count)] == [RETRY] * count
+        assert manager.still_awaits(each)
+        manager.on_schedule_end(NO_STEP)
+    held.set()
+    assert manager.restorer is not None
+    manager.restorer._coming[b"k3"].result(60)
+    assert not manager.still_awaits(asked), "it asks again, and hears of all"
+    assert answer(manager, other, *keys(2)) == [HIT] * 2
+    assert not manager.still_awaits(other)
+
+
+@pytest.mark.spec("G4")
+def test_rows_that_are_given_up_are_awaited_no_more(manager: SlabManager, held: Event) -> None:
+    asked = request(*keys(4))
+    assert [manager.lookup(key, asked) for key in keys(4)] == [RETRY] * 4
+    manager.prepare_store([b"k3"], request(*keys(4)))
+    assert not manager.still_awaits(asked)
+
+
 @pytest.mark.spec("G4")
 def test_block_that_does_not_check_is_a_miss_and_its_row_is_free_again(
     path: Path,

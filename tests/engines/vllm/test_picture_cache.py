@@ -11,7 +11,13 @@ import torch
 
 from arbiter.pool import Removal, SlabView, layout
 from arbiter.units import Bytes, Content
-from deployments.engines.vllm.picture_cache import ENTRIES, ROW_EMBEDDINGS, TERM_S, Asked, Copies
+from deployments.engines.vllm.picture_cache import (
+    ENTRIES,
+    ROW_EMBEDDINGS,
+    TERM_S,
+    Copies,
+    RequestedPicture,
+)
 from tests.support.picture_slabs import (
     CAPACITY,
     DTYPE,
@@ -117,7 +123,7 @@ def test_promise_is_held_until_the_worker_has_loaded(fd: int, clock: Clock) -> N
 @pytest.mark.spec("H8")
 def test_promise_that_no_request_took_ends_with_its_step(engine: SeeingEngine) -> None:
     engine.look("a")
-    engine.cache.expect([Asked("a", EMBEDDINGS)])
+    engine.cache.expect([RequestedPicture("a", EMBEDDINGS)])
     assert engine.cache.promise("a") and engine.cache.promise("a")
     assert engine.cache.end_step() == Copies()
     engine.cache.purge()
@@ -162,7 +168,7 @@ def test_what_finds_no_room_is_encoded_each_time_and_harms_no_other(fd: int, clo
 def test_picture_that_lost_a_row_is_encoded_and_whole_again(engine: SeeingEngine) -> None:
     count = 3 * ROW_EMBEDDINGS
     engine.look("a", count=count)
-    engine.cache.rows.evict([Asked("a", count).keys[1]])
+    engine.cache.rows.evict([RequestedPicture("a", count).keys[1]])
     assert engine.cache.facts()["entries"] == 0
     assert engine.look("a", count=count) == [False]
     assert engine.look("a", count=count) == [True]

@@ -10,9 +10,9 @@ import torch
 from deployments.engines.vllm.picture_cache import Copies, PictureCache
 from deployments.engines.vllm.picture_connector import (
     IMAGE,
-    Done,
     PictureConnector,
     PicturesInUse,
+    StepDone,
     row_bytes,
 )
 from tests.support.picture_slabs import (
@@ -103,7 +103,7 @@ def test_step_is_done_once_all_workers_are_and_the_first_one_wrote(engine: Seein
     made.update_state_after_alloc(asked, 0)
     copies = step_of(made)
     assert engine.copier.save(copies.saves[0], embeddings("a", EMBEDDINGS))
-    done = Done(copies).aggregate(Done(copies, {"a"})).aggregate(Done(copies))
+    done = StepDone(copies).aggregate(StepDone(copies, {"a"})).aggregate(StepDone(copies))
     made.update_connector_output(SimpleNamespace(ec_connector_worker_meta=done))  # type: ignore[arg-type]
     assert engine.look("a") == [True]
 

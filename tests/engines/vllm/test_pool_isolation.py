@@ -35,7 +35,7 @@ from arbiter.pool.tenants import owner_digest
 from arbiter.units import DEFAULT_TENANT, MIB, Bytes, Content
 from deployments.engines.vllm.kv_offload import SlabManager
 from deployments.engines.vllm.kv_restore import Restorer
-from deployments.engines.vllm.picture_cache import ROW_EMBEDDINGS, Asked, PictureCache
+from deployments.engines.vllm.picture_cache import ROW_EMBEDDINGS, PictureCache, RequestedPicture
 from deployments.engines.vllm.pictures import Pictures
 from tests.support import slabs
 from tests.support.slabs import EXTENT, ROW, TERM_S, run_and_kill, set_limit
@@ -212,7 +212,7 @@ class Engine:
         """One step with a picture, of two rows."""
         identity = self.identities.identity(drawing(number), asker.tenant.encode(), "")
         tenant = layout.tenant_digest(asker.tenant)
-        self.pictures.expect([Asked(identity, 2 * ROW_EMBEDDINGS, tenant)])
+        self.pictures.expect([RequestedPicture(identity, 2 * ROW_EMBEDDINGS, tenant)])
         self.pictures.promise(identity)
         self.pictures.begin(identity)
         copies = self.pictures.end_step()

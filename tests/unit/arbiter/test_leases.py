@@ -205,14 +205,14 @@ def test_a_process_that_is_refused_ends_the_lease() -> None:
 
 def test_lease_heartbeat_repeats_the_rest_of_the_term(monkeypatch: pytest.MonkeyPatch) -> None:
     lease = leases.ask(1, term_s=100, way=ScriptedTransport(lambda _: HELD))
-    assert lease._said()["term_s"] == 100
+    assert lease._heartbeat()["term_s"] == 100
     now = 50.0
     monkeypatch.setattr(leases.time, "monotonic", lambda: now)
-    lease._hear(HELD)
+    lease._take_reply(HELD)
     now = 90.0
-    assert lease._said()["term_s"] == 60
+    assert lease._heartbeat()["term_s"] == 60
     now = 900.0
-    assert 0 < lease._said()["term_s"] < 1
+    assert 0 < lease._heartbeat()["term_s"] < 1
 
 
 @pytest.mark.parametrize(

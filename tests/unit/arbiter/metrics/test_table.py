@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from arbiter.metrics.table import TABLE, Kind, Metric
+from arbiter.metrics.table import TABLE, Metric, MetricType
 
 UNITS = ("bytes", "seconds", "ratio")
 ENDLESS = {"adapter", "request", "ticket", "holder", "client", "slab", "prefix", "key"}
@@ -14,13 +14,13 @@ ENDLESS = {"adapter", "request", "ticket", "holder", "client", "slab", "prefix",
 @pytest.mark.parametrize("metric", TABLE.values(), ids=str)
 def test_names_have_base_units_and_the_suffix_of_their_type(metric: Metric) -> None:
     assert re.fullmatch(r"arbiter_[a-z]+(_[a-z]+)*", metric.name)
-    assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+    assert metric.name.endswith("_total") == (metric.kind is MetricType.COUNTER)
     stem = metric.name.removesuffix("_total")
     assert [unit for unit in UNITS if stem.endswith(f"_{unit}")] == [metric.unit] * bool(
         metric.unit
     )
     assert metric.help.endswith(".")
-    assert bool(metric.bounds) == (metric.kind is Kind.HISTOGRAM)
+    assert bool(metric.bounds) == (metric.kind is MetricType.HISTOGRAM)
     assert list(metric.bounds) == sorted(metric.bounds)
 
 

@@ -274,7 +274,7 @@ async def test_copy_whose_files_cannot_be_looked_at_once_it_is_made_takes_no_mem
         made.append(make(*given))
         return made[0]
 
-    def away(asked: CopyRequest) -> copy_files.Found | None:
+    def away(asked: CopyRequest) -> copy_files.SourceFiles | None:
         if made:
             raise OSError("its server is away")
         return look(asked)

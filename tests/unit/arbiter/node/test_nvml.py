@@ -289,9 +289,11 @@ def test_a_gpu_that_falls_off_the_bus_leaves_the_inventory_and_comes_back(fake: 
     readings = probe.read([tree(ME, 10, SECOND)])
     assert readings.unreadable == ()  # it is not there to be read
     assert [d.device for d in probe.inventory()] == [FIRST, "n/host"]
+    assert probe.introduction().lost == (SECOND,)
     fake.mend()
     probe.read([])
     assert [d.device for d in probe.inventory()] == [FIRST, SECOND, "n/host"]
+    assert probe.introduction().lost == ()
 
 
 @pytest.mark.spec("A10")

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from arbiter.node import procfs
-from arbiter.node.rollup_cache import BELIEVED_S, SLACK_BYTES, Mark, Rollups
+from arbiter.node.rollup_cache import BELIEVED_S, SLACK_BYTES, PageCounters, Rollups
 from arbiter.units import MIB
 
 
@@ -15,7 +15,7 @@ class Kernel:
     """One process as a test says it is, and how often it was walked."""
 
     def __init__(self) -> None:
-        self.now_s, self.mark, self.walks = 0.0, Mark(7, 1_000, 50 * MIB), 0
+        self.now_s, self.mark, self.walks = 0.0, PageCounters(7, 1_000, 50 * MIB), 0
         self.looks = 0
         self.rollups = Rollups(lambda _: self.mark, self._walk, lambda: self.now_s, self._look)
 
@@ -34,16 +34,16 @@ SLACK_PAGES = SLACK_BYTES // os.sysconf("SC_PAGE_SIZE")
 @pytest.mark.parametrize(
     ("mark", "walks"),
     [
-        (Mark(7, 1_000, 50 * MIB), 1),
-        (Mark(7, 1_000 + SLACK_PAGES, 50 * MIB), 1),
-        (Mark(7, 1_001 + SLACK_PAGES, 50 * MIB), 2),  # it wrote to pages it had shared
-        (Mark(7, 1_000, 50 * MIB - SLACK_BYTES - 1), 2),  # it gave pages back
-        (Mark(8, 1_000, 50 * MIB), 2),  # another process of that pid
+        (PageCounters(7, 1_000, 50 * MIB), 1),
+        (PageCounters(7, 1_000 + SLACK_PAGES, 50 * MIB), 1),
+        (PageCounters(7, 1_001 + SLACK_PAGES, 50 * MIB), 2),  # it wrote to pages it had shared
+        (PageCounters(7, 1_000, 50 * MIB - SLACK_BYTES - 1), 2),  # it gave pages back
+        (PageCounters(8, 1_000, 50 * MIB), 2),  # another process of that pid
     ],
 )
 @pytest.mark.spec("B1")
 def test_a_process_is_walked_again_when_more_than_the_slack_has_moved(
-    mark: Mark, walks: int
+    mark: PageCounters, walks: int
 ) -> None:
     kernel = Kernel()
     kernel.rollups.of(1)
@@ -55,7 +55,7 @@ def test_a_process_is_walked_again_when_more_than_the_slack_has_moved(
 def test_mappings_are_read_again_only_when_pages_have_moved() -> None:
     kernel = Kernel()
     assert [kernel.rollups.aside_of(1) for _ in range(3)] == [MIB] * 3
-    kernel.mark = Mark(7, 1_001 + SLACK_PAGES, 50 * MIB)
+    kernel.mark = PageCounters(7, 1_001 + SLACK_PAGES, 50 * MIB)
     assert kernel.rollups.aside_of(1) == 2 * MIB
     kernel.now_s = BELIEVED_S
     assert kernel.rollups.aside_of(1) == 3 * MIB
@@ -64,7 +64,7 @@ def test_mappings_are_read_again_only_when_pages_have_moved() -> None:
 @pytest.mark.spec("N1")
 def test_names_of_mappings_are_read_again_only_when_pages_have_moved() -> None:
     """And soon again where another file is mapped than before."""
-    mark, now_s, mapped, looks = Mark(7, 1_000, 50 * MIB), 0.0, frozenset({(1, 5)}), 0
+    mark, now_s, mapped, looks = PageCounters(7, 1_000, 50 * MIB), 0.0, frozenset({(1, 5)}), 0
 
     def look(pid: int) -> frozenset[tuple[int, int]]:
         nonlocal looks
@@ -75,7 +75,7 @@ def test_names_of_mappings_are_read_again_only_when_pages_have_moved() -> None:
     assert [rollups.shared_of(1) for _ in range(3)] == [mapped] * 3
     assert looks == 1
     mapped = frozenset({(1, 5), (1, 6)})
-    mark = Mark(7, 1_001 + SLACK_PAGES, 50 * MIB)
+    mark = PageCounters(7, 1_001 + SLACK_PAGES, 50 * MIB)
     assert rollups.shared_of(1) == mapped
     now_s, mapped = BELIEVED_S, frozenset({(1, 6)})
     assert rollups.shared_of(1) == mapped
@@ -100,7 +100,7 @@ def test_a_process_at_rest_is_walked_ever_more_rarely(grows: int, expected: list
         read_at_s.append(now_s)
         return {"Private_Dirty": MIB + grows * (len(read_at_s) % 2)}
 
-    rollups = Rollups(lambda _: Mark(7, 1_000, 50 * MIB), walk, lambda: now_s)
+    rollups = Rollups(lambda _: PageCounters(7, 1_000, 50 * MIB), walk, lambda: now_s)
     for second in range(120):
         now_s = float(second)
         rollups.of(1)

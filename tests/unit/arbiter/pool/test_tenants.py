@@ -27,10 +27,10 @@ ACME, OTHER = layout.tenant_digest("acme"), layout.tenant_digest("other")
 
 
 @pytest.fixture
-def capped(fd: int) -> Iterator[Rows]:
+def capped(fd: int, clock: Clock) -> Iterator[Rows]:
     """Of a slab in which one tenant may have a quarter of the rows."""
     with contextlib.closing(writer(fd)) as slab:
-        yield Rows(slab, TERM_S, Clock(), caps={ACME: 0.25})
+        yield Rows(slab, TERM_S, clock, caps={ACME: 0.25})
 
 
 def store(into: Rows, tenant: bytes, *named: bytes) -> list[bytes]:
@@ -98,6 +98,26 @@ def test_changed_cap_holds_for_rows_that_are_there_and_pinned_ones_leave_later(
     assert capped.shrink_to_limit() == [b"a0"]
     capped.set_caps({})
     assert store(capped, ACME, *keys(FULL // 4, "b")) == keys(FULL // 4, "b")
+
+
+@pytest.mark.spec("E6", "G3")
+def test_what_leaves_for_a_cap_is_told_of_its_tenant_alone_by_its_latest_use(
+    capped: Rows, clock: Clock
+) -> None:
+    store(capped, OTHER, *keys(4, "o"))
+    store(capped, ACME, *keys(FULL // 4))
+    assert capped.capped_used_s == {}
+    began_s = clock()
+    clock.now_s += 10
+    capped.touch([b"k0"])
+    store(capped, ACME, b"new", b"newer")
+    assert capped.capped_used_s.keys() == {ACME}
+    assert began_s <= capped.capped_used_s[ACME] < clock(), "k1 and k2 left"
+    assert capped.lost_used_s == 0.0
+    clock.now_s += 10
+    capped.set_caps({ACME: 0.0})
+    assert b"k0" in capped.shrink_to_limit()
+    assert clock() - 10 <= capped.capped_used_s[ACME] < clock()
 
 
 @pytest.mark.spec("E6")

@@ -6,7 +6,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.replay.demand import Demand, Seat, Use, Uses
+from arbiter.replay.demand import Demand, PackedRequests, Seat, Use
 from arbiter.replay.score import Score
 from arbiter.replay.world import World
 from arbiter.units import GIB, DeviceId, NodeId, seconds
@@ -37,7 +37,7 @@ def demand(
         types.DeviceSpec(DeviceId("n/host"), types.DeviceKind.HOST, gib(host)),
     )
     table = ev.CapabilitiesSet((capability("text", "text", names),))
-    asked = Uses(Use(s(at), names.index(name), seconds(busy_s)) for at, name in uses)
+    asked = PackedRequests(Use(s(at), names.index(name), seconds(busy_s)) for at, name in uses)
     return Demand((ev.NodeSeen(NODE, specs),), table, seats, asked)
 
 
@@ -72,7 +72,7 @@ def test_belady_keeps_the_model_that_is_used_next() -> None:
 
 def test_a_model_in_use_is_not_taken_and_the_other_goes() -> None:
     long = demand((0, "a"), (5, "b"), (20, "c"), (25, "a"), busy_s=0.5)
-    busy = replace(long, uses=Uses([Use(s(0), 0, seconds(60)), *_uses(long)[1:]]))
+    busy = replace(long, uses=PackedRequests([Use(s(0), 0, seconds(60)), *_uses(long)[1:]]))
     found = score(busy)
     assert found.loads_count == 3  # c takes the place of b, though a was asked for earlier
 

@@ -16,7 +16,7 @@ from arbiter.server import shell
 from arbiter.server.actor import ArbiterActor
 from arbiter.server.lease_service import LeaseService
 from arbiter.server.node_agents import RayAgents
-from arbiter.server.store import Member, Store
+from arbiter.server.store import ExpectedHolder, Store
 from arbiter.units import Bytes, Epoch, HolderId, NodeId, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
@@ -234,12 +234,12 @@ async def test_arbiter_that_is_being_killed_does_not_count_its_holders_as_lost(
 async def test_holder_that_died_without_an_arbiter_is_not_awaited(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    members = [Member(HolderId(name), NodeId("n"), 7, 9) for name in ("dead", "living")]
+    members = [ExpectedHolder(HolderId(name), NodeId("n"), 7, 9) for name in ("dead", "living")]
     before = Store(tmp_path / "state", "session")
     for member in members:
         before.add_member(member)
 
-    async def dead(self: RayAgents, asked: list[Member]) -> list[HolderId]:
+    async def dead(self: RayAgents, asked: list[ExpectedHolder]) -> list[HolderId]:
         return [m.holder for m in asked if m.holder == "dead"]
 
     monkeypatch.setattr(RayAgents, "dead", dead)

@@ -20,7 +20,7 @@ from arbiter.core.types import (
 )
 from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownRole
 from arbiter.server.actor import ArbiterActor
-from arbiter.server.store import Member, Store
+from arbiter.server.store import ExpectedHolder, Store
 from arbiter.units import (
     Bytes,
     DeviceId,
@@ -122,7 +122,7 @@ async def test_next_arbiter_knows_which_models_are_being_removed(running: Runnin
     b = {"role": "text", "engine": "m:f", "models": {"b": {"source": "x"}}}
     held = ev.HeldTicket(TicketId("t"), "a", Phase.RESIDENT, 1, Span(0), (), Need(Bytes(1)))
     async with running() as actor:
-        actor._store.add_member(Member(HolderId("h"), NodeId("n")))
+        actor._store.add_member(ExpectedHolder(HolderId("h"), NodeId("n")))
         actor._shell.feed(ev.Joined(HolderId("h"), NodeId("n"), "c", (held,)))
         await actor.configure(configuration(parse_table({"capabilities": {"c": b}})))
         assert actor._shell.core.export_removing() == [["c", "a"]]

@@ -23,7 +23,7 @@ from arbiter.protocol import messages
 from arbiter.server.event_log import EventLog
 from arbiter.server.lease_service import LeaseService
 from arbiter.server.shell import Shell
-from arbiter.server.store import GrantedLease, Member
+from arbiter.server.store import ExpectedHolder, GrantedLease
 from arbiter.units import DeviceId, Epoch, HolderId, Instant, NodeId, TicketId, in_seconds, seconds
 from policies import bundle
 from tests.support.core_driver import CPU, HOST, NODE, PLAIN, gib
@@ -73,7 +73,7 @@ class LeaseServiceHarness:
             raise self.refuse
         self.adopted.append((ticket, pid))
 
-    def add_member(self, member: Member) -> None:
+    def add_member(self, member: ExpectedHolder) -> None:
         self.known.add(member.holder)
 
     def drop_holder(self, holder: HolderId) -> None:

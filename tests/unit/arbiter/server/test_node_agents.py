@@ -13,7 +13,7 @@ from arbiter.errors import AgentAway, LeaseRefused
 from arbiter.protocol.messages import AgentSettings
 from arbiter.server import node_agents
 from arbiter.server.node_agents import RayAgents
-from arbiter.server.store import Member
+from arbiter.server.store import ExpectedHolder
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId
 from tests.support.fake_arbiter import FakeArbiter, never
 
@@ -81,12 +81,12 @@ async def test_agent_identifies_dead_holders_by_pid_and_start_time() -> None:
     agents._nodes = frozenset({NodeId("n"), NodeId("agentless")})
     agents._handles[NodeId("n")] = FakeArbiter(living=living)
     asked = [
-        Member(HolderId("lives"), NodeId("n"), 7, 9),
-        Member(HolderId("replaced"), NodeId("n"), 8, 1),
-        Member(HolderId("gone"), NodeId("n"), 6, 9),
-        Member(HolderId("elsewhere"), NodeId("lost"), 7, 9),
-        Member(HolderId("unsaid"), NodeId("n")),
-        Member(HolderId("unasked"), NodeId("agentless"), 7, 9),
+        ExpectedHolder(HolderId("lives"), NodeId("n"), 7, 9),
+        ExpectedHolder(HolderId("replaced"), NodeId("n"), 8, 1),
+        ExpectedHolder(HolderId("gone"), NodeId("n"), 6, 9),
+        ExpectedHolder(HolderId("elsewhere"), NodeId("lost"), 7, 9),
+        ExpectedHolder(HolderId("unsaid"), NodeId("n")),
+        ExpectedHolder(HolderId("unasked"), NodeId("agentless"), 7, 9),
     ]
     assert sorted(await agents.dead(asked)) == ["elsewhere", "gone", "replaced"]
 
@@ -103,7 +103,7 @@ async def test_agents_are_asked_for_dead_holders_beside_each_other() -> None:
     agents, nodes = RayAgents(AgentSettings("no.zygote")), [NodeId(name) for name in "abc"]
     agents._nodes = frozenset(nodes)
     agents._handles = {node: FakeArbiter(living=living) for node in nodes}
-    asked = [Member(HolderId(f"of {node}"), node, 7, 9) for node in nodes]
+    asked = [ExpectedHolder(HolderId(f"of {node}"), node, 7, 9) for node in nodes]
     assert sorted(await agents.dead(asked)) == ["of a", "of b", "of c"]
 
 

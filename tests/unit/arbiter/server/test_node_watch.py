@@ -15,7 +15,7 @@ from arbiter.server.event_log import EventLog
 from arbiter.server.hours_clock import HoursClock
 from arbiter.server.node_watch import USAGE_PART_COUNT, NodeWatch
 from arbiter.server.shell import Shell
-from arbiter.server.store import Member, Store
+from arbiter.server.store import ExpectedHolder, Store
 from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId, in_seconds, seconds
 from policies import bundle
 
@@ -30,7 +30,7 @@ class NoAgents:
     def drop_tenant(self, node: NodeId, tenant: str, ago: Span) -> None: ...
     async def look(self, feed: Callable[[ev.Event], None]) -> None: ...
 
-    async def dead(self, members: list[Member]) -> list[HolderId]:
+    async def dead(self, members: list[ExpectedHolder]) -> list[HolderId]:
         return []
 
 
@@ -201,8 +201,8 @@ async def test_driver_that_stays_silent_after_a_restart_is_not_awaited_like_a_re
     tmp_path: Path,
 ) -> None:
     before = Store(tmp_path / "state", "session")
-    before.add_member(Member(HolderId("driver"), N, 7, 9, is_driver=True))
-    before.add_member(Member(HolderId("replica"), N, 8, 9))
+    before.add_member(ExpectedHolder(HolderId("driver"), N, 7, 9, is_driver=True))
+    before.add_member(ExpectedHolder(HolderId("replica"), N, 8, 9))
     watched = Watched(tmp_path)
     watched.now_s = SILENT_S
     await watched.watch.drop_dead_holders()

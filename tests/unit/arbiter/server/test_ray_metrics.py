@@ -8,7 +8,7 @@ import pytest
 from arbiter.core.histogram import HistogramCounts
 from arbiter.metrics.counters import Counters
 from arbiter.metrics.series import Samples
-from arbiter.metrics.table import AGE, TABLE, UP, Kind
+from arbiter.metrics.table import AGE, TABLE, UP, MetricType
 from arbiter.server import ray_metrics
 from arbiter.server.ray_metrics import RayMetrics, export_forever
 from tests.support.metrics import busy_core, scrape
@@ -52,7 +52,7 @@ def test_every_metric_of_the_arbiter_is_exported_with_its_values(samples: Sample
         metrics.export(samples)
     assert set(exporter.made.values()) == {1}
     for name, metric in TABLE.items():
-        if metric.kind is not Kind.HISTOGRAM and name not in (UP, AGE):
+        if metric.kind is not MetricType.HISTOGRAM and name not in (UP, AGE):
             assert exporter.gauges[name].values == samples[name]
     assert UP not in exporter.gauges
 

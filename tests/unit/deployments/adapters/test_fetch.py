@@ -16,7 +16,7 @@ import pytest
 
 from deployments import checked_sockets
 from deployments.adapters import fetch
-from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.catalogue import Catalogue, CatalogueEntry
 from deployments.adapters.fetch import Fetcher, FetchFailed
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Store
@@ -43,7 +43,7 @@ def catalogue(tmp_path: Path, rows: dict[str, Any]) -> Catalogue:
     return fetching.catalogue(tmp_path, rows, PREFIXES)
 
 
-def found(tmp_path: Path, url: str, urls: tuple[str, ...] = PREFIXES) -> Entry:
+def found(tmp_path: Path, url: str, urls: tuple[str, ...] = PREFIXES) -> CatalogueEntry:
     return fetching.found(tmp_path, url, urls)
 
 
@@ -291,9 +291,9 @@ async def test_a_public_site_is_read_and_not_followed_elsewhere(
     assert (await shelf.take(entry)).size_bytes > 0
     away = found(tmp_path, f"{root}/away/", (f"{root}/away/",))
     Site.asked.clear()
-    await fetcher.bring(away)
-    with pytest.raises(AdapterInvalid):  # what it got is no adapter
-        await shelf.take(away)
+    with pytest.raises(FetchFailed, match=r"302.*no redirect is followed"):
+        await fetcher.bring(away)
+    assert not away.path.exists(), "a later request asks again"
     assert Site.asked and all(path.startswith("/away/") for path in Site.asked)
 
 

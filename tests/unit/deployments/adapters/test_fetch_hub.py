@@ -9,7 +9,7 @@ import fsspec.config
 import pytest
 
 from deployments.adapters import fetch
-from deployments.adapters.catalogue import Entry
+from deployments.adapters.catalogue import CatalogueEntry
 from deployments.adapters.fetch import FETCHES
 from deployments.adapters.store import CheckedAdapters, Store
 from tests.support import fetching
@@ -37,11 +37,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield running
 
 
-def found(tmp_path: Path, path: str = LAW) -> Entry:
+def found(tmp_path: Path, path: str = LAW) -> CatalogueEntry:
     return fetching.found(tmp_path, f"hf://{path}/", ("hf://our-org/",))
 
 
-async def refusal(tmp_path: Path, entry: Entry) -> str:
+async def refusal(tmp_path: Path, entry: CatalogueEntry) -> str:
     return str(await fetching.refusal(tmp_path, entry))
 
 

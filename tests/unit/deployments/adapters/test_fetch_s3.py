@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deployments.adapters import fetch
-from deployments.adapters.catalogue import Entry
+from deployments.adapters.catalogue import CatalogueEntry
 from deployments.adapters.store import CheckedAdapters, Store
 from tests.support import fetching
 from tests.support.adapters import write
@@ -43,11 +43,11 @@ def ask_as(monkeypatch: pytest.MonkeyPatch, port: int, *credentials: str) -> Non
         monkeypatch.setenv(name, value)
 
 
-def found(tmp_path: Path, name: str, bucket: str = BUCKET) -> Entry:
+def found(tmp_path: Path, name: str, bucket: str = BUCKET) -> CatalogueEntry:
     return fetching.found(tmp_path, f"s3://{bucket}/{name}/", PREFIXES)
 
 
-async def refusal(tmp_path: Path, entry: Entry) -> str:
+async def refusal(tmp_path: Path, entry: CatalogueEntry) -> str:
     return str(await fetching.refusal(tmp_path, entry))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+import resource
 import shutil
 import threading
 import time
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 
 from arbiter.node import tenant_folders
-from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.catalogue import Catalogue, CatalogueEntry
 from deployments.adapters.safe_files import AdapterInvalid
-from deployments.adapters.store import CheckedAdapters, Published, Store
+from deployments.adapters.store import AdapterNotCopied, CheckedAdapters, Published, Store
 from deployments.adapters.validate import Rules
 from tests.support.adapters import rewrite_header, write
 from tests.support.archives import archive
@@ -29,7 +30,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
-def entry(folder: Path) -> Entry:
+def entry(folder: Path) -> CatalogueEntry:
     found = Catalogue({"chat": folder.parent}).find(folder.name)
     assert found is not None
     return found
@@ -47,6 +48,19 @@ def test_stored_copy_is_named_by_its_content_and_is_read_only(tmp_path: Path, st
     other = store.publish(entry(source), RULES)
     assert other.digest != made.digest and made.path.is_dir()
     assert not [p for p in made.path.parent.iterdir() if p.name.startswith(".copying")]
+
+
+@pytest.mark.spec("F2")
+def test_what_a_killed_engine_was_copying_is_removed_and_what_is_copied_now_stays(
+    tmp_path: Path, store: Store
+) -> None:
+    left, under_way = (tmp_path / "store" / f".copying-{name}" for name in ("left", "under_way"))
+    for folder in (left, under_way):
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(b"x")
+    os.utime(left, (0, 0))
+    store.publish(entry(write(tmp_path / "in" / "good", SHAPES)), RULES)
+    assert not left.exists() and under_way.is_dir()
 
 
 @pytest.mark.spec("E6")
@@ -231,6 +245,20 @@ def test_a_bad_adapter_is_refused_with_the_reason_and_nothing_is_kept(
     assert list((tmp_path / "store").iterdir()) == []
 
 
+@pytest.mark.spec("F2", "L3")
+def test_a_disk_that_takes_no_more_is_no_fault_of_the_adapter(tmp_path: Path, store: Store) -> None:
+    source = entry(write(tmp_path / "in" / "good", SHAPES))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # a write beyond it fails as on a disk
+    try:
+        with pytest.raises(AdapterNotCopied, match="File too large") as refused:
+            store.publish(source, RULES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.value.status_code == 503, "so that a batch's line is tried again"
+    assert store.publish(source, RULES).path.is_dir()
+
+
 def linked(path: Path, target: Path) -> None:
     path.rename(path.with_name("was-here"))
     path.symlink_to(target)
@@ -263,7 +291,7 @@ class SlowStore(Store):
         super().__init__(folder)
         self.begun, self.allowed, self.copies = threading.Event(), threading.Event(), list[str]()
 
-    def publish(self, entry: Entry, rules: Rules) -> Published:
+    def publish(self, entry: CatalogueEntry, rules: Rules) -> Published:
         self.copies.append(entry.name)
         if entry.name == "cold":
             self.begun.set()

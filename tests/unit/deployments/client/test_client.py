@@ -3,6 +3,7 @@
 import base64
 import json
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from tests.support.answering_front import (
     whole,
 )
 from tests.support.scripted_front import Answer, ScriptedFront
-from tests.support.waits import eventually
+from tests.support.waits import eventually, wait_in_thread
 
 CHAT, SPEAK = "/v1/chat/completions", "/v1/audio/speech"
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
@@ -428,6 +429,44 @@ except FrontUnreachable:
         [sys.executable, "-c", script], capture_output=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, b"not there\n"), done.stderr
+
+
+@pytest.mark.spec("J7", "J8")
+@pytest.mark.parametrize(
+    "call",
+    [
+        "client.chat('Hello')",
+        "list(client.stream_chat('Hello'))",
+        "client.acquire().__enter__()",  # while its model is loaded
+    ],
+)
+def test_interrupt_of_a_plain_call_ends_its_work_though_the_client_lives_on(
+    front: AnsweringFront, call: str
+) -> None:
+    """As in a notebook, whose kernel is interrupted."""
+    script = f"""
+import signal, sys
+from deployments.client import Client
+signal.signal(signal.SIGINT, signal.default_int_handler)
+client = Client(sys.argv[1], key=sys.argv[2], model=sys.argv[3])
+try:
+    {call}
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+sys.stdin.read()
+"""
+    front.says(CHAT, *events({"choices": [{"index": 0, "delta": {"content": "Hi"}}]}, last=b""))
+    front.says(messages.ACQUIRE, SSE, b": a comment\n\n")
+    front.holds |= {CHAT, messages.ACQUIRE}
+    with front.serving() as url:
+        command = [sys.executable, "-c", script, url, front.key, MODEL]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as notebook:
+            wait_in_thread(lambda: front.responses)
+            notebook.send_signal(signal.SIGINT)
+            assert front.responses[-1].was_cancelled.wait(60)
+            said, troubles = notebook.communicate()
+    assert (said, notebook.returncode) == (b"interrupted\n", 0), troubles
 
 
 @pytest.mark.spec("J7")

@@ -37,7 +37,7 @@ def resident(span: tuple[int, int]) -> int:
 def test_untouched_memory_is_filled_and_keeps_what_was_written(span: tuple[int, int]) -> None:
     ctypes.memmove(span[0] + 5, b"kept", 4)
     assert resident(span) == mmap.PAGESIZE
-    filling = linux.Filling()
+    filling = linux.Prefault()
     filling.start([span])
     until(lambda: resident(span) == SIZE, 10)
     filling.stop()
@@ -45,7 +45,7 @@ def test_untouched_memory_is_filled_and_keeps_what_was_written(span: tuple[int, 
 
 
 def test_stopped_filling_fills_nothing(span: tuple[int, int]) -> None:
-    filling = linux.Filling()
+    filling = linux.Prefault()
     filling.stop()  # before it began, as a sleep right after a load may
     filling.start([span])
     filling.stop()  # waits for its thread
@@ -57,7 +57,7 @@ def test_filling_never_raises_its_scheduling_priority() -> None:
 
     def after_filling() -> int:
         os.setpriority(os.PRIO_PROCESS, 0, 15)  # of this thread
-        linux.Filling()._fill([])
+        linux.Prefault()._fill([])
         return os.getpriority(os.PRIO_PROCESS, 0)
 
     with ThreadPoolExecutor(1) as thread:

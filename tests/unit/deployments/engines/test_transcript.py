@@ -9,7 +9,7 @@ import pytest
 
 from deployments.engines import faster_whisper, transcript
 from deployments.engines.sound import HEARD_HZ, PART
-from deployments.engines.transcript import WRITE, Asked, Transcript
+from deployments.engines.transcript import WRITE, Transcript, TranscriptionRequest
 
 SECOND = HEARD_HZ
 
@@ -33,8 +33,12 @@ class Segment:
 
 
 def transcribed(**more: Any) -> Transcript:
-    asked = Asked("transcribe", "json", None, None, (0.0,), frozenset(), False, False)
-    asked = transcript.Asked(**{name: getattr(asked, name) for name in asked.__slots__} | more)
+    asked = TranscriptionRequest(
+        "transcribe", "json", None, None, (0.0,), frozenset(), False, False
+    )
+    asked = transcript.TranscriptionRequest(
+        **{name: getattr(asked, name) for name in asked.__slots__} | more
+    )
     said = Transcript(asked, 4_000 * SECOND)
     said.language = "en"
     said.segments = [

@@ -11,7 +11,7 @@ from deployments.engines.asgi import BadField
 from deployments.engines.espeak import Espeak
 from deployments.engines.kokoro import read_styles, read_vocabulary
 from deployments.engines.protocol import EngineLoadFailed
-from deployments.engines.vits import Phrases, parse
+from deployments.engines.vits import PhraseCache, parse
 from deployments.engines.voices import (
     CLAUSE_CHARACTERS,
     EspeakVoice,
@@ -93,7 +93,7 @@ def test_further_name_of_no_speaker_ends_the_load(tmp_path: Path, espeak: Espeak
 
 @pytest.mark.spec("H4")
 def test_only_configured_phrases_are_kept_and_their_bytes_are_bounded() -> None:
-    kept = Phrases(["a", "b", "c"], most_bytes=1_000)
+    kept = PhraseCache(["a", "b", "c"], most_bytes=1_000)
     sound = np.zeros(100, np.float32)  # 400 bytes
     kept.keep(("x", "joe", 1.0), sound)
     assert kept.get(("x", "joe", 1.0)) is None and kept.size_bytes == 0

@@ -5,100 +5,31 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 from fastapi import FastAPI
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
-from httpx import ASGITransport, AsyncClient, Response
+from httpx import ASGITransport, AsyncClient
 
 from arbiter.errors import ArbiterUnavailable, UnknownTicket
 from arbiter.units import TicketId
 from deployments import messages
 from deployments.config.schema import parse_table
-from deployments.front import application, arbiter_gateway, keys, metrics_page
+from deployments.front import application, keys
 from deployments.front.auth import Authenticator
 from deployments.front.body_limit import MAX_BODY_BYTES, MAX_CONFIG_BYTES, MAX_STEERING_BYTES
 from deployments.front.dependencies import FrontState, check_site, front_state
 from deployments.front.keys import Keyring, Scope
-from deployments.front.routes import free, leases, openai, plan, queue, residency, tenants
-from deployments.front.schemas import SCHEMAS, Kind
-from deployments.front.serve_status import Applications
+from deployments.front.routes import openai
+from deployments.front.schemas import SCHEMAS, PathKind
 from deployments.front.service import InferenceService
-from deployments.jobs.client import JobsClient
+from tests.support.front_application import Arbiter, error
 from tests.support.speaker import BODY, FORM, SPEAK, Speaker, table
 from tests.support.speaker import Response as Answer
 
-STATE: dict[str, Any] = {
-    "tickets": [], "queue": [], "cooldowns": [], "floors": [], "load_times": [], "table": {},
-    "hours": [],
-}  # fmt: skip
 FIXED = b'{"generation": 1, "settings": {"state_file": 1}}'  # read at start only
-LEASE = {
-    "ticket": "mine", "capability": "", "model": "", "state": "resident", "in_state_s": 1.0,
-    "charged_bytes": {}, "ram_bytes": 0, "lease": {"tenant": "acme"},
-}  # fmt: skip
-
 CHAT = "/v1/chat/completions"
-
-
-class Arbiter:
-    """Answers each method with what the test gave it, and keeps the calls."""
-
-    def __init__(self) -> None:
-        self.answers: dict[str, Any] = {"state": STATE}
-        self.calls: list[tuple[Any, ...]] = []
-
-    async def __call__(self, method: str, *args: Any, within_s: float = 0) -> Any:
-        self.calls.append((method, *args))
-        answer = self.answers.get(method)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
-@pytest.fixture
-def arbiter(monkeypatch: pytest.MonkeyPatch) -> Arbiter:
-    fake = Arbiter()
-    for module in (arbiter_gateway, free, leases, metrics_page, plan, queue, residency, tenants):
-        monkeypatch.setattr(module, "call_arbiter", fake)
-    return fake
-
-
-@pytest.fixture
-def front(keys_file: Path) -> FrontState:
-    service = InferenceService(Speaker().send_of)
-    service.configure(table())
-    auth = Authenticator(Keyring(keys_file))
-    return FrontState(7, auth, service, Applications(dict))
-
-
-@pytest.fixture(scope="module")
-def built() -> FastAPI:
-    """Made once, because its hundred routes take a while."""
-    return application.build(FrontState(7))
-
-
-@pytest.fixture
-async def client(built: FastAPI, front: FrontState) -> AsyncIterator[AsyncClient]:
-    built.state.front = front
-    application.offer(built)
-    transport = ASGITransport(built)
-    async with AsyncClient(transport=transport, base_url="http://localhost") as made:
-        yield made
-
-
-@pytest.fixture
-def owner(keys_file: Path) -> dict[str, str]:
-    """Headers of the owner's key."""
-    return {"authorization": f"Bearer {keys.first_key_path(keys_file).read_text().strip()}"}
-
-
-def error(answer: Response) -> dict[str, Any]:
-    found: dict[str, Any] = answer.json()["error"]
-    assert found.keys() == {"message", "type", "param", "code"}
-    return found
 
 
 @pytest.mark.spec("L3")
@@ -128,6 +59,7 @@ async def test_unknown_paths_and_methods_are_answered_in_openais_form(
     ("path", "body", "said"),
     [
         ("/api/embed", {"input": 5}, "`input`: Input should be a valid string"),
+        ("/api/chat", {"options": {"num_predict": "x"}}, "`options.num_predict`: Input should be"),
         ("/api/chat", {"format": 5}, "`format`: Input should be '' or 'json'"),
         ("/api/chat", {"messages": [{"content": "x"}]}, "`messages.0.role`: Field required"),
         ("/api/generate", {"suffix": "x"}, "`suffix`: not served; end the text within `prompt`"),
@@ -336,6 +268,7 @@ async def test_packed_body_is_415_naming_the_header_and_is_not_unpacked(
     ("path", "bound"),
     [
         ("/arbiter/leases/a", MAX_STEERING_BYTES),
+        ("/arbiter/settings", MAX_CONFIG_BYTES),
         ("/api/v1/config", MAX_CONFIG_BYTES),
         ("/v1/embeddings", MAX_BODY_BYTES),
     ],
@@ -364,6 +297,16 @@ async def test_body_beyond_its_bound_is_413_having_been_read_no_further(
     assert (sent_bytes == 0) == is_declared
 
 
+@pytest.mark.spec("C12", "L3")
+async def test_settings_with_hundreds_of_tenants_are_read(
+    client: AsyncClient, owner: dict[str, str]
+) -> None:
+    tenants = {f"tenant-{number}": {"most_bytes": 1 << 30} for number in range(900)}
+    body = {"generation": -1, "settings": {"tenants": tenants}}
+    answer = await client.put("/arbiter/settings", json=body, headers=owner)
+    assert answer.status_code == 400 and "generation" in answer.text
+
+
 async def test_typed_body_is_json_whatever_its_content_type_says(
     client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
 ) -> None:
@@ -372,51 +315,6 @@ async def test_typed_body_is_json_whatever_its_content_type_says(
     answer = await client.put(address, content=b'{"floor": "host"}', headers=owner | kind)
     assert answer.json() == {"model": "voice", "floor": "host"}
     assert arbiter.calls[-1][:3] == ("set_floor", "speak", "voice")
-
-
-@pytest.mark.spec("L1")
-async def test_lease_is_of_the_keys_tenant_whatever_the_body_says(
-    client: AsyncClient, arbiter: Arbiter, keys_file: Path
-) -> None:
-    token = keys.add(keys_file, "ann", "acme", frozenset({Scope.LEASE}))
-    ann = {"authorization": f"Bearer {token}"}
-    await client.put("/arbiter/leases/a", json={"bytes": 1, "tenant": "victim"}, headers=ann)
-    [(_, call)] = arbiter.calls
-    assert call.terms.tenant == "acme"
-    other = LEASE | {"ticket": "theirs", "lease": {"tenant": "other"}}
-    arbiter.answers["state"] = STATE | {"tickets": [LEASE, other]}
-    answer = await client.get("/arbiter/leases", headers=ann)
-    assert [row["ticket"] for row in answer.json()["leases"]] == ["mine"]
-
-
-async def test_drain_of_an_unknown_lease_is_404(
-    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
-) -> None:
-    answer = await client.post("/arbiter/leases/none/drain", headers=owner)
-    assert (answer.status_code, error(answer)["code"]) == (404, "lease_not_found")
-    arbiter.answers["state"] = STATE | {"tickets": [LEASE]}
-    answer = await client.post("/arbiter/leases/mine/drain", headers=owner)
-    assert answer.json() == {"lease": "mine"}
-    assert arbiter.calls[-1] == ("unload", "mine")
-
-
-@pytest.mark.spec("E6")
-async def test_what_a_tenant_left_is_erased_by_its_name(
-    client: AsyncClient,
-    arbiter: Arbiter,
-    owner: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    jobs = AsyncMock(return_value=2)
-    monkeypatch.setattr(JobsClient, "call", jobs)
-    arbiter.answers["remove_tenant"] = None
-    answer = await client.delete("/arbiter/tenants/acme/kept", headers=owner)
-    assert answer.json() == {"tenant": "acme", "ending": 2}
-    assert arbiter.calls == [("remove_tenant", "acme")]
-    jobs.assert_awaited_once_with("remove_tenant", "acme")
-    answer = await client.delete("/arbiter/tenants/a%20b/kept", headers=owner)
-    assert (answer.status_code, error(answer)["param"]) == (400, "tenant")
-    assert len(arbiter.calls) == 1
 
 
 async def test_errors_of_the_arbiter_have_their_status(
@@ -441,7 +339,7 @@ async def test_description_names_each_body_and_no_status_that_is_never_sent(
     unkeyed = {path for path, _, one in operations if "security" not in one}
     assert unkeyed == {"/", "/console/{name}", "/health", "/ready", "/api/version"}
     takes_form = {path for path, _, one in operations if "multipart/form-data" in json.dumps(one)}
-    forms = {path for path, schema in SCHEMAS.items() if schema.kind is Kind.FORM}
+    forms = {path for path, schema in SCHEMAS.items() if schema.kind is PathKind.FORM}
     assert takes_form == {SPEAK, "/v1/files"} | forms
 
 
@@ -480,101 +378,3 @@ async def test_full_front_is_429_before_the_body_is_read(
     assert (answer.status_code, error(answer)["code"]) == (429, "queue_full")
     assert answer.headers["retry-after"] == "1"
     assert front.service.in_flight == 0
-
-
-@pytest.mark.spec("K3")
-async def test_a_dry_run_asks_for_bytes_as_a_lease_of_the_keys_tenant_would(
-    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
-) -> None:
-    arbiter.answers["plan"] = {"answer": "now"}
-    body = {"model": "comfyui", "gb": 2, "priority": "high"}
-    answer = await client.post("/arbiter/plan", json=body, headers=owner)
-    assert answer.json() == {"answer": "now"}
-    [(method, asked)] = arbiter.calls
-    assert (method, asked.model, asked.need.device_bytes) == ("plan", "comfyui", 2 << 30)
-    assert asked.lease.tenant == "default" and asked.priority.name == "HIGH"
-
-
-@pytest.mark.spec("K3")
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        ({}, 400, "body"),
-        ({"model": "nothing"}, 404, "model"),
-        ({"model": "voice"}, 400, "model"),  # its engine says of no file what it needs
-        ({"model": "voice", "gb": -1}, 400, "gb"),
-        ({"gb": 1, "priority": "soon"}, 400, "priority"),
-    ],
-)
-async def test_a_dry_run_that_cannot_be_asked_names_the_field(
-    client: AsyncClient, arbiter: Arbiter, body: dict[str, Any], status: int, param: str
-) -> None:
-    answer = await client.post("/arbiter/plan", json=body)
-    assert (answer.status_code, error(answer)["param"]) == (status, param)
-    assert not arbiter.calls
-
-
-@pytest.mark.spec("K3", "L1")
-async def test_a_dry_run_needs_the_scope_of_reading_the_state(
-    client: AsyncClient, arbiter: Arbiter, keys_file: Path
-) -> None:
-    arbiter.answers["plan"] = {"answer": "now"}
-    infers = keys.add(keys_file, "i", "acme", frozenset({Scope.INFER}))
-    views = keys.add(keys_file, "v", "acme", frozenset({Scope.VIEW}))
-    for key, status in ((infers, 403), (views, 200)):
-        headers = {"authorization": f"Bearer {key}"}
-        answer = await client.post("/arbiter/plan", json={"gb": 1}, headers=headers)
-        assert answer.status_code == status
-    [(_, asked)] = arbiter.calls
-    assert asked.lease.tenant == "acme"
-
-
-@pytest.mark.spec("A15")
-async def test_freeing_asks_once_for_a_lease_that_the_arbiter_keeps(
-    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
-) -> None:
-    arbiter.answers["free"] = {"plan": {"victims": []}, "lease": {"state": "held"}}
-    body = {"gb": 2, "term_s": 600, "name": "comfyui"}
-    answer = (await client.post("/arbiter/free", json=body, headers=owner)).json()
-    assert answer.items() >= arbiter.answers["free"].items()
-    [(method, call, is_kept)] = arbiter.calls
-    assert (method, call.lease, is_kept) == ("free", answer["id"], True)
-    assert (call.size_bytes, call.label) == (2 << 30, "comfyui")
-    assert call.terms.frees and not call.terms.preemptible and call.terms.notice == 0
-
-
-@pytest.mark.spec("A15", "K3")
-async def test_a_dry_run_of_freeing_asks_for_a_plan_alone(
-    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
-) -> None:
-    arbiter.answers["plan"] = {"answer": "now"}
-    answer = await client.post("/arbiter/free", json={"gb": 2, "dry_run": True}, headers=owner)
-    assert answer.json() == {"plan": {"answer": "now"}, "lease": None}
-    [(method, asked)] = arbiter.calls
-    assert method == "plan" and asked.lease.frees
-
-
-@pytest.mark.spec("A15")
-async def test_what_is_not_freed_in_time_is_given_up(
-    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
-) -> None:
-    arbiter.answers["free"] = {"plan": None, "lease": {"state": "queued"}}
-    body = {"gb": 2, "within_s": 0.001}
-    answer = await client.post("/arbiter/free", json=body, headers=owner)
-    assert (answer.status_code, error(answer)["code"]) == (503, "deadline_unmet")
-    assert [call[0] for call in arbiter.calls][-1] == "end_lease"
-
-
-@pytest.mark.spec("K2", "L1")
-async def test_metrics_need_the_scope_of_reading_the_state(
-    client: AsyncClient, arbiter: Arbiter, keys_file: Path
-) -> None:
-    arbiter.answers["metrics"] = {"arbiter_epoch": [[[], 7]]}
-    infers = keys.add(keys_file, "i", "acme", frozenset({Scope.INFER}))
-    views = keys.add(keys_file, "v", "acme", frozenset({Scope.VIEW}))
-    for key, status in ((infers, 403), (views, 200)):
-        answer = await client.get("/metrics", headers={"authorization": f"Bearer {key}"})
-        assert answer.status_code == status
-    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert "\narbiter_epoch 7.0\n" in answer.text
-    assert arbiter.calls == [("metrics",)]

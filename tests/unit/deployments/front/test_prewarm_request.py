@@ -13,7 +13,7 @@ from deployments.config.schema import Table, parse_table
 from deployments.front.model_names import Target
 from deployments.front.request import BadRequest, call_of, parse
 from deployments.messages import InferenceCall
-from deployments.prefixes import CHAT, Cut, prefix_of
+from deployments.prefixes import CHAT, PrefixEnd, prefix_of
 
 pytestmark = pytest.mark.spec("G1")
 
@@ -140,9 +140,9 @@ async def test_longest_declared_prefix_counts() -> None:
 
 def test_key_knows_what_the_rendering_depends_on_and_nothing_else() -> None:
     chat = {"model": "m", "messages": [SYSTEM, USER]}
-    key = prefix_of(chat, Cut(1), "t").key
+    key = prefix_of(chat, PrefixEnd(1), "t").key
     for same in ({"temperature": 1}, {"messages": [SYSTEM, {**USER, "role": "assistant"}]}):
-        assert prefix_of(chat | same, Cut(1), "t").key == key
+        assert prefix_of(chat | same, PrefixEnd(1), "t").key == key
     others: list[dict[str, Any]] = [
         {"model": "m:legal"},
         {"cache_salt": "acme"},
@@ -150,13 +150,13 @@ def test_key_knows_what_the_rendering_depends_on_and_nothing_else() -> None:
         {"chat_template_kwargs": {"enable_thinking": True}},
         {"messages": [USER, SYSTEM]},
     ]
-    keys = {prefix_of(chat | other, Cut(1), "t").key for other in others}
+    keys = {prefix_of(chat | other, PrefixEnd(1), "t").key for other in others}
     assert len(keys | {key}) == len(others) + 1
 
 
 def test_prefix_names_the_role_that_comes_next() -> None:
     def role(messages: list[Any], whole: int) -> str:
-        said = json.loads(prefix_of({"messages": messages}, Cut(whole), "t").body)
+        said = json.loads(prefix_of({"messages": messages}, PrefixEnd(whole), "t").body)
         found: str = said["next_role"]
         return found
 

@@ -85,10 +85,11 @@ async def test_no_request_keeps_kv_longer_than_its_tenant_may(service: Inference
     async def term(tenant: str, **said: Any) -> str:
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], **said})
         asked = await parse("/v1/chat/completions", body.encode(), {}, service.profiles)
-        made: str = json.loads((await service.call(asked, tenant)).body)["kv_transfer_params"][
-            "term"
-        ]
-        return made
+        made = await service.call(asked, tenant)
+        assert isinstance(made, messages.InferenceCall)
+        found: str = json.loads(made.body)["kv_transfer_params"]["term"]
+        assert made.kv_stays_s == {"extended": 86_400.0, "short": 300.0}[found], "the router's"
+        return found
 
     assert await term("default", prompt_cache_retention="24h") == "extended"
     assert await term("acme", prompt_cache_retention="24h") == await term("acme") == "short"

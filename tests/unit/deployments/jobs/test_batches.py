@@ -16,7 +16,7 @@ from arbiter.units import Bytes, TicketId
 from deployments.front.model_names import AdaptersAway, ModelNames, Target
 from deployments.jobs import batch_runner, batch_store, calls
 from deployments.jobs.batch_store import Batch, NewBatch
-from deployments.jobs.errors import Conflict, NotFound, Refused, TooMuch
+from deployments.jobs.errors import Conflict, NotFound, Refused, TenantLimitReached
 from deployments.jobs.file_store import NewFile
 from deployments.jobs.line_queue import LineQueue
 from deployments.jobs.service import JobsService
@@ -411,11 +411,24 @@ async def test_file_that_a_batch_reads_stays_and_bounds_of_a_tenant_hold(
     await ended(service)
     await service.delete_file("t", "file-batch_a")
     service.config = service.config.model_copy(update={"tenant_bytes": 1_000})
-    with pytest.raises(TooMuch) as caught:
+    with pytest.raises(TenantLimitReached) as caught:
         await service.begin_file(NewFile("file-big", "t", "x", "batch", 1_000))
     assert caught.value.status_code == 429
     with pytest.raises(Refused, match="at most 209715200"):
         await service.begin_file(NewFile("file-big", "t", "x", "batch", 201 << 20))
+
+
+@pytest.mark.spec("J4")
+async def test_file_is_not_deleted_between_a_batch_that_reads_it_and_the_look_at_the_file(
+    service: JobsService,
+) -> None:
+    await upload(service, [line("a")])
+    new = NewBatch("batch_a", "t", CHAT, "file-in", "1h", 3_600.0, "file-out", "file-err")
+    _, deleted = await asyncio.gather(
+        service.create_batch(new), service.delete_file("t", "file-in"), return_exceptions=True
+    )
+    assert isinstance(deleted, Conflict)
+    assert (await ended(service)).state == "completed"
 
 
 @pytest.mark.spec("J4", "L1")
@@ -434,7 +447,7 @@ async def test_lines_wait_where_the_results_fill_what_a_tenant_may_keep(
         return input_bytes + batch.output_bytes >= room.tenant_bytes
 
     await eventually(is_full)
-    with pytest.raises(TooMuch):
+    with pytest.raises(TenantLimitReached):
         await begin(service, [line("b")], "batch_b")
     batch = await service.batch("t", "batch_a")
     assert batch.state == "in_progress" and 0 < batch.completed < 20

@@ -147,3 +147,17 @@ def test_line_is_put_back_although_all_of_its_adapter_were_taken(desk: Desk) -> 
     desk.queue.remove("a")
     desk.queue.put_back(*taken, 0.0)
     assert desk.take() is None
+
+
+def test_the_time_of_the_next_try_is_read_while_another_line_is_put_back(desk: Desk) -> None:
+    """As by another thread, between two steps of the reader's loop."""
+    first, second = desk.add("a", "one"), desk.add("b", "one", "u")
+    assert desk.take() and desk.take()
+
+    class Read(float):
+        def __gt__(self, other: object) -> bool:
+            desk.queue.put_back(second, Line(1, 0, 1, "one", "one"), 20.0)
+            return True
+
+    desk.queue.put_back(first, Line(1, 0, 1, "one", "one"), Read(10.0))
+    assert desk.queue.due_s == 10.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sqlite3
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from arbiter.core.types import Priority
 from arbiter.errors import DeadlineUnmet, ModelCoolingDown
 from arbiter.units import TicketId
 from deployments.jobs import calls, runner, store
-from deployments.jobs.errors import NotFound, Superseded, TooMuch
+from deployments.jobs import service as service_module
+from deployments.jobs.errors import NotFound, Superseded, TenantLimitReached
+from deployments.jobs.file_store import NewFile
 from deployments.jobs.service import JobsService
 from deployments.jobs.store import Job, JobState, NewJob
 from tests.support.jobs import CHAT, WAIT_S, Capability, chat, jobs_service
@@ -298,8 +301,25 @@ async def test_job_beyond_the_bytes_of_its_tenant_is_refused(
     capability.gate.clear()
     await create(service, "a")
     service.config = service.config.model_copy(update={"tenant_job_bytes": 100})
-    with pytest.raises(TooMuch):
+    with pytest.raises(TenantLimitReached):
         await create(service, "b")
     capability.gate.set()
     await finished(service, "a")
     await create(service, "b")
+
+
+@pytest.mark.spec("J4")
+async def test_what_has_expired_leaves_however_much_it_is(
+    tmp_path: Path, service: JobsService, capability: Capability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "REMOVE_EVERY_S", 0.01)
+    for number in range(1_001):  # more than leave in one look
+        await service.begin_file(NewFile(f"file-{number}", "t", "x", "batch", 0, -1.0))
+    heir = jobs_service(tmp_path, capability)
+
+    async def have_left() -> bool:
+        with sqlite3.connect(tmp_path / "arbiter.sqlite") as db:
+            return db.execute("SELECT count(*) FROM job_files").fetchone() == (0,)
+
+    await eventually(have_left)
+    await heir.close()

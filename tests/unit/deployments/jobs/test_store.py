@@ -10,7 +10,7 @@ import pytest
 from arbiter.server.store import Store
 from deployments.jobs.bodies import Bodies
 from deployments.jobs.database import Database, has_unfinished
-from deployments.jobs.errors import Conflict, NotFound, Superseded, TooMuch
+from deployments.jobs.errors import Conflict, NotFound, Superseded, TenantLimitReached
 from deployments.jobs.file_store import UPLOAD_MOST_S
 from deployments.jobs.store import Job, JobState, JobStore, NewJob
 from deployments.jobs.sweep import sweep
@@ -185,7 +185,7 @@ def test_second_reader_of_the_same_events_reads_on_where_the_first_came_to(
 @pytest.mark.spec("J4")
 def test_tenant_has_so_many_unfinished_jobs_at_most(desk: Desk) -> None:
     desk.create("a")
-    with pytest.raises(TooMuch) as caught:
+    with pytest.raises(TenantLimitReached) as caught:
         desk.store.create(NewJob("b", "t", "async", "/v1/x", "one"), b"", most_unfinished=1)
     assert caught.value.status_code == 429
 
@@ -260,7 +260,7 @@ def test_process_that_was_replaced_spoils_no_answer_of_the_next(desk: Desk, tmp_
 def test_refused_job_leaves_no_body(desk: Desk) -> None:
     desk.create("a")
     new = NewJob("b", "t", "async", "/v1/x", "one")
-    with pytest.raises(TooMuch):
+    with pytest.raises(TenantLimitReached):
         desk.store.create(new, b"asked", most_unfinished=1)
     assert desk.bodies.names() == {"a-request"}
 
@@ -272,14 +272,14 @@ def test_unfinished_jobs_of_a_tenant_have_so_many_bytes_at_most(desk: Desk) -> N
         return desk.store.create(new, b"x" * 600, most_bytes=1_000)
 
     create("a")
-    with pytest.raises(TooMuch) as caught:
+    with pytest.raises(TenantLimitReached) as caught:
         create("b")
     assert caught.value.status_code == 429 and "600 bytes" in str(caught.value)
     assert desk.bodies.names() == {"a-request"}
     create("a")  # asked for twice
     create("c", tenant="other")
     desk.store.begin("a")
-    with pytest.raises(TooMuch):
+    with pytest.raises(TenantLimitReached):
         create("b")
     desk.store.complete("a", 200, b"answer")
     create("b")

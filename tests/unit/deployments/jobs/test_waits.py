@@ -5,8 +5,8 @@ from contextlib import suppress
 
 import pytest
 
-from deployments.jobs.calls import AGAIN_LEAST_S, AGAIN_MOST_S, Again
-from deployments.jobs.waits import Waits
+from deployments.jobs.calls import AGAIN_LEAST_S, AGAIN_MOST_S, RetryLater
+from deployments.jobs.waits import CallsInFlight
 from deployments.messages import Progress
 from tests.support.waits import eventually
 
@@ -18,20 +18,20 @@ class Desk:
     """Calls that hear what a test says and last until they are ended."""
 
     def __init__(self) -> None:
-        self.waits = Waits()
-        self.tasks: list[asyncio.Task[Again | None]] = []
+        self.waits = CallsInFlight()
+        self.tasks: list[asyncio.Task[RetryLater | None]] = []
 
-    async def begin(self, model: str, *heard: Progress | None) -> asyncio.Task[Again | None]:
+    async def begin(self, model: str, *heard: Progress | None) -> asyncio.Task[RetryLater | None]:
         has_begun = asyncio.Event()
 
-        async def carry() -> Again | None:
+        async def carry() -> RetryLater | None:
             try:
                 async with self.waits.call(model) as call:
                     for progress in heard:
                         call.note(progress)
                     has_begun.set()
                     await asyncio.Event().wait()
-            except Again as again:
+            except RetryLater as again:
                 return again
 
         self.tasks.append(asyncio.create_task(carry()))
@@ -92,5 +92,5 @@ async def test_last_call_of_a_model_gives_way_where_all_places_wait_and_it_is_no
 
 async def test_timeout_of_the_call_itself_is_its_own() -> None:
     with pytest.raises(TimeoutError):
-        async with Waits().call("one"):
+        async with CallsInFlight().call("one"):
             raise TimeoutError

@@ -2,10 +2,10 @@
 
 import pytest
 
-from deployments.monitoring.followed import Followed
+from deployments.monitoring.followed import FollowedStream
 
 
 @pytest.mark.spec("K4")
 def test_events_of_another_version_are_told_as_such() -> None:
     with pytest.raises(ValueError, match="the front's events are of another version"):
-        Followed().take({"events": [{"seq": "one"}]})
+        FollowedStream().take({"events": [{"seq": "one"}]})

@@ -5,7 +5,7 @@ import re
 import promql_parser
 import pytest
 
-from arbiter.metrics.table import TABLE, Kind, Metric
+from arbiter.metrics.table import TABLE, Metric, MetricType
 from deployments.cli.main import app
 from deployments.monitoring.alerts import ALERTS
 from deployments.monitoring.panels import PANELS
@@ -25,9 +25,9 @@ def metric_of(name: str) -> Metric:
     """That of the table which has this series; a KeyError without one."""
     stem = re.sub(r"_(bucket|sum|count)$", "", name)
     if stem in TABLE and stem != name:
-        assert TABLE[stem].kind is Kind.HISTOGRAM
+        assert TABLE[stem].kind is MetricType.HISTOGRAM
         return TABLE[stem]
-    assert TABLE[name].kind is not Kind.HISTOGRAM
+    assert TABLE[name].kind is not MetricType.HISTOGRAM
     return TABLE[name]
 
 
@@ -52,7 +52,7 @@ def test_counters_are_asked_for_by_their_rate() -> None:
     for query in QUERIES:
         for node in nodes(query):
             if isinstance(node, promql_parser.VectorSelector):
-                is_counted = metric_of(node.name).kind is not Kind.GAUGE
+                is_counted = metric_of(node.name).kind is not MetricType.GAUGE
                 assert is_counted == bool(re.search(rf"(rate|increase)\({node.name}\b", query))
 
 

@@ -260,6 +260,30 @@ async def test_a_client_that_leaves_before_anything_left_has_nothing_reserved(
 
 
 @pytest.mark.spec("J5")
+@pytest.mark.parametrize("is_removed", [False, True])
+async def test_a_table_that_changes_while_a_request_is_written_down_keeps_it_here(
+    remotes: Remotes,
+    remote: GoodRemote,
+    book: CountingBook,
+    monkeypatch: pytest.MonkeyPatch,
+    is_removed: bool,
+) -> None:
+    changed: dict[str, Any] = {"rows": {}} if is_removed else {"nothing_leaves": True}
+    written_down = book.leave
+
+    async def leave(egress: Egress) -> DaySpent:
+        remotes.configure(section(remote.url).model_copy(update=changed))
+        return await written_down(egress)
+
+    monkeypatch.setattr(book, "leave", leave)
+    with pytest.raises(UnknownModel if is_removed else RemoteRefused):
+        await answer(remotes, await asked())
+    (end,) = book.ends
+    assert (end.egress, end.outcome) == (book.left_for[0], "unsent")
+    assert remote.seen == []
+
+
+@pytest.mark.spec("J5")
 async def test_a_budget_is_per_tenant_and_an_offer_knows_it(
     remotes: Remotes, remote: GoodRemote
 ) -> None:

@@ -15,7 +15,7 @@ from arbiter.errors import EngineLost, RolePinned, TicketClosed
 from arbiter.units import NodeId, TicketId
 from deployments import messages
 from deployments.engines.protocol import COULD_GROW
-from deployments.replica import stream_batching
+from deployments.replica import capability, stream_batching
 from deployments.replica.capability import Capability
 from deployments.replica.held_model import HolderState
 from deployments.replica.stream_batching import StreamBatching
@@ -163,14 +163,27 @@ async def test_deadline_ends_the_wait_for_what_a_call_needs_besides_its_model() 
     assert (said.head.status, json.loads(said.body)["error"]["code"]) == (503, "deadline_unmet")
 
 
+@pytest.mark.spec("J3")
+async def test_client_of_a_resident_model_is_told_while_what_else_its_call_needs_is_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capability, "SLOW_S", 0.001)
+    engine = SlowEngine(SSE)
+    said = FetchingCapability(engine).handle(replace(CALL, wants_progress=True))
+    async with asyncio.timeout(60):
+        assert await anext(said) == messages.LOADING
+        await said.aclose()  # type: ignore[attr-defined]
+    assert engine.begun_count == engine.ended_count == 1, "its use is released"
+
+
 @pytest.mark.spec("N1")
 async def test_engine_is_asked_for_a_side_stream_where_its_reader_is_on_this_node() -> None:
     engine = AttentiveEngine(SSE)
-    capability = ExampleCapability(engine)
-    capability._node = "here"
+    example = ExampleCapability(engine)
+    example._node = "here"
     words = []
     for node in ("here", "here", "there", ""):
-        assert [part async for part in capability.handle(replace(CALL, reader_node=node))]
+        assert [part async for part in example.handle(replace(CALL, reader_node=node))]
         words.append(engine.told.get(messages.SIDE_STREAM))
     assert words[0] and words[1] and words[0] != words[1]
     assert words[2:] == [None, None]
@@ -222,7 +235,7 @@ async def test_client_of_a_model_that_grows_reads_that_it_loads() -> None:
     engine = ShortEngine(None)
     call = replace(CALL, wants_progress=True)
     said, answer = [part async for part in ExampleCapability(engine).handle(call)]
-    assert said == messages.Progress("loading", 0, None)
+    assert said == messages.LOADING
     assert isinstance(answer, messages.FullResponse) and answer.head.status == 200
 
 

@@ -10,8 +10,8 @@ from deployments.replica.prefix_book import (
     SHORT_TERM,
     TRIES,
     UNTOUCHED,
-    Cause,
     PrefixBook,
+    WarmCause,
 )
 
 S = 1_000_000_000
@@ -21,7 +21,7 @@ def prefix(key: str, tenant: str = "default") -> Prefix:
     return Prefix(key, b"{}", tenant, DECLARED)
 
 
-def warmed(book: PrefixBook) -> list[tuple[str, Cause]]:
+def warmed(book: PrefixBook) -> list[tuple[str, WarmCause]]:
     """Everything that waits, in its order, all of which succeeds."""
     found = []
     while known := book.next():
@@ -36,11 +36,11 @@ def test_each_load_warms_what_is_declared_once_and_forgets_what_requests_brought
     book = PrefixBook([prefix("a"), prefix("b")])
     book.on_load(0)
     book.add(prefix("r"), 5)
-    assert warmed(book) == [("a", Cause.LOAD), ("b", Cause.LOAD)]
+    assert warmed(book) == [("a", WarmCause.LOAD), ("b", WarmCause.LOAD)]
     assert book.next() is None
     book.on_load(9)
     assert not book.knows("r")
-    assert warmed(book) == [("a", Cause.LOAD), ("b", Cause.LOAD)]
+    assert warmed(book) == [("a", WarmCause.LOAD), ("b", WarmCause.LOAD)]
 
 
 @pytest.mark.spec("G5")
@@ -54,9 +54,9 @@ def test_sweep_repeats_what_nothing_has_touched_for_four_fifths_of_the_short_ter
     book.sweep(UNTOUCHED - 1)
     assert warmed(book) == []
     book.sweep(UNTOUCHED)
-    assert sorted(warmed(book)) == [("a", Cause.SWEEP), ("old", Cause.SWEEP)]
+    assert sorted(warmed(book)) == [("a", WarmCause.SWEEP), ("old", WarmCause.SWEEP)]
     book.sweep(UNTOUCHED + S)
-    assert warmed(book) == [("young", Cause.SWEEP)]
+    assert warmed(book) == [("young", WarmCause.SWEEP)]
 
 
 @pytest.mark.spec("G5")
@@ -84,14 +84,14 @@ def test_failed_prefix_is_not_tried_again_until_it_is_used_or_loaded() -> None:
     fail()
     for sweeps in range(1, 5):
         book.sweep(sweeps * UNTOUCHED)
-        book.ask_untouched(Cause.SPEECH, FRESH, sweeps * UNTOUCHED)
+        book.ask_untouched(WarmCause.SPEECH, FRESH, sweeps * UNTOUCHED)
         assert book.next() is None
     book.on_use("a", 5 * UNTOUCHED)
     book.sweep(6 * UNTOUCHED)
     assert book.next() is not None
     fail()
     book.on_load(7 * UNTOUCHED)
-    assert warmed(book) == [("a", Cause.LOAD)]
+    assert warmed(book) == [("a", WarmCause.LOAD)]
 
 
 @pytest.mark.spec("G6")
@@ -104,7 +104,7 @@ def test_interrupted_prefix_is_tried_a_few_times_and_then_waits_for_the_next_swe
         book.on_interrupt(known)
     assert book.next() is None
     book.sweep(UNTOUCHED)
-    assert warmed(book) == [("a", Cause.SWEEP)]
+    assert warmed(book) == [("a", WarmCause.SWEEP)]
 
 
 @pytest.mark.spec("G1")
@@ -112,10 +112,10 @@ def test_session_asks_for_its_tenants_prefixes_only_unless_they_are_fresh() -> N
     book = PrefixBook([prefix("mine", "acme"), prefix("other")])
     book.on_load(0)
     warmed(book)
-    book.ask_untouched(Cause.SESSION, FRESH, FRESH - 1, "acme")
+    book.ask_untouched(WarmCause.SESSION, FRESH, FRESH - 1, "acme")
     assert warmed(book) == []
-    book.ask_untouched(Cause.SESSION, FRESH, FRESH, "acme")
-    assert warmed(book) == [("mine", Cause.SESSION)]
+    book.ask_untouched(WarmCause.SESSION, FRESH, FRESH, "acme")
+    assert warmed(book) == [("mine", WarmCause.SESSION)]
 
 
 def test_prefixes_of_requests_are_bounded_and_the_least_recently_used_go() -> None:

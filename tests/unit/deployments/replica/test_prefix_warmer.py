@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from arbiter.protocol import messages
 from arbiter.units import Bytes, TicketId
 from deployments import prefixes
 from deployments.messages import FullResponse, InferenceCall
-from deployments.prefixes import DECLARED, Cut
+from deployments.prefixes import DECLARED, PrefixEnd
 from deployments.replica import prefix_warmer
 from deployments.replica.sessions import OPENING_MOST, Sessions
 from tests.support.scripted_holder import (
@@ -90,7 +91,7 @@ async def settle(condition: Callable[[], object]) -> None:
     await until(condition)
 
 
-def call(path: str = prefixes.PATH, cut: Cut | None = None, **chat: Any) -> InferenceCall:
+def call(path: str = prefixes.PATH, cut: PrefixEnd | None = None, **chat: Any) -> InferenceCall:
     chat = {"model": "a", "messages": [SYSTEM], **chat}
     body = json.dumps(chat).encode()
     return InferenceCall(path, body, {}, "req-1", "a", client_id="cli", stable=cut)
@@ -125,7 +126,7 @@ async def test_sweep_warms_again_after_four_minutes_without_a_use_and_not_after_
         await settle(lambda: len(told(arbiter)) == 2)
         assert told(arbiter)[1].cause == "sweep"
         clock.advance(200)
-        cut = Cut(1, key=residency.models["a"].plan.prefixes[0].key)
+        cut = PrefixEnd(1, key=residency.models["a"].plan.prefixes[0].key)
         async with residency.use("a") as open_use:
             open_use.begins_with(cut, b"", "default")
         clock.advance(40)
@@ -286,7 +287,7 @@ async def test_session_loads_the_model_as_batch_work_and_warms_its_own_prefix(
         clock.advance(1)
         sessions = Sessions(residency, _nothing)
         more = [SYSTEM, {"role": "user", "content": "a manual"}]
-        said = sessions.open(call(cut=Cut(2, key="k"), messages=more))
+        said = sessions.open(call(cut=PrefixEnd(2, key="k"), messages=more))
         assert json.loads(said.body) == {
             "object": "prewarm",
             "id": "req-1",
@@ -307,7 +308,7 @@ async def test_prefix_of_a_request_is_warmed_by_the_sweep_and_not_by_itself(
     clock: HandClock,
 ) -> None:
     async with warming(stable_prefixes=[]) as (residency, arbiter, engine):
-        of_request = call(cut=Cut(1, key="k"))
+        of_request = call(cut=PrefixEnd(1, key="k"))
         async with residency.use("a") as open_use:
             open_use.begins_with(of_request.stable, of_request.body, "acme")
         await no_more()
@@ -321,7 +322,7 @@ async def test_prefix_of_a_request_is_warmed_by_the_sweep_and_not_by_itself(
 async def test_removed_tenants_prefix_is_warmed_no_more(clock: HandClock) -> None:
     async with warming(stable_prefixes=[]) as (residency, arbiter, _):
         for key, tenant in (("k", "acme"), ("l", "other")):
-            of_request = call(cut=Cut(1, key=key))
+            of_request = call(cut=PrefixEnd(1, key=key))
             async with residency.use("a") as open_use:
                 open_use.begins_with(of_request.stable, of_request.body, tenant)
         residency._on_command(messages.ForgetTenantCommand("acme"))
@@ -337,7 +338,7 @@ async def test_request_that_came_before_its_tenant_was_removed_leaves_no_prefix(
 ) -> None:
     async with warming(stable_prefixes=[]) as (residency, arbiter, _):
         for key in ("old", "new"):
-            of_request = call(cut=Cut(1, key=key))
+            of_request = call(cut=PrefixEnd(1, key=key))
             async with residency.use("a") as open_use:
                 if key == "old":
                     residency._on_command(messages.ForgetTenantCommand("acme"))
@@ -356,7 +357,7 @@ async def test_prefix_larger_than_any_context_is_not_kept(
         monkeypatch.setattr(prefix_warmer, "PREFIX_MOST_BYTES", 1_000)
         for key, words in (("large", 1_000), ("small", 1)):
             told_of = {"role": "system", "content": "x" * words}
-            of_request = call(cut=Cut(1, key=key), messages=[told_of])
+            of_request = call(cut=PrefixEnd(1, key=key), messages=[told_of])
             Sessions(residency, _nothing).open(of_request)
             async with residency.use("a") as open_use:
                 open_use.begins_with(of_request.stable, of_request.body, "default")
@@ -372,7 +373,7 @@ async def test_prefix_that_is_too_large_is_read_once(
 ) -> None:
     read: list[str] = []
 
-    def noted(chat: Any, cut: Cut, tenant: str) -> prefixes.Prefix:
+    def noted(chat: Any, cut: PrefixEnd, tenant: str) -> prefixes.Prefix:
         read.append(cut.key)
         return prefixes.prefix_of(chat, cut, tenant)
 
@@ -380,7 +381,9 @@ async def test_prefix_that_is_too_large_is_read_once(
     monkeypatch.setattr(prefix_warmer, "prefixes", seam)
     monkeypatch.setattr(prefix_warmer, "PREFIX_MOST_BYTES", 1_000)
     async with warming(stable_prefixes=[]) as (residency, _, engine):
-        large = call(cut=Cut(1, key="large"), messages=[{"role": "system", "content": "x" * 1_000}])
+        large = call(
+            cut=PrefixEnd(1, key="large"), messages=[{"role": "system", "content": "x" * 1_000}]
+        )
 
         async def use_it() -> None:
             async with residency.use("a") as open_use:
@@ -422,4 +425,21 @@ async def test_sessions_that_wait_for_a_model_are_bounded(clock: HandClock) -> N
         await sessions.close()
 
 
+@pytest.mark.spec("C7", "G6")
+async def test_session_whose_adapter_does_not_come_in_time_is_an_event_and_holds_no_place(
+    clock: HandClock,
+) -> None:
+    async with warming(stable_prefixes=[]) as (residency, arbiter, engine):
+        await use(residency)
+        sessions = Sessions(residency, _never)
+        sessions.open(replace(call(), deadline_s=0.01))
+        await settle(lambda: told(arbiter))
+        assert "was not ready" in told(arbiter)[0].outcome and engine.prewarms == []
+        await settle(lambda: not sessions._opening.running)
+
+
 async def _nothing(*_: Any) -> None: ...
+
+
+async def _never(*_: Any) -> None:
+    await asyncio.Event().wait()

@@ -18,7 +18,7 @@ from deployments.config.boot import configuration
 from deployments.config.load_plan import ModelPlan, plan
 from deployments.config.schema import ConfigError, parse_table
 from deployments.replica import resize
-from deployments.replica.held_model import HeldModel, HolderState, Uses
+from deployments.replica.held_model import HeldModel, HolderState, RequestsInFlight
 from tests.support.scripted_growth import GROWN, MODEL, TABLE, resident
 from tests.support.scripted_holder import ON, revoke, until, use
 
@@ -342,13 +342,13 @@ async def test_growth_waits_at_the_barrier_that_a_person_set_as_a_swap_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     set_to_a_minute = configuration(parse_table({"arbiter": {"barrier_s": 60}, **TABLE}))
-    waited, ended_within = [], Uses.ended_within
+    waited, ended_within = [], RequestsInFlight.ended_within
 
-    async def and_note(uses: Uses, within: Span) -> bool:
+    async def and_note(uses: RequestsInFlight, within: Span) -> bool:
         waited.append(within)
         return await ended_within(uses, within)
 
-    monkeypatch.setattr(Uses, "ended_within", and_note)
+    monkeypatch.setattr(RequestsInFlight, "ended_within", and_note)
     async with resident() as (residency, growth, _):
         growth.arbiter.timeouts = set_to_a_minute.settings.timeouts
         await resize.grow(residency, "a")

@@ -23,6 +23,7 @@ from deployments.replica import file_events, loaded_files, watchdog
 from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.loaded_files import WHOLE_BYTES, LoadedFiles, contents, files, pieces
 from deployments.replica.watchdog import start_watchdog
+from deployments.routing.pieces import Kept
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("D5")
@@ -267,11 +268,11 @@ class TellsKept:
     def __init__(self) -> None:
         self.asked = 0
 
-    async def health(self) -> float:
+    async def health(self) -> Kept:
         self.asked += 1
         if self.asked == 3:
             await asyncio.Event().wait()
-        return 10.0 * self.asked
+        return Kept(10.0 * self.asked)
 
 
 @pytest.mark.spec("G3")
@@ -284,7 +285,7 @@ async def test_replica_learns_what_its_engine_has_evicted_with_its_health(
     held.link = link
     watching = asyncio.ensure_future(watchdog.watch_engine(held, lambda *_: None))
     await eventually(lambda: engine.asked == 3)
-    assert held.kept_since_s == 20.0
+    assert held.kept == Kept(20.0)
     watching.cancel()
 
 

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arbiter.pool.layout import tenant_digest
 from deployments.routing import pieces as module
 from deployments.routing.pieces import (
     HASH_BYTES,
     PIECE_CHARACTERS,
     PIECES_OF_A_PROMPT,
+    Kept,
     SeenPieces,
+    Sent,
     pieces_of,
     split,
 )
@@ -40,6 +43,14 @@ def shared(one: list[bytes], other: list[bytes]) -> int:
     count = same.index(False) if False in same else len(same)
     assert not any(same[count:])
     return count
+
+
+def share(seen: SeenPieces, replica: str, model: str, prompt: list[bytes]) -> float:
+    return seen.share(replica, model, prompt, "acme", 0.0)
+
+
+def has_kept(seen: SeenPieces, replica: str, model: str, at_s: float) -> bool:
+    return seen.has_kept(replica, model, Sent(at_s), "acme", 0.0)
 
 
 def test_prompts_share_the_hashes_of_the_whole_pieces_with_which_both_begin() -> None:
@@ -106,11 +117,11 @@ def test_beginning_of_a_prompt_has_the_same_hashes_alone(text: str, cuts: list[i
 
 def test_share_counts_what_was_sent_from_the_beginning_on() -> None:
     seen, prompt = SeenPieces(), [b"1", b"2", b"3", b"4"]
-    seen.note("a", "m", prompt[:3], 1.0)
-    assert seen.share("a", "m", prompt) == 0.75
-    assert seen.share("a", "m", [b"0", *prompt]) == 0.0, "the first decides"
-    assert seen.share("a", "n", prompt) == seen.share("b", "m", prompt) == 0.0
-    assert seen.share("a", "m", []) == 0.0
+    seen.note("a", "m", prompt[:3], Sent(1.0))
+    assert share(seen, "a", "m", prompt) == 0.75
+    assert share(seen, "a", "m", [b"0", *prompt]) == 0.0, "the first decides"
+    assert share(seen, "a", "n", prompt) == share(seen, "b", "m", prompt) == 0.0
+    assert share(seen, "a", "m", []) == 0.0
 
 
 def test_least_recently_sent_piece_is_forgotten_and_the_tail_of_a_prompt_first(
@@ -118,96 +129,137 @@ def test_least_recently_sent_piece_is_forgotten_and_the_tail_of_a_prompt_first(
 ) -> None:
     monkeypatch.setattr(module, "PIECES_OF_A_MODEL", 4)
     seen = SeenPieces()
-    seen.note("a", "m", [b"1", b"2", b"3"], 1.0)
-    seen.note("a", "m", [b"x", b"y"], 1.0)
-    assert seen.share("a", "m", [b"1", b"2", b"3"]) == pytest.approx(2 / 3)
-    seen.note("a", "m", [b"1"], 1.0)
-    seen.note("a", "m", [b"z"], 1.0)
-    assert seen.share("a", "m", [b"1", b"2"]) == 0.5
-    assert seen.share("a", "m", [b"x", b"y"]) == 1.0
+    seen.note("a", "m", [b"1", b"2", b"3"], Sent(1.0))
+    seen.note("a", "m", [b"x", b"y"], Sent(1.0))
+    assert share(seen, "a", "m", [b"1", b"2", b"3"]) == pytest.approx(2 / 3)
+    seen.note("a", "m", [b"1"], Sent(1.0))
+    seen.note("a", "m", [b"z"], Sent(1.0))
+    assert share(seen, "a", "m", [b"1", b"2"]) == 0.5
+    assert share(seen, "a", "m", [b"x", b"y"]) == 1.0
 
 
 def test_replica_that_lost_a_model_knows_its_prompts_no_more() -> None:
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"], 1.0)
-    seen.note("a", "n", [b"1"], 1.0)
+    seen.note("a", "m", [b"1"], Sent(1.0))
+    seen.note("a", "n", [b"1"], Sent(1.0))
     seen.told("a", {}, {})  # the model is on its way there
-    assert seen.share("a", "m", [b"1"]) == 1.0
+    assert share(seen, "a", "m", [b"1"]) == 1.0
     seen.told("a", {"m": 3, "n": 3}, {})
     seen.told("a", {"m": 1, "n": 3}, {})  # asleep
-    assert seen.share("a", "m", [b"1"]) == 1.0
+    assert share(seen, "a", "m", [b"1"]) == 1.0
     seen.told("a", {"n": 3}, {})
-    assert (seen.share("a", "m", [b"1"]), seen.share("a", "n", [b"1"])) == (0.0, 1.0)
+    assert (share(seen, "a", "m", [b"1"]), share(seen, "a", "n", [b"1"])) == (0.0, 1.0)
 
 
 def test_replica_that_left_is_forgotten() -> None:
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"], 1.0)
+    seen.note("a", "m", [b"1"], Sent(1.0))
     seen.told("a", {"m": 3}, {})
     seen.keep({"b"})
-    assert seen.share("a", "m", [b"1"]) == 0.0
+    assert share(seen, "a", "m", [b"1"]) == 0.0
 
 
 def test_what_was_sent_before_an_engine_kept_it_counts_no_more_and_what_was_sent_later_does() -> (
     None
 ):
     seen = SeenPieces()
-    seen.note("a", "m", [b"1", b"2"], 10.0)
-    seen.note("a", "m", [b"1", b"3"], 20.0)
-    seen.note("b", "m", [b"1", b"2"], 10.0)
-    seen.told("a", ["m"], {"m": 5.0})
-    assert [seen.share("a", "m", [b"1", piece]) for piece in (b"2", b"3")] == [1.0, 1.0]
-    seen.told("a", ["m"], {"m": 10.0, "n": 99.0})
-    assert [seen.share("a", "m", [b"1", piece]) for piece in (b"2", b"3")] == [0.5, 1.0]
-    assert seen.share("b", "m", [b"1", b"2"]) == 1.0, "another replica's engine"
-    assert [seen.has_kept("a", "m", at_s) for at_s in (10.0, 10.1)] == [False, True]
-    assert seen.has_kept("b", "m", 0.0)
-    seen.told("a", ["m"], {"m": 20.0})
-    assert seen.share("a", "m", [b"1", b"3"]) == 0.0
-    seen.note("a", "m", [b"1", b"2"], 21.0)
-    assert seen.share("a", "m", [b"1", b"2"]) == 1.0, "it was sent anew"
+    seen.note("a", "m", [b"1", b"2"], Sent(10.0))
+    seen.note("a", "m", [b"1", b"3"], Sent(20.0))
+    seen.note("b", "m", [b"1", b"2"], Sent(10.0))
+    seen.told("a", ["m"], {"m": Kept(5.0)})
+    assert [share(seen, "a", "m", [b"1", piece]) for piece in (b"2", b"3")] == [1.0, 1.0]
+    seen.told("a", ["m"], {"m": Kept(10.0), "n": Kept(99.0)})
+    assert [share(seen, "a", "m", [b"1", piece]) for piece in (b"2", b"3")] == [0.5, 1.0]
+    assert share(seen, "b", "m", [b"1", b"2"]) == 1.0, "another replica's engine"
+    assert [has_kept(seen, "a", "m", at_s) for at_s in (10.0, 10.1)] == [False, True]
+    assert has_kept(seen, "b", "m", 0.0)
+    seen.told("a", ["m"], {"m": Kept(20.0)})
+    assert share(seen, "a", "m", [b"1", b"3"]) == 0.0
+    seen.note("a", "m", [b"1", b"2"], Sent(21.0))
+    assert share(seen, "a", "m", [b"1", b"2"]) == 1.0, "it was sent anew"
 
 
 def test_replica_that_keeps_nothing_holds_nothing_whatever_it_is_sent() -> None:
     seen = SeenPieces()
-    seen.told("a", ["m"], {"m": inf})
-    seen.note("a", "m", [b"1"], 10.0)
-    assert seen.share("a", "m", [b"1"]) == 0.0
+    seen.told("a", ["m"], {"m": Kept(inf)})
+    seen.note("a", "m", [b"1"], Sent(10.0))
+    assert share(seen, "a", "m", [b"1"]) == 0.0
 
 
 def test_what_a_replica_has_lost_it_has_not_again_when_an_engine_begins_anew() -> None:
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"], 10.0)
-    seen.told("a", ["m"], {"m": 20.0})
-    seen.told("a", ["m"], {"m": 0.0})
+    seen.note("a", "m", [b"1"], Sent(10.0))
+    seen.told("a", ["m"], {"m": Kept(20.0)})
+    seen.told("a", ["m"], {"m": Kept(0.0)})
     seen.told("a", ["m"], {})
-    assert seen.share("a", "m", [b"1"]) == 0.0
+    assert share(seen, "a", "m", [b"1"]) == 0.0
     seen.keep([])
-    seen.note("a", "m", [b"1"], 10.0)
-    assert seen.share("a", "m", [b"1"]) == 1.0, "all is forgotten of a replica that left"
+    seen.note("a", "m", [b"1"], Sent(10.0))
+    assert share(seen, "a", "m", [b"1"]) == 1.0, "all is forgotten of a replica that left"
 
 
 def test_later_time_of_two_that_are_noted_of_one_prompt_counts() -> None:
     """The router notes a call when it chooses and once more when it is sent, as old as it is."""
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"], 10.0)
-    seen.note("a", "m", [b"1"], 9.0)
-    seen.told("a", ["m"], {"m": 9.5})
-    assert seen.share("a", "m", [b"1"]) == 1.0
+    seen.note("a", "m", [b"1"], Sent(10.0))
+    seen.note("a", "m", [b"1"], Sent(9.0))
+    seen.told("a", ["m"], {"m": Kept(9.5)})
+    assert share(seen, "a", "m", [b"1"]) == 1.0
 
 
 def test_engine_that_keeps_kv_after_another_kept_none_holds_what_it_is_sent() -> None:
     seen = SeenPieces()
-    seen.told("a", ["m"], {"m": inf})
-    seen.told("a", ["m"], {"m": 20.0})
-    seen.note("a", "m", [b"1"], 30.0)
-    assert seen.share("a", "m", [b"1"]) == 1.0
-    assert not seen.has_kept("a", "m", 10.0)
+    seen.told("a", ["m"], {"m": Kept(inf)})
+    seen.told("a", ["m"], {"m": Kept(20.0)})
+    seen.note("a", "m", [b"1"], Sent(30.0))
+    assert share(seen, "a", "m", [b"1"]) == 1.0
+    assert not has_kept(seen, "a", "m", 10.0)
 
 
 def test_call_that_waited_to_be_sent_is_lost_with_those_as_old() -> None:
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"], 10.0)
-    seen.note("a", "m", [b"2"], 5.0)
-    seen.told("a", ["m"], {"m": 7.0})
-    assert [seen.share("a", "m", [piece]) for piece in (b"1", b"2")] == [1.0, 0.0]
+    seen.note("a", "m", [b"1"], Sent(10.0))
+    seen.note("a", "m", [b"2"], Sent(5.0))
+    seen.told("a", ["m"], {"m": Kept(7.0)})
+    assert [share(seen, "a", "m", [piece]) for piece in (b"1", b"2")] == [1.0, 0.0]
+
+
+def test_what_the_device_has_lost_is_held_by_the_slab_until_the_latest_of_its_terms_is_over() -> (
+    None
+):
+    seen, first, second = SeenPieces(), [b"1", b"2"], [b"1", b"3"]
+    seen.note("a", "m", first, Sent(10.0, 310.0))
+    seen.note("a", "m", second, Sent(20.0, 3_620.0))
+    seen.note("a", "m", [b"1"], Sent(30.0, 330.0))
+
+    def shares(now_s: float) -> list[float]:
+        return [seen.share("a", "m", prompt, "acme", now_s) for prompt in (first, second)]
+
+    seen.told("a", ["m"], {"m": Kept(5.0, 5.0)})
+    assert shares(9_999.0) == [1.0, 1.0], "the device has it"
+    seen.told("a", ["m"], {"m": Kept(5.0, 40.0)})
+    assert [shares(now_s) for now_s in (309.0, 310.0, 3_619.0, 3_620.0)] == [
+        [1.0, 1.0], [0.5, 1.0], [0.5, 1.0], [0.0, 0.0],
+    ]  # fmt: skip
+    assert not seen.has_kept("a", "m", Sent(20.0, 320.0), "acme", 320.0)
+    assert seen.has_kept("a", "m", Sent(41.0, 341.0), "acme", 342.0), "the device has it"
+
+
+def test_what_a_tenant_lost_for_its_cap_says_nothing_of_what_others_were_sent() -> None:
+    seen = SeenPieces()
+    seen.note("a", "m", [b"own"], Sent(10.0))
+    seen.note("a", "m", [b"other"], Sent(10.0))
+
+    def held() -> list[float]:
+        pairs = (([b"own"], "acme"), ([b"other"], "other"))
+        return [seen.share("a", "m", prompt, tenant, 50.0) for prompt, tenant in pairs]
+
+    acme = tenant_digest("acme").hex()
+    seen.told("a", ["m"], {"m": Kept(5.0, 5.0, {acme: 20.0})})
+    assert held() == [1.0, 1.0], "the device has it"
+    seen.told("a", ["m"], {"m": Kept(5.0, 40.0, {acme: 20.0})})
+    assert held() == [0.0, 1.0]
+    seen.told("a", ["m"], {"m": Kept(5.0, 40.0)})
+    assert held() == [0.0, 1.0], "an engine that begins anew has not brought it back"
+    seen.note("a", "m", [b"own"], Sent(21.0))
+    assert held() == [1.0, 1.0]

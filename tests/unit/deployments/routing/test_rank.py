@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployments.routing.pieces import Kept
 from deployments.routing.rank import (
     FOLLOW_S,
     HELD_SHARE,
@@ -147,30 +148,30 @@ def test_a_conversation_does_not_leave_the_load_it_waited_for() -> None:
 def test_a_key_is_remembered_by_tenant_model_and_adapter_and_the_oldest_forgotten() -> None:
     memory = RoutingHistory()
     memory.chosen(TALK, "a", 0.0)
-    assert memory.sticky(TALK) == "a"
-    assert memory.sticky(RouteRequest("m", "m", "other/c-1")) is None
-    assert memory.sticky(RouteRequest("n", "n", "acme/c-1")) is None
-    assert memory.sticky(RouteRequest("m", "m:law", "acme/c-1")) is None
-    assert memory.sticky(BASE) is None
+    assert memory.sticky(TALK, 40.0) == "a"
+    assert memory.sticky(RouteRequest("m", "m", "other/c-1"), 40.0) is None
+    assert memory.sticky(RouteRequest("n", "n", "acme/c-1"), 40.0) is None
+    assert memory.sticky(RouteRequest("m", "m:law", "acme/c-1"), 40.0) is None
+    assert memory.sticky(BASE, 40.0) is None
     for number in range(KEYS):
         memory.chosen(RouteRequest("m", "m", f"acme/{number}"), "b", 0.0)
-    assert memory.sticky(TALK) is None
+    assert memory.sticky(TALK, 40.0) is None
 
 
 def test_a_replica_that_went_is_forgotten() -> None:
     memory = RoutingHistory()
     memory.chosen(TALK, "a", 0.0)
     memory.keep({"b"})
-    assert memory.sticky(TALK) is None
+    assert memory.sticky(TALK, 40.0) is None
     assert memory.sent("m", 0.1) is None
 
 
 def test_a_prompt_is_remembered_where_it_went() -> None:
     memory, pieces = RoutingHistory(), [b"1", b"2"]
     memory.chosen(RouteRequest("m", "m", pieces=pieces), "a", 0.0)
-    assert [memory.seen.share(name, "m", pieces) for name in "ab"] == [1.0, 0.0]
+    assert [memory.seen.share(name, "m", pieces, "", 1.0) for name in "ab"] == [1.0, 0.0]
     memory.keep({"b"})
-    assert memory.seen.share("a", "m", pieces) == 0.0
+    assert memory.seen.share("a", "m", pieces, "", 1.0) == 0.0
 
 
 def test_conversation_stays_where_it_was_until_the_engine_there_has_evicted_its_kv() -> None:
@@ -178,21 +179,21 @@ def test_conversation_stays_where_it_was_until_the_engine_there_has_evicted_its_
     states = [ReplicaState("a", 1, models=HERE), ReplicaState("b", 0, models=HERE)]
 
     def first(request: RouteRequest) -> str:
-        return rank(request, states, sticky=memory.sticky(request))[0]
+        return rank(request, states, sticky=memory.sticky(request, 40.0))[0]
 
     memory.chosen(TALK, "a", 10.0)
     memory.chosen(hello, "a", 20.0)
-    memory.seen.told("a", HERE, {"m": 9.0})
+    memory.seen.told("a", HERE, {"m": Kept(9.0)})
     assert [first(TALK), first(hello)] == ["a", "a"]
-    memory.seen.told("a", HERE, {"m": 15.0})
+    memory.seen.told("a", HERE, {"m": Kept(15.0)})
     assert [first(TALK), first(hello)] == ["b", "a"]
     memory.chosen(TALK, "a", 30.0, 16.0)
     assert first(TALK) == "a"
     memory.chosen(TALK, "a", 31.0, 14.0)
     assert first(TALK) == "a", "the later time counts"
     memory.chosen(TALK, "b", 32.0, 14.0)
-    memory.seen.told("b", HERE, {"m": 15.0})
-    assert memory.sticky(TALK) is None, "of another replica, its own"
+    memory.seen.told("b", HERE, {"m": Kept(15.0)})
+    assert memory.sticky(TALK, 40.0) is None, "of another replica, its own"
 
 
 def test_adapter_slots_hold_the_most_recently_used_adapters() -> None:

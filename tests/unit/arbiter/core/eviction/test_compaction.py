@@ -9,6 +9,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Compacted, Decision, LoadModel, SparedModel
+from arbiter.core.records.ledger import Ledger
 from arbiter.core.reports.plan import PlanQuestion
 from arbiter.core.settings import Settings
 from arbiter.errors import UnknownModel
@@ -64,6 +65,15 @@ def load_again(
     asked = d.ask(t, name, computed, model=model, explicit=False, holder=holder)
     assert granted(asked) == [name]
     return d.at(t, ev.Loaded(TicketId(name), seconds(1)))
+
+
+def test_named_models_are_found_without_a_walk_over_all_tickets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    d = driver()
+    settle(d, 0, "a", 20)
+    monkeypatch.setattr(Ledger, "entries", lambda *_: pytest.fail("it walks all tickets"))
+    assert revoked(ask_compaction(d, 6, "a")) == [("a", "compact", "gone")]
 
 
 def test_named_idle_model_is_freed_and_loaded_again_and_the_count_is_returned() -> None:

@@ -66,6 +66,18 @@ def test_ticket_is_not_bypassed_on_a_device_it_could_never_use() -> None:
     assert d.home("e2") == {"0": 10}
 
 
+@pytest.mark.spec("B5", "B6")
+@pytest.mark.parametrize(
+    ("how", "most"), [(Split.NONE, 80), (Split.EQUAL, 120), (Split.PROPORTIONAL, 170)]
+)
+def test_ticket_too_large_for_all_devices_is_told_what_they_lend_to_it(
+    how: Split, most: float
+) -> None:
+    error = refusal(GpuDriver(80, 60, 30).want(0, "a", 171, how=how))
+    assert isinstance(error, NeverFits)
+    assert (error.need_bytes, error.budget_bytes) == (gib(171), gib(most))
+
+
 @pytest.mark.spec("A13")
 def test_tickets_of_two_holders_are_no_gang() -> None:
     d = GpuDriver(80)

@@ -69,18 +69,37 @@ def test_restored_estimates_answer_as_the_exported_ones(
     assert answers(restored) == answers(known)
 
 
-@pytest.mark.spec("A17")
 @pytest.mark.spec("A17", "N2")
-@given(st.lists(CALLS, min_size=1, max_size=30))
-def test_each_change_of_the_rows_is_counted(calls: list[tuple[Any, ...]]) -> None:
+@given(st.lists(st.tuples(CALLS, st.booleans()), min_size=1, max_size=30))
+def test_rows_that_have_changed_are_those_that_differ(
+    calls: list[tuple[tuple[Any, ...], bool]],
+) -> None:
     known = Estimates(DEFAULTS)
-    for name, *arguments in calls:
-        before, count = known.export(), known.changes_count
-        getattr(known, name)(*arguments)
-        assert known.export() == before or known.changes_count > count
+    kept: dict[tuple[str, ...], dict[str, Any]] = {}
     count = known.changes_count
+    for (name, *arguments), is_saved in calls:
+        getattr(known, name)(*arguments)
+        if is_saved:
+            rows, forgotten = known.changed_since(count)
+            count = known.changes_count
+            kept |= {(r["capability"], r["model"], r["settings_key"]): r for r in rows}
+            for key in forgotten:
+                kept.pop(key, None)
+            assert sorted(kept.values(), key=repr) == sorted(known.export(), key=repr)
     answers(known)
-    assert known.changes_count == count
+    assert known.changed_since(known.changes_count) == ([], [])
+
+
+@pytest.mark.spec("A17", "N2")
+def test_a_load_changes_the_rows_of_its_model_and_capability_alone() -> None:
+    known = Estimates(DEFAULTS)
+    for key in KEYS:
+        known.loaded(key, Span(5))
+    count = known.changes_count
+    known.loaded(KEYS[0], Span(6))
+    rows, forgotten = known.changed_since(count)
+    assert {(row["capability"], row["model"]) for row in rows} == {KEYS[0].name, ("text", "")}
+    assert forgotten == []
 
 
 @pytest.mark.spec("J5")

@@ -8,11 +8,14 @@ from arbiter import units
 from arbiter.core import events as ev
 from arbiter.core.records.eviction_history import KEPT_COUNT
 from arbiter.core.reports.explain import Explanation
-from arbiter.core.types import Floor, Level, Priority
+from arbiter.core.settings import TenantLimits
+from arbiter.core.types import Floor, Level, Priority, Split
 from arbiter.errors import UnknownTicket
 from arbiter.protocol.json_codec import plain
 from arbiter.units import GIB, TicketId, seconds
-from tests.support.core_driver import CPU, HOST, PLAIN, CoreDriver, revoked, s
+from tests.support.core_driver import CPU, HOST, NODE, PLAIN, CoreDriver, gib, revoked, s
+from tests.support.gpu_core_driver import GPU, GpuCoreDriver
+from tests.support.gpu_driver import GPUS, GpuDriver
 
 
 def why(driver: CoreDriver, t: float, name: str) -> Explanation:
@@ -216,3 +219,43 @@ def test_explain_changes_nothing_and_its_history_is_bounded() -> None:
     assert len(kept) == KEPT_COUNT  # of those who went, the newest
     assert plain(why(driver, end, f"a{kept[-1]}"))["state"] == "closed"
     assert driver.arbiter.snapshot(s(end)) == before
+
+
+@pytest.mark.spec("K3", "C10", "A17")
+def test_explain_counts_what_was_learned_of_a_ticket_against_the_maximum_of_its_tenant() -> None:
+    bound = TenantLimits("x", most_bytes=gib(50))
+    driver = CoreDriver(settings=replace(PLAIN, tenants=(bound,)))
+    driver.resident(0, "a", 10, explicit=False, tenant="x")
+    driver.engines["a"] = {CPU: 30}
+    for t in (1, 2):
+        driver.read(t)
+    driver.at(3, ev.Released(TicketId("a"), "x"))
+    driver.gone(3, "a")
+    driver.resident(4, "b", 30, tenant="x")
+    driver.beat(4, "b", inflight=1)
+    driver.ask(5, "a2", 10, explicit=False, tenant="x")
+    assert "With it x would hold 10.0 GiB more than it may have." in why(driver, 5, "a2").said
+
+
+@pytest.mark.spec("K3", "B1")
+def test_explain_names_devices_that_have_not_answered_yet() -> None:
+    driver = GpuCoreDriver(device=80, holders=())
+    driver.at(1, ev.NodeLost(NODE))
+    driver.unreadable = {GPU: "no answer"}
+    driver.introduce(2)
+    driver.join(2, "h")
+    driver.ask(3, "a", 100)
+    assert any("have not answered yet" in line for line in why(driver, 3, "a").said)
+
+
+@pytest.mark.spec("K3", "B5")
+def test_explain_of_a_ticket_over_two_devices_gives_its_part_on_each() -> None:
+    driver = GpuDriver(80, 80)
+    driver.resident(0, "a", 60, holder="k")
+    driver.beat(1, "a", holder="k", inflight=1)
+    driver.want(2, "b", 120, how=Split.EQUAL)
+    needs = {x.device: (x.need_bytes, x.short_bytes) for x in why(driver, 2, "b").shortages}
+    assert needs == {GPUS[0]: (gib(60), gib(0)), GPUS[1]: (gib(60), gib(0))}
+    driver.at(3, ev.BarrierDropped(TicketId("a"), 1))
+    needs = {x.device: (x.need_bytes, x.short_bytes) for x in why(driver, 3, "b").shortages}
+    assert needs == {GPUS[0]: (gib(60), gib(40)), GPUS[1]: (gib(60), gib(0))}

@@ -1,10 +1,12 @@
 """For how long a replica is wanted."""
 
+from dataclasses import replace
+
 import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.state import CoreState
-from arbiter.core.types import Floor, ModelName
+from arbiter.core.types import Floor
 from arbiter.units import TicketId
 from tests.support.core_driver import CoreDriver, s
 
@@ -38,15 +40,15 @@ def test_a_pinned_model_wants_a_replica_from_the_start() -> None:
 
 
 @pytest.mark.spec("N2")
-def test_floors_are_read_once_for_all_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_told_without_a_walk_over_all_floors(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = CoreDriver()
-    reads: list[CoreState] = []
-    all_floors = CoreState.all_floors
-
-    def count(state: CoreState) -> dict[ModelName, Floor]:
-        reads.append(state)
-        return all_floors(state)
-
-    monkeypatch.setattr(CoreState, "all_floors", count)
-    assert len(driver.arbiter.replica_targets(s(0))) == 2
-    assert len(reads) == 1
+    text, embedding = driver.table
+    on_device = tuple(replace(m, floor=Floor.DEVICE) for m in text.models)
+    driver.at(0, ev.CapabilitiesSet((replace(text, models=on_device), embedding)))
+    by_hand = CoreDriver()
+    by_hand.at(0, ev.CapabilitiesSet((replace(text, models=on_device), embedding)))
+    for model in text.models:
+        by_hand.at(0, ev.FloorSet("text", model.name, Floor.HOST))
+    monkeypatch.setattr(CoreState, "all_floors", lambda _: pytest.fail("it walks all floors"))
+    assert driver.arbiter.replica_targets(s(10_000)) == {"text": 1, "embedding": 0}
+    assert by_hand.arbiter.replica_targets(s(10_000)) == {"text": 0, "embedding": 0}

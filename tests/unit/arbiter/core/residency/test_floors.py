@@ -50,6 +50,23 @@ def test_device_floor_loads_its_model_at_once_and_protects_it() -> None:
     assert [f.floor for f in d.arbiter.snapshot(units.Span(20 * 10**9)).floors] == ["device"]  # type: ignore[arg-type]
 
 
+@pytest.mark.spec("D1", "D8")
+def test_device_floor_is_loaded_on_the_next_node_where_the_first_refuses_it() -> None:
+    d = CoreDriver(holders=())
+    nodes = ("n", "m", "o")
+    for name, size in zip(nodes, (80, 80, 200), strict=True):
+        d.see_node(0, size, 0, node=name)
+        d.read(0, node=name)
+        d.join(0, f"h-{name}", node=name)
+    assert floor(d, 0, "large", Floor.DEVICE) == [LoadModel(HolderId("h-n"), "large")]
+    assert LoadModel(HolderId("h-n"), "large") in d.fire_timer(10), "it has not asked yet"
+    for t, name, following in ((11, "n", "m"), (22, "m", "o")):
+        asked = d.ask(t, f"large{t}", 100, holder=f"h-{name}")
+        assert isinstance(refusal(asked), NeverFits)
+        assert LoadModel(HolderId(f"h-{following}"), "large") in d.fire_timer(t + 10)
+    assert granted(d.ask(33, "large33", 100, holder="h-o")) == ["large33"]
+
+
 @pytest.mark.spec("D8")
 def test_floor_set_without_holders_is_loaded_by_the_first_to_join() -> None:
     d = CoreDriver(holders=())

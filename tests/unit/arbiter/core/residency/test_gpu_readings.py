@@ -6,8 +6,8 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Refuse
-from arbiter.errors import GpusLost
+from arbiter.core.decisions import Decision, Refuse
+from arbiter.errors import GpusLost, NeverFits
 from arbiter.protocol.json_codec import plain
 from arbiter.units import Bytes, HolderId, TicketId
 from tests.support.core_driver import HOST, NODE, gib, granted, is_granted, killed, refusal
@@ -137,6 +137,63 @@ def test_ticket_of_a_node_whose_gpus_were_never_read_waits_for_them() -> None:
     driver.unreadable = {}
     driver.introduce(4)
     assert granted(driver.read(4)) == ["a", "b", "c"]
+
+
+def ask_over_both(driver: GpuCoreDriver, t: float, name: str) -> list[Decision]:
+    """120, in equal parts on both GPUs."""
+    need, split = types.Need(gib(120)), types.Split.EQUAL
+    return driver.at(
+        t, ev.Requested(TicketId(name), HolderId("h"), "text", name, need, split=split)
+    )
+
+
+@pytest.mark.spec("B1", "B5")
+def test_ticket_over_two_gpus_of_which_one_fell_off_the_bus_is_refused_until_it_is_back() -> None:
+    driver = GpuCoreDriver(device=80)
+    gang = (TicketId("b"), TicketId("c"))
+    first, second = (
+        ev.Requested(t, HolderId("h"), "text", t, types.Need(gib(60)), "", True, gang=gang)
+        for t in gang
+    )
+    del driver.there[GPU]
+    driver.lost = (GPU,)
+    driver.introduce(1)
+    driver.read(1)
+    assert refusal(ask_over_both(driver, 2, "a")) == GpusLost(NODE)
+    driver.at(3, first)
+    refused = [d.error for d in driver.at(3, second) if isinstance(d, Refuse)]
+    assert refused == [GpusLost(NODE)] * 2
+    assert is_granted(driver.ask(4, "d", 60), "d"), "the other GPU lends on"
+    driver.there[GPU], driver.lost = UUIDS[GPU], ()
+    driver.at(5, ev.Released(TicketId("d"), "x"))
+    driver.gone(5, "d")
+    driver.introduce(6)
+    driver.read(6)
+    assert is_granted(ask_over_both(driver, 7, "e"), "e")
+    assert isinstance(refusal(driver.ask(8, "large", 100)), NeverFits)
+
+
+@pytest.mark.spec("B1", "B5")
+def test_ticket_over_two_gpus_waits_for_one_that_has_not_answered_yet() -> None:
+    driver = GpuCoreDriver(device=80, holders=())
+    driver.at(1, ev.NodeLost(NODE))
+    driver.unreadable = {GPU: LOST}
+    driver.introduce(2)
+    driver.join(2, "h")
+    driver.read(2)
+    assert ask_over_both(driver, 2, "a") == []
+    driver.unreadable = {}
+    driver.introduce(3)
+    assert granted(driver.read(3)) == ["a"]
+
+
+@pytest.mark.spec("B1", "B6")
+def test_ticket_larger_than_the_node_is_refused_though_a_known_gpu_cannot_be_read() -> None:
+    driver = two()
+    driver.unreadable = {GPU: LOST}
+    driver.introduce(2)
+    driver.read(2)
+    assert isinstance(refusal(driver.ask(3, "large", 100)), NeverFits)
 
 
 @pytest.mark.spec("B1", "A19")

@@ -254,6 +254,46 @@ def test_growth_takes_no_bytes_reserved_for_another_tenant() -> None:
     assert granted(grow(d, 2, "a", 10)) == ["a"]
 
 
+@pytest.mark.spec("C10")
+def test_what_a_resident_took_already_counts_once_against_the_most_of_its_tenant() -> None:
+    bound = TenantLimits("x", most_bytes=gib(40))
+    d = CoreDriver(settings=replace(PLAIN, tenants=(bound,)))
+    d.resident(0, "a", 20, tenant="x")
+    d.engines["a"] = {CPU: 35}
+    d.read(1)
+    assert granted(grow(d, 2, "a", 20)) == ["a"] and d.charged() == 40
+    assert isinstance(refusal(grow(d, 3, "a", 1)), GrowthRefused)
+
+
+@pytest.mark.spec("C10")
+def test_nothing_leaves_for_growth_beyond_the_most_of_its_tenant() -> None:
+    bound = TenantLimits("x", most_bytes=gib(50))
+    d = CoreDriver(settings=replace(PLAIN, tenants=(bound,)), holders=("h", "k"))
+    d.resident(0, "a", 20, tenant="x")
+    d.resident(0, "b", 40, holder="k")
+    d.beat(1, "b", holder="k", inflight=1)
+    assert grow(d, 10, "a", 25) == []
+    d.resident(11, "c", 10, tenant="x")
+    assert revoked(d.beat(12, holder="k", inflight=0)) == [] and d.ticket("b").inflight == 1
+    assert revoked(d.beat(13, "b", holder="k")) == [] and d.ticket("b").inflight == 0
+    d.at(14, ev.Released(TicketId("c"), "x"))
+    assert revoked(d.gone(14, "c")) == [("b", "swap", "gone")]
+
+
+@pytest.mark.spec("C10")
+def test_nothing_is_kept_free_for_growth_beyond_the_most_of_its_tenant() -> None:
+    bound = TenantLimits("x", most_bytes=gib(50))
+    d = CoreDriver(settings=replace(PLAIN, tenants=(bound,)), holders=("h", "k"))
+    d.resident(0, "a", 20, tenant="x")
+    d.resident(0, "b", 40, holder="k")
+    d.beat(1, "b", holder="k", inflight=1)
+    assert grow(d, 10, "a", 25) == []
+    d.resident(11, "c", 10, tenant="x")
+    d.at(12, ev.Released(TicketId("b"), "x"))
+    d.gone(12, "b")
+    assert granted(d.ask(13, "d", 45, holder="k")) == ["d"]
+
+
 # -- when nothing is lent -------------------------------------------------------------------------
 
 

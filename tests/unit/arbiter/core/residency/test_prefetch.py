@@ -77,6 +77,12 @@ def test_a_use_looks_at_no_ticket_of_other_models(monkeypatch: pytest.MonkeyPatc
     assert looked == []
 
 
+def test_a_prefetch_looks_at_no_ticket_of_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    d = driver()
+    monkeypatch.setattr(Ledger, "entries", lambda *_: pytest.fail("it walks all tickets"))
+    assert use(d, 5) == [LoadModel(HolderId("h"), "a")]
+
+
 def used(d: CoreDriver, name: str, t: float) -> ev.HeldTicket:
     """What a holder says of a ticket that has served once more."""
     held = d.held(name, t=t, model="e1")

@@ -12,7 +12,7 @@ from arbiter.core.queue.outcome import PassEnd
 from arbiter.core.settings import Settings, TenantLimits
 from arbiter.core.state import CoreState, Node
 from arbiter.errors import QuotaExceeded, TenantCoolingDown
-from arbiter.units import GIB, HolderId, TicketId
+from arbiter.units import GIB, HolderId, NodeId, TicketId
 from tests.support.core_driver import (
     CPU,
     HOST,
@@ -24,6 +24,7 @@ from tests.support.core_driver import (
     revoked,
     s,
 )
+from tests.support.gpu_driver import GpuDriver
 
 pytestmark = pytest.mark.spec("C10")
 
@@ -51,6 +52,20 @@ def test_tenant_at_its_maximum_evicts_among_its_own_tickets_only() -> None:
     driver.at(21, ev.Released(TicketId("b"), "swap"))
     assert granted(driver.gone(22, "b")) == ["c"]
     assert (holds(driver, "x"), holds(driver, "y")) == (20, 20)
+
+
+def test_oversized_model_counts_against_the_maximum_of_its_tenant() -> None:
+    driver = GpuDriver(80, 80, settings=settings(terms("x", 100)))
+    text = driver.table[0]
+    models = tuple(replace(m, allow_oversize=m.name == "large") for m in text.models)
+    driver.at(0, ev.CapabilitiesSet((replace(text, models=models), driver.table[1])))
+    driver.resident(0, "a", 60, holder="k", tenant="x")
+    driver.beat(1, "a", holder="k", inflight=1)
+    assert granted(driver.ask(2, "large", 90, holder="k", tenant="x")) == []
+    assert driver.state_of("a") == "draining"
+    driver.at(3, ev.Released(TicketId("a"), "swap"))
+    gone = ev.EngineGone(NodeId("g"), TicketId("a"), True)
+    assert granted(driver.at(4, gone)) == ["large"]
 
 
 def test_aged_ticket_at_the_maximum_of_its_tenant_holds_up_no_other() -> None:

@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 
 from deployments.engines.diffusers.batches import (
-    Abandoned,
+    BatchAbandoned,
     Batches,
     DrawingFailed,
-    Drawn,
+    DrawnPicture,
+    DrawRequest,
     Event,
     OnStep,
-    Order,
     Picture,
     Preview,
     Step,
@@ -51,8 +51,8 @@ class Painter:
         return images
 
 
-def order(*seeds: int, setting: Setting = BASE, previews: int = 0) -> Order:
-    return Order(setting, "a picture", "", seeds, previews)
+def order(*seeds: int, setting: Setting = BASE, previews: int = 0) -> DrawRequest:
+    return DrawRequest(setting, "a picture", "", seeds, previews)
 
 
 @asynccontextmanager
@@ -67,7 +67,7 @@ async def running(painter: Painter, most: int = 4) -> AsyncIterator[Batches]:
         task.cancel()
 
 
-async def drawn(batches: Batches, asked: Order) -> list[Event]:
+async def drawn(batches: Batches, asked: DrawRequest) -> list[Event]:
     async with aclosing(batches.events(asked)) as events:
         return [event async for event in events]
 
@@ -97,7 +97,7 @@ async def test_pictures_that_wait_and_agree_share_the_next_batch() -> None:
         painter.go_on.set()
         answers = await asyncio.gather(*first, *rest)
     assert painter.batches == [[1], [2, 3, 4, 5], [7], [6]]
-    seen = [[e.image.getpixel((0, 0)) for e in a if isinstance(e, Drawn)] for a in answers]
+    seen = [[e.image.getpixel((0, 0)) for e in a if isinstance(e, DrawnPicture)] for a in answers]
     assert seen == [
         [(1, 0, 0)],
         [(2, 0, 0), (3, 0, 0)],
@@ -114,7 +114,7 @@ async def test_each_step_is_told_and_previews_divide_the_steps() -> None:
         events = await drawn(batches, order(1, previews=3))
     assert [e.step for e in events if isinstance(e, Step)] == [1, 2, 3, 4]
     assert [e.index for e in events if isinstance(e, Preview)] == [0, 1, 2]
-    assert isinstance(events[-1], Drawn)
+    assert isinstance(events[-1], DrawnPicture)
     at = [order(1, previews=2).preview_at(step, 10) for step in range(1, 11)]
     assert at == [None, None, 0, None, None, None, 1, None, None, None]
 
@@ -128,7 +128,7 @@ async def test_a_batch_without_clients_ends_before_its_next_step() -> None:
         gone.cancel()
         await asyncio.wait({gone})
         painter.go_on.set()
-        assert isinstance((await drawn(batches, order(2)))[-1], Drawn)
+        assert isinstance((await drawn(batches, order(2)))[-1], DrawnPicture)
     assert painter.batches == [[1], [2]]
     assert painter.steps == STEPS  # those of the second
 
@@ -146,7 +146,7 @@ async def test_a_client_that_leaves_takes_only_its_own_pictures_along() -> None:
             task.cancel()
         await asyncio.wait({both, waits})
         painter.go_on.set()
-        assert isinstance((await stays)[-1], Drawn)
+        assert isinstance((await stays)[-1], DrawnPicture)
     assert painter.batches == [[1, 2]]
 
 
@@ -157,7 +157,7 @@ async def test_an_error_of_the_library_is_the_answer_and_the_next_batch_is_drawn
     async with running(painter) as batches:
         with pytest.raises(DrawingFailed, match="RuntimeError: no such kernel"):
             await drawn(batches, order(1))
-        assert isinstance((await drawn(batches, order(2)))[-1], Drawn)
+        assert isinstance((await drawn(batches, order(2)))[-1], DrawnPicture)
 
 
 @pytest.mark.spec("H9")
@@ -176,4 +176,4 @@ async def test_step_of_a_picture_that_hangs_is_noticed() -> None:
 
 
 def test_abandoned_is_no_answer() -> None:
-    assert not issubclass(Abandoned, DrawingFailed)
+    assert not issubclass(BatchAbandoned, DrawingFailed)

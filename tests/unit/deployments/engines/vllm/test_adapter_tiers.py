@@ -10,7 +10,7 @@ from deployments.engines.vllm.adapter_tiers import (
     HOT_USES,
     MOST_STAGED,
     WINDOW_S,
-    Uses,
+    RecentUses,
     View,
     kept,
     moves,
@@ -31,7 +31,7 @@ def test_ten_uses_in_a_minute_make_hot_and_one_makes_warm() -> None:
 
 @pytest.mark.spec("F3")
 def test_uses_count_for_a_minute() -> None:
-    uses = Uses()
+    uses = RecentUses()
     for now_s in range(HOT_USES):
         uses.note("a", now_s)
     uses.note("b", 5.0)

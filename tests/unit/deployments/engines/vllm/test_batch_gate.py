@@ -10,18 +10,18 @@ from arbiter.core.types import Priority
 from arbiter.errors import QueueFull
 from deployments import messages
 from deployments.engines.vllm import batch_gate
-from deployments.engines.vllm.batch_admission import BASE, Waiting
+from deployments.engines.vllm.batch_admission import BASE, WaitingRequest
 from deployments.engines.vllm.batch_gate import AdaptersBusy, BatchGate, RequestExpired
 
 
-async def asking(gate: BatchGate, adapter: str, **more: Any) -> "asyncio.Task[Waiting]":
+async def asking(gate: BatchGate, adapter: str, **more: Any) -> "asyncio.Task[WaitingRequest]":
     """A request that waits, or has entered."""
     task = asyncio.ensure_future(gate.enter(adapter, adapter, **more))
     await asyncio.sleep(0)
     return task
 
 
-async def ended(*tasks: "asyncio.Task[Waiting]") -> None:
+async def ended(*tasks: "asyncio.Task[WaitingRequest]") -> None:
     await asyncio.wait(tasks)
 
 
@@ -111,7 +111,7 @@ def test_expired_request_is_refused_counted_and_never_gets_a_place() -> None:
 def test_deadline_that_passes_while_an_adapter_loads_ends_the_request() -> None:
     async def story() -> None:
         gate = BatchGate(slots=1, window=1)
-        place = Waiting(0, "a", 0.0, expires_s=time.monotonic())
+        place = WaitingRequest(0, "a", 0.0, expires_s=time.monotonic())
         with pytest.raises(RequestExpired):
             gate.check_deadline(place, "a")
         gate.check_deadline(await gate.enter("a", "a"), "a")

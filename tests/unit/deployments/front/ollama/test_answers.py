@@ -50,6 +50,20 @@ async def test_stream_becomes_lines_and_a_last_one_with_counts(size: int) -> Non
 
 
 @pytest.mark.spec("J1")
+async def test_probabilities_of_tokens_stand_beside_their_text() -> None:
+    token = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
+    told = {"logprobs": {"content": [token]}}
+    message = {"message": {"content": "a"}, "finish_reason": "stop"} | told
+    answer = Answer("m", in_chat, {}, time.monotonic_ns())
+    assert answer.whole({"choices": [message]})["logprobs"] == [token]
+    silent = {"choices": [{"delta": {"content": ""}} | told]}
+    spoken = {"choices": [{"delta": {"content": "a"}} | told]}
+    first, second, last = await lines(sse(silent, spoken, USAGE))
+    assert first["logprobs"] == second["logprobs"] == [token] and "logprobs" not in last
+    assert second["message"]["content"] == "a"
+
+
+@pytest.mark.spec("J1")
 async def test_completion_stream_is_a_response() -> None:
     text = {"choices": [{"text": "a", "finish_reason": "stop"}]}
     first, last = await lines(sse(text, USAGE), spoken=in_generate)

@@ -33,12 +33,44 @@ def test_options_become_openais_fields_and_the_rest_is_left_out() -> None:
 
 
 @pytest.mark.spec("J1")
+@pytest.mark.parametrize("truncate", [None, True, False])
+def test_texts_to_embed_are_cut_to_the_models_context_unless_that_is_refused(
+    truncate: bool | None,
+) -> None:
+    found = bodies.Embed.model_validate({"model": "m", "input": "x", "truncate": truncate})
+    cut = {} if truncate is False else {"truncate_prompt_tokens": -1}
+    assert found.openai() == {"model": "m", "input": "x"} | cut
+
+
+@pytest.mark.spec("J1")
 def test_pictures_of_a_raw_prompt_are_refused_and_not_left_out() -> None:
     asked = {"model": "m", "prompt": "x", "images": ["iVBOR"]}
     with pytest.raises(ValidationError, match="raw text has no place for `images`"):
         bodies.Generate.model_validate(asked | {"raw": True})
     assert bodies.Generate.model_validate(asked | {"raw": True, "images": []}).raw
     assert bodies.Generate.model_validate(asked).images
+    with pytest.raises(ValidationError, match="raw text has no place for `logprobs`"):
+        bodies.Generate.model_validate(asked | {"raw": True, "images": [], "logprobs": True})
+
+
+@pytest.mark.spec("J1")
+def test_probabilities_of_tokens_are_asked_for_as_openai_has_it() -> None:
+    assert chat(logprobs=True).items() >= {"logprobs": True, "top_logprobs": 0}.items()
+    assert chat(logprobs=True, top_logprobs=3)["top_logprobs"] == 3
+    assert "logprobs" not in chat(logprobs=False) and "top_logprobs" not in chat(top_logprobs=3)
+
+
+@pytest.mark.spec("J1")
+def test_result_of_a_tool_answers_the_call_that_it_names() -> None:
+    names = ("lend", "free", "lend")
+    calls = [{"function": {"name": name, "arguments": {}}} for name in names]
+    said: list[dict[str, Any]] = [{"role": "assistant", "tool_calls": calls}]
+    said += [{"role": "tool", "tool_name": name} for name in ("free", "lend", "lend", "lend")]
+    called, *results = chat(messages=[*said, {"role": "tool"}])["messages"]
+    ids = [call["id"] for call in called["tool_calls"]]
+    assert [one["tool_call_id"] for one in results] == [ids[1], ids[0], ids[2], ids[0], ids[0]]
+    unnamed = chat(messages=[said[0], *[{"role": "tool"}] * 3])["messages"][1:]
+    assert [one["tool_call_id"] for one in unnamed] == ids
 
 
 @pytest.mark.spec("J1", "J2")
@@ -111,6 +143,9 @@ def test_field_that_is_null_is_absent() -> None:
         (bodies.Chat, {"model": "m", "keep_alive": "1" * 50_000 + "x"}, "keep_alive"),
         (bodies.Chat, {"model": "m", "keep_alive": "9" * 50_000}, "keep_alive"),
         (bodies.Chat, {"model": "m", "format": "xml"}, "format"),
+        (bodies.Chat, {"model": "m", "top_logprobs": 21}, "top_logprobs"),
+        (bodies.Chat, {"model": "m", "options": {"num_predict": "x"}}, "options.num_predict"),
+        (bodies.Chat, {"model": "m", "options": {"stop": ["x"] * 17}}, "options.stop"),
         (bodies.Generate, {"model": "m", "prompt": "x", "suffix": "y"}, "suffix"),
         (bodies.Generate, {"model": "m", "prompt": "x", "template": "y"}, "template"),
         (bodies.Embed, {"model": "m"}, "input"),
@@ -120,4 +155,5 @@ def test_field_that_is_null_is_absent() -> None:
 def test_bad_field_is_named(kind: Any, body: dict[str, Any], field: str) -> None:
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
-    assert caught.value.errors()[0]["loc"][0] == field
+    place = caught.value.errors()[0]["loc"]
+    assert [*place[: field.count(".") + 1]] == field.split(".")

@@ -11,7 +11,6 @@ import pytest
 
 from deployments.front import async_calls, dependencies
 from deployments.front.arbiter_gateway import Presence
-from deployments.front.model_cards import Facts
 from tests.support.jobs import CHAT, chat
 from tests.support.responding import SOUND, Front, fail_at_the_second_look
 from tests.support.waits import eventually
@@ -23,11 +22,11 @@ SPEECH = {"model": "one", "input": "Hello", "voice": "joe"}
 
 
 @pytest.fixture(autouse=True)
-def facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def known(table: object, models: list[str]) -> dict[str, Facts]:
-        return {name: Facts((), None, Presence("cold", 4.5)) for name in models}
+def presences(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def known(table: object, models: list[str]) -> dict[str, Presence]:
+        return {name: Presence("cold", 4.5) for name in models}
 
-    monkeypatch.setattr(async_calls.model_cards, "facts", known)
+    monkeypatch.setattr(async_calls.model_cards, "presences", known)
 
 
 @pytest.fixture
@@ -144,9 +143,12 @@ async def test_readers_of_a_tenant_are_bounded_and_take_no_place_of_a_call(
             assert int(refused.headers["retry-after"]) > 0
         assert len(await front.service.page("acme")) == 1
         assert (await other.get(path)).status_code == 404
+        result = f"{answer.headers['location']}/result"
+        assert (await http.get(result)).json()["error"]["code"] == "quota_exceeded"
         front.responder.gate.set()
         assert {(await one).status_code for one in reading} == {200}
-        assert (await http.get(path)).status_code == 200
+        assert {(await http.get(one)).status_code for one in (path, result)} == {200}
+        assert not front.state.readers._counts
 
 
 async def test_cancelled_and_deleted_jobs_end_their_call(

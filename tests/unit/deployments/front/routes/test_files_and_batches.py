@@ -1,6 +1,7 @@
 """OpenAI's files and batches with its official client, over the front's application in process."""
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ from openai import AsyncOpenAI
 from deployments.config.jobs_section import JobsConfig
 from deployments.front import application, keys
 from deployments.front.auth import Authenticator
-from deployments.front.dependencies import FrontState
+from deployments.front.dependencies import READERS_MOST, FrontState
 from deployments.front.keys import Keyring, Scope
 from deployments.jobs import bodies
 from deployments.jobs.client import JobsClient
@@ -32,7 +33,7 @@ class Front:
         self.service: JobsService = jobs_service(folder, self.capability)
         self.full: str | None = None  # a method that finds the disk full
         self.keys = folder / "keys.json"
-        state = FrontState(0, auth=Authenticator(Keyring(self.keys)))
+        self.state = state = FrontState(0, auth=Authenticator(Keyring(self.keys)))
         plain = table()
         arbiter = plain.arbiter.model_copy(update={"state_file": str(folder / "arbiter.sqlite")})
         state.service.configure(plain.model_copy(update={"arbiter": arbiter}))
@@ -113,6 +114,24 @@ async def test_official_client_uploads_runs_and_reads_a_batch(
     assert (await client.files.delete(file.id)).deleted
     with pytest.raises(openai.NotFoundError):
         await client.files.retrieve(file.id)
+
+
+@pytest.mark.spec("J8", "L1")
+async def test_readers_of_a_tenants_files_are_bounded_and_leave_their_places(front: Front) -> None:
+    client = front.client()
+    file = await client.files.create(file=("in.jsonl", lines("a")), purpose="batch")
+    with contextlib.ExitStack() as reading:
+        for _ in range(READERS_MOST):
+            reading.enter_context(front.state.reader("default"))
+        async with front.http() as http:
+            refused = await http.get(f"/files/{file.id}/content")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+    assert (await client.files.content(file.id)).content == lines("a")
+    front.full = "file_content"
+    with pytest.raises(openai.APIStatusError) as full:
+        await client.with_options(max_retries=0).files.content(file.id)
+    assert full.value.status_code == 507
+    assert not front.state.readers._counts
 
 
 @pytest.mark.spec("J4", "L3")

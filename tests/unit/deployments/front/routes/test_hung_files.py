@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from httpx import ASGITransport, AsyncClient
@@ -17,6 +18,10 @@ from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
+from deployments.jobs.bodies import Bodies
+from deployments.jobs.client import JobsClient
+from deployments.jobs.database import Database
+from deployments.jobs.store import JobStore, NewJob
 from tests.support.arbiter_states import Books
 from tests.support.speaker import Speaker
 
@@ -106,3 +111,18 @@ async def test_voices_of_other_models_are_listed_while_a_file_server_hangs(
 async def test_dry_run_of_a_model_whose_file_server_hangs_says_so(client: AsyncClient) -> None:
     error = (await asked(client, "POST", "/arbiter/plan", {"model": HUNG}))["error"]
     assert error["message"].startswith(f"the files of {HUNG} were not read within 0.5 s")
+
+
+@pytest.mark.spec("J4")
+async def test_jobs_that_wait_for_a_model_whose_file_server_hangs_are_listed_without_its_files(
+    client: AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_cards, "FILES_S", WITHIN_S)
+    store = JobStore(Database(tmp_path / "arbiter.sqlite"), Bodies(tmp_path / "jobs"))
+    for number in range(3):
+        new = NewJob(f"job_{number}", "default", "async", "/v1/chat/completions", HUNG)
+        store.create(new, b"{}")
+    kept = AsyncMock(return_value=store.page("default"))
+    monkeypatch.setattr(JobsClient, "call", kept)
+    rows = (await asked(client, "GET", "/v1/jobs"))["data"]
+    assert [row["estimate_s"] for row in rows] == [0.0] * 3

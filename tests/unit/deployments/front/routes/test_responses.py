@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import openai
 import pytest
@@ -20,9 +21,9 @@ from deployments.front.async_calls import COMMENT
 from deployments.front.keys import Scope
 from deployments.front.request import parse
 from deployments.front.stored_responses import StoredResponses
-from deployments.jobs import calls, sse
+from deployments.jobs import bodies, calls, sse
 from deployments.jobs import client as jobs_client
-from deployments.jobs.errors import StorageFull
+from deployments.jobs.errors import StorageFailed, StorageFull
 from deployments.jobs.runner import CUT_TRIES
 from tests.support import responding
 from tests.support.responding import WORDS, Front, fail_at_the_second_look
@@ -351,6 +352,25 @@ async def test_oldest_are_forgotten_beyond_what_a_tenant_may_keep(
     front.service.config = front.service.config.model_copy(update={"tenant_result_bytes": 1})
     await client.responses.create(model="one", input="large")
     assert await front.service.page("default") == []
+
+
+@pytest.mark.spec("J8")
+async def test_kept_answer_is_read_in_pieces_and_is_503_where_it_cannot_be(
+    front: Front, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies.Bodies.read, "__defaults__", (0, 100))
+    kept = await client.responses.create(model="one", input="Who?")
+    front.asked.clear()
+    assert await client.responses.retrieve(kept.id) == kept
+    assert front.asked.count("result") > 2 and "request" not in front.asked
+    fails = AsyncMock(side_effect=StorageFailed("/state", "an error of the disk"))
+    monkeypatch.setattr(front.service, "result", fails)
+    async with front.http() as http:
+        for path in (f"/v1/responses/{kept.id}", f"/v1/jobs/{kept.id}/result"):
+            answer = await http.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_failed")
+            assert answer.headers["retry-after"] == "5"
+    assert not front.state.readers._counts
 
 
 async def test_process_of_jobs_is_woken_when_a_call_begins_and_not_for_each(

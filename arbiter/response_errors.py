@@ -15,7 +15,7 @@ from arbiter.errors import RequestError
 KindOf = Callable[[str, int], type[RequestError]]  # by code and status
 
 
-class ToldError(RequestError):
+class ResponseError(RequestError):
     """An error as the front told it. Its class is also that of its code."""
 
     kind: ClassVar[type[RequestError]] = RequestError
@@ -42,29 +42,31 @@ class ToldError(RequestError):
         return _rebuilt, (self.kind, self.values())
 
 
-_BOTH: dict[type[RequestError], type[ToldError]] = {RequestError: ToldError}
+_BOTH: dict[type[RequestError], type[ResponseError]] = {RequestError: ResponseError}
 
 
-def class_of(kind: type[RequestError]) -> type[ToldError]:
+def class_of(kind: type[RequestError]) -> type[ResponseError]:
     """The class whose errors are both told and of this kind."""
     if kind not in _BOTH:
         about = {"__module__": kind.__module__, "kind": kind}
-        _BOTH.setdefault(kind, type(kind.__name__, (ToldError, kind), about))
+        _BOTH.setdefault(kind, type(kind.__name__, (ResponseError, kind), about))
     return _BOTH[kind]
 
 
-def _rebuilt(kind: type[RequestError], values: tuple[Any, ...]) -> ToldError:
+def _rebuilt(kind: type[RequestError], values: tuple[Any, ...]) -> ResponseError:
     return class_of(kind)(*values)
 
 
 @cache
 def kinds() -> dict[str, type[RequestError]]:
     """The refusals of this package by their codes."""
-    found = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    return {k.code: k for k in found if issubclass(k, RequestError) and "code" in vars(k)}
+    classes = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    return {k.code: k for k in classes if issubclass(k, RequestError) and "code" in vars(k)}
 
 
-def told(status: int, headers: Mapping[str, str], body: bytes, kind_of: KindOf) -> ToldError:
+def error_of_response(
+    status: int, headers: Mapping[str, str], body: bytes, kind_of: KindOf
+) -> ResponseError:
     """What a response with such a status means."""
     after = headers.get("retry-after", "")
     retry_after_s = float(after) if after.isdigit() else None
@@ -72,9 +74,9 @@ def told(status: int, headers: Mapping[str, str], body: bytes, kind_of: KindOf) 
         error = json.loads(body)["error"]
         message = str(error["message"])
     except (ValueError, KeyError, TypeError):
-        said = body.decode(errors="replace")[:500]
+        text = body.decode(errors="replace")[:500]
         kind = kind_of("", status)
-        return class_of(kind)(f"HTTP {status}: {said}", status, "", None, retry_after_s)
+        return class_of(kind)(f"HTTP {status}: {text}", status, "", None, retry_after_s)
     return of_object(error, message, status, retry_after_s, kind_of)
 
 
@@ -84,7 +86,7 @@ def of_object(
     status: int,
     retry_after_s: float | None,
     kind_of: KindOf,
-) -> ToldError:
+) -> ResponseError:
     """The error that OpenAI's error object describes."""
     param, code = error.get("param"), str(error.get("code") or "")
     param = param if isinstance(param, str) else None
