@@ -112,13 +112,17 @@ async def parse(
     if headers_of.get("x_local_only", "false").lower() != "false":
         fields = fields | {"x_local_only": headers_of["x_local_only"]}  # a body cannot take it back
     checked = check_body(schema.body, headers_of | fields)
-    kept = {name: headers[name] for name in FORWARDED if name in headers}
+    forwarded = {name: headers[name] for name in FORWARDED if name in headers}
     if not is_form:
-        kept["content-type"] = JSON  # as it was read; vLLM refuses JSON that is declared as a form
+        forwarded["content-type"] = (
+            JSON  # as it was read; vLLM refuses JSON that is declared as a form
+        )
     profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
     own = None if is_form else fields
     request_id, key = _request_id(headers), key_of(checked, run)
-    return ParsedRequest(path, request_id, kept, raw, own, checked, profile, schema.kind, run, key)
+    return ParsedRequest(
+        path, request_id, forwarded, raw, own, checked, profile, schema.kind, run, key
+    )
 
 
 def call_of(
@@ -274,7 +278,7 @@ def words_of(problem: Mapping[str, Any]) -> str:
 
 
 def _request_id(headers: Mapping[str, str]) -> str:
-    given = headers.get("x-request-id", "")
-    if 0 < len(given) <= 128 and given.isascii() and given.isprintable():
-        return given
+    header = headers.get("x-request-id", "")
+    if 0 < len(header) <= 128 and header.isascii() and header.isprintable():
+        return header
     return f"req-{uuid.uuid4().hex[:16]}"

@@ -192,7 +192,7 @@ class ReuseLearner:
 
     def _features(self, name: ModelName, uses: ModelUses, counts: UsageCounts) -> Features:
         age = self.clock - uses.last
-        known = self.clock - uses.first + KNOWN_LEAST
+        known_for = self.clock - uses.first + KNOWN_LEAST
         short, middle, long = uses.sums
         w1, w10, w100 = WINDOWS
         follows = FOLLOWS_LEAST
@@ -202,8 +202,8 @@ class ReuseLearner:
         usual = log(counts.usual_count + COUNT_LEAST)
         return (
             log(short * exp(-age / w1) / w1 + RATE_LEAST),
-            log(middle * exp(-age / w10) / w10 / (1 - exp(-known / w10)) + RATE_LEAST),
-            log(long * exp(-age / w100) / w100 / (1 - exp(-known / w100)) + RATE_LEAST),
+            log(middle * exp(-age / w10) / w10 / (1 - exp(-known_for / w10)) + RATE_LEAST),
+            log(long * exp(-age / w100) / w100 / (1 - exp(-known_for / w100)) + RATE_LEAST),
             log(age + AGE_LEAST),
             log(follows),
             usual - log(counts.any_hours_count + COUNT_LEAST),
