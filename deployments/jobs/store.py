@@ -222,9 +222,7 @@ class JobStore:
         size = 0
         if job.event_count > max(after, 0):
             before, offset = self._reader_at(job, after)
-            for number, line in enumerate(
-                self._bodies.lines(job_id + EVENTS, offset), before + 1
-            ):
+            for number, line in enumerate(self._bodies.lines(job_id + EVENTS, offset), before + 1):
                 if number > job.event_count or len(events) >= PAGE_COUNT or size >= PAGE_BYTES:
                     break
                 offset += len(line)
