@@ -150,8 +150,8 @@ def class_path(config: CapabilityConfig) -> str | None:
     if ":" in config.class_:
         return config.class_
     if config.class_ not in CLASSES:
-        known = ", ".join(CLASSES)
-        raise ConfigError(f"class: no {config.class_!r}; there is: {known}, or `module:Class`")
+        names = ", ".join(CLASSES)
+        raise ConfigError(f"class: no {config.class_!r}; there is: {names}, or `module:Class`")
     return CLASSES[config.class_]
 
 

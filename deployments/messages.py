@@ -94,8 +94,8 @@ class Progress:
 
     def line(self, waited_s: float) -> bytes:
         """A comment of the event stream, which clients skip."""
-        left = "unknown" if self.estimate_s is None else f"{self.estimate_s:.1f}"
-        words = f"phase={self.phase} position={self.position} estimate_s={left}"
+        estimate = "unknown" if self.estimate_s is None else f"{self.estimate_s:.1f}"
+        words = f"phase={self.phase} position={self.position} estimate_s={estimate}"
         return f": {words} waited_s={waited_s:.1f}\n\n".encode()
 
 

@@ -97,7 +97,7 @@ def run(
     is printed as well. Raises ProgramFailed."""
     log.parent.mkdir(parents=True, exist_ok=True)
     last: deque[str] = deque(maxlen=LAST_LINES)
-    with log.open("a") as kept:
+    with log.open("a") as log_file:
         process = subprocess.Popen(
             list(map(str, command)),
             stdout=subprocess.PIPE,
@@ -108,7 +108,7 @@ def run(
         )
         assert process.stdout is not None
         for line in process.stdout:
-            kept.write(line)
+            log_file.write(line)
             last.append(line.rstrip())
             note(line.strip())
             if is_verbose():

@@ -68,18 +68,18 @@ class ArbiterPolicy:
         if self._is_to_follow:
             self._is_to_follow = False
             threading.Thread(target=self._follow, name="arbiter-policy", daemon=True).start()
-        wanted, now = by_requests(context), self._clock()
-        if wanted:
+        count, now = by_requests(context), self._clock()
+        if count:
             self._busy_at = now
         least = self.wanted
         if least is None:
             least = int(context.current_num_replicas > 0 and now - self._busy_at < self.alone_s)
-        return max(least, min(wanted, 1), self._several(wanted, now))
+        return max(least, min(count, 1), self._several(count, now))
 
-    def _several(self, wanted: int, now: float) -> int:
+    def _several(self, count: int, now: float) -> int:
         """More than one replica, by the highest demand of the last half minute; else 0."""
-        if wanted >= self._most or now - self._most_at > FEWER_AFTER_S:
-            self._most, self._most_at = wanted, now
+        if count >= self._most or now - self._most_at > FEWER_AFTER_S:
+            self._most, self._most_at = count, now
         return self._most if self._most > 1 else 0
 
     def _follow(self) -> None:
@@ -91,8 +91,8 @@ class ArbiterPolicy:
                 if arbiter is None:
                     raise LookupError("no arbiter")
                 answer = arbiter.replicas.remote(version, POLL_S)
-                version, wanted = ray.get(answer, timeout=POLL_S + ANSWER_S)
-                self.wanted = wanted.get(self._capability, 0)
+                version, count = ray.get(answer, timeout=POLL_S + ANSWER_S)
+                self.wanted = count.get(self._capability, 0)
                 self.note_table(ray.get(arbiter.table.remote(), timeout=ANSWER_S))
             except (RayError, LookupError):
                 version, self.wanted = -1, None
@@ -118,5 +118,5 @@ class CapabilityPolicy:
 def by_requests(context: Context) -> int:
     """One replica for any request, more where one has too many at once."""
     target: float = context.config.target_ongoing_requests if context.config else 1.0
-    wanted = math.ceil(context.total_num_requests / max(target, 1.0))
-    return min(wanted, context.capacity_adjusted_max_replicas)
+    count = math.ceil(context.total_num_requests / max(target, 1.0))
+    return min(count, context.capacity_adjusted_max_replicas)

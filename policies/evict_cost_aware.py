@@ -12,5 +12,5 @@ from policies import reload
 
 
 def price(c: Candidate) -> Price:
-    wanted = 1 - exp(-c.recent_count)  # at least one arrival of a Poisson process
-    return Price(rank=(c.role_rank,), cost_s=reload.expected_s(c) * wanted + c.evict_cost_s)
+    reuse_chance = 1 - exp(-c.recent_count)  # at least one arrival of a Poisson process
+    return Price(rank=(c.role_rank,), cost_s=reload.expected_s(c) * reuse_chance + c.evict_cost_s)

@@ -10,5 +10,12 @@ from arbiter.core.view import Key, PlacementOption
 
 
 def key(s: PlacementOption) -> Key:
-    left = s.free_bytes - s.need_bytes
-    return (left < 0, s.copies_count, not s.was_home, abs(left), s.tickets_count, s.device)
+    left_bytes = s.free_bytes - s.need_bytes
+    return (
+        left_bytes < 0,
+        s.copies_count,
+        not s.was_home,
+        abs(left_bytes),
+        s.tickets_count,
+        s.device,
+    )

@@ -143,7 +143,7 @@ def stop_arbiter(wait_s: float = 30.0) -> messages.Plain:
         return {"arbiter": "there is none", "tickets_cut_off": 0}
     within_s = wait_s + START_S
     try:
-        left = _settled(lambda: handle.close.remote(wait_s), within_s)
+        open_tickets = _settled(lambda: handle.close.remote(wait_s), within_s)
     except GetTimeoutError:
         _kill(handle)  # first, because it would start its agents again
         for agent in _agents():
@@ -152,7 +152,7 @@ def stop_arbiter(wait_s: float = 30.0) -> messages.Plain:
             _kill(agent)
         return {"arbiter": f"killed with its node agents: no answer for {within_s:g} s"}
     _kill(handle)
-    return {"arbiter": "stopped", "tickets_cut_off": left}
+    return {"arbiter": "stopped", "tickets_cut_off": open_tickets}
 
 
 def _settled(send: Callable[[], Any], within_s: float) -> Any:

@@ -182,5 +182,5 @@ def _aged(requested: ev.Requested, waited_s: float) -> ev.Requested:
     """The deadline runs from the first request, whichever epoch hears it."""
     if requested.deadline is None:
         return requested
-    left = max(0.0, in_seconds(requested.deadline) - waited_s)
-    return replace(requested, deadline=Span(max(1, seconds(left))))
+    remaining_s = max(0.0, in_seconds(requested.deadline) - waited_s)
+    return replace(requested, deadline=Span(max(1, seconds(remaining_s))))

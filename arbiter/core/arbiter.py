@@ -192,8 +192,12 @@ class Arbiter:
     @property
     def hours(self) -> frozenset[str]:
         """Returns the hours of models and of batch work (C13), of which `HoursRead` is to tell."""
-        known = self._state.registry
-        named = {*known.hours.values(), *known.batch_hours.values(), self.settings.batch_hours}
+        registry = self._state.registry
+        named = {
+            *registry.hours.values(),
+            *registry.batch_hours.values(),
+            self.settings.batch_hours,
+        }
         return frozenset(named - {""})
 
     @property

@@ -226,8 +226,8 @@ class CoreState:
 
     def used_models(self) -> list[types.ModelName]:
         """Returns the models of whose uses anything is known, the first used first."""
-        kept = self.reuse, self.rates, self.lasting_rates, self.hours, self.transition_counts
-        return list(dict.fromkeys(chain(*kept)))
+        books = self.reuse, self.rates, self.lasting_rates, self.hours, self.transition_counts
+        return list(dict.fromkeys(chain(*books)))
 
     def export_usage(self, names: Sequence[types.ModelName] | None = None) -> dict[str, Any]:
         """Returns what uses of models have taught, as plain values: rates, hours of the day, and

@@ -38,8 +38,8 @@ class HolderQuarantined(RequestError):
     kept_bytes: Bytes
 
     def __str__(self) -> str:
-        kept = human(self.kept_bytes)
-        return f"{self.holder} did not give {kept} back; restart it, or free its memory by hand"
+        size = human(self.kept_bytes)
+        return f"{self.holder} did not give {size} back; restart it, or free its memory by hand"
 
 
 @error_fields

@@ -95,11 +95,11 @@ def _arbiter(samples: Samples, source: Source) -> None:
     holders = Counter({(name,): 0 for name in _capabilities(source)})
     holders.update((h.capability,) for h in view.holders)
     _put(samples, "arbiter_holders", holders.items())
-    kept = Counter({(device.node,): 0 for device in view.devices})
+    quarantined = Counter({(device.node,): 0 for device in view.devices})
     for holder in view.holders:
-        kept[(holder.node,)] += holder.kept_bytes
-    _put(samples, "arbiter_quarantined_bytes", kept.items())
-    stalled = {(node,): 0.0 for (node,) in kept}
+        quarantined[(holder.node,)] += holder.kept_bytes
+    _put(samples, "arbiter_quarantined_bytes", quarantined.items())
+    stalled = {(node,): 0.0 for (node,) in quarantined}
     for device in view.devices:
         stalled[(device.node,)] = max(stalled[(device.node,)], device.stalled_fraction)
     _put(samples, "arbiter_node_stalled_ratio", stalled.items())
@@ -178,8 +178,8 @@ def _queue(samples: Samples, source: Source) -> None:
     _put(samples, "arbiter_queued_tickets", queued.items())
     oldest = max((in_seconds(row.waited) for row in queue), default=0.0)
     samples["arbiter_queue_oldest_seconds"][()] = oldest
-    left = (in_seconds(row.left) for row in queue if row.left is not None)
-    samples["arbiter_queue_deadline_seconds"][()] = min(left, default=INFINITY)
+    remaining_s = (in_seconds(row.left) for row in queue if row.left is not None)
+    samples["arbiter_queue_deadline_seconds"][()] = min(remaining_s, default=INFINITY)
 
 
 def _pools(samples: Samples, view: StateView) -> None:

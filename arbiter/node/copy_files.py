@@ -109,9 +109,11 @@ def look(request: CopyRequest) -> SourceFiles | None:
 
 
 def _row(root: Path, path: Path) -> FileRow:
-    seen = path.stat()
-    times = seen.st_mtime_ns, seen.st_ctime_ns
-    return FileRow(str(path.relative_to(root)), seen.st_size, *times, (seen.st_dev, seen.st_ino))
+    status = path.stat()
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return FileRow(
+        str(path.relative_to(root)), status.st_size, *times, (status.st_dev, status.st_ino)
+    )
 
 
 def key_of(source: SourceFiles) -> str:
@@ -150,13 +152,13 @@ def _hashed(source: SourceFiles, fds: Iterable[int | None]) -> str:
     digest.update(f"{VERSION} {source.layout}".encode())
     for row, fd in zip(source.rows, fds, strict=True):
         with (source.root / row.name).open("rb", buffering=0) as stream:
-            left = row.size_bytes
-            while left and (count := stream.readinto(buffer[:left])):
+            remaining_bytes = row.size_bytes
+            while remaining_bytes and (count := stream.readinto(buffer[:remaining_bytes])):
                 digest.update(buffer[:count])
                 if fd is not None:
                     _write_all(fd, buffer[:count])
-                left -= count
-        if left:
+                remaining_bytes -= count
+        if remaining_bytes:
             raise OSError(f"{source.root / row.name} was cut while it was copied")
     return digest.hexdigest()
 

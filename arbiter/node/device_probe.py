@@ -97,8 +97,8 @@ class NodeProbe:
     def read(self, trees: list[Tree], shared_bytes: int = 0) -> Readings:
         """Takes milliseconds per engine: call it from a thread. `shared_bytes`: RAM of slabs and
         host copies, which is no engine's and not foreign."""
-        known = self._rollups
-        readers = known.of, known.aside_of, known.shared_of
+        rollups = self._rollups
+        readers = rollups.of, rollups.aside_of, rollups.shared_of
         memories = {tree.ticket: procfs.memory(tree.pids, *readers) for tree in trees}
         self._rollups.keep(pid for tree in trees for pid in tree.pids)
         measured = {ticket: self._ram_part(m) for ticket, m in memories.items()}
@@ -178,14 +178,14 @@ class NodeProbe:
         free_bytes = self._gpus.free(index)
         # The margin of a GPU covers what its driver keeps (B3).
         used_bytes = total_bytes - free_bytes - self._gpus.reserved(index)
-        here = [t for t in trees if any(d.device == device for d in t.granted)]
-        if not here:
+        on_device = [t for t in trees if any(d.device == device for d in t.granted)]
+        if not on_device:
             self._baseline[index] = used_bytes
         by_pid = self._gpus.used_by_pid(index)
         self._pids[index] = set(by_pid or ())
         grown_bytes = used_bytes - self._baseline.get(index, 0)
         ours = {pid for t in trees for pid in t.pids}
-        if by_pid is not None and _is_exact(by_pid, ours, here, grown_bytes):
+        if by_pid is not None and _is_exact(by_pid, ours, on_device, grown_bytes):
             parts = {t.ticket: _sum(by_pid, t.pids) for t in trees}
             parts = {ticket: size for ticket, size in parts.items() if size}
             foreign_bytes = max(0, used_bytes - sum(parts.values()))
@@ -195,29 +195,33 @@ class NodeProbe:
             )
             return reading, parts
         foreign_bytes = min(used_bytes, self._baseline.get(index, 0))
-        parts = _share(used_bytes - foreign_bytes, device, here)
+        parts = _share(used_bytes - foreign_bytes, device, on_device)
         return DeviceReading(device, free_bytes, Bytes(foreign_bytes), exact=False), parts
 
 
 def _is_exact(
-    by_pid: dict[int, Bytes | None], ours: set[int], here: list[Tree], grown_bytes: int
+    by_pid: dict[int, Bytes | None], ours: set[int], on_device: list[Tree], grown_bytes: int
 ) -> bool:
     """True if NVML names bytes and pids as this process knows them. In some containers NVML gives
     neither: a size is missing, engines on the device show up under pids of another namespace, or
     the device has filled since the engines came and NVML lists no process."""
-    if any(size is None for size in by_pid.values()) or (here and not by_pid and grown_bytes > 0):
+    if any(size is None for size in by_pid.values()) or (
+        on_device and not by_pid and grown_bytes > 0
+    ):
         return False
     strangers = [pid for pid in by_pid if pid not in ours and procfs.process(pid) is None]
-    return not (here and strangers)
+    return not (on_device and strangers)
 
 
 def _sum(by_pid: dict[int, Bytes | None], pids: frozenset[int]) -> Bytes:
     return Bytes(sum(size or 0 for pid, size in by_pid.items() if pid in pids))
 
 
-def _share(size_bytes: int, device: DeviceId, here: list[Tree]) -> dict[TicketId, Bytes]:
+def _share(size_bytes: int, device: DeviceId, on_device: list[Tree]) -> dict[TicketId, Bytes]:
     """The device's delta, split as granted: the best there is without a reading per process."""
-    granted = {t.ticket: sum(d.size_bytes for d in t.granted if d.device == device) for t in here}
+    granted = {
+        t.ticket: sum(d.size_bytes for d in t.granted if d.device == device) for t in on_device
+    }
     total = sum(granted.values())
     return {ticket: Bytes(size_bytes * g // total) for ticket, g in granted.items() if total}
 

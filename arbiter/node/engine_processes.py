@@ -335,8 +335,8 @@ class EngineProcesses:
         """Watches children that were forked just before an earlier agent died: it left no note of
         them."""
         for row in await self.supervisor.zygote.list():
-            known = row.ticket in self.children.by_ticket or row.ticket in self._spawning
-            if known:
+            is_known = row.ticket in self.children.by_ticket or row.ticket in self._spawning
+            if is_known:
                 continue
             if child := self.children.open(row.ticket, row.pid, (), zygote=self.supervisor.known):
                 self._watch(child)
@@ -345,7 +345,7 @@ class EngineProcesses:
         """Kills the orphans: a zygote forked them and died before it could say so, and no ticket
         names them."""
         self.children.refresh()
-        known = {pid for c in self.children.by_ticket.values() for pid in c.members}
+        pids = {pid for c in self.children.by_ticket.values() for pid in c.members}
         children.kill_all(
-            procfs.started_with(str(self._folder / "zygote.sock"), zygote_client.MARK) - known
+            procfs.started_with(str(self._folder / "zygote.sock"), zygote_client.MARK) - pids
         )

@@ -158,9 +158,9 @@ class HostCopies:
         source = await self._in_thread(copy_files.look, request)
         if source is None:
             return None
-        if known := next((c for c in self._alike(source, request) if c.has(source)), None):
-            known.take_source(request, source)
-            return known
+        if existing := next((c for c in self._alike(source, request) if c.has(source)), None):
+            existing.take_source(request, source)
+            return existing
         if self._alike(source, request):  # their bytes tell
             key = await self._in_thread(copy_files.key_of, source)
             if await self._in_thread(copy_files.look, request) != source:
@@ -197,11 +197,11 @@ class HostCopies:
             self._drop(copy)
             raise
         # Another folder's load may have made the same copy meanwhile.
-        made = self._of_key(files.index.key, source, request) if is_same else None
+        new_copy = self._of_key(files.index.key, source, request) if is_same else None
         copy.files = files
-        if made is not None or not is_same:
+        if new_copy is not None or not is_same:
             self._drop(copy)
-            return made
+            return new_copy
         copy.take_source(request, source)
         self._counts["stored"] += copy.files_count
         return copy
@@ -250,16 +250,16 @@ class HostCopies:
         engine had open ended with it."""
         for files in (files for pid in pids for files in copy_files.held_by(pid)):
             name = files.index.lease
-            known = next((c for c in self._copies if c.files and c.files.index.lease == name), None)
-            if known is None:
+            copy = next((c for c in self._copies if c.files and c.files.index.lease == name), None)
+            if copy is None:
                 size, label = files.allocated_bytes, files.index.owner.path
                 lease = CopyLease(self._calls, self._node, name, label, size)
-                known = HostCopy(lease, size, files, {files.index.owner}, loads_count=1)
-                self._copies.append(known)
-                self._start(self._keep(known))
+                copy = HostCopy(lease, size, files, {files.index.owner}, loads_count=1)
+                self._copies.append(copy)
+                self._start(self._keep(copy))
             else:
                 files.close()
-            known.users.add(ticket)
+            copy.users.add(ticket)
 
     # -- leaving ---------------------------------------------------------------------------------
 

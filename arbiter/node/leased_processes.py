@@ -66,11 +66,11 @@ class LeasedProcesses:
         """Watch a process; None when it is watched for this ticket already. Raises LeaseRefused
         for a process that is dead, is not this user's, or belongs to another ticket: its bytes
         would be counted twice."""
-        known = self.by_ticket.get(ticket)
-        if known and known.pid == pid:
+        process_of_lease = self.by_ticket.get(ticket)
+        if process_of_lease and process_of_lease.pid == pid:
             return None
         taken = not_these | {p for o in self.by_ticket.values() for p in o.members}
-        if known or pid in taken:
+        if process_of_lease or pid in taken:
             raise LeaseRefused(
                 "pid", f"{pid} has another lease, or this lease another process; take one for each"
             )
@@ -97,16 +97,18 @@ class LeasedProcesses:
     ) -> list[LeasedProcess]:
         """What was seen at `looked_ns`; returns those with nothing left. A driver that started Ray
         is the parent of all of it: what lies behind the pids `not_through` is not the driver's."""
-        seen = {pid: p for pid, p in everything.items() if pid not in not_through}
+        processes = {pid: p for pid, p in everything.items() if pid not in not_through}
         noted = [o for o in self.by_ticket.values() if o.opened_ns < looked_ns]
         for leased in noted:
             known = {
                 pid
                 for pid, ticks in leased.members.items()
-                if pid in seen and seen[pid].start_ticks == ticks
+                if pid in processes and processes[pid].start_ticks == ticks
             }
-            pids = {pid for pid in procfs.descend(known, seen) if pid in known or _is_ours(pid)}
-            leased.members = {pid: seen[pid].start_ticks for pid in pids}
+            pids = {
+                pid for pid in procfs.descend(known, processes) if pid in known or _is_ours(pid)
+            }
+            leased.members = {pid: processes[pid].start_ticks for pid in pids}
             leased.last_members = set(pids) or leased.last_members
         return [o for o in noted if not o.members]
 

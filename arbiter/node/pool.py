@@ -258,25 +258,25 @@ class Pool:
     def recover(self, ticket: TicketId, pids: Iterable[int]) -> None:
         """Finds the slabs again that engines had open when an earlier agent ended. Its idle slabs
         ended with it."""
-        known = {os.fstat(slab.fd).st_ino for slab in self._slabs}
+        inodes = {os.fstat(slab.fd).st_ino for slab in self._slabs}
         for pid in pids:
             for path in _open_slabs(pid):
                 slab = self._adopt(path)
                 if slab is None:
                     continue
-                if os.fstat(slab.fd).st_ino in known:
+                if os.fstat(slab.fd).st_ino in inodes:
                     slab.close()
                     continue
-                known.add(os.fstat(slab.fd).st_ino)
+                inodes.add(os.fstat(slab.fd).st_ino)
                 slab.ticket = ticket
                 self._slabs.append(slab)
 
     def _make(self, request: SlabRequest) -> PooledSlab:
         """Raises OSError, SlabUnusable."""
         size = int(self.budget_bytes) // PAGE_BYTES * PAGE_BYTES
-        made = self._viewed(request, create(_label(request), Bytes(size)))
-        self._slabs.append(made)
-        return made
+        slab = self._viewed(request, create(_label(request), Bytes(size)))
+        self._slabs.append(slab)
+        return slab
 
     def _adopt(self, path: Path) -> PooledSlab | None:
         """None: the engine has just ended, or the file only has such a name."""
@@ -439,15 +439,15 @@ class Pool:
         budget = self.budget_bytes if most is None else most
         idle_bytes = sum(s.view.allocated_bytes for s in self._slabs if s.ticket is None)
         # Beside idle slabs writers may pass the mark: then these leave, and the writers need not.
-        left = max(0.0, (1.0 if idle_bytes else HIGH_FRACTION) * budget - idle_bytes)
+        remaining_bytes = max(0.0, (1.0 if idle_bytes else HIGH_FRACTION) * budget - idle_bytes)
         writers = [slab for slab in self._slabs if slab.ticket is not None]
         writers.sort(key=lambda slab: slab.view.allocated_bytes)
         for number, slab in enumerate(writers):
-            share = left / (len(writers) - number)
-            wanted = slab.view.allocated_bytes + max(_STEP_BYTES, share / 4)
+            share = remaining_bytes / (len(writers) - number)
+            next_bytes = slab.view.allocated_bytes + max(_STEP_BYTES, share / 4)
             is_heaviest = number == len(writers) - 1
-            slab.view.limit_bytes = Bytes(int(share if is_heaviest else min(share, wanted)))
-            left -= slab.view.limit_bytes
+            slab.view.limit_bytes = Bytes(int(share if is_heaviest else min(share, next_bytes)))
+            remaining_bytes -= slab.view.limit_bytes
 
 
 def _label(request: SlabRequest) -> str:

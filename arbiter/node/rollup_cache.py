@@ -58,15 +58,15 @@ def mark_of(pid: int) -> PageCounters | None:
     )
 
 
-def _moved(current: dict[str, int], known: dict[str, int]) -> int:
+def _moved(current: dict[str, int], before: dict[str, int]) -> int:
     """Returns by how many bytes the counts of two readings differ at most."""
-    keys = current.keys() | known.keys()
-    return max((abs(current.get(key, 0) - known.get(key, 0)) for key in keys), default=0)
+    keys = current.keys() | before.keys()
+    return max((abs(current.get(key, 0) - before.get(key, 0)) for key in keys), default=0)
 
 
-def _files_moved(current: frozenset[tuple[int, int]], known: frozenset[tuple[int, int]]) -> int:
+def _files_moved(current: frozenset[tuple[int, int]], before: frozenset[tuple[int, int]]) -> int:
     """More than the slack where another file is mapped than before, whatever its size."""
-    return 0 if current == known else SLACK_BYTES + 1
+    return 0 if current == before else SLACK_BYTES + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +92,21 @@ class _ReadingCache(Generic[T]):
 
     def of(self, pid: int) -> T:
         mark, now_s = self._mark(pid), self._clock()
-        known = self._known.get(pid)
-        is_near = bool(mark and known and known.mark.is_near(mark))
-        if known and is_near and now_s - known.read_s < known.believed_s:
-            return known.value
+        cached = self._known.get(pid)
+        is_near = bool(mark and cached and cached.mark.is_near(mark))
+        if cached and is_near and now_s - cached.read_s < cached.believed_s:
+            return cached.value
         # The mark was taken before: what changes in between makes the next look a reading.
         value = self._read(pid)
         if mark:
             believed_s = BELIEVED_S
-            if known and is_near and self._moved(value, known.value) <= SLACK_BYTES:
-                believed_s = min(2 * known.believed_s, BELIEVED_MOST_S)
+            if cached and is_near and self._moved(value, cached.value) <= SLACK_BYTES:
+                believed_s = min(2 * cached.believed_s, BELIEVED_MOST_S)
             self._known[pid] = _CachedReading(mark, now_s, value, believed_s)
         return value
 
     def keep(self, pids: set[int]) -> None:
-        self._known = {pid: known for pid, known in self._known.items() if pid in pids}
+        self._known = {pid: cached for pid, cached in self._known.items() if pid in pids}
 
 
 class Rollups:
@@ -139,7 +139,7 @@ class Rollups:
 
     def keep(self, pids: Iterable[int]) -> None:
         """Forget all others."""
-        kept = set(pids)
-        self._rollups.keep(kept)
-        self._asides.keep(kept)
-        self._shared.keep(kept)
+        living = set(pids)
+        self._rollups.keep(living)
+        self._asides.keep(living)
+        self._shared.keep(living)

@@ -84,8 +84,8 @@ class SavedRows:
         if self._fd is None:
             return
         head = _read_head(self._fd)
-        wanted = (content, namespace, row_bytes)
-        if head is not None and (head.content, head.namespace, head.row_bytes) == wanted:
+        form = (content, namespace, row_bytes)
+        if head is not None and (head.content, head.namespace, head.row_bytes) == form:
             table = _read_table(self._fd, head)
             latest_s = now_s + layout.LONGEST_TERM_S
             self._rows = {r.mark.key: r for r in table if now_s < r.mark.expires_s <= latest_s}
@@ -279,17 +279,17 @@ def _write(
 
 def _copy(row: _Source, size: int, target: int, at: int, digest: _Digest) -> None:
     """Copies a row by reads, because a read of a page that a slab has given back allocates none."""
-    for done in range(0, size, _PIECE_BYTES):
-        piece = os.pread(row.fd, min(_PIECE_BYTES, size - done), row.offset + done)
+    for offset in range(0, size, _PIECE_BYTES):
+        piece = os.pread(row.fd, min(_PIECE_BYTES, size - offset), row.offset + offset)
         digest.update(piece)
-        _write_all(target, piece, at + done)
+        _write_all(target, piece, at + offset)
 
 
 def _write_all(target: int, piece: bytes, at: int) -> None:
-    left = memoryview(piece)
-    while left:
-        written = os.pwrite(target, left, at)
-        left, at = left[written:], at + written
+    rest = memoryview(piece)
+    while rest:
+        written = os.pwrite(target, rest, at)
+        rest, at = rest[written:], at + written
 
 
 def _digest(namespace: bytes, mark: Mark) -> _Digest:

@@ -208,9 +208,9 @@ class DemandReader:
             return
         key = (event.capability, event.model, home[0])
         self._remember(event.ticket, key)
-        seen = self._seen.setdefault(key, _SeatHistory(event.need))
-        if at - seen.last_used >= BEAT:  # not the same request once more
-            seen.last_used = at
+        seat = self._seen.setdefault(key, _SeatHistory(event.need))
+        if at - seat.last_used >= BEAT:  # not the same request once more
+            seat.last_used = at
             self._uses.append(at, key, 0)
 
     def _heard(self, event: ev.Joined | ev.Renewed, at: Instant) -> None:
@@ -222,14 +222,14 @@ class DemandReader:
         for held in [h for h in event.tickets if h.lease is None]:
             key = (capability, held.model, node)
             self._remember(held.ticket, key)
-            seen = self._seen.setdefault(key, _SeatHistory(held.need))
+            seat = self._seen.setdefault(key, _SeatHistory(held.need))
             if held.phase is types.Phase.RESIDENT:
-                self._used(key, seen, held, at)
+                self._used(key, seat, held, at)
 
-    def _used(self, key: Key, seen: _SeatHistory, held: ev.HeldTicket, at: Instant) -> None:
+    def _used(self, key: Key, seat: _SeatHistory, held: ev.HeldTicket, at: Instant) -> None:
         last = at if held.inflight else at - held.idle
-        if last - seen.last_used >= BEAT // 2:  # idle times jitter by the way they took
-            seen.last_used = Instant(last)
+        if last - seat.last_used >= BEAT // 2:  # idle times jitter by the way they took
+            seat.last_used = Instant(last)
             self._uses.append(last, key, BEAT if held.inflight else 0)
 
     def _took(self, ticket: TicketId, took: Span) -> None:
@@ -252,8 +252,8 @@ class DemandReader:
         the others. Raises NothingLoaded."""
         began = self.began(since)
         usual = self._usual()
-        known = self._configured | self._registered
-        keys = sorted(key for key in self._seen if key[0] in known and key[2] in self._nodes)
+        needs = self._configured | self._registered
+        keys = sorted(key for key in self._seen if key[0] in needs and key[2] in self._nodes)
         place = {key: n for n, key in enumerate(keys)}
         uses = (
             Use(Instant(max(0, at - began)), place[key], Span(busy))
@@ -261,32 +261,32 @@ class DemandReader:
             if key in place
         )
         seats = tuple(self._seat(key, usual) for key in keys)
-        table = ev.CapabilitiesSet(tuple(known.values()))
+        table = ev.CapabilitiesSet(tuple(needs.values()))
         return Demand(tuple(self._nodes.values()), table, seats, PackedRequests(uses))
 
     def _usual(self) -> _SeatHistory:
         every = _SeatHistory(types.Need(Bytes(0)), Instant(-1), deque(), deque(), deque(), deque())
-        for seen in self._seen.values():
-            every.loads += seen.loads
-            every.wakes += seen.wakes
-            every.sleeps += seen.sleeps
-            every.unloads += seen.unloads
+        for seat in self._seen.values():
+            every.loads += seat.loads
+            every.wakes += seat.wakes
+            every.sleeps += seat.sleeps
+            every.unloads += seat.unloads
         if not every.loads:
             raise NothingLoaded
         return every
 
     def _seat(self, key: Key, usual: _SeatHistory) -> Seat:
         capability, model, node = key
-        seen = self._seen[key]
+        seat = self._seen[key]
         return Seat(
             capability,
             model,
             node,
-            seen.need,
-            load=_median(seen.loads or usual.loads),
-            wake=_median(seen.wakes or usual.wakes),
-            sleep=_median(seen.sleeps or usual.sleeps),
-            unload=_median(seen.unloads or usual.unloads),
+            seat.need,
+            load=_median(seat.loads or usual.loads),
+            wake=_median(seat.wakes or usual.wakes),
+            sleep=_median(seat.sleeps or usual.sleeps),
+            unload=_median(seat.unloads or usual.unloads),
         )
 
 

@@ -366,12 +366,12 @@ class World:
     def _read(self, node: ev.NodeSeen) -> None:
         """Every engine holds exactly what it was granted."""
         devices = tuple(ev.DeviceReading(d.device, d.total_bytes, Bytes(0)) for d in node.devices)
-        here = [
+        on_node = [
             d
             for d in self._simulated
             if d.seat.node == node.node and d.state is not HolderState.COLD
         ]
-        engines = tuple(ev.EngineReading(d.ticket, _held(d)) for d in here if _held(d))
+        engines = tuple(ev.EngineReading(d.ticket, _held(d)) for d in on_node if _held(d))
         self._feed(ev.Measured(node.node, devices, engines))
 
 

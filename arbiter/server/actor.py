@@ -102,9 +102,9 @@ class ArbiterActor:
         self._store.on_trouble = self._tell_trouble
         self._agents.on_end = self._tell_agent_ended
         aside = str(self._store.moved_aside) if self._store.moved_aside else None
-        known = len(self._store.members())
+        members_count = len(self._store.members())
         self._shell.tell(
-            LogEvent(EventKind.ARBITER_STARTED, {"holders": known, "broken_state": aside})
+            LogEvent(EventKind.ARBITER_STARTED, {"holders": members_count, "broken_state": aside})
         )
 
     def _tell_trouble(self, why: str) -> None:
@@ -244,10 +244,12 @@ class ArbiterActor:
         change made at runtime since (C12)."""
         self._configuration.configure(configuration)
 
-    async def change_settings(self, wanted: messages.Configuration, of: Generation) -> Generation:
+    async def change_settings(
+        self, configuration: messages.Configuration, of: Generation
+    ) -> Generation:
         """Changes the settings at runtime, if they are still of that generation; kept across
         restarts. Returns the new generation. Raises SettingsConflict. Repeated, it is done once."""
-        return self._configuration.change(wanted, of)
+        return self._configuration.change(configuration, of)
 
     async def record(self, path: str | None, of: Epoch) -> None:
         """Every event from the epoch after `of` on; None: no longer. The next epoch begins now.
@@ -330,8 +332,8 @@ class ArbiterActor:
         from arbiter.core.residency.slabs import TOLD_AGAIN
 
         now, lately_s = time.time(), in_seconds(TOLD_AGAIN)
-        known = self._store.removed_tenants()
-        lately = {name: at for name, at in known.items() if now - at < lately_s}
+        removed = self._store.removed_tenants()
+        lately = {name: at for name, at in removed.items() if now - at < lately_s}
         self._store.save_removed_tenants({**lately, tenant: now})
         self._shell.feed(ev.TenantRemoved(tenant))
 
@@ -381,7 +383,7 @@ class ArbiterActor:
             async with asyncio.timeout(wait_s):
                 while self._shell.open_tickets:
                     await asyncio.sleep(0.02)
-        left = self._shell.open_tickets
+        open_tickets = self._shell.open_tickets
         for task in self._tasks:
             task.cancel()
         await self._agents.close()
@@ -389,7 +391,7 @@ class ArbiterActor:
         self._rpc.close()
         self._store.end_session()
         self._store.close()
-        return left
+        return open_tickets
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

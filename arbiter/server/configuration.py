@@ -65,15 +65,15 @@ class LiveConfiguration:
         if configuration.table != self.current.written:
             self._choose(configuration.numbered(self.current.generation + 1))
 
-    def change(self, wanted: messages.Configuration, of: Generation) -> Generation:
+    def change(self, configuration: messages.Configuration, of: Generation) -> Generation:
         """Changes the settings, if they are still of that generation. Returns the new generation.
         Raises SettingsConflict. Repeated, it is done once."""
         now = self.current
-        if now.table == wanted.table and now.generation == of + 1:
+        if now.table == configuration.table and now.generation == of + 1:
             return now.generation
         if now.generation != of:
             raise SettingsConflict(of, now.generation)
-        self._choose(replace(wanted, written=now.written, generation=Generation(of + 1)))
+        self._choose(replace(configuration, written=now.written, generation=Generation(of + 1)))
         return self.current.generation
 
     def _choose(self, configuration: messages.Configuration) -> None:
@@ -90,10 +90,12 @@ class LiveConfiguration:
             self._shell.feed(table)  # else the next epoch takes it, which has the new roles
         self.current = configuration
         self._store.save_configuration(configuration)
-        known = {(spec.name, model.name) for spec in future.specs.values() for model in spec.models}
-        floors = [row for row in core.export_floors() if (row[0], row[1]) in known]
+        model_names = {
+            (spec.name, model.name) for spec in future.specs.values() for model in spec.models
+        }
+        floors = [row for row in core.export_floors() if (row[0], row[1]) in model_names]
         self._store.save_floors(floors)  # what was removed has none
-        removed = [list(name) for name in core.model_names if name not in known]
+        removed = [list(name) for name in core.model_names if name not in model_names]
         self._store.save_removing(core.export_removing() + removed)
         self._shell.command_all(messages.ConfigChanged(configuration.table))
         if (old.settings, old.policies) != (configuration.settings, configuration.policies):

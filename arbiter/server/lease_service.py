@@ -108,8 +108,8 @@ class LeaseSession:
         """What is left of its term is the arbiter's to say, also after a restart of it."""
         if self.ends_unix_s is None:
             return self.call.terms
-        left = seconds(max(0.0, self.ends_unix_s - time.time()))
-        return replace(self.call.terms, term=min(self.call.terms.term, left))
+        remaining = seconds(max(0.0, self.ends_unix_s - time.time()))
+        return replace(self.call.terms, term=min(self.call.terms.term, remaining))
 
 
 class LeaseService:
@@ -117,9 +117,9 @@ class LeaseService:
     seconds. Calls raise LeaseRefused or UnknownLease; a grant that the core refuses is the lease's
     `error`. `known` is the state file, which keeps the leases for the next epoch."""
 
-    def __init__(self, shell: Shell, agents: Adopts, known: LeaseStore) -> None:
-        self._shell, self._agents, self._known = shell, agents, known
-        self._granted = {granted.call.ticket: granted for granted in known.leases()}
+    def __init__(self, shell: Shell, agents: Adopts, store: LeaseStore) -> None:
+        self._shell, self._agents, self._known = shell, agents, store
+        self._granted = {granted.call.ticket: granted for granted in store.leases()}
         self._sessions: dict[TicketId, LeaseSession] = {}
         self._ended: OrderedDict[TicketId, str] = OrderedDict()  # why
         self._plans: dict[TicketId, messages.Plain] = {}  # of `arbiter free`, as it began
@@ -157,7 +157,7 @@ class LeaseService:
             raise LeaseRefused("id", "names a lease that `arbiter free` did not begin")
         if session is None and call.ticket not in self._ended:
             self._plans[call.ticket] = self._shell.plan(_question(call))
-        made = self._plans.get(call.ticket)
+        plan = self._plans.get(call.ticket)
         try:
             state = await self.update(call, is_kept=is_kept)
         finally:
@@ -167,7 +167,7 @@ class LeaseService:
             raise LeaseRefused(
                 "id", f"names a lease that is over ({state.reason}); ask again under a new id"
             )
-        return {"plan": made, "lease": plain(state)}
+        return {"plan": plan, "lease": plain(state)}
 
     def give_back(self, lease: str, tenant: str) -> None:
         """Also of a lease of the last epoch whose process has not called since. Repeated: nothing.
@@ -369,10 +369,10 @@ class LeaseService:
         left_s = (
             None if session.gone_by_s is None else max(0.0, session.gone_by_s - time.monotonic())
         )
-        left = None if left_s is None or state != "leaving" else seconds(left_s)
+        remaining = None if left_s is None or state != "leaving" else seconds(left_s)
         lapse = self._shell.core.settings.timeouts.lease_lapse
         return messages.LeaseState(
-            ticket, state, session.devices, left, session.reason, session.node, lapse
+            ticket, state, session.devices, remaining, session.reason, session.node, lapse
         )
 
     def _close(self, session: LeaseSession, reason: str) -> None:

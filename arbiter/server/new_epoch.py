@@ -52,13 +52,13 @@ def begin(
 
 
 def _heading(store: Store, chosen: messages.Configuration, epoch: Epoch) -> RecordingHeader:
-    known = tuple(sorted(member.holder for member in store.members()))
+    holders = tuple(sorted(member.holder for member in store.members()))
     now = time.time()
     return RecordingHeader(
         messages.protocol_hash(),
         chosen.settings,
         epoch,
-        known,
+        holders,
         store.learned(),
         monotonic(),
         store.floors(),

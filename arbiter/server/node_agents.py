@@ -116,14 +116,14 @@ class RayAgents:
         )
         return gone + list(itertools.chain(*await asyncio.gather(*answers)))
 
-    async def _dead_on(self, node: NodeId, here: list[ExpectedHolder]) -> list[HolderId]:
+    async def _dead_on(self, node: NodeId, on_node: list[ExpectedHolder]) -> list[HolderId]:
         """None of an agent that does not answer: it is asked again at the next look."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                living = await self._handles[node].living.remote([m.pid for m in here])
+                living = await self._handles[node].living.remote([m.pid for m in on_node])
         except (ray.exceptions.RayError, TimeoutError, KeyError):
             return []
-        return [m.holder for m in here if living.get(m.pid) != m.start_ticks]
+        return [m.holder for m in on_node if living.get(m.pid) != m.start_ticks]
 
     async def readiness(self) -> dict[str, dict[str, str]]:
         """Says of each living node whether engines start there as fast as they can."""

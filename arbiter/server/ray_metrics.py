@@ -25,8 +25,8 @@ class RayGauge(Protocol):
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...]) -> RayGauge:
-    made: RayGauge = Gauge(name, text, labels)
-    return made
+    gauge: RayGauge = Gauge(name, text, labels)
+    return gauge
 
 
 class RayMetrics:

@@ -62,8 +62,8 @@ class RecordingHeader:
     removing: Any = None  # models that were removed and are still held; None: none is
 
     def core(self, policies: Policies) -> Arbiter:
-        known = frozenset(self.known_holders)
-        core = Arbiter(self.settings, policies, self.epoch, known, self.began)
+        holders = frozenset(self.known_holders)
+        core = Arbiter(self.settings, policies, self.epoch, holders, self.began)
         if self.learned:
             core.restore_learned(self.learned)
         if self.floors:

@@ -440,8 +440,8 @@ class Shell:
     def plan(self, question: PlanQuestion) -> messages.Plain:
         """What a request would bring about. The core's state stays as it is (K3), so a failure in
         here is the caller's alone and ends no process."""
-        made: messages.Plain = plain(self.core.plan(question, self._clock()))
-        return made
+        answer: messages.Plain = plain(self.core.plan(question, self._clock()))
+        return answer
 
     @property
     def open_tickets(self) -> int:

@@ -441,8 +441,8 @@ def _joined(parts: list[Any]) -> Any:
             whole[name] += part[name]
     if others:
         reuse = whole["reuse"]
-        known = {(capability, model) for capability, model, *_ in reuse["models"]}
-        reuse["recent"] = [name for name in reuse["recent"] if tuple(name) in known]
+        names = {(capability, model) for capability, model, *_ in reuse["models"]}
+        reuse["recent"] = [name for name in reuse["recent"] if tuple(name) in names]
         reuse["clock"] = max([reuse["clock"], *(last for _, _, _, last, *_ in reuse["models"])])
     return whole
 

@@ -40,6 +40,13 @@ SHAPES: dict[str, Mapping[str, float]] = {
 }
 SHAPES |= {f"same_visit_{visit:g}": {"SAME_VISIT": visit} for visit in (0.15, 0.6)}
 SHAPES |= {"looks_4": {"LOOKS_COUNT": 4}}
+SHAPES |= {f"followers_{count}": {"FOLLOWERS_COUNT": count} for count in (8, 32)}
+SHAPES |= {f"leaders_{count}": {"LEADERS_COUNT": count} for count in (2, 8)}
+LEASTS = ("RATE_LEAST", "AGE_LEAST", "FOLLOWS_LEAST", "COUNT_LEAST")
+SHAPES |= {
+    f"leasts_{times:g}": {name: times * getattr(reuse, name) for name in LEASTS}
+    for times in (0.5, 2)
+}
 BEGINNINGS |= dict.fromkeys(SHAPES, NOTHING)
 # And with other standard deviations of the weights that it begins with.
 for _times in (0.5, 2):

@@ -234,16 +234,16 @@ class Catalogue:
         try:
             status = file.lstat()
             stamp = status.st_mtime_ns, status.st_ino, status.st_size
-            known = self._manifests.get(file)
-            if known is None or known.stamp != stamp:
-                known = self._manifests[file] = _read_manifest(file, owner, stamp)
+            manifest = self._manifests.get(file)
+            if manifest is None or manifest.stamp != stamp:
+                manifest = self._manifests[file] = _read_manifest(file, owner, stamp)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
             raise AdapterInvalid(MANIFEST, f"{error.filename}: {error.strerror}") from error
-        if known.fault:
-            raise AdapterInvalid(MANIFEST, known.fault)
-        return known.rows
+        if manifest.fault:
+            raise AdapterInvalid(MANIFEST, manifest.fault)
+        return manifest.rows
 
     def _remote(self, name: str, base: str, home_place: _Place) -> CatalogueEntry:
         """Raises AdapterInvalid."""
@@ -263,24 +263,24 @@ class Catalogue:
         path = home_place.path
         try:
             stamp = _stamp(path)
-            known = self._read.get(path)
-            if known is None or known[0] != stamp:
-                known = self._read[path] = stamp, _read_entry(name, base, home_place, stamp)
+            stamped = self._read.get(path)
+            if stamped is None or stamped[0] != stamp:
+                stamped = self._read[path] = stamp, _read_entry(name, base, home_place, stamp)
         except OSError as error:
             raise AdapterInvalid(name, f"{error.filename}: {error.strerror}") from error
-        return known[1]
+        return stamped[1]
 
     def _listed(self, folder: Path) -> frozenset[str]:
         try:
             if not is_folder(folder):
                 return frozenset()
             mtime_ns = folder.stat().st_mtime_ns
-            known = self._listings.get(folder)
-            if known is None or known.mtime_ns != mtime_ns:
-                known = self._listings[folder] = _Listing(mtime_ns, self._list(folder))
+            listing = self._listings.get(folder)
+            if listing is None or listing.mtime_ns != mtime_ns:
+                listing = self._listings[folder] = _Listing(mtime_ns, self._list(folder))
         except (FileNotFoundError, NotADirectoryError):
             return frozenset()
-        return known.names
+        return listing.names
 
     def _list(self, folder: Path) -> frozenset[str]:
         with os.scandir(folder) as rows:
@@ -355,9 +355,9 @@ def _row(value: Any) -> dict[str, Any]:
     """What is kept of a manifest's row: nothing where it can be no adapter, because a tenant could
     fill memory with it."""
     row = value if isinstance(value, dict) else {"url": value}
-    known = {key: row[key] for key in ("url", "priority", "pin", "int8") if key in row}
-    is_flat = all(isinstance(each, str | int | float | None) for each in known.values())
-    return known if is_flat else {}
+    options = {key: row[key] for key in ("url", "priority", "pin", "int8") if key in row}
+    is_flat = all(isinstance(each, str | int | float | None) for each in options.values())
+    return options if is_flat else {}
 
 
 def _extras(name: str, file: str, row: Mapping[str, Any]) -> tuple[str, bool, bool]:

@@ -173,17 +173,17 @@ def _free_frames(work: "Future[None]") -> None:
 
 
 def _bounded(reader: Any, target: Path, most_bytes: int, until_s: float) -> int:
-    left = most_bytes
+    remaining_bytes = most_bytes
     with target.open("xb") as writer:
         while chunk := reader.read(_CHUNK_BYTES):
-            left -= len(chunk)
-            if left < 0:
+            remaining_bytes -= len(chunk)
+            if remaining_bytes < 0:
                 most = f"{most_bytes} bytes, the most for an adapter of this model's `max_rank`"
                 raise ValueError(f"{target.name} is larger than {most}")
             if time.monotonic() > until_s:
                 raise TimeoutError(f"{target.name} was not read within {FETCH_S:g} s")
             writer.write(chunk)
-    return most_bytes - left
+    return most_bytes - remaining_bytes
 
 
 def _told(error: BaseException) -> str:
@@ -203,8 +203,8 @@ def _options(scheme: str) -> dict[str, Any]:
 
         # s3fs tries five times, and botocore would five times in each: minutes for a server that
         # is gone. s3fs bounds each by 5 s for the connection and 15 s without a byte.
-        given = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-        return {"config_kwargs": {"retries": {"total_max_attempts": 1}, **given}}
+        usual = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+        return {"config_kwargs": {"retries": {"total_max_attempts": 1}, **usual}}
     return {}
 
 

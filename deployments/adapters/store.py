@@ -79,16 +79,16 @@ class Store:
         if entry.rank > rules.max_rank:
             reason = f"rank {entry.rank} is above the {rules.max_rank} its model serves"
             raise AdapterInvalid(entry.name, reason)
-        if known := self._known(entry, rules):
-            return known
+        if published := self._known(entry, rules):
+            return published
         try:
             scratch = Path(tempfile.mkdtemp(dir=self._folder, prefix=_SCRATCH))
         except OSError as error:
             raise AdapterNotCopied(entry.name, str(error.strerror)) from error
         try:
-            made = self._publish(entry, rules, scratch)
-            self._note(entry, rules, made)
-            return made
+            new = self._publish(entry, rules, scratch)
+            self._note(entry, rules, new)
+            return new
         except OSError as error:
             if error.errno in _FULL:
                 raise AdapterNotCopied(entry.name, str(error.strerror)) from error
@@ -135,14 +135,14 @@ class Store:
             return Published(path.name, path, int(note["size_bytes"]))
         return None
 
-    def _note(self, entry: CatalogueEntry, rules: Rules, made: Published) -> None:
+    def _note(self, entry: CatalogueEntry, rules: Rules, published: Published) -> None:
         """Raises OSError."""
         note = self._note_of(entry, rules)
         note.parent.mkdir(mode=0o700, exist_ok=True)
         if sum(1 for _ in os.scandir(note.parent)) >= _MOST_KNOWN:
             shutil.rmtree(note.parent)
             note.parent.mkdir(mode=0o700, exist_ok=True)
-        whole = {"digest": made.digest, "size_bytes": made.size_bytes}
+        whole = {"digest": published.digest, "size_bytes": published.size_bytes}
         temporary = note.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(whole))
         temporary.rename(note)
@@ -166,15 +166,15 @@ class CheckedAdapters:
     async def take(self, entry: CatalogueEntry) -> Published:
         """The checked copy, which is made again when the entry changed or the copy is gone. Raises
         AdapterInvalid, AdapterNotCopied."""
-        if known := self._current(entry):
-            return known
+        if published := self._current(entry):
+            return published
         key = entry.tenant, entry.name
         async with self._copying[key]:
-            if known := self._current(entry):
-                return known
-            made = await asyncio.to_thread(self._store.publish, entry, self._rules)
-            self._known[key] = entry, made
-        return made
+            if published := self._current(entry):
+                return published
+            new = await asyncio.to_thread(self._store.publish, entry, self._rules)
+            self._known[key] = entry, new
+        return new
 
     async def peek(self, entries: Iterable[CatalogueEntry]) -> dict[str, Published]:
         """What was published of these entries as they are now, by full name; publishes nothing."""
@@ -193,10 +193,10 @@ class CheckedAdapters:
 
 def catalogue_of(config: Mapping[str, Any]) -> Catalogue:
     """The catalogue that an engine and its replica share, from the engine's configuration."""
-    given, base = config["adapters"], str(config.get("served_name", config["model"]))
-    fetched = Path(given["store"]) / FETCHED
-    urls = {base: given.get("urls", ())}
-    return Catalogue({base: Path(given["folder"])}, urls=urls, fetched=fetched)
+    section, base = config["adapters"], str(config.get("served_name", config["model"]))
+    fetched = Path(section["store"]) / FETCHED
+    urls = {base: section.get("urls", ())}
+    return Catalogue({base: Path(section["folder"])}, urls=urls, fetched=fetched)
 
 
 def _rounded(folder: Path, rules: Rules) -> Any:
@@ -219,10 +219,10 @@ def _copy(entry: CatalogueEntry, name: str, target: Path, bound: int, hashed: An
     the bound, OSError for links."""
     with open_plain(entry.name, entry.path / name) as reader, target.open("xb") as writer:
         target.chmod(0o400)
-        left = bound
+        remaining_bytes = bound
         while chunk := reader.read(_CHUNK_BYTES):
-            left -= len(chunk)
-            if left < 0:
+            remaining_bytes -= len(chunk)
+            if remaining_bytes < 0:
                 raise AdapterInvalid(entry.name, f"{name} is larger than {bound} bytes")
             hashed.update(chunk)
             writer.write(chunk)

@@ -91,10 +91,10 @@ def _check_patterns(name: str, config: dict[str, Any], modules_count: int) -> No
     """Raises AdapterInvalid where a key is more than a part of a module's name, or where there
     are more keys than modules."""
     for field in _PATTERNS:
-        given = config.get(field) or {}
-        if not isinstance(given, dict) or len(given) > modules_count:
+        patterns = config.get(field) or {}
+        if not isinstance(patterns, dict) or len(patterns) > modules_count:
             raise AdapterInvalid(name, f"{field} has not one value for each of some modules")
-        if key := next((key for key in given if not _PLAIN_KEY.fullmatch(key)), None):
+        if key := next((key for key in patterns if not _PLAIN_KEY.fullmatch(key)), None):
             raise AdapterInvalid(name, f"{field}: {key[:200]!r} is no name of a module")
 
 

@@ -108,8 +108,8 @@ def built(path: Path, found: "Table") -> Iterator[str]:
 
     from deployments.config import boot
 
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)  # as `serve run` does, for builders beside the file
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)  # as `serve run` does, for builders beside the file
     try:
         boot.boot(found)
     except ValueError as error:
@@ -153,14 +153,14 @@ def _application(app: "ServeApplicationSchema", where: str) -> Iterator[str]:
         return
     try:
         bound = call_user_app_builder_with_args_if_necessary(builder, app.args)
-        made = build_app(bound, name=app.name)
-        made.validate_single_fastapi_ingress()
+        application = build_app(bound, name=app.name)
+        application.validate_single_fastapi_ingress()
     except (*BROKEN, RayServeException) as error:
         yield f"{where}.args: {app.import_path}: {_cause(error)}"
         return
     infos = {
         d.name: DeploymentInfo(d._deployment_config, d._replica_config, 0, "")
-        for d in made.deployments
+        for d in application.deployments
     }
     yield from _deployments(app, infos, where)
 
@@ -183,22 +183,22 @@ def _deployments(
             yield from _policy(scaling["policy"], f"{place}.autoscaling_config.policy")
 
 
-def _policy(given: dict[str, Any], where: str) -> Iterator[str]:
+def _policy(section: dict[str, Any], where: str) -> Iterator[str]:
     """Imports a scaling policy, and makes it where it is a class."""
     from ray.serve.config import AutoscalingPolicy
 
-    known = set(AutoscalingPolicy.model_fields)
-    if unknown := sorted(given.keys() - known):
-        yield f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}"
+    fields = set(AutoscalingPolicy.model_fields)
+    if unknown := sorted(section.keys() - fields):
+        yield f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(fields))}"
     try:
-        policy = AutoscalingPolicy(**given)
-        made = policy.get_policy()
+        policy = AutoscalingPolicy(**section)
+        policy_callable = policy.get_policy()
     except BROKEN as error:
-        yield f"{where}.policy_function: {given.get('policy_function')}: {_cause(error)}"
+        yield f"{where}.policy_function: {section.get('policy_function')}: {_cause(error)}"
         return
-    if inspect.isclass(made):
+    if inspect.isclass(policy_callable):
         try:
-            made(**policy.policy_kwargs)
+            policy_callable(**policy.policy_kwargs)
         except BROKEN as error:
             yield f"{where}.policy_kwargs: {policy.policy_function}: {_cause(error)}"
 

@@ -35,8 +35,8 @@ class CapabilityText:
         return str(row["engine"])
 
     def add(self, name: str, comment: str, row: Mapping[str, Any]) -> None:
-        made = yaml.safe_dump({name: dict(row)}, sort_keys=False, width=80, default_flow_style=None)
-        first, *rest = made.splitlines(keepends=True)
+        text = yaml.safe_dump({name: dict(row)}, sort_keys=False, width=80, default_flow_style=None)
+        first, *rest = text.splitlines(keepends=True)
         lines = [f"# {comment}\n", first, *rest]
         self.models[name] = "".join(MODEL + line for line in lines)
 

@@ -61,10 +61,10 @@ def free(
     more = {"kept": not words, "notice_s": NOTICE_S, "within_s": WITHIN_S, "dry_run": dry_run}
     question = {key: value for key, value in (body | more).items() if value is not None}
     with front(url) as f, working(f"freeing {gb:g} GiB"):
-        done = f.send("POST", "/arbiter/free", question)
+        reply = f.send("POST", "/arbiter/free", question)
     if dry_run or not words:
-        return show(as_json, done, *_lines(done))
-    raise typer.Exit(_run(words, _freed(body, done["id"], address(url)), as_json))
+        return show(as_json, reply, *_lines(reply))
+    raise typer.Exit(_run(words, _freed(body, reply["id"], address(url)), as_json))
 
 
 def _freed(body: Mapping[str, Any], lease: str, where: str) -> leases.Lease:
@@ -83,18 +83,18 @@ def _run(words: list[str], lease: leases.Lease, as_json: bool) -> int:
         raise CommandError(str(error)) from error
 
 
-def _lines(done: dict[str, Any]) -> Iterator[RenderableType]:
-    lease, made = done["lease"], done["plan"]
+def _lines(reply: dict[str, Any]) -> Iterator[RenderableType]:
+    lease, dry_run = reply["lease"], reply["plan"]
     if lease is None:
-        yield from plan.lines(made)
+        yield from plan.lines(dry_run)
     else:
         yield cell(f"{lease['ticket']} holds {sizes(lease['devices_bytes'])}")
-        left = ", ".join(v["model"] for v in made["victims"]) or "nothing"
-        yield cell(f"left for it, and returns after it: {left}")
+        leaving = ", ".join(v["model"] for v in dry_run["victims"]) or "nothing"
+        yield cell(f"left for it, and returns after it: {leaving}")
         yield cell(f"give it back sooner with `arbiter drain {lease['ticket']}`")
-    if made["stays"]:
+    if dry_run["stays"]:
         yield ""
         rows = [
-            (s["model"], s["ticket"], sizes(s["charged_bytes"]), s["why"]) for s in made["stays"]
+            (s["model"], s["ticket"], sizes(s["charged_bytes"]), s["why"]) for s in dry_run["stays"]
         ]
         yield table(("stays", "ticket", "holds", "because"), rows)

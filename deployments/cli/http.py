@@ -209,8 +209,8 @@ def api_key(url: str) -> str:
     the owner: a key with every scope is not sent to whatever address was typed."""
     from deployments.front import keys
 
-    if given := os.environ.get("ARBITER_KEY"):
-        return given
+    if key := os.environ.get("ARBITER_KEY"):
+        return key
     file = keys.first_key_path(keys.keys_path())
     is_here = is_loopback(urlsplit(url).hostname or "")
     return file.read_text().strip() if is_here and os.access(file, os.R_OK) else ""

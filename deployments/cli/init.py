@@ -91,19 +91,19 @@ def init(
         raise CommandError(f"{file} exists; name another file, or replace it by --force")
     with working("looking at this machine and its models"):
         machine = find_machine(gpu)
-        made = written(machine, _names(capabilities), model or [], port)
+        config = written(machine, _names(capabilities), model or [], port)
     try:
-        file.write_text(made.text)
+        file.write_text(config.text)
     except OSError as error:
         raise CommandError(f"{file} cannot be written: {error}") from error
-    rows = [(name, human(Bytes(need))) for name, need in made.need_bytes.items()]
+    rows = [(name, human(Bytes(need))) for name, need in config.need_bytes.items()]
     heads = ("model", "about, while resident")
-    lines = [f"left out: {line}" for line in made.left_out]
-    if len(made.need_bytes) < len(_models(made.text)):
+    lines = [f"left out: {line}" for line in config.left_out]
+    if len(config.need_bytes) < len(_models(config.text)):
         lines.append("`make models` makes those that are not made yet")
     next_is = f"`arbiter check {file}` names what an edit breaks; `arbiter serve {file}` starts it"
     wrote = f"{file}: for {machine.words}"
-    value = {"file": str(file), "need_bytes": made.need_bytes, "left_out": made.left_out}
+    value = {"file": str(file), "need_bytes": config.need_bytes, "left_out": config.left_out}
     show(as_json, value, wrote, table(heads, rows, numbers=heads[1:]), *lines, next_is)
 
 
@@ -153,14 +153,14 @@ def written(
                 f"{source.name}: {source.source} is for {source.capability}"
                 f" ({source.what.split(';')[0]}), which --capabilities leaves out"
             )
-    kept = {name: entries[name] for name in entries if name in wanted}
+    capabilities = {name: entries[name] for name in entries if name in wanted}
     for capability in {source.capability for source in named}:
-        kept[capability].models.clear()
+        capabilities[capability].models.clear()
     for source in named:
         comment = source.what.format(size=human(source.weights_bytes or Bytes(0)))
-        entry = kept[source.capability]
+        entry = capabilities[source.capability]
         entry.add(source.name, comment, _row(source, machine, entry.engine))
-    return _fitted(machine, kept, {source.name for source in named}, port)
+    return _fitted(machine, capabilities, {source.name for source in named}, port)
 
 
 def _named(text: str, entries: dict[str, Any]) -> NamedModel:
@@ -180,23 +180,29 @@ def _refuse_twice(named: "list[Source]") -> None:
 
 
 def _fitted(
-    machine: Machine, kept: dict[str, config_text.CapabilityText], asked_for: set[str], port: int
+    machine: Machine,
+    capabilities: dict[str, config_text.CapabilityText],
+    asked_for: set[str],
+    port: int,
 ) -> WrittenConfig:
     """Writes the configuration without the models of the shipped file that are larger than this
     machine."""
-    needs, left_out = _needs(machine, kept), []
-    for entry in kept.values():
+    needs, left_out = _needs(machine, capabilities), []
+    for entry in capabilities.values():
         for name in [name for name in entry.models if needs.get(name, 0) > _room(machine)]:
             why = f"{name} needs {human(Bytes(needs[name]))}, of {human(Bytes(_room(machine)))}"
             if name in asked_for:
                 raise CommandError(f"{why} that a device lends here")
             left_out.append(why)
             del entry.models[name], needs[name]
-    kept = {name: entry for name, entry in kept.items() if entry.models}
-    if not kept:
+    capabilities = {name: entry for name, entry in capabilities.items() if entry.models}
+    if not capabilities:
         raise CommandError(f"nothing fits on {machine.words}: {'; '.join(left_out)}")
     text = config_text.whole(
-        _about(machine, needs, left_out), port, _arbiter(machine, kept, needs), list(kept.values())
+        _about(machine, needs, left_out),
+        port,
+        _arbiter(machine, capabilities, needs),
+        list(capabilities.values()),
     )
     return WrittenConfig(text, needs, left_out)
 
@@ -211,13 +217,13 @@ def _room(machine: Machine) -> int:
     return sum(lent) or int(LENT * machine.largest_bytes)
 
 
-def _needs(machine: Machine, kept: dict[str, config_text.CapabilityText]) -> dict[str, int]:
+def _needs(machine: Machine, capabilities: dict[str, config_text.CapabilityText]) -> dict[str, int]:
     """Bytes of each model while resident. Models that `make models` has yet to make are not in it.
     Raises CommandError."""
     from deployments.config.load_plan import plan
     from deployments.config.schema import ConfigError, parse_table
 
-    raw = yaml.safe_load("".join(entry.text for entry in kept.values()))
+    raw = yaml.safe_load("".join(entry.text for entry in capabilities.values()))
     needs: dict[str, int] = {}
     for capability in parse_table({"capabilities": raw}).capabilities.values():
         for name, model in capability.models.items():
@@ -240,7 +246,7 @@ def _about(machine: Machine, needs: dict[str, int], left_out: list[str]) -> list
 
 
 def _arbiter(
-    machine: Machine, kept: dict[str, config_text.CapabilityText], needs: dict[str, int]
+    machine: Machine, capabilities: dict[str, config_text.CapabilityText], needs: dict[str, int]
 ) -> dict[str, str]:
     """Lines of the arbiter's section."""
     host = f"host: {machine.host_bytes // MIB} MiB"
@@ -252,7 +258,7 @@ def _arbiter(
         cpu_bytes = int(min(most, machine.largest_bytes))
         arenas = f"{{cpu: {cpu_bytes // MIB} MiB, {host}}} # of RAM: models, and sleeping weights"
     lines = {"evict": "learned", "arenas": arenas}
-    if set(PIPELINE) <= kept.keys():
+    if set(PIPELINE) <= capabilities.keys():
         lines["pipelines"] = f"[[{', '.join(PIPELINE)}]] # a voice turn loads the next stage ahead"
     return lines
 

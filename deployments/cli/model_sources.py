@@ -64,11 +64,11 @@ def _folder(name: str, source: str) -> Path | None:
     """Where its files are; None: nowhere on this machine, but it may be an id. Raises
     CommandError."""
     try:
-        here = Path(resolve(source)).expanduser()
+        path = Path(resolve(source)).expanduser()
     except ConfigError as error:
         raise CommandError(f"{name}: {error}") from error
-    if here.exists():
-        return here
+    if path.exists():
+        return path
     if source.startswith(("/", ".", "~")) or not HUB_ID.fullmatch(source):
         raise CommandError(
             f"{name}: no folder {source}, and no id of a hub, which is ORGANISATION/MODEL;"
@@ -81,9 +81,9 @@ def _cached(hub_id: str) -> Path | None:
     """The snapshot of the main branch in the local cache."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    kept = cache / f"models--{hub_id.replace('/', '--')}"
+    repository = cache / f"models--{hub_id.replace('/', '--')}"
     try:
-        snapshot = kept / "snapshots" / (kept / "refs" / "main").read_text().strip()
+        snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
     except OSError:
         return None
     return snapshot if snapshot.is_dir() else None
@@ -122,8 +122,8 @@ def _of_hub(name: str, source: str, capability: str) -> Source:
         why = _unknown(config, files) if card else "it is not in the cache, and no hub answers"
         raise CommandError(f"{name}: {source}: {why}; write it as `--model chat:{name}={source}`")
     size, where = _size_at_hub(source, card)
-    known = f"{{size}} of weights by {where}" if size else "its size is learned at the first load"
-    return Source(name, source, capability or found, size, None, f"{kind or 'as you say'}; {known}")
+    what = f"{{size}} of weights by {where}" if size else "its size is learned at the first load"
+    return Source(name, source, capability or found, size, None, f"{kind or 'as you say'}; {what}")
 
 
 def _size_at_hub(source: str, card: Mapping[str, Any]) -> tuple[Bytes | None, str]:
@@ -135,9 +135,9 @@ def _size_at_hub(source: str, card: Mapping[str, Any]) -> tuple[Bytes | None, st
         return Bytes(sum(ITEM_BYTES[kind] * count for kind, count in counts.items())), "its headers"
     listed = {row["rfilename"]: row.get("size") or 0 for row in card.get("siblings", ())}
     # `consolidated` ones are the same tensors once more, and so are those of other endings.
-    kept = {file: size for file, size in listed.items() if "consolidated" not in file}
-    tensors = {file: size for file, size in kept.items() if file.endswith(".safetensors")}
-    if size_bytes := estimates.of_files(tensors or kept):
+    files = {file: size for file, size in listed.items() if "consolidated" not in file}
+    tensors = {file: size for file, size in files.items() if file.endswith(".safetensors")}
+    if size_bytes := estimates.of_files(tensors or files):
         return size_bytes, "the sizes of its files"
     return estimates.of_name(source), "the number in its name"
 
@@ -199,9 +199,9 @@ def _unknown(config: Mapping[str, Any], files: Iterable[str]) -> str:
         return f"{kinds} is served in CTranslate2's form: {TO_CT2}"
     if not config:
         return f"no config.json among {', '.join(sorted(files)) or 'no files'}"
-    known = ", ".join(ending for ending, _ in BY_CLASS)
+    endings = ", ".join(ending for ending, _ in BY_CLASS)
     shown = kinds or "no `architectures`"
-    return f"config.json names {shown}, of which no capability is known (those end in {known})"
+    return f"config.json names {shown}, of which no capability is known (those end in {endings})"
 
 
 def _refuse_another(name: str, source: str, wanted: str, found: str, kind: str) -> None:

@@ -137,11 +137,11 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 def among(what: str, names: Callable[[], list[str]]) -> Callable[[list[str] | None], list[str]]:
     """A callback for an option that takes some of these names. Its errors list them."""
 
-    def check(given: list[str] | None) -> list[str]:
-        if unknown := [name for name in given or [] if name not in names()]:
+    def check(values: list[str] | None) -> list[str]:
+        if unknown := [name for name in values or [] if name not in names()]:
             known = ", ".join(names())
             raise typer.BadParameter(f"no {what} {unknown[0]!r}; there is: {known}")
-        return given or []
+        return values or []
 
     return check
 

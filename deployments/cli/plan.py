@@ -48,33 +48,33 @@ def plan(
         raise typer.BadParameter(f"--gb {gb} is no number of GiB")
     body = {"model": model, "gb": gb, "priority": priority, "node": node}
     with front(url) as f:
-        made = f.send("POST", "/arbiter/plan", {k: v for k, v in body.items() if v is not None})
-    show(as_json, made, *lines(made))
+        reply = f.send("POST", "/arbiter/plan", {k: v for k, v in body.items() if v is not None})
+    show(as_json, reply, *lines(reply))
 
 
-def lines(made: dict[str, Any]) -> Iterator[RenderableType]:
+def lines(reply: dict[str, Any]) -> Iterator[RenderableType]:
     """A plan for a person: the answer, who would leave, and why."""
-    yield cell(_headline(made))
-    if made["victims"]:
+    yield cell(_headline(reply))
+    if reply["victims"]:
         yield ""
-        yield _victims(made["victims"])
+        yield _victims(reply["victims"])
         return
-    for sentence in made["said"]:
+    for sentence in reply["said"]:
         yield cell(sentence)
 
 
-def _headline(made: dict[str, Any]) -> str:
-    words = [f"{made['model']} ({size(made['need_bytes'])}): {ANSWERS[made['answer']]}"]
-    if made["answer"] == "after_evicting":
-        words.append(f"{len(made['victims'])} of the loaded models")
-        if made["goes_to_bytes"]:
-            words.append(f"on {', '.join(made['goes_to_bytes'])}")
-    if made["answer"] == "not_before":
-        known = made["wait_s"] is not None
-        words.append(f"{span(made['wait_s'])} from now" if known else "a time that can be told")
-    if made["load_s"]:
-        words.append(f"and a load of {span(made['load_s'])}")
-    if made["starts_replica"]:
+def _headline(reply: dict[str, Any]) -> str:
+    words = [f"{reply['model']} ({size(reply['need_bytes'])}): {ANSWERS[reply['answer']]}"]
+    if reply["answer"] == "after_evicting":
+        words.append(f"{len(reply['victims'])} of the loaded models")
+        if reply["goes_to_bytes"]:
+            words.append(f"on {', '.join(reply['goes_to_bytes'])}")
+    if reply["answer"] == "not_before":
+        has_wait = reply["wait_s"] is not None
+        words.append(f"{span(reply['wait_s'])} from now" if has_wait else "a time that can be told")
+    if reply["load_s"]:
+        words.append(f"and a load of {span(reply['load_s'])}")
+    if reply["starts_replica"]:
         words.append("once its replica has started")
     return " ".join(words)
 

@@ -147,7 +147,7 @@ def _recent(f: Front, after: int) -> list[dict[str, Any]]:
 
 def event_text(event: dict[str, Any]) -> Text:
     """One event as a line: number, local time, kind, ticket, bytes, seconds, then what else."""
-    known = ("seq", "kind", "unix_s", "epoch", "ticket", "size_bytes", "took_s")
+    left_out = ("seq", "kind", "unix_s", "epoch", "ticket", "size_bytes", "took_s")
     kind = str(event["kind"])
     style = next((s for word, s in EVENT_STYLES.items() if word in kind), "")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["unix_s"]))
@@ -158,7 +158,7 @@ def event_text(event: dict[str, Any]) -> Text:
         parts.append(Text(size(event["size_bytes"])))
     if event.get("took_s") is not None:
         parts.append(Text(f"{event['took_s']:.2f} s"))
-    rest = {k: v for k, v in event.items() if k not in known and v is not None}
+    rest = {k: v for k, v in event.items() if k not in left_out and v is not None}
     parts += [Text(clean(f"{name}={value}")) for name, value in rest.items()]
     return Text("  ").join(parts)
 

@@ -36,8 +36,8 @@ def shrink(model: Model, as_json: AsJson = False, url: Url = None) -> None:
 
 def _by_hand(act: str, model: str, as_json: bool, url: str | None) -> None:
     with front(url) as f:
-        done = f.send("POST", f"/arbiter/models/{act}/{quote(model)}")
-    show(as_json, done, cell(ASKED[act](done)))
+        reply = f.send("POST", f"/arbiter/models/{act}/{quote(model)}")
+    show(as_json, reply, cell(ASKED[act](reply)))
 
 
 ASKED: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -62,12 +62,12 @@ def compact(
 ) -> None:
     """Free idle models and load them again, so that memory their engines keep comes back."""
     with front(url) as f:
-        done = f.send("POST", "/arbiter/compact", {"models": models or []})
-    freed = human(Bytes(done["freed_bytes"]))
-    later = "" if done["is_finished"] else "; it goes on, and `arbiter events` tells of it"
-    lines = [f"{done['count']} compacted, {freed} that they did not need{later}"]
-    lines += [f"{row['model']} stays as it is: {row['why']}" for row in done["spared"]]
-    show(as_json, done, *map(cell, lines))
+        reply = f.send("POST", "/arbiter/compact", {"models": models or []})
+    freed = human(Bytes(reply["freed_bytes"]))
+    later = "" if reply["is_finished"] else "; it goes on, and `arbiter events` tells of it"
+    lines = [f"{reply['count']} compacted, {freed} that they did not need{later}"]
+    lines += [f"{row['model']} stays as it is: {row['why']}" for row in reply["spared"]]
+    show(as_json, reply, *map(cell, lines))
 
 
 def drop_copy(
@@ -77,9 +77,9 @@ def drop_copy(
 ) -> None:
     """Drop a copy of models' files in host RAM; the next load makes another."""
     with front(url) as f:
-        done = f.send("DELETE", f"/arbiter/host_copies/{quote(copy)}")
-    later = "is dropped" if done["is_gone"] else "leaves with the last engine that has it open"
-    show(as_json, done, cell(f"{copy} {later}"))
+        reply = f.send("DELETE", f"/arbiter/host_copies/{quote(copy)}")
+    later = "is dropped" if reply["is_gone"] else "leaves with the last engine that has it open"
+    show(as_json, reply, cell(f"{copy} {later}"))
 
 
 FLOORS = {
@@ -100,8 +100,8 @@ def floor(
 ) -> None:
     """Say how far a model may fall: device, host (asleep at least), cold."""
     with front(url) as f:
-        done = f.send("PUT", f"/arbiter/residency/{quote(model)}", {"floor": to})
-    show(as_json, done, cell(f"{model} has the floor {to}: {FLOORS[to]}"))
+        reply = f.send("PUT", f"/arbiter/residency/{quote(model)}", {"floor": to})
+    show(as_json, reply, cell(f"{model} has the floor {to}: {FLOORS[to]}"))
 
 
 def settings(
@@ -122,12 +122,12 @@ def settings(
 
     Values are YAML: `evict=cost_aware`, `bypass_count=4`, `tenants={acme: {maximum: 4 GiB}}`.
     """
-    wanted = _parsed(changes or [])
+    changed = _parsed(changes or [])
     with front(url) as f:
         reply = f.get("/arbiter/settings")
-        if wanted:
-            given = reply["generation"] if generation is None else generation
-            body = {"generation": given, "settings": wanted}
+        if changed:
+            of_generation = reply["generation"] if generation is None else generation
+            body = {"generation": of_generation, "settings": changed}
             reply = f.send("PUT", "/arbiter/settings", body)
     value = {"generation": reply["generation"], **reply["settings"]}
     show(as_json, value, *(cell(f"{name}: {_as_yaml(v)}") for name, v in value.items()))
@@ -137,16 +137,16 @@ def _parsed(changes: list[str]) -> dict[str, Any]:
     """Raises BadParameter for what is no pair, CommandError for what is no YAML."""
     import yaml
 
-    wanted = {}
+    parsed = {}
     for change in changes:
         key, equals, value = change.partition("=")
         if not (key and equals):
             raise typer.BadParameter(f"{change!r}: write KEY=VALUE, or KEY= for its default")
         try:
-            wanted[key] = yaml.safe_load(value)
+            parsed[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise CommandError(f"the value of {key} is not YAML: {error}") from error
-    return wanted
+    return parsed
 
 
 def _as_yaml(value: object) -> str:
@@ -161,11 +161,11 @@ def forget(
 ) -> None:
     """Erase what a removed tenant left on every node, and its jobs, batches and files."""
     with front(url) as f:
-        done = f.send("DELETE", f"/arbiter/tenants/{quote(tenant, safe='')}/kept")
-    text = f"what {done['tenant']} left is being erased; `arbiter events` tells of it"
-    if done["ending"]:
-        text += f"; {done['ending']} jobs, batches or files go when their work has ended"
-    show(as_json, done, cell(text))
+        reply = f.send("DELETE", f"/arbiter/tenants/{quote(tenant, safe='')}/kept")
+    text = f"what {reply['tenant']} left is being erased; `arbiter events` tells of it"
+    if reply["ending"]:
+        text += f"; {reply['ending']} jobs, batches or files go when their work has ended"
+    show(as_json, reply, cell(text))
 
 
 def drain(
@@ -175,13 +175,13 @@ def drain(
 ) -> None:
     """Give a lease its notice, even where it is not preemptible."""
     with front(url) as f:
-        done = f.send("POST", f"/arbiter/leases/{quote(lease, safe='')}/drain")
-    show(as_json, done, cell(f"{done['lease']} has its notice"))
+        reply = f.send("POST", f"/arbiter/leases/{quote(lease, safe='')}/drain")
+    show(as_json, reply, cell(f"{reply['lease']} has its notice"))
 
 
 def cleanup(as_json: AsJson = False, url: Url = None) -> None:
     """End leases with missed heartbeats."""
     with front(url) as f:
-        done = f.send("POST", "/arbiter/leases/cleanup")
-    ended = ", ".join(done["ended"]) or "none; every lease's heartbeats come through"
-    show(as_json, done, cell(f"ended: {ended}"))
+        reply = f.send("POST", "/arbiter/leases/cleanup")
+    ended = ", ".join(reply["ended"]) or "none; every lease's heartbeats come through"
+    show(as_json, reply, cell(f"ended: {ended}"))

@@ -52,8 +52,8 @@ def add(
         "step_s": step_s,
         "allow_cloud_fallback": not local,
     }
-    made = _changed(url, lambda tasks: tasks | {name: row})
-    show(as_json, made[name], cell(f"task:{name} asks {', '.join(ladder)}"))
+    tasks_now = _changed(url, lambda tasks: tasks | {name: row})
+    show(as_json, tasks_now[name], cell(f"task:{name} asks {', '.join(ladder)}"))
 
 
 @app.command("list")
@@ -82,8 +82,8 @@ def remove(name: Name, as_json: AsJson = False, url: Url = None) -> None:
 
     def without(tasks: Tasks) -> Tasks:
         if name not in tasks:
-            known = ", ".join(tasks) or "none"
-            raise CommandError(f"no task {name!r}; there is: {known}")
+            names = ", ".join(tasks) or "none"
+            raise CommandError(f"no task {name!r}; there is: {names}")
         return {task: row for task, row in tasks.items() if task != name}
 
     _changed(url, without)
@@ -95,5 +95,5 @@ def _changed(url: str | None, change: Callable[[Tasks], Tasks]) -> Tasks:
     with front(url) as f:
         config = f.get(CONFIG)
         body = {"generation": config["generation"], "tasks": change(config["tasks"])}
-        made: Tasks = f.send("PUT", CONFIG, body)["tasks"]
-    return made
+        tasks: Tasks = f.send("PUT", CONFIG, body)["tasks"]
+    return tasks

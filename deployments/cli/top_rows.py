@@ -78,9 +78,9 @@ def title(view: View, away_unix_s: float | None, now_unix_s: float) -> Text:
     if away_unix_s is not None:
         away = span(max(0.0, now_unix_s - away_unix_s))
         return Text(f"The arbiter has not answered for {away}; what is shown is older.", "bold red")
-    there = sum(row.state != "cold" for row in view.models)
+    warm_count = sum(row.state != "cold" for row in view.models)
     line = f"arbiter {view.version}, epoch {view.epoch}, policy {view.policy}"
-    return Text(f"{line}; {there} of {len(view.models)} models, {len(view.queue)} queued")
+    return Text(f"{line}; {warm_count} of {len(view.models)} models, {len(view.queue)} queued")
 
 
 def attention(view: View) -> list[Text]:
@@ -93,10 +93,10 @@ def attention(view: View) -> list[Text]:
 
 def legend() -> Text:
     """What the signs of a bar mean."""
-    made = Text()
+    text = Text()
     for kind, sign in SIGNS.items():
-        made.append(sign, COLOURS[kind]).append(f" {WORDS.get(kind, kind)}  ", "dim")
-    return made
+        text.append(sign, COLOURS[kind]).append(f" {WORDS.get(kind, kind)}  ", "dim")
+    return text
 
 
 def memory(devices: Iterable[DeviceRow], width: int = BAR_WIDTH) -> Group:
@@ -151,13 +151,13 @@ def amounts(device: DeviceRow) -> dict[str, int]:
 def bar(sums: dict[str, int], width: int) -> Text:
     """`width` signs, shared out by bytes: each kind begins where the sums before it end, so that
     no rounding adds up."""
-    whole, made, begins, so_far = sum(sums.values()), Text(), 0, 0
+    whole, text, begins, so_far = sum(sums.values()), Text(), 0, 0
     for kind, amount in sums.items():
         so_far += amount
         ends = round(width * so_far / whole) if whole else 0
-        made.append(SIGNS[kind] * (ends - begins), COLOURS[kind])
+        text.append(SIGNS[kind] * (ends - begins), COLOURS[kind])
         begins = ends
-    return made.append(SIGNS[FREE] * (width - begins), COLOURS[FREE])
+    return text.append(SIGNS[FREE] * (width - begins), COLOURS[FREE])
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def frame(view: View, event_rows: Sequence[EventRow]) -> list[RenderableType]:
 
 def tab_line(choice: Selection) -> Text:
     """The tabs, with the keys."""
-    made = Text()
+    text = Text()
     for name in TABS:
-        made.append(f" {name} ", "reverse" if name == choice.tab else "").append(" ")
-    return made.append(f" tab: view, s: sort ({choice.order}), q: quit", "dim")
+        text.append(f" {name} ", "reverse" if name == choice.tab else "").append(" ")
+    return text.append(f" tab: view, s: sort ({choice.order}), q: quit", "dim")

@@ -50,8 +50,8 @@ class AsyncClient(AsyncCalls):
         `ARBITER_KEY`. `model`: of the calls that name none. `timeout_s`: between two pieces of an
         answer."""
         environment = Environment()
-        given = environment.key.get_secret_value() if environment.key else ""
-        token = given if key is None else key
+        key_of_environment = environment.key.get_secret_value() if environment.key else ""
+        token = key_of_environment if key is None else key
         if handle is None and url is None and _is_inside():
             from deployments.client.handle import front_handle
 

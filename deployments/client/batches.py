@@ -150,8 +150,8 @@ async def submit_batch(
     """See AsyncClient.submit_batch."""
     paths = {line.path for line in lines}
     if len(paths) != 1:
-        wanted = "all of one path" if paths else "at least one"
-        raise BadRequest(f"`lines`: {wanted}, and not {sorted(paths)}", "lines")
+        expected = "all of one path" if paths else "at least one"
+        raise BadRequest(f"`lines`: {expected}, and not {sorted(paths)}", "lines")
     raw = b"".join(line.written() for line in lines)
     content: Files = {"file": ("lines.jsonl", raw, "application/jsonl")}
     file = await connection.read(Request("POST", FILES, form={"purpose": "batch"}, files=content))

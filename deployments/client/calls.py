@@ -342,8 +342,8 @@ async def _heard(sound: AudioLike) -> Files:
 
 async def _shown(pictures: PictureLike | Sequence[PictureLike], question: str) -> list[Json]:
     several = [pictures] if isinstance(pictures, PictureLike) else pictures
-    seen = [await asyncio.to_thread(picture_of, one) for one in several]
-    return messages.written([{"role": "user", "content": [question, *seen]}])
+    loaded = [await asyncio.to_thread(picture_of, one) for one in several]
+    return messages.written([{"role": "user", "content": [question, *loaded]}])
 
 
 async def _drawn_from(picture: PictureLike | None, mask: PictureLike | None) -> tuple[str, Files]:

@@ -104,11 +104,11 @@ PictureLike = Picture | FileName
 AudioLike = Audio | FileName
 
 
-def picture_of(given: PictureLike) -> Picture:
+def picture_of(source: PictureLike) -> Picture:
     """Raises OSError."""
-    return given if isinstance(given, Picture) else Picture.open(given)
+    return source if isinstance(source, Picture) else Picture.open(source)
 
 
-def audio_of(given: AudioLike) -> Audio:
+def audio_of(source: AudioLike) -> Audio:
     """Raises OSError."""
-    return given if isinstance(given, Audio) else Audio.open(given)
+    return source if isinstance(source, Audio) else Audio.open(source)

@@ -221,9 +221,9 @@ class ArbiterConfig(Strict):
     @field_validator("one_resident_roles")
     @classmethod
     def _known_roles(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        known = ROLES.keys() | info.data.get("roles", {}).keys()
-        if unknown := [role for role in value if role not in known]:
-            raise ValueError(f"no role {unknown[0]!r}; there is: {', '.join(sorted(known))}")
+        roles = ROLES.keys() | info.data.get("roles", {}).keys()
+        if unknown := [role for role in value if role not in roles]:
+            raise ValueError(f"no role {unknown[0]!r}; there is: {', '.join(sorted(roles))}")
         return value
 
     def keep_warm_s_of(self, role: str) -> float | None:

@@ -40,17 +40,19 @@ def check_file(path: Path) -> Table:
         read = ServeDeploySchema.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(explain(error, str(path))) from error
-    for app, known in zip(raw["applications"], read.applications, strict=True):
-        app["name"] = known.name  # Serve's own, where the file says none
+    for app, application in zip(raw["applications"], read.applications, strict=True):
+        app["name"] = application.name  # Serve's own, where the file says none
         for block in app.get("deployments", []):
             _refuse_unknown(block, DeploymentSchema, f"{path}: {app['name']}.{block['name']}")
     return _check_applications(raw["applications"], path)
 
 
 def _refuse_unknown(raw: dict[str, Any], schema: type[BaseModel], where: str) -> None:
-    known = set(schema.model_fields)
-    if unknown := sorted(set(raw) - known):
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    fields = set(schema.model_fields)
+    if unknown := sorted(set(raw) - fields):
+        raise ConfigError(
+            f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(fields))}"
+        )
 
 
 def _check_applications(applications: list[dict[str, Any]], path: Path) -> Table:

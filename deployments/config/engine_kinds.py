@@ -224,5 +224,5 @@ def engine_kind(engine: str) -> EngineKind:
             cache_bytes=kv_cache,
             estimate=weights_cache_and_slots,
         )
-    known = ", ".join(sorted(ENGINES))
-    raise ConfigError(f"no engine {engine!r}; there is: {known}, or write `module:function`")
+    names = ", ".join(sorted(ENGINES))
+    raise ConfigError(f"no engine {engine!r}; there is: {names}, or write `module:function`")

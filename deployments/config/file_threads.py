@@ -67,18 +67,18 @@ def _begin_next(name: str, thread: _Thread) -> None:
             work = thread.waiting.pop(answer)
         if answer.set_running_or_notify_cancel():
             try:
-                done = thread.pool.submit(work)
+                running = thread.pool.submit(work)
             except RuntimeError as error:  # the process may have no more threads
                 answer.set_exception(OSError(errno.EAGAIN, str(error), name))
                 continue
-            return done.add_done_callback(partial(_settle, name, thread, answer))
+            return running.add_done_callback(partial(_settle, name, thread, answer))
     thread.pool.shutdown(wait=False)
 
 
-def _settle(name: str, thread: _Thread, answer: Future[Any], done: Future[Any]) -> None:
+def _settle(name: str, thread: _Thread, answer: Future[Any], running: Future[Any]) -> None:
     """Tells the caller how its work ended, and goes on with the next."""
-    if error := done.exception():
+    if error := running.exception():
         answer.set_exception(error)
     else:
-        answer.set_result(done.result())
+        answer.set_result(running.result())
     _begin_next(name, thread)

@@ -67,27 +67,27 @@ class ModelPlan:
 def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
     """Raises ConfigError when the model's files are not there or the engine is unknown."""
     model = capability.models[name]
-    made = _plan(name, model, capability)
+    load_plan = _plan(name, model, capability)
     if model.host_copy != "private":
-        made = _shared(made, model, capability)
+        load_plan = _shared(load_plan, model, capability)
     if model.drafter:
         only: dict[str, Any] = {"drafter": None, "can_sleep": False, "grow_to": {}}
         alone = _plan(name, model.model_copy(update=only), capability)
-        made = replace(made, alone=alone)
+        load_plan = replace(load_plan, alone=alone)
     if not model.grow_to:
-        return made
+        return load_plan
     more = {"engine_args": model.engine_args | model.grow_to, "grow_to": {}}
     grown = _plan(name, model.model_copy(update=more), capability)
-    config = made.config | {"grows_to": grown.config["engine_args"]}
-    if made.need_is_explicit:
+    config = load_plan.config | {"grows_to": grown.config["engine_args"]}
+    if load_plan.need_is_explicit:
         cache_bytes = engine_kind(capability.engine).cache_bytes
         more_bytes = cache_bytes(model.grow_to) - cache_bytes(model.engine_args)
-        working = Bytes(made.need.working_bytes + more_bytes)
-        grown = replace(grown, need=replace(made.need, working_bytes=working))
-    if grown.need.device_bytes <= made.need.device_bytes:
+        working = Bytes(load_plan.need.working_bytes + more_bytes)
+        grown = replace(grown, need=replace(load_plan.need, working_bytes=working))
+    if grown.need.device_bytes <= load_plan.need.device_bytes:
         raise ConfigError(f"{name}: `grow_to` asks for no more memory than it has")
     stays = seconds(model.stays_grown_s)
-    return replace(made, config=config, grown=replace(grown, stays_grown=stays))
+    return replace(load_plan, config=config, grown=replace(grown, stays_grown=stays))
 
 
 def merged(name: str, capability: CapabilityConfig, served: str, adapter: Path) -> ModelPlan:
@@ -102,9 +102,11 @@ def merged(name: str, capability: CapabilityConfig, served: str, adapter: Path) 
     }
     model = capability.models[name].model_copy(update=only)
     # One name, and so one key, for all adapters: their peaks are alike.
-    made = _plan(name + MERGED, model, capability)
-    config = made.config | {"served_name": served, "merged": str(adapter)}
-    return replace(made, config=config, need=replace(made.need, host_bytes=Bytes(0)), keeps=())
+    load_plan = _plan(name + MERGED, model, capability)
+    config = load_plan.config | {"served_name": served, "merged": str(adapter)}
+    return replace(
+        load_plan, config=config, need=replace(load_plan.need, host_bytes=Bytes(0)), keeps=()
+    )
 
 
 def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelPlan:
@@ -147,25 +149,27 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
     )
 
 
-def _shared(made: ModelPlan, model: ModelConfig, capability: CapabilityConfig) -> ModelPlan:
+def _shared(load_plan: ModelPlan, model: ModelConfig, capability: CapabilityConfig) -> ModelPlan:
     """The plan of a model whose engines share a host copy of its files, for which they have no host
     RAM of their own (D4). The replica adds the capability to the copy's owner. Raises
     ConfigError."""
-    kind, path = engine_kind(capability.engine), made.config["model"]
+    kind, path = engine_kind(capability.engine), load_plan.config["model"]
     if not kind.copies:
-        raise ConfigError(f"{made.model}: engine {capability.engine!r} keeps host copies private")
+        raise ConfigError(
+            f"{load_plan.model}: engine {capability.engine!r} keeps host copies private"
+        )
     if not Path(path).exists():
-        raise ConfigError(f"{made.model}: `host_copy` of {path!r}, which is no folder here")
+        raise ConfigError(f"{load_plan.model}: `host_copy` of {path!r}, which is no folder here")
     own = Bytes(OWN_BYTES + _adapter_bytes(path, model))
-    config = made.config | {"host_copy": {"own_bytes": own}}
+    config = load_plan.config | {"host_copy": {"own_bytes": own}}
     for_group = model.host_copy == "group"
     return replace(
-        made,
+        load_plan,
         config=config,
         settings_key=_key(capability.engine, config),
-        need=replace(made.need, host_bytes=own if made.need.host_bytes else Bytes(0)),
+        need=replace(load_plan.need, host_bytes=own if load_plan.need.host_bytes else Bytes(0)),
         copy=CopyRequest(
-            ModelName("", made.model), str(Path(path).absolute()), kind.copies, for_group
+            ModelName("", load_plan.model), str(Path(path).absolute()), kind.copies, for_group
         ),
     )
 
@@ -231,17 +235,17 @@ def plain(key: str, value: Any) -> Any:
 def adapters(path: str, model: ModelConfig) -> dict[str, Any]:
     """What the engine is told: the folder, and as many slots as their share of bytes pays for.
     Raises ConfigError."""
-    given = model.adapters
-    assert given is not None
+    section = model.adapters
+    assert section is not None
     return {
-        "folder": str(Path(given.folder).expanduser()),
+        "folder": str(Path(section.folder).expanduser()),
         "store": str(adapter_store()),
-        "max_rank": given.max_rank,
+        "max_rank": section.max_rank,
         "slots": adapter_slots(path, model),
-        "wait_s": given.wait_s,
-        "urls": list(given.urls),
-        "rebalance_s": given.rebalance_s,
-    } | ({"merge": given.merge.model_dump()} if given.merge else {})
+        "wait_s": section.wait_s,
+        "urls": list(section.urls),
+        "rebalance_s": section.rebalance_s,
+    } | ({"merge": section.merge.model_dump()} if section.merge else {})
 
 
 def adapter_store() -> Path:

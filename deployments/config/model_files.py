@@ -116,13 +116,13 @@ def slot_size(path: str, max_rank: int) -> int:
 def adapter_slots(path: str, model: ModelConfig) -> int:
     """The slots for adapters: as many as configured; else as many as their share of the weights'
     bytes pays for. Raises ConfigError."""
-    given = model.adapters
-    assert given is not None
-    if given.slots:
-        return given.slots
+    section = model.adapters
+    assert section is not None
+    if section.slots:
+        return section.slots
     most = _count(model.engine_args, "max_num_seqs", DEFAULT_SEQUENCES)
-    share_bytes = int(weights_bytes(Path(path)) * given.slot_share)
-    return max(1, min(most, share_bytes // slot_size(path, given.max_rank)))
+    share_bytes = int(weights_bytes(Path(path)) * section.slot_share)
+    return max(1, min(most, share_bytes // slot_size(path, section.max_rank)))
 
 
 def sees(source: Path) -> bool:

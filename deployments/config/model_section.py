@@ -178,8 +178,10 @@ class ModelConfig(Strict):
         """The fields of a text request, with `thinking` where they do not say themselves."""
         if self.thinking is None:
             return fields
-        given = fields.get("chat_template_kwargs") or {}
-        return fields | {"chat_template_kwargs": {"enable_thinking": self.thinking} | given}
+        template_kwargs = fields.get("chat_template_kwargs") or {}
+        return fields | {
+            "chat_template_kwargs": {"enable_thinking": self.thinking} | template_kwargs
+        }
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -49,12 +49,12 @@ async def read() -> Plain:
     return _as_config(await call_arbiter("state"))
 
 
-async def change(generation: int, wanted: Plain) -> Plain:
+async def change(generation: int, section: Plain) -> Plain:
     """Changes some of the settings of this generation; None: the default. Returns what `read`
     does. Raises ConfigError naming each wrong key, SettingsConflict, ArbiterUnavailable."""
-    _check(wanted)
+    _check(section)
     state = await call_arbiter("state")
-    generation, table = await _changed(generation, state["table"], wanted, "settings")
+    generation, table = await _changed(generation, state["table"], section, "settings")
     return _as_config({"generation": generation, "table": boot.as_plain(table)})
 
 
@@ -69,16 +69,16 @@ async def change_config(generation: int, settings: Plain, tasks: Plain | None) -
     neither."""
     _check(settings)
     plain = (await call_arbiter("state"))["table"]
-    wanted = plain if tasks is None else plain | {"tasks": tasks}
-    return Config(*await _changed(generation, wanted, settings, "config"))
+    table = plain if tasks is None else plain | {"tasks": tasks}
+    return Config(*await _changed(generation, table, settings, "config"))
 
 
-def _check(wanted: Plain) -> None:
+def _check(section: Plain) -> None:
     """Raises ConfigError for settings that only the file may have."""
-    if fixed := sorted(AT_START_ONLY & wanted.keys()):
+    if fixed := sorted(AT_START_ONLY & section.keys()):
         raise ConfigError(f"settings.{fixed[0]}: only read when the arbiter starts")
-    for name in sorted(POLICIES & wanted.keys()):
-        if ":" in str(wanted[name]):  # an API key must not choose what is imported
+    for name in sorted(POLICIES & section.keys()):
+        if ":" in str(section[name]):  # an API key must not choose what is imported
             raise ConfigError(f"settings.{name}: only serve_config.yaml may name a module")
 
 
@@ -87,8 +87,8 @@ async def _changed(generation: int, plain: Plain, settings: Plain, where: str) -
     mine = plain.get("arbiter", {}) | settings
     arbiter = {key: value for key, value in mine.items() if value is not None}
     table = parse_table(plain | {"arbiter": arbiter}, where)
-    given = Generation(generation)
-    return await call_arbiter("change_settings", boot.configuration(table), given), table
+    of = Generation(generation)
+    return await call_arbiter("change_settings", boot.configuration(table), of), table
 
 
 def _as_config(state: Plain) -> Plain:

@@ -42,9 +42,9 @@ class Table(Strict):
     def _known_roles(self) -> "Table":
         for name, capability in self.capabilities.items():
             if self.arbiter.keep_warm_s_of(capability.role) is None:
-                known = ", ".join(sorted(ROLES.keys() | self.arbiter.roles.keys()))
+                names = ", ".join(sorted(ROLES.keys() | self.arbiter.roles.keys()))
                 raise ValueError(
-                    f"capabilities.{name}.role: no role {capability.role!r}; there is: {known}, or "
+                    f"capabilities.{name}.role: no role {capability.role!r}; there is: {names}, or "
                     "a new one in `arbiter.roles`"
                 )
         return self
@@ -53,9 +53,9 @@ class Table(Strict):
     def _known_stages(self) -> "Table":
         for number, pipeline in enumerate(self.arbiter.pipelines):
             if unknown := [stage for stage in pipeline if stage not in self.capabilities]:
-                known = ", ".join(sorted(self.capabilities))
+                names = ", ".join(sorted(self.capabilities))
                 raise ValueError(
-                    f"arbiter.pipelines[{number}]: no capability {unknown[0]!r}; there is: {known}"
+                    f"arbiter.pipelines[{number}]: no capability {unknown[0]!r}; there is: {names}"
                 )
         return self
 

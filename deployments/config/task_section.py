@@ -59,5 +59,5 @@ def check_ladders(
     for task, config in tasks.items():
         for name in config.ladder:
             if name not in remotes and name.partition(":")[0] not in models:
-                known = ", ".join(sorted({*models, *remotes}))
-                raise ValueError(f"tasks.{task}.ladder: no model {name!r}; there is: {known}")
+                names = ", ".join(sorted({*models, *remotes}))
+                raise ValueError(f"tasks.{task}.ladder: no model {name!r}; there is: {names}")

@@ -178,10 +178,10 @@ async def refuse_request(send: Send, error: RequestError) -> None:
 
 
 async def _respond(
-    send: Send, status: int, body: bytes, given: Mapping[str, str] | None = None
+    send: Send, status: int, body: bytes, more: Mapping[str, str] | None = None
 ) -> None:
     """Whole, with the length that the body has."""
-    fields = {"content-type": "application/json"} | dict(given or {})
+    fields = {"content-type": "application/json"} | dict(more or {})
     headers = [(name.encode(), value.encode()) for name, value in fields.items()]
     headers.append((b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": status, "headers": headers})

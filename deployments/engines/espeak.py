@@ -46,16 +46,18 @@ class Espeak:
         """Sets the voice of all that follows. Raises NoSuchVoice."""
         if voice == self._voice:
             return
-        known = _NAME.fullmatch(voice) and not self._library.espeak_SetVoiceByName(voice.encode())
-        if not known:
+        is_known = _NAME.fullmatch(voice) and not self._library.espeak_SetVoiceByName(
+            voice.encode()
+        )
+        if not is_known:
             raise NoSuchVoice(voice)
         self._voice = voice
 
     def phonemes(self, text: str) -> str:
         """The phonemes of a text in IPA, without punctuation."""
-        found, left = [], ctypes.c_char_p(text.encode())
-        while left.value is not None:  # a call reads up to the end of a clause
-            phonemes = self._library.espeak_TextToPhonemes(ctypes.byref(left), _UTF8, _IPA)
+        found, rest = [], ctypes.c_char_p(text.encode())
+        while rest.value is not None:  # a call reads up to the end of a clause
+            phonemes = self._library.espeak_TextToPhonemes(ctypes.byref(rest), _UTF8, _IPA)
             found.append((phonemes or b"").decode())
         return " ".join(part for part in found if part)
 

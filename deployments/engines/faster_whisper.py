@@ -133,8 +133,8 @@ class WhisperEngine:
             raise BadField("model", text)
         language = form.text("language").lower() or (None if multilingual else "en")
         if language is not None and language not in self.model.supported_languages:
-            known = "ISO 639-1, as `de`" if multilingual else f"{self.name} knows `en` only"
-            raise BadField("language", f"{language!r} is no language of this model: {known}")
+            languages = "ISO 639-1, as `de`" if multilingual else f"{self.name} knows `en` only"
+            raise BadField("language", f"{language!r} is no language of this model: {languages}")
         request = TranscriptionRequest(
             task,
             _one_of(form, "response_format", tuple(WRITE)),
@@ -257,10 +257,10 @@ def _moved(segment: Any, by_s: float, number: int) -> Any:
     return segment
 
 
-def _one_of(form: forms.Form, name: str, known: tuple[str, ...]) -> str:
-    choice = form.text(name, known[0])
-    if choice not in known:
-        raise BadField(name, f"`{name}` {choice!r} is none of {', '.join(known)}")
+def _one_of(form: forms.Form, name: str, choices: tuple[str, ...]) -> str:
+    choice = form.text(name, choices[0])
+    if choice not in choices:
+        raise BadField(name, f"`{name}` {choice!r} is none of {', '.join(choices)}")
     return choice
 
 

@@ -326,14 +326,14 @@ class EngineHost:
             tenant = asgi.json_object(body or b"")["tenant"]
             await self._attempt(send, engine.forget_tenant(tenant), {"forgets": True})
 
-    async def _attempt(self, send: Send, act: Awaitable[None], done: dict[str, Any]) -> None:
-        """Answers `done` after the act. A failure is told, and ends nothing."""
+    async def _attempt(self, send: Send, act: Awaitable[None], reply: dict[str, Any]) -> None:
+        """Answers `reply` after the act. A failure is told, and ends nothing."""
         task = asyncio.ensure_future(act)
         await asyncio.wait({task})
         if error := task.exception():
             cause = load_failure(error)
             return await asgi.refuse(send, 503, cause.message, kind=cause.kind)
-        await asgi.respond(send, 200, done)
+        await asgi.respond(send, 200, reply)
 
     async def _drop_drafter(self, receive: Receive, send: Send) -> None:
         await self._turned(send, self._without_drafter())

@@ -61,7 +61,7 @@ class KokoroVoice:
         self._espeak.choose(args.get("language", ESPEAK_DEFAULT))
         # Else a clause of 11 s takes 1.6 GB more than the open graph, instead of 0.22.
         self._session = open_session(files.graph, args.get("device"), threads, keeps_memory=True)
-        inputs = [given.name for given in self._session.get_inputs()]
+        inputs = [graph_input.name for graph_input in self._session.get_inputs()]
         if inputs not in (["tokens", "style", "speed"], ["input_ids", "style", "speed"]):
             raise _bad(files.graph, f"not Kokoro's: its inputs are {', '.join(inputs)}")
         self._tokens = inputs[0]
@@ -71,8 +71,8 @@ class KokoroVoice:
 
     def clause(self, text: str) -> list[int] | None:
         phonemes = _LANGUAGE.sub("", phonemes_of(self._espeak, text))
-        known = [c for c in phonemes if c in self._ids]
-        return [self._ids[c] for c in known] if any(c.isalpha() for c in known) else None
+        in_table = [c for c in phonemes if c in self._ids]
+        return [self._ids[c] for c in in_table] if any(c.isalpha() for c in in_table) else None
 
     def speak(self, clause: Any, voice: str, speed: float) -> np.ndarray:
         """Figures may have more phonemes than the model takes at once."""
@@ -82,12 +82,12 @@ class KokoroVoice:
 
     def _spoken(self, tokens: list[int], voice: str, speed: float) -> np.ndarray:
         styles = self._styles[voice]
-        given = {
+        feed = {
             self._tokens: np.array([[PAD, *tokens, PAD]], np.int64),
             "style": styles[min(len(tokens), len(styles)) - 1],
             "speed": np.array([speed], np.float32),
         }
-        samples: np.ndarray = self._session.run(None, given)[0].reshape(-1)
+        samples: np.ndarray = self._session.run(None, feed)[0].reshape(-1)
         return samples
 
 

@@ -139,8 +139,8 @@ def reseed() -> None:
 def take_environment(own: Mapping[str, str]) -> None:
     """Sets the variables of this engine alone. Its temporary files go where TMPDIR says and are
     removed with it; what torch compiles stays where the next engine finds it."""
-    kept = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
+    cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     os.environ.update(own)
     if scratch := own.get("TMPDIR"):
         Path(scratch).mkdir(mode=0o700, exist_ok=True)

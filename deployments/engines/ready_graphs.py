@@ -43,26 +43,26 @@ def open_graph(file: Path, settings: Settings, providers: list[str]) -> Any:
 
     if providers[0] != "CPUExecutionProvider":
         return opened(file, settings())
-    kept = Environment().graphs / _key(file)
-    if (kept / _GRAPH).is_file():
+    cached = Environment().graphs / _key(file)
+    if (cached / _GRAPH).is_file():
         options = settings()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
-            session = opened(kept / _GRAPH, options)
-            os.utime(kept)
+            session = opened(cached / _GRAPH, options)
+            os.utime(cached)
         except _broken() as error:
             logger.warning("%s is made ready again: %s", file.name, error)
-            shutil.rmtree(kept, ignore_errors=True)
+            shutil.rmtree(cached, ignore_errors=True)
         else:
             return session
-    return _made(file, settings, opened, kept)
+    return _made(file, settings, opened, cached)
 
 
-def _made(file: Path, settings: Settings, opened: Callable[[Path, Any], Any], kept: Path) -> Any:
+def _made(file: Path, settings: Settings, opened: Callable[[Path, Any], Any], cached: Path) -> Any:
     """Opens the graph and keeps it as it is then. Where it cannot be written it is only opened."""
     try:
-        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=kept.parent, prefix=_SCRATCH))
+        cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=cached.parent, prefix=_SCRATCH))
     except OSError as error:
         logger.warning("%s is not kept ready: %s", file.name, error)
         return opened(file, settings())
@@ -74,7 +74,7 @@ def _made(file: Path, settings: Settings, opened: Callable[[Path, Any], Any], ke
         options.add_session_config_entry(key, value)
     try:
         session = opened(file, options)
-        _keep(scratch, kept)
+        _keep(scratch, cached)
     except _broken() as error:
         logger.warning("%s is not kept ready: %s", file.name, error)
         return opened(file, settings())
@@ -83,14 +83,14 @@ def _made(file: Path, settings: Settings, opened: Callable[[Path, Any], Any], ke
     return session
 
 
-def _keep(scratch: Path, kept: Path) -> None:
+def _keep(scratch: Path, cached: Path) -> None:
     """Raises OSError. Another engine may have been faster."""
     size_bytes = sum(file.stat().st_size for file in scratch.iterdir())
-    with alone(kept.parent):
-        _remove_unfinished(kept.parent)
-        if not kept.is_dir():
-            make_room(kept.parent, size_bytes, MAX_BYTES)
-            scratch.rename(kept)
+    with alone(cached.parent):
+        _remove_unfinished(cached.parent)
+        if not cached.is_dir():
+            make_room(cached.parent, size_bytes, MAX_BYTES)
+            scratch.rename(cached)
 
 
 def _remove_unfinished(folder: Path) -> None:

@@ -286,8 +286,8 @@ def parse(raw: bytes, width: int, *, matryoshka: bool) -> EmbeddingRequest:
     )
 
 
-def _texts(given: object) -> list[str]:
-    texts = [given] if isinstance(given, str) else given
+def _texts(value: object) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
         raise BadField("input", "expected text or a list of texts, not empty")
     if len(texts) > MAX_TEXTS:
@@ -321,14 +321,14 @@ def check_lengths(texts: list[str], window: int) -> None:
         raise BadField("input", message)
 
 
-def _dimensions(given: object, width: int, *, matryoshka: bool) -> int | None:
-    if given is None or given == width:
+def _dimensions(value: object, width: int, *, matryoshka: bool) -> int | None:
+    if value is None or value == width:
         return None
-    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= width:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= width:
         raise BadField("dimensions", f"expected a number from 1 to {width}")
     if not matryoshka:
         raise BadField("dimensions", f"this model's vectors have {width} dimensions, not fewer")
-    return given
+    return value
 
 
 def shorten(vectors: np.ndarray, dimensions: int | None) -> np.ndarray:

@@ -124,17 +124,17 @@ class SoundFile:
             yield from self._kept
             return
         count = 0
-        kept: list[np.ndarray] = []
+        pending: list[np.ndarray] = []
         for part in parts(self._raw, self._most_s, PART):
             count += len(part)
             if count <= KEPT:
-                kept.append(part)
+                pending.append(part)
             else:
-                kept.clear()
+                pending.clear()
             yield part
         self.count = count
         if count <= KEPT:
-            self._kept = kept
+            self._kept = pending
 
 
 class Window:

@@ -192,16 +192,16 @@ def parse(raw: bytes) -> SpeechRequest:
         raise BadField("voice", '`voice` takes a name, or an object as {"id": "joe"}')
     form = body.get("response_format") or "mp3"
     if not isinstance(form, str) or form not in sound.WRITTEN:
-        known = ", ".join(sound.WRITTEN)
-        raise BadField("response_format", f"`response_format` {form!r} is none of {known}")
+        names = ", ".join(sound.WRITTEN)
+        raise BadField("response_format", f"`response_format` {form!r} is none of {names}")
     stream = body.get("stream_format") or ""
     if stream not in ("", "sse", "audio"):
         raise BadField("stream_format", f"`stream_format` {stream!r} is neither sse nor audio")
     return SpeechRequest(_UNSPOKEN.sub(" ", text), voice, form, _speed(body.get("speed")), stream)
 
 
-def _speed(given: object) -> float:
-    speed = 1.0 if given is None else given
+def _speed(value: object) -> float:
+    speed = 1.0 if value is None else value
     if isinstance(speed, bool) or not isinstance(speed, int | float):
         raise BadField("speed", "`speed` takes a number")
     if not SPEEDS[0] <= speed <= SPEEDS[1]:

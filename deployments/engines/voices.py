@@ -63,11 +63,11 @@ class VitsVoice:
     def clause(self, text: str) -> list[int] | None:
         """Phonemes as ids, each followed by a pad, as such a voice was trained with."""
         phonemes = phonemes_of(self._espeak, text)
-        known = [c for c in unicodedata.normalize("NFD", phonemes) if c in self._ids]
-        if not any(c.isalpha() for c in known):
+        in_table = [c for c in unicodedata.normalize("NFD", phonemes) if c in self._ids]
+        if not any(c.isalpha() for c in in_table):
             return None
         ids = [*self._ids["^"], *self._ids["_"]]
-        for character in known:
+        for character in in_table:
             ids += [*self._ids[character], *self._ids["_"]]
         return [*ids, *self._ids["$"]]
 
@@ -76,14 +76,14 @@ class VitsVoice:
         noise = (
             (usual["noise_scale"], usual["noise_w"]) if self._noise is None else (self._noise,) * 2
         )
-        given = {
+        feed = {
             "input": np.array([clause], np.int64),
             "input_lengths": np.array([len(clause)], np.int64),
             "scales": np.array([noise[0], usual["length_scale"] / speed, noise[1]], np.float32),
         }
         if len(self._speakers) > 1:
-            given["sid"] = np.array([self._speakers[voice]], np.int64)
-        samples: np.ndarray = self._session.run(None, given)[0].reshape(-1)
+            feed["sid"] = np.array([self._speakers[voice]], np.int64)
+        samples: np.ndarray = self._session.run(None, feed)[0].reshape(-1)
         return samples
 
 
@@ -140,11 +140,11 @@ def open_session(
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         return options
 
-    wanted = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
-    there = onnxruntime.get_available_providers()
-    if device == "cuda" and wanted not in there:
+    provider = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
+    available = onnxruntime.get_available_providers()
+    if device == "cuda" and provider not in available:
         raise EngineLoadFailed("NoDevice", "`device: cuda` takes onnxruntime-gpu", False)
-    providers = [one for one in (wanted, "CPUExecutionProvider") if one in there]
+    providers = [one for one in (provider, "CPUExecutionProvider") if one in available]
     return open_graph(file, settings, providers)
 
 
@@ -153,8 +153,8 @@ def named(voice: str, names: dict[str, str]) -> str:
     if not voice:
         return next(iter(names.values()))
     if voice not in names:
-        known = ", ".join(sorted(names)[:NAMES_TOLD])
-        raise BadField("voice", f"`voice` {voice!r} is not known; there is: {known}")
+        known_names = ", ".join(sorted(names)[:NAMES_TOLD])
+        raise BadField("voice", f"`voice` {voice!r} is not known; there is: {known_names}")
     return names[voice]
 
 

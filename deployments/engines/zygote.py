@@ -126,8 +126,8 @@ class Zygote:
 
     def _spawn(self, spawn: Spawn) -> int:
         self._reap()
-        if known := self.children.get(spawn.ticket):
-            return known[0]
+        if child := self.children.get(spawn.ticket):
+            return child[0]
         linux.refuse_environment(spawn.env)
         linux.require_private(spawn.socket.parent)
         if others := [name for name in linux.threads()[1:] if not nvidia.may_stay(name)]:

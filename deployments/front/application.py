@@ -112,12 +112,12 @@ def _fixed_routes() -> tuple[BaseRoute, ...]:
     """The routes of every front. They know no front, so one process makes them once: to read the
     signatures and schemas of a hundred handlers takes a tenth of a second. Those that generate come
     first, because a request is compared with one route after the other: 1 us for each."""
-    made = APIRouter(dependencies=CHECKED)
+    router = APIRouter(dependencies=CHECKED)
     for path, arguments in openai.generating(tuple(p for p in SCHEMAS if p not in OWN)):
-        made.add_api_route(path, openai.infer, methods=["POST"], **arguments)
+        router.add_api_route(path, openai.infer, methods=["POST"], **arguments)
     for module in ROUTED:
-        made.include_router(module.router)
-    return tuple(made.routes)
+        router.include_router(module.router)
+    return tuple(router.routes)
 
 
 def offer(app: FastAPI) -> None:

@@ -122,12 +122,12 @@ class ArbiterState:
             name = capability, model
             load_s: float | None = took[name]["load_s"] if name in took else None
             wake_s: float | None = took[name]["wake_s"] if name in took else None
-            there = [
+            tickets = [
                 Presence(row.state, _left_s(row, load_s, wake_s, predicted.get(row.ticket)))
                 for row in rows.get(name, ())
             ]
             cold_s = None if load_s is None else load_s + blocked.get(name, 0.0)
-            presences[model] = min(there, key=soonest, default=Presence("cold", cold_s))
+            presences[model] = min(tickets, key=soonest, default=Presence("cold", cold_s))
         return presences
 
 
@@ -183,8 +183,8 @@ async def configure(table: Table) -> Table:
     something else (J5)."""
     await start_arbiter(boot.boot(table))
     await call_arbiter("configure", boot.configuration(table))
-    kept = await call_arbiter("table")
-    return parse_table(boot.as_plain(table) | {"tasks": kept.get("tasks", {})}, "the tasks kept")
+    stored = await call_arbiter("table")
+    return parse_table(boot.as_plain(table) | {"tasks": stored.get("tasks", {})}, "the tasks kept")
 
 
 async def state(within_s: float = STATE_WAIT_S) -> ArbiterState:

@@ -51,11 +51,11 @@ async def for_later(call: AnyCall) -> InferenceCall:
     because its rungs are ordered anew when it is made. Raises BadRequest for what only another
     machine could answer, because the key may have lost its scope by then."""
     if isinstance(call, TaskCall):
-        here = [rung for rung in call.ladder.rungs if not rung.state.is_remote]
-        if not here:
+        local = [rung for rung in call.ladder.rungs if not rung.state.is_remote]
+        if not local:
             message = f"no model of this machine can have this request of {PREFIX}{call.task}"
             raise BadRequest(f"{message}; ask it live", "model")
-        return replace(await call.call_of(here[0].name), model=PREFIX + call.task)
+        return replace(await call.call_of(local[0].name), model=PREFIX + call.task)
     if isinstance(call, RemoteCall):
         raise BadRequest(f"{call.remote} is no model of this machine; ask it live", "model")
     return call
@@ -71,13 +71,13 @@ async def shown_all(jobs: Sequence[Job], table: Table) -> list[Json]:
     """Jobs as their client sees them. Asks the arbiter, once for all of them, when the models of
     those could answer that have not ended; loads nothing, and reads no files."""
     waited_for = {job.model for job in jobs if not job.state.is_finished} & table.homes.keys()
-    there = await model_cards.presences(table, waited_for) if waited_for else {}
-    return [_shown(job, there) for job in jobs]
+    presences = await model_cards.presences(table, waited_for) if waited_for else {}
+    return [_shown(job, presences) for job in jobs]
 
 
-def _shown(job: Job, there: Mapping[str, Presence]) -> Json:
+def _shown(job: Job, presences: Mapping[str, Presence]) -> Json:
     ends_s = None if job.ended_s is None else job.ended_s + job.keep_s
-    is_waited_for = not job.state.is_finished and job.model in there
+    is_waited_for = not job.state.is_finished and job.model in presences
     return {
         "id": job.id,
         "object": "job",
@@ -92,7 +92,7 @@ def _shown(job: Job, there: Mapping[str, Presence]) -> Json:
         "attempts": job.attempts,
         "queue_position": job.position if job.state is JobState.QUEUED else None,
         "progress": {"events": job.event_count, "waiting": job.progress},
-        "estimate_s": there[job.model].estimate_s if is_waited_for else None,
+        "estimate_s": presences[job.model].estimate_s if is_waited_for else None,
         "response_status": job.status,
         "error": job.error,
         "events": f"/v1/jobs/{job.id}/events",

@@ -79,20 +79,20 @@ class CapabilityApps:
             if one["status"] != ApplicationStatus.DEPLOY_FAILED
         }
         self.causes = {}
-        wanted: dict[str, Application] = {}
+        by_name: dict[str, Application] = {}
         for name, row in table.capabilities.items():
             try:
                 if name not in of_file and not _is_as_wanted(
                     deployed.get(name), app.scaling_of(name, row)
                 ):
-                    wanted[name] = app.of_table(name, row)
+                    by_name[name] = app.of_table(name, row)
             except ConfigError as error:
                 logger.error("capability %s is not deployed: %s", name, error)
                 self.causes[name] = f"its Serve application cannot be built: {error}"
         if not _equals(deployed.get(jobs.NAME), jobs.scaling_of(table)):
-            wanted[jobs.NAME] = jobs.application(table)
-        if wanted:
-            self.serve.run(wanted)
+            by_name[jobs.NAME] = jobs.application(table)
+        if by_name:
+            self.serve.run(by_name)
         for name in deployed.keys() - of_file - table.capabilities.keys():
             if _is_of_front(deployed[name]):
                 self.serve.delete(name)
@@ -113,10 +113,10 @@ def _is_of_front(scaling: Scaling | None) -> bool:
     return bool(policy["policy_function"] == app.SCALING)
 
 
-def _is_as_wanted(scaling: Scaling | None, wanted: Scaling) -> bool:
+def _is_as_wanted(scaling: Scaling | None, target: Scaling) -> bool:
     """Whether the front deployed it as its row now is: the same class, code and options."""
-    return _is_of_front(scaling) and _equals(scaling, wanted)
+    return _is_of_front(scaling) and _equals(scaling, target)
 
 
-def _equals(scaling: Scaling | None, wanted: Scaling) -> bool:
-    return scaling is not None and all(scaling.get(key) == value for key, value in wanted.items())
+def _equals(scaling: Scaling | None, target: Scaling) -> bool:
+    return scaling is not None and all(scaling.get(key) == value for key, value in target.items())

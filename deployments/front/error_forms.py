@@ -87,9 +87,9 @@ class ErrorFormatter:
 
     async def _refuse(self, start: Message) -> None:
         body = self._form(start["status"], said(self._body))
-        kept = [pair for pair in start["headers"] if pair[0].lower() != b"content-length"]
+        headers = [pair for pair in start["headers"] if pair[0].lower() != b"content-length"]
         length = (b"content-length", b"%d" % len(body))
-        await self._send({**start, "headers": [*kept, length]})
+        await self._send({**start, "headers": [*headers, length]})
         await self._send({"type": "http.response.body", "body": body})
 
     def _event(self, event: bytes) -> bytes:

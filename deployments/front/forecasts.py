@@ -64,8 +64,8 @@ async def read_state() -> ArbiterState:
 
 async def ask_plan(question: PlanQuestion) -> Mapping[str, Any]:
     """Raises RequestError."""
-    made: Mapping[str, Any] = await call_arbiter("plan", question, within_s=WAIT_S)
-    return made
+    answer: Mapping[str, Any] = await call_arbiter("plan", question, within_s=WAIT_S)
+    return answer
 
 
 class Forecasts:
@@ -91,15 +91,15 @@ class Forecasts:
         if table is not self._table:
             self._table, self._found, self._files, self._reading = table, {}, {}, None
         now_s = self._clock()
-        wanted = tuple(models)
-        self._asked_s |= dict.fromkeys(wanted, now_s)
+        names = tuple(models)
+        self._asked_s |= dict.fromkeys(names, now_s)
         age_s = now_s - self._read_s
-        is_known = all(model in self._found for model in wanted)
+        is_known = all(model in self._found for model in names)
         if age_s > FRESH_S or not is_known:
             reading = self._begin(table)
             if age_s > STALE_S or not is_known:
                 await asyncio.wait({reading}, timeout=WAIT_S)
-        return {model: self._found.get(model, UNSEEN) for model in wanted}
+        return {model: self._found.get(model, UNSEEN) for model in names}
 
     def _begin(self, table: Table) -> "asyncio.Task[None]":
         if self._reading is None or self._reading.done():
@@ -128,19 +128,21 @@ class Forecasts:
         if table is self._table:
             self._found, self._read_s = forecasts, self._clock()
 
-    async def _of(self, home: str, files: "_Files", seen: Presence, took: ModelTimes) -> Forecast:
+    async def _of(
+        self, home: str, files: "_Files", presence: Presence, times: ModelTimes
+    ) -> Forecast:
         """Raises ArbiterUnavailable."""
-        here = predict.of_presence(seen.state, seen.estimate_s, took.run_s)
-        usual = Forecast(here, files.context, None, took.run_long_s)
-        is_coming = seen.state in ("resident", "loading", "queued")
-        if (is_coming and seen.estimate_s is not None) or files.plan is None:
+        by_presence = predict.of_presence(presence.state, presence.estimate_s, times.run_s)
+        usual = Forecast(by_presence, files.context, None, times.run_long_s)
+        is_coming = presence.state in ("resident", "loading", "queued")
+        if (is_coming and presence.estimate_s is not None) or files.plan is None:
             return usual
         question = plan_questions.of_model(home, files.plan, Priority.NORMAL, DEFAULT_TENANT)
         try:
             plan = await self._plan(question)
         except (UnknownCapability, UnknownModel):  # the arbiter does not have this table yet
             return replace(usual, predicted=NOTHING)
-        predicted = predict.of_plan(seen.state, plan, took.load_s, took.run_s)
+        predicted = predict.of_plan(presence.state, plan, times.load_s, times.run_s)
         return replace(usual, predicted=predicted, never=predict.never(plan))
 
 

@@ -50,8 +50,8 @@ async def _connected(path: Path) -> "_Connection":
         await loop.sock_connect(conn, str(path))
         if peer_uid(conn) != os.getuid():
             raise NoFront(f"{path} is another user's")
-        _, made = await loop.create_unix_connection(_Connection, sock=conn)
-        return made
+        _, connection = await loop.create_unix_connection(_Connection, sock=conn)
+        return connection
     except OSError as error:
         conn.close()
         raise NoFront(str(path)) from error

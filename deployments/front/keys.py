@@ -129,11 +129,11 @@ class Keyring:
         try:
             status = self.path.stat()
         except FileNotFoundError:
-            seen = None
+            stamp = None
         else:
-            seen = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if seen != self._seen:
-            self._seen = seen
+            stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if stamp != self._seen:
+            self._seen = stamp
             self._read()
         if self._broken:
             raise self._broken

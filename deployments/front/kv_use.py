@@ -49,10 +49,10 @@ def asked_term(checked: Body) -> KvTerm | None:
     return RETENTIONS[retention] if retention else None
 
 
-def term_of(wanted: KvTerm | None, usual: KvTerm, longest: KvTerm) -> KvTerm:
+def term_of(requested: KvTerm | None, usual: KvTerm, longest: KvTerm) -> KvTerm:
     """The term for which the KV of a request stays after it (G4). `usual`: its model's;
     `longest`: its tenant's."""
-    return min(wanted or usual, longest, key=TERMS.index)
+    return min(requested or usual, longest, key=TERMS.index)
 
 
 class KeyTerms:
@@ -62,10 +62,10 @@ class KeyTerms:
     def __init__(self) -> None:
         self._asked: OrderedDict[tuple[str, str, str], KvTerm] = OrderedDict()
 
-    def term(self, tenant: str, served: str, key: str, wanted: KvTerm | None) -> KvTerm | None:
+    def term(self, tenant: str, served: str, key: str, requested: KvTerm | None) -> KvTerm | None:
         """What a request asks for, else what its key does. `served`: the model or adapter."""
         owner = tenant, served, key
-        term = wanted or self._asked.get(owner)
+        term = requested or self._asked.get(owner)
         if key and term:
             self._asked[owner] = term
             self._asked.move_to_end(owner)

@@ -78,13 +78,13 @@ async def facts(table: Table, models: Iterable[str]) -> dict[str, Facts]:
     """Facts of these models of the table. Reads headers of files, and asks the arbiter, without
     which models are in an unknown state. What is not read within FILES_S is not known."""
     homes = {model: table.homes[model] for model in models}
-    there = await presences(table, homes)
+    presence_of = await presences(table, homes)
     tokens = await contexts(table, homes)
     words = {
         model: capabilities(table.capabilities[home], table.capabilities[home].models[model])
         for model, home in homes.items()
     }
-    return {model: Facts(words[model], tokens[model], there[model]) for model in homes}
+    return {model: Facts(words[model], tokens[model], presence_of[model]) for model in homes}
 
 
 async def presences(table: Table, models: Iterable[str]) -> dict[str, Presence]:

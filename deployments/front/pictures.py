@@ -91,16 +91,16 @@ class PictureCheck:
         self._check_uri(place, f"data:{source.get('media_type')};base64,{source.get('data')}")
 
     def _check_picture(self, place: str, part: dict[str, Any]) -> None:
-        given = part.get(PICTURE)
-        self._check_uri(place, given.get("url") if isinstance(given, dict) else given)
+        url = part.get(PICTURE)
+        self._check_uri(place, url.get("url") if isinstance(url, dict) else url)
 
     def _check_uri(self, place: str, url: object) -> None:
         self.pictures += 1
         if self.pictures > MAX_PICTURES:
             raise BadPart(place, f"more than {MAX_PICTURES} pictures")
         if not isinstance(url, str) or not (match := _DATA.match(url)):
-            wanted = "`data:image/png;base64,...`, or jpeg, webp, gif, bmp"
-            raise BadPart(place, f"give the picture itself, as {wanted}")
+            expected = "`data:image/png;base64,...`, or jpeg, webp, gif, bmp"
+            raise BadPart(place, f"give the picture itself, as {expected}")
         try:
             data = base64.b64decode(url[match.end() :].encode(), validate=True)
         except (binascii.Error, UnicodeEncodeError) as error:
@@ -125,14 +125,16 @@ def _parts_of(
     """Parts may have parts: the result of a tool, in Anthropic's form and in that of Responses.
     Raises BadPart."""
     for name in ("content", "output"):
-        given = owner.get(name)
-        for index, part in enumerate(given if isinstance(given, list) else [given]):
+        parts = owner.get(name)
+        for index, part in enumerate(parts if isinstance(parts, list) else [parts]):
             if isinstance(part, dict):
-                here = f"{place}.{name}[{index}]"
+                place_of_part = f"{place}.{name}[{index}]"
                 if depth < 0:
-                    raise BadPart(here, f"parts of parts of parts, more than {NESTED} deep")
-                yield here, part
-                yield from _parts_of(part, here, depth - 1)
+                    raise BadPart(
+                        place_of_part, f"parts of parts of parts, more than {NESTED} deep"
+                    )
+                yield place_of_part, part
+                yield from _parts_of(part, place_of_part, depth - 1)
 
 
 def size_of(data: bytes, place: str) -> tuple[int, int]:
@@ -147,5 +149,5 @@ def size_of(data: bytes, place: str) -> tuple[int, int]:
     except Image.DecompressionBombError as error:
         raise BadPart(place, str(error)) from error
     except (OSError, ValueError, SyntaxError) as error:  # what Pillow's parsers raise
-        known = ", ".join(FORMATS)
-        raise BadPart(place, f"is no picture in one of {known}: {error}") from error
+        formats = ", ".join(FORMATS)
+        raise BadPart(place, f"is no picture in one of {formats}: {error}") from error

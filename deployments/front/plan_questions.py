@@ -7,17 +7,17 @@ from deployments.config.load_plan import ModelPlan
 
 
 def of_model(
-    home: str, made: ModelPlan, priority: Priority, tenant: str, node: NodeId | None = None
+    home: str, load_plan: ModelPlan, priority: Priority, tenant: str, node: NodeId | None = None
 ) -> PlanQuestion:
     """What a request for a model of the capability `home` would bring about. `node`: None: any."""
     return PlanQuestion(
         home,
-        made.model,
-        made.need,
-        made.need_is_explicit,
-        made.settings_key,
+        load_plan.model,
+        load_plan.need,
+        load_plan.need_is_explicit,
+        load_plan.settings_key,
         priority,
         Client(tenant),
-        made.split,
+        load_plan.split,
         node,
     )

@@ -116,7 +116,7 @@ class FrontErrors(HttpMiddleware):
     header of a client steers Serve."""
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kept = [(name, value) for name, value in scope["headers"] if name not in CONTROLS]
+        headers = [(name, value) for name, value in scope["headers"] if name not in CONTROLS]
         has_begun = False
 
         async def noted(message: Message) -> None:
@@ -124,7 +124,7 @@ class FrontErrors(HttpMiddleware):
             has_begun = True
             await send(message)
 
-        await self._app({**scope, "headers": kept}, receive, noted)
+        await self._app({**scope, "headers": headers}, receive, noted)
         if not has_begun:
             await _refuse(FrontLost(), scope, receive, send)
 
@@ -134,19 +134,19 @@ class ServeErrors(HttpMiddleware):
     503 that goes out has a Retry-After, and no header that Serve cannot decode is a 500."""
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kept = [
+        headers = [
             (name, value)
             for name, value in scope["headers"]
             if name != REQUEST_ID or value.isascii()
         ]
-        if (name := _undecodable(kept)) is not None:
+        if (name := _undecodable(headers)) is not None:
             await _refuse(UndecodableHeader(name), scope, receive, send)
             return
 
         async def told(message: Message) -> None:
             await send(_with_retry_after(message))
 
-        await self._app({**scope, "headers": kept}, receive, told)
+        await self._app({**scope, "headers": headers}, receive, told)
 
 
 def _with_retry_after(message: Message) -> Message:
@@ -187,15 +187,15 @@ class FrontBySocket:
         if (path := _socket_for(scope)) is None:
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
-        named = given or str(uuid.uuid4()).encode()
+        request_id = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+        named = request_id or str(uuid.uuid4()).encode()
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"].append((REQUEST_ID, named))
             await send(message)
 
-        headers = scope["headers"] if given else [*scope["headers"], (REQUEST_ID, named)]
+        headers = scope["headers"] if request_id else [*scope["headers"], (REQUEST_ID, named)]
         try:
             first = await receive()
             marked = {**scope, "headers": headers}
@@ -227,8 +227,8 @@ class SideStreams(HttpMiddleware):
     puts what the front says after its head behind it."""
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kept = [pair for pair in scope["headers"] if pair[0] != READER]
-        marked = {**scope, "headers": [*kept, (READER, side_stream.reader_token().encode())]}
+        headers = [pair for pair in scope["headers"] if pair[0] != READER]
+        marked = {**scope, "headers": [*headers, (READER, side_stream.reader_token().encode())]}
         carried = _ProxiedResponse(send)
         try:
             await self._app(marked, receive, carried)
@@ -246,9 +246,9 @@ class _ProxiedResponse:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            kept = [pair for pair in message["headers"] if pair[0] != SIDE_STREAM]
+            headers = [pair for pair in message["headers"] if pair[0] != SIDE_STREAM]
             places = [value for name, value in message["headers"] if name == SIDE_STREAM]
-            await self._send({**message, "headers": kept})
+            await self._send({**message, "headers": headers})
             if places:
                 self._pump = asyncio.ensure_future(self._carry(places[0].decode()))
             return

@@ -7,6 +7,7 @@ import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -31,6 +32,7 @@ from deployments.routing.pieces import pieces_of
 # Headers that go on to the engine: those that its HTTP layer reads.
 FORWARDED = ("content-type", "accept")
 FORM, JSON = "multipart/form-data", "application/json"
+NEARLY = 0.85  # the likeness of a word to one that was meant, as difflib measures it
 
 _EXTENSIONS = sorted(name for name in Body.model_fields if name.startswith("x_"))
 _NO_PROFILE = Profile()
@@ -112,13 +114,17 @@ async def parse(
     if headers_of.get("x_local_only", "false").lower() != "false":
         fields = fields | {"x_local_only": headers_of["x_local_only"]}  # a body cannot take it back
     checked = check_body(schema.body, headers_of | fields)
-    kept = {name: headers[name] for name in FORWARDED if name in headers}
+    forwarded = {name: headers[name] for name in FORWARDED if name in headers}
     if not is_form:
-        kept["content-type"] = JSON  # as it was read; vLLM refuses JSON that is declared as a form
+        forwarded["content-type"] = (
+            JSON  # as it was read; vLLM refuses JSON that is declared as a form
+        )
     profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
     own = None if is_form else fields
     request_id, key = _request_id(headers), key_of(checked, run)
-    return ParsedRequest(path, request_id, kept, raw, own, checked, profile, schema.kind, run, key)
+    return ParsedRequest(
+        path, request_id, forwarded, raw, own, checked, profile, schema.kind, run, key
+    )
 
 
 def call_of(
@@ -258,13 +264,25 @@ def _stable_run(fields: dict[str, Any]) -> StableRun | None:
 def check_body(body: type[M], fields: dict[str, Any]) -> M:
     """The fields as their model has them. Raises BadRequest naming the first that is wrong."""
     try:
-        return body.model_validate(fields)
+        checked = body.model_validate(fields)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         # A union names its branches in the path; the field itself comes first.
         field = str(problem["loc"][0])
         hint = " (GET /v1/models lists them)" if field == "model" else ""
         raise BadRequest(f"`{field}`: {words_of(problem)}{hint}", field) from error
+    _refuse_misspelt(checked)
+    return checked
+
+
+def _refuse_misspelt(checked: BaseModel) -> None:
+    """Raises BadRequest for a field that is nearly one of our extensions: it would be left out, and
+    its sender would not know. Others are, so that clients of a later version are served."""
+    ours = [name for name in type(checked).model_fields if name.startswith("x_")]
+    for name in checked.model_extra or ():
+        near = get_close_matches(name, ours, n=1, cutoff=NEARLY) if name.startswith("x_") else []
+        if near:
+            raise BadRequest(f"`{name}`: no such field; did you mean `{near[0]}`?", name)
 
 
 def words_of(problem: Mapping[str, Any]) -> str:
@@ -274,7 +292,7 @@ def words_of(problem: Mapping[str, Any]) -> str:
 
 
 def _request_id(headers: Mapping[str, str]) -> str:
-    given = headers.get("x-request-id", "")
-    if 0 < len(given) <= 128 and given.isascii() and given.isprintable():
-        return given
+    header = headers.get("x-request-id", "")
+    if 0 < len(header) <= 128 and header.isascii() and header.isprintable():
+        return header
     return f"req-{uuid.uuid4().hex[:16]}"

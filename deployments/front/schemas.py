@@ -231,10 +231,10 @@ class Completion(Samples):
 
     @field_validator("prompt")
     @classmethod
-    def _sequences(cls, value: str | list[Any], given: ValidationInfo) -> str | list[Any]:
+    def _sequences(cls, value: str | list[Any], info: ValidationInfo) -> str | list[Any]:
         """Checked here, and not at `n`, because the fields before this one are known by now."""
-        name = max("n", "best_of", key=lambda name: given.data.get(name) or 1)
-        each, prompts = given.data.get(name) or 1, 1 if _is_one(value) else len(value)
+        name = max("n", "best_of", key=lambda name: info.data.get(name) or 1)
+        each, prompts = info.data.get(name) or 1, 1 if _is_one(value) else len(value)
         if each * prompts > MAX_SEQUENCES:
             raise ValueError(
                 f"{prompts} prompts with `{name}` {each} are {each * prompts} sequences; at most "
@@ -332,8 +332,8 @@ class Reranks(Body):
 
     @field_validator("documents")
     @classmethod
-    def _one_form(cls, value: object, given: ValidationInfo) -> object:
-        if (value is None) == (given.data.get("texts") is None):
+    def _one_form(cls, value: object, info: ValidationInfo) -> object:
+        if (value is None) == (info.data.get("texts") is None):
             raise ValueError("give `documents`, or `texts` for TEI's form")
         return value
 
@@ -355,8 +355,8 @@ class Scores(Body):
 
     @field_validator("text_2")
     @classmethod
-    def _pairs(cls, value: str | list[str], given: ValidationInfo) -> str | list[str]:
-        first = given.data.get("text_1")
+    def _pairs(cls, value: str | list[str], info: ValidationInfo) -> str | list[str]:
+        first = info.data.get("text_1")
         count = 1 if isinstance(value, str) else len(value)
         if isinstance(first, list) and len(first) not in (1, count):
             raise ValueError(f"{count} texts for {len(first)} in `text_1`: give as many, or one")

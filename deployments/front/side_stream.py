@@ -37,18 +37,18 @@ def reader_token() -> str:
 @functools.cache
 def _token_in(folder: Path) -> str:
     path = folder / "serve-arbiter-reader"
-    made = secrets.token_hex(16)
-    draft = path.with_suffix(f".{made}")
+    token = secrets.token_hex(16)
+    draft = path.with_suffix(f".{token}")
     with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(made)
+        file.write(token)
     try:
         os.link(draft, path)  # whole from its first moment, and the first one stays
     except FileExistsError:
         pass
     finally:
         os.unlink(draft)
-    with path.open() as kept:  # others may write to the folder, so the open file is asked
-        return kept.read() if os.fstat(kept.fileno()).st_uid == os.getuid() else ""
+    with path.open() as token_file:  # others may write to the folder, so the open file is asked
+        return token_file.read() if os.fstat(token_file.fileno()).st_uid == os.getuid() else ""
 
 
 def is_reader(header: str | None) -> bool:

@@ -51,7 +51,7 @@ def stable_run(body: dict[str, Any]) -> StableRun | None:
     given_tools = body.get("tools")
     tools = given_tools if isinstance(given_tools, list) else []
     with_tools = bool(tools) and all(map(_is_marked, tools))
-    kept: dict[str, Any] = {"tools": [_plain(tool) for tool in tools]} if with_tools else {}
+    prefix: dict[str, Any] = {"tools": [_plain(tool) for tool in tools]} if with_tools else {}
     whole = parts = 0
     for name in LISTS[1:]:
         given = body.get(name)
@@ -59,13 +59,13 @@ def stable_run(body: dict[str, Any]) -> StableRun | None:
             break  # Anthropic's short form has no place for a mark
         if not isinstance(given, list) or not given:
             continue
-        whole, kept[name] = _leading(given)
+        whole, prefix[name] = _leading(given)
         parts, opened = _leading_parts(given[whole]) if whole < len(given) else (0, {})
         if parts:
-            kept[name].append(opened)
+            prefix[name].append(opened)
         if whole < len(given):
             break
-    fields = {name: value for name, value in kept.items() if value}
+    fields = {name: value for name, value in prefix.items() if value}
     if not fields:
         return None
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -146,9 +146,9 @@ def _segments(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield from _objects(item.get("content"), f"{place}.content")
 
 
-def _objects(given: object, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    if isinstance(given, list):
-        for number, item in enumerate(given):
+def _objects(items: object, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(items, list):
+        for number, item in enumerate(items):
             if isinstance(item, dict):
                 yield f"{place}[{number}]", item
 

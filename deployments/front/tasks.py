@@ -97,15 +97,15 @@ class Tasks:
         if request.path == prefixes.PATH:  # what is prewarmed is what answers best
             config = config.model_copy(update={"pin_primary": True})
         remotes = self._service.remotes
-        here = {name: base_of(name) for name in config.ladder if not remotes.has(name)}
-        known = await self._forecasts.read(self._service.table, sorted(set(here.values())))
+        local = {name: base_of(name) for name in config.ladder if not remotes.has(name)}
+        forecasts = await self._forecasts.read(self._service.table, sorted(set(local.values())))
         generates = isinstance(request.checked, Generates)
         needs = needs_of(request.path, request.fields, generates=generates)
 
         async def state_of(position: int, name: str) -> RungState:
-            if name not in here:
+            if name not in local:
                 return _remote(position, remotes.offer(request, name, caller))
-            forecast = known.get(here[name], UNSEEN)
+            forecast = forecasts.get(local[name], UNSEEN)
             state = RungState(position, name, False, forecast.predicted, forecast.never)
             if forecast.never:
                 return state
@@ -123,9 +123,9 @@ class Tasks:
         every = sorted(
             (rung.state for rung in (*before.rungs, *before.left_out)), key=lambda c: c.position
         )
-        here = sorted({base_of(c.name) for c in every if not c.is_remote})
-        known = await self._forecasts.read(self._service.table, here)
-        return order(config, [_seen_now(one, known) for one in every], budget_s)
+        local = sorted({base_of(c.name) for c in every if not c.is_remote})
+        forecasts = await self._forecasts.read(self._service.table, local)
+        return order(config, [_seen_now(one, forecasts) for one in every], budget_s)
 
     async def explain(self, task: str, caller: Caller) -> dict[str, Any]:
         """The ladder as it is now for a short request to the primary's first path. Raises
@@ -156,19 +156,19 @@ class Tasks:
         return replace(state, refused=unfit(needs, target.model, capability, context))
 
 
-def _seen_now(state: RungState, known: Mapping[str, Forecast]) -> RungState:
+def _seen_now(state: RungState, forecasts: Mapping[str, Forecast]) -> RungState:
     if state.is_remote:
         return state
-    forecast = known.get(base_of(state.name), UNSEEN)
+    forecast = forecasts.get(base_of(state.name), UNSEEN)
     refused = state.refused or forecast.never
     return replace(state, predicted=forecast.predicted, refused=refused)
 
 
 def _remote(position: int, offer: Offer) -> RungState:
     took_s = offer.seconds if offer.is_allowed else None
-    there = Prediction(REMOTE, 0.0, 0.0, took_s)
+    prediction = Prediction(REMOTE, 0.0, 0.0, took_s)
     again_s = None if offer.refusal is None else offer.refusal.retry_after_s
-    return RungState(position, offer.model, True, there, offer.reason or None, again_s)
+    return RungState(position, offer.model, True, prediction, offer.reason or None, again_s)
 
 
 def plain(task: str, config: TaskConfig, ladder: Ladder) -> dict[str, Any]:

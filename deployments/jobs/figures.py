@@ -85,12 +85,12 @@ def prepare(db: sqlite3.Connection) -> None:
 
 
 def _triggers() -> list[tuple[str, str]]:
-    made = []
+    triggers = []
     for name, when, change, row, took in CHANGES:
         insert = f"INSERT INTO job_changes VALUES (NULL, '{change}', {row}, {took})"
         newest = f"(SELECT max(number) FROM job_changes) - {CHANGES_MOST}"
         trim = f"DELETE FROM job_changes WHERE number <= {newest}"
-        made.append((name, f"CREATE TRIGGER {name} AFTER {when} BEGIN {insert}; {trim}; END"))
+        triggers.append((name, f"CREATE TRIGGER {name} AFTER {when} BEGIN {insert}; {trim}; END"))
     for table in COUNTED:
         added, removed = _add(table, "new", "+"), _add(table, "old", "-")
         for event, steps in (
@@ -100,8 +100,8 @@ def _triggers() -> list[tuple[str, str]]:
         ):
             name = f"{table}_total_{event.lower()}"
             statement = f"CREATE TRIGGER {name} AFTER {event} ON {table} BEGIN {steps} END"
-            made.append((name, statement))
-    return made
+            triggers.append((name, statement))
+    return triggers
 
 
 def _add(table: str, row: str, sign: str) -> str:

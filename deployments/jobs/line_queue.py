@@ -101,8 +101,8 @@ class LineQueue:
         if self._model in models and not is_over:
             return
         order = list(models)  # of their batches, and in a batch of their first lines
-        here = order.index(self._model) if self._model in models else -1
-        self._model = order[(here + 1) % len(order)]
+        at = order.index(self._model) if self._model in models else -1
+        self._model = order[(at + 1) % len(order)]
         self._turn_began_s = now_s
 
     def _rank(self, group: Group) -> tuple[object, ...]:
@@ -137,8 +137,8 @@ class LineQueue:
     def due_s(self) -> float | None:
         """When the first blocked lines may be tried again."""
         now_s = self._clock()
-        seen = tuple(self._not_before.values())  # at once: the other thread may put a line back
-        return min((s for s in seen if s > now_s), default=None)
+        times = tuple(self._not_before.values())  # at once: the other thread may put a line back
+        return min((s for s in times if s > now_s), default=None)
 
 
 def _key(batch: Batch, model: str) -> tuple[str, str]:

@@ -39,11 +39,11 @@ def new_id() -> str:
 # -- conversations -----------------------------------------------------------------------------
 
 
-def items_of(given: Any) -> list[Json]:
+def items_of(value: Any) -> list[Json]:
     """An `input` as items."""
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    return list(given)
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    return list(value)
 
 
 def self_contained(fields: Mapping[str, Any], history: list[Json] | None) -> Json:
@@ -68,13 +68,13 @@ def input_items(response_id: str, request: Json) -> list[Json]:
 
 
 def _item(item_id: str, item: Json) -> Json:
-    known = {"id": item_id, "type": "message", **item}
-    if known["type"] == "message":
-        known = {"status": "completed", **known}
+    fields = {"id": item_id, "type": "message", **item}
+    if fields["type"] == "message":
+        fields = {"status": "completed", **fields}
         kind = "output_text" if item.get("role") == "assistant" else "input_text"
         if isinstance(text := item.get("content"), str):
-            known["content"] = [{"type": kind, "text": text}]
-    return known
+            fields["content"] = [{"type": kind, "text": text}]
+    return fields
 
 
 # -- the object ----------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def without_answer(job: Job, request: Json) -> Json:
         error = {"code": job.error.get("code") or "server_error", "message": job.error["message"]}
     elif job.state is JobState.EXPIRED:
         error = {"code": "expired", "message": f"it was not answered by {job.deadline_s:.0f}"}
-    made = {
+    response = {
         "object": "response",
         "created_at": int(job.created_s),
         "status": status,
@@ -110,7 +110,7 @@ def without_answer(job: Job, request: Json) -> Json:
         **_ABSENT,
         **echoed,
     }
-    return marked(made, job.id, job.meta, True)
+    return marked(response, job.id, job.meta, True)
 
 
 _ABSENT: Json = {
@@ -181,7 +181,7 @@ def first_event(job: Job, request: Json) -> bytes:
 
 def events_of(page: EventPage) -> list[tuple[Json, bytes]]:
     """The events of a page as the client gets them."""
-    made = []
+    events = []
     for number, text in page.events:
         if not (data := data_of(text)):
             continue
@@ -190,8 +190,8 @@ def events_of(page: EventPage) -> list[tuple[Json, bytes]]:
         if data.get("type") == "response.created":  # the client has that as number 0
             data["type"], data["response"]["status"] = "response.queued", "queued"
         data["sequence_number"] = number
-        made.append((data, sse(data) if "type" in data else b"data: " + _compact(data)))
-    return made
+        events.append((data, sse(data) if "type" in data else b"data: " + _compact(data)))
+    return events
 
 
 def last_event(response: Json, number: int) -> bytes:

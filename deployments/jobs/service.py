@@ -269,9 +269,11 @@ class JobsService:
         self._batch_runner.wake()
         self._removal.set()
         ends_s = time.monotonic() + REMOVED_WITHIN_S
-        while (left := await self._blocking(removal.left, self._db)) and time.monotonic() < ends_s:
+        while (
+            rows_left := await self._blocking(removal.left, self._db)
+        ) and time.monotonic() < ends_s:
             await asyncio.sleep(REMOVE_EVERY_S / 5)
-        return left
+        return rows_left
 
     def _tell_change(self) -> None:
         self._changed.set()

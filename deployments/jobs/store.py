@@ -221,8 +221,8 @@ class JobStore:
         events: list[tuple[int, str]] = []
         size = 0
         if job.event_count > max(after, 0):
-            known, offset = self._reader_at(job, after)
-            for number, line in enumerate(self._bodies.lines(job_id + EVENTS, offset), known + 1):
+            before, offset = self._reader_at(job, after)
+            for number, line in enumerate(self._bodies.lines(job_id + EVENTS, offset), before + 1):
                 if number > job.event_count or len(events) >= PAGE_COUNT or size >= PAGE_BYTES:
                     break
                 offset += len(line)
@@ -390,9 +390,9 @@ class JobStore:
 
 
 def _job(row: sqlite3.Row) -> Job:
-    known = {name: value for name, value in dict(row).items() if name in Job.__slots__}
+    fields = {name: value for name, value in dict(row).items() if name in Job.__slots__}
     read = {name: json.loads(row[name] or "null") for name in ("headers", "meta", "error")}
-    return Job(**{**known, **read, "state": JobState(row["state"])})
+    return Job(**{**fields, **read, "state": JobState(row["state"])})
 
 
 def _error_of(body: bytes) -> Any:

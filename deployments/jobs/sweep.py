@@ -21,13 +21,13 @@ def sweep(db: Database, bodies: Bodies, clock: Callable[[], float] = time.time) 
     """Removes what is older than any upload and has no row. Returns how many."""
     named = {row[0] for row in db.rows(NAMED)}
     old_s = clock() - UPLOAD_MOST_S
-    left = [
+    expired = [
         name
         for name in bodies.names()
         if owner_of(name) not in named and bodies.changed_s(name) < old_s
     ]
-    bodies.remove(*left)
-    return len(left)
+    bodies.remove(*expired)
+    return len(expired)
 
 
 def owner_of(name: str) -> str:

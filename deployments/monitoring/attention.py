@@ -58,17 +58,17 @@ def _devices(state: Mapping[str, Any]) -> Iterator[Alert]:
 
 def _pressure(row: Mapping[str, Any]) -> Alert:
     free = row["physical_free_bytes"]
-    left = "" if free is None else f": {human(Bytes(free))} are physically free"
+    free_text = "" if free is None else f": {human(Bytes(free))} are physically free"
     level = CRITICAL if row["pressure"] == "critical" else WARNING
-    text = f"Memory pressure on {row['device']} is {row['pressure']}{left}."
+    text = f"Memory pressure on {row['device']} is {row['pressure']}{free_text}."
     return Alert(level, row["device"], f"{text} End what the arbiter does not know, or add memory.")
 
 
 def _holders(state: Mapping[str, Any]) -> Iterator[Alert]:
     for row in state["holders"]:
         if row["kept_bytes"]:
-            kept = human(Bytes(row["kept_bytes"]))
-            text = f"{row['holder']} is in quarantine: it did not give {kept} back."
+            size = human(Bytes(row["kept_bytes"]))
+            text = f"{row['holder']} is in quarantine: it did not give {size} back."
             yield Alert(CRITICAL, row["holder"], f"{text} End its process if it hangs.")
 
 
@@ -82,10 +82,10 @@ def _cooldowns(state: Mapping[str, Any]) -> Iterator[Alert]:
 
 def _queue(state: Mapping[str, Any]) -> Iterator[Alert]:
     for row in state["queue"]:
-        expected, left, waited = row["predicted_s"], row["left_s"], row["waited_s"]
+        expected, left_s, waited = row["predicted_s"], row["left_s"], row["waited_s"]
         who = f"{row['model']} ({row['ticket']})"
-        if expected is not None and left is not None and expected > left:
-            text = f"{who} is expected in {expected:.0f} s, after its deadline in {left:.0f} s."
+        if expected is not None and left_s is not None and expected > left_s:
+            text = f"{who} is expected in {expected:.0f} s, after its deadline in {left_s:.0f} s."
             yield Alert(WARNING, row["ticket"], text)
         elif waited > LONG_WAIT_S:
             text = f"{who} has waited {waited:.0f} s; explain says for what."

@@ -66,6 +66,6 @@ def write_for_ray() -> Path:
     """Returns the path written. Its panels read what Ray's own exporter shows. Raises OSError, also
     where Ray has made no such folder."""
     path = ray_folder() / RAY_DASHBOARD
-    made = dashboard(uid="serve-arbiter-ray", prefix=RAY_PREFIX)
-    path.write_text(json.dumps(made, indent=2) + "\n")
+    board = dashboard(uid="serve-arbiter-ray", prefix=RAY_PREFIX)
+    path.write_text(json.dumps(board, indent=2) + "\n")
     return path

@@ -54,12 +54,12 @@ def _foreign(device: Mapping[str, Any]) -> Iterator[Part]:
     for process in device["foreign_processes"]:
         label = process["name"] or f"pid {process['pid']}"
         held[label] = held.get(label, 0) + process["size_bytes"]
-    left, named = device["foreign_bytes"], sum(held.values())
-    share = min(1.0, left / named) if named else 0.0
+    unnamed_bytes, named = device["foreign_bytes"], sum(held.values())
+    share = min(1.0, unnamed_bytes / named) if named else 0.0
     for label, size in sorted(held.items(), key=lambda row: (-row[1], row[0])):
-        part = min(left, round(size * share))
-        left -= part
+        part = min(unnamed_bytes, round(size * share))
+        unnamed_bytes -= part
         if part:
             yield Part(FOREIGN, label, part, size)
-    if left:
-        yield Part(FOREIGN, UNNAMED, left, left)
+    if unnamed_bytes:
+        yield Part(FOREIGN, UNNAMED, unnamed_bytes, unnamed_bytes)

@@ -248,8 +248,8 @@ def _models(state: Mapping[str, Any], facts: Facts, now_unix_s: float) -> list[M
     for model, capability in facts.homes.items():
         rows.setdefault((capability, model), [])
     more = _ModelFacts(state, facts, now_unix_s)
-    made = [more.row(name, tickets) for name, tickets in rows.items()]
-    return sorted(made, key=lambda row: (row.state == COLD, row.model, row.capability))
+    rows_shown = [more.row(name, tickets) for name, tickets in rows.items()]
+    return sorted(rows_shown, key=lambda row: (row.state == COLD, row.model, row.capability))
 
 
 class _ModelFacts:
@@ -334,7 +334,7 @@ def _queue(state: Mapping[str, Any], now_unix_s: float) -> Iterator[QueueRow]:
     tickets = {ticket["ticket"]: ticket for ticket in state["tickets"]}
     for row in state["queue"]:
         ticket = tickets[row["ticket"]]
-        expected, left = row["predicted_s"], row["left_s"]
+        expected, left_s = row["predicted_s"], row["left_s"]
         yield QueueRow(
             row["position"],
             ticket["node"],
@@ -346,8 +346,8 @@ def _queue(state: Mapping[str, Any], now_unix_s: float) -> Iterator[QueueRow]:
             ticket["need_bytes"],
             round(now_unix_s - row["waited_s"], 1),
             None if expected is None else round(now_unix_s + expected, 1),
-            None if left is None else round(now_unix_s + left, 1),
-            expected is not None and (expected == 0 or (left is not None and expected > left)),
+            None if left_s is None else round(now_unix_s + left_s, 1),
+            expected is not None and (expected == 0 or (left_s is not None and expected > left_s)),
         )
 
 
@@ -357,7 +357,7 @@ def _leased(tickets: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]
 
 
 def _lease(ticket: Mapping[str, Any], now_unix_s: float) -> LeaseRow:
-    left, lease = ticket["left_s"], ticket["lease"]
+    left_s, lease = ticket["left_s"], ticket["lease"]
     return LeaseRow(
         ticket["ticket"],
         ticket["model"],
@@ -367,7 +367,7 @@ def _lease(ticket: Mapping[str, Any], now_unix_s: float) -> LeaseRow:
         lease["frees"],
         computing_bytes(ticket["charged_bytes"]),
         computing_bytes(ticket["measured_bytes"]),
-        None if left is None else round(now_unix_s + left, 1),
+        None if left_s is None else round(now_unix_s + left_s, 1),
     )
 
 
@@ -385,14 +385,14 @@ def _tenants(state: Mapping[str, Any]) -> Iterator[TenantRow]:
 
 
 def _jobs(state: Mapping[str, Any]) -> list[JobRow]:
-    made = [
+    rows_shown = [
         JobRow(
             *(row["id"], row["kind"], row["state"], row["model"], row["tenant"]),
             *(row["done"], row["failed"], row["total"], row["created_s"], row["ended_s"]),
         )
         for row in state["jobs"]
     ]
-    return sorted(made, key=lambda row: (row.ended_unix_s is not None, -row.created_unix_s))
+    return sorted(rows_shown, key=lambda row: (row.ended_unix_s is not None, -row.created_unix_s))
 
 
 def _slab(row: Mapping[str, Any]) -> SlabRow:

@@ -120,9 +120,9 @@ def _stream(new: dict[str, Any], fields: dict[str, Any]) -> bool:
     return isinstance(options, dict) and options.get("include_usage") is True
 
 
-def _message(given: object, number: int, inputs: set[str]) -> dict[str, Any]:
+def _message(value: object, number: int, inputs: set[str]) -> dict[str, Any]:
     place = f"messages.{number}"
-    message = _object(given, place)
+    message = _object(value, place)
     new = {name: message[name] for name in _MESSAGE if isinstance(message.get(name), str)}
     if "role" not in new:
         raise BodyStays(f"{place}.role", "it is no text")
@@ -141,8 +141,8 @@ def _message(given: object, number: int, inputs: set[str]) -> dict[str, Any]:
     return new
 
 
-def _part(given: object, place: str, inputs: set[str]) -> dict[str, Any]:
-    part = _object(given, place)
+def _part(value: object, place: str, inputs: set[str]) -> dict[str, Any]:
+    part = _object(value, place)
     kind = part.get("type")
     if isinstance(kind, str) and (name := _TEXT_PARTS.get(kind)):
         return {"type": kind, name: _text(part.get(name), f"{place}.{name}")}
@@ -157,8 +157,8 @@ def _part(given: object, place: str, inputs: set[str]) -> dict[str, Any]:
     raise BodyStays(place, "text, image_url and input_audio are known")
 
 
-def _picture(given: object, place: str) -> dict[str, str]:
-    picture = {"url": given} if isinstance(given, str) else _object(given, place)
+def _picture(value: object, place: str) -> dict[str, str]:
+    picture = {"url": value} if isinstance(value, str) else _object(value, place)
     url = _text(picture.get("url"), f"{place}.url")
     if not url.startswith("data:image/"):
         raise BodyStays(f"{place}.url", "only data: URLs do; the remote would fetch any other")
@@ -166,37 +166,37 @@ def _picture(given: object, place: str) -> dict[str, str]:
     return {"url": url, **({"detail": detail} if isinstance(detail, str) else {})}
 
 
-def _tool(given: object, number: int) -> dict[str, Any]:
-    tool = _object(given, f"tools.{number}")
+def _tool(value: object, number: int) -> dict[str, Any]:
+    tool = _object(value, f"tools.{number}")
     if tool.get("type") != "function":
         raise BodyStays(f"tools.{number}.type", "only functions are known")
     function = _object(tool.get("function"), f"tools.{number}.function")
     return {"type": "function", "function": {k: function[k] for k in _FUNCTION if k in function}}
 
 
-def _call(given: object, place: str) -> dict[str, Any]:
-    call = _object(given, place)
+def _call(value: object, place: str) -> dict[str, Any]:
+    call = _object(value, place)
     function = _object(call.get("function"), f"{place}.function")
     new = {k: _text(function.get(k), f"{place}.{k}") for k in ("name", "arguments")}
     return {"id": _text(call.get("id"), f"{place}.id"), "type": "function", "function": new}
 
 
-def _object(given: object, place: str) -> dict[str, Any]:
-    if not isinstance(given, dict):
+def _object(value: object, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
         raise BodyStays(place, "it is no object")
-    return given
+    return value
 
 
-def _list(given: object, place: str) -> list[Any]:
-    if not isinstance(given, list):
+def _list(value: object, place: str) -> list[Any]:
+    if not isinstance(value, list):
         raise BodyStays(place, "it is no list")
-    return given
+    return value
 
 
-def _text(given: object, place: str) -> str:
-    if not isinstance(given, str):
+def _text(value: object, place: str) -> str:
+    if not isinstance(value, str):
         raise BodyStays(place, "it is no text")
-    return given
+    return value
 
 
 def _prompt_tokens(fields: dict[str, Any]) -> int:
@@ -226,13 +226,13 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    left = [value]
-    while left:
-        one = left.pop()
+    stack = [value]
+    while stack:
+        one = stack.pop()
         if isinstance(one, str):
             yield one
         elif isinstance(one, dict):
             yield from one
-            left.extend(one.values())
+            stack.extend(one.values())
         elif isinstance(one, list):
-            left.extend(one)
+            stack.extend(one)

@@ -138,9 +138,9 @@ class Exchange:
             raise Failed(Failure.PROTOCOL, "it answers compressed, which was not asked for")
 
     def _is_stream(self, response: aiohttp.ClientResponse) -> bool:
-        wanted = SSE if self._call.is_stream else JSON
-        if response.content_type != wanted:
-            raise Failed(Failure.PROTOCOL, f"its answer is not {wanted}")
+        media_type = SSE if self._call.is_stream else JSON
+        if response.content_type != media_type:
+            raise Failed(Failure.PROTOCOL, f"its answer is not {media_type}")
         return self._call.is_stream
 
     async def _whole(self, response: aiohttp.ClientResponse) -> messages.FullResponse:
@@ -214,11 +214,11 @@ class Exchange:
 
 async def _data_lines(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """The data of each event; one line each, as all servers of this API write them."""
-    left = b""
+    rest = b""
     async with aclosing(pieces):
         async for piece in pieces:
-            *lines, left = (left + piece).split(b"\n")
-            if len(left) > EVENT_MOST_BYTES:
+            *lines, rest = (rest + piece).split(b"\n")
+            if len(rest) > EVENT_MOST_BYTES:
                 raise Failed(
                     Failure.PROTOCOL, f"one of its events is over {EVENT_MOST_BYTES} bytes"
                 )

@@ -322,8 +322,8 @@ class Remotes:
     def _seconds(self, call: RemoteCall, model: RemoteModel) -> float:
         """Estimates the seconds of an answer of the usual length, or of the longest where none was
         seen."""
-        seen = self._state(call.remote).seconds_of.get(call.model)
-        return seen or model.first_token_s + call.answer_tokens / model.tokens_per_s
+        times = self._state(call.remote).seconds_of.get(call.model)
+        return times or model.first_token_s + call.answer_tokens / model.tokens_per_s
 
     def _note_seconds(self, model: str, took_s: float, state: _State) -> None:
         before_s = state.seconds_of.get(model, took_s)

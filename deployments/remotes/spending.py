@@ -78,8 +78,8 @@ class Spending:
 
     def refusal(self, egress: Egress) -> RemoteBudgetSpent | None:
         """The refusal of an egress, as far as is known here."""
-        known = self._of_today().get((egress.tenant, egress.remote), DaySpent(0, 0))
-        return refusal(egress, known, self._now())
+        spent = self._of_today().get((egress.tenant, egress.remote), DaySpent(0, 0))
+        return refusal(egress, spent, self._now())
 
     async def _note(self, egress: Egress, answer: Awaitable[DaySpent]) -> None:
         spent = await answer

@@ -61,19 +61,21 @@ class AdaptedCapability(Capability):
         if call.served in ("", call.model) or "adapters" not in config:
             return
         self.slotted.note(use.ticket, call.served, config["adapters"]["slots"])
-        known = self._fetchers.get(call.model)
-        if known is None or known[0] != use.ticket:  # a new engine may have another configuration
-            known = self._fetchers[call.model] = use.ticket, AdapterFetcher(config)
+        fetcher = self._fetchers.get(call.model)
+        if (
+            fetcher is None or fetcher[0] != use.ticket
+        ):  # a new engine may have another configuration
+            fetcher = self._fetchers[call.model] = use.ticket, AdapterFetcher(config)
             self._follow(call.model, config)
-        await known[1].bring(call.served, call.tenant)
+        await fetcher[1].bring(call.served, call.tenant)
 
     def _follow(self, model: str, config: dict[str, Any]) -> None:
         """A merged copy outlives the model's engine, which may be idle beside it, but not the
         settings under which it was made."""
-        known = self._merging.get(model)
-        if known is not None and known.config == config:
+        merging = self._merging.get(model)
+        if merging is not None and merging.config == config:
             return
-        if known is not None:
+        if merging is not None:
             self._merging.pop(model).end()
         if "merge" in config["adapters"]:
             self._merging[model] = Merging(self._residency, model, config)
@@ -84,12 +86,12 @@ class AdapterFetcher:
 
     def __init__(self, config: dict[str, Any]) -> None:
         """Raises OSError, safetensors_header.BadHeader."""
-        given = config["adapters"]
+        section = config["adapters"]
         shapes = safetensors_header.linear_shapes(adapted_folder(Path(config["model"])))
-        self._rules = Rules(shapes, given["max_rank"])
+        self._rules = Rules(shapes, section["max_rank"])
         self._catalogue: Catalogue = catalogue_of(config)
-        self._store = Store(Path(given["store"]))
-        self._fetcher = Fetcher(Path(given["store"]) / FETCHED, self._rules.bounds)
+        self._store = Store(Path(section["store"]))
+        self._fetcher = Fetcher(Path(section["store"]) / FETCHED, self._rules.bounds)
 
     async def bring(self, name: str, tenant: str) -> None:
         """Raises AdapterInvalid, FetchFailed. The engine refuses names that no catalogue has."""

@@ -235,8 +235,8 @@ class Capability:
 def _engine_headers(call: messages.InferenceCall, began_s: float) -> dict[str, str]:
     """The headers for the engine, whose own queue goes by priority and deadline too."""
     headers = call.headers | {messages.PRIORITY_HEADER: str(int(call.priority))}
-    if (left := left_s(call, began_s)) is not None:
-        headers[messages.DEADLINE_HEADER] = f"{left:.3f}"
+    if (remaining_s := left_s(call, began_s)) is not None:
+        headers[messages.DEADLINE_HEADER] = f"{remaining_s:.3f}"
     return headers
 
 

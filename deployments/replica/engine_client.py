@@ -128,11 +128,13 @@ class EngineLink:
         in the engine."""
         with self._typed():
             async with self._session.request(method, path, headers=headers, data=body) as answer:
-                kept = {k.lower(): v for k, v in answer.headers.items() if k.lower() not in _HOP}
-                if SIDE_STREAM in kept:
-                    kept[SIDE_STREAM] = f"{self._path} {kept[SIDE_STREAM]}"
+                passed_on = {
+                    k.lower(): v for k, v in answer.headers.items() if k.lower() not in _HOP
+                }
+                if SIDE_STREAM in passed_on:
+                    passed_on[SIDE_STREAM] = f"{self._path} {passed_on[SIDE_STREAM]}"
                 is_chunked = answer.content_length is None
-                yield ResponseHead(answer.status, kept, is_chunked)
+                yield ResponseHead(answer.status, passed_on, is_chunked)
                 async for chunk in answer.content.iter_any():
                     yield chunk
 

@@ -95,14 +95,16 @@ def files(
     for path in [root] if root.is_file() else sorted(root.rglob("*")):
         name = str(path.relative_to(root))
         try:
-            seen = look_at(path)
+            status = look_at(path)
         except FileNotFoundError:
             continue  # just replaced: the next look sees the new one
         except OSError:  # closed to us, a loop of symlinks, or its server is away just now
             rows.append((name,))
             continue
-        if stat.S_ISREG(seen.st_mode):
-            rows.append((name, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino))
+        if stat.S_ISREG(status.st_mode):
+            rows.append(
+                (name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+            )
     return tuple(rows)
 
 

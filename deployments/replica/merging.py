@@ -80,15 +80,15 @@ class Merging:
     def __init__(self, residency: Residency, model: str, config: dict[str, Any]) -> None:
         """`config`: of the model's engine, with `config["adapters"]["merge"]`. Raises OSError,
         safetensors_header.BadHeader."""
-        given = config["adapters"]
+        section = config["adapters"]
         self.config = config
         self._residency, self._model = residency, model
-        self._begins_at: float = given["merge"]["share"]
-        self._share = TrafficShare(given["merge"]["requests"])
+        self._begins_at: float = section["merge"]["share"]
+        self._share = TrafficShare(section["merge"]["requests"])
         self._catalogue = catalogue_of(config)
         shapes = safetensors_header.linear_shapes(adapted_folder(Path(config["model"])))
-        store = Store(Path(given["store"]))
-        self._shelf = CheckedAdapters(store, Rules(shapes, given["max_rank"]))
+        store = Store(Path(section["store"]))
+        self._shelf = CheckedAdapters(store, Rules(shapes, section["max_rank"]))
         self._copy: MergedCopy | None = None
 
     def forget_tenant(self, tenant: str) -> None:

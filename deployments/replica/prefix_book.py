@@ -51,9 +51,9 @@ class PrefixBook:
 
     def on_load(self, now_ns: int) -> None:
         """The engine is new: what requests brought is forgotten, what is declared is warmed."""
-        self._known = {key: known for key, known in self._known.items() if known.is_declared}
-        for known in self._known.values():
-            _ask(known, WarmCause.LOAD, now_ns)
+        self._known = {key: entry for key, entry in self._known.items() if entry.is_declared}
+        for entry in self._known.values():
+            _ask(entry, WarmCause.LOAD, now_ns)
 
     def knows(self, key: str) -> bool:
         return key in self._known
@@ -61,7 +61,7 @@ class PrefixBook:
     def add(self, prefix: Prefix, now_ns: int) -> None:
         """Takes the prefix of a request. The least recently used one of another request goes."""
         self._known[prefix.key] = KnownPrefix(prefix, now_ns, now_ns)
-        of_requests = [key for key, known in self._known.items() if not known.is_declared]
+        of_requests = [key for key, entry in self._known.items() if not entry.is_declared]
         for key in of_requests[: max(0, len(of_requests) - MOST_COUNT)]:
             del self._known[key]
 
@@ -82,63 +82,63 @@ class PrefixBook:
         """Forgets what requests of a tenant brought."""
         self._too_large = {k: whose for k, whose in self._too_large.items() if whose != tenant}
         self._known = {
-            key: known
-            for key, known in self._known.items()
-            if known.is_declared or known.prefix.tenant != tenant
+            key: entry
+            for key, entry in self._known.items()
+            if entry.is_declared or entry.prefix.tenant != tenant
         }
 
     def on_use(self, key: str, now_ns: int) -> None:
         """A request that begins with it runs, and warms it in passing."""
-        known = self._known[key] = self._known.pop(key)  # the last of the dictionary
-        known.touched_ns = known.used_ns = now_ns
-        known.cause, known.has_failed = None, False
+        entry = self._known[key] = self._known.pop(key)  # the last of the dictionary
+        entry.touched_ns = entry.used_ns = now_ns
+        entry.cause, entry.has_failed = None, False
 
     def ask(self, key: str, cause: WarmCause, now_ns: int) -> None:
         """Has a prefix warmed that a client asks for, whatever came of it before."""
-        known = self._known[key]
-        known.used_ns = now_ns
-        _ask(known, cause, now_ns)
+        entry = self._known[key]
+        entry.used_ns = now_ns
+        _ask(entry, cause, now_ns)
 
     def ask_untouched(
         self, cause: WarmCause, for_span: Span, now_ns: int, tenant: str = ""
     ) -> None:
         """Has those warmed that nothing has touched for so long. `tenant`: only its own."""
-        for known in self._known.values():
-            is_due = now_ns - known.touched_ns >= for_span and not known.has_failed
-            if is_due and known.cause is None and tenant in ("", known.prefix.tenant):
-                _ask(known, cause, now_ns)
+        for entry in self._known.values():
+            is_due = now_ns - entry.touched_ns >= for_span and not entry.has_failed
+            if is_due and entry.cause is None and tenant in ("", entry.prefix.tenant):
+                _ask(entry, cause, now_ns)
 
     def sweep(self, now_ns: int) -> None:
         """Has those warmed that G5 names, and forgets those of conversations that have ended."""
         self._known = {
-            key: known
-            for key, known in self._known.items()
-            if known.is_declared or now_ns - known.used_ns < KEPT
+            key: entry
+            for key, entry in self._known.items()
+            if entry.is_declared or now_ns - entry.used_ns < KEPT
         }
         self.ask_untouched(WarmCause.SWEEP, UNTOUCHED, now_ns)
 
     def next(self) -> KnownPrefix | None:
         """The most recently used of those that are to be warmed."""
-        waiting = [known for known in self._known.values() if known.cause is not None]
-        return max(waiting, key=lambda known: known.used_ns, default=None)
+        waiting = [entry for entry in self._known.values() if entry.cause is not None]
+        return max(waiting, key=lambda entry: entry.used_ns, default=None)
 
     @staticmethod
-    def on_warmed(known: KnownPrefix) -> None:
+    def on_warmed(entry: KnownPrefix) -> None:
         """Touched since it was asked for: so the next sweep finds it due, however long its engine
         took."""
-        known.touched_ns, known.cause = known.asked_ns, None
+        entry.touched_ns, entry.cause = entry.asked_ns, None
 
     @staticmethod
-    def on_failure(known: KnownPrefix) -> None:
-        known.cause, known.has_failed = None, True
+    def on_failure(entry: KnownPrefix) -> None:
+        entry.cause, entry.has_failed = None, True
 
     @staticmethod
-    def on_interrupt(known: KnownPrefix) -> None:
+    def on_interrupt(entry: KnownPrefix) -> None:
         """A real request came. It is tried again once the engine is idle, a few times."""
-        known.tries += 1
-        if known.tries >= TRIES:
-            known.cause = None
+        entry.tries += 1
+        if entry.tries >= TRIES:
+            entry.cause = None
 
 
-def _ask(known: KnownPrefix, cause: WarmCause, now_ns: int) -> None:
-    known.cause, known.asked_ns, known.tries, known.has_failed = cause, now_ns, 0, False
+def _ask(entry: KnownPrefix, cause: WarmCause, now_ns: int) -> None:
+    entry.cause, entry.asked_ns, entry.tries, entry.has_failed = cause, now_ns, 0, False

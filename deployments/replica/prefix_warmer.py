@@ -172,33 +172,33 @@ class PrefixWarmer:
     async def _warm_when_idle(self) -> None:
         held = self._held
         await held.uses.all_ended()
-        known = self._book.next()
-        if not self._is_resident or known is None:
+        prefix = self._book.next()
+        if not self._is_resident or prefix is None:
             return
-        assert known.cause is not None
-        began_ns, cause = time.monotonic_ns(), known.cause
-        self._current = task = detached_task(self._ask_engine(known.prefix))
+        assert prefix.cause is not None
+        began_ns, cause = time.monotonic_ns(), prefix.cause
+        self._current = task = detached_task(self._ask_engine(prefix.prefix))
         await asyncio.wait({task})
         self._current = None
         if task.cancelled() or held.state is not HolderState.RESIDENT:
-            return self._book.on_interrupt(known)
+            return self._book.on_interrupt(prefix)
         took = Span(time.monotonic_ns() - began_ns)
-        self._note(known, cause, task, took)
+        self._note(prefix, cause, task, took)
 
     def _note(
-        self, known: KnownPrefix, cause: WarmCause, ended: asyncio.Task[Warmed], took: Span
+        self, prefix: KnownPrefix, cause: WarmCause, ended: asyncio.Task[Warmed], took: Span
     ) -> None:
         """Takes what came of a pre-warm, and tells the event log."""
         error = ended.exception()
         if error is None and not ended.result().skipped:
-            self._book.on_warmed(known)
+            self._book.on_warmed(prefix)
         else:
-            self._book.on_failure(known)
+            self._book.on_failure(prefix)
         if error is None:
             warmed, outcome = ended.result(), "warmed"
             self._has_cache = not warmed.has_no_cache
             if warmed.skipped:
-                return logger.info("%s is not warmed: %s", known.prefix.name, warmed.skipped)
+                return logger.info("%s is not warmed: %s", prefix.prefix.name, warmed.skipped)
         elif isinstance(error, (PrewarmFailed, EngineLost, TimeoutError)):
             warmed, outcome = Warmed(), str(error) or f"no answer within {WARM_S:.0f} s"
             logger.warning("%s: a prefix is not warmed: %s", self._held.ticket, outcome)
@@ -209,7 +209,7 @@ class PrefixWarmer:
                 self._holder,
                 self._held.ticket,
                 self._held.model,
-                known.prefix.name,
+                prefix.prefix.name,
                 cause.value,
                 outcome,
                 warmed.prompt_tokens,

@@ -191,8 +191,8 @@ class Residency:
         """A held model with its load under way; another request may have opened it meanwhile."""
         return self._held(await self.plan(model))
 
-    def _held(self, made: ModelPlan) -> HeldModel:
-        return self.models.get(made.model) or self.open(HeldModel(made, new_ticket(made.model)))
+    def _held(self, plan: ModelPlan) -> HeldModel:
+        return self.models.get(plan.model) or self.open(HeldModel(plan, new_ticket(plan.model)))
 
     async def plan(self, model: str) -> ModelPlan:
         """Waits for the arbiter's table. Raises RequestError."""
@@ -331,10 +331,10 @@ class Residency:
         """Loads without a request: the model is pinned, or had made room for a load that failed.
         Not where that was withdrawn since it began."""
         try:
-            made = await self.plan(model)
+            plan = await self.plan(model)
             if self._withdrawn[model] > withdrawn_count:
                 return
-            held = self._held(made)
+            held = self._held(plan)
         except RequestError as error:
             logger.warning("%s is not brought back: %s", model, error)
             again_s = error.retry_after_s

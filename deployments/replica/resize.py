@@ -53,8 +53,8 @@ def unmarked(part: Progress | ResponseHead | bytes) -> Progress | ResponseHead |
     """The part without the mark by which an engine asks for growth."""
     if not isinstance(part, ResponseHead) or COULD_GROW not in part.headers:
         return part
-    kept = {name: value for name, value in part.headers.items() if name != COULD_GROW}
-    return replace(part, headers=kept)
+    headers = {name: value for name, value in part.headers.items() if name != COULD_GROW}
+    return replace(part, headers=headers)
 
 
 async def grow(residency: ResidencyApi, model: str) -> None:

@@ -109,32 +109,32 @@ class SeenPieces:
         """Notes that a prompt went to a replica. Its tail is forgotten before its head."""
         if not pieces or sent.at_s <= self._kept_of(replica, model).since_s:
             return
-        seen = self._seen.setdefault((replica, model), OrderedDict())
+        pieces_sent = self._seen.setdefault((replica, model), OrderedDict())
         for piece in reversed(pieces):
-            before = seen.get(piece, sent)
+            before = pieces_sent.get(piece, sent)
             if before.at_s <= sent.at_s:
-                seen[piece] = sent if before.until_s <= sent.until_s else sent.merged(before)
-                seen.move_to_end(piece)
-        while len(seen) > PIECES_OF_A_MODEL:
-            seen.popitem(last=False)
+                pieces_sent[piece] = sent if before.until_s <= sent.until_s else sent.merged(before)
+                pieces_sent.move_to_end(piece)
+        while len(pieces_sent) > PIECES_OF_A_MODEL:
+            pieces_sent.popitem(last=False)
 
     def share(
         self, replica: str, model: str, pieces: Sequence[bytes], tenant: str, now_s: float
     ) -> float:
         """The fraction of a prompt of a tenant, from its beginning on, that a replica was sent and
         has kept: 0 to 1."""
-        seen = self._seen.get((replica, model))
-        if not seen or not pieces:
+        pieces_sent = self._seen.get((replica, model))
+        if not pieces_sent or not pieces:
             return 0.0
         kept = self._kept_of(replica, model)
         capped_s = _capped_s(kept, tenant)
-        known = 0
+        count = 0
         for piece in pieces:
-            sent = seen.get(piece)
+            sent = pieces_sent.get(piece)
             if sent is None or not _is_kept(sent, kept, capped_s, now_s):
                 break
-            known += 1
-        return known / len(pieces)
+            count += 1
+        return count / len(pieces)
 
     def has_kept(self, replica: str, model: str, sent: Sent, tenant: str, now_s: float) -> bool:
         """Whether a replica has kept the KV of what it was sent then, as far as it has said."""
@@ -151,16 +151,16 @@ class SeenPieces:
         that `since_s` only grows, but after inf: a model whose engine kept nothing may have another
         that does."""
         for model, news in kept.items():
-            known = self._kept_of(replica, model)
+            before = self._kept_of(replica, model)
             since_s = news.since_s
-            if known.since_s < inf:
-                since_s = max(since_s, known.since_s)
-            capped_s = {**known.capped_since_s, **news.capped_since_s}
+            if before.since_s < inf:
+                since_s = max(since_s, before.since_s)
+            capped_s = {**before.capped_since_s, **news.capped_since_s}
             self._kept[replica, model] = replace(news, since_s=since_s, capped_since_s=capped_s)
-            if since_s > known.since_s:
-                seen = self._seen.get((replica, model), OrderedDict())
-                for piece in [piece for piece, sent in seen.items() if sent.at_s <= since_s]:
-                    del seen[piece]
+            if since_s > before.since_s:
+                pieces_sent = self._seen.get((replica, model), OrderedDict())
+                for piece in [piece for piece, sent in pieces_sent.items() if sent.at_s <= since_s]:
+                    del pieces_sent[piece]
         now = frozenset(models)
         for model in self._models.get(replica, now) - now:
             self._seen.pop((replica, model), None)
@@ -170,9 +170,9 @@ class SeenPieces:
         """Forgets replicas that are not among these."""
         for replica in [name for name in self._models if name not in replicas]:
             del self._models[replica]
-        for known in (self._seen, self._kept):
-            for key in [key for key in known if key[0] not in replicas]:
-                del known[key]
+        for by_replica in (self._seen, self._kept):
+            for key in [key for key in by_replica if key[0] not in replicas]:
+                del by_replica[key]
 
 
 _NOTHING_KNOWN = Kept()

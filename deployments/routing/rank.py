@@ -141,8 +141,8 @@ class RoutingHistory:
         self.seen.note(replica, request.model, request.pieces, sent)
         if request.key:
             key = request.key, request.served
-            known, before = self._sticky.get(key, (replica, sent))
-            self._sticky[key] = replica, sent.merged(before) if known == replica else sent
+            replica_before, before = self._sticky.get(key, (replica, sent))
+            self._sticky[key] = replica, sent.merged(before) if replica_before == replica else sent
             self._sticky.move_to_end(key)
             if len(self._sticky) > KEYS:
                 self._sticky.popitem(last=False)

@@ -15,8 +15,8 @@ def broken_budgets(
 ) -> Iterator[str]:
     """A sentence for each rung whose load and run, the longest of the newest, take longer than its
     task's budget, and for each of which neither was seen. `learned`: the rows of the state file."""
-    known = Estimates(table.arbiter.as_settings())
-    known.restore(learned)
+    estimates = Estimates(table.arbiter.as_settings())
+    estimates.restore(learned)
     for task, config in sorted(table.tasks.items()):
         for name in config.ladder if config.budget_s is not None else ():
             model = name.partition(":")[0]
@@ -24,15 +24,15 @@ def broken_budgets(
                 continue  # a remote, of which its own section says what it may take
             assert config.budget_s is not None
             where = f"tasks.{task}: {name}"
-            yield from _broken(known, table.homes[model], plans[model], config.budget_s, where)
+            yield from _broken(estimates, table.homes[model], plans[model], config.budget_s, where)
 
 
 def _broken(
-    known: Estimates, home: str, plan: ModelPlan, budget_s: float, where: str
+    estimates: Estimates, home: str, plan: ModelPlan, budget_s: float, where: str
 ) -> Iterator[str]:
     key = ModelKey(home, plan.model, plan.settings_key)
-    load_s = in_seconds(known.load_time(key, plan.need.weights_bytes))
-    runs = known.run_times(ModelName(home, plan.model))
+    load_s = in_seconds(estimates.load_time(key, plan.need.weights_bytes))
+    runs = estimates.run_times(ModelName(home, plan.model))
     run_s = in_seconds(runs.long) if runs else 0.0
     if not load_s:
         yield f"{where}: no load was seen yet, so its budget of {budget_s:.1f} s is not checked"

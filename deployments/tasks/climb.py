@@ -56,14 +56,14 @@ async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) 
     the response. A rung that was left for its wait is asked again where all others fail. Raises
     RequestError; DeadlineUnmet where the rungs before left nothing of the deadline."""
     began_s = time.monotonic()
-    ahead, left = list(call.ladder.rungs), set[str]()
+    ahead, passed = list(call.ladder.rungs), set[str]()
     while ahead:
         rung = ahead.pop(0)
         has_begun = False
         try:
             one = _later(call, await call.call_of(rung.name), time.monotonic() - began_s)
             logger.info("request %s: task %s -> %s", call.request_id, call.task, rung.name)
-            may_leave = ahead and rung.name not in left and not rung.state.is_remote
+            may_leave = ahead and rung.name not in passed and not rung.state.is_remote
             onward = call.onward if may_leave else None
             names = {other.name for other in ahead}
             async with aclosing(_watched(run(one), onward, rung, names, began_s)) as parts:
@@ -75,7 +75,7 @@ async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) 
                 else:
                     return
         except _NextRung as leaves:
-            left.add(rung.name)
+            passed.add(rung.name)
             others = [other for other in ahead if other.name != leaves.to.name]
             ahead = [leaves.to, *others, rung]
             logger.info("request %s: %s waits too long", call.request_id, rung.name)

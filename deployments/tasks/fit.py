@@ -36,8 +36,8 @@ def needs_of(path: str, fields: Mapping[str, Any] | None, *, generates: bool) ->
     if fields is None or not generates:
         return Needs(prefixes.served_path(path))
     texts = [fields[name] for name in _TEXT if name in fields]
-    wanted = next((n for name in _MOST if isinstance(n := fields.get(name), int)), 0)
-    tokens_count = -(-_chars(texts) // TOKEN_CHARS) + wanted
+    answer_tokens = next((n for name in _MOST if isinstance(n := fields.get(name), int)), 0)
+    tokens_count = -(-_chars(texts) // TOKEN_CHARS) + answer_tokens
     chooses = fields.get("tool_choice") in (None, "auto")
     return Needs(
         prefixes.served_path(path),

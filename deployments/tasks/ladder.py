@@ -110,48 +110,48 @@ def _ordered(
         primary = rest.pop(0)
         pinned = "pinned: no rung goes before it, even a resident one"
         yield primary, f"the primary, {pinned if task.pin_primary else 'a remote put first'}"
-    here = [c for c in rest if not c.is_remote]
-    here.sort(key=lambda c: (c.exceeds(budget_s), c.score_s(task.step_s), c.position))
+    local = [c for c in rest if not c.is_remote]
+    local.sort(key=lambda c: (c.exceeds(budget_s), c.score_s(task.step_s), c.position))
     remotes = [c for c in rest if c.is_remote]
-    ahead = _sooner(remotes, here, budget_s)
+    ahead = _sooner(remotes, local, budget_s)
     for state in ahead:
-        yield state, _why_ahead(here, budget_s)
-    for state in here:
+        yield state, _why_ahead(local, budget_s)
+    for state in local:
         yield state, _why_here(state, task, budget_s)
     for state in remotes:
         if state not in ahead:
-            yield state, _why_behind(here, budget_s)
+            yield state, _why_behind(local, budget_s)
 
 
 def _sooner(
-    remotes: list[RungState], here: list[RungState], budget_s: float | None
+    remotes: list[RungState], local: list[RungState], budget_s: float | None
 ) -> list[RungState]:
     """The remotes that go before the models here: those that answer sooner, where each model here
     exceeds the budget."""
-    if not here or not all(c.exceeds(budget_s) for c in here):
+    if not local or not all(c.exceeds(budget_s) for c in local):
         return []
-    soonest_s = _soonest_s(here)
+    soonest_s = _soonest_s(local)
     return [c for c in remotes if (total_s := c.predicted.total_s) is None or total_s < soonest_s]
 
 
-def _soonest_s(here: list[RungState]) -> float:
-    return min(c.predicted.total_s or 0.0 for c in here)
+def _soonest_s(local: list[RungState]) -> float:
+    return min(c.predicted.total_s or 0.0 for c in local)
 
 
-def _why_ahead(here: list[RungState], budget_s: float | None) -> str:
+def _why_ahead(local: list[RungState], budget_s: float | None) -> str:
     return (
-        f"before the models here: the soonest of them takes {_soonest_s(here):.1f} s, "
+        f"before the models here: the soonest of them takes {_soonest_s(local):.1f} s, "
         f"of a budget of {budget_s:.1f} s"
     )
 
 
-def _why_behind(here: list[RungState], budget_s: float | None) -> str:
-    if not here:
+def _why_behind(local: list[RungState], budget_s: float | None) -> str:
+    if not local:
         return "no model here can have the request"
     if budget_s is None:
         return "behind the models here: no budget says how long they may take"
-    if all(c.exceeds(budget_s) for c in here):
-        return f"behind the models here: it would take longer than their {_soonest_s(here):.1f} s"
+    if all(c.exceeds(budget_s) for c in local):
+        return f"behind the models here: it would take longer than their {_soonest_s(local):.1f} s"
     return f"behind the models here: they are not known to exceed the budget of {budget_s:.1f} s"
 
 

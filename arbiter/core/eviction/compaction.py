@@ -67,10 +67,10 @@ def _begin_scheduled(state: CoreState) -> None:
     if not state.compactions.loads_count:  # as without a schedule
         return
     for device in state.compactions.take_devices_due(state.settings.compact_every_loads_count):
-        here = [e.ticket for e in waste.wasteful_tickets(state) if device in e.home]
+        tickets = [e.ticket for e in waste.wasteful_tickets(state) if device in e.home]
         name = f"loads of {device}"
-        if here and name not in state.compactions.runs:
-            state.compactions.begin(Compaction(name, waiting=here))
+        if tickets and name not in state.compactions.runs:
+            state.compactions.begin(Compaction(name, waiting=tickets))
 
 
 # -- its steps ------------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ def evict_all_idle(state: CoreState, books: Iterable[DeviceAccount], entry: Tick
         if may_leave(state, other):
             note_evicted_for(state, entry, other)
             revoke(state, other, Reason.SWAP, entry)
-    left = [e for e in book.entries.values() if _returning_bytes(e)]
-    return None if left or book.free_bytes <= 0 else {book.device: Bytes(book.free_bytes)}
+    returning = [e for e in book.entries.values() if _returning_bytes(e)]
+    return None if returning or book.free_bytes <= 0 else {book.device: Bytes(book.free_bytes)}
 
 
 def _returning_bytes(entry: Ticket) -> bool:

@@ -233,8 +233,8 @@ def is_closed_to(state: CoreState, entry: Ticket, device: DeviceId) -> bool:
 
 def refusal_under_pressure(state: CoreState, holder: HolderId, role: str) -> UnderPressure | None:
     """Returns the error for a request while every device that it could go to is critical."""
-    known = state.holders.get(holder)
-    found = state.nodes.get(known.node) if known else None
+    holder_state = state.holders.get(holder)
+    found = state.nodes.get(holder_state.node) if holder_state else None
     if found is None or state.policies.roles[role].is_spared:
         return None
     books = compute_books(state, found)

@@ -139,12 +139,12 @@ class Ranking:
 
 def ranking(state: CoreState, book: DeviceAccount) -> Ranking:
     """Returns the order of a device as of now."""
-    kept: Ranking | None = state.rankings.get(book.device)
-    if kept is None or book.stale is None or kept.evict is not state.policies.evict:
-        kept = state.rankings[book.device] = Ranking(state.policies.evict)
+    cached: Ranking | None = state.rankings.get(book.device)
+    if cached is None or book.stale is None or cached.evict is not state.policies.evict:
+        cached = state.rankings[book.device] = Ranking(state.policies.evict)
         book.begin_order()
-    kept.refresh(state, book)
-    return kept
+    cached.refresh(state, book)
+    return cached
 
 
 def ranked_victims(state: CoreState, book: DeviceAccount) -> Iterator[tuple[Ticket, PricedVictim]]:

@@ -100,7 +100,7 @@ def await_confirmation(state: CoreState, entry: Ticket, believe_by: Instant) -> 
 
 
 def _end_failed_sleep(state: CoreState, entry: Ticket, reason: Reason) -> None:
-    wanted = state.settings.slept_fraction
-    state.log(EventKind.NOT_ASLEEP, entry, size=entry.at_home_bytes, wanted_fraction=wanted)
+    least_fraction = state.settings.slept_fraction
+    state.log(EventKind.NOT_ASLEEP, entry, size=entry.at_home_bytes, wanted_fraction=least_fraction)
     state.estimates.did_not_sleep(entry.model_key)
     kill_and_notify(state, entry, reason)

@@ -87,8 +87,8 @@ def _first_asking(state: CoreState, book: DeviceAccount) -> Ticket | None:
     service already, so they come before the queue."""
     tickets = [*state.growing, *(w.request.ticket for w in state.queue.first(book.node, 1))]
     entries = (state.ledger.find(ticket) for ticket in tickets)
-    here = (e for e in entries if e and e.node == book.node)
-    return next((e for e in here if _could_use(state, e, book)), None)
+    on_node = (e for e in entries if e and e.node == book.node)
+    return next((e for e in on_node if _could_use(state, e, book)), None)
 
 
 def _could_use(state: CoreState, entry: Ticket, book: DeviceAccount) -> bool:

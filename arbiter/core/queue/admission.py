@@ -161,8 +161,8 @@ def refuse_all(state: CoreState) -> None:
 def _why_no_wake(state: CoreState, entry: Ticket, deadline: Span | None) -> RequestError | None:
     if state.closing_by is not None:
         return ArbiterClosing()
-    if kept := kept_bytes(state, entry.holder):
-        return HolderQuarantined(entry.holder, kept)
+    if quarantined_bytes := kept_bytes(state, entry.holder):
+        return HolderQuarantined(entry.holder, quarantined_bytes)
     return floors.refusal(state, entry.model_name, deadline)
 
 
@@ -183,8 +183,8 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
         return error
     if event.holder not in state.holders:
         return StaleEpoch(NEVER_JOINED, state.epoch)
-    if kept := kept_bytes(state, event.holder):
-        return HolderQuarantined(event.holder, kept)
+    if quarantined_bytes := kept_bytes(state, event.holder):
+        return HolderQuarantined(event.holder, quarantined_bytes)
     role = state.registry.specs[event.capability].role
     short = pressure.refusal_under_pressure(state, event.holder, role)
     quota = _over_quota(state, event, event.client.tenant)
@@ -208,8 +208,8 @@ def _cooling_down(
     failure = state.failures.get(name)
     if failure is None or state.now >= failure.until or event.attempt > 1:
         return None
-    left = in_seconds(since(state.now, failure.until))
-    return ModelCoolingDown(event.model, failure.cause, left)
+    remaining_s = in_seconds(since(state.now, failure.until))
+    return ModelCoolingDown(event.model, failure.cause, remaining_s)
 
 
 def _queue_full(state: CoreState, name: ModelName) -> QueueFull | None:

@@ -49,14 +49,14 @@ def rest_bytes(state: CoreState, asker: Ticket, books: Iterable[DeviceAccount]) 
 def _attainable_bytes(
     state: CoreState, book: DeviceAccount, asker: Ticket, by: Instant | None
 ) -> int:
-    kept = quotas.kept(quotas.reserves(state), book, asker.client.tenant)
+    reserved_bytes = quotas.kept(quotas.reserves(state), book, asker.client.tenant)
     idle = (
         entry.charge(book.device)
         for entry in book.entries.values()
         if find_obstacle(state, entry, asker, Priority.URGENT) is None
         and not leaves_too_late(state, entry, by)
     )
-    return min(on_demand_of(book), max(0, book.free_bytes - kept) + sum(idle))
+    return min(on_demand_of(book), max(0, book.free_bytes - reserved_bytes) + sum(idle))
 
 
 def staying(state: CoreState, asker: Ticket) -> Iterator[tuple[Ticket, str]]:
@@ -64,8 +64,8 @@ def staying(state: CoreState, asker: Ticket) -> Iterator[tuple[Ticket, str]]:
     reason."""
     node = state.nodes.get(asker.node)
     books = readable_devices(state, node) if node else ()
-    there = {ticket: entry for book in books for ticket, entry in book.entries.items()}
-    for entry in there.values():
+    holding = {ticket: entry for book in books for ticket, entry in book.entries.items()}
+    for entry in holding.values():
         why = obstacle_text(state, entry, asker, Priority.URGENT)
         if why is not None and entry is not asker:
             yield entry, why

@@ -90,8 +90,8 @@ def members(state: CoreState, entry: Ticket) -> list[Ticket] | None:
     """Returns all members of a gang, which are queued; None while one has not asked yet, or is
     gone."""
     entries = [state.ledger.find(ticket) for ticket in entry.gang]
-    there = [e for e in entries if e and e.state is State.QUEUED and e.holder == entry.holder]
-    return there if len(there) == len(entry.gang) else None
+    queued = [e for e in entries if e and e.state is State.QUEUED and e.holder == entry.holder]
+    return queued if len(queued) == len(entry.gang) else None
 
 
 def assign(
@@ -99,14 +99,14 @@ def assign(
 ) -> list[Part]:
     """Returns a device for each process, the largest first, where it leaves the smallest hole;
     empty when a process finds none. `at_most`: what each device could hold."""
-    left = dict(at_most)
+    room = dict(at_most)
     parts = []
     for entry, size in sorted(sizes, key=lambda pair: (-pair[1], pair[0].ticket)):
-        fit = [b.device for b in books if left[b.device] >= size]
+        fit = [b.device for b in books if room[b.device] >= size]
         if not fit:
             return []
-        device = min(fit, key=lambda d: (left[d] - size, d))
-        left[device] = Bytes(left[device] - size)
+        device = min(fit, key=lambda d: (room[d] - size, d))
+        room[device] = Bytes(room[device] - size)
         parts.append(Part(entry, device, size))
     return parts
 

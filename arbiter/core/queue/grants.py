@@ -283,16 +283,16 @@ def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: Queue
     if gone := [t for t in entry.gang if t in state.answers]:
         reject_queued(state, entry, TicketClosed(gone[0]))
         return Outcome.REJECTED
-    there = gangs.members(state, entry)
-    if there is None and waiting.is_aged:  # the other has not asked in all that time
+    members = gangs.members(state, entry)
+    if members is None and waiting.is_aged:  # the other has not asked in all that time
         reject_queued(state, entry, TicketClosed(entry.ticket))
         return Outcome.REJECTED
-    if there is None or any(state.queue.is_ahead(e.ticket, entry.ticket) for e in there):
+    if members is None or any(state.queue.is_ahead(e.ticket, entry.ticket) for e in members):
         return Outcome.NOT_APPLICABLE
     books = compute_books(state, pass_.node)
-    sizes = [(e, placement.estimated_bytes(state, e, pass_.largest_bytes)) for e in there]
+    sizes = [(e, placement.estimated_bytes(state, e, pass_.largest_bytes)) for e in members]
     most = pass_.most_for(state, entry.client.tenant)
-    if any(_is_held(state, e) for e in there):
+    if any(_is_held(state, e) for e in members):
         return pass_.defer(waiting, ())
     at_best = gangs.assign(sizes, books, most)
     if not at_best and pass_.node.may_gain_devices:

@@ -56,8 +56,8 @@ def closed(state: CoreState) -> set[ModelName]:
 
 
 def _follow_queued(state: CoreState, entry: Ticket, waiting: QueueEntry) -> None:
-    left = None if waiting.deadline is None else since(state.now, waiting.deadline)
-    error = None if entry.lease else floors.outside_hours(state, entry.model_name, left)
+    remaining = None if waiting.deadline is None else since(state.now, waiting.deadline)
+    error = None if entry.lease else floors.outside_hours(state, entry.model_name, remaining)
     if error is not None:
         reject_queued(state, entry, error)
     else:

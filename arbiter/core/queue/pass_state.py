@@ -73,8 +73,8 @@ class GrantPass:
         """Returns what is free there or on its way back, promised to no ticket and reserved for no
         other tenant."""
         book = self.books[device]
-        kept = quotas.kept(self.reserves, book, entry.client.tenant, has_left=True)
-        return book.free_bytes + returning_bytes(book) - self.promised[device] - kept
+        reserved_bytes = quotas.kept(self.reserves, book, entry.client.tenant, has_left=True)
+        return book.free_bytes + returning_bytes(book) - self.promised[device] - reserved_bytes
 
     def limits(self, state: CoreState, entry: Ticket, need: Bytes) -> Limits:
         """Returns what this ticket may have as things are; stale once something was revoked."""
@@ -83,8 +83,8 @@ class GrantPass:
         room = {}
         for device, book in self.books.items():
             room[device] = self.room(device, entry)
-            kept = quotas.kept(self.reserves, book, tenant)
-            free[device] = min(book.free_bytes - kept, room[device])
+            reserved_bytes = quotas.kept(self.reserves, book, tenant)
+            free[device] = min(book.free_bytes - reserved_bytes, room[device])
         most: Sizes = {}
         if state.tenants or need > self.open_bytes:
             most = self.most_for(state, tenant)

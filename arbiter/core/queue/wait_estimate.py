@@ -131,10 +131,10 @@ def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry, book: DeviceAcc
 
 def _turns(state: CoreState, waiting: QueueEntry, books: list[DeviceAccount], ahead: _Ahead) -> int:
     """Returns how many times everything must change before it is its turn."""
-    wanted = int(_lacking(state, waiting, books[0]))
+    needed_bytes = int(_lacking(state, waiting, books[0]))
     if ahead.sample:
-        wanted += sum(ahead.needs) * ahead.tickets_count // len(ahead.sample)
-    return wanted // max(1, sum(book.budget_bytes for book in books))
+        needed_bytes += sum(ahead.needs) * ahead.tickets_count // len(ahead.sample)
+    return needed_bytes // max(1, sum(book.budget_bytes for book in books))
 
 
 def _turn(state: CoreState, ahead: _Ahead) -> Span:

@@ -368,8 +368,8 @@ class Estimates:
         gone = set(names)
         sizes = (self._peak, self._corrected, self._settled)
         tables = (*sizes, self._loads, self._wakes, self._sleepless, self._runs)
-        known = {k for table in tables for k in table}
-        for key in [k for k in known if k.name in gone]:
+        keys = {k for table in tables for k in table}
+        for key in [k for k in keys if k.name in gone]:
             self.forget(key)
         for name in gone:
             self._slowest.pop(name, None)

@@ -18,10 +18,10 @@ class LoadingTimes:
     def note(self, devices: Iterable[DeviceId], began: Instant, ended: Instant) -> None:
         """Notes a load or wake that is over, however it ended."""
         for device in devices if ended > began else ():
-            kept = self._loads.setdefault(device, deque(maxlen=KEPT_COUNT))
-            kept.append((began, ended))
-            while kept[0][1] <= ended - WINDOW:
-                kept.popleft()
+            loads = self._loads.setdefault(device, deque(maxlen=KEPT_COUNT))
+            loads.append((began, ended))
+            while loads[0][1] <= ended - WINDOW:
+                loads.popleft()
 
     def forget(self, device: DeviceId) -> None:
         """Forgets the loads of a device that has left."""

@@ -14,10 +14,10 @@ from arbiter.errors import (
 NAMED_AT_MOST = NAMES_TOLD + 1  # one more, so that the message shows that there are others
 
 
-def _near(wanted: str, known: list[str]) -> tuple[str, ...]:
+def _near(wanted: str, names: list[str]) -> tuple[str, ...]:
     """Returns the closest names first, then the rest."""
-    near = get_close_matches(wanted, known, n=NAMED_AT_MOST, cutoff=0.5)
-    return tuple((near + [name for name in known if name not in near])[:NAMED_AT_MOST])
+    near = get_close_matches(wanted, names, n=NAMED_AT_MOST, cutoff=0.5)
+    return tuple((near + [name for name in names if name not in near])[:NAMED_AT_MOST])
 
 
 def _check_same(old: CapabilitySpec, new: CapabilitySpec) -> None:

@@ -185,10 +185,10 @@ class RequestQueue:
         if waiting := self._waiting.pop(ticket, None):
             self._remove(waiting)
             model = waiting.model
-            here = (waiting.node, model)
-            del self._of_model[model][ticket], self._here[here][ticket]
-            if not self._here[here]:
-                del self._here[here]
+            place = (waiting.node, model)
+            del self._of_model[model][ticket], self._here[place][ticket]
+            if not self._here[place]:
+                del self._here[place]
             if not self._of_model[model]:
                 del self._of_model[model]
             where = self._where[waiting.quota_group]
@@ -342,8 +342,8 @@ class RequestQueue:
     def weigh(self, node: NodeId) -> None:
         """Computes anew the least need on a node, from all entries."""
         stats = self.stats(node)
-        known = [w.need_bytes for w in self.at(node) if w.version == stats.version]
-        stats.least_bytes = min(known, default=Bytes(0))
+        needs = [w.need_bytes for w in self.at(node) if w.version == stats.version]
+        stats.least_bytes = min(needs, default=Bytes(0))
 
     def stats(self, node: NodeId) -> QueueStats:
         """Returns the statistics of a node."""

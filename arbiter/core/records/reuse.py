@@ -7,9 +7,10 @@ models in turn how soon they are wanted; the next use, or 0.8 turnovers of silen
 Of each model a dozen numbers are kept, and at most FOLLOWERS_COUNT counts of what came after it; a
 use or a load takes the same time however many models there are.
 
-`WINDOWS`, `SAME_VISIT`, `SOON`, `LOOKS_COUNT` and `DOUBT` were compared, and `BORN` was fitted, on
-fifteen public traces of four families, where half and double of one change the gap that is closed
-by 0.03 at most; what it closes is told of seven other traces (docs/benchmarks.md).
+`WINDOWS`, `SAME_VISIT`, `SOON`, `DOUBT`, the numbers of looks, leaders and followers and the terms
+before logarithms were compared, and `BORN` was fitted, on fifteen public traces of four families,
+where half and double of one change the gap that is closed by 0.03 at most; what it closes is told
+of seven other traces (docs/benchmarks.md). The other constants were set beforehand.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -191,7 +192,7 @@ class ReuseLearner:
 
     def _features(self, name: ModelName, uses: ModelUses, counts: UsageCounts) -> Features:
         age = self.clock - uses.last
-        known = self.clock - uses.first + KNOWN_LEAST
+        known_for = self.clock - uses.first + KNOWN_LEAST
         short, middle, long = uses.sums
         w1, w10, w100 = WINDOWS
         follows = FOLLOWS_LEAST
@@ -201,8 +202,8 @@ class ReuseLearner:
         usual = log(counts.usual_count + COUNT_LEAST)
         return (
             log(short * exp(-age / w1) / w1 + RATE_LEAST),
-            log(middle * exp(-age / w10) / w10 / (1 - exp(-known / w10)) + RATE_LEAST),
-            log(long * exp(-age / w100) / w100 / (1 - exp(-known / w100)) + RATE_LEAST),
+            log(middle * exp(-age / w10) / w10 / (1 - exp(-known_for / w10)) + RATE_LEAST),
+            log(long * exp(-age / w100) / w100 / (1 - exp(-known_for / w100)) + RATE_LEAST),
             log(age + AGE_LEAST),
             log(follows),
             usual - log(counts.any_hours_count + COUNT_LEAST),

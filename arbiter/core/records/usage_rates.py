@@ -135,8 +135,8 @@ class HourlyUsage:
         day = self._days.get(name)
         if self._known[0] != hour:
             self._known = (hour, self._days_known(hour))
-        seen = day.seen(hour) if day else 0.0
-        return (seen + LEAN_DAYS * otherwise_count) / (self._known[1] + LEAN_DAYS)
+        usual_count = day.seen(hour) if day else 0.0
+        return (usual_count + LEAN_DAYS * otherwise_count) / (self._known[1] + LEAN_DAYS)
 
     def forget(self, name: ModelName) -> None:
         """Forgets the uses of a model."""

@@ -59,17 +59,17 @@ class _Attempt:
 
 def plan(state: CoreState, question: PlanQuestion, now: Instant, step: Step) -> Plan:
     """Returns what the request would bring about at `now`. `state` stays as it is."""
-    here = _present(state, question)
-    if here and here.state is State.RESIDENT and here.ticket not in state.queue:
-        return _resident(state, question, here)
-    attempts = _attempts(state, question, here)
+    resident = _present(state, question)
+    if resident and resident.state is State.RESIDENT and resident.ticket not in state.queue:
+        return _resident(state, question, resident)
+    attempts = _attempts(state, question, resident)
     if not attempts:
         sentences = ("No node agent has introduced a device that it could go to.",)
         return _waiting(question, None, None, sentences)
     frozen = _freeze(state)
     plans = []
     for attempt in attempts[:ATTEMPTS_COUNT]:
-        plans.append(_try(state, frozen, question, attempt, here, now, step))
+        plans.append(_try(state, frozen, question, attempt, resident, now, step))
         if plans[-1].answer is Answer.NOW:
             break
     best = min(plans, key=_rank)
@@ -79,10 +79,10 @@ def plan(state: CoreState, question: PlanQuestion, now: Instant, step: Step) -> 
     return replace(best, said=(*best.said, left_out))
 
 
-def _rank(made: Plan) -> tuple[int, int, int]:
+def _rank(candidate: Plan) -> tuple[int, int, int]:
     """Orders plans, best first: by answer, by what reloads cost, by the wait."""
-    reload_ns = sum(v.reload for v in made.victims)
-    return [*Answer].index(made.answer), reload_ns, made.wait or 0
+    reload_ns = sum(v.reload for v in candidate.victims)
+    return [*Answer].index(candidate.answer), reload_ns, candidate.wait or 0
 
 
 # -- who asks, and the copy ------------------------------------------------------------------------
@@ -102,11 +102,11 @@ def _present(state: CoreState, question: PlanQuestion) -> Ticket | None:
     return min(entries, key=lambda e: order.index(e.state), default=None)
 
 
-def _attempts(state: CoreState, question: PlanQuestion, here: Ticket | None) -> list[_Attempt]:
+def _attempts(state: CoreState, question: PlanQuestion, resident: Ticket | None) -> list[_Attempt]:
     """Returns the holders and nodes that the request could go to, those with the most room
     first."""
-    if here is not None:
-        return [_Attempt(here.holder, here.node, False)]
+    if resident is not None:
+        return [_Attempt(resident.holder, resident.node, False)]
     able: dict[NodeId, _Attempt] = {}
     for holder in state.holders.values():
         is_asked = question.holder in (None, holder.holder) and question.node in (None, holder.node)
@@ -182,7 +182,7 @@ def _try(
     frozen: bytes,
     question: PlanQuestion,
     attempt: _Attempt,
-    here: Ticket | None,
+    resident: Ticket | None,
     now: Instant,
     step: Step,
 ) -> Plan:
@@ -192,7 +192,7 @@ def _try(
     if attempt.is_new:
         role = LEASE if question.lease else question.capability
         step(copied, ev.Joined(attempt.holder, attempt.node, role, ()), now)
-    ticket, need = (here.ticket, here.need) if here else (TICKET, question.need)
+    ticket, need = (resident.ticket, resident.need) if resident else (TICKET, question.need)
     request = _request(question, attempt, ticket, need)
     decisions = step(copied, request, now)
     return _Outcome(state, copied, question, attempt, request.ticket, decisions).plan()
@@ -372,8 +372,8 @@ class _Outcome:
     def _listed(self, entry: Ticket) -> tuple[types.DeviceBytes, ...]:
         """Returns what a ticket is charged on devices that compute."""
         books = self.copied.ledger.books
-        there = [d for d in sorted(entry.devices) if d in books and books[d].kind in COMPUTE]
-        return tuple(types.DeviceBytes(d, entry.charge(d)) for d in there)
+        devices = [d for d in sorted(entry.devices) if d in books and books[d].kind in COMPUTE]
+        return tuple(types.DeviceBytes(d, entry.charge(d)) for d in devices)
 
     def _victim(self, before: Ticket) -> PlanVictim:
         state = self.state
@@ -402,16 +402,16 @@ def _is_beyond_bound(error: RequestError) -> bool:
     return isinstance(error, QuotaExceeded) and error.wants > error.bound
 
 
-def _resident(state: CoreState, question: PlanQuestion, here: Ticket) -> Plan:
-    home = tuple(types.DeviceBytes(d, size) for d, size in sorted(here.home.items()))
-    sentences = (f"It is resident ({here.ticket}), and serves at once.",)
+def _resident(state: CoreState, question: PlanQuestion, resident: Ticket) -> Plan:
+    home = tuple(types.DeviceBytes(d, size) for d, size in sorted(resident.home.items()))
+    sentences = (f"It is resident ({resident.ticket}), and serves at once.",)
     none: tuple[PlanVictim, ...] = ()
     return Plan(
         Answer.NOW,
         question.capability,
         question.model,
-        here.home_bytes,
-        here.node,
+        resident.home_bytes,
+        resident.node,
         home,
         none,
         Span(0),

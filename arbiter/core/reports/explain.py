@@ -161,8 +161,8 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount, need: Bytes)
     """Returns what a queued ticket lacks on a device, and what each other ticket there holds."""
     coming = returning_bytes(book)
     urgent = _urgency(state, entry)
-    kept = quotas.kept(quotas.reserves(state), book, entry.client.tenant)
-    short = Bytes(max(0, need - book.free_bytes - coming + kept))
+    reserved_bytes = quotas.kept(quotas.reserves(state), book, entry.client.tenant)
+    short = Bytes(max(0, need - book.free_bytes - coming + reserved_bytes))
     others = (e for e in book.entries.values() if e is not entry)
     priced = sorted(
         ((price_victim(state, book, e), e) for e in others), key=lambda pair: pair[0].place
@@ -181,7 +181,7 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount, need: Bytes)
         coming,
         short,
         book.foreign_bytes,
-        kept,
+        reserved_bytes,
         charged_tickets,
         leavable,
         _waits_for_cheaper(state, book, entry, short, priced),
@@ -308,10 +308,10 @@ def _waste_sentences(state: CoreState, entry: Ticket) -> list[str]:
 
 
 def _silence_sentence(state: CoreState, entry: Ticket, now: Instant) -> str:
-    known = state.holders.get(entry.holder)
-    if known is None:
+    holder = state.holders.get(entry.holder)
+    if holder is None:
         return "The holder has not joined; nothing is granted to it until it does."
-    silence_s = in_seconds(since(known.heard_at, now))
+    silence_s = in_seconds(since(holder.heard_at, now))
     sent = f"The holder has sent no heartbeat for {silence_s:.0f} s"
     return f"{sent}; nothing is granted to it until it does."
 
@@ -327,8 +327,8 @@ def _shortages_sentences(entry: Ticket, shortages: tuple[Shortage, ...]) -> list
 
 
 def _shortage_sentences(s: Shortage) -> list[str]:
-    kept = f" ({human(s.kept_bytes)} of it reserved for others)" if s.kept_bytes else ""
-    head = f"On {s.device} it needs {human(s.need_bytes)}, {human(s.free_bytes)} are free{kept}"
+    reserved = f" ({human(s.kept_bytes)} of it reserved for others)" if s.kept_bytes else ""
+    head = f"On {s.device} it needs {human(s.need_bytes)}, {human(s.free_bytes)} are free{reserved}"
     if not s.short_bytes:
         return [f"{head}, and {human(s.coming_bytes)} are on their way back."]
     sentences = [
@@ -373,23 +373,23 @@ def _past(choice: EvictionRecord, ticket: TicketId, now: Instant) -> PastEvictio
 
 def _eviction_sentence(past: PastEviction, ticket: TicketId) -> str:
     ago = f"{in_seconds(past.ago):.1f} s ago"
-    went = ", ".join(_priced(w) for w in past.weighed if w.is_chosen)
+    chosen = ", ".join(_priced(w) for w in past.weighed if w.is_chosen)
     spared = ", ".join(_priced(w) for w in past.weighed if not w.is_chosen) or "none"
     lacked = f"{human(past.short_bytes)} were missing on {past.device}"
     if past.is_compaction:
-        return _compaction_sentence(past, f"{ago} {lacked}", went, spared)
+        return _compaction_sentence(past, f"{ago} {lacked}", chosen, spared)
     if past.part == "asked":
-        return f"{ago} {lacked} for it; by {past.policy} these went: {went}; spared: {spared}."
+        return f"{ago} {lacked} for it; by {past.policy} these went: {chosen}; spared: {spared}."
     verb = "it was asked to leave" if past.part == "went" else "it was spared"
     whom = f"for {past.waiting_model} ({past.waiting})"
-    return f"{ago} {lacked} {whom}; {verb} by {past.policy}: went {went}; spared {spared}."
+    return f"{ago} {lacked} {whom}; {verb} by {past.policy}: went {chosen}; spared {spared}."
 
 
-def _compaction_sentence(past: PastEviction, lacked: str, went: str, spared: str) -> str:
+def _compaction_sentence(past: PastEviction, lacked: str, chosen: str, spared: str) -> str:
     """Says which models were unloaded and loaded again for a queued ticket (D7)."""
     whom = f"for {past.waiting_model} ({past.waiting})"
     held = "these held more than they need and were unloaded, to be loaded again smaller"
-    return f"{lacked} {whom}; {held}: {went}; spared {spared}."
+    return f"{lacked} {whom}; {held}: {chosen}; spared {spared}."
 
 
 def _priced(w: ScoredVictim) -> str:

@@ -314,15 +314,15 @@ def _weights(copy: HostCopyReading) -> SlabReading:
 
 
 def _hours(state: CoreState, now: Instant) -> Iterator[HoursView]:
-    known, everywhere = state.registry, ModelName("", "")
-    rows = [("model", name, hours) for name, hours in sorted(known.hours.items())]
-    rows += [("batch", name, hours) for name, hours in sorted(known.batch_hours.items())]
+    registry, everywhere = state.registry, ModelName("", "")
+    rows = [("model", name, hours) for name, hours in sorted(registry.hours.items())]
+    rows += [("batch", name, hours) for name, hours in sorted(registry.batch_hours.items())]
     if state.settings.batch_hours:
         rows.append(("batch", everywhere, state.settings.batch_hours))
     for work, name, hours in rows:
         if reading := state.hours_readings.find(hours):
-            left = Span(max(0, since(now, reading.changes_at)))
-            yield HoursView(work, *name, hours, reading.is_open, left)
+            remaining = Span(max(0, since(now, reading.changes_at)))
+            yield HoursView(work, *name, hours, reading.is_open, remaining)
 
 
 def _tenant(state: CoreState, tenant: str, now: Instant) -> TenantView:
@@ -346,11 +346,11 @@ def _clients(state: CoreState, now: Instant) -> list[ClientView]:
         state.accounts.rows.items(), key=lambda row: (row[0].tenant, row[0].name)
     ):
         held = Bytes(state.ledger.holdings.by_client[client])
-        seen = replace(account)
-        seen.settle(held, now, state.accounts.window)
-        total = byte_seconds(seen.byte_ns)
-        average = Bytes(int(seen.average_bytes))
-        used = seen.requests_count
+        shown = replace(account)
+        shown.settle(held, now, state.accounts.window)
+        total = byte_seconds(shown.byte_ns)
+        average = Bytes(int(shown.average_bytes))
+        used = shown.requests_count
         rows.append(ClientView(client.tenant, client.name, used, held, total, average))
     return rows
 
@@ -428,12 +428,12 @@ def _queue(state: CoreState, now: Instant) -> list[QueueView]:
         assert waiting and entry
         waiting_count[entry.node] += 1
         position = waiting_count[entry.node]
-        left = None if waiting.deadline is None else since(now, waiting.deadline)
+        remaining = None if waiting.deadline is None else since(now, waiting.deadline)
         waited = since(waiting.request.asked_at, now)
         at = waiting.predicted_at
         predicted = None if at is None else Span(max(0, since(now, at)))
         priority = waiting.request.priority.name.lower()
-        row = QueueView(position, ticket, *entry.model_name, waited, left, predicted, priority)
+        row = QueueView(position, ticket, *entry.model_name, waited, remaining, predicted, priority)
         rows.append(row)
     return rows
 

@@ -36,8 +36,8 @@ def _lent(device: DeviceView, view: StateView) -> str:
 
 def _held(holder: str, tickets: list[TicketView]) -> str:
     waits = [t for t in tickets if t.state == State.QUEUED.value]
-    there = [t for t in tickets if t.state != State.QUEUED.value]
-    holds = _named(f"{t.model} ({t.state}, {_sizes(t)})" for t in there) or "no model"
+    held = [t for t in tickets if t.state != State.QUEUED.value]
+    holds = _named(f"{t.model} ({t.state}, {_sizes(t)})" for t in held) or "no model"
     wants = _named(f"{t.model} ({human(t.need_bytes)})" for t in waits)
     return f"{holder} holds {holds}{f' and waits for {wants}' if wants else ''}."
 

@@ -124,8 +124,8 @@ def promised(state: CoreState, node: NodeId) -> Sizes:
 
 def _lacking(entry: Ticket) -> dict[DeviceId, int]:
     """Returns what it wants beyond what it took already, which is charged."""
-    wanted = _wanted(entry).items()
-    return {d: part + entry.granted.get(d, 0) - entry.charge(d) for d, part in wanted}
+    sizes = _wanted(entry).items()
+    return {d: part + entry.granted.get(d, 0) - entry.charge(d) for d, part in sizes}
 
 
 def _is_over_quota(state: CoreState, entry: Ticket) -> bool:
@@ -165,8 +165,8 @@ def _growing(state: CoreState) -> list[Ticket]:
 
 
 def _grow(state: CoreState, entry: Ticket) -> None:
-    wanted = _wanted(entry)
-    home = {d: Bytes(size + wanted.get(d, 0)) for d, size in entry.home.items()}
+    sizes = _wanted(entry)
+    home = {d: Bytes(size + sizes.get(d, 0)) for d, size in entry.home.items()}
     _resize(state, entry, home)
     state.growing.pop(entry.ticket, None)
     more = entry.grows_bytes
@@ -230,8 +230,8 @@ def _has_room(state: CoreState, entry: Ticket) -> bool:
 def _free(state: CoreState, entry: Ticket, book: DeviceAccount, has_left: bool = False) -> Bytes:
     """Returns the free bytes without what is kept for other tenants; `has_left`: see
     quotas.kept."""
-    kept = quotas.kept(quotas.reserves(state), book, entry.client.tenant, has_left)
-    return Bytes(book.free_bytes - kept)
+    reserved_bytes = quotas.kept(quotas.reserves(state), book, entry.client.tenant, has_left)
+    return Bytes(book.free_bytes - reserved_bytes)
 
 
 # -- making room ----------------------------------------------------------------------------------

@@ -351,8 +351,8 @@ def _ticket_told(
 def _is_lent(state: CoreState, node: NodeId, ticket: TicketId, home: Sizes) -> bool:
     """Says whether bytes that an earlier epoch granted to a load are lent to others by now. Where a
     reading finds no engine of the load, it had not begun, so no book kept them for it."""
-    known = state.nodes.get(node)
-    if known is None or known.heard_at is None or ticket in known.unclaimed:
+    node_state = state.nodes.get(node)
+    if node_state is None or node_state.heard_at is None or ticket in node_state.unclaimed:
         return False
     books = ((state.ledger.books.get(device), size) for device, size in home.items())
     return any(book is not None and book.free_bytes < size for book, size in books)

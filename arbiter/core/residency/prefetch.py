@@ -128,25 +128,23 @@ def _habitual(state: CoreState, name: ModelName) -> Prefetch | None:
 # -- the guard ------------------------------------------------------------------------------------
 
 
-def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
+def _is_free(state: CoreState, name: NodeId, model: ModelName) -> bool:
     """Says whether nothing is lost by a prefetch."""
     node = state.nodes.get(name)
-    size, spec = state.estimates.proven(wanted), state.registry.specs.get(wanted.capability)
+    size, spec = state.estimates.proven(model), state.registry.specs.get(model.capability)
     if node is None or size is None or spec is None or state.settings.preload == "off":
         return False
     is_quiet = state.is_settled and state.closing_by is None and not state.queue.has_free()
     return (
         is_quiet
         and is_nominal(state, name)
-        and wanted not in state.failures
-        and wanted not in state.registry.optional  # its holder knows when it is of use
-        and refusal(state, wanted) is None
-        and any(
-            h.capability == wanted.capability and h.node == name for h in state.holders.values()
-        )
-        and not excluded_by(state, name, spec.role, wanted)
+        and model not in state.failures
+        and model not in state.registry.optional  # its holder knows when it is of use
+        and refusal(state, model) is None
+        and any(h.capability == model.capability and h.node == name for h in state.holders.values())
+        and not excluded_by(state, name, spec.role, model)
         and _has_room(state, node, size)
-        and not _is_busy(state, wanted)
+        and not _is_busy(state, model)
     )
 
 
@@ -154,7 +152,7 @@ def _has_room(state: CoreState, node: Node, size: Bytes) -> bool:
     return any(b.free_bytes >= size for b in readable_devices(state, node))
 
 
-def _is_busy(state: CoreState, wanted: ModelName) -> bool:
+def _is_busy(state: CoreState, model: ModelName) -> bool:
     """Says whether something loads, or the model is here in some state already."""
     loads = any(book.loading for book in state.ledger.books.values())
-    return loads or bool(state.ledger.of_model(wanted))
+    return loads or bool(state.ledger.of_model(model))

@@ -63,8 +63,8 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
 
 def _still_there(old: Node | None, event: ev.NodeSeen) -> dict[DeviceId, types.DeviceSpec]:
     """Known devices that a newly started agent cannot read: these have not gone."""
-    known = old.devices if old else {}
-    return {u.device: known[u.device] for u in event.unreadable if u.device in known}
+    devices = old.devices if old else {}
+    return {u.device: devices[u.device] for u in event.unreadable if u.device in devices}
 
 
 def _is_same(spec: types.DeviceSpec, other: types.DeviceSpec | None) -> bool:

@@ -44,8 +44,8 @@ def shared_scratch(specs: Iterable[CapabilitySpec]) -> dict[str, Bytes]:
     reserved on every device, since any of them may be placed there."""
     most: dict[str, Bytes] = {}
     for model in (m for spec in specs for m in spec.models if m.dispatch_lock):
-        known = most.get(model.dispatch_lock, Bytes(0))
-        most[model.dispatch_lock] = max(known, model.shared_scratch_bytes)
+        largest = most.get(model.dispatch_lock, Bytes(0))
+        most[model.dispatch_lock] = max(largest, model.shared_scratch_bytes)
     return most
 
 

@@ -52,8 +52,8 @@ def cap_pins(state: CoreState, *nodes: NodeId) -> None:
     for name in nodes:
         node = state.nodes.get(name)
         books = compute_books(state, node) if node else []
-        there = {ticket: entry for book in books for ticket, entry in book.entries.items()}
-        pins = [entry for entry in there.values() if is_to_be_pinned(state, entry)]
+        holding = {ticket: entry for book in books for ticket, entry in book.entries.items()}
+        pins = [entry for entry in holding.values() if is_to_be_pinned(state, entry)]
         room = {b.device: _most_pinned_bytes(state, b) for b in books}
         for entry in sorted(pins, key=lambda e: (e.opened, e.ticket)):
             sizes = {device: entry.charge(device) for device in room}
@@ -93,8 +93,8 @@ def _unclaimed_until(state: CoreState, node: Node, device: DeviceId) -> Instant:
     if not node.unclaimed:
         return Instant(0)
     patience = state.settings.timeouts.reclaim_overdue
-    seen = [e.first_seen for e in node.unclaimed.values() if device in e.measured]
-    return after(max([state.settled_at, *seen]), patience) if seen else Instant(0)
+    first_seen = [e.first_seen for e in node.unclaimed.values() if device in e.measured]
+    return after(max([state.settled_at, *first_seen]), patience) if first_seen else Instant(0)
 
 
 def readable_devices(state: CoreState, node: Node) -> list[DeviceAccount]:

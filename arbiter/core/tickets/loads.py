@@ -241,5 +241,5 @@ def _is_nearly_done(state: CoreState, entry: Ticket) -> bool:
     if entry.wakes_count:
         return True
     predicted = entry.last_load.predicted
-    left = predicted - since(entry.since, state.now)
-    return predicted > 0 and left <= share(Bytes(predicted), state.settings.finish_fraction)
+    remaining = predicted - since(entry.since, state.now)
+    return predicted > 0 and remaining <= share(Bytes(predicted), state.settings.finish_fraction)

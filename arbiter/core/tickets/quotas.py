@@ -46,8 +46,8 @@ def refusal(
 ) -> QuotaExceeded | TenantCoolingDown | None:
     """Returns the error for a request that is refused at once, because waiting on its node would
     not help, or not soon."""
-    known = state.holders.get(holder)
-    node = state.nodes.get(known.node) if known else None
+    holder_state = state.holders.get(holder)
+    node = state.nodes.get(holder_state.node) if holder_state else None
     if not state.tenants:
         return None
     # In a new epoch a holder may ask before the agent of its node has come back.
@@ -87,8 +87,8 @@ def _most_on(state: CoreState, book: DeviceAccount, tenant: str) -> Bytes:
         if entry.pinned:
             own = entry.client.tenant
             fixed[own] = fixed.get(own, 0) + entry.charge(book.device)
-    kept = (max(0, t.reserved_bytes - fixed.get(t.tenant, 0)) for t in others)
-    return Bytes(max(0, book.budget_bytes - sum(fixed.values()) - sum(kept)))
+    unused_reserves = (max(0, t.reserved_bytes - fixed.get(t.tenant, 0)) for t in others)
+    return Bytes(max(0, book.budget_bytes - sum(fixed.values()) - sum(unused_reserves)))
 
 
 def pinned(state: CoreState, tenant: str) -> Bytes:

@@ -79,17 +79,21 @@ def on_timer(state: CoreState, entry: Ticket) -> None:
 def _quarantine(state: CoreState, entry: Ticket) -> None:
     entry.note_late_reclaim()
     state.mark_dirty(entry.node)  # its bytes are not counted on any more
-    kept = charged(entry)
+    charged_bytes = charged(entry)
     state.log(
-        EventKind.QUARANTINE, entry, size=kept, took=since(entry.since, state.now), node=entry.node
+        EventKind.QUARANTINE,
+        entry,
+        size=charged_bytes,
+        took=since(entry.since, state.now),
+        node=entry.node,
     )
     for other in state.ledger.held_by(entry.holder):
         if other.state is State.QUEUED:
-            state.answer_error_finally(other.ticket, HolderQuarantined(entry.holder, kept))
+            state.answer_error_finally(other.ticket, HolderQuarantined(entry.holder, charged_bytes))
             state.close(other)
         elif other.ticket in state.queue:
             state.unqueue(other)
-            state.answer_error(other.ticket, HolderQuarantined(entry.holder, kept))
+            state.answer_error(other.ticket, HolderQuarantined(entry.holder, charged_bytes))
 
 
 def is_counted_on(leaving: Ticket) -> bool:

@@ -29,11 +29,11 @@ class AdapterResolver:
 
     def __init__(self, config: Config) -> None:
         """`config["adapters"]`: what the load plan made. Raises OSError, BadHeader."""
-        given = config["adapters"]
+        section = config["adapters"]
         shapes = linear_shapes(adapted_folder(Path(config["model"])))
-        rules = Rules(shapes, given["max_rank"])
+        rules = Rules(shapes, section["max_rank"])
         self._catalogue = catalogue_of(config)
-        self._checked = CheckedAdapters(Store(Path(given["store"])), rules)
+        self._checked = CheckedAdapters(Store(Path(section["store"])), rules)
 
     async def folder(self, name: str, tenant: str) -> str:
         """The checked copy, or an empty text where this tenant may see none of that name. Raises

@@ -152,16 +152,16 @@ class DiffusersEngine:
             form = await forms.read(scope, receive)
             if form is None:
                 return None
-            given: dict[str, Any] = {name: values[-1] for name, values in form.texts.items()}
-            given["model"] = headers.get(messages.SERVED_HEADER, given.get("model", ""))
+            raw_fields: dict[str, Any] = {name: values[-1] for name, values in form.texts.items()}
+            raw_fields["model"] = headers.get(messages.SERVED_HEADER, raw_fields.get("model", ""))
         else:
             raw = await asgi.read_body(receive)
             if raw is None:
                 return None
-            form, given = None, asgi.json_object(raw)
+            form, raw_fields = None, asgi.json_object(raw)
         kind = VariationFields if scope["path"] == VARIATIONS else ImageFields
-        fields = requests.fields_of(given, kind)
-        return fields, await self._order(fields, form, str(given.get("model", "")), tenant)
+        fields = requests.fields_of(raw_fields, kind)
+        return fields, await self._order(fields, form, str(raw_fields.get("model", "")), tenant)
 
     async def _order(
         self, fields: ImageFields, form: Form | None, name: str, tenant: str

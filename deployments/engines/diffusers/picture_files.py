@@ -38,8 +38,8 @@ def open_upload(raw: bytes, field: str, most_pixels: int = MAX_PIXELS) -> Image.
             is_transparent = upright.has_transparency_data
             return upright.convert("RGBA" if is_transparent else "RGB")
     except _BROKEN as error:
-        known = ", ".join(FORMATS)
-        raise BadField(field, f"`{field}` is no sound {known} file: {error}") from error
+        formats = ", ".join(FORMATS)
+        raise BadField(field, f"`{field}` is no sound {formats} file: {error}") from error
 
 
 def _reduced_grey(image: Image.Image) -> Image.Image:

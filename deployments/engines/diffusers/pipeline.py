@@ -106,14 +106,16 @@ class Pipeline:
         if self.limits.takes_negative:
             how["negative_prompt"] = [picture.order.negative for picture in batch]
         self.adapters.use(setting.adapter)
-        known = _takes(pipe)
+        parameters = _takes(pipe)
         with torch.inference_mode():
-            made = pipe(**{name: value for name, value in how.items() if name in known}).images
+            images = pipe(
+                **{name: value for name, value in how.items() if name in parameters}
+            ).images
         edit = setting.edit
         if edit is None or edit.mask is None:
-            return list(made)
+            return list(images)
         # What the mask leaves is the upload's own, to the pixel: an autoencoder would change it.
-        return [Image.composite(image, edit.image, edit.mask) for image in made]
+        return [Image.composite(image, edit.image, edit.mask) for image in images]
 
     def _chosen(
         self, edit: Edit | None, width: int, height: int, count: int

@@ -59,10 +59,10 @@ class Setting:
     edit: Edit | None = None
 
 
-def fields_of(given: dict[str, Any], kind: type[ImageFields] = ImageFields) -> ImageFields:
+def fields_of(body: dict[str, Any], kind: type[ImageFields] = ImageFields) -> ImageFields:
     """Raises BadField."""
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(body)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         field = str(problem["loc"][0])

@@ -275,16 +275,16 @@ def take(config: Config) -> LentSlab | None:
     """Opens the slab that an engine was lent for its adapters, for as long as this process lives:
     the core finds it so although the owner may end meanwhile. `config["slabs"]["adapter"]` has its
     `path`, and perhaps `term_s`, `rows` and `caps`. None without one."""
-    given = config.get("slabs", {}).get(Content.ADAPTER)
-    if not given or "adapters" not in config:
+    slab = config.get("slabs", {}).get(Content.ADAPTER)
+    if not slab or "adapters" not in config:
         return None
     try:
-        path = hold(given["path"])
+        path = hold(slab["path"])
     except SlabUnusable as error:
         logger.warning("adapters are not kept in a slab: %s", error)
         return None
-    term_s, most_rows = given.get("term_s", TERM_S), given.get("rows", MOST_ROWS)
-    return LentSlab(path, float(term_s), int(most_rows), dict(given.get("caps", {})))
+    term_s, most_rows = slab.get("term_s", TERM_S), slab.get("rows", MOST_ROWS)
+    return LentSlab(path, float(term_s), int(most_rows), dict(slab.get("caps", {})))
 
 
 def open_images(executor: Any, vllm_config: VllmConfig, lent: LentSlab | None) -> SlotImages | None:

@@ -109,9 +109,9 @@ class AdapterMover:
         await asyncio.wait({task})
         task.exception()  # asked for, so that nothing is logged of it
 
-    async def _call(self, method: str, *given: Any) -> Any:
+    async def _call(self, method: str, *args: Any) -> Any:
         assert self.llm is not None
-        return await self.llm.engine_core.call_utility_async(method, *given)
+        return await self.llm.engine_core.call_utility_async(method, *args)
 
     def _kept(self) -> list[int]:
         names = kept(self._fixed(), self._counts())
@@ -146,8 +146,8 @@ class AdapterMover:
         sleeps = self._sleeps
         await self._call("keep_adapters", self._kept())
         await self.look()
-        wanted = moves(self._view())
-        for move, names in ((self._bring, wanted.promote), (self._stage, wanted.stage)):
+        tier_moves = moves(self._view())
+        for move, names in ((self._bring, tier_moves.promote), (self._stage, tier_moves.stage)):
             for name in names:
                 has_room = move != self._bring or len(self._fixed() | {name}) <= self._gate.slots
                 if name not in self._asked or not has_room:

@@ -106,18 +106,18 @@ class AdapterService:
 
     def __init__(self, config: Config, gate: BatchGate) -> None:
         """`config["adapters"]`: what the load plan made. Raises OSError, BadHeader."""
-        given = config["adapters"]
+        section = config["adapters"]
         self.served_name = str(config.get("served_name", config["model"]))
         self.llm: AsyncLLM | None = None
         self.gate = gate
         self._catalogue = catalogue_of(config)
-        rules = Rules(linear_shapes(Path(config["model"])), given["max_rank"])
-        self._shelf = CheckedAdapters(Store(Path(given["store"])), rules)
+        rules = Rules(linear_shapes(Path(config["model"])), section["max_rank"])
+        self._shelf = CheckedAdapters(Store(Path(section["store"])), rules)
         self._numbers: dict[str, int] = {}  # digest to vLLM's number for it
         self._loads: dict[str, asyncio.Task[str]] = {}  # of adapters that run
         self._names: dict[str, str] = {}  # digest to name, as it was asked for last
         self.mover = AdapterMover(self.gate)
-        self._rebalance_s = float(given.get("rebalance_s", REBALANCE_S))
+        self._rebalance_s = float(section.get("rebalance_s", REBALANCE_S))
         self._pins: dict[str, CatalogueEntry] = {}  # by digest
         self._leaving: set[str] = set()  # digests of removed tenants, which leave once unused
         self._leaver: asyncio.Task[None] | None = None

@@ -148,8 +148,8 @@ def _as_chat(body: Body) -> Body:
         request_instructions=request.instructions, request_input=request.input
     )
     tools = construct_tool_dicts(request.tools, request.tool_choice)
-    given = {"tools": tools, "chat_template_kwargs": request.chat_template_kwargs}
-    fields = {name: value for name, value in given.items() if value}
+    options = {"tools": tools, "chat_template_kwargs": request.chat_template_kwargs}
+    fields = {name: value for name, value in options.items() if value}
     return {"messages": [_as_message(m) for m in messages], **fields}
 
 

@@ -288,10 +288,10 @@ def _core(
     images: adapter_images.LentSlab | None,
     kept: KeptSince,
 ) -> ForkedCore:
-    given = EngineZmqAddresses(
+    engine_addresses = EngineZmqAddresses(
         inputs=[addresses["input_address"]], outputs=[addresses["output_address"]]
     )
-    return ForkedCore(given, vllm_config, stats, images, kept)
+    return ForkedCore(engine_addresses, vllm_config, stats, images, kept)
 
 
 def _live(make: Callable[[], ForkedCore], report: int, parent: int) -> NoReturn:

@@ -205,9 +205,9 @@ def untouched() -> Iterator[None]:
 
 
 def _blank(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    made = torch.empty(size, dtype=dtype, device=device)
-    linux.blank(made.data_ptr(), made.nbytes)
-    return made
+    tensor = torch.empty(size, dtype=dtype, device=device)
+    linux.blank(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def version(path: Path) -> tuple[int, ...]:

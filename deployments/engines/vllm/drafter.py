@@ -74,5 +74,5 @@ def _caches(runner: Any) -> list[torch.Tensor]:
 
 def caches_of_target(runner: Any) -> list[torch.Tensor]:
     """Returns the caches of all layers but the drafter's."""
-    left = {cache.data_ptr() for cache in _caches(runner)}
-    return [cache for cache in runner.kv_caches if cache.data_ptr() not in left]
+    of_target = {cache.data_ptr() for cache in _caches(runner)}
+    return [cache for cache in runner.kv_caches if cache.data_ptr() not in of_target]

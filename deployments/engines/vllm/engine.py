@@ -143,17 +143,17 @@ def compute_threads(config: Config) -> int | None:
 def arguments(config: Config) -> Namespace:
     """The namespace that `vllm serve` would have. Raises EngineLoadFailed that names a bad
     argument."""
-    given = {**_defaults(config), **config.get("engine_args", {})}
-    given |= merged_weights.arguments(config)
-    _refuse_pickles(config, given)
-    if "kv_cache_memory_bytes" not in given:
+    options = {**_defaults(config), **config.get("engine_args", {})}
+    options |= merged_weights.arguments(config)
+    _refuse_pickles(config, options)
+    if "kv_cache_memory_bytes" not in options:
         raise EngineLoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
     ways = _processes_count(config) if _on_cpu() else len(config.get("parts", []))
     if ways > 1:  # vLLM counts KV bytes per GPU, or per process of a CPU, a ticket in total
-        given["kv_cache_memory_bytes"] = int(given["kv_cache_memory_bytes"]) // ways
-    if isinstance(modules := given.get("lora_modules"), dict):
-        given["lora_modules"] = [f"{adapter}={folder}" for adapter, folder in modules.items()]
-    words = [word for item in given.items() for word in command_line.words(*item)]
+        options["kv_cache_memory_bytes"] = int(options["kv_cache_memory_bytes"]) // ways
+    if isinstance(modules := options.get("lora_modules"), dict):
+        options["lora_modules"] = [f"{adapter}={folder}" for adapter, folder in modules.items()]
+    words = [word for item in options.items() for word in command_line.words(*item)]
     return parser().parse_args(words)
 
 
@@ -176,13 +176,13 @@ def _refuse_arguments(message: str) -> NoReturn:
     raise EngineLoadFailed("BadConfig", f"engine_args: {message}", False)
 
 
-def _refuse_pickles(config: Config, given: dict[str, Any]) -> None:
+def _refuse_pickles(config: Config, options: dict[str, Any]) -> None:
     """Has vLLM read safetensors only, in which its quantized models are too. Raises
     EngineLoadFailed."""
-    if (form := given.get("load_format")) in _PICKLED_FORMATS:
+    if (form := options.get("load_format")) in _PICKLED_FORMATS:
         raise EngineLoadFailed("BadConfig", f"engine_args: load_format {form} reads pickles", False)
     if form in (None, "auto", "hf"):
-        given["load_format"] = "safetensors"
+        options["load_format"] = "safetensors"
     for model in (config, config.get("drafter")):
         if model is not None:
             pickles.refuse(Path(model["model"]))
@@ -221,36 +221,36 @@ def _defaults(config: Config) -> dict[str, Any]:
 
 def _processes_count(config: Config) -> int:
     """How many processes a CPU computes the model with: one for each part of it."""
-    given = config.get("engine_args", {})
+    options = config.get("engine_args", {})
     if parts := len(config.get("parts", [])):
         return parts
     return math.prod(
-        int(given.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline")
+        int(options.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline")
     )
 
 
 def _adapter_arguments(config: Config) -> dict[str, Any]:
     if "adapters" not in config:
         return {}
-    given = config["adapters"]
+    section = config["adapters"]
     return {
         "enable_lora": True,
-        "max_loras": given["slots"],
+        "max_loras": section["slots"],
         # What is in no slot is warm in the slab. deployments.config.engine_kinds charges as much.
-        "max_cpu_loras": given["slots"],
-        "max_lora_rank": given["max_rank"],
+        "max_cpu_loras": section["slots"],
+        "max_lora_rank": section["max_rank"],
     }
 
 
 def _drafter_arguments(config: Config) -> dict[str, Any]:
     if "drafter" not in config:
         return {}
-    given = config["drafter"]
+    section = config["drafter"]
     return {
         "speculative_config": {
             "method": "draft_model",
-            "model": given["model"],
-            "num_speculative_tokens": given["tokens"],
+            "model": section["model"],
+            "num_speculative_tokens": section["tokens"],
         }
     }
 

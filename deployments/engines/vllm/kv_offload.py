@@ -75,16 +75,16 @@ def arguments(config: Config) -> dict[str, Any]:
     `path`, and perhaps a `file` with more rows, the `model_digest` of the weights, `term_s`, the
     length of the class `long`, and `caps`: by tenant the part of the rows that it may have. Empty
     without one."""
-    given = config.get("slabs", {}).get(Content.KV)
-    if not given:
+    slab = config.get("slabs", {}).get(Content.KV)
+    if not slab:
         return {}
     extra = {
         "spec_name": SlabSpec.__name__,
         "spec_module_path": SlabSpec.__module__,
-        "slab": given["path"],
-        "file": given.get("file"),
-        "term_s": float(given.get("term_s", layout.TERMS_S[Term.LONG])),
-        "caps": given.get("caps", {}),
+        "slab": slab["path"],
+        "file": slab.get("file"),
+        "term_s": float(slab.get("term_s", layout.TERMS_S[Term.LONG])),
+        "caps": slab.get("caps", {}),
         "offload_prompt_only": False,  # vLLM's default would leave out what the model has said
     }
     return {
@@ -179,10 +179,10 @@ def _facts(vllm_config: VllmConfig) -> dict[str, Any]:
     }
 
 
-def _digests(vllm_config: VllmConfig, given: Mapping[str, Any]) -> list[str | None]:
+def _digests(vllm_config: VllmConfig, slab: Mapping[str, Any]) -> list[str | None]:
     """Returns the digests of the model's weights and the drafter's; None where one has no files
     here."""
-    model = given.get("model_digest") or weights_digest(Path(vllm_config.model_config.model))
+    model = slab.get("model_digest") or weights_digest(Path(vllm_config.model_config.model))
     drafts = vllm_config.speculative_config
     if drafts is None or drafts.model is None:
         return [model]

@@ -67,9 +67,9 @@ def merged(
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yields every weight by its name, shapes [out, in]. Raises EngineLoadFailed for a weight that
     is quantized, and for a weight of the adapter that the base lacks."""
-    left = _products(adapter)
+    products = _products(adapter)
     for name, weight in weights:
-        product = left.pop(name.removesuffix(".weight"), None)
+        product = products.pop(name.removesuffix(".weight"), None)
         if product is None:
             yield name, weight
         elif weight.dtype not in _PLAIN:
@@ -79,8 +79,10 @@ def merged(
         else:
             a, b, scale = product
             yield name, (weight.float() + scale * (b.float() @ a.float())).to(dtype)
-    if left:
-        raise EngineLoadFailed("MergeFailed", f"the base's files have no {min(left)}.weight", False)
+    if products:
+        raise EngineLoadFailed(
+            "MergeFailed", f"the base's files have no {min(products)}.weight", False
+        )
 
 
 def _products(adapter: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:

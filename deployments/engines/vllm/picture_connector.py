@@ -218,10 +218,10 @@ class Copier:
 
     def save(self, copy: Copy, embeddings: torch.Tensor) -> bool:
         """Whether they have the shape and type that the rows are for."""
-        wanted, shape = (copy.picture.count, self._width), tuple(embeddings.shape)
-        if shape != wanted or embeddings.dtype != self._dtype:
+        expected, shape = (copy.picture.count, self._width), tuple(embeddings.shape)
+        if shape != expected or embeddings.dtype != self._dtype:
             text = "pictures are not kept: embeddings are %s of %s, and rows are for %s of %s"
-            logger.warning_once(text, shape, embeddings.dtype, wanted, self._dtype)
+            logger.warning_once(text, shape, embeddings.dtype, expected, self._dtype)
             return False
         flat = embeddings.detach().cpu().contiguous().view(torch.int8).reshape(-1).numpy()
         for part, row in copy.rows.items():

@@ -35,12 +35,12 @@ def arguments(config: Config) -> dict[str, Any]:
     may have the `path` of a slab that was lent, its `caps` by tenant, `entries` and `term_s`."""
     if not model_files.sees(Path(config["model"])):
         return {}
-    given = config.get("slabs", {}).get(Content.PICTURE, {})
+    slab = config.get("slabs", {}).get(Content.PICTURE, {})
     extra = {
-        "slab": given.get("path"),
-        "entries": int(given.get("entries", ENTRIES)),
-        "term_s": float(given.get("term_s", TERM_S)),
-        "caps": given.get("caps", {}),
+        "slab": slab.get("path"),
+        "entries": int(slab.get("entries", ENTRIES)),
+        "term_s": float(slab.get("term_s", TERM_S)),
+        "caps": slab.get("caps", {}),
     }
     return {
         "ec_manager_config": {

@@ -112,8 +112,8 @@ Picture = tuple[str, dict[str, Any], Any]  # its place, what takes the uuid, its
 
 
 def _pictures(fields: Any) -> Iterator[Picture]:
-    given = fields.get("messages") if isinstance(fields, dict) else None
-    for number, message in enumerate(given if isinstance(given, list) else ()):
+    chat = fields.get("messages") if isinstance(fields, dict) else None
+    for number, message in enumerate(chat if isinstance(chat, list) else ()):
         yield from _pictures_of(message, f"messages[{number}]")
 
 
@@ -121,19 +121,19 @@ def _pictures_of(owner: Any, place: str) -> Iterator[Picture]:
     """OpenAI's parts, and Anthropic's blocks, of which results of tools have blocks again."""
     content = owner.get("content") if isinstance(owner, dict) else None
     for index, part in enumerate(content if isinstance(content, list) else ()):
-        here = f"{place}.content[{index}]"
+        field = f"{place}.content[{index}]"
         if not isinstance(part, dict):
             continue
         if "image_url" in part:
-            given = part["image_url"]
-            yield f"{here}.image_url", part, given.get("url") if isinstance(given, dict) else given
+            url = part["image_url"]
+            yield f"{field}.image_url", part, url.get("url") if isinstance(url, dict) else url
         elif part.get("type") == "image":
             source = part.get("source")
             if not isinstance(source, dict):
-                raise _bad(f"{here}.source", "is no object")
-            yield f"{here}.source", source, _uri(source)
+                raise _bad(f"{field}.source", "is no object")
+            yield f"{field}.source", source, _uri(source)
         elif part.get("type") == "tool_result":
-            yield from _pictures_of(part, here)
+            yield from _pictures_of(part, field)
 
 
 def _uri(source: dict[str, Any]) -> str:

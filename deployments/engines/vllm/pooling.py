@@ -99,8 +99,8 @@ def to_vllm(fields: dict[str, Any]) -> Form:
     return Form(with_text=fields.pop("return_documents", None) is not False)
 
 
-def _is_document(given: object) -> bool:
-    return isinstance(given, dict) and isinstance(given.get("text"), str)
+def _is_document(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("text"), str)
 
 
 class CapturedResponse:

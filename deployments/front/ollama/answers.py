@@ -94,10 +94,10 @@ class Answer:
             # Some remotes write each call whole and without its index.
             index = call.get("index")
             number = len(self._calls) if index is None else index
-            known = self._calls.setdefault(number, {"name": "", "arguments": ""})
-            for name in known:
+            tool_call = self._calls.setdefault(number, {"name": "", "arguments": ""})
+            for name in tool_call:
                 piece = (call.get("function") or {}).get(name) or ""
-                known[name] += json.dumps(piece) if isinstance(piece, dict) else piece
+                tool_call[name] += json.dumps(piece) if isinstance(piece, dict) else piece
 
     def _head(self) -> Fields:
         return {"model": self._model, "created_at": now()}
@@ -139,9 +139,9 @@ def embedded(
 
 async def events(parts: AsyncIterator[bytes]) -> AsyncGenerator[Fields, None]:
     """The JSON of each event, however the bytes were cut."""
-    left = b""
+    rest = b""
     async for part in parts:
-        *whole, left = (left + part).split(b"\n\n")
+        *whole, rest = (rest + part).split(b"\n\n")
         for event in whole:
             data = event.removeprefix(b"data: ")
             if event.startswith(b"data: ") and data != b"[DONE]":

@@ -66,10 +66,10 @@ class Options(GoBody):
 
     def openai(self) -> Fields:
         """The same by the names of OpenAI and vLLM."""
-        given = self.model_dump(exclude_none=True)
-        if given.get("num_predict", 0) < 0:  # Ollama's word for no bound
-            del given["num_predict"]
-        return {_OPTIONS.get(name, name): value for name, value in given.items()}
+        options = self.model_dump(exclude_none=True)
+        if options.get("num_predict", 0) < 0:  # Ollama's word for no bound
+            del options["num_predict"]
+        return {_OPTIONS.get(name, name): value for name, value in options.items()}
 
 
 class ModelBody(GoBody):
@@ -165,9 +165,9 @@ class Generate(Generates):
 
     @field_validator("raw")
     @classmethod
-    def _text_alone(cls, value: bool, given: ValidationInfo) -> bool:
+    def _text_alone(cls, value: bool, info: ValidationInfo) -> bool:
         for name in ("images", "logprobs") if value else ():
-            if given.data.get(name):
+            if info.data.get(name):
                 raise ValueError(f"raw text has no place for `{name}`; leave `raw` out")
         return value
 

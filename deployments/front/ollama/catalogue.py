@@ -47,7 +47,7 @@ def tags(
 
 def remote_tag(name: str, remote: str, model: RemoteModel, started_unix_s: int) -> Fields:
     """A model on another machine, as Ollama lists those of its cloud: no bytes are here."""
-    known = remote_facts(model)
+    facts = remote_facts(model)
     return {
         "name": name,
         "model": name,
@@ -57,8 +57,8 @@ def remote_tag(name: str, remote: str, model: RemoteModel, started_unix_s: int) 
         "size": 0,
         "digest": _sha256(f"{name} {remote} {model.model_dump_json()}"),
         "details": _in_detail(remote, ""),
-        **_facts(known),
-        "capabilities": _remote_abilities(known),
+        **_facts(facts),
+        "capabilities": _remote_abilities(facts),
     }
 
 
@@ -119,13 +119,13 @@ def abilities(table: Table, model: str) -> list[str]:
     return [*names, "tools"] if calls else [*names]
 
 
-def _facts(known: Facts) -> Fields:
+def _facts(facts: Facts) -> Fields:
     """Returns the facts of a model that stand beside Ollama's own fields."""
-    return {name: value for name, value in known.plain.items() if name != "capabilities"}
+    return {name: value for name, value in facts.plain.items() if name != "capabilities"}
 
 
 def card(
-    table: Table, target: Target, known: Facts, size_bytes: int | None, started_unix_s: int
+    table: Table, target: Target, facts: Facts, size_bytes: int | None, started_unix_s: int
 ) -> Fields:
     """One model or adapter; `size_bytes` of its `weights_bytes`."""
     capability = table.capabilities[target.capability]
@@ -139,30 +139,30 @@ def card(
         "model_info": {
             "general.architecture": capability.engine,
             "general.size_bytes": size_bytes or 0,
-            f"{capability.engine}.context_length": known.context_length or 0,
+            f"{capability.engine}.context_length": facts.context_length or 0,
         },
-        **_facts(known),
+        **_facts(facts),
         "capabilities": abilities(table, target.model),
     }
 
 
 def remote_card(remote: str, model: RemoteModel, started_unix_s: int) -> Fields:
     """A model on another machine, of which nothing but the operator's table is known."""
-    known = remote_facts(model)
+    facts = remote_facts(model)
     return {
         "modified_at": _time(started_unix_s),
         "parameters": "",
         "template": "",
         "details": _in_detail(remote, ""),
-        "model_info": {f"{remote}.context_length": known.context_length or 0},
-        **_facts(known),
-        "capabilities": _remote_abilities(known),
+        "model_info": {f"{remote}.context_length": facts.context_length or 0},
+        **_facts(facts),
+        "capabilities": _remote_abilities(facts),
     }
 
 
-def _remote_abilities(known: Facts) -> list[str]:
+def _remote_abilities(facts: Facts) -> list[str]:
     words = {"chat": "completion", "completions": "completion", "embeddings": "embedding"}
-    return list(dict.fromkeys(words.get(word, word) for word in known.capabilities))
+    return list(dict.fromkeys(words.get(word, word) for word in facts.capabilities))
 
 
 def weights_bytes(model: str, capability: CapabilityConfig) -> int:

@@ -60,8 +60,8 @@ async def events(
     async with AsyncExitStack() as stack:
         stack.enter_context(front.reader(caller.tenant))
         await front.jobs.call("get", caller.tenant, job_id)
-        made = async_calls.events(front.jobs, caller.tenant, job_id, after)
-        return event_stream(made, stack.pop_all())
+        stream = async_calls.events(front.jobs, caller.tenant, job_id, after)
+        return event_stream(stream, stack.pop_all())
 
 
 @router.post("/{job_id}/cancel")

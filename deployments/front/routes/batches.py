@@ -69,8 +69,8 @@ async def create(body: BatchBody, caller: Inferrer, front: State) -> dict[str, A
         metadata=body.metadata,
         output_kept_s=float(expiry.seconds) if expiry else BATCH_KEPT_S,
     )
-    made: Batch = await front.jobs.call("create_batch", new)
-    return made.plain
+    new_batch: Batch = await front.jobs.call("create_batch", new)
+    return new_batch.plain
 
 
 @router.get("")

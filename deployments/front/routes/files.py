@@ -85,8 +85,8 @@ async def _keep(form: FormData, tenant: str, front: FrontState) -> File:
     while piece := await file.read(PIECE_BYTES):
         await front.jobs.call("append_file", new.id, offset, piece)
         offset += len(piece)
-    kept: File = await front.jobs.call("finish_file", new.id)
-    return kept
+    stored: File = await front.jobs.call("finish_file", new.id)
+    return stored
 
 
 def _expires_after_s(form: FormData) -> float | None:

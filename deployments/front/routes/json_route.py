@@ -25,8 +25,10 @@ class JsonRoute(APIRoute):
             await check_site(request)
             for need in needs:
                 request.app.state.front.auth.require(request, need.scope)
-            kept = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
-            headers = [*kept, (b"content-type", b"application/json")]
+            other_headers = [
+                pair for pair in request.scope["headers"] if pair[0] != b"content-type"
+            ]
+            headers = [*other_headers, (b"content-type", b"application/json")]
             scope = {**request.scope, "headers": headers}
             response: Response = await handle(Request(scope, request.receive))
             return response

@@ -130,17 +130,21 @@ def _remote_card(front: FrontState, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": remote} | known.plain
 
 
-def _card(front: FrontState, name: str, owner: str, known: model_cards.Facts) -> dict[str, Any]:
+def _card(front: FrontState, name: str, owner: str, facts: model_cards.Facts) -> dict[str, Any]:
     """OpenAI's fields, and ours, which its clients keep."""
     created = front.started_unix_s
-    return {"id": name, "object": "model", "created": created, "owned_by": owner} | known.plain
+    return {"id": name, "object": "model", "created": created, "owned_by": owner} | facts.plain
 
 
 def _task_card(
-    front: FrontState, task: str, known: Mapping[str, model_cards.Facts]
+    front: FrontState, task: str, facts_by_model: Mapping[str, model_cards.Facts]
 ) -> dict[str, Any]:
     """What the models of its ladder can do together, and where the readiest of them is."""
-    rungs = [known[n] for name in front.table.tasks[task].ladder if (n := base_of(name)) in known]
+    rungs = [
+        facts_by_model[n]
+        for name in front.table.tasks[task].ladder
+        if (n := base_of(name)) in facts_by_model
+    ]
     fields = model_cards.together(rungs).plain if rungs else {}
     created = front.started_unix_s
     return {"id": PREFIX + task, "object": "model", "created": created, "owned_by": "task"} | fields

@@ -72,7 +72,7 @@ async def question(table: Table, body: PlanBody, tenant: str) -> PlanQuestion:
         capability = table.capabilities[home]
         source = capability.models[body.model].source
         async with asyncio.timeout(within_s := model_cards.FILES_S):
-            made = await in_thread(source, load_plan.plan, body.model, capability)
+            model_plan = await in_thread(source, load_plan.plan, body.model, capability)
     except TimeoutError as error:
         message = (
             f"the files of {body.model} were not read within {within_s:g} s; say its need by `gb`"
@@ -81,4 +81,4 @@ async def question(table: Table, body: PlanBody, tenant: str) -> PlanQuestion:
     except (ConfigError, OSError) as error:
         message = f"what {body.model} needs cannot be told ({error}); say it by `gb`"
         raise BadRequest(message, "model") from error
-    return plan_questions.of_model(home, made, priority, tenant, node)
+    return plan_questions.of_model(home, model_plan, priority, tenant, node)

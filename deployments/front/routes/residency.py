@@ -143,13 +143,13 @@ async def compact(body: CompactBody, front: State, _: Admin) -> dict[str, Any]:
     names = tuple(ModelName(_home(front.table, model), model) for model in body.models)
     within_s = body.wait_s + CALL_S
     call = uuid.uuid4().hex, names, body.wait_s
-    done = await call_arbiter("compact", *call, within_s=within_s)
-    spared = [{"model": s.model, "ticket": s.ticket, "why": s.why} for s in done.spared]
+    reply = await call_arbiter("compact", *call, within_s=within_s)
+    spared = [{"model": s.model, "ticket": s.ticket, "why": s.why} for s in reply.spared]
     return {
-        "count": done.freed_count,
-        "freed_bytes": done.freed_bytes,
+        "count": reply.freed_count,
+        "freed_bytes": reply.freed_bytes,
         "spared": spared,
-        "is_finished": done.is_finished,
+        "is_finished": reply.is_finished,
     }
 
 

@@ -27,24 +27,24 @@ _DESCRIBED: dict[str, Any] = described(SCHEMAS[responses.PATH])
 async def create(request: Request, caller: Inferrer, front: State) -> Response:
     """Answers now, or in the background where the body or `Prefer: respond-async` says so; kept
     unless `store` is false. Raises RequestError."""
-    service, kept = front.service, StoredResponses(front.jobs, caller.tenant)
+    service, stored = front.service, StoredResponses(front.jobs, caller.tenant)
     is_async = async_calls.prefers_async(request.headers.getlist("prefer"))
     with service.admitted():
         raw = await request.body()
-        prepared = await kept.prepare(raw, front.table.jobs.stores_responses, is_async=is_async)
+        prepared = await stored.prepare(raw, front.table.jobs.stores_responses, is_async=is_async)
         call, priority = await call_for(request, caller, front, responses.PATH, prepared.body)
         if not prepared.is_background:
-            return await relayed(front, call, kept.live(prepared, call, service.run(call)))
+            return await relayed(front, call, stored.live(prepared, call, service.run(call)))
         async with AsyncExitStack() as stack:
             if prepared.checked.stream and not is_async:
                 stack.enter_context(front.reader(caller.tenant))
-            job = await kept.begin(prepared, call, request.headers, priority)
+            job = await stored.begin(prepared, call, request.headers, priority)
             reader = stack.pop_all()
     if is_async:
         return await accepted(job, front.table)
     if prepared.checked.stream:
-        return event_stream(kept.stream(job, None), reader)
-    return JSONResponse(await kept.shown(job))
+        return event_stream(stored.stream(job, None), reader)
+    return JSONResponse(await stored.shown(job))
 
 
 @router.get(ONE, responses=_KEPT | refusals(429))
@@ -57,18 +57,18 @@ async def retrieve(
 ) -> Response:
     """A stored response as it is now, or its events above a number. Raises NotFound; TooMuch,
     QueueFull where too many read."""
-    kept = StoredResponses(front.jobs, caller.tenant)
-    job = await kept.job(response_id)
+    stored = StoredResponses(front.jobs, caller.tenant)
+    job = await stored.job(response_id)
     if not stream and job.status == COMPLETE:  # in pieces, because it may be large
-        return ClosingStream(await begun(kept.answer(job)), media_type="application/json")
+        return ClosingStream(await begun(stored.answer(job)), media_type="application/json")
     if not stream:
-        return JSONResponse(await kept.shown(job))
+        return JSONResponse(await stored.shown(job))
     if not (job.meta["background"] and job.meta["stream"]):
         text = "only a response that was made with `background` and `stream` has a stream"
         raise BadRequest(text, "stream")
     async with AsyncExitStack() as stack:
         stack.enter_context(front.reader(caller.tenant))
-        return event_stream(kept.stream(job, starting_after), stack.pop_all())
+        return event_stream(stored.stream(job, starting_after), stack.pop_all())
 
 
 @router.delete(ONE, responses=_KEPT | refusals(409))
@@ -94,9 +94,9 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
     """What was put in, with the turns that it continues. Raises NotFound."""
-    kept = StoredResponses(front.jobs, caller.tenant)
-    job = await kept.job(response_id)
-    items = responses.input_items(job.id, await kept.request(job.id))
+    stored = StoredResponses(front.jobs, caller.tenant)
+    job = await stored.job(response_id)
+    items = responses.input_items(job.id, await stored.request(job.id))
     items = items if order == "asc" else items[::-1]
     ids = [item["id"] for item in items]
     if after and after not in ids:

@@ -121,6 +121,25 @@ async def test_extension_fields_are_read_and_do_not_reach_the_engine() -> None:
 
 
 @pytest.mark.spec("G2", "J2")
+@pytest.mark.spec("J2")
+@pytest.mark.parametrize(
+    ("path", "name", "meant"),
+    [
+        ("/v1/images/generations", "x_step", "x_steps"),
+        ("/v1/images/generations", "x_negativ_prompt", "x_negative_prompt"),
+        ("/v1/chat/completions", "x_deadline", "x_deadline_s"),
+    ],
+)
+async def test_extension_that_is_nearly_one_of_ours_is_refused_with_the_one_meant(
+    path: str, name: str, meant: str
+) -> None:
+    asks = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    raw = json.dumps({"model": "m", name: 1} | asks).encode()
+    with pytest.raises(BadRequest, match=f"`{name}`.*`{meant}`") as caught:
+        await read(raw, path=path)
+    assert caught.value.param == name
+
+
 async def test_conversation_that_a_header_names_is_the_key_of_its_call() -> None:
     made, _ = await call(PLAIN | {"prompt_cache_key": "k"}, {"x-conversation-id": "c-2"})
     assert made.key == "conv:c-2"
