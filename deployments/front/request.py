@@ -32,7 +32,7 @@ from deployments.routing.pieces import pieces_of
 # Headers that go on to the engine: those that its HTTP layer reads.
 FORWARDED = ("content-type", "accept")
 FORM, JSON = "multipart/form-data", "application/json"
-NEARLY = 0.85  # the likeness of a word to one that was meant, as difflib measures it
+NEARLY = 0.85  # the likeness of a word to the word meant, as difflib measures it
 
 _EXTENSIONS = sorted(name for name in Body.model_fields if name.startswith("x_"))
 _NO_PROFILE = Profile()
