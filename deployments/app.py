@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -83,7 +84,8 @@ def front(args: FrontArgs) -> Application:
     from deployments.front.plain_proxies import PlainProxies
 
     if ray.is_initialized():  # not under `arbiter check`
-        asyncio.run(PlainProxies().wrap())
+        with ThreadPoolExecutor(1) as thread:  # a notebook runs a loop in its own
+            thread.submit(asyncio.run, PlainProxies().wrap()).result()
     application: Application = Front.options(logging_config=LOGGING).bind()  # type: ignore[attr-defined]
     return application
 
