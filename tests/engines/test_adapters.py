@@ -90,7 +90,7 @@ def test_eight_adapters_and_the_base_run_in_one_step_and_answer_as_alone(
     assert chat.call("POST", "/control/wake")[1]["verified"] is True
     assert tokens_at_once(chat, names) == alone
     wide = config(tiny, folder, slots=8, wait_s=30.0)
-    wide["engine_args"] |= {"max_num_seqs": BATCH, "kv_cache_memory_bytes": 160 << 20}
+    wide["engine_args"] |= {"max_num_seqs": BATCH, "kv_cache_memory_bytes": 320 << 20}
     with served(engines, "again", VLLM, wide) as again:
         assert tokens_at_once(again, names) == alone
         fill(again, names)
@@ -100,7 +100,7 @@ def fill(child: Child, names: tuple[str, ...]) -> None:
     """Asks for more at once than a batch holds: a step has a whole batch, of all adapters."""
 
     def one(number: int) -> int:
-        return int(ask(child, names[number % len(names)], count=80)[0])
+        return int(ask(child, names[number % len(names)], count=160)[0])
 
     with ThreadPoolExecutor(BATCH + 40) as pool:
         assert set(pool.map(one, range(BATCH + 40))) == {200}
