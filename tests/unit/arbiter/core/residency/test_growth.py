@@ -265,8 +265,8 @@ def test_what_a_resident_took_already_counts_once_against_the_most_of_its_tenant
     assert isinstance(refusal(grow(d, 3, "a", 1)), GrowthRefused)
 
 
-@pytest.mark.spec("C10")
-def test_nothing_leaves_for_growth_beyond_the_most_of_its_tenant() -> None:
+def growth_beyond_the_most_of_its_tenant() -> CoreDriver:
+    """`a` waits for 25 GiB more; with `c`, which came meanwhile, its tenant would have 55 of 50."""
     bound = TenantLimits("x", most_bytes=gib(50))
     d = CoreDriver(settings=replace(PLAIN, tenants=(bound,)), holders=("h", "k"))
     d.resident(0, "a", 20, tenant="x")
@@ -274,6 +274,12 @@ def test_nothing_leaves_for_growth_beyond_the_most_of_its_tenant() -> None:
     d.beat(1, "b", holder="k", inflight=1)
     assert grow(d, 10, "a", 25) == []
     d.resident(11, "c", 10, tenant="x")
+    return d
+
+
+@pytest.mark.spec("C10")
+def test_nothing_leaves_for_growth_beyond_the_most_of_its_tenant() -> None:
+    d = growth_beyond_the_most_of_its_tenant()
     assert revoked(d.beat(12, holder="k", inflight=0)) == [] and d.ticket("b").inflight == 1
     assert revoked(d.beat(13, "b", holder="k")) == [] and d.ticket("b").inflight == 0
     d.at(14, ev.Released(TicketId("c"), "x"))
@@ -282,13 +288,7 @@ def test_nothing_leaves_for_growth_beyond_the_most_of_its_tenant() -> None:
 
 @pytest.mark.spec("C10")
 def test_nothing_is_kept_free_for_growth_beyond_the_most_of_its_tenant() -> None:
-    bound = TenantLimits("x", most_bytes=gib(50))
-    d = CoreDriver(settings=replace(PLAIN, tenants=(bound,)), holders=("h", "k"))
-    d.resident(0, "a", 20, tenant="x")
-    d.resident(0, "b", 40, holder="k")
-    d.beat(1, "b", holder="k", inflight=1)
-    assert grow(d, 10, "a", 25) == []
-    d.resident(11, "c", 10, tenant="x")
+    d = growth_beyond_the_most_of_its_tenant()
     d.at(12, ev.Released(TicketId("b"), "x"))
     d.gone(12, "b")
     assert granted(d.ask(13, "d", 45, holder="k")) == ["d"]
