@@ -29,6 +29,7 @@ CALL_S = 30.0  # twice the longest poll of the event stream
 START_S = 60.0  # a process start on a machine busy with imports
 CLOSE_S = 10.0  # of a node agent, as arbiter.server.node_agents has it
 AGAIN_S = 0.05  # a restart takes 1.0-2.0 s measured
+KILLED_S = 0.005  # between two looks whether an actor that was killed is dead, which takes 3 ms
 # Ray gives an actor with a runtime environment, and the actors that it starts, a process of its
 # own. Without one it may give them a spare worker, which has imported the code that is replaced.
 NEW_PROCESS = {"env_vars": {"ARBITER_REPLACES": "1"}}
@@ -214,11 +215,17 @@ def find_actor(name: str) -> Any | None:
 
 
 def _kill(handle: Any | None) -> None:
-    """Kills an actor, and waits until its name is free."""
+    """Kills an actor, and waits until its name is free, for START_S at most. It answers for some
+    milliseconds more, and is called unavailable while Ray does not know yet that it is dead."""
     if handle is None:
         return
     ray.kill(handle, no_restart=True)
-    try:
-        ray.get(handle.__ray_ready__.remote(), timeout=START_S)
-    except (RayActorError, GetTimeoutError):
-        return
+    end = time.monotonic() + START_S
+    while (left_s := end - time.monotonic()) > 0:
+        try:
+            ray.get(handle.__ray_ready__.remote(), timeout=left_s)
+        except ActorUnavailableError:
+            pass
+        except (RayActorError, GetTimeoutError):
+            return
+        time.sleep(KILLED_S)

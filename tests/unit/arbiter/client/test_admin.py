@@ -79,10 +79,12 @@ async def test_arbiter_that_is_gone_or_does_not_answer_is_unavailable(
 
 
 class Actors:
-    """Of a cluster of one node, by name: an arbiter that hangs, and a node agent."""
+    """Of a cluster of one node, by name: an arbiter that hangs, and a node agent. One that is killed
+    answers once more, then cannot be reached, and then is dead, as Ray has it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.living = {messages.NAME, messages.agent_name(NodeId("n"))}
+        self.dying: dict[str, list[Exception | None]] = {}
         self.noted: Path | None = None  # as the state file of the arbiter
         self.done: list[tuple[str, str]] = []  # calls and kills, in order, by name
         monkeypatch.setattr(admin, "find_actor", self.find)
@@ -97,17 +99,24 @@ class Actors:
 
     def kill(self, actor: "Actor", no_restart: bool) -> None:
         assert no_restart
-        self.living.remove(actor.name)
+        self.dying[actor.name] = [None, ActorUnavailableError("it ends", None)]
         self.done.append((actor.name, "killed"))
 
     def get(self, call: tuple[str, str], timeout: float) -> Any:
         name, method = call
         if method == "__ray_ready__":
-            raise RayActorError
+            return self.answer_dying(name)
         if name == messages.NAME and name in self.living:
             raise GetTimeoutError("hung")
         self.done.append(call)
         return {"identity": "new", "epoch": 9} if method == "hello" else None
+
+    def answer_dying(self, name: str) -> None:
+        if not (answers := self.dying[name]):
+            self.living.remove(name)
+            raise RayActorError
+        if (answer := answers.pop(0)) is not None:
+            raise answer
 
 
 class Actor:
@@ -136,6 +145,7 @@ def test_arbiter_that_hangs_is_killed_at_shutdown_and_its_agents_end_what_they_h
     report = admin.stop_arbiter(1.0)
     assert report == {"arbiter": "killed with its node agents: no answer for 61 s"}
     assert actors.done == [(messages.NAME, "killed"), (AGENT, "close"), (AGENT, "killed")]
+    assert not actors.living, "whoever starts an arbiter now is not given one that ends"
 
 
 @pytest.mark.spec("A20")
@@ -164,3 +174,4 @@ def test_arbiter_that_hangs_is_upgraded_with_the_table_of_its_state_file(
     assert report["before"] == "did not answer for 60 s"
     assert actors.done == [(messages.NAME, "killed"), (AGENT, "killed"), ("new", "hello")]
     assert [each.configuration.table for each in started] == [kept]
+    assert not actors.living
