@@ -66,8 +66,8 @@ RESTS = (
 )
 
 # Read by Ray when it starts. Workers and zygotes import the repository; no token file is left in
-# anybody's home. Workers import nothing ahead, unlike those of `make serve`: most here become
-# arbiters, agents and holders, which start in three quarters of the time without Serve's modules.
+# anybody's home. Workers import nothing of Serve ahead, unlike those of `make serve`: most here
+# become arbiters, agents and holders.
 # No test reads what Ray's reporter of processes would tell.
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
@@ -112,8 +112,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def cluster() -> Iterator[None]:
     import ray
 
+    from tests.support.worker_forks import forking_workers
+
     os.environ.update(ENVIRONMENT)
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
+        forking_workers(Path(folder) / "workers"),
+    ):
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
         # One looks at the log of each process that any test has started, ten times a second, the
         # other for nodes to add, where there is nothing to add them with.

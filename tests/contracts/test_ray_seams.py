@@ -126,9 +126,11 @@ async def test_what_a_worker_notes_in_the_control_store_is_read_by_a_driver(prob
 
 
 @pytest.mark.spec("N3")
-async def test_a_worker_started_ahead_is_unused_until_the_next_actor_takes_it(probe: Any) -> None:
-    """Ray starts a few by itself, so that there may be more than the one."""
-    taking = []
+async def test_a_worker_started_ahead_is_unused_until_the_next_actor_takes_it() -> None:
+    """Ray starts a few by itself, so that there may be more than the one. The probe has a runtime
+    environment, so that it is no fork and the raylet is its parent, as that of an agent is."""
+    probe = Probe.options(runtime_env={"env_vars": {"PROBE": "1"}}).remote()
+    taking = [probe]
 
     async def take() -> int:
         taking.append(Probe.remote())
