@@ -79,8 +79,8 @@ async def test_arbiter_that_is_gone_or_does_not_answer_is_unavailable(
 
 
 class Actors:
-    """Of a cluster of one node, by name: an arbiter that hangs, and a node agent. One that is killed
-    answers once more, then cannot be reached, and then is dead, as Ray has it."""
+    """Of a cluster of one node, by name: an arbiter that hangs, and a node agent. As in Ray, one
+    that is killed answers once more, then cannot be reached, and then is dead."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.living = {messages.NAME, messages.agent_name(NodeId("n"))}
