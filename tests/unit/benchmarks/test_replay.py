@@ -181,6 +181,22 @@ def test_constants_were_compared_on_the_fitted_half_alone() -> None:
             assert tuple(f"{figure:.3f}" for figure in figures) in said, shape
 
 
+@pytest.mark.spec("C3")
+def test_default_policy_was_preferred_to_the_others_on_the_fitted_half_alone() -> None:
+    """From nothing, so that it has learned of these traces only what each has told it itself; the
+    figures are those of docs/benchmarks.md."""
+    page = (FOLDER.parent / "benchmarks.md").read_text()
+    learned = closed_by_trace("replay_shape_followers")
+    assert DEFAULTS.evict == "learned"
+    for policy in ("time_of_day", "cost_aware", "size_aware_lru"):
+        closed = closed_by_trace("replay_policies_fitted", policy)
+        assert closed.keys() == learned.keys() == {n for names in FITTED.values() for n in names}
+        more = [closed[name] - learned[name] for name in learned]
+        error = stdev(more) / len(more) ** 0.5
+        assert mean(more) < -error, policy
+        assert f"| `{policy}` | {mean(closed.values()):.3f} | {mean(more):.3f} | {error:.3f} |" in page
+
+
 def closed_by_trace(record: str, policy: str = "learned_from_nothing") -> dict[str, float]:
     """The mean of the three parts of the gap that the learned policy closes from nothing."""
     rows = json.loads((FOLDER / f"{record}.json").read_text())["figures"]["rows"]
