@@ -64,6 +64,7 @@ class Kills(Tally):
             outcome = "cut_off_with_its_ingress"
         else:
             self.untyped.append(f"{model}: {outcome} after {now_s - began_s:.1f} s")
+            print(self.untyped[-1], flush=True)
         self.answered(model, outcome, now_s - began_s)
 
 
