@@ -303,8 +303,7 @@ class Plans:
     def __init__(self, capability: str) -> None:
         self._capability = capability
         self._table: Table | None = None
-        self._made: dict[str, ModelPlan] = {}
-        self._making: dict[str, asyncio.Future[ModelPlan]] = {}
+        self._plans: dict[str, asyncio.Future[ModelPlan]] = {}  # made, or being made
 
     @property
     def known(self) -> bool:
@@ -317,8 +316,7 @@ class Plans:
         except ConfigError as error:
             logger.error("%s", error)
             return ()
-        self._made.clear()
-        self._making.clear()
+        self._plans.clear()
         mine = self._table.capabilities.get(self._capability)
         return tuple(m for m, config in mine.models.items() if config.pin) if mine else ()
 
@@ -330,33 +328,31 @@ class Plans:
 
     def forget(self, model: str) -> None:
         """Makes the model's plan anew, because its files have changed."""
-        self._made.pop(model, None)
-        self._making.pop(model, None)
+        self._plans.pop(model, None)
 
     async def of(self, model: str) -> ModelPlan:
         """The plan of one model, made once for all who ask; reads file headers, so in a thread.
         Raises UnknownModel, UnknownCapability, LoadFailed, ArbiterUnavailable."""
-        while model not in self._made:  # again when table or files changed meanwhile
+        while True:  # again when table or files changed meanwhile
             config = self._config()
             if model not in config.models:
                 raise UnknownModel(model, self._capability, tuple(sorted(config.models)))
-            making = self._making.get(model)
+            making = self._plans.get(model)
             if making is None:
                 making = in_thread(config.models[model].source, plan, model, config)
-                self._making[model] = making
-                making.add_done_callback(partial(self._end, model))
+                self._plans[model] = making
+                making.add_done_callback(partial(self._forget_failed, model))
             try:
-                await asyncio.shield(making)
+                made = await asyncio.shield(making)
             except (ConfigError, OSError) as error:
                 raise LoadFailed(model, str(error), False) from error
-        return self._made[model]
+            if self._plans.get(model) is making:
+                return made
 
-    def _end(self, model: str, making: asyncio.Future[ModelPlan]) -> None:
-        if self._making.get(model) is not making:
-            return  # of another table, or of files that were replaced
-        del self._making[model]
-        if not making.cancelled() and making.exception() is None:
-            self._made[model] = making.result()
+    def _forget_failed(self, model: str, making: asyncio.Future[ModelPlan]) -> None:
+        is_failed = making.cancelled() or making.exception() is not None
+        if is_failed and self._plans.get(model) is making:
+            del self._plans[model]
 
     async def merged(self, model: str, served: str, adapter: Path) -> ModelPlan:
         """The plan of a copy with an adapter in its weights. Raises UnknownCapability, LoadFailed,

@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,6 +159,37 @@ async def test_plan_that_was_being_made_when_files_were_replaced_is_made_again(
         may_end.set()
     assert (await waiting).need.weights_bytes == sizes[-1] > sizes[0]
     assert (await plans.of("m")) is await waiting
+
+
+class Looked(asyncio.Future[load_plan.ModelPlan]):
+    """Fails where it is awaited again and again while it is done: no other task would run."""
+
+    looks_count = 0
+
+    def __await__(self) -> Generator[Any, None, load_plan.ModelPlan]:
+        self.looks_count += 1
+        assert self.looks_count < 5, "asked in a loop that never ends"
+        return (yield from super().__await__())
+
+    __iter__ = __await__
+
+
+@pytest.mark.spec("A18")
+async def test_plan_that_is_asked_for_in_the_moment_in_which_it_is_made_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked before has not been told yet."""
+    plans, making = load_plan.Plans("chat"), Looked()
+    row = {"role": "text", "engine": "x:build", "models": {"m": {"source": str(tmp_path)}}}
+    plans.take({"capabilities": {"chat": row}})
+    safetensors(tmp_path, "a.safetensors", 100)
+    made = load_plan.plan("m", capability(str(tmp_path)))
+    monkeypatch.setattr(load_plan, "in_thread", lambda *_: making)
+    before = asyncio.ensure_future(plans.of("m"))
+    await asyncio.sleep(0)  # it waits
+    making.set_result(made)
+    assert (await plans.of("m")) is made
+    assert (await before) is made
 
 
 @pytest.mark.spec("F2")
