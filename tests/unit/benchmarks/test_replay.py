@@ -194,7 +194,9 @@ def test_default_policy_was_preferred_to_the_others_on_the_fitted_half_alone() -
         more = [closed[name] - learned[name] for name in learned]
         error = stdev(more) / len(more) ** 0.5
         assert mean(more) < -error, policy
-        assert f"| `{policy}` | {mean(closed.values()):.3f} | {mean(more):.3f} | {error:.3f} |" in page
+        assert (
+            f"| `{policy}` | {mean(closed.values()):.3f} | {mean(more):.3f} | {error:.3f} |" in page
+        )
 
 
 def closed_by_trace(record: str, policy: str = "learned_from_nothing") -> dict[str, float]:
