@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any, Protocol
 
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from arbiter.errors import CapabilityFailed, RequestError
@@ -55,6 +55,17 @@ async def relay(
 def event_stream(events: AsyncGenerator[bytes, None], holds: "Closable") -> "ClosingStream":
     """A stream of events of what was done in the background. Holds until its end what `holds`."""
     return ClosingStream(_to_an_end(events), media_type=SSE, holds=holds)
+
+
+def held_json(value: Any, holds: "Closable") -> "ClosingStream":
+    """A response of one piece. Holds until its client has it what `holds`."""
+    body = bytes(JSONResponse(value).body)
+
+    async def piece() -> AsyncGenerator[bytes, None]:
+        yield body
+
+    headers = {"content-length": str(len(body))}
+    return ClosingStream(piece(), 200, headers, "application/json", holds=holds)
 
 
 async def begun(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

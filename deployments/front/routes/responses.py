@@ -10,7 +10,7 @@ from deployments.front import async_calls
 from deployments.front.accepted import accepted
 from deployments.front.dependencies import Inferrer, State
 from deployments.front.openapi import described, refusals
-from deployments.front.relay import ClosingStream, begun, event_stream
+from deployments.front.relay import ClosingStream, begun, event_stream, held_json
 from deployments.front.request import BadRequest
 from deployments.front.routes.openai import call_for, relayed
 from deployments.front.schemas import SCHEMAS
@@ -40,11 +40,11 @@ async def create(request: Request, caller: Inferrer, front: State) -> Response:
                 stack.enter_context(front.reader(caller.tenant))
             job = await stored.begin(prepared, call, request.headers, priority)
             reader = stack.pop_all()
-    if is_async:
-        return await accepted(job, front.table)
-    if prepared.checked.stream:
-        return event_stream(stored.stream(job, None), reader)
-    return JSONResponse(await stored.shown(job))
+        if is_async:
+            return await accepted(job, front.table)
+        if prepared.checked.stream:
+            return event_stream(stored.stream(job, None), reader)
+        return JSONResponse(await stored.shown(job))
 
 
 @router.get(ONE, responses=_KEPT | refusals(429))
@@ -58,16 +58,17 @@ async def retrieve(
     """A stored response as it is now, or its events above a number. Raises NotFound; TooMuch,
     QueueFull where too many read."""
     stored = StoredResponses(front.jobs, caller.tenant)
-    job = await stored.job(response_id)
-    if not stream and job.status == COMPLETE:  # in pieces, because it may be large
-        return ClosingStream(await begun(stored.answer(job)), media_type="application/json")
-    if not stream:
-        return JSONResponse(await stored.shown(job))
-    if not (job.meta["background"] and job.meta["stream"]):
-        text = "only a response that was made with `background` and `stream` has a stream"
-        raise BadRequest(text, "stream")
     async with AsyncExitStack() as stack:
         stack.enter_context(front.reader(caller.tenant))
+        job = await stored.job(response_id)
+        if not stream and job.status == COMPLETE:  # in pieces, because it may be large
+            pieces = await begun(stored.answer(job))
+            return ClosingStream(pieces, media_type="application/json", holds=stack.pop_all())
+        if not stream:
+            return held_json(await stored.shown(job), stack.pop_all())
+        if not (job.meta["background"] and job.meta["stream"]):
+            text = "only a response that was made with `background` and `stream` has a stream"
+            raise BadRequest(text, "stream")
         return event_stream(stored.stream(job, starting_after), stack.pop_all())
 
 
@@ -78,13 +79,14 @@ async def delete(response_id: str, caller: Inferrer, front: State) -> dict[str, 
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post(ONE + "/cancel", responses=_KEPT)
+@router.post(ONE + "/cancel", responses=_KEPT | refusals(429))
 async def cancel(response_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
-    """Ends the work of a background response. Raises NotFound."""
-    return await StoredResponses(front.jobs, caller.tenant).cancel(response_id)
+    """Ends the work of a background response. Raises NotFound; QueueFull."""
+    with front.service.admitted():  # it is shown with what was asked
+        return await StoredResponses(front.jobs, caller.tenant).cancel(response_id)
 
 
-@router.get(ONE + "/input_items", responses=_KEPT)
+@router.get(ONE + "/input_items", responses=_KEPT | refusals(429))
 async def input_items(
     response_id: str,
     caller: Inferrer,
@@ -92,21 +94,25 @@ async def input_items(
     after: str = "",
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
-) -> dict[str, Any]:
-    """What was put in, with the turns that it continues. Raises NotFound."""
+) -> Response:
+    """What was put in, with the turns that it continues. Raises NotFound; TooMuch, QueueFull where
+    too many read."""
     stored = StoredResponses(front.jobs, caller.tenant)
-    job = await stored.job(response_id)
-    items = responses.input_items(job.id, await stored.request(job.id))
-    items = items if order == "asc" else items[::-1]
-    ids = [item["id"] for item in items]
-    if after and after not in ids:
-        raise BadRequest(f"`after`: no item {after!r}", "after")
-    start = ids.index(after) + 1 if after else 0
-    page = items[start : start + limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(items),
-    }
+    async with AsyncExitStack() as stack:
+        stack.enter_context(front.reader(caller.tenant))
+        job = await stored.job(response_id)
+        items = responses.input_items(job.id, await stored.request(job.id))
+        items = items if order == "asc" else items[::-1]
+        ids = [item["id"] for item in items]
+        if after and after not in ids:
+            raise BadRequest(f"`after`: no item {after!r}", "after")
+        start = ids.index(after) + 1 if after else 0
+        page = items[start : start + limit]
+        listed = {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": start + limit < len(items),
+        }
+        return held_json(listed, stack.pop_all())

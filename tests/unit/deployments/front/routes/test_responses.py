@@ -2,6 +2,7 @@
 continued, in the background, resumed, cancelled, and of two tenants."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from arbiter.units import TicketId
 from deployments import messages
 from deployments.front import stored_responses
 from deployments.front.async_calls import COMMENT
+from deployments.front.dependencies import READERS_MOST
 from deployments.front.keys import Scope
 from deployments.front.request import parse
 from deployments.front.stored_responses import StoredResponses
@@ -371,6 +373,34 @@ async def test_kept_answer_is_read_in_pieces_and_is_503_where_it_cannot_be(
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_failed")
             assert answer.headers["retry-after"] == "5"
     assert not front.state.readers._counts
+
+
+@pytest.mark.spec("J8")
+async def test_readers_of_kept_requests_are_bounded_until_their_clients_have_them(
+    front: Front,
+) -> None:
+    front.responder.gate.clear()
+    async with front.http() as http:
+        body = {"model": "one", "input": "Who?", "background": True}
+        path = f"/v1/responses/{(await http.post('/v1/responses', json=body)).json()['id']}"
+        with contextlib.ExitStack() as reading:
+            for _ in range(READERS_MOST):
+                reading.enter_context(front.state.reader("default"))
+            front.asked.clear()
+            for refused in (await http.get(path), await http.get(f"{path}/input_items")):
+                assert refused.json()["error"]["code"] == "quota_exceeded"
+                assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (429, True)
+            assert not front.asked, "nothing was read"
+        for answer in (await http.get(path), await http.get(f"{path}/input_items")):
+            assert answer.headers["content-length"] == str(len(answer.content))
+            assert answer.status_code == 200
+        with contextlib.ExitStack() as calls_in_flight:
+            for _ in range(front.state.table.front.in_flight):
+                calls_in_flight.enter_context(front.state.service.admitted())
+            refused = await http.post(f"{path}/cancel")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert (await http.post(f"{path}/cancel")).status_code == 200
+    assert not front.state.readers._counts and not front.state.service.in_flight
 
 
 async def test_process_of_jobs_is_woken_when_a_call_begins_and_not_for_each(
