@@ -1,5 +1,6 @@
 """What routes ask FastAPI for: the front's state, and a caller whose key has a scope."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -52,6 +53,10 @@ class FrontState:
     @property
     def table(self) -> Table:
         return self.service.table
+
+    def key_check(self, request: Request, scope: Scope) -> Callable[[], Caller]:
+        """What raises Denied when it is called, once the request's key does not count any more."""
+        return lambda: self.auth.require(request, scope)
 
     def reader(self, tenant: str) -> AbstractContextManager[None]:
         """A reader of what was kept. Entering it raises TenantLimitReached, QueueFull."""

@@ -10,7 +10,7 @@ without its last chunk, which HTTP clients report as an incomplete response.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any, Protocol
@@ -52,9 +52,22 @@ async def relay(
     return ClosingStream(_body(first, parts), first.status, first.headers, holds=parts)
 
 
-def event_stream(events: AsyncGenerator[bytes, None], holds: "Closable") -> "ClosingStream":
-    """A stream of events of what was done in the background. Holds until its end what `holds`."""
-    return ClosingStream(_to_an_end(events), media_type=SSE, holds=holds)
+def event_stream(
+    events: AsyncGenerator[bytes, None], holds: "Closable", check: Callable[[], object]
+) -> "ClosingStream":
+    """A stream of events of what was done in the background. Holds until its end what `holds`, and
+    ends with what `check` raises."""
+    return ClosingStream(_to_an_end(checked(events, check)), media_type=SSE, holds=holds)
+
+
+async def checked(
+    pieces: AsyncGenerator[bytes, None], check: Callable[[], object]
+) -> AsyncGenerator[bytes, None]:
+    """The same pieces, each only where `check` raises nothing, as with a key that still counts."""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            check()
+            yield piece
 
 
 def held_json(value: Any, holds: "Closable") -> "ClosingStream":

@@ -1,15 +1,18 @@
 """The arbiter's state, explanations and events, read with the scope `view`."""
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header
+from fastapi import APIRouter, Depends, Header, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from deployments.front import arbiter_gateway
-from deployments.front.dependencies import Require, State, Viewer
+from deployments.front.auth import Denied
+from deployments.front.dependencies import FrontState, Require, State, Viewer
 from deployments.front.keys import Scope
 from deployments.front.openapi import refusals
-from deployments.front.relay import ClosingStream
+from deployments.front.relay import SSE, ClosingStream, checked
 from deployments.front.tasks import task_of
 
 router = APIRouter(prefix="/arbiter", dependencies=[Depends(Require(Scope.VIEW))])
@@ -44,7 +47,26 @@ async def recent_events(after: int = 0) -> JSONResponse:
     response_class=StreamingResponse,
     responses=EVENT_STREAM | refusals(401, 403),
 )
-async def events(after: int = 0, last_event_id: Annotated[str, Header()] = "") -> StreamingResponse:
+async def events(
+    request: Request, front: State, after: int = 0, last_event_id: Annotated[str, Header()] = ""
+) -> StreamingResponse:
     """The event log as SSE, from sequence number `after` on; `Last-Event-ID` resumes."""
     number = arbiter_gateway.event_number(last_event_id, after)
-    return ClosingStream(arbiter_gateway.event_stream(number), media_type="text/event-stream")
+    return viewed(request, front, arbiter_gateway.event_stream(number))
+
+
+def viewed(
+    request: Request, front: FrontState, pieces: AsyncGenerator[bytes, None]
+) -> ClosingStream:
+    """A stream of what the arbiter does, until its key does not count any more: the client, which
+    comes again, is told so then."""
+    return ClosingStream(_while_viewer(request, front, pieces), media_type=SSE)
+
+
+async def _while_viewer(
+    request: Request, front: FrontState, pieces: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    with suppress(Denied):
+        async with aclosing(checked(pieces, front.key_check(request, Scope.VIEW))) as seen:
+            async for piece in seen:
+                yield piece

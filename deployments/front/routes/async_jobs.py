@@ -4,11 +4,12 @@ here loads a model or waits for one."""
 from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from deployments.front import async_calls
 from deployments.front.dependencies import Inferrer, State
+from deployments.front.keys import Scope
 from deployments.front.openapi import refusals
 from deployments.front.relay import ClosingStream, begun, event_stream
 from deployments.jobs.errors import Conflict
@@ -53,7 +54,11 @@ async def result(job_id: str, caller: Inferrer, front: State) -> Response:
 
 @router.get("/{job_id}/events", response_class=Response, responses=refusals(429))
 async def events(
-    job_id: str, caller: Inferrer, front: State, after: Annotated[int, Query(ge=0)] = 0
+    job_id: str,
+    request: Request,
+    caller: Inferrer,
+    front: State,
+    after: Annotated[int, Query(ge=0)] = 0,
 ) -> Response:
     """The events of a call with `stream`, those above a number, until its end: tokens, or pictures
     as they form. Raises NotFound; TooMuch, QueueFull where too many read."""
@@ -61,7 +66,7 @@ async def events(
         stack.enter_context(front.reader(caller.tenant))
         await front.jobs.call("get", caller.tenant, job_id)
         stream = async_calls.events(front.jobs, caller.tenant, job_id, after)
-        return event_stream(stream, stack.pop_all())
+        return event_stream(stream, stack.pop_all(), front.key_check(request, Scope.INFER))
 
 
 @router.post("/{job_id}/cancel")

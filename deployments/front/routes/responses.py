@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from deployments.front import async_calls
 from deployments.front.accepted import accepted
 from deployments.front.dependencies import Inferrer, State
+from deployments.front.keys import Scope
 from deployments.front.openapi import described, refusals
 from deployments.front.relay import ClosingStream, begun, event_stream, held_json
 from deployments.front.request import BadRequest
@@ -43,13 +44,15 @@ async def create(request: Request, caller: Inferrer, front: State) -> Response:
         if is_async:
             return await accepted(job, front.table)
         if prepared.checked.stream:
-            return event_stream(stored.stream(job, None), reader)
+            check = front.key_check(request, Scope.INFER)
+            return event_stream(stored.stream(job, None), reader, check)
         return JSONResponse(await stored.shown(job))
 
 
 @router.get(ONE, responses=_KEPT | refusals(429))
 async def retrieve(
     response_id: str,
+    request: Request,
     caller: Inferrer,
     front: State,
     stream: bool = False,
@@ -69,7 +72,8 @@ async def retrieve(
         if not (job.meta["background"] and job.meta["stream"]):
             text = "only a response that was made with `background` and `stream` has a stream"
             raise BadRequest(text, "stream")
-        return event_stream(stored.stream(job, starting_after), stack.pop_all())
+        check = front.key_check(request, Scope.INFER)
+        return event_stream(stored.stream(job, starting_after), stack.pop_all(), check)
 
 
 @router.delete(ONE, responses=_KEPT | refusals(409))

@@ -6,15 +6,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from deployments.front import arbiter_gateway
 from deployments.front.dependencies import FrontState, State, Viewer
 from deployments.front.listed_tiers import in_order, tiers_of
 from deployments.front.openapi import refusals
-from deployments.front.relay import ClosingStream
-from deployments.front.routes.arbiter import EVENT_STREAM
+from deployments.front.routes.arbiter import EVENT_STREAM, viewed
 from deployments.monitoring.view import Facts, to_plain
 
 router = APIRouter(prefix="/arbiter/view", responses=refusals(401, 403))
@@ -40,12 +39,16 @@ async def view(front: State, _: Viewer) -> JSONResponse:
 
 @router.get("/stream", response_class=StreamingResponse, responses=EVENT_STREAM)
 async def stream(
-    front: State, _: Viewer, after: int = 0, last_event_id: Annotated[str, Header()] = ""
+    request: Request,
+    front: State,
+    _: Viewer,
+    after: int = 0,
+    last_event_id: Annotated[str, Header()] = "",
 ) -> StreamingResponse:
     """The view as SSE: first all rows and events after `after`, then what changes. All streams
     share one subscription at the arbiter. `Last-Event-ID` resumes."""
     number = arbiter_gateway.event_number(last_event_id, after)
-    return ClosingStream(_sse(front, number), media_type="text/event-stream")
+    return viewed(request, front, _sse(front, number))
 
 
 async def _sse(front: FrontState, after: int) -> AsyncGenerator[bytes, None]:

@@ -16,7 +16,7 @@ from arbiter.errors import ArbiterUnavailable, UnknownTicket
 from arbiter.units import TicketId
 from deployments import messages
 from deployments.config.schema import parse_table
-from deployments.front import application, keys
+from deployments.front import application, arbiter_gateway, keys
 from deployments.front.auth import Authenticator
 from deployments.front.body_limit import MAX_BODY_BYTES, MAX_CONFIG_BYTES, MAX_STEERING_BYTES
 from deployments.front.dependencies import FrontState, check_site, front_state
@@ -52,6 +52,25 @@ async def test_unknown_paths_and_methods_are_answered_in_openais_form(
     assert (answer.status_code, error(answer)["code"]) == (status, code)
     assert error(answer)["type"] == "invalid_request_error"
     assert ("allow" in answer.headers) == (status == 405)
+
+
+@pytest.mark.spec("L1")
+async def test_events_of_the_arbiter_end_for_a_key_that_is_removed(
+    client: AsyncClient, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = keys.add(keys_file, "watch", "default", frozenset({Scope.VIEW}))
+    looks: list[int] = []
+
+    async def events(method: str, after: int, wait_s: float) -> list[dict[str, Any]]:
+        looks.append(after)
+        assert len(looks) < 4, "it reads on"
+        if len(looks) == 2:
+            keys.remove(keys_file, key.split("-")[1])
+        return [{"seq": len(looks), "kind": "model_load"}]
+
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", events)
+    answer = await client.get("/arbiter/events", headers={"authorization": f"Bearer {key}"})
+    assert (answer.status_code, answer.text.count("data: "), looks) == (200, 1, [0, 1])
 
 
 @pytest.mark.spec("L3")

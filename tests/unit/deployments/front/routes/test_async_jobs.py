@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.front import async_calls, dependencies
+from deployments.front import async_calls, dependencies, keys
 from deployments.front.arbiter_gateway import Presence
 from tests.support.jobs import CHAT, chat
 from tests.support.responding import SOUND, Front, fail_at_the_second_look
@@ -123,6 +123,30 @@ async def test_reader_is_told_why_its_events_end_where_jobs_cannot_be_read(
     *events, last, end = (await http.get(f"{location}/events")).text.split("\n\n")
     assert events[0].startswith("id: 1\n") and end == ""
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "storage_failed"
+
+
+@pytest.mark.spec("L1")
+@pytest.mark.parametrize("is_response", [False, True])
+async def test_reader_whose_key_is_removed_is_told_so_and_reads_no_more(
+    front: Front, is_response: bool
+) -> None:
+    front.responder.gate.clear()
+    key = front.key("acme")
+    async with front.http(key) as http:
+        if is_response:
+            begun = {"model": "one", "input": "Who?", "background": True, "stream": True}
+            reading = asyncio.create_task(http.post("/v1/responses", json=begun))
+        else:
+            answer = await http.post("/v1/completions", json=STREAM, headers=ASYNC)
+            reading = asyncio.create_task(http.get(f"{answer.headers['location']}/events"))
+        await eventually(lambda: front.responder.at_once)
+        await eventually(lambda: front.state.readers._counts["acme"] == 1)
+        keys.remove(front.keys, key.split("-")[1])
+        front.responder.gate.set()
+        *_, last, end = (await reading).text.split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "invalid_api_key"
+    assert end == ""
+    assert not front.state.readers._counts
 
 
 @pytest.mark.spec("J8", "L1")
