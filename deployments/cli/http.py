@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 CONNECT_S = 5.0  # two lost SYNs on Linux, which sends them after 1 s and 3 s again
 ANSWER_S = 30.0  # twice the longest silence of the event stream
+# A front that has answered before may be restarting: on a busy machine it is back within a minute.
+RETURNS_S, AGAIN_S = 120.0, 1.0
 SHOWN_CHARS_MOST = 500  # characters quoted of an answer that is not the front's
 
 Url = Annotated[
@@ -105,6 +108,28 @@ class _Cut(Exception):
     """A stream that has ended, and why."""
 
 
+class Absence:
+    """Of a front that a command follows, since it last answered."""
+
+    def __init__(self) -> None:
+        self.has_answered = False
+        self._since_s: float | None = None
+
+    def end(self) -> None:
+        self.has_answered, self._since_s = True, None
+
+    def waited(self, error: Exception) -> bool:
+        """Waits a little, after which the front may be back. Returns False at once where waiting
+        cannot help: it never answered, refuses, or is away for RETURNS_S."""
+        is_refusal = isinstance(error, Refused | NotTheFront) and error.status < 500
+        now_s = time.monotonic()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if is_refusal or not self.has_answered or now_s - self._since_s > RETURNS_S:
+            return False
+        time.sleep(AGAIN_S)
+        return True
+
+
 class Front:
     """The front at one address, asked with one key."""
 
@@ -131,24 +156,30 @@ class Front:
             raise NotTheFront(request, answer.status_code, answer.text) from None
 
     def follow(self, after: int) -> Iterator[dict[str, Any]]:
-        """Events behind sequence number `after`, as they happen, for ever. Raises NoFront, Refused,
-        StreamEnded."""
-        last = after
-        try:
-            for event in self._stream(f"/arbiter/events?after={after}"):
-                last = event["seq"]
-                yield event
-        except _Cut as cut:
-            raise StreamEnded(self.url, last, str(cut)) from cut
+        """Events behind sequence number `after`, as they happen, for ever, also where the front
+        restarts meanwhile. Raises NoFront, Refused, NotTheFront, StreamEnded."""
+        last, absence = after, Absence()
+        while True:
+            try:
+                for event in self._stream(f"/arbiter/events?after={last}", absence):
+                    last = event["seq"]
+                    yield event
+            except (_Cut, NoFront, NotTheFront, Refused) as error:
+                if absence.waited(error):
+                    continue
+                if isinstance(error, _Cut) or (isinstance(error, NoFront) and absence.has_answered):
+                    raise StreamEnded(self.url, last, str(error)) from error
+                raise
 
     def view(self, after: int) -> Iterator[dict[str, Any]]:
         """Messages of the view's stream, with events behind `after`, until it ends: after some
         minutes, or with the front. Raises NoFront, Refused, NotTheFront."""
         with suppress(_Cut):
-            yield from self._stream(f"/arbiter/view/stream?after={after}")
+            yield from self._stream(f"/arbiter/view/stream?after={after}", Absence())
 
-    def _stream(self, path: str) -> Iterator[dict[str, Any]]:
-        """The values of a stream. Raises _Cut when it ends, NoFront, Refused, NotTheFront."""
+    def _stream(self, path: str, absence: Absence) -> Iterator[dict[str, Any]]:
+        """The values of a stream, whose beginning ends the absence. Raises _Cut when it ends,
+        NoFront, Refused, NotTheFront."""
         import httpx
 
         try:
@@ -156,6 +187,7 @@ class Front:
                 if answer.is_error:
                     answer.read()
                 _check(answer, f"GET {self.url}{path}")
+                absence.end()
                 for line in answer.iter_lines():
                     if line.startswith("data: "):
                         yield json.loads(line.removeprefix("data: "))

@@ -10,7 +10,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from deployments.cli.http import Url, front
+from deployments.cli.http import Absence, NoFront, NotTheFront, Refused, Url, front
 from deployments.cli.output import AsJson, cell, clean, show, show_line, span, table
 
 app = typer.Typer(no_args_is_help=True, help="Batches and jobs: list, show, cancel, follow.")
@@ -61,11 +61,18 @@ def cancel(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
 
 @app.command()
 def tail(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
-    """Follow a batch or job until it has ended. The exit status is 1 if it did not complete."""
-    before = None
+    """Follow a batch or job until it has ended, also where the front restarts meanwhile. The exit
+    status is 1 if it did not complete."""
+    before, absence = None, Absence()
     with front(url) as f:
         while True:
-            job = f.get(_path(job_id))
+            try:
+                job = f.get(_path(job_id))
+            except (NoFront, NotTheFront, Refused) as error:
+                if absence.waited(error):
+                    continue
+                raise
+            absence.end()
             if (now := _summary(job)) != before:
                 show_line(as_json, job, Text(clean(now)))
                 before = now

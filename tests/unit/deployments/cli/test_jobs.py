@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deployments.cli import jobs
+from deployments.cli import http, jobs
 from tests.support.command_line import Run
 from tests.support.scripted_front import ScriptedFront
 
@@ -72,3 +72,50 @@ def test_tail_ends_with_the_job(
         "batch_a is in_progress",
         f"batch_a is {state}",
     ]
+
+
+def test_tail_goes_on_where_the_front_restarts(
+    front: ScriptedFront, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its proxy says that it is away, or fails; a job that is gone ends it."""
+    path, waits = "/arbiter/jobs/batch_a", 0
+    front.says("GET", path, ROW)
+
+    def later(_: float) -> None:
+        nonlocal waits
+        waits += 1
+        match waits:
+            case 1:
+                front.refuses("GET", path, 503, "front_away", "no front took this request")
+            case 2:
+                front.says("GET", path, "Internal Server Error", 500)
+            case 3:
+                front.says("GET", path, ROW | {"done": 4})
+            case 4:
+                front.refuses("GET", path, 404, "not_found", "no job")
+
+    monkeypatch.setattr(jobs.time, "sleep", later)
+    ended = run("jobs", "tail", "batch_a")
+    assert [one.split(",")[1] for one in ended.stdout.splitlines()] == [
+        " 3 done and 1 failed of 9",
+        " 4 done and 1 failed of 9",
+    ]
+    assert ended.exit_code == 1 and "no job" in ended.stderr and waits == 4
+
+
+def test_tail_ends_where_the_front_does_not_come_back(
+    front: ScriptedFront, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, now_s = "/arbiter/jobs/batch_a", 0.0
+    front.says("GET", path, ROW)
+
+    def later(wait_s: float) -> None:
+        nonlocal now_s
+        now_s += wait_s
+        front.refuses("GET", path, 503, "front_away", "no front took this request")
+
+    monkeypatch.setattr(jobs.time, "sleep", later)
+    monkeypatch.setattr(jobs.time, "monotonic", lambda: now_s)
+    ended = run("jobs", "tail", "batch_a")
+    assert ended.exit_code == 1 and "front_away" in ended.stderr
+    assert http.RETURNS_S < now_s < http.RETURNS_S + 5

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from arbiter.core import events as ev
@@ -12,6 +13,7 @@ from arbiter.core.types import ModelName
 from arbiter.errors import LoadFailed
 from arbiter.protocol.json_codec import plain
 from arbiter.units import GIB, Bytes, Content, Span, TicketId
+from deployments.cli import http
 from deployments.config.schema import parse_table
 from deployments.front import arbiter_gateway
 from deployments.front.routes.residency import picture
@@ -250,12 +252,30 @@ def test_events_are_lines_with_bytes_and_seconds(
 
 
 @pytest.mark.spec("K1")
-def test_followed_events_that_end_say_how_to_go_on(front: ScriptedFront, run: Run) -> None:
-    parts = [f"id: {e['seq']}\nevent: {e['kind']}\ndata: {json.dumps(e)}\n\n" for e in EVENTS]
-    front.streams("/arbiter/events?after=0", ": nothing happened\n\n" + "".join(parts))
+def test_followed_events_go_on_where_the_front_restarts_and_say_how_to_where_it_is_away(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, asked = 0.0, list[int]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(int(request.url.params["after"]))
+        if (len(asked) > 1 and now_s < 3) or len(asked) > 9:
+            raise httpx.ConnectError("refused", request=request)
+        told = [event for event in EVENTS if event["seq"] > asked[-1]][:1]
+        lines = "".join(f"id: {e['seq']}\ndata: {json.dumps(e)}\n\n" for e in told)
+        return httpx.Response(200, text=": nothing happened\n\n" + lines)
+
+    def later(wait_s: float) -> None:
+        nonlocal now_s
+        now_s += wait_s
+
+    monkeypatch.setattr(http, "transport", lambda: httpx.MockTransport(answer))
+    monkeypatch.setattr(http.time, "sleep", later)
+    monkeypatch.setattr(http.time, "monotonic", lambda: now_s)
     done = run("events", "--follow", "--json")
     assert [json.loads(line) for line in done.stdout.splitlines()] == EVENTS
-    assert done.exit_code == 1
+    assert asked[:5] == [0, 7, 7, 7, 8]
+    assert done.exit_code == 1 and now_s > http.RETURNS_S
     assert "`arbiter events --follow --after 8` goes on from there" in done.stderr
 
 
