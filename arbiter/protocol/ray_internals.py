@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -175,23 +176,36 @@ def waits_for_replica(context: Context) -> bool:
     request = context.get(serve_context._serve_request_context)
     if request is None:
         return False
-    return bool(serve_context._get_requests_pending_assignment(request._internal_request_id))
+    return request._internal_request_id in serve_context._requests_pending_assignment
 
 
 @contextmanager
 def counted_by_proxy(app: Any) -> Iterator[None]:
     """Counts a request that goes past Serve's proxy like those that it carries, because the proxy
     of a node that is drained ends once it has none. `app`: as a middleware of the proxy gets it."""
-    while app is not None and not hasattr(app, "_ongoing_requests_start"):
-        app = getattr(app, "_app", None)
-    if app is None:
+    proxy = _proxy_behind(app)
+    if proxy is None:
         yield
         return
-    app._ongoing_requests_start()
+    proxy._ongoing_requests_start()
     try:
         yield
     finally:
-        app._ongoing_requests_end()
+        proxy._ongoing_requests_end()
+
+
+def deployment_at(app: Any, path: str) -> str | None:
+    """The deployment to which Serve's proxy sends requests for a path; None: to none. `app`: as a
+    middleware of the proxy gets it."""
+    proxy = _proxy_behind(app)
+    match = None if proxy is None else proxy.proxy_router.match_route(path)
+    return None if match is None else match[1].deployment_id.name
+
+
+def _proxy_behind(app: Any) -> Any | None:
+    while app is not None and not hasattr(app, "_ongoing_requests_start"):
+        app = getattr(app, "_app", None)
+    return app
 
 
 def proxies() -> list[Any]:
@@ -207,10 +221,36 @@ def proxies() -> list[Any]:
     return handles
 
 
-def put_around_proxy(proxy: Any, middleware: type) -> bool:
-    """Puts a middleware of ASGI around what a proxy of Serve answers with, also on connections that
-    are open. Called in the proxy's process, with the actor. Returns False where it is the outermost
-    already."""
+def serve_controller() -> Any | None:
+    """The handle of Serve's controller; None where Serve does not run."""
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    with suppress(ValueError):
+        return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    return None
+
+
+def put_around_new_proxies(controller: Any, middlewares: list[Any]) -> None:
+    """Has Serve's controller start each proxy from now on with these middlewares of Starlette,
+    outermost last; of several calls the last counts. Called in the controller's process, with the
+    actor. Serve's own option for them, which each of its clients reads, stays empty."""
+    manager = controller.proxy_state_manager
+    if manager is None:  # it starts none
+        return
+    start = type(manager)._start_proxy
+
+    def started(*args: Any, http_options: Any = None, **options: Any) -> Any:
+        with_ours = deepcopy(http_options or manager._http_options)
+        with_ours.middlewares.extend(middlewares)
+        return start(manager, *args, http_options=with_ours, **options)
+
+    manager._start_proxy = started
+
+
+def put_around_proxy(proxy: Any, middlewares: list[Any]) -> bool:
+    """Puts middlewares of Starlette, outermost last, around what a proxy of Serve answers with,
+    also on connections that are open. Called in the proxy's process, with the actor. Returns False
+    where the last is the outermost already."""
     from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
     _, server = proxy._start_http_server_task.result()
@@ -218,9 +258,11 @@ def put_around_proxy(proxy: Any, middleware: type) -> bool:
     inner = outer.app if isinstance(outer, ProxyHeadersMiddleware) else None
     if inner is None:
         raise RuntimeError(f"the proxy's server wraps it in {type(outer).__name__}, not as known")
-    if isinstance(inner, middleware):
+    if isinstance(inner, middlewares[-1].cls):
         return False
-    outer.app = middleware(inner)
+    for middleware in middlewares:
+        inner = middleware.cls(inner, *middleware.args, **middleware.kwargs)
+    outer.app = inner
     return True
 
 

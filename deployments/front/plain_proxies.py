@@ -1,9 +1,7 @@
-"""Proxies of Serve that were started without our middlewares, as by a plain `serve run`: around
-each of them goes the middleware for what Serve itself gets wrong, of every application. The build
-of the front's application puts it there (deployments.app), because a front may never start; and the
-front itself, because Serve may start other proxies.
-
-The others are for the front alone, and need the variables with which Ray was started.
+"""Proxies of Serve that were started without our middlewares, as by a plain `serve run`: they are
+put around each of them, and Serve's controller starts later proxies with them. The
+build of the front's application sees to it (deployments.app), because a front may never start; and
+the front itself, because a controller that was started anew knows nothing of it.
 """
 
 import asyncio
@@ -15,7 +13,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from arbiter.protocol import ray_internals
-from deployments.front.proxy import ServeErrors
+from deployments.front.proxy import middlewares
 from deployments.start_variables import VARIABLES
 
 logger = logging.getLogger("arbiter.front")
@@ -30,7 +28,7 @@ class PlainProxies:
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._has_own = environment.get(_NAME) == VARIABLES[_NAME]
         self._seen: frozenset[str] = frozenset()  # actors of Ray, by id
-        self._said = ""
+        self._has_told, self._said = False, ""
 
     async def wrap(self) -> None:
         """Sees to proxies that are new since it was last called. What fails is logged, and tried
@@ -50,8 +48,17 @@ class PlainProxies:
         new = [proxy for actor_id, proxy in proxies.items() if actor_id not in self._seen]
         await asyncio.gather(*(proxy.__ray_call__.remote(_put_around) for proxy in new))
         self._seen = frozenset(proxies)
+        controller = ray_internals.serve_controller()
+        if controller is not None and not self._has_told:
+            await controller.__ray_call__.remote(_put_around_new)
+            self._has_told = True
+
+
+def _put_around_new(controller: Any) -> None:
+    """Runs in the controller."""
+    ray_internals.put_around_new_proxies(controller, middlewares())
 
 
 def _put_around(proxy: Any) -> None:
     """Runs in the proxy."""
-    ray_internals.put_around_proxy(proxy, ServeErrors)
+    ray_internals.put_around_proxy(proxy, middlewares())

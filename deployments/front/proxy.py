@@ -1,7 +1,7 @@
 """Middlewares of Serve's HTTP proxy, which Serve loads from the variable
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` (`arbiter serve` sets it; it is read when Ray starts).
-Where it was not set, as under a plain `serve run`, we put the last of them around each proxy
-ourselves (plain_proxies). Innermost first:
+Where it was not set, as under a plain `serve run`, we put them around each proxy ourselves
+(plain_proxies). Innermost first:
 
 - BoundedWait answers a request that no front has taken in TAKEN_S. The only bound that Serve has is
   on the whole of a request, its stream included.
@@ -10,6 +10,7 @@ ourselves (plain_proxies). Innermost first:
   where the engine is on this node.
 - FrontErrors answers a request whose front died before its response began, which Serve would answer
   with a bare 500, and drops the headers in CONTROLS.
+- ForFront has requests for other applications of Serve go past all of these.
 - ServeErrors adds Retry-After to Serve's own refusals, and answers 400 where Serve cannot decode
   a header, which it would answer with a bare 500.
 
@@ -36,6 +37,7 @@ from deployments.front.http_middleware import HttpMiddleware
 
 # A front starts in two seconds, and on a busy machine in ten times as long.
 TAKEN_S = 30.0
+FRONT = "front"  # its deployment (ingress.Front)
 # When to ask again for what Serve has not started: that takes it seconds, or never succeeds.
 AWAY_S, TEMPORARY = 10.0, (429, 503)
 # Of each method the paths that go by the front's socket. By Serve a request costs 5 ms of processor
@@ -236,6 +238,21 @@ class SideStreams(HttpMiddleware):
             await carried.close()
 
 
+class ForFront(HttpMiddleware):
+    """An ASGI middleware around Serve's proxy: of the other applications of the cluster it knows
+    neither how long they take to start nor what their errors mean, so Serve alone has those."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(app)
+        self._front = FrontErrors(SideStreams(FrontBySocket(BoundedWait(app))))
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"][len(scope.get("root_path", "")) :]
+        deployment = ray_internals.deployment_at(self._app, path)
+        app = self._front if deployment in (None, FRONT) else self._app
+        await app(scope, receive, send)
+
+
 class _ProxiedResponse:
     """The `send` of one response."""
 
@@ -274,5 +291,4 @@ class _ProxiedResponse:
 
 def middlewares() -> list[Middleware]:
     """Called by Serve in each proxy, outermost last."""
-    parts = BoundedWait, FrontBySocket, SideStreams, FrontErrors, ServeErrors
-    return [Middleware(part) for part in parts]
+    return [Middleware(ForFront), Middleware(ServeErrors)]

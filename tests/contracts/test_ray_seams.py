@@ -19,8 +19,11 @@ import uvicorn
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.serve import context as serve_context
 from ray.serve._private import http_util, proxy, proxy_state
+from ray.serve._private.common import DeploymentID, EndpointInfo
+from ray.serve._private.controller import ServeController
 from ray.serve._private.http_util import RequestIdMiddleware
-from ray.serve._private.proxy import HTTPProxy
+from ray.serve._private.proxy import GenericProxy, HTTPProxy
+from ray.serve._private.proxy_router import ProxyRouter
 from ray.serve._private.router import (
     AsyncioRouter,
     CurrentLoopRouter,
@@ -267,6 +270,21 @@ async def test_a_proxy_of_serve_can_be_found_and_keeps_its_server_where_it_is_lo
     assert isinstance(config.loaded_app, ProxyHeadersMiddleware)
 
 
+@pytest.mark.spec("J8")
+def test_controller_of_serve_starts_each_proxy_in_one_place_with_its_options() -> None:
+    held = inspect.getsource(ServeController.__init__)
+    assert "self.proxy_state_manager = ProxyStateManager(" in held
+    in_all = inspect.getsource(proxy_state.ProxyStateManager)
+    assert in_all.count("self._actor_proxy_wrapper_class(") == 1
+    assert "self._actor_proxy_wrapper_class(" in inspect.getsource(
+        proxy_state.ProxyStateManager._start_proxy
+    )
+    start = inspect.getsource(proxy_state.ProxyStateManager._start_proxy)
+    assert "http_options = http_options or self._http_options" in start
+    begun = inspect.getsource(proxy.ProxyActor.__ray_metadata__.modified_class.__init__)
+    assert "configure_http_middlewares(http_options)" in begun
+
+
 def test_a_draining_proxy_of_serve_waits_for_requests_that_are_counted_for_it() -> None:
     proxy = object.__new__(HTTPProxy)
     proxy._ongoing_requests, proxy._draining_start_time = 0, 0.0  # since long ago
@@ -275,6 +293,21 @@ def test_a_draining_proxy_of_serve_waits_for_requests_that_are_counted_for_it() 
     with ray_internals.counted_by_proxy(RequestIdMiddleware(proxy)):  # as Serve wraps it
         assert not proxy.is_drained()
     assert proxy.is_drained()
+
+
+@pytest.mark.spec("J8")
+def test_proxy_of_serve_knows_the_deployment_at_a_path() -> None:
+    deployed = DeploymentID(name="other", app_name="app")
+    handle: Any = MagicMock()
+    handle.deployment_id = deployed
+    router = ProxyRouter(lambda *_: handle)
+    router.update_routes({deployed: EndpointInfo(route="/other")})
+    proxy = object.__new__(HTTPProxy)
+    proxy.proxy_router = router
+    behind = RequestIdMiddleware(proxy)  # as Serve wraps it
+    assert ray_internals.deployment_at(behind, "/other/health") == "other"
+    assert ray_internals.deployment_at(behind, "/others") is None
+    assert "self.proxy_router = proxy_router" in inspect.getsource(GenericProxy.__init__)
 
 
 @pytest.mark.spec("L3")

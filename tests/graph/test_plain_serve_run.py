@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,11 @@ import pytest
 import yaml
 
 from deployments.cli.serve import RULE, ask_ready
+from deployments.front.proxy import TAKEN_S
 from models import shipped, vllm_classes
 from models.make_models import default_folder
 from tests.graph.conftest import BIN, ROOT, Graph, command_of, stop, until
+from tests.support import graph_processes
 from tests.support.hub_server import PINNED, hub_server
 from tests.support.ports import free_port
 
@@ -152,17 +155,22 @@ def test_serve_run_of_the_shipped_file_answers_with_no_variable_set() -> None:
             assert status == 200, answer
             assert answer["usage"]["completion_tokens"] == 2
             knows_what_serve_gets_wrong(graph)
+            says_when_to_come_back_without_a_front(graph)
 
 
 @pytest.mark.spec("J8")
 def test_serve_run_whose_front_never_starts_says_when_to_come_back() -> None:
-    """No front has put a middleware around the proxy, but its application has been built."""
+    """No front has put a middleware around the proxy, but its application has been built; so it is
+    where Serve starts another proxy."""
     http_options, front = {"port": free_port()}, never_starts("front", "/")
     config = {"http_options": http_options, "applications": [front]}
     with own_home() as (home, env):
         (file := home / "serve_config.yaml").write_text(yaml.safe_dump(config))
         with running([str(BIN / "serve"), "run", str(file)], file, env) as graph:
             assert until(lambda: given_up(graph, "/health"), 180, "it is given up") == (503, "10")
+            [proxy] = graph_processes.victims(graph, "proxy")
+            os.kill(proxy, signal.SIGKILL)
+            assert until(lambda: given_up(graph, "/health"), 180, "another serves") == (503, "10")
 
 
 def never_starts(name: str, route_prefix: str) -> dict[str, Any]:
@@ -183,6 +191,42 @@ def knows_what_serve_gets_wrong(graph: Graph) -> None:
     assert until(lambda: given_up(graph, "/fails/health"), 180, "it is given up") == (503, "10")
 
 
+def says_when_to_come_back_without_a_front(graph: Graph) -> None:
+    """A request that is in the front when it dies is told so. With Serve's controller stopped no
+    other front comes, and a request that comes meanwhile waits for TAKEN_S."""
+    [front] = graph_processes.replicas(graph, "front")
+    [controller] = graph_processes.victims(graph, "controller")
+    with contextlib.closing(connected(graph)) as held:
+        held.putrequest("POST", "/v1/chat/completions")
+        held.putheader("content-length", "100")
+        held.endheaders(b"{")
+        assert graph.get("/health"), "a later request is answered, so the front has this one"
+        os.kill(controller, signal.SIGSTOP)
+        try:
+            os.kill(front, signal.SIGKILL)
+            assert refused(held) == (503, "2", "front_lost")
+            until(lambda: without_front(graph) == (503, "10", "front_away"), 180, "it is away")
+        finally:
+            os.kill(controller, signal.SIGCONT)
+    until(lambda: without_front(graph) is None, 120, "another front answers")
+
+
+def without_front(graph: Graph) -> tuple[int, str | None, str] | None:
+    """None: a front answers."""
+    with contextlib.closing(connected(graph, TAKEN_S + 60)) as connection:
+        connection.request("GET", "/v1/models")
+        return refused(connection)
+
+
+def refused(connection: http.client.HTTPConnection) -> tuple[int, str | None, str] | None:
+    """Status, Retry-After and code; None: it is answered."""
+    answer = connection.getresponse()
+    said = json.load(answer)
+    if answer.status == 200:
+        return None
+    return answer.status, answer.headers["retry-after"], said["error"]["code"]
+
+
 def given_up(graph: Graph, path: str) -> tuple[int, str | None] | None:
     """Status and Retry-After, once Serve has given an application up. Before that it may not
     listen, and then a request waits for a replica."""
@@ -190,7 +234,7 @@ def given_up(graph: Graph, path: str) -> tuple[int, str | None] | None:
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
-        except (ConnectionRefusedError, TimeoutError):
+        except (ConnectionError, TimeoutError):
             return None
         is_serves = b"failed to deploy" in answer.read()
         return (answer.status, answer.headers["retry-after"]) if is_serves else None

@@ -14,6 +14,7 @@ VICTIMS = {
     "node agent": "ray::NodeAgent",
     "zygote": "deployments.engines.zygote",
     "controller": "ray::ServeController",
+    "proxy": "ray::ProxyActor",
 }
 
 

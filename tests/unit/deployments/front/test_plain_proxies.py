@@ -9,18 +9,21 @@ import httpx
 import pytest
 import uvicorn
 from ray.exceptions import ActorDiedError
+from ray.serve.config import HTTPOptions
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from arbiter.protocol import ray_internals
 from deployments.front import plain_proxies
 from deployments.front.plain_proxies import PlainProxies
-from deployments.front.proxy import FrontAway
+from deployments.front.proxy import FrontAway, middlewares
 from deployments.start_variables import VARIABLES
 
 
 async def serves(scope: Scope, receive: Receive, send: Send) -> None:
-    """As Serve's proxy: it says which headers came, and one path has failed."""
+    """As Serve's proxy: it says which headers came, one path has failed, and one has no answer."""
+    if scope["path"] == "/dies":
+        return
     status = 503 if scope["path"] == "/fails" else 200
     names = b" ".join(name for name, _ in scope["headers"])
     await PlainTextResponse(names, status)(scope, receive, send)
@@ -57,7 +60,23 @@ def running(monkeypatch: pytest.MonkeyPatch) -> list[Proxy]:
     """The proxies that Ray knows."""
     found: list[Proxy] = []
     monkeypatch.setattr(ray_internals, "proxies", lambda: list(found))
+    monkeypatch.setattr(ray_internals, "serve_controller", lambda: None)
     return found
+
+
+class Controller:
+    """Serve's, with that part of it that starts proxies."""
+
+    def __init__(self) -> None:
+        self.proxy_state_manager, self.__ray_call__, self.calls = self, self, 0
+        self._http_options = HTTPOptions(port=7)
+
+    async def remote(self, does: Callable[[Any], None]) -> None:
+        self.calls += 1
+        does(self)
+
+    def _start_proxy(self, name: str, http_options: HTTPOptions | None = None) -> Any:
+        return name, http_options
 
 
 @pytest.mark.spec("J8", "L3")
@@ -72,6 +91,16 @@ async def test_proxy_started_without_middlewares_gets_those_that_answer_for_serv
     assert (await proxy.get("/fails")).headers["retry-after"] == str(int(FrontAway.retry_after_s))
 
 
+@pytest.mark.spec("J8")
+async def test_proxy_started_without_middlewares_says_that_the_front_died(
+    running: list[Proxy],
+) -> None:
+    running.append(proxy := Proxy(1))
+    await PlainProxies({}).wrap()
+    answer = await proxy.get("/dies")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+
+
 @pytest.mark.spec("J8", "L3")
 async def test_each_proxy_is_seen_to_once_by_however_many_fronts(running: list[Proxy]) -> None:
     running.append(first := Proxy(1))
@@ -84,6 +113,23 @@ async def test_each_proxy_is_seen_to_once_by_however_many_fronts(running: list[P
     running[:] = [second := Proxy(2)]  # Serve has started another in its place
     await front.wrap()
     assert (second.calls, first.calls) == (1, 2)
+
+
+@pytest.mark.spec("J8")
+async def test_controller_starts_later_proxies_with_them(
+    running: list[Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = Controller()
+    monkeypatch.setattr(ray_internals, "serve_controller", lambda: controller)
+    for build in (PlainProxies({}), PlainProxies({})):
+        await build.wrap()
+        await build.wrap()
+    assert controller.calls == 2, "each says it once"
+    for given in (None, HTTPOptions(port=7)):
+        name, options = controller._start_proxy(name="head", http_options=given)
+        assert (name, options.port) == ("head", 7)
+        assert [one.cls for one in options.middlewares] == [one.cls for one in middlewares()]
+    assert not controller._http_options.middlewares, "its clients, who read them, may not know ours"
 
 
 async def test_proxies_that_were_started_with_them_are_left_alone(running: list[Proxy]) -> None:

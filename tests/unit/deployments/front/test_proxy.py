@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import Context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,38 @@ async def test_request_that_got_no_response_is_503_with_when_to_come_back() -> N
         answer = await client.get("/v1/models")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
     assert answer.json()["error"]["code"] == "front_lost"
+
+
+class ServesTwo:
+    """Serve's proxy before the front and another application, whose replicas answer nothing."""
+
+    def __init__(self) -> None:
+        self.proxy_router, self.headers = self, list[bytes]()
+
+    def _ongoing_requests_start(self) -> None: ...
+
+    def _ongoing_requests_end(self) -> None: ...
+
+    def match_route(self, path: str) -> Any:
+        name = "other" if path.startswith("/other") else "front"
+        return path, SimpleNamespace(deployment_id=SimpleNamespace(name=name)), False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers = [name for name, _ in scope["headers"]]
+
+
+@pytest.mark.spec("J8")
+async def test_other_applications_of_the_cluster_are_left_to_serve() -> None:
+    """What they fail with is no front's death, and its bound on a request is theirs."""
+    serve = ServesTwo()
+    async with around(serve) as client:
+        lifts_bound = {"x-request-timeout-seconds": "5"}
+        ours = await client.get("/health", headers=lifts_bound)
+        assert b"x-request-timeout-seconds" not in serve.headers
+        with pytest.raises(AssertionError):  # of httpx: no response was begun
+            await client.get("/other", headers=lifts_bound)
+        assert b"x-request-timeout-seconds" in serve.headers
+    assert ours.status_code == 503
 
 
 async def test_response_that_was_sent_is_left_alone() -> None:
