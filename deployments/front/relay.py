@@ -11,7 +11,7 @@ without its last chunk, which HTTP clients report as an incomplete response.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -201,10 +201,24 @@ class FirstPart:
         return progress.line(now_s - self._began_s)
 
 
-def whole(response: messages.FullResponse) -> Response:
+class WholeResponse(Response):
+    """A response of one piece. `sending` is entered while its client has not read it: a server
+    takes the piece at once, and lets its end wait until little of it is left."""
+
+    sending: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        with self.sending():
+            await send({"type": "http.response.start", **head})
+            await send({"type": "http.response.body", "body": self.body, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+
+def whole(response: messages.FullResponse) -> WholeResponse:
     """A response of one piece."""
     headers = {k: v for k, v in response.head.headers.items() if k != "content-length"}
-    return Response(response.body, response.head.status, headers)
+    return WholeResponse(response.body, response.head.status, headers)
 
 
 async def _with_side_stream(head: messages.ResponseHead, parts: Parts, model: str) -> Parts:

@@ -26,7 +26,7 @@ from deployments.front.model_cards import Facts
 from deployments.front.ollama import bodies, catalogue
 from deployments.front.ollama.answers import Answer, Spoken, embedded, in_chat, in_generate, now
 from deployments.front.openapi import refusals
-from deployments.front.relay import ClosingStream, whole
+from deployments.front.relay import ClosingStream, WholeResponse, whole
 from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
 from deployments.front.routes.openai import call_for
@@ -117,7 +117,9 @@ async def embed(body: bodies.Embed, request: Request, caller: Inferrer, front: S
     reply = embedded(
         _named(body.model, first.head), json.loads(first.body), first.head.headers, began_ns
     )
-    return JSONResponse(reply)
+    answer = WholeResponse(json.dumps(reply), media_type="application/json")
+    answer.sending = front.service.counted
+    return answer
 
 
 @router.post("/pull", responses=refusals(501))

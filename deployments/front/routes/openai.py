@@ -19,7 +19,7 @@ from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.error_forms import form_of
 from deployments.front.keys import Caller, Scope
 from deployments.front.openapi import described, refusals
-from deployments.front.relay import relay
+from deployments.front.relay import WholeResponse, relay
 from deployments.front.request import parse
 from deployments.front.schemas import OF_THE_TABLE, SCHEMAS
 from deployments.front.service import AnyCall, Parts
@@ -43,12 +43,14 @@ async def infer(request: Request, caller: Inferrer, front: State) -> Response:
 
 
 async def relayed(front: FrontState, call: AnyCall, parts: Parts) -> Response:
-    """The response of these parts. Raises RequestError."""
+    """The response of these parts, in flight until its client has it. Raises RequestError."""
     progress_s = front.table.front.progress_s
     name = call.served or call.model if isinstance(call, InferenceCall) else PREFIX + call.task
     response = await relay(parts, name, wants_progress=call.wants_progress, progress_s=progress_s)
     if isinstance(response, StreamingResponse):
         response.body_iterator = counted(front, response.body_iterator)
+    elif isinstance(response, WholeResponse):
+        response.sending = front.service.counted
     return response
 
 

@@ -21,6 +21,7 @@ from deployments.front.auth import Authenticator
 from deployments.front.body_limit import MAX_BODY_BYTES, MAX_CONFIG_BYTES, MAX_STEERING_BYTES
 from deployments.front.dependencies import FrontState, check_site, front_state
 from deployments.front.keys import Keyring, Scope
+from deployments.front.relay import WholeResponse
 from deployments.front.routes import openai
 from deployments.front.schemas import SCHEMAS, PathKind
 from deployments.front.service import InferenceService
@@ -52,6 +53,33 @@ async def test_unknown_paths_and_methods_are_answered_in_openais_form(
     assert (answer.status_code, error(answer)["code"]) == (status, code)
     assert error(answer)["type"] == "invalid_request_error"
     assert ("allow" in answer.headers) == (status == 405)
+
+
+@pytest.mark.spec("J8")
+async def test_answer_of_one_piece_is_in_flight_until_its_client_has_it(
+    client: AsyncClient, front: FrontState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server of the front lets its end wait for that."""
+    seen: list[tuple[int, int]] = []  # of each message: bytes, and calls in flight
+    respond = WholeResponse.__call__
+
+    async def noted(answer: WholeResponse, scope: Any, receive: Any, send: Any) -> None:
+        async def note(message: Any) -> None:
+            seen.append((len(message.get("body", b"")), front.service.in_flight))
+            await send(message)
+
+        await respond(answer, scope, receive, note)
+
+    monkeypatch.setattr(WholeResponse, "__call__", noted)
+    head = messages.ResponseHead(200, {"content-type": "application/json"})
+    speaker = Speaker()
+    speaker.response = Answer(messages.FullResponse(head, b"[1, 2]"))
+    front.service = InferenceService(speaker.send_of)
+    front.service.configure(table())
+    answer = await client.post(SPEAK, content=BODY, headers=FORM)
+    assert (answer.json(), answer.headers["content-length"]) == ([1, 2], "6")
+    assert seen == [(0, 1), (6, 1), (0, 1)]
+    assert front.service.in_flight == 0
 
 
 @pytest.mark.spec("L1")
