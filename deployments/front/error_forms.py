@@ -1,6 +1,7 @@
 """Errors in the form of the API that was asked: OpenAI's, Anthropic's, or Ollama's.
 
-Everything behind this middleware speaks OpenAI's form. Which API a request belongs to is told by
+Everything behind this middleware speaks OpenAI's form. Anthropic's clients read a request's id in a
+header, and in errors in a field, of their own. Which API a request belongs to is told by
 its path alone, so that unknown paths, missing keys and bodies too large are answered in form, too.
 
 Sources: docs.claude.com/en/api/errors, docs.ollama.com/api/errors.
@@ -10,6 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ANTHROPIC, OLLAMA = "/v1/messages", "/api/"
@@ -24,17 +26,18 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
-Form = Callable[[int, str], bytes]  # of a status and a message: the body
+Form = Callable[[int, str, str], bytes]  # of a status, a message and the request's id: the body
 
 
-def anthropic(status: int, message: str) -> bytes:
+def anthropic(status: int, message: str, request_id: str) -> bytes:
     kind = _ANTHROPIC_TYPES.get(status) or (
         "invalid_request_error" if status < 500 else "api_error"
     )
-    return json.dumps({"type": "error", "error": {"type": kind, "message": message}}).encode()
+    error = {"type": kind, "message": message}
+    return json.dumps({"type": "error", "error": error, "request_id": request_id or None}).encode()
 
 
-def ollama(status: int, message: str) -> bytes:
+def ollama(status: int, message: str, request_id: str) -> bytes:
     return json.dumps({"error": message}).encode()
 
 
@@ -53,14 +56,17 @@ class ErrorForms:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         form = form_of(scope["path"]) if scope["type"] == "http" else None
-        await self._app(scope, receive, send if form is None else ErrorFormatter(form, send))
+        if form is not None:
+            send = ErrorFormatter(form, send, Headers(scope=scope).get("x-request-id", ""))
+        await self._app(scope, receive, send)
 
 
 class ErrorFormatter:
-    """A `send` that gives errors their form; all else passes as it comes."""
+    """A `send` that gives errors their form, and a response to Anthropic's client its id; all else
+    passes as it comes. `request_id`: as Serve's proxy has it, which gives each request one."""
 
-    def __init__(self, form: Form, send: Send) -> None:
-        self._form, self._send = form, send
+    def __init__(self, form: Form, send: Send, request_id: str) -> None:
+        self._form, self._send, self._request_id = form, send, request_id
         self._start: Message | None = None  # of an error, kept until its body is known
         self._body = b""
         self._is_event_stream = False
@@ -78,6 +84,9 @@ class ErrorFormatter:
             await self._send(message)
 
     async def _begin(self, message: Message) -> None:
+        if self._form is anthropic and self._request_id:
+            own_id = b"request-id", self._request_id.encode("latin-1")
+            message = {**message, "headers": [*message["headers"], own_id]}
         if message["status"] >= 400:
             self._start = message
             return
@@ -86,7 +95,7 @@ class ErrorFormatter:
         await self._send(message)
 
     async def _refuse(self, start: Message) -> None:
-        body = self._form(start["status"], said(self._body))
+        body = self._form(start["status"], said(self._body), self._request_id)
         headers = [pair for pair in start["headers"] if pair[0].lower() != b"content-length"]
         length = (b"content-length", b"%d" % len(body))
         await self._send({**start, "headers": [*headers, length]})
@@ -96,7 +105,8 @@ class ErrorFormatter:
         """Writes the event for an error in a stream whose status was sent. Anthropic's events have
         names, so one without is our own last word."""
         data = event.removeprefix(b"data: ").strip()
-        return b"event: error\ndata: " + self._form(_status_of(data), said(data)) + b"\n\n"
+        body = self._form(_status_of(data), said(data), self._request_id)
+        return b"event: error\ndata: " + body + b"\n\n"
 
 
 def _is_our_error(piece: bytes) -> bool:

@@ -67,6 +67,15 @@ async def test_anthropics_paths_refuse_in_its_form(
     assert int(answer.headers["content-length"]) == len(answer.content)
 
 
+@pytest.mark.spec("J1")
+async def test_anthropics_client_has_the_id_of_its_request(client: AsyncClient) -> None:
+    asked = {"x-request-id": "mine-1"}
+    refused = await client.post(MESSAGES, json=ASKED, headers=asked)
+    assert refused.headers["request-id"] == refused.json()["request_id"] == "mine-1"
+    other = await client.post("/v1/chat/completions", json=ASKED, headers=asked)
+    assert "request-id" not in other.headers and "request_id" not in other.json()
+
+
 @pytest.mark.spec("J1", "L1", "L2")
 async def test_key_and_bound_refuse_in_anthropics_form(client: AsyncClient, tmp_path: Path) -> None:
     keys.add(tmp_path / "keys.json", "ann", "acme", frozenset({Scope.INFER}))  # others are closed
