@@ -1,6 +1,7 @@
 """Responses and `Prefer: respond-async` on the running graph, with the official client: stored,
 continued, in the background while processes die, and of two tenants."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from deployments.front import keys
+from deployments.front.dependencies import READERS_MOST
 from deployments.front.keys import Scope
 from deployments.jobs import sse
 from tests.graph.conftest import Graph, until
@@ -105,6 +107,32 @@ def test_polls_load_nothing_and_wake_nothing(graph: Graph, client: OpenAI) -> No
         graph.get("/v1/jobs")
     assert graph.state()["tickets"] == before
     assert graph.state()["queue"] == []
+
+
+@pytest.mark.spec("J8")
+def test_readers_of_a_response_under_way_are_bounded(graph: Graph, client: OpenAI) -> None:
+    """The engines stand still, so that it is under way meanwhile."""
+    client.responses.create(model=MODEL, input="Who?", max_output_tokens=1)
+    engines = victims(graph, "engine")
+    for pid in engines:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        begun = client.responses.create(input="Who?", background=True, stream=True, **LONG)
+        response_id = next(iter(begun)).response.id  # type: ignore[union-attr]
+        with contextlib.ExitStack() as readers:
+            readers.callback(begun.close)
+            for _ in range(READERS_MOST - 1):
+                readers.enter_context(client.responses.retrieve(response_id, stream=True))
+            for read in (client.responses.retrieve, client.responses.input_items.list):
+                with pytest.raises(openai.RateLimitError) as refused:
+                    read(response_id)
+                assert int(refused.value.response.headers["retry-after"]) >= 1
+    finally:
+        for pid in engines:
+            os.kill(pid, signal.SIGCONT)
+    patient = client.with_options(max_retries=8)  # the front has to hear that they left
+    assert patient.responses.retrieve(response_id).id == response_id
+    patient.responses.cancel(response_id)
 
 
 @pytest.mark.spec("L1")
