@@ -27,6 +27,8 @@ from deployments.jobs.client import JobsClient
 # as long as it likes and with some MiB here: of one tenant, and of one front, which takes them
 # beside the calls in flight (ingress.Front).
 READERS_MOST, READERS_IN_ALL = 64, 400
+# Streams of the arbiter's events and of the view, which have no end: in one front.
+VIEWERS_MOST = 150
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class FrontState:
     jobs: JobsClient = field(default_factory=JobsClient)
     uploads: PerTenant = field(default_factory=lambda: PerTenant("uploads"))
     readers: PerTenant = field(default_factory=lambda: PerTenant("readers", READERS_IN_ALL))
+    viewers: PerTenant = field(default_factory=lambda: PerTenant("viewers", VIEWERS_MOST))
     bodies: HeldBodies = field(default_factory=HeldBodies)
     tasks: Tasks = field(init=False)
 

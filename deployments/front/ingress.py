@@ -23,7 +23,7 @@ from deployments.messages import ResponseHead
 @serve.deployment(
     name="front",
     num_replicas=1,
-    # above the most of `front.in_flight` and READERS_IN_ALL: room to say that it is full
+    # above the most of `front.in_flight`, of readers and of viewers: room to say that it is full
     max_ongoing_requests=1_600,
     max_queued_requests=1_000,  # in the proxy, which then answers 503 by itself
     backpressure_config={"retry_after_s": 1.0},  # a short response takes about this long

@@ -1,7 +1,7 @@
 """The arbiter's state, explanations and events, read with the scope `view`."""
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Request
@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from deployments.front import arbiter_gateway
 from deployments.front.auth import Denied
-from deployments.front.dependencies import FrontState, Require, State, Viewer
-from deployments.front.keys import Scope
+from deployments.front.dependencies import VIEWERS_MOST, FrontState, Require, State, Viewer
+from deployments.front.keys import Caller, Scope
 from deployments.front.openapi import refusals
 from deployments.front.relay import SSE, ClosingStream, checked
 from deployments.front.tasks import task_of
@@ -45,22 +45,29 @@ async def recent_events(after: int = 0) -> JSONResponse:
 @router.get(
     "/events",
     response_class=StreamingResponse,
-    responses=EVENT_STREAM | refusals(401, 403),
+    responses=EVENT_STREAM | refusals(401, 403, 429),
 )
 async def events(
-    request: Request, front: State, after: int = 0, last_event_id: Annotated[str, Header()] = ""
+    request: Request,
+    front: State,
+    caller: Viewer,
+    after: int = 0,
+    last_event_id: Annotated[str, Header()] = "",
 ) -> StreamingResponse:
-    """The event log as SSE, from sequence number `after` on; `Last-Event-ID` resumes."""
+    """The event log as SSE, from sequence number `after` on; `Last-Event-ID` resumes. Raises
+    TooMuch, QueueFull where too many read."""
     number = arbiter_gateway.event_number(last_event_id, after)
-    return viewed(request, front, arbiter_gateway.event_stream(number))
+    return viewed(request, front, caller, arbiter_gateway.event_stream(number))
 
 
 def viewed(
-    request: Request, front: FrontState, pieces: AsyncGenerator[bytes, None]
+    request: Request, front: FrontState, caller: Caller, pieces: AsyncGenerator[bytes, None]
 ) -> ClosingStream:
     """A stream of what the arbiter does, until its key does not count any more: the client, which
-    comes again, is told so then."""
-    return ClosingStream(_while_viewer(request, front, pieces), media_type=SSE)
+    comes again, is told so then. Raises TooMuch, QueueFull beyond VIEWERS_MOST."""
+    place = AsyncExitStack()
+    place.enter_context(front.viewers.one(caller.tenant, VIEWERS_MOST))
+    return ClosingStream(_while_viewer(request, front, pieces), media_type=SSE, holds=place)
 
 
 async def _while_viewer(

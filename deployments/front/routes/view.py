@@ -37,18 +37,19 @@ async def view(front: State, _: Viewer) -> JSONResponse:
     return JSONResponse(to_plain(await front.viewing.read(facts_of(front))))
 
 
-@router.get("/stream", response_class=StreamingResponse, responses=EVENT_STREAM)
+@router.get("/stream", response_class=StreamingResponse, responses=EVENT_STREAM | refusals(429))
 async def stream(
     request: Request,
     front: State,
-    _: Viewer,
+    caller: Viewer,
     after: int = 0,
     last_event_id: Annotated[str, Header()] = "",
 ) -> StreamingResponse:
     """The view as SSE: first all rows and events after `after`, then what changes. All streams
-    share one subscription at the arbiter. `Last-Event-ID` resumes."""
+    share one subscription at the arbiter. `Last-Event-ID` resumes. Raises TooMuch,
+    QueueFull where too many read."""
     number = arbiter_gateway.event_number(last_event_id, after)
-    return viewed(request, front, _sse(front, number))
+    return viewed(request, front, caller, _sse(front, number))
 
 
 async def _sse(front: FrontState, after: int) -> AsyncGenerator[bytes, None]:

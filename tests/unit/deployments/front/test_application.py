@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from deployments.config.schema import parse_table
 from deployments.front import application, arbiter_gateway, keys
 from deployments.front.auth import Authenticator
 from deployments.front.body_limit import MAX_BODY_BYTES, MAX_CONFIG_BYTES, MAX_STEERING_BYTES
-from deployments.front.dependencies import FrontState, check_site, front_state
+from deployments.front.dependencies import VIEWERS_MOST, FrontState, check_site, front_state
 from deployments.front.keys import Keyring, Scope
 from deployments.front.relay import WholeResponse
-from deployments.front.routes import openai
+from deployments.front.routes import openai, view
 from deployments.front.schemas import SCHEMAS, PathKind
 from deployments.front.service import InferenceService
 from tests.support.front_application import Arbiter, error
@@ -80,6 +81,26 @@ async def test_answer_of_one_piece_is_in_flight_until_its_client_has_it(
     assert (answer.json(), answer.headers["content-length"]) == ([1, 2], "6")
     assert seen == [(0, 1), (6, 1), (0, 1)]
     assert front.service.in_flight == 0
+
+
+@pytest.mark.spec("J8", "K1")
+@pytest.mark.parametrize("path", ["/arbiter/events", "/arbiter/view/stream"])
+async def test_streams_of_what_the_arbiter_does_are_bounded_and_leave_their_places(
+    client: AsyncClient, front: FrontState, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async def one(*_: object) -> AsyncIterator[bytes]:
+        yield b": nothing happened\n\n"
+
+    monkeypatch.setattr(arbiter_gateway, "event_stream", one)
+    monkeypatch.setattr(view, "_sse", one)
+    with ExitStack() as viewers:
+        for _ in range(VIEWERS_MOST):
+            viewers.enter_context(front.viewers.one("default", VIEWERS_MOST))
+        refused = await client.get(path)
+        assert (refused.status_code, error(refused)["code"]) == (429, "quota_exceeded")
+        assert int(refused.headers["retry-after"]) >= 1
+    assert (await client.get(path)).status_code == 200
+    assert not front.viewers._counts
 
 
 @pytest.mark.spec("L1")
