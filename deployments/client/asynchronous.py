@@ -15,7 +15,7 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack
 from urllib.parse import quote
 
 from arbiter import leases
-from arbiter.errors import TicketClosed
+from arbiter.errors import RequestError, TicketClosed
 from arbiter.units import TicketId
 from deployments.client import arbiter_rows, batches, jobs
 from deployments.client.calls import AsyncCalls, Budget
@@ -211,8 +211,9 @@ class AsyncClient(AsyncCalls):
 
     async def subscribe(self, after: int | None = None) -> AsyncGenerator[arbiter_rows.Event]:
         """Yields the events after the sequence number `after`, or from now on, as they happen,
-        until the caller stops. After a break of the connection it continues where it was. Raises
-        FrontUnreachable when no front has answered for half a minute."""
+        until the caller stops. After a break of the connection, as where the front restarts, it
+        continues where it was. Raises RequestError, and what says why when no front has answered
+        for half a minute, as FrontUnreachable."""
         last = (await self.status()).sequence if after is None else after
         heard_s = time.monotonic()
 
@@ -227,8 +228,8 @@ class AsyncClient(AsyncCalls):
                     async for row in events:
                         last = row["seq"]
                         yield arbiter_rows.event(row)
-            except FrontUnreachable:
-                if time.monotonic() - heard_s > AWAY_S:
+            except RequestError as error:  # of a front that starts Serve's proxy says 503
+                if error.status_code < 500 or time.monotonic() - heard_s > AWAY_S:
                     raise
             await asyncio.sleep(AGAIN_S)
 

@@ -1,12 +1,14 @@
 """What a client hears of the arbiter, and its leases, over both ways."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from arbiter.core.types import Floor
@@ -22,8 +24,10 @@ from deployments.client.arbiter_rows import (
     Ticket,
     Waiting,
 )
+from deployments.client.connection import Connection
 from deployments.client.typed_errors import FrontUnreachable
 from deployments.front import arbiter_gateway
+from deployments.front.auth import Denied
 from deployments.front.routes import leases, plan, residency
 from tests.support.answering_front import MODEL, AnsweringFront, both
 from tests.support.ports import free_port
@@ -214,6 +218,35 @@ async def test_subscriber_goes_on_when_a_stream_breaks_that_was_quiet_for_long(
         steps[begin] = ["quiet", "break", "event"]
         async with aclosing(client.subscribe(100 * begin)) as events:
             assert (await anext(events)).sequence == 100 * begin + 1
+
+
+@pytest.mark.spec("J7")
+async def test_subscriber_goes_on_where_a_front_starts_anew_and_ends_where_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Serve's proxy answers for the front meanwhile."""
+    monkeypatch.setattr(asynchronous, "AGAIN_S", 0.0)
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.params["after"])
+        match len(asked):
+            case 2:
+                return httpx.Response(503, json={"error": {"message": "", "code": "front_lost"}})
+            case 4:
+                return httpx.Response(401, json={"error": {"message": "", "code": "no_key"}})
+        event = json.dumps({"seq": len(asked), "kind": "model_load"})
+        return httpx.Response(200, text=f"data: {event}\n\n")
+
+    front = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://localhost")
+    async with AsyncClient("http://localhost") as client:
+        connection = Connection(front, "the front", client._connection.lease_way)
+        monkeypatch.setattr(client, "_connection", connection)
+        heard = []
+        with pytest.raises(Denied):
+            async for event in client.subscribe(0):
+                heard.append(event.sequence)
+    assert (heard, asked) == ([1, 3], ["0", "1", "1", "3"])
 
 
 async def test_subscriber_hears_of_a_front_that_is_away_for_half_a_minute(
