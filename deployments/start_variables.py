@@ -19,8 +19,8 @@ VARIABLES = {
     # with each piece.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    # The proxy answers 503 with Retry-After where the front died under a request, which is a bare
-    # 500 otherwise.
+    # Each proxy starts with our middlewares; without this they are put around it once the front's
+    # application is built (deployments.front.plain_proxies).
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.front.proxy:middlewares",
     # Serve's controller looks four times a second, not ten, and counts go to its gauges each
     # second, not ten times: at rest the two took 30 ms of processor time a second (docs/adr/0041).
