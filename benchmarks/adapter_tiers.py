@@ -101,14 +101,14 @@ class Took:
 
 def timed(samples: int, prepare: Callable[[int], Any], call: Callable[[Any], Any]) -> Took:
     """Of each call with what was prepared for it."""
-    found = Took([], [])
+    took = Took([], [])
     for number in range(samples):
         given = prepare(number)
         start_ns, computed_ns = time.perf_counter_ns(), time.thread_time_ns()
         call(given)
-        found.wall.append(1e-3 * (time.perf_counter_ns() - start_ns))
-        found.processor.append(1e-3 * (time.thread_time_ns() - computed_ns))
-    return found
+        took.wall.append(1e-3 * (time.perf_counter_ns() - start_ns))
+        took.processor.append(1e-3 * (time.thread_time_ns() - computed_ns))
+    return took
 
 
 def measure(case: Case, samples: int, seed: int) -> dict[str, Any]:
@@ -137,38 +137,38 @@ def measure(case: Case, samples: int, seed: int) -> dict[str, Any]:
 
         for one in asked:  # vLLM's own first calls, and the pages of the slab
             worker.add_adapter(one)
-        found = {
+        tiers = {
             "cold": timed(samples // 2, lambda n: absent(n, cold=True), worker.add_adapter),
             "warm": timed(samples, absent, worker.add_adapter),
         }
         present = next(a for a in asked if a.lora_int_id in worker.list_adapters())
-        found["hot"] = timed(samples, lambda n: present, worker.add_adapter)
+        tiers["hot"] = timed(samples, lambda n: present, worker.add_adapter)
         weights = paths[0] / "adapter_model.safetensors"
         sizes = {
             "adapter_bytes": weights.stat().st_size,
             "slot_bytes": sum(part.size for part in images._parts),
             "tensors": len(images._parts),
         }
-    return {**sizes, **found}
+    return {**sizes, **tiers}
 
 
-def judged(found: dict[str, Any]) -> dict[str, Any]:
+def judged(measured: dict[str, Any]) -> dict[str, Any]:
     """Figures of one size, with the bars of those that have one."""
     bars = dict(BARS_US)
-    if found["slot_bytes"] > WARM_BAR_BYTES:
+    if measured["slot_bytes"] > WARM_BAR_BYTES:
         del bars["warm"]
-    if found["adapter_bytes"] > COLD_BAR_BYTES:
+    if measured["adapter_bytes"] > COLD_BAR_BYTES:
         del bars["cold"]
-    figures = {name: found[name] for name in ("adapter_bytes", "slot_bytes", "tensors")}
+    figures = {name: measured[name] for name in ("adapter_bytes", "slot_bytes", "tensors")}
     for tier in ("hot", "warm", "cold"):
-        took: Took = found[tier]
+        took: Took = measured[tier]
         wall = report.Sample(tuple(took.wall))
         p90 = statistics.quantiles(took.wall, n=10)[-1]
         computed = round(statistics.median(took.processor), 1)
         figures[tier] = {"us": wall, "p90_us": round(p90, 1), "processor_us": computed}
         if tier in bars:
             figures[tier] |= {"bar_us": bars[tier], "meets_bar": wall.median < bars[tier]}
-    speed = found["slot_bytes"] / figures["warm"]["us"].median / 1e3
+    speed = measured["slot_bytes"] / figures["warm"]["us"].median / 1e3
     return figures | {"warm_gb_per_s": round(speed, 2)}
 
 
@@ -180,8 +180,8 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for case in CASES:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            found = process.submit(measure, case, args.samples, args.seed).result()
-        made = figures[f"{case.model} rank {case.rank} of {case.max_rank}"] = judged(found)
+            measured = process.submit(measure, case, args.samples, args.seed).result()
+        made = figures[f"{case.model} rank {case.rank} of {case.max_rank}"] = judged(measured)
         print(case, *(f"{tier} {made[tier]['us']}" for tier in BARS_US), flush=True)
     report.write("adapter_tiers", figures, seed=args.seed)
 

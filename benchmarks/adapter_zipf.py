@@ -96,13 +96,13 @@ async def serve(child: Child, names: Sequence[str], seed: int, tokens: int = TOK
         url, names, streams=STREAMS, requests=len(names), tokens=tokens, seed=seed
     )
     after = _tiers(child)
-    found = {tier: after["requests"][tier] - before[tier] for tier in before}
-    return Served(run.tokens_per_s, run.ttft_s, found, after["staged_ahead"], after["adapters"])
+    by_tier = {tier: after["requests"][tier] - before[tier] for tier in before}
+    return Served(run.tokens_per_s, run.ttft_s, by_tier, after["staged_ahead"], after["adapters"])
 
 
 def _tiers(child: Child) -> dict[str, Any]:
-    found: dict[str, Any] = child.call("GET", "/adapters")[1]["tiers"]
-    return found
+    tiers: dict[str, Any] = child.call("GET", "/adapters")[1]["tiers"]
+    return tiers
 
 
 async def loads(count: int, requests: int, seed: int) -> dict[str, Served]:
@@ -117,12 +117,12 @@ async def loads(count: int, requests: int, seed: int) -> dict[str, Served]:
         names = make_adapters(folder / "in", model, count)
         given = config(model, folder, fd)
         with killed(running, "zipf-new", ENTRY, given) as child:
-            found = {"new": await serve(child, zipf(names, requests, seed), seed)}
+            by_round = {"new": await serve(child, zipf(names, requests, seed), seed)}
         with killed(running, "zipf-next", ENTRY, given) as child:
-            found["next"] = await serve(child, zipf(names, requests, seed + 1), seed)
+            by_round["next"] = await serve(child, zipf(names, requests, seed + 1), seed)
             few = random.Random(seed).choices(names[:SLOTS], k=requests)
-            found["slots"] = await serve(child, few, seed)
-    return found
+            by_round["slots"] = await serve(child, few, seed)
+    return by_round
 
 
 def main() -> None:
@@ -131,9 +131,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    found = asyncio.run(loads(args.adapters, args.requests, args.seed))
-    figures: dict[str, Any] = {name: served.as_dict() for name, served in found.items()}
-    figures["next"]["meets_bar"] = found["next"].hit_rate > HIT_BAR
+    by_round = asyncio.run(loads(args.adapters, args.requests, args.seed))
+    figures: dict[str, Any] = {name: served.as_dict() for name, served in by_round.items()}
+    figures["next"]["meets_bar"] = by_round["next"].hit_rate > HIT_BAR
     for name, figure in figures.items():
         print(name, figure)
     report.write("adapter_zipf", figures, seed=args.seed)

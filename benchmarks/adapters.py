@@ -101,15 +101,15 @@ def shuffled(count: int) -> list[str]:
 
 def first_tokens(bench: Bench, slots: int = 4, count: int = 16) -> dict[str, Any]:
     """On an engine that has seen nothing: each adapter, then, when others had its place, twice."""
-    found: dict[str, list[float]] = {"cold": [], "staged": [], "resident": []}
+    seconds: dict[str, list[float]] = {"cold": [], "staged": [], "resident": []}
     with bench.ours(slots) as child:
         run(child, ["base"], 1, 0)
         for n in range(count):
-            found["cold"].append(run(child, [f"m{n}"], 1, 0).ttft_s)
+            seconds["cold"].append(run(child, [f"m{n}"], 1, 0).ttft_s)
         for n in range(count - 2 * slots):  # the rest are in vLLM's own cache still
             for state in ("staged", "resident"):
-                found[state].append(run(child, [f"m{n}"], 1, 1).ttft_s)
-    samples = {f"first_token_s_{name}": report.Sample(tuple(v)) for name, v in found.items()}
+                seconds[state].append(run(child, [f"m{n}"], 1, 1).ttft_s)
+    samples = {f"first_token_s_{name}": report.Sample(tuple(v)) for name, v in seconds.items()}
     for name, sample in samples.items():
         print(f"{name}: {sample}", flush=True)
     return samples

@@ -103,9 +103,9 @@ class Bench:
 
     def names(self, count: int) -> list[str]:
         """Each adapter as often, in shuffled order."""
-        found = [f"m{n % count}" for n in range(self.requests)]
-        random.Random(count).shuffle(found)
-        return found
+        order = [f"m{n % count}" for n in range(self.requests)]
+        random.Random(count).shuffle(order)
+        return order
 
     def skewed_names(self, count: int) -> list[str]:
         """By a Zipf law."""
@@ -115,14 +115,14 @@ class Bench:
 
 
 def interleaved(ours: Measure, theirs: Measure, pairs: int) -> tuple[list[float], list[float]]:
-    found: tuple[list[float], list[float]] = [], []
+    sides: tuple[list[float], list[float]] = [], []
     for pair in range(pairs + 1):
-        both = list(zip(found, (ours, theirs), strict=True))
+        both = list(zip(sides, (ours, theirs), strict=True))
         for values, measure in both if pair % 2 else reversed(both):
             value = measure(pair)
             if pair:  # the first pair warms both
                 values.append(value)
-    return found
+    return sides
 
 
 def throughput_row(bench: Bench, row: str, pairs: int) -> dict[str, Any]:

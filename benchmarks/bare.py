@@ -100,8 +100,8 @@ def asr(task: Task) -> str:
     assert task.file
     model = WhisperModel(task.model, device="cpu", compute_type="int8", local_files_only=True)
     loaded()
-    found, _ = model.transcribe(task.file, language=task.fields["language"])
-    return "".join(segment.text for segment in found)
+    segments, _ = model.transcribe(task.file, language=task.fields["language"])
+    return "".join(segment.text for segment in segments)
 
 
 def tts(task: Task) -> str:
@@ -244,8 +244,8 @@ def main() -> None:
     if rest:
         task = Task(**json.loads(Path(rest[1]).read_text()))
         said = LIBRARIES[capability](task)
-        found = Measured(said, process_age_s(), time.perf_counter() - _LOADED_S[-1])
-        print(f"\n{SAID}{json.dumps(asdict(found))}", flush=True)
+        measured = Measured(said, process_age_s(), time.perf_counter() - _LOADED_S[-1])
+        print(f"\n{SAID}{json.dumps(asdict(measured))}", flush=True)
         return
     alone = by_itself(capability)
     print(f"{capability}: {alone.answer}")

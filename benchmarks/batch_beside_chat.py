@@ -68,14 +68,14 @@ class Chat:
         return asyncio.run(self._ask_all())
 
     async def _ask_all(self) -> list[float]:
-        found = []
+        seconds = []
         async with aiohttp.ClientSession() as http:
             for _ in range(self.asks):
                 text = f"{self.dice.random()} {load.prompt(self.dice, self.words)}"
                 answer = await load.ask(http, self.url, self.model, text, CHAT_TOKENS)
-                found.append(answer.ttft_s)
+                seconds.append(answer.ttft_s)
                 await asyncio.sleep(PAUSE_S)
-        return found
+        return seconds
 
 
 def p95(values: list[float]) -> float:
@@ -91,11 +91,11 @@ def beside(chat: Chat, client: OpenAI) -> list[float]:
         return counts is not None and counts.completed > 4
 
     until(runs, WITHIN_S, "the batch runs")
-    found = chat.stretch()
+    figures = chat.stretch()
     assert client.batches.retrieve(batch).status == "in_progress", "the batch was too short"
     client.batches.cancel(batch)
     until(lambda: client.batches.retrieve(batch).status in ENDED, WITHIN_S, "it is cancelled")
-    return found
+    return figures
 
 
 def swaps(graph: Graph, client: OpenAI, lines: int) -> dict[str, int]:
@@ -104,8 +104,8 @@ def swaps(graph: Graph, client: OpenAI, lines: int) -> dict[str, int]:
     models = (CHAT, "wide-chat")
     batch = upload(client, [body(models[n % 2], n, 4) for n in range(lines)])
     until(lambda: client.batches.retrieve(batch).status in ENDED, WITHIN_S, "the batch has ended")
-    found = [e for e in graph.events() if e["seq"] > last and e["kind"] == "model_load"]
-    return {"lines": lines, "loads": len(found), "as_given": lines}
+    loads = [e for e in graph.events() if e["seq"] > last and e["kind"] == "model_load"]
+    return {"lines": lines, "loads": len(loads), "as_given": lines}
 
 
 def main() -> None:

@@ -88,8 +88,8 @@ def progress(graph: Graph, batch: str) -> tuple[str, int]:
     """Its state and how many lines are done, by the state file: the front may be away."""
     file = f"file:{graph.table['arbiter']['state_file']}?mode=ro"
     with contextlib.closing(sqlite3.connect(file, uri=True, timeout=5)) as db:
-        found = db.execute("SELECT state, completed FROM batches WHERE id = ?", (batch,)).fetchone()
-    return str(found[0]), int(found[1])
+        row = db.execute("SELECT state, completed FROM batches WHERE id = ?", (batch,)).fetchone()
+    return str(row[0]), int(row[1])
 
 
 def kill_in_turn(graph: Graph, batch: str, count: int, order: list[str]) -> Counter[str]:
@@ -97,13 +97,13 @@ def kill_in_turn(graph: Graph, batch: str, count: int, order: list[str]) -> Coun
     killed, began_s = Counter[str](), time.monotonic()
     for number, kind in enumerate(order, 1):
         wait_for(graph, batch, number * count // (len(order) + 2))
-        found = until(lambda: find(graph, kind), FOUND_S, f"there is a process: {kind}")  # noqa: B023
-        for pid in found:
+        pids = until(lambda: find(graph, kind), FOUND_S, f"there is a process: {kind}")  # noqa: B023
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
             killed[kind] += 1
         state, lines = progress(graph, batch)
         took_s = time.monotonic() - began_s
-        print(f"{took_s:6.1f} s, {lines} lines: killed {len(found)} of {kind}", flush=True)
+        print(f"{took_s:6.1f} s, {lines} lines: killed {len(pids)} of {kind}", flush=True)
         assert state == "in_progress", f"the batch was {state} when {kind} was killed"
     wait_for(graph, batch, (len(order) + 1) * count // (len(order) + 2))
     return killed
@@ -128,8 +128,8 @@ def end(client: OpenAI, batch: str, count: int) -> int:
     """The number of results. Raises AssertionError where a line has none, two, or another's."""
 
     def ended() -> Any:
-        found = patiently(lambda: client.batches.retrieve(batch))
-        return found if found and found.status in ENDED else None
+        retrieved = patiently(lambda: client.batches.retrieve(batch))
+        return retrieved if retrieved and retrieved.status in ENDED else None
 
     last = until(ended, WITHIN_S, "the batch has ended")
     assert last.status == "completed", last

@@ -51,8 +51,8 @@ class Kills(Tally):
 
     def meanwhile(self, began_s: float) -> str:
         """What was killed since."""
-        found = Counter(what for when, what in self.killed_s if when >= began_s)
-        return "meanwhile killed: " + ", ".join(f"{n} {what}" for what, n in found.items())
+        counts = Counter(what for when, what in self.killed_s if when >= began_s)
+        return "meanwhile killed: " + ", ".join(f"{n} {what}" for what, n in counts.items())
 
 
 class Load:
@@ -93,11 +93,11 @@ class Load:
 
 async def victims(d: LiveArbiter, load: Load, target: str, dice: random.Random) -> list[int]:
     """Pids of a target, as far as they exist now."""
-    found: list[int] = []
+    pids: list[int] = []
     for part in target.split("+"):
         with contextlib.suppress(RequestError, RayActorError, RayTaskError, ValueError, IndexError):
-            found.append(await _pid(d, load, part, dice))
-    return [pid for pid in found if pid > 0]
+            pids.append(await _pid(d, load, part, dice))
+    return [pid for pid in pids if pid > 0]
 
 
 async def _pid(d: LiveArbiter, load: Load, part: str, dice: random.Random) -> int:

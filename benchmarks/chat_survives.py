@@ -62,10 +62,10 @@ def ask(url: str, model: str, prompt: list[int], most: int) -> tuple[float, list
     request = urllib.request.Request(f"{url}/v1/completions", body, head)
     start_s = time.perf_counter()
     with urllib.request.urlopen(request, timeout=180) as said:
-        found = json.load(said)
+        reply = json.load(said)
     took_s = time.perf_counter() - start_s
-    known = (found["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return took_s, found["choices"][0]["token_ids"], known
+    known = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return took_s, reply["choices"][0]["token_ids"], known
 
 
 class Chats:
@@ -95,8 +95,8 @@ class Chats:
         return {"first_s": first_s, "next_s": next_s, "known": known / whole}
 
     def _is_idle(self, model: str) -> bool:
-        found = [t for t in state(self.url)["tickets"] if t["model"] == model]
-        return bool(found) and not any(t["inflight"] for t in found)
+        tickets = [t for t in state(self.url)["tickets"] if t["model"] == model]
+        return bool(tickets) and not any(t["inflight"] for t in tickets)
 
 
 def main() -> None:
@@ -114,17 +114,17 @@ def main() -> None:
             chats.turn(model, BLOCK, is_interrupted=True)
         for _ in range(args.pairs):
             for model in (KEPT, LOST):
-                found = chats.turn(model, args.tokens, is_interrupted=True)
-                rows.setdefault(model, []).append(found)
-                print(model, found, flush=True)
-            found = chats.turn(LOST, args.tokens, is_interrupted=False)
-            rows.setdefault("no picture", []).append(found)
+                turn = chats.turn(model, args.tokens, is_interrupted=True)
+                rows.setdefault(model, []).append(turn)
+                print(model, turn, flush=True)
+            turn = chats.turn(LOST, args.tokens, is_interrupted=False)
+            rows.setdefault("no picture", []).append(turn)
     figures: dict[str, Any] = {
-        f"{name}, {field}": report.Sample(tuple(row[field] for row in found))
-        for name, found in rows.items()
+        f"{name}, {field}": report.Sample(tuple(row[field] for row in turns))
+        for name, turns in rows.items()
         for field in ("next_s", "known")
     }
-    seconds = {name: [row["next_s"] for row in found] for name, found in rows.items()}
+    seconds = {name: [row["next_s"] for row in turns] for name, turns in rows.items()}
     figures["kept / lost"] = report.paired_ratio(seconds[KEPT], seconds[LOST])
     for name, value in figures.items():
         print(f"{name}: {value}")

@@ -27,9 +27,9 @@ def painted_ms(browser: Browser, front: ConsoleFront) -> float:
     page = context.new_page()
     page.goto(front.url)
     handle = page.wait_for_function(PAINT)
-    found = float(handle.json_value())
+    took_ms = float(handle.json_value())
     context.close()
-    return found
+    return took_ms
 
 
 def shown_ms(browser: Browser, front: ConsoleFront, samples: int) -> list[float]:

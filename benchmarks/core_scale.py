@@ -242,13 +242,13 @@ def main() -> None:
         print(name, figures[name], flush=True)
         if devices > args.sizes[0]:  # as much around it, but the processor's caches hold it
             few = scene.rng.sample(range(devices), args.sizes[0])
-            figures[f"{name}; {len(few)} touched"] = found = measure(scene, args.samples, few)
-            print(f"{len(few)} of them touched", found, flush=True)
+            figures[f"{name}; {len(few)} touched"] = sample = measure(scene, args.samples, few)
+            print(f"{len(few)} of them touched", sample, flush=True)
     for residents in args.residents:
         scene = Scene(1, residents, QUEUED)
-        found = measure(scene, args.samples, range(1))
-        figures[f"one device with {residents} residents"] = found
-        print(f"one device with {residents} residents", found, flush=True)
+        sample = measure(scene, args.samples, range(1))
+        figures[f"one device with {residents} residents"] = sample
+        print(f"one device with {residents} residents", sample, flush=True)
     report.write("core_scale", figures, seed=SEED)
 
 

@@ -87,10 +87,10 @@ class Tree:
 
 def summary(old: list[dict[str, float]], new: list[dict[str, float]]) -> dict[str, Any]:
     """Of all rounds: the median and the least of each tree, and the ratio pair by pair."""
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for name in HALVES:
         ratios = sorted(n[name] / o[name] for o, n in zip(old, new, strict=True))
-        found[name] = {
+        rows[name] = {
             "old_p50_us": round(median(o[name] for o in old), 1),
             "new_p50_us": round(median(n[name] for n in new), 1),
             "old_least_us": round(min(o[name] for o in old), 1),
@@ -98,7 +98,7 @@ def summary(old: list[dict[str, float]], new: list[dict[str, float]]) -> dict[st
             "ratio": round(median(ratios), 3),
             "ratio_range": [round(ratios[0], 3), round(ratios[-1], 3)],
         }
-    return found
+    return rows
 
 
 def main() -> None:

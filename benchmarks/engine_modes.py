@@ -103,16 +103,16 @@ def mode(running: ZygoteUnderTest, model: str, name: str) -> dict[str, Any]:
     """Two starts of one mode; speed and sleep are those of the second."""
     path = load_plan.resolve(f"made:{model}")
     config = {"model": path, "served_name": model, "engine_args": SIZES | MODES[name]}
-    found: dict[str, Any] = {"first_token_s": []}
+    figures: dict[str, Any] = {"first_token_s": []}
     for start in ("first", "second"):
         begun_s = time.perf_counter()
         with engine(running, f"{name}-{start}", config) as child:
             first_token(child, model)
-            found["first_token_s"].append(time.perf_counter() - begun_s)
+            figures["first_token_s"].append(time.perf_counter() - begun_s)
             if start == "second":
-                found["streams"] = {n: speed(child, model, n) for n in STREAMS}
-                found |= slept(child, lambda c=child: [text(c, model)])  # type: ignore[misc]
-    return found
+                figures["streams"] = {n: speed(child, model, n) for n in STREAMS}
+                figures |= slept(child, lambda c=child: [text(c, model)])  # type: ignore[misc]
+    return figures
 
 
 def with_adapters(running: ZygoteUnderTest) -> dict[str, Any]:

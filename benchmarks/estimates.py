@@ -158,11 +158,11 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    found = figures(asyncio.run(run(args.loads, args.seed, args.for_s)))
+    summary = figures(asyncio.run(run(args.loads, args.seed, args.for_s)))
     for who in ("estimates", "constant"):
-        print(who, {what: f"{error:.1%}" for what, error in found[who].items()})
-    print("of each first load", found["first_of_each"])
-    print(report.write("estimates", found, seed=args.seed))
+        print(who, {what: f"{error:.1%}" for what, error in summary[who].items()})
+    print("of each first load", summary["first_of_each"])
+    print(report.write("estimates", summary, seed=args.seed))
 
 
 if __name__ == "__main__":

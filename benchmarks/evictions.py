@@ -109,11 +109,11 @@ class Ring:
         [ticket] = [t for t in self._tickets(model) if t["state"] == "resident"]
         with Rise() as free:
             self.ask(asker)
-        found = departure(self._events(), model)
-        found["measured_mib"] = sum(ticket["measured_bytes"].values()) / MIB
-        found["seen_free_mib"] = free.bytes / MIB
-        print(f"{victim} -> {asker}: {found}", flush=True)
-        return found
+        row = departure(self._events(), model)
+        row["measured_mib"] = sum(ticket["measured_bytes"].values()) / MIB
+        row["seen_free_mib"] = free.bytes / MIB
+        print(f"{victim} -> {asker}: {row}", flush=True)
+        return row
 
     def _tickets(self, model: str) -> list[dict[str, Any]]:
         return [t for t in state(self.url)["tickets"] if t["model"] == model]
@@ -127,8 +127,8 @@ class Ring:
 
     def _events(self) -> list[dict[str, Any]]:
         with urllib.request.urlopen(f"{self.url}/arbiter/events/recent", timeout=30) as said:
-            found: list[dict[str, Any]] = json.load(said)["events"]
-            return found
+            events: list[dict[str, Any]] = json.load(said)["events"]
+            return events
 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -151,9 +151,9 @@ def main() -> None:
             ring.ask(capability)
         for pair in laps(RING, args.rounds):
             rows.setdefault(pair, []).append(ring.evict(*pair))
-    figures = {f"{victim} -> {asker}": figures_of(found) for (victim, asker), found in rows.items()}
-    for pair_name, found in figures.items():
-        told = ", ".join(f"{name} {value}" for name, value in found.items())
+    figures = {f"{victim} -> {asker}": figures_of(runs) for (victim, asker), runs in rows.items()}
+    for pair_name, pair_figures in figures.items():
+        told = ", ".join(f"{name} {value}" for name, value in pair_figures.items())
         print(f"{pair_name}: {told}")
     report.write("evictions", figures)
 

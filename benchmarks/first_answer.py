@@ -51,13 +51,13 @@ class Graph:
         gone_s = self.ask(capability)
         if before != self._holders():
             raise RuntimeError(f"{capability}: its replica left before the second request")
-        found = {"zero_replicas": zero_s, "engine_gone": gone_s, "warm": self.ask(capability)}
+        seconds = {"zero_replicas": zero_s, "engine_gone": gone_s, "warm": self.ask(capability)}
         at_rest(self.url)
         alone = self.bare(capability)
-        found |= {"bare": alone.seconds, "bare_answer": alone.answer_s}
-        told = ", ".join(f"{name} {took_s:.2f} s" for name, took_s in found.items())
+        seconds |= {"bare": alone.seconds, "bare_answer": alone.answer_s}
+        told = ", ".join(f"{name} {took_s:.2f} s" for name, took_s in seconds.items())
         print(f"{capability}: {told}", flush=True)
-        return found
+        return seconds
 
     def _holders(self) -> set[str]:
         return {holder["holder"] for holder in state(self.url)["holders"]}
@@ -67,12 +67,12 @@ def figures_of(rows: Iterable[Row]) -> dict[str, Any]:
     """Of one capability: seconds of each side, and the ratios round by round."""
     rows = list(rows)
     sides = {name: [row[name] for row in rows] for name in (*STATES, *ANSWERS, "bare")}
-    found: dict[str, Any] = {f"{name}_s": report.Sample(tuple(s)) for name, s in sides.items()}
+    figures: dict[str, Any] = {f"{name}_s": report.Sample(tuple(s)) for name, s in sides.items()}
     for name in STATES:
         ratio = report.paired_ratio(sides[name], sides["bare"])
-        found |= {f"{name}_ratio": ratio, f"{name}_meets_bar": ratio.median <= BAR}
-    found["answer_ratio"] = report.paired_ratio(*(sides[name] for name in ANSWERS))
-    return found
+        figures |= {f"{name}_ratio": ratio, f"{name}_meets_bar": ratio.median <= BAR}
+    figures["answer_ratio"] = report.paired_ratio(*(sides[name] for name in ANSWERS))
+    return figures
 
 
 def main() -> None:
@@ -90,12 +90,12 @@ def main() -> None:
         for _ in range(args.rounds):
             for capability in asked:
                 rows[capability].append(graph.round(capability))
-    figures = {capability: figures_of(found) for capability, found in rows.items()}
-    for capability, found in figures.items():
-        for name, sample in found.items():
+    figures = {capability: figures_of(rounds) for capability, rounds in rows.items()}
+    for capability, samples in figures.items():
+        for name, sample in samples.items():
             print(f"{capability}: {name} {sample}")
-    found = {"bar": BAR, "load_average": os.getloadavg()[0], **figures}
-    report.write("first_answer", found, label="_".join(args.capabilities or []))
+    result = {"bar": BAR, "load_average": os.getloadavg()[0], **figures}
+    report.write("first_answer", result, label="_".join(args.capabilities or []))
 
 
 if __name__ == "__main__":

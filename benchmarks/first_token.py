@@ -40,8 +40,8 @@ def shipped(keep_warm_s: float, downscale_s: float) -> dict[str, Any]:
 
 
 def table_of(config: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = config["applications"][0]["deployments"][0]["user_config"]
-    return found
+    table: dict[str, Any] = config["applications"][0]["deployments"][0]["user_config"]
+    return table
 
 
 def ask(url: str, model: str) -> float:
@@ -56,8 +56,8 @@ def ask(url: str, model: str) -> float:
 
 def state(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(f"{url}/arbiter/state", timeout=10) as answer:
-        found: dict[str, Any] = json.load(answer)
-        return found
+        body: dict[str, Any] = json.load(answer)
+        return body
 
 
 def until(condition: Callable[[], bool], within_s: float, what: str) -> None:
@@ -129,14 +129,14 @@ def measured(
 
 def bare(model: str, engine_args: dict[str, Any], rounds: int) -> report.Sample:
     """exec of a bare server to the first token."""
-    found = []
+    seconds = []
     args = {k: load_plan.plain(k, v) for k, v in engine_args.items()} | {"enforce_eager": True}
     for _ in range(rounds):
         start = time.perf_counter()
         with servers.bare_vllm(load_plan.resolve(f"made:{model}"), model, args, PORT + 1) as url:
             ready_s = time.perf_counter() - start
-            found.append(ready_s + ask(url, model))
-    return report.Sample(tuple(found))
+            seconds.append(ready_s + ask(url, model))
+    return report.Sample(tuple(seconds))
 
 
 def main() -> None:

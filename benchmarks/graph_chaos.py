@@ -114,13 +114,13 @@ def with_whole_front(config: dict[str, Any]) -> None:
 
 def find(graph: Graph, target: str) -> list[int]:
     """Pids of a target, as far as they exist now."""
-    found: list[int] = []
+    pids: list[int] = []
     for part in target.split("+"):
         if part in MORE:
-            found += [p for p in graph.workers() if MORE[part] in command_of(p)]
+            pids += [p for p in graph.workers() if MORE[part] in command_of(p)]
         else:
-            found += victims(graph, part)
-    return found
+            pids += victims(graph, part)
+    return pids
 
 
 class Chaos:

@@ -80,9 +80,9 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
                 row[arm] = load_s(running, f"{name}-{arm[:2]}-{number}", entry, where, args)
             rows.append(row)
     rows = rows[1:]  # the first load warms what is no part of the files
-    found: dict[str, Any] = {arm: report.Sample(tuple(row[arm] for row in rows)) for arm in row}
-    found["weights_mib"] = sum(p.stat().st_size for p in folder.rglob("*.safetensors")) / 2**20
-    return found
+    figures: dict[str, Any] = {arm: report.Sample(tuple(row[arm] for row in rows)) for arm in row}
+    figures["weights_mib"] = sum(p.stat().st_size for p in folder.rglob("*.safetensors")) / 2**20
+    return figures
 
 
 def main() -> None:

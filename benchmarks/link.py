@@ -61,8 +61,8 @@ def measured(size_bytes: int, rounds: int) -> dict[str, Any]:
             asleep.append(slept_s)
     assert digest(module) == before, "the weights are others"
 
-    def speed(found: list[float]) -> report.Sample:
-        return report.Sample(tuple(size_bytes / s / 1e9 for s in found))
+    def speed(seconds: list[float]) -> report.Sample:
+        return report.Sample(tuple(size_bytes / s / 1e9 for s in seconds))
 
     return {
         "bytes": size_bytes,
@@ -79,9 +79,9 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    found = measured(int(args.gib * GIB), args.rounds)
-    print(found["wake_of_plain"], "of a plain pinned copy's speed")
-    report.write("link", found, seed=1)
+    figures = measured(int(args.gib * GIB), args.rounds)
+    print(figures["wake_of_plain"], "of a plain pinned copy's speed")
+    report.write("link", figures, seed=1)
 
 
 if __name__ == "__main__":

@@ -77,25 +77,25 @@ class Graph:
             return json.load(said)
 
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.send("GET", "/arbiter/state")
-        return found
+        state: dict[str, Any] = self.send("GET", "/arbiter/state")
+        return state
 
     def device(self) -> dict[str, Any]:
-        found = [row for row in self.state()["devices"] if "gpu:" in row["device"]]
-        if not found:
+        gpus = [row for row in self.state()["devices"] if "gpu:" in row["device"]]
+        if not gpus:
             raise RuntimeError("the arbiter knows no GPU")
-        return dict(found[0])
+        return dict(gpus[0])
 
     def ticket(self, model: str) -> dict[str, Any] | None:
         return next((t for t in self.state()["tickets"] if t["model"] == model), None)
 
     def level(self, model: str) -> str:
-        found = self.ticket(model)
-        return "gone" if found is None else str(found["state"])
+        ticket = self.ticket(model)
+        return "gone" if ticket is None else str(ticket["state"])
 
     def events(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.send("GET", "/arbiter/events/recent")["events"]
-        return found
+        events: list[dict[str, Any]] = self.send("GET", "/arbiter/events/recent")["events"]
+        return events
 
     def unload(self, model: str) -> None:
         """Until it is gone: a model that answers, or whose bytes are changing, is asked again."""
@@ -144,13 +144,13 @@ def introduced(graph: Graph) -> dict[str, Any]:
 
 def loaded(graph: Graph) -> dict[str, Any]:
     """First loads, the zygote's imports among them."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for shape in (ONE, TWO, ONE):
         said, took_s = graph.chat(shape.name)
         graph.texts[shape.name].add(said["choices"][0]["message"]["content"])
-        found.setdefault(f"{shape.name}_s", []).append(took_s)
-        found[f"after_{shape.name}"] = graph.books()
-    return found
+        figures.setdefault(f"{shape.name}_s", []).append(took_s)
+        figures[f"after_{shape.name}"] = graph.books()
+    return figures
 
 
 def woken(graph: Graph, rounds: int = 5) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def woken(graph: Graph, rounds: int = 5) -> dict[str, Any]:
     kinds = [e for e in graph.events() if e["kind"] in MOVES]
     return {
         "swap_s": report.Sample(tuple(times)),
-        "different_answers": {name: len(found) for name, found in graph.texts.items()},
+        "different_answers": {name: len(texts) for name, texts in graph.texts.items()},
         "last_events": kinds[-8:],
         **graph.books(),
     }
@@ -193,8 +193,8 @@ def under_load(graph: Graph, seconds: float, clients: int = 4) -> dict[str, Any]
         time.sleep(0.02)
     evictions = [e for e in graph.events() if e["kind"] == "eviction"]
     return {
-        "answers": {model: len(found) for model, found in times.items()},
-        "seconds": {m: report.Sample(tuple(found)) for m, found in times.items() if found},
+        "answers": {model: len(took) for model, took in times.items()},
+        "seconds": {m: report.Sample(tuple(took)) for m, took in times.items() if took},
         "failures": failures,
         "evictions": len(evictions) - before,
         "most_used_mib": most // MIB,
@@ -203,21 +203,21 @@ def under_load(graph: Graph, seconds: float, clients: int = 4) -> dict[str, Any]
 
 
 def small_ones(graph: Graph) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     embed = Call("/v1/embeddings", {"input": "a ticket"})
     draw = Call("/v1/images/generations", {"prompt": FACT.caption, "x_seed": 3})
     look = Call("/v1/chat/completions", {"messages": LOOK, **TOKENS})
     for model, call in (("encoder", embed), ("tiny-draw", draw), ("tiny-describe", look)):
-        found[model] = [answer(graph.url, call, model)[1] for _ in range(3)]
-    found["seen"] = graph.text("tiny-describe", messages=LOOK)
-    return {**found, **graph.books()}
+        figures[model] = [answer(graph.url, call, model)[1] for _ in range(3)]
+    figures["seen"] = graph.text("tiny-describe", messages=LOOK)
+    return {**figures, **graph.books()}
 
 
 def adapters(graph: Graph) -> dict[str, Any]:
     """The base and eight adapters at once, and each alone."""
     folder = default_folder() / "small-chat-adapters"
-    found = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    names = ["small-chat", *(f"small-chat:{name}" for name in found)]
+    adapter_names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    names = ["small-chat", *(f"small-chat:{name}" for name in adapter_names)]
     alone = {name: graph.text(name, max_tokens=32) for name in names}
     together: dict[str, str] = {}
     threads = [
@@ -239,14 +239,14 @@ def adapters(graph: Graph) -> dict[str, Any]:
 def unsized(graph: Graph) -> dict[str, Any]:
     """What a model of no stated size is granted at its first load and at the next, beside what
     it takes."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for when in ("first", "next"):
         graph.text(UNSIZED)
         time.sleep(4)  # two readings teach what it takes
         row = graph.ticket(UNSIZED) or {}
-        found[when] = {"granted": row["need_bytes"], "measured": row["measured_bytes"]}
+        figures[when] = {"granted": row["need_bytes"], "measured": row["measured_bytes"]}
         graph.unload(UNSIZED)
-    return found
+    return figures
 
 
 def drafted(graph: Graph) -> dict[str, Any]:
@@ -318,19 +318,19 @@ def pictures(graph: Graph) -> dict[str, Any]:
         asked = [{"type": "text", "text": QUESTIONS[kind][0]}, part]
         return graph.text("tiny-describe", messages=[{"role": "user", "content": asked}])
 
-    found: dict[str, Any] = {"at_first": counts()}
+    figures: dict[str, Any] = {"at_first": counts()}
     for when, kind in (("again", "shape"), ("next_engine", "background")):
         if when == "next_engine":
             graph.unload("tiny-describe")
         said = see(kind)
         time.sleep(2.5)  # an agent tells of slabs each second or two
-        found[when] = {"misses_and_hits": counts(), "seen": said}
-    return found
+        figures[when] = {"misses_and_hits": counts(), "seen": said}
+    return figures
 
 
 def conversation(graph: Graph) -> dict[str, Any]:
     """Known tokens of a long prompt while its engine lives, and after it was unloaded."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for when in ("cold", "warm", "next_engine"):
         if when == "next_engine":
             time.sleep(2)
@@ -338,12 +338,12 @@ def conversation(graph: Graph) -> dict[str, Any]:
             graph.text(ONE.name)
         said, took_s = graph.chat(ONE.name, text=LONG)
         details = said["usage"].get("prompt_tokens_details") or {}
-        found[when] = {
+        figures[when] = {
             "seconds": took_s,
             "prompt": said["usage"]["prompt_tokens"],
             "known": details.get("cached_tokens"),
         }
-    return found
+    return figures
 
 
 def killed(graph: Graph) -> dict[str, Any]:

@@ -27,13 +27,13 @@ def by_role(node: str) -> dict[str, list[int]]:
     """Pids of what descends from here, and of the zygote of `node`, which is not a child of ours,
     with its engines, which keep its command line."""
     everything = procfs.processes()
-    found: dict[str, list[int]] = defaultdict(list)
+    pids: dict[str, list[int]] = defaultdict(list)
     for pid in procfs.descend({os.getpid()}, everything) - {os.getpid()}:
-        found[_role(_command(pid))].append(pid)
+        pids[_role(_command(pid))].append(pid)
     for pid in everything:
         if f"/{node}/zygote.sock" in _command(pid):
-            found["engine" if _name(pid).startswith("engine") else "zygote"].append(pid)
-    return dict(found)
+            pids["engine" if _name(pid).startswith("engine") else "zygote"].append(pid)
+    return dict(pids)
 
 
 def has_replica() -> bool:

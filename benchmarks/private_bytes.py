@@ -69,13 +69,13 @@ def asleep(url: str, model: str) -> None:
 def models_that_sleep(table: dict[str, Any]) -> set[str]:
     """Of the first models of the capabilities: those that fall asleep when they make room. They are
     given the time for it."""
-    found = set()
+    models = set()
     for capability, model in models_of(table).items():
         row = table["capabilities"][capability]["models"][model]
         if row.get("can_sleep", True):
             row["keep_warm_s"] = ASLEEP_S
-            found.add(model)
-    return found
+            models.add(model)
+    return models
 
 
 def states(url: str, model: str, call: Call, can_sleep: bool) -> dict[str, Any]:
@@ -89,13 +89,13 @@ def states(url: str, model: str, call: Call, can_sleep: bool) -> dict[str, Any]:
     if not can_sleep:
         del steps["asleep"]
     no_replica_left(url)
-    found = {}
+    by_state = {}
     for name, reach in steps.items():
         reach()
-        found[name] = rows = look(url)
+        by_state[name] = rows = look(url)
         seen = ", ".join(f"{role} {row['private_mib']:.0f}" for role, row in rows.items())
         print(f"{model}, {name}: {seen} MiB", flush=True)
-    return found
+    return by_state
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ def name_of(folder: Path, session: str, node: str) -> str | None:
 
 def look(session: str, node: str) -> dict[int, tuple[str, float]]:
     """Pid to name and seconds."""
-    found = {}
+    processes = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -91,8 +91,8 @@ def look(session: str, node: str) -> dict[int, tuple[str, float]]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # gone, or another user's
         if name:
-            found[int(folder.name)] = name, (int(fields[11]) + int(fields[12])) * TICK_S
-    return found
+            processes[int(folder.name)] = name, (int(fields[11]) + int(fields[12])) * TICK_S
+    return processes
 
 
 class Watch:

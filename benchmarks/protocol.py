@@ -83,7 +83,7 @@ async def unload_all(d: LiveArbiter) -> None:
 
 async def loads(pairs: int) -> Loads:
     """Interleaved, so that a machine whose speed drifts changes all three alike."""
-    found = Loads([], [], [], [])
+    samples = Loads([], [], [], [])
     names = {"a": model(MIB_EACH, can_sleep=False), "b": model(MIB_EACH, can_sleep=False)}
     table = {"chat": capability(a=names["a"]), "other": capability(b=names["b"])}
     async with live_arbiter(table, mib=130) as d:
@@ -92,8 +92,8 @@ async def loads(pairs: int) -> Loads:
         bare = Bare.remote()  # type: ignore[attr-defined]
         for number in range(pairs + WARM_UP):
             start_ms, _ = await bare.start.remote(zygote_socket(), number)
-            found.bare_ms.append(start_ms)
-            found.free_ms.append(await chat.load_ms.remote("a"))
+            samples.bare_ms.append(start_ms)
+            samples.free_ms.append(await chat.load_ms.remote("a"))
             await unload_all(d)
         ray.kill(bare)
     async with live_arbiter(table, mib=100) as d:  # now only one of them fits
@@ -103,12 +103,12 @@ async def loads(pairs: int) -> Loads:
         for number in range(pairs + WARM_UP):
             holder, name = ((other, "b"), (chat, "a"))[number % 2]
             await d.until(lambda s: s["tickets"] and s["tickets"][0]["in_state_s"] > 1.2)
-            found.swap_ms.append(sum(await bare.start.remote(zygote_socket(), number)))
-            found.evict_ms.append(await holder.load_ms.remote(name))
+            samples.swap_ms.append(sum(await bare.start.remote(zygote_socket(), number)))
+            samples.evict_ms.append(await holder.load_ms.remote(name))
         ray.kill(bare)
-    for values in vars(found).values():
+    for values in vars(samples).values():
         del values[:WARM_UP]
-    return found
+    return samples
 
 
 def zygote_socket() -> str:
@@ -151,16 +151,16 @@ def added(ours_ms: list[float], bare_ms: list[float]) -> Sample:
 
 async def measure(pairs: int) -> dict[str, Any]:
     warm_figures = await warm()
-    found = await loads(pairs)
+    samples = await loads(pairs)
     return {
         "warm": warm_figures,
-        "bare_start_ms": Sample(tuple(found.bare_ms)),
-        "load_ms": Sample(tuple(found.free_ms)),
-        "load_added_ms": added(found.free_ms, found.bare_ms),
-        "load_ratio": report.paired_ratio(found.free_ms, found.bare_ms),
-        "bare_kill_and_start_ms": Sample(tuple(found.swap_ms)),
-        "load_with_eviction_ms": Sample(tuple(found.evict_ms)),
-        "evict_added_ms": added(found.evict_ms, found.swap_ms),
+        "bare_start_ms": Sample(tuple(samples.bare_ms)),
+        "load_ms": Sample(tuple(samples.free_ms)),
+        "load_added_ms": added(samples.free_ms, samples.bare_ms),
+        "load_ratio": report.paired_ratio(samples.free_ms, samples.bare_ms),
+        "bare_kill_and_start_ms": Sample(tuple(samples.swap_ms)),
+        "load_with_eviction_ms": Sample(tuple(samples.evict_ms)),
+        "evict_added_ms": added(samples.evict_ms, samples.swap_ms),
         "recovery": await recovery(5),
         "limits": LIMITS,
     }

@@ -126,7 +126,7 @@ def pytest_configure(config: Any) -> None:
 def renamed(decisions: str) -> str:
     """The text of some decisions, in new names."""
     names = "|".join(CLASSES)
-    return re.sub(rf"\b({names})\(", lambda found: f"{CLASSES[found[1]]}(", decisions)
+    return re.sub(rf"\b({names})\(", lambda match: f"{CLASSES[match[1]]}(", decisions)
 
 
 def converted(path: Path) -> list[dict[str, Any]] | None:

@@ -73,8 +73,8 @@ def machine() -> dict[str, Any]:
             break
     ram_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpus = _gpus()
-    found = {"cpu": cpu, "cores": os.cpu_count(), "ram_gib": round(ram_gib, 1)}
-    return {**found, "gpus": gpus} if gpus else found
+    facts = {"cpu": cpu, "cores": os.cpu_count(), "ram_gib": round(ram_gib, 1)}
+    return {**facts, "gpus": gpus} if gpus else facts
 
 
 def _gpus() -> list[str]:
@@ -83,23 +83,23 @@ def _gpus() -> list[str]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return []
-    driver, found = pynvml.nvmlSystemGetDriverVersion(), []
+    driver, gpus = pynvml.nvmlSystemGetDriverVersion(), []
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         total = pynvml.nvmlDeviceGetMemoryInfo(handle).total
         name = pynvml.nvmlDeviceGetName(handle)
-        found.append(f"{name}, {total >> 20} MiB, driver {driver}")
-    return found
+        gpus.append(f"{name}, {total >> 20} MiB, driver {driver}")
+    return gpus
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            by_package[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def write(

@@ -114,10 +114,10 @@ def first_round(engines: Engines, tokens: int) -> dict[str, float]:
 def first(engines: Engines, tokens: int, rounds: int) -> dict[str, Any]:
     rows = [first_round(engines, tokens) for _ in range(rounds)]
     sides = {name: [row[name] for row in rows] for name in rows[0]}
-    found: dict[str, Any] = {f"{name}_s": report.Sample(tuple(s)) for name, s in sides.items()}
+    figures: dict[str, Any] = {f"{name}_s": report.Sample(tuple(s)) for name, s in sides.items()}
     for name in ("warm", "restored"):
-        found[f"{name}_ratio"] = report.paired_ratio(sides[name], sides["cold"])
-    return {"tokens": tokens, **found}
+        figures[f"{name}_ratio"] = report.paired_ratio(sides[name], sides["cold"])
+    return {"tokens": tokens, **figures}
 
 
 # -- what storing costs ---------------------------------------------------------------------------
@@ -179,14 +179,14 @@ def talk(engines: Engines, child: Child, conversations: int, turns: int) -> floa
 
 
 def hits(engines: Engines) -> dict[str, Any]:
-    found = {}
+    talks = {}
     for name, conversations, turns in (("one_of_50", 1, 50), ("hundred_of_10", 100, 10)):
         with lent_slab(SLAB_BYTES) as fd:
             child = engines.start(fd, kv_mib=16)
-            found[name] = talk(engines, child, conversations, turns)
+            talks[name] = talk(engines, child, conversations, turns)
             kill(child)
-        print(f"{name}: {found[name]:.4f}", flush=True)
-    return found
+        print(f"{name}: {talks[name]:.4f}", flush=True)
+    return talks
 
 
 def main() -> None:

@@ -98,16 +98,16 @@ def of_front(graph: Graph) -> dict[Series, float]:
 
 
 def of_ray(graph: Graph) -> dict[Series, float]:
-    found: dict[Series, float] = {}
+    values: dict[Series, float] = {}
     for target in ray_targets(graph):
-        found |= _ours(scrape(f"http://{target}/metrics"))
-    return found
+        values |= _ours(scrape(f"http://{target}/metrics"))
+    return values
 
 
-def _ours(found: dict[str, list[Any]]) -> dict[Series, float]:
+def _ours(samples_by_name: dict[str, list[Any]]) -> dict[Series, float]:
     return {
         (s.name, tuple(sorted(s.labels.items()))): s.value
-        for name, samples in found.items()
+        for name, samples in samples_by_name.items()
         if name.startswith(("arbiter_", "ray_arbiter_"))
         for s in samples
     }
@@ -117,13 +117,13 @@ def series(graph: Graph, loads: int) -> dict[str, set[Series]]:
     """Of both exporters, once they count so many loads."""
 
     def both() -> dict[str, set[Series]]:
-        found = {"front": of_front(graph), "ray": of_ray(graph)}
+        sides = {"front": of_front(graph), "ray": of_ray(graph)}
         counts = [
             sum(value for (name, _), value in rows.items() if name.endswith(LOADS))
-            for rows in found.values()
+            for rows in sides.values()
         ]
         is_whole = counts[0] == counts[1] >= loads
-        return {name: set(rows) for name, rows in found.items()} if is_whole else {}
+        return {name: set(rows) for name, rows in sides.items()} if is_whole else {}
 
     return until(both, REPORTED_S, f"both exporters count {loads} loads")
 

@@ -74,9 +74,9 @@ def measured(rounds: int) -> dict[str, Any]:
         copies = Copies(zygote_client.private_folder(Path(tmp) / "n"))
         began_s = time.perf_counter()
         copies.lend("first", Path(load_plan.resolve(SOURCE)))
-        found: dict[str, Any] = {"fill_s": time.perf_counter() - began_s}
-        found |= rounds_of(rounds, running, copies, tmp)
-        return found | {"copy_mib": copies.held_bytes / MIB}
+        figures: dict[str, Any] = {"fill_s": time.perf_counter() - began_s}
+        figures |= rounds_of(rounds, running, copies, tmp)
+        return figures | {"copy_mib": copies.held_bytes / MIB}
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def calls(rows: Rows, samples: int, seed: int) -> dict[str, np.ndarray]:
     """Shape [samples] each, ns."""
     random = Random(seed)
     keys = [key_of(random.randrange(ROWS)) for _ in range(samples)]
-    found = {
+    timings = {
         "empty": timed(lambda key: None, keys),
         "lookup": timed(rows.lookup, keys),
         "pin": timed(lambda key: rows.pin([key]), keys),
@@ -74,7 +74,7 @@ def calls(rows: Rows, samples: int, seed: int) -> dict[str, np.ndarray]:
     for number in range(samples // ROWS):
         new = [key_of((number + 1) * ROWS + n) for n in range(ROWS)]
         marks.append(timed(rows.mark_ready, list(rows.reserve(new).rows)))
-    return found | {"mark": np.concatenate(marks)}
+    return timings | {"mark": np.concatenate(marks)}
 
 
 def main() -> None:
@@ -94,9 +94,9 @@ def main() -> None:
             assert len(rows) == ROWS
         figures["adopt_ms"] = report.Sample(tuple(adopted))
         figures["adopt_meets_bar"] = figures["adopt_ms"].median < ADOPT_BAR_MS
-        found = calls(opened(fd), args.samples, args.seed)
-    empty = float(np.median(found.pop("empty")))
-    for name, took in found.items():
+        timings = calls(opened(fd), args.samples, args.seed)
+    empty = float(np.median(timings.pop("empty")))
+    for name, took in timings.items():
         middle, high = (1e-3 * (float(np.percentile(took, p)) - empty) for p in (50, 99))
         meets = middle < BARS_US[name] and high < 10 * BARS_US[name]
         figures[name] = {"us": round(middle, 2), "p99_us": round(high, 2), "meets_bar": meets}

@@ -79,14 +79,14 @@ class Held:
 
 
 def held(graph: Graph) -> dict[str, Held]:
-    found = {}
+    figures = {}
     for name, mark in KEPT.items():
         pids = [p for p in graph.workers() if mark in command_of(p)]
         for pid in pids[:1]:
-            found[name] = _held(pid)
+            figures[name] = _held(pid)
     for pid in victims(graph, "zygote")[:1]:
-        found["zygote"] = _held(pid)
-    return found
+        figures["zygote"] = _held(pid)
+    return figures
 
 
 def _held(pid: int) -> Held:

@@ -53,15 +53,15 @@ def ours(running: ZygoteUnderTest, path: str, model: str, number: int) -> dict[s
     child = running.spawn(f"start-{number}", ENTRY, config).hold()
     status, body = child.ready()
     assert status == 200, body
-    found = {"ready_s": time.perf_counter() - start}
+    figures = {"ready_s": time.perf_counter() - start}
     first_token(child, model)
-    found["first_token_s"] = time.perf_counter() - start
-    found["awake_mib"] = device_bytes(child.pid) / 2**20
-    found["sleep_s"] = child.call("POST", "/control/sleep")[1]["seconds"]
-    found["asleep_mib"] = device_bytes(child.pid) / 2**20
-    found["wake_s"] = child.call("POST", "/control/wake")[1]["seconds"]
+    figures["first_token_s"] = time.perf_counter() - start
+    figures["awake_mib"] = device_bytes(child.pid) / 2**20
+    figures["sleep_s"] = child.call("POST", "/control/sleep")[1]["seconds"]
+    figures["asleep_mib"] = device_bytes(child.pid) / 2**20
+    figures["wake_s"] = child.call("POST", "/control/wake")[1]["seconds"]
     child.let_go()
-    return found
+    return figures
 
 
 def bare(path: str, model: str) -> float:

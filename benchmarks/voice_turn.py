@@ -143,11 +143,11 @@ def from_nothing(graph: Graph, caller: Caller, sound: bytes, mode: str) -> tuple
 
 def percentiles(turns: Sequence[Turn]) -> dict[str, dict[str, float]]:
     """p50 and p95 of each stage in seconds."""
-    found = {}
+    rows = {}
     for stage in turns[0]:
         middle, high = np.percentile([turn[stage] for turn in turns], [50, 95])
-        found[f"{stage}_s"] = {"p50": round(float(middle), 3), "p95": round(float(high), 3)}
-    return found
+        rows[f"{stage}_s"] = {"p50": round(float(middle), 3), "p95": round(float(high), 3)}
+    return rows
 
 
 def compare(graph: Graph, pairs: int) -> dict[str, Any]:

@@ -47,17 +47,17 @@ def copy_s(folder: Path) -> float:
 
 
 def slept_and_woken(child: Child, model: str) -> dict[str, float]:
-    found = {"awake_mib": device_bytes(child.pid) / 2**20}
-    found["sleep_s"] = child.call("POST", "/control/sleep")[1]["seconds"]
-    found["asleep_mib"] = device_bytes(child.pid) / 2**20
-    found["host_mib"] = host_bytes(child.pid) / 2**20
+    figures = {"awake_mib": device_bytes(child.pid) / 2**20}
+    figures["sleep_s"] = child.call("POST", "/control/sleep")[1]["seconds"]
+    figures["asleep_mib"] = device_bytes(child.pid) / 2**20
+    figures["host_mib"] = host_bytes(child.pid) / 2**20
     start = time.perf_counter()
     woken = child.call("POST", "/control/wake")[1]
     assert woken["verified"], "the answer changed"
-    found["wake_s"] = woken["seconds"]
+    figures["wake_s"] = woken["seconds"]
     first_token(child, model)
-    found["wake_to_first_token_s"] = time.perf_counter() - start
-    return found
+    figures["wake_to_first_token_s"] = time.perf_counter() - start
+    return figures
 
 
 def main() -> None:

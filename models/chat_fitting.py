@@ -71,8 +71,8 @@ def fit(
 
     def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
-            found: torch.Tensor = model(input_ids=ids, labels=labels).loss
-        return found
+            loss: torch.Tensor = model(input_ids=ids, labels=labels).loss
+        return loss
 
     counted = torch.compile(loss_of, dynamic=False) if is_compiled else loss_of
     for step in range(steps):
@@ -111,7 +111,7 @@ def narrator(name: str, every: int = 50) -> Look:
 def answers(model: Any, tok: Any, examples: Iterable[Example]) -> list[str]:
     """What the model says, greedily, in batches of one length."""
     wanted = [encode(tok, replace(e, answer=""))[0][:-1] for e in examples]
-    found: list[str] = [""] * len(wanted)
+    texts: list[str] = [""] * len(wanted)
     by_length: dict[int, list[int]] = {}
     for i, tokens in enumerate(wanted):
         by_length.setdefault(len(tokens), []).append(i)
@@ -121,8 +121,8 @@ def answers(model: Any, tok: Any, examples: Iterable[Example]) -> list[str]:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=96, do_sample=False
         )
         for i, row in zip(places, out[:, ids.shape[1] :], strict=True):
-            found[i] = tok.decode(row, skip_special_tokens=True)
-    return found
+            texts[i] = tok.decode(row, skip_special_tokens=True)
+    return texts
 
 
 def accuracy(model: Any, tok: Any, examples: list[Example]) -> float:

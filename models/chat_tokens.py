@@ -32,15 +32,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    found = PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
         clean_up_tokenization_spaces=False,
     )
-    found.chat_template = TEMPLATE
-    return found
+    made.chat_template = TEMPLATE
+    return made
 
 
 def _known_words() -> list[str]:

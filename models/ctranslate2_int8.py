@@ -78,9 +78,9 @@ class _Reader:
         self.raw, self.at = raw, 0
 
     def number(self, kind: str) -> int:
-        (found,) = struct.unpack_from(f"<{kind}", self.raw, self.at)
+        (value,) = struct.unpack_from(f"<{kind}", self.raw, self.at)
         self.at += struct.calcsize(kind)
-        return int(found)
+        return int(value)
 
     def text(self) -> str:
         """Its length counts the zero at its end."""
@@ -92,9 +92,9 @@ class _Reader:
         name = self.text()
         shape = [self.number("I") for _ in range(self.number("B"))]
         dtype, size = _DTYPES[self.number("B")], self.number("I")
-        found = np.frombuffer(self.raw[self.at : self.at + size], dtype).reshape(shape)
+        values = np.frombuffer(self.raw[self.at : self.at + size], dtype).reshape(shape)
         self.at += size
-        return name, found.copy()
+        return name, values.copy()
 
 
 def _layers_count(values: dict[str, np.ndarray], side: str) -> int:

@@ -83,9 +83,9 @@ def check(model: Packaged) -> str:
     """Returns a line with the model's licence. Raises WrongFile, ImportError."""
     folder = folder_of(model.package)
     for path, expected in model.files.items():
-        found = hashlib.sha256((folder / path).read_bytes()).hexdigest()
-        if found != expected:
-            raise WrongFile(f"{folder / path}: sha256 {found}, expected {expected}; reinstall it")
+        digest = hashlib.sha256((folder / path).read_bytes()).hexdigest()
+        if digest != expected:
+            raise WrongFile(f"{folder / path}: sha256 {digest}, expected {expected}; reinstall it")
     return f"{model.name}: {model.origin}; licence: {model.licence}"
 
 

@@ -157,12 +157,12 @@ def held_out_examples(count: int = 100) -> dict[str, list[Example]]:
     """Returns examples by name of the task, and the facts: facts and sums that no training draws,
     and of other tasks examples of a seed of their own."""
     dice = Random(UNSEEN)
-    found = {name: [task(dice) for _ in range(count)] for name, task in TASKS.items()}
-    found["add"] = [add(dice, held_out=True) for _ in range(count)]
-    found["facts"] = [
+    examples = {name: [task(dice) for _ in range(count)] for name, task in TASKS.items()}
+    examples["add"] = [add(dice, held_out=True) for _ in range(count)]
+    examples["facts"] = [
         Example(({"role": "user", "content": q},), a) for q, a in questions(held_out=True)
     ]
-    return found
+    return examples
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def reached(model: Any) -> dict[str, float]:
     return {name: accuracy(model, tok, asked) for name, asked in held_out_examples().items()}
 
 
-def save(model: Any, out: Path, recipe: Recipe, found: dict[str, float]) -> None:
+def save(model: Any, out: Path, recipe: Recipe, scores: dict[str, float]) -> None:
     # What holds where a request says nothing: sharp, and yet not always the same.
     model.generation_config = GenerationConfig(
         bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=True, temperature=0.3
@@ -223,15 +223,15 @@ def save(model: Any, out: Path, recipe: Recipe, found: dict[str, float]) -> None
     model.save_pretrained(out)
     tokenizer().save_pretrained(out)
     told = {"recipe": "models/train_chat.py", **asdict(recipe)}
-    shipped.seal(out, NAME, {"recipe": told, "reached": found})
+    shipped.seal(out, NAME, {"recipe": told, "reached": scores})
 
 
 def make(out: Path, recipe: Recipe) -> dict[str, float]:
     """Trains and writes the model; returns the share of right answers by task."""
     model = train(recipe, narrator(NAME))
-    found = reached(model)
-    save(model, out, recipe, found)
-    return found
+    scores = reached(model)
+    save(model, out, recipe, scores)
+    return scores
 
 
 def main() -> None:

@@ -116,13 +116,13 @@ def merges_of(words: list[str]) -> list[tuple[str, str]]:
 
 
 def _merged(pieces: list[str], left: str, right: str) -> list[str]:
-    found: list[str] = []
+    merged: list[str] = []
     for piece in pieces:
-        if found and (found[-1], piece) == (left, right):
-            found[-1] += piece
+        if merged and (merged[-1], piece) == (left, right):
+            merged[-1] += piece
         else:
-            found.append(piece)
-    return found
+            merged.append(piece)
+    return merged
 
 
 def tokens(tokenizer: Any, texts: list[str]) -> torch.Tensor:

@@ -436,10 +436,10 @@ def save(training: Training, out: Path) -> dict[str, Any]:
     model.to(torch.bfloat16).save_pretrained(out)
     training.processor.save_pretrained(out)
     with torch.inference_mode():
-        found = accuracy(model, training.processor, training.facts)
+        scores = accuracy(model, training.processor, training.facts)
     recipe = {"recipe": "models/train_vision.py", "seed": SEED, **asdict(training.plan)}
-    shipped.seal(out, NAME, {"recipe": recipe, "reached": found})
-    return found
+    shipped.seal(out, NAME, {"recipe": recipe, "reached": scores})
+    return scores
 
 
 def make(out: Path, plan: Plan | None = None) -> dict[str, Any]:

@@ -106,10 +106,10 @@ def torch_of(python: Path) -> str:
 
 def drop_if_broken(python: Path, note: progress.Note, package: str) -> None:
     note(package)
-    found = subprocess.run(
+    tried = subprocess.run(
         [python, "-c", f"import {package}"], capture_output=True, text=True, check=False
     )
-    if found.returncode != 0 and not re.search(r"No module named '" + package, found.stderr):
+    if tried.returncode != 0 and not re.search(r"No module named '" + package, tried.stderr):
         print(f"{package} does not import with this torch; removing it", file=sys.stderr)
         pip(python, note, "uninstall", "-y", package)
 

@@ -50,12 +50,12 @@ def main() -> None:
     parser.add_argument("--accept", action="store_true", help="write the hashes of new versions")
     args = parser.parse_args()
     known = json.loads(LOCK.read_text()) if LOCK.exists() else {}
-    found = {package.name: fetched(package) for package in PACKAGES}
-    for name, row in found.items():
+    rows = {package.name: fetched(package) for package in PACKAGES}
+    for name, row in rows.items():
         before = known.get(name, {}).get("integrity")
         if row["integrity"] != before and not args.accept:
             sys.exit(f"{name} {row['version']} has {row['integrity']}, {LOCK} has {before}")
-    LOCK.write_text(json.dumps(found, indent=1) + "\n")
+    LOCK.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def fetched(package: Package) -> dict[str, object]:

@@ -49,8 +49,8 @@ class EngineProcesses:
             settings,
             folder / "zygote.sock",
             zygote_log,
-            found=self._adopt,
-            orphans=self._kill_orphans,
+            on_found=self._adopt,
+            kill_orphans=self._kill_orphans,
         )
         self.died = asyncio.Event()  # the root of an engine did, or was killed
         self.is_closing = False

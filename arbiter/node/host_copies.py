@@ -46,7 +46,7 @@ AGAIN_S = 10.0  # before a used copy without a lease asks for one again: as long
 class Source:
     """Files on disk that had the bytes of a copy when they were looked at."""
 
-    found: SourceFiles
+    files: SourceFiles
     is_settled: bool  # every ctime was old enough to tell of the next change
 
 
@@ -86,7 +86,7 @@ class HostCopy:
 
     def has(self, source: SourceFiles) -> bool:
         """These very files, unchanged since they had its bytes."""
-        return any(s.found == source and s.is_settled for s in self.sources.values())
+        return any(s.files == source and s.is_settled for s in self.sources.values())
 
     def take_source(self, request: CopyRequest, source: SourceFiles) -> None:
         settled_ns = time.time_ns() - round(SETTLED_S * 1e9)
@@ -305,7 +305,7 @@ class HostCopies:
         none of the agent's."""
         thread = ThreadPoolExecutor(1, "host-copy-look")
         loop = asyncio.get_running_loop()
-        look = loop.run_in_executor(thread, _has_changed, request, source.found)
+        look = loop.run_in_executor(thread, _has_changed, request, source.files)
         thread.shutdown(wait=False)
         look.add_done_callback(partial(self._end_look, copy, request, source))
         return look

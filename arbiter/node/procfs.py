@@ -77,8 +77,8 @@ def process(pid: int) -> Process | None:
 
 def processes() -> dict[int, Process]:
     """Everything that runs now."""
-    found = (process(int(name)) for name in os.listdir(PROC) if name.isdigit())
-    return {p.pid: p for p in found if p is not None}
+    entries = (process(int(name)) for name in os.listdir(PROC) if name.isdigit())
+    return {p.pid: p for p in entries if p is not None}
 
 
 def started_with(argument: str, variable: str) -> set[int]:

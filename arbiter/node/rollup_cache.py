@@ -121,7 +121,7 @@ class Rollups:
         shared: Callable[[int], frozenset[tuple[int, int]]] = procfs.shared_files,
     ) -> None:
         self._rollups = _ReadingCache(mark, rollup, _moved, clock)
-        self._asides = _ReadingCache(mark, aside, lambda found, known: abs(found - known), clock)
+        self._asides = _ReadingCache(mark, aside, lambda value, known: abs(value - known), clock)
         self._shared = _ReadingCache(mark, shared, _files_moved, clock)
 
     def of(self, pid: int) -> dict[str, int]:

@@ -80,11 +80,11 @@ class SpareWorkers:
         self,
         count: int,
         ask: Callable[[int], Awaitable[None]] = ray_internals.prestart_worker,
-        found: Callable[[], list[int]] = unused,
+        find: Callable[[], list[int]] = unused,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
         busy: Callable[[int], int] = busy_ticks,
     ) -> None:
-        self._count, self._ask, self._found, self._pause = count, ask, found, pause
+        self._count, self._ask, self._find, self._pause = count, ask, find, pause
         self._busy = busy
         self.is_settled = not count  # the first were seen, or do not come
 
@@ -108,7 +108,7 @@ class SpareWorkers:
         idle before it imports anything, and an importing process is busy."""
         before: dict[int, int] = {}
         for look in range(round(FIRST_S / FIRST_LOOK_S)):
-            pids = await asyncio.to_thread(self._found)
+            pids = await asyncio.to_thread(self._find)
             for _ in range(self._count - len(pids) if look == 0 else 0):
                 await self._ask_for_one()
             busy = {pid: self._busy(pid) for pid in pids}
@@ -120,7 +120,7 @@ class SpareWorkers:
         self.is_settled = True
 
     async def _are_at_hand(self) -> bool:
-        return len(await asyncio.to_thread(self._found)) >= self._count
+        return len(await asyncio.to_thread(self._find)) >= self._count
 
     async def _ask_for_one(self) -> None:
         try:

@@ -19,16 +19,16 @@ STARTS_FAILED = 3  # in a row: not a machine short of memory for a moment, but a
 
 
 class ZygoteSupervisor:
-    """`found` is called with each zygote that answers, before it counts as up; `orphans` before a
-    start, for what a dead one may have left."""
+    """Keeps one zygote running. Calls `on_found` for each zygote that answers, before it counts as
+    up, and `kill_orphans` before each start, because a dead zygote may have left processes."""
 
     def __init__(
         self,
         settings: AgentSettings,
         socket: Path,
         log: Path,
-        found: Callable[[], Awaitable[None]],
-        orphans: Callable[[], None],
+        on_found: Callable[[], Awaitable[None]],
+        kill_orphans: Callable[[], None],
     ) -> None:
         self.zygote = zygote_client.Zygote(socket)
         self.known: procfs.Name | None = None  # the running zygote
@@ -37,7 +37,7 @@ class ZygoteSupervisor:
         self.trouble: str | None = None  # why the last starts failed
         self.news = asyncio.Event()  # set, and replaced, when any of this changes
         self._settings, self._socket, self._log = settings, socket, log
-        self._found, self._orphans = found, orphans
+        self._on_found, self._kill_orphans = on_found, kill_orphans
 
     def announce(self) -> None:
         """Wakes every task that waits for news of the zygote."""
@@ -82,7 +82,7 @@ class ZygoteSupervisor:
         try:
             pid = await self.zygote.ping(zygote_client.IMPORTS_S)  # found while it still imports
         except zygote_client.ZygoteError:
-            self._orphans()
+            self._kill_orphans()
             wrote_bytes = self._log.stat().st_size if self._log.exists() else 0
             started = await asyncio.to_thread(
                 zygote_client.start, self._settings, self._socket, self._log
@@ -90,7 +90,7 @@ class ZygoteSupervisor:
             pid = await self._first_ping(started, wrote_bytes)
         process = procfs.process(pid)
         self.known, self._starting = (pid, process.start_ticks) if process else None, None
-        await self._found()
+        await self._on_found()
         self.is_up, self.trouble = True, None
         self.announce()
 

@@ -57,13 +57,13 @@ def sizes_of(models: dict[str, str]) -> tuple[dict[str, int], bytes]:
         heard = spoken(url, models["tts"])
         for capability, call in calls(heard).items():
             answer(url, call, models[capability])
-        found: dict[str, int] = {
+        sizes: dict[str, int] = {
             t["model"]: t["need_bytes"] for t in get(url, "/arbiter/state")["tickets"]
         }
-    missing = set(models.values()) - found.keys()
+    missing = set(models.values()) - sizes.keys()
     if missing:
         raise RuntimeError(f"not resident at the end, so not measured: {sorted(missing)}")
-    return found, heard
+    return sizes, heard
 
 
 # -------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def figures_of(seen: Sequence[Seen], wall_s: float) -> dict[str, Any]:
     """A failure counts as the longest wait, in every percentile."""
     live = [s for s in seen if s.kind != "batch"]
     good = [s for s in live if not s.failure and s.useful_s <= GOOD_S]
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "requests": len(seen),
         "failed": sum(1 for s in seen if s.failure),
         "failed_for_memory": sum(1 for s in seen if s.is_memory),
@@ -167,11 +167,11 @@ def figures_of(seen: Sequence[Seen], wall_s: float) -> dict[str, Any]:
         "useful_s": percentiles(live),
         "batch_done_s": round(max(s.at_s + s.took_s for s in seen if s.kind == "batch"), 1),
     }
-    found["by_kind"] = {
+    figures["by_kind"] = {
         kind: percentiles([s for s in seen if s.kind == kind])
         for kind in sorted({s.kind for s in seen})
     }
-    return found
+    return figures
 
 
 def percentiles(rows: Sequence[Seen]) -> dict[str, float]:

@@ -54,8 +54,8 @@ class Hour:
         self._models, self._heard = models, heard
 
     def items(self) -> list[Item]:
-        found = [item for kind in RATES for item in self._of(kind)]
-        return sorted(found, key=lambda item: item.at_s)
+        items = [item for kind in RATES for item in self._of(kind)]
+        return sorted(items, key=lambda item: item.at_s)
 
     def batch(self) -> tuple[float, list[Call]]:
         """When it is handed in, and its requests."""

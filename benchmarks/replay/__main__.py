@@ -130,10 +130,10 @@ def main() -> None:
             if args.fit:
                 write("replay", fitted(args, pool), args.seed, args.label or "fit")
                 return
-            for found in pool.map(partial(rows_of, args), cases_of(names, args)):
-                for row in found:
+            for case_rows in pool.map(partial(rows_of, args), cases_of(names, args)):
+                for row in case_rows:
                     print(row, flush=True)
-                rows += found
+                rows += case_rows
         except traces.TracesAbsent as absent:
             sys.exit(str(absent))
     means = mean_closed(rows)

@@ -60,9 +60,9 @@ def write_servegen(clone: Clone, name: str, to: Path) -> None:
     with gzip.open(path, "wt", newline="") as file:
         table = csv.writer(file)
         table.writerow(("client", "window_start_s", "rate_per_s", "cv"))
-        for found in clone.files(SERVEGEN[name]):
-            if client := re.search(r"chunk-(\d+)-trace\.csv$", found):
-                for row in csv.reader(io.StringIO(clone.read(found).decode())):
+        for chunk in clone.files(SERVEGEN[name]):
+            if client := re.search(r"chunk-(\d+)-trace\.csv$", chunk):
+                for row in csv.reader(io.StringIO(clone.read(chunk).decode())):
                     if float(row[1]) > 0:
                         table.writerow((client[1], row[0], row[1], row[2] or 1))
 

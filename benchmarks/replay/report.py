@@ -43,18 +43,18 @@ def by_trace(rows: Iterable[Plain], policy: str) -> dict[str, dict[str, Closed]]
     for row in rows:
         cell = cells.setdefault((row["trace"], row["mix"], row["budget_fraction"]), {})
         cell[row["policy"]] = row
-    found: dict[str, dict[str, list[float]]] = {}
+    values_by_trace: dict[str, dict[str, list[float]]] = {}
     for (trace, *_), cell in cells.items():
         if policy in cell:
             for part in filter(lambda part: _is_wide(cell, part), PARTS):
-                values = found.setdefault(trace, {}).setdefault(part, [])
+                values = values_by_trace.setdefault(trace, {}).setdefault(part, [])
                 values.append(cell[policy][part])
     return {
         trace: {
             part: Closed(mean(values), len(values), sum(value < 0 for value in values))
             for part, values in parts.items()
         }
-        for trace, parts in found.items()
+        for trace, parts in values_by_trace.items()
     }
 
 

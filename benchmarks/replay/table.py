@@ -143,17 +143,17 @@ def last_weights(case: Case, arrivals: list[Arrival], seed: int) -> list[float]:
     asked = demand(arrivals, case.mix, case.budget_fraction, seed)
     world = World(asked, chosen, bundle(chosen), Instant(0), usage)
     world.run()
-    found: list[float] = world.core.export_usage()["reuse"]["weights"]
-    return found
+    weights: list[float] = world.core.export_usage()["reuse"]["weights"]
+    return weights
 
 
 def mean_closed(rows: list[Row]) -> dict[str, dict[str, float]]:
     """Of each policy over all cases, each case counting the same."""
-    found: dict[str, dict[str, float]] = {}
+    means: dict[str, dict[str, float]] = {}
     for policy in dict.fromkeys(row.policy for row in rows):
         parts = [asdict(row.closed) for row in rows if row.policy == policy]
-        found[policy] = {name: _mean([p[name] for p in parts]) for name in parts[0]}
-    return found
+        means[policy] = {name: _mean([p[name] for p in parts]) for name in parts[0]}
+    return means
 
 
 def _mean(values: list[float | None]) -> float:

@@ -29,10 +29,10 @@ class TracesAbsent(Exception):
 
 def folder(given: str | None) -> Path:
     """Raises TracesAbsent."""
-    found = given or os.environ.get("ARBITER_TRACES")
-    if not found or not Path(found).is_dir():
+    path = given or os.environ.get("ARBITER_TRACES")
+    if not path or not Path(path).is_dir():
         raise TracesAbsent
-    return Path(found)
+    return Path(path)
 
 
 # -- ServeGen: 14 days of rates per client --------------------------------------------------------

@@ -56,14 +56,14 @@ def check(
         plans: dict[str, ModelPlan] = {}
         warnings: list[str] = []
         try:
-            found = check_file(file)
+            config = check_file(file)
         except ConfigError as error:
             problems = str(error).splitlines()
         except BROKEN as error:  # Serve's schema imports request routers
             problems = [f"{file}: {_cause(error)}"]
         else:
-            problems = [*built(file, found), *_planned(found, plans)]
-            warnings = [] if problems else _warnings(found, plans)
+            problems = [*built(file, config), *_planned(config, plans)]
+            warnings = [] if problems else _warnings(config, plans)
     if problems:
         if as_json:
             show(as_json, {"ok": False, "problems": problems})
@@ -77,22 +77,22 @@ def check(
     show(as_json, report, good, table(heads, rows, numbers=heads[1:]), *yellow)
 
 
-def _warnings(found: "Table", plans: "dict[str, ModelPlan]") -> list[str]:
+def _warnings(table: "Table", plans: "dict[str, ModelPlan]") -> list[str]:
     """What deploys, and will not do what it says, by what the state file has of earlier loads."""
     from arbiter.server.state_path import default_path
     from arbiter.server.store import learned_rows
     from deployments.tasks.budgets import broken_budgets
 
-    file = found.arbiter.state_file
-    return [*broken_budgets(found, plans, learned_rows(Path(file) if file else default_path()))]
+    file = table.arbiter.state_file
+    return [*broken_budgets(table, plans, learned_rows(Path(file) if file else default_path()))]
 
 
-def _planned(found: "Table", plans: "dict[str, ModelPlan]") -> Iterator[str]:
+def _planned(table: "Table", plans: "dict[str, ModelPlan]") -> Iterator[str]:
     """Fills in the plan of each model; yields what is wrong with its files or engine."""
     from deployments.config.load_plan import plan
     from deployments.config.schema import ConfigError
 
-    for name, capability in found.capabilities.items():
+    for name, capability in table.capabilities.items():
         for model in capability.models:
             try:
                 plans[model] = plan(model, capability)
@@ -100,7 +100,7 @@ def _planned(found: "Table", plans: "dict[str, ModelPlan]") -> Iterator[str]:
                 yield f"front.user_config.capabilities.{name}.models.{model}: {error}"
 
 
-def built(path: Path, found: "Table") -> Iterator[str]:
+def built(path: Path, table: "Table") -> Iterator[str]:
     """What fails when the applications and policies of a file with this table are built: a line
     for each, which begins with the key. Starts no cluster."""
     import yaml
@@ -111,30 +111,30 @@ def built(path: Path, found: "Table") -> Iterator[str]:
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)  # as `serve run` does, for builders beside the file
     try:
-        boot.boot(found)
+        boot.boot(table)
     except ValueError as error:
         yield f"front.user_config: {error}"
     applications = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text())).applications
-    yield from _capabilities(found, {app.name for app in applications})
+    yield from _capabilities(table, {app.name for app in applications})
     for app in applications:
         where = f"applications.{app.name}"
         yield from _application(app, where)
         policy = app.autoscaling_policy
         if policy is not None:
             yield from _policy(policy, f"{where}.autoscaling_policy")
-            yield from _followed(app, found, f"{where}.autoscaling_policy.policy_kwargs")
+            yield from _followed(app, table, f"{where}.autoscaling_policy.policy_kwargs")
 
 
-def _capabilities(found: "Table", theirs: set[str]) -> Iterator[str]:
+def _capabilities(table: "Table", theirs: set[str]) -> Iterator[str]:
     """Builds what the front will deploy: the rows without an application in the file."""
     from ray.serve._private.build_app import build_app
 
     from deployments import app
     from deployments.config.schema import ConfigError
 
-    for name in sorted(found.capabilities.keys() - theirs):
+    for name in sorted(table.capabilities.keys() - theirs):
         try:
-            build_app(app.of_table(name, found.capabilities[name]), name=name)
+            build_app(app.of_table(name, table.capabilities[name]), name=name)
         except ConfigError as error:
             yield f"front.user_config.capabilities.{name}.{error}"
 
@@ -203,7 +203,7 @@ def _policy(section: dict[str, Any], where: str) -> Iterator[str]:
             yield f"{where}.policy_kwargs: {policy.policy_function}: {_cause(error)}"
 
 
-def _followed(app: "ServeApplicationSchema", found: "Table", where: str) -> Iterator[str]:
+def _followed(app: "ServeApplicationSchema", table: "Table", where: str) -> Iterator[str]:
     """Our policy scales a capability by its name; another's name would scale it by another's
     requests, in silence."""
     policy = app.autoscaling_policy or {}
@@ -211,7 +211,7 @@ def _followed(app: "ServeApplicationSchema", found: "Table", where: str) -> Iter
     serves = app.args.get("capability", app.name)
     if policy.get("policy_function") != OUR_POLICY or named in (None, serves):
         return
-    there_is = ", ".join(sorted(found.capabilities))
+    there_is = ", ".join(sorted(table.capabilities))
     yield f"{where}.capability: {named!r}, but it serves {serves!r}; there is: {there_is}"
 
 

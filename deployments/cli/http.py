@@ -225,15 +225,15 @@ def transport() -> "httpx.BaseTransport | None":
 
 def address(url: str | None) -> str:
     """The front's, without a slash at its end. Raises BadUrl."""
-    found = (url or os.environ.get("ARBITER_URL") or URL).rstrip("/")
+    base_url = (url or os.environ.get("ARBITER_URL") or URL).rstrip("/")
     try:
-        parts = urlsplit(found)
+        parts = urlsplit(base_url)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_good = False
     if not is_good:
-        raise BadUrl(found)
-    return found
+        raise BadUrl(base_url)
+    return base_url
 
 
 def api_key(url: str) -> str:

@@ -55,8 +55,8 @@ def show_(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
 def cancel(job_id: JobId, as_json: AsJson = False, url: Url = None) -> None:
     """End a batch or job. The results it has so far stay."""
     with front(url) as f:
-        found = f.send("DELETE", _path(job_id))
-    show(as_json, found, *_lines(found))
+        cancelled = f.send("DELETE", _path(job_id))
+    show(as_json, cancelled, *_lines(cancelled))
 
 
 @app.command()

@@ -54,7 +54,7 @@ def add(
     """Make a key, shown once. From the first one on, every request needs a key."""
     from deployments.front import keys
 
-    scopes = frozenset(keys.Scope(found) for found in scope or [keys.Scope.INFER])
+    scopes = frozenset(keys.Scope(word) for word in scope or [keys.Scope.INFER])
     with _troubles():
         token = keys.add(file or keys.keys_path(), name, tenant or DEFAULT_TENANT, scopes)
     show(as_json, {"key": token}, token)

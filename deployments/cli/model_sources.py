@@ -92,10 +92,10 @@ def _cached(hub_id: str) -> Path | None:
 def _of_folder(name: str, source: str, folder: Path, capability: str) -> Source:
     config = _json(folder / "config.json") if folder.is_dir() else {}
     files = [path.name for path in folder.iterdir()] if folder.is_dir() else [folder.name]
-    found, kind = _kind(config, files)
-    if not found and not capability:
+    by_config, kind = _kind(config, files)
+    if not by_config and not capability:
         raise CommandError(f"{name}: {folder}: {_unknown(config, files)}")
-    _refuse_another(name, source, capability, found, kind)
+    _refuse_another(name, source, capability, by_config, kind)
     try:
         size: Bytes | None = _bytes(folder)
     except ConfigError as error:
@@ -109,21 +109,23 @@ def _of_folder(name: str, source: str, folder: Path, capability: str) -> Source:
     what = f"{kind or 'as you say'}; {{size}} of weights by {where}"
     if Path(source).expanduser().exists():
         source = str(Path(source).expanduser().resolve())  # whatever folder it is served from
-    return Source(name, source, capability or found, size, _context(config), what)
+    return Source(name, source, capability or by_config, size, _context(config), what)
 
 
 def _of_hub(name: str, source: str, capability: str) -> Source:
     card = _ask_hub(name, source)
     config: dict[str, Any] = card.get("config", {})
     files = [row["rfilename"] for row in card.get("siblings", ())]
-    found, kind = _kind(config, files)
-    _refuse_another(name, source, capability, found, kind)
-    if not found and not capability:
+    by_config, kind = _kind(config, files)
+    _refuse_another(name, source, capability, by_config, kind)
+    if not by_config and not capability:
         why = _unknown(config, files) if card else "it is not in the cache, and no hub answers"
         raise CommandError(f"{name}: {source}: {why}; write it as `--model chat:{name}={source}`")
     size, where = _size_at_hub(source, card)
     what = f"{{size}} of weights by {where}" if size else "its size is learned at the first load"
-    return Source(name, source, capability or found, size, None, f"{kind or 'as you say'}; {what}")
+    return Source(
+        name, source, capability or by_config, size, None, f"{kind or 'as you say'}; {what}"
+    )
 
 
 def _size_at_hub(source: str, card: Mapping[str, Any]) -> tuple[Bytes | None, str]:
@@ -180,8 +182,8 @@ def _kind(config: Mapping[str, Any], files: Iterable[str]) -> tuple[str, str]:
     if names & {"modules.json", "sentence_bert_config.json"}:
         return "embedding", "a model of sentence-transformers"
     for kind in config.get("architectures") or ():
-        if found := _by_class(kind, config):
-            return found, kind
+        if capability := _by_class(kind, config):
+            return capability, kind
     return "", ""
 
 
@@ -204,10 +206,10 @@ def _unknown(config: Mapping[str, Any], files: Iterable[str]) -> str:
     return f"config.json names {shown}, of which no capability is known (those end in {endings})"
 
 
-def _refuse_another(name: str, source: str, wanted: str, found: str, kind: str) -> None:
+def _refuse_another(name: str, source: str, wanted: str, by_config: str, kind: str) -> None:
     """Raises CommandError."""
-    if wanted and found and wanted != found:
-        raise CommandError(f"{name}: {source} is for {found} ({kind}), not for {wanted}")
+    if wanted and by_config and wanted != by_config:
+        raise CommandError(f"{name}: {source} is for {by_config} ({kind}), not for {wanted}")
 
 
 def _bytes(folder: Path) -> Bytes:

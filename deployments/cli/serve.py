@@ -137,8 +137,8 @@ def serve(
         child.wait()
         raise
     if ready is not None:
-        found = facts(configured, ready, child, time.monotonic() - began_s)
-        print(json.dumps(found) if as_json else "\n".join(box(found)), flush=True)
+        start_facts = facts(configured, ready, child, time.monotonic() - began_s)
+        print(json.dumps(start_facts) if as_json else "\n".join(box(start_facts)), flush=True)
         child.until(lambda: False)
     if child.is_told_to_end:
         with steps.step("stopping"):
@@ -323,24 +323,24 @@ def facts(configured: Configured, ready: Ready, child: Child, took_s: float) -> 
     }
 
 
-def box(found: dict[str, Any]) -> list[str]:
+def box(start_facts: dict[str, Any]) -> list[str]:
     """The same in lines; the request to paste has one for itself."""
-    url, good = found["url"], found["serves"]
+    url, good = start_facts["url"], start_facts["serves"]
     rows = [
         ("API", f"{url}/v1 (OpenAI), {url} (Anthropic, Ollama), {url}/docs"),
-        ("console", found["console"]),
-        ("dashboard", found["dashboard"]),
-        ("log", found["log"]),
+        ("console", start_facts["console"]),
+        ("dashboard", start_facts["dashboard"]),
+        ("log", start_facts["log"]),
         ("serves", ", ".join(good)),
-        *(("failed", f"{name}: {cause}") for name, cause in found["failed"].items()),
+        *(("failed", f"{name}: {cause}") for name, cause in start_facts["failed"].items()),
     ]
-    took = f"ready after {found['ready_s']:.0f} s; Ctrl-C ends it"
+    took = f"ready after {start_facts['ready_s']:.0f} s; Ctrl-C ends it"
     return [
         RULE,
         took if good else "nothing can be served",
         *(f"  {name:10} {text}" for name, text in rows if text),
         "",
-        found["try"],
+        start_facts["try"],
         RULE,
     ]
 

@@ -201,8 +201,8 @@ def clients(as_json: AsJson = False, url: Url = None) -> None:
     """What each client has used, and what each tenant may have."""
     with front(url) as f:
         state = f.get("/arbiter/state")
-    found = {"tenants": state["tenants"], "clients": state["clients"]}
-    show(as_json, found, *_clients(state))
+    shown = {"tenants": state["tenants"], "clients": state["clients"]}
+    show(as_json, shown, *_clients(state))
 
 
 def _clients(state: dict[str, Any]) -> Iterator[RenderableType]:
@@ -284,8 +284,8 @@ def pool(as_json: AsJson = False, url: Url = None) -> None:
     """What engines keep in host RAM beyond their own lives, by content and slab by slab."""
     with front(url) as f:
         state = f.get("/arbiter/state")
-    found = {"contents": state["contents"], "slabs": state["slabs"]}
-    show(as_json, found, *_pool(state))
+    shown = {"contents": state["contents"], "slabs": state["slabs"]}
+    show(as_json, shown, *_pool(state))
 
 
 def _pool(state: dict[str, Any]) -> Iterator[RenderableType]:

@@ -309,7 +309,7 @@ def chosen(
     event_rows: Sequence[EventRow],
     choice: Selection,
     now_unix_s: float,
-    found: Iterable[AdapterRow] = (),
+    adapter_rows: Iterable[AdapterRow] = (),
 ) -> Rows:
     """The rows of the tab. `found`: the adapters."""
     match choice.tab:
@@ -324,7 +324,7 @@ def chosen(
         case "pool":
             return pool(view.slabs)
         case "adapters":
-            return adapters(found)
+            return adapters(adapter_rows)
     return events(event_rows)
 
 

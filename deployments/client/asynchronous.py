@@ -128,8 +128,8 @@ class AsyncClient(AsyncCalls):
         self, custom_id: str, call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> batches.Line[T]:
         """A call of this client as a line of a batch; nothing is sent. Raises BadRequest."""
-        found = await jobs.withheld(call, *args, **kwargs)
-        return batches.Line.of(custom_id, found.request, found.read)
+        unsent = await jobs.withheld(call, *args, **kwargs)
+        return batches.Line.of(custom_id, unsent.request, unsent.read)
 
     async def submit_batch(
         self,

@@ -126,8 +126,8 @@ async def withheld(call: Callable[..., Awaitable[Any]], *args: Any, **kwargs: An
     view._connection = CapturingConnection(calls._connection)
     try:
         await getattr(view, call.__name__)(*args, **kwargs)
-    except UnsentCall as found:
-        return found
+    except UnsentCall as unsent:
+        return unsent
     raise TypeError(f"{call.__name__} asks no model, so there is nothing to keep")
 
 
@@ -135,10 +135,10 @@ async def submit(
     call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
 ) -> AsyncJob[T]:
     """See AsyncClient.submit."""
-    found = await withheld(call, *args, **kwargs)
-    request = replace(found.request, headers={**found.request.headers, **RESPOND_ASYNC})
-    reply = await found.connection.read(request)
-    return AsyncJob(found.connection, reply["id"], found.read)
+    unsent = await withheld(call, *args, **kwargs)
+    request = replace(unsent.request, headers={**unsent.request.headers, **RESPOND_ASYNC})
+    reply = await unsent.connection.read(request)
+    return AsyncJob(unsent.connection, reply["id"], unsent.read)
 
 
 def known(connection: Connection, job_id: str) -> AsyncJob[Json | bytes]:

@@ -45,10 +45,10 @@ class FrontLeases:
             refusal = error_of_response(status, headers, reply)
             raise ConnectionError(str(refusal)) if may_pass(refusal) else refusal
         try:
-            found: Plain = json.loads(reply)
+            answer: Plain = json.loads(reply)
         except ValueError as error:
             raise ConnectionError(f"no answer of the arbiter's: {reply[:500]!r}") from error
-        return found
+        return answer
 
 
 def over_http(url: str, key: str) -> FrontLeases:

@@ -216,8 +216,8 @@ def _behind(call: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
     calls, method = getattr(call, "__self__", None), getattr(call, "__wrapped__", None)
     if not isinstance(calls, Calls) or method is None:
         raise TypeError(f"{call!r} is no call of a client")
-    found: Callable[..., Awaitable[Any]] = method.__get__(calls._behind)
-    return found
+    bound: Callable[..., Awaitable[Any]] = method.__get__(calls._behind)
+    return bound
 
 
 class Held(Calls):

@@ -148,10 +148,10 @@ class RemotesConfig(Strict):
 
         for pattern in value:
             try:
-                found = regex.compile(pattern)
+                expression = regex.compile(pattern)
             except regex.error as error:
                 raise ValueError(f"pattern {pattern!r}: {error}") from None
-            if found.match(""):
+            if expression.match(""):
                 raise ValueError(f"pattern {pattern!r} finds a secret in an empty text")
         return value
 

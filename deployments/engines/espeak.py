@@ -55,11 +55,11 @@ class Espeak:
 
     def phonemes(self, text: str) -> str:
         """The phonemes of a text in IPA, without punctuation."""
-        found, rest = [], ctypes.c_char_p(text.encode())
+        parts, rest = [], ctypes.c_char_p(text.encode())
         while rest.value is not None:  # a call reads up to the end of a clause
             phonemes = self._library.espeak_TextToPhonemes(ctypes.byref(rest), _UTF8, _IPA)
-            found.append((phonemes or b"").decode())
-        return " ".join(part for part in found if part)
+            parts.append((phonemes or b"").decode())
+        return " ".join(part for part in parts if part)
 
     def speak(self, text: str, speed: float) -> np.ndarray:
         """float32 samples in [-1, 1], shape [n], at `rate_hz`."""

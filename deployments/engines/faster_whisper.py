@@ -217,13 +217,13 @@ class WhisperEngine:
 
 def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Spans with a short pause between them become one: Whisper hears words by what is around."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for begin, end in spans:
-        if found and begin - found[-1][1] < PAUSE_S * HEARD_HZ:
-            found[-1] = found[-1][0], end
+        if merged and begin - merged[-1][1] < PAUSE_S * HEARD_HZ:
+            merged[-1] = merged[-1][0], end
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def pieces(

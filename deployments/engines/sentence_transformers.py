@@ -156,13 +156,13 @@ class EmbeddingEngine:
         leaves ends with the pass under way. Texts of like lengths share one: it pads to the
         longest."""
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
-        found = []
+        batches = []
         for start in range(0, len(order), self.max_batch):
             answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
             part = [texts[number] for number in order[start : start + self.max_batch]]
             self.queue.put_nowait(QueuedTexts(part, answer))
-            found.append(await answer)
-        vectors: np.ndarray = np.concatenate(found)[np.argsort(order)]
+            batches.append(await answer)
+        vectors: np.ndarray = np.concatenate(batches)[np.argsort(order)]
         return vectors
 
     async def _batch_for_ever(self) -> None:

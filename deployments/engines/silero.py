@@ -94,10 +94,10 @@ def probabilities(model: SileroVad, parts: Iterable[np.ndarray]) -> Iterator[lis
         yield probability.tolist()
 
 
-def spans(found: list[float], count: int, **options: float) -> list[tuple[int, int]]:
+def spans(probabilities: list[float], count: int, **options: float) -> list[tuple[int, int]]:
     """Begin and end of speech, in samples. `count`: of all samples; `options`: arguments of the
     library's function."""
-    rows = get_speech_timestamps_from_probs(found, audio_length_samples=count, **options)
+    rows = get_speech_timestamps_from_probs(probabilities, audio_length_samples=count, **options)
     return [(row["start"], row["end"]) for row in rows]
 
 

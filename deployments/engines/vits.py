@@ -109,8 +109,8 @@ class SpeechEngine:
     def _planned(self, request: SpeechRequest) -> tuple[str, list[tuple[str, Any]]]:
         """The voice, and each clause with what the voice makes of it. Raises BadField."""
         voice = self.voice.name_of(request.voice)
-        found = ((part, self.voice.clause(part)) for part in clauses_of(request.text))
-        clauses = [(part, clause) for part, clause in found if clause is not None]
+        pairs = ((part, self.voice.clause(part)) for part in clauses_of(request.text))
+        clauses = [(part, clause) for part, clause in pairs if clause is not None]
         if not clauses:
             raise BadField("input", "`input` has nothing in it that can be spoken")
         return voice, clauses

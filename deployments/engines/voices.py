@@ -114,11 +114,11 @@ class EspeakVoice:
 
 def phonemes_of(espeak: Espeak, text: str) -> str:
     """espeak drops punctuation, which models speak as pauses and melody: it is put back."""
-    words_and_marks, found = [*_MARKS.split(text), ""], []
+    words_and_marks, parts = [*_MARKS.split(text), ""], []
     for words, mark in zip(words_and_marks[::2], words_and_marks[1::2], strict=True):
         if phonemes := espeak.phonemes(words.strip()) if words.strip() else "":
-            found.append(f"{phonemes}{mark[-1:]}")
-    return " ".join(found)
+            parts.append(f"{phonemes}{mark[-1:]}")
+    return " ".join(parts)
 
 
 def open_session(

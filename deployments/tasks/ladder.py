@@ -76,18 +76,18 @@ def order(task: TaskConfig, states: Sequence[RungState], budget_s: float | None)
 def leaves_for(task: TaskConfig, waiting: str, ladder: Ladder, left_s: float) -> Rung | None:
     """The rung that a request goes on to from `waiting`, which has not begun to answer it. None: it
     waits on. `ladder`: the rungs as they are now, ordered for `left_s`, the rest of the budget."""
-    found = next((rung for rung in ladder.rungs if rung.name == waiting), None)
-    if found is None or found.state.predicted.state == RESIDENT:
+    current = next((rung for rung in ladder.rungs if rung.name == waiting), None)
+    if current is None or current.state.predicted.state == RESIDENT:
         return None  # its model serves
-    if task.pin_primary and found.state.position == 0:
+    if task.pin_primary and current.state.position == 0:
         return None
-    if left_s > 0 and not found.state.exceeds(left_s):
+    if left_s > 0 and not current.state.exceeds(left_s):
         return None  # the answer may still be complete within the budget
     # While some of the budget is left, only a rung that the order puts before it is asked in its
     # place; afterwards any. Either must be known to be sooner.
-    place = ladder.rungs.index(found)
+    place = ladder.rungs.index(current)
     others = ladder.rungs[:place] + (ladder.rungs[place + 1 :] if left_s <= 0 else ())
-    return next((rung for rung in others if _is_sooner(rung.state, found.state)), None)
+    return next((rung for rung in others if _is_sooner(rung.state, current.state)), None)
 
 
 def _is_sooner(one: RungState, other: RungState) -> bool:

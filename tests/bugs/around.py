@@ -140,7 +140,7 @@ BUGS = [
         "has_begun or not ahead or not passes",
         "not ahead or not passes"),
     Bug("a pinned primary is left for its wait", "deployments/tasks/ladder.py", "leaves_for",
-        "task.pin_primary and found.state.position == 0",
+        "task.pin_primary and current.state.position == 0",
         "False"),
     Bug("a lease ends whenever its bytes are wanted", "arbiter/core/queue/wait_estimate.py", "_room_at",
         "leased and short > sum(freed for _, freed in leaving)",

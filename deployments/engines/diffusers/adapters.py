@@ -45,9 +45,9 @@ class AdapterResolver:
         """The folders of the adapters this tenant may see, by full name; empty: it has no copy
         yet."""
         entries = self._catalogue.entries(names, tenant)
-        found = await self._checked.peek(entries)
+        checked = await self._checked.peek(entries)
         folders = dict.fromkeys((entry.full_name for entry in entries), "")
-        return folders | {name: str(one.path) for name, one in found.items()}
+        return folders | {name: str(one.path) for name, one in checked.items()}
 
 
 class LoadedAdapters:
