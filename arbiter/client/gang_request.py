@@ -14,10 +14,10 @@ class TicketClient(Protocol):
     """A holder's connection to the arbiter."""
 
     async def acquire(self, requested: Requested) -> messages.Granted:
-        """Across any number of epochs. Raises RequestError."""
+        """Waits for the grant, across any number of epochs. Raises RequestError."""
 
     async def wait_unless_disconnected(self, event: asyncio.Event) -> bool:
-        """Waits for it. False: the arbiter went before."""
+        """Waits for the event. False: the epoch ended before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,12 +25,14 @@ class Gang:
     """Tickets of one holder that are asked for together, and whose grants are here."""
 
     tickets: tuple[TicketId, ...]
-    got: dict[TicketId, Epoch] = field(default_factory=dict)
-    whole: asyncio.Event = field(default_factory=asyncio.Event)  # or it never will be
+    got: dict[TicketId, Epoch] = field(default_factory=dict)  # the epoch of each grant
+    # Set once all grants are here, or one of them never will be.
+    whole: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 async def acquire(asker: TicketClient, requested: Requested, gang: Gang) -> messages.Granted:
-    """One ticket of a gang; the caller asks for each of the others as well. Raises RequestError."""
+    """Waits for one ticket of a gang, and for the others. The caller asks for each of them in a
+    call of its own. Raises RequestError."""
     request = replace(requested, gang=gang.tickets)
     try:
         return await _acquire(asker, request, gang)
@@ -40,8 +42,8 @@ async def acquire(asker: TicketClient, requested: Requested, gang: Gang) -> mess
 
 
 async def _acquire(asker: TicketClient, requested: Requested, gang: Gang) -> messages.Granted:
-    """An arbiter may end when some of its answers have arrived: the next knows nothing of those,
-    and would wait for them, so they are asked for again as well."""
+    """Asks again until all grants are of one epoch. An arbiter may end when some of its answers
+    have arrived; the next arbiter knows nothing of those tickets, and would wait for them."""
     while True:
         granted = await asker.acquire(requested)
         gang.got[requested.ticket] = granted.epoch

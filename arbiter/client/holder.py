@@ -24,8 +24,8 @@ UNREACHABLE_S = 10.0  # a restart takes 1.0-2.0 s measured; five times that is a
 
 
 class HolderClient:
-    """One per holder, on its event loop. `held_tickets` tells what is held, in full, at any moment;
-    `on_command` performs a command and must not wait."""
+    """Asks for one holder, on its event loop. `held_tickets` returns every ticket that the holder
+    has, at any moment; `on_command` performs a command and must not wait."""
 
     def __init__(
         self,
@@ -51,15 +51,16 @@ class HolderClient:
 
     @property
     def runs(self) -> RequestLog:
+        """The finished requests, on their way to the event log."""
         return self.session.runs
 
     def check(self) -> None:
-        """Raises what ended the session: a holder without one must be replaced."""
+        """Raises the bug that ended the session: a holder without a session must be replaced."""
         self.session.check()
 
     async def joined(self, within_s: float = UNREACHABLE_S) -> None:
-        """Waits until this holder has joined. Raises ArbiterUnavailable when the arbiter has been
-        away, or stays away, for long."""
+        """Waits until this holder has joined. Raises ArbiterUnavailable after `within_s` seconds,
+        which count from the loss of the arbiter where the session has found none since."""
         session = self.session
         left_s = within_s
         if session.has_found_no_arbiter:
@@ -110,9 +111,9 @@ class HolderClient:
 
     async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
         """Asks for `more` bytes for a resident model and waits for them, `within` at most (A14);
-        the grant says what it has now. Raises GrowthRefused, NeverFits, TicketClosed, and
-        ArbiterUnavailable also where the epoch ends under the call: the model goes on with what it
-        had."""
+        the grant says what the model has now. Raises GrowthRefused, NeverFits, TicketClosed, and
+        ArbiterUnavailable also where the epoch ends during the call. Refused, the model goes on
+        with what it had."""
         await self.joined()
         event, arbiter = ev.GrowthAsked(ticket, more, within), self.session.arbiter
         epoch = self.epoch
@@ -138,7 +139,7 @@ class HolderClient:
     # -- messages --------------------------------------------------------------------------------
 
     def tell(self, event: ev.Event) -> None:
-        """Sends it, in order, once joined."""
+        """Sends the event once this holder has joined, in the order of the calls."""
         self.session.tell(event)
 
     async def flush(self, within_s: float) -> None:
@@ -170,7 +171,7 @@ class HolderClient:
         return spawned
 
     async def close(self) -> None:
-        """Says the last things, and that this holder is gone."""
+        """Sends what is in the outbox, then that this holder is gone, and ends the connections."""
         if self.epoch is not None:
             self.tell(ev.HolderLost(self.holder))
             await self.flush(ANSWER_S)

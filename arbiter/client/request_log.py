@@ -1,5 +1,5 @@
-"""Finished requests on their way to the event log (K1): they travel with the heartbeat, so a
-warm request still sends nothing of its own.
+"""Keeps finished requests until a heartbeat tells the arbiter of them (K1), so that a warm request
+sends no message of its own.
 """
 
 from collections import Counter, deque
@@ -12,7 +12,7 @@ from arbiter.units import Span, TicketId, in_seconds
 # Kept between two heartbeats: 256 requests a second of one replica, 30 kB. What exceeds it is
 # counted and told; a flood of runs is of use as a number only.
 RUNS_MOST = 256
-OUTCOMES = frozenset({"answered", "left"})  # every other one is a refusal, told by its code
+OUTCOMES = frozenset({"answered", "left"})  # any other outcome is the code of a refusal
 CLIENTS_MOST = 256  # told apart between two heartbeats; further ones count for their tenant
 
 
@@ -41,8 +41,8 @@ class RequestLog:
         did."""
         is_room = len(self._requests) < CLIENTS_MOST or client in self._requests
         self._requests[client if is_room else Client(client.tenant)] += 1
-        word = outcome if outcome in OUTCOMES else "refused"
-        self._times.setdefault(word, Histogram(SECONDS_BOUNDS)).note(in_seconds(took))
+        kind = outcome if outcome in OUTCOMES else "refused"
+        self._times.setdefault(kind, Histogram(SECONDS_BOUNDS)).note(in_seconds(took))
         if len(self._kept) < self._most:
             self._kept.append(FinishedRequest(ticket, model, took, outcome, request, ran))
         else:
@@ -69,5 +69,5 @@ class RequestLog:
         for times in renewed.request_times:
             taken = self._times[times.outcome]
             taken.subtract(times.took)
-            if taken.is_empty:  # what is left of its sum is an error of rounding
+            if taken.is_empty:  # its sum may differ from 0 by rounding
                 del self._times[times.outcome]

@@ -37,8 +37,9 @@ UNSAID_BY_JOIN = (ev.Withdrawn, ev.GrowthAsked)
 
 
 class Session:
-    """One per holder, on its event loop. `held_tickets` tells what is held, in full, at any moment;
-    `on_command` performs a command and must not wait; `on_joined` is called in each new epoch."""
+    """Connects one holder, on its event loop. `held_tickets` returns every ticket that the holder
+    has, at any moment; `on_command` performs a command and must not wait; each new epoch calls
+    `on_joined`."""
 
     def __init__(
         self,
@@ -65,12 +66,13 @@ class Session:
         self._must_rejoin = False  # the outbox overflowed; what a join tells says the rest
         self._unreachable_since = time.monotonic()
         self._failed: BaseException | None = None  # a bug ended one of the tasks below
-        self._tasks = [asyncio.ensure_future(t()) for t in (self._live, self._renew, self._send)]
+        work = self._stay_joined, self._renew, self._send
+        self._tasks = [asyncio.ensure_future(begin()) for begin in work]
         for task in self._tasks:
             task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """These end only by being cancelled; anything else is a bug, and must be seen."""
+        """Notes the bug that ended one of the tasks, which else end only by being cancelled."""
         if not task.cancelled() and (error := task.exception()):
             self._failed = self._failed or error
             logger.critical("%s lost its session to a bug: %r", self.holder, error, exc_info=error)
@@ -106,9 +108,9 @@ class Session:
     async def call(
         self, arbiter: rpc.Peer, name: str, *args: Any, within_s: float | None = None
     ) -> Any:
-        """Calls as `Peer.call` does. Raises ConnectionLost also when the epoch ended before the
-        answer, which Ray does not tell of an arbiter that hangs, and when there is none within this
-        time."""
+        """Calls as `Peer.call` does. Raises ConnectionLost also when there is no answer within
+        `within_s` seconds, and when the epoch ended before the answer: a call of Ray to an arbiter
+        that hangs would wait on."""
         answer = asyncio.ensure_future(arbiter.call(name, *args))
         lost = asyncio.ensure_future(self.lost.wait())
         try:
@@ -123,7 +125,7 @@ class Session:
         return answer.result()
 
     def lose(self, epoch: Epoch) -> None:
-        """A call failed: that epoch is over, or this holder is not in it."""
+        """Leaves an epoch in which a call failed: it is over, or this holder is not in it."""
         if self.epoch == epoch:
             self._leave()
 
@@ -138,7 +140,8 @@ class Session:
 
     # -- joining ---------------------------------------------------------------------------------
 
-    async def _live(self) -> None:
+    async def _stay_joined(self) -> None:
+        """Joins and listens until the epoch ends; then again, for ever."""
         pause_s = REJOIN_FIRST_S
         while True:
             try:
@@ -175,7 +178,7 @@ class Session:
             )
             session_id = uuid.uuid4().hex
             self._keepalive = self._handle.keepalive.remote(session_id)
-            self._clear_outbox()  # the introduction that follows says it
+            self._clear_outbox()  # the introduction that follows tells the same
             introduction = self._introduction()
             welcome = await self._handle.join.remote(
                 self.epoch,
@@ -255,8 +258,8 @@ class Session:
     # -- the outbox ------------------------------------------------------------------------------
 
     def tell(self, event: ev.Event) -> None:
-        """Sends it, in order, once joined. What a rejoin says anyway is not sent twice; so a full
-        outbox is emptied of it, and this holder rejoins."""
+        """Sends the event once this holder has joined, in the order of the calls. A full outbox
+        drops what a rejoin tells anyway, and this holder rejoins."""
         if len(self._outbox) >= OUTBOX_MOST_COUNT:
             self._drop_what_a_join_says()
             self._must_rejoin = True

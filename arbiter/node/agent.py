@@ -1,7 +1,8 @@
-"""One actor per node: keeps the zygote alive, opens engines, measures them, kills them.
+"""The node agent, one actor per node: keeps the zygote alive, spawns engines, measures them, kills
+them.
 
-It speaks of bytes only, and decides nothing: what to open comes from holders with a granted ticket,
-what to kill from the arbiter. It kills only what it opened.
+It counts bytes and decides nothing: holders with a granted ticket say what to spawn, the arbiter
+says what to kill. It kills only processes that it spawned.
 """
 
 import asyncio
@@ -91,7 +92,7 @@ class NodeAgent:
     # -- called by holders and the arbiter -------------------------------------------------------
 
     async def spawn(self, ticket: TicketId, spec: SpawnSpec) -> Spawned:
-        """The ticket's engine process, started when there is none. Raises TicketNotGranted unless
+        """Returns the ticket's engine process, started if need be. Raises TicketNotGranted unless
         the arbiter granted the ticket, TicketClosed after a kill, ZygoteError when no process could
         be started, ArbiterUnavailable."""
         return await self._engines.spawn(ticket, spec)
@@ -142,9 +143,9 @@ class NodeAgent:
         return is_gone
 
     async def drop_tenant(self, tenant: str, ago: Span = Span(0)) -> None:
-        """Erases what requests of a tenant left in the pool until it was removed, so long ago, and
-        what engines copied of it. The clocks of two machines may differ, so the arbiter says no
-        time."""
+        """Erases what requests of a tenant left in the pool before its removal, and what engines
+        copied of the tenant. `ago`: how long ago that was, and no time of the clock, because the
+        clocks of two machines may differ."""
         removal = Removal(tenant_digest(tenant), time.time() - in_seconds(ago))
         self._pool.drop_tenant(removal)
         self._wakeup.set()
@@ -172,12 +173,12 @@ class NodeAgent:
         return {"state": "failed", "cause": cause} if cause else {"state": "starting"}
 
     async def pids(self) -> dict[str, int]:
-        """The zygote's and the agent's own, for status pages and fault tests."""
+        """Returns the pids of zygote and agent, for status pages and fault tests."""
         zygote = self._engines.supervisor.known
         return {"agent": os.getpid(), "zygote": zygote[0] if zygote else 0}
 
     async def engines(self) -> dict[str, list[int]]:
-        """Living processes by ticket, root first; those of leases as well."""
+        """Returns the living processes of each ticket, root first; those of leases as well."""
         every: list[children.Child | LeasedProcess] = list(
             self._engines.children.by_ticket.values()
         )
@@ -216,10 +217,10 @@ class NodeAgent:
 
         loop.add_reader(leased.fd, died)
 
-    def _collect_dead(self, looked_ns: int, everything: dict[int, procfs.Process]) -> None:
+    def _collect_dead(self, looked_ns: int, all_processes: dict[int, procfs.Process]) -> None:
         """Collects dead engines, and dead leased processes, which are not ours to kill."""
-        self._engines.collect_dead(looked_ns, everything)
-        for leased in self._leased.note(looked_ns, everything, self._not_theirs()):
+        self._engines.collect_dead(looked_ns, all_processes)
+        for leased in self._leased.note(looked_ns, all_processes, self._not_theirs()):
             self._forget_leased(leased)
             self._reports.note_ended(leased.ticket, leased.pid, *leased.last_members)
 
@@ -230,6 +231,8 @@ class NodeAgent:
     # -- readings --------------------------------------------------------------------------------
 
     async def _turns(self) -> None:
+        """Collects what has ended and sends a reading: each TURN_S, sooner while engines end, and
+        at once when woken."""
         while True:
             self._wakeup.clear()
             self._collect_dead(*await asyncio.to_thread(children.find_processes))

@@ -1,5 +1,5 @@
-"""The engine processes a node agent opened: found again after its restart, and the only processes
-it ever kills.
+"""The engine processes that a node agent has spawned. It finds them again after its restart, and
+kills no others.
 
 A process is named by pid and start time, so a pid used again is never mistaken for ours; signals
 go through pidfds.
@@ -65,8 +65,8 @@ class Children:
         return self._folder / f"{ticket}.sock"
 
     def scratch(self, ticket: TicketId) -> Path:
-        """Where the engine's temporary files go, once it makes the folder. A name of fixed length:
-        libraries put sockets in there, whose paths the kernel bounds (108 bytes)."""
+        """Returns the folder that the engine may make for its temporary files. Libraries put
+        sockets there, whose paths the kernel bounds (108 bytes), so its name has a fixed length."""
         name = hashlib.blake2b(ticket.encode(), digest_size=_NAME_BYTES).hexdigest()
         return self._folder / f"{name}.tmp"
 
@@ -118,13 +118,13 @@ class Children:
         """Looks at all processes, and notes what it found."""
         return self.note(*find_processes())
 
-    def note(self, looked_ns: int, everything: dict[int, procfs.Process]) -> list[Child]:
+    def note(self, looked_ns: int, all_processes: dict[int, procfs.Process]) -> list[Child]:
         """Notes what was seen at `looked_ns` of every engine opened before; returns those."""
         noted = [c for c in self.by_ticket.values() if c.opened_ns < looked_ns]
         for child in noted:
-            known = {p for p, ticks in child.members.items() if _is_same(everything, p, ticks)}
-            members = procfs.descend(known | _led(child, everything), everything)
-            child.members = {pid: everything[pid].start_ticks for pid in members}
+            known = {p for p, ticks in child.members.items() if _is_same(all_processes, p, ticks)}
+            members = procfs.descend(known | _led(child, all_processes), all_processes)
+            child.members = {pid: all_processes[pid].start_ticks for pid in members}
             child.last_members = set(members) or child.last_members
             # The kernel forks nothing for a process with a signal to die by (copy_process, fork.c).
             # So a look that began after all that is known was killed, and found no other, is the
@@ -189,12 +189,13 @@ class Children:
 
 
 def find_processes() -> tuple[int, dict[int, procfs.Process]]:
-    """Every process, and when the looking began. Takes milliseconds: call it from a thread."""
+    """Returns when the look began, and every process by pid. Takes milliseconds: call it from a
+    thread."""
     return time.monotonic_ns(), procfs.processes()
 
 
-def _is_same(everything: dict[int, procfs.Process], pid: int, ticks: int) -> bool:
-    process = everything.get(pid)
+def _is_same(all_processes: dict[int, procfs.Process], pid: int, ticks: int) -> bool:
+    process = all_processes.get(pid)
     return process is not None and process.start_ticks == ticks
 
 
@@ -203,16 +204,16 @@ def lives(pid: int, ticks: int) -> bool:
     return process is not None and process.alive and process.start_ticks == ticks
 
 
-def _led(child: Child, everything: dict[int, procfs.Process]) -> set[int]:
-    """The root, and the session and group it led. Their number cannot be used again while one of
-    them lives; once none does it may be anybody's, for good."""
-    root = everything.get(child.pid)
+def _led(child: Child, all_processes: dict[int, procfs.Process]) -> set[int]:
+    """Returns the root and the processes of the session and group that it led. While one of them
+    lives, the kernel gives the root's pid to no other process; later it may be a stranger's."""
+    root = all_processes.get(child.pid)
     is_strangers = root is not None and root.start_ticks != child.start_ticks
     if is_strangers or not child.leads:
         child.leads = False
         return set()
-    led = procfs.led_by(child.pid, everything)
-    led = {pid for pid in led if everything[pid].start_ticks >= child.start_ticks}
+    led = procfs.led_by(child.pid, all_processes)
+    led = {pid for pid in led if all_processes[pid].start_ticks >= child.start_ticks}
     child.leads = root is not None or bool(led)
     return led
 
@@ -233,7 +234,7 @@ def _kill(pid: int, ticks: int) -> None:
 
 
 def _kill_session(leader: int, ticks: int) -> None:
-    """What is left of a session whose leader died. While any of it lives the kernel gives the
+    """Kills what is left of a session whose leader died. While any of it lives the kernel gives the
     leader's number to no other process; if another has it, nothing is left."""
     holder = procfs.process(leader)
     if holder is not None and holder.start_ticks != ticks:
@@ -269,12 +270,13 @@ class Restarts:
         return ticket in self._ends
 
     def begin(self, ticket: TicketId) -> asyncio.Future[None]:
-        """Done once nothing is left of its process; a repeated call waits for the same end."""
+        """Returns a future, done once nothing is left of the ticket's process. A repeated call
+        returns the same future."""
         if ticket not in self._ends:
             self._ends[ticket] = asyncio.get_running_loop().create_future()
         return self._ends[ticket]
 
     def ended(self, ticket: TicketId) -> None:
-        """Nothing is left of it."""
+        """Ends the wait: nothing is left of the ticket's process."""
         if (end := self._ends.pop(ticket, None)) and not end.done():
             end.set_result(None)

@@ -29,8 +29,8 @@ RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the
 
 
 class EngineProcesses:
-    """`start` runs a coroutine as a task of the agent; `uuids` names this node's GPUs; `pool` lends
-    the slabs, `copies` the files of models in host RAM."""
+    """Spawns and ends engines. `start` runs a coroutine as a task of the agent; `uuids` names this
+    node's GPUs; `pool` lends the slabs, `copies` the files of models in host RAM."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class EngineProcesses:
     async def spawn(self, ticket: TicketId, spec: SpawnSpec) -> Spawned:
         """Spawns as `NodeAgent.spawn` has it."""
         self._check_open(ticket)
-        return await self._spawned(ticket, spec, is_confirmed=False)
+        return await self._spawn_once(ticket, spec, is_confirmed=False)
 
     async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> Spawned:
         """Respawns as `NodeAgent.respawn` has it. Asks the arbiter once, while the process still
@@ -101,9 +101,12 @@ class EngineProcesses:
             self.died.set()
             await asyncio.shield(end)
         self._check_open(ticket)
-        return await self._spawned(ticket, spec, is_confirmed=True)
+        return await self._spawn_once(ticket, spec, is_confirmed=True)
 
-    async def _spawned(self, ticket: TicketId, spec: SpawnSpec, *, is_confirmed: bool) -> Spawned:
+    async def _spawn_once(
+        self, ticket: TicketId, spec: SpawnSpec, *, is_confirmed: bool
+    ) -> Spawned:
+        """Spawns the ticket's process, unless it is there already or another call spawns it."""
         if ticket in self.children.by_ticket:
             return Spawned(str(self.children.socket(ticket)), Span(0))
         if ticket not in self._spawning:
@@ -268,10 +271,10 @@ class EngineProcesses:
         loop.add_reader(fd, on_death)
 
     def collect_dead(
-        self, looked_ns: int, everything: dict[int, procfs.Process], *, kill_all: bool = False
+        self, looked_ns: int, all_processes: dict[int, procfs.Process], *, kill_all: bool = False
     ) -> None:
         """Kills what is left of dead and killed engines; reports those with nothing left."""
-        for child in self.children.note(looked_ns, everything):
+        for child in self.children.note(looked_ns, all_processes):
             if not child.members:
                 self._end(child)
             elif kill_all or child.ticket in self._killed:

@@ -93,11 +93,11 @@ class LeasedProcesses:
         return leased
 
     def note(
-        self, looked_ns: int, everything: dict[int, procfs.Process], not_through: Collection[int]
+        self, looked_ns: int, all_processes: dict[int, procfs.Process], not_through: Collection[int]
     ) -> list[LeasedProcess]:
         """What was seen at `looked_ns`; returns those with nothing left. A driver that started Ray
         is the parent of all of it: what lies behind the pids `not_through` is not the driver's."""
-        processes = {pid: p for pid, p in everything.items() if pid not in not_through}
+        processes = {pid: p for pid, p in all_processes.items() if pid not in not_through}
         noted = [o for o in self.by_ticket.values() if o.opened_ns < looked_ns]
         for leased in noted:
             known = {

@@ -118,24 +118,24 @@ def name(pid: int) -> str:
         return ""
 
 
-def led_by(leader: int, everything: dict[int, Process]) -> set[int]:
+def led_by(leader: int, all_processes: dict[int, Process]) -> set[int]:
     """The leader, if it is there, and the members of the group and session of its number."""
-    return {p.pid for p in everything.values() if leader in (p.pid, p.group, p.session)}
+    return {p.pid for p in all_processes.values() if leader in (p.pid, p.group, p.session)}
 
 
-def descend(leads: Iterable[int], everything: dict[int, Process]) -> set[int]:
+def descend(leads: Iterable[int], all_processes: dict[int, Process]) -> set[int]:
     """Living pids among `leads` and their descendants."""
     children: dict[int, list[int]] = {}
-    for p in everything.values():
+    for p in all_processes.values():
         children.setdefault(p.parent, []).append(p.pid)
     pids: set[int] = set()
-    waiting = [pid for pid in leads if pid in everything]
+    waiting = [pid for pid in leads if pid in all_processes]
     while waiting:
         pid = waiting.pop()
         if pid not in pids:
             pids.add(pid)
             waiting.extend(children.get(pid, ()))
-    return {pid for pid in pids if everything[pid].alive}
+    return {pid for pid in pids if all_processes[pid].alive}
 
 
 def rollup(pid: int) -> dict[str, int]:

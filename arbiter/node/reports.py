@@ -1,4 +1,4 @@
-"""Reports of a node agent to the arbiter of any epoch, and those that are still to be sent."""
+"""Sends the reports of a node agent to the arbiter, and keeps those that it has not heard yet."""
 
 import asyncio
 import logging
@@ -33,8 +33,8 @@ AWAY = (RayError, ArbiterError, ValueError, TimeoutError)  # what a call of the 
 
 
 class Reports:
-    """`introduction`: the node's devices, told first in each epoch of the arbiter, and again when
-    they change. `gpu_pids`: the processes that NVML lists."""
+    """Tells the arbiter of one node. `introduction`: the node's devices, told first in each epoch
+    of the arbiter, and again when they change. `gpu_pids`: the processes that NVML lists."""
 
     def __init__(
         self,
@@ -56,18 +56,19 @@ class Reports:
 
     @property
     def are_open(self) -> bool:
-        """Something is still to be reported."""
+        """Says whether something is still to be reported."""
         return bool(self.gone or self._returning)
 
     def note_ended(self, ticket: TicketId, *pids: int) -> None:
-        """No process of the engine is left. `pids`: the processes it had, if the caller knows."""
+        """Notes that no process of the engine is left. `pids`: the processes that it had, if the
+        caller knows."""
         still_listed = self._gpu_pids() & (set(pids) | self._returning.pop(ticket, set()))
         if still_listed:
             self._returning[ticket] = still_listed
         self.note_gone(ticket, bytes_back=not still_listed)
 
     def see_returned(self) -> None:
-        """Bytes of dead engines count as back when NVML no longer lists their processes."""
+        """Notes that bytes of dead engines are back, once NVML lists their processes no more."""
         listed = self._gpu_pids() if self._returning else set()
         for ticket in [t for t, pids in self._returning.items() if not pids & listed]:
             del self._returning[ticket]
@@ -90,11 +91,11 @@ class Reports:
                     del self.gone[ticket]
 
     async def say(self, events: tuple[ev.Event, ...]) -> bool:
-        """Whether the arbiter heard it."""
+        """Sends events. Returns whether the arbiter has heard them."""
         arbiter: rpc.Peer | None = None
         try:
             async with asyncio.timeout(REPORT_S):
-                arbiter, seen = await self._found(), self._introduction()
+                arbiter, seen = await self._reach_arbiter(), self._introduction()
                 may_come = {u.device for u in seen.unreadable} - {d.device for d in seen.devices}
                 tells = seen.devices, may_come
                 has_changed = self._told not in (None, tells)
@@ -138,7 +139,7 @@ class Reports:
         arbiter: rpc.Peer | None = None
         try:
             async with asyncio.timeout(REPORT_S):
-                arbiter = await self._found()
+                arbiter = await self._reach_arbiter()
                 check: types.GrantCheck = await arbiter.call("check_grant", self._node, ticket)
         except AWAY as error:
             self._note_away(arbiter, error)
@@ -147,12 +148,12 @@ class Reports:
         return check
 
     async def call(self, name: str, *args: object) -> object:
-        """One of the arbiter's other methods for agents. Raises one of AWAY: an ArbiterError may be
-        its answer."""
+        """Calls another of the arbiter's methods for agents. Raises one of AWAY: an ArbiterError
+        may be its answer."""
         arbiter: rpc.Peer | None = None
         try:
             async with asyncio.timeout(REPORT_S):
-                arbiter = await self._found()
+                arbiter = await self._reach_arbiter()
                 return await arbiter.call(name, *args)
         except AWAY as error:
             if not isinstance(error, RequestError):
@@ -170,8 +171,8 @@ class Reports:
             self._failure = str(error)
             logger.warning("the arbiter failed on %s: %s", self._node, error)
 
-    async def _found(self) -> rpc.Peer:
-        """Raises RayError, ValueError when there is no arbiter."""
+    async def _reach_arbiter(self) -> rpc.Peer:
+        """Returns the connection to the arbiter. Raises RayError, ValueError when there is none."""
         async with self._finding:
             if self._arbiter is None:
                 look_up = partial(ray.get_actor, NAME, namespace=NAMESPACE)

@@ -1,4 +1,5 @@
-"""What crosses process borders besides events: answers, commands to holders, and the agent's terms.
+"""What crosses process borders besides events: answers, commands to holders, what the arbiter is
+started with, and what a node agent needs to spawn an engine.
 
 Instants never do: a deadline travels as the Span that is left of it.
 """
@@ -42,7 +43,7 @@ class VersionMismatch(ArbiterError):
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What a node agent needs to know that `arbiter` itself may not: the zygote's module."""
+    """What a node agent is started with. It names modules that `arbiter` itself may not import."""
 
     zygote_module: str
     preload: tuple[str, ...] = ()
@@ -51,9 +52,7 @@ class AgentSettings:
     spares_since_unix_s: float = 0.0  # those from before have imported replaced code
     gpus: str = "arbiter.node.nvml:find_gpus"  # what finds those of a node
     pool_bytes: Bytes | None = None  # of slabs on a node; None: a tenth of its RAM; 0: no pool
-    slabs_folder: str | None = (
-        None  # of files in which idle slabs are saved (G4); None: they aren't
-    )
+    slabs_folder: str | None = None  # for files of idle slabs (G4); None: no files
     disk_bytes: Bytes | None = None  # of these files; None: see arbiter.node.slab_files; 0: none
     sweep_s: float = 300.0  # between two looks for slabs and files that have expired (G4)
     # Each has in `@TENANT` what engines copied of a tenant, which leaves with the tenant (E6).
@@ -86,8 +85,8 @@ class StartConfig:
     event_file: str | None = None  # JSON lines, if wanted
     replay_module: str | None = None  # replays the last day (arbiter.server.day_replays), if wanted
     replay_s: float = 1_800.0  # between two such replays
-    # Looks at the nodes, one a second, between two writes of accounts and usage. A crash costs that
-    # much of them; some 100 kB are written each time.
+    # Accounts and usage are written once in so many looks at the nodes, of which there is one a
+    # second. A crash loses what came since; each write has some 100 kB.
     usage_looks_count: int = 10
 
 
@@ -177,15 +176,15 @@ class ReloadCommand:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawCommand:
-    """The model is wanted no more but by the requests that wait for it."""
+    """The load without a request is called off. Requests that wait for the model keep it going."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class PurgeCommand:
-    """The ticket's engine is to empty its caches; or only to have its slabs give back what they
-    have beyond their limits, and erase what is to be erased."""
+    """The ticket's engine is to empty its caches. `only_slabs`: its caches stay, and its slabs give
+    back what they have beyond their limits and erase the rows that are to be erased."""
 
     ticket: TicketId
     only_slabs: bool = False
@@ -357,8 +356,8 @@ def package_version() -> str:
 
 
 def messages() -> list[Any]:
-    """Every dataclass that crosses a process border or is kept in the state file, and what they are
-    made of."""
+    """Returns every dataclass that crosses a process border or is kept in the state file, with the
+    dataclasses of its fields."""
     names = [v for where in (types, ev, settings, view) for v in vars(where).values()]
     kinds = [v for v in (*globals().values(), *names) if isinstance(v, type) and is_dataclass(v)]
     return sorted(set(kinds), key=lambda kind: kind.__name__)

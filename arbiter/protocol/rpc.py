@@ -31,7 +31,7 @@ MESSAGE_MOST_BYTES = 64 << 20
 # A peer that leaves this unread does not read; it comes back by a new connection.
 UNREAD_MOST_BYTES = 2 * MESSAGE_MOST_BYTES
 
-Offers = Mapping[str, Callable[..., Awaitable[Any]]]
+Offers = Mapping[str, Callable[..., Awaitable[Any]]]  # what may be called, by name
 
 
 @error_fields
@@ -86,12 +86,12 @@ class RayPeer:
             raise ConnectionLost(name) from error
 
     def close(self) -> None:
-        """The connection is Ray's."""
+        """Does nothing: the connection is Ray's."""
 
 
 async def connect_to_socket(handle: Any, address: dict[str, str] | None, own_node: NodeId) -> Peer:
-    """`address`: as `RpcServer.address` gives it. By Ray where that is on another node or does not
-    open."""
+    """Connects to the socket at `address`, as `RpcServer.address` gives it; by Ray where the socket
+    is on another node or does not open."""
     if address is not None and address["node"] == own_node:
         with contextlib.suppress(OSError):
             return await connect(Path(address["path"]))
@@ -191,7 +191,7 @@ class RpcServer:
 
     def __init__(self, node: NodeId, path: Path, offers: Offers) -> None:
         self._node, self._path, self._offers = node, path, offers
-        self._open: set[_ServerConnection] = set()
+        self._connections: set[_ServerConnection] = set()
         self._server: asyncio.Server | None = None
         self._opening = asyncio.ensure_future(self._listen())
 
@@ -209,7 +209,7 @@ class RpcServer:
         self._path.chmod(0o600)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(
-            lambda: _ServerConnection(self._offers, self._open), sock=listener
+            lambda: _ServerConnection(self._offers, self._connections), sock=listener
         )
 
     def close(self) -> None:
@@ -217,25 +217,25 @@ class RpcServer:
         if self._server is not None:
             self._server.close()
             self._path.unlink(missing_ok=True)
-        for served in tuple(self._open):
-            served.close()
+        for connection in tuple(self._connections):
+            connection.close()
 
 
 class _ServerConnection(_Frames):
-    """One connection. What was asked over it is finished even if it breaks, as with Ray: another
-    call may share the answer."""
+    """Answers the calls of one connection. A call goes on when its connection breaks, as with Ray:
+    another call may share the answer."""
 
-    def __init__(self, offers: Offers, beside: "set[_ServerConnection]") -> None:
+    def __init__(self, offers: Offers, connections: "set[_ServerConnection]") -> None:
         super().__init__()
-        self._offers, self._beside = offers, beside
+        self._offers, self._connections = offers, connections
         self._running: set[asyncio.Future[Any]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._beside.add(self)
+        self._connections.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._beside.discard(self)
+        self._connections.discard(self)
 
     def received(self, message: Any) -> None:
         number, name, args = message

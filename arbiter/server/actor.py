@@ -1,4 +1,5 @@
-"""The arbiter as a Ray actor: named, detached, one per cluster. Wire and watches; no rules.
+"""The arbiter as a Ray actor: named, detached, one per cluster. Its methods are the calls on the
+wire; the rules are in arbiter.core.
 
 Its calls carry the dataclasses of arbiter.core.events. A holder names the epoch that it believes
 in, and gets StaleEpoch when that epoch is over.
@@ -145,12 +146,13 @@ class ArbiterActor:
         await self._sessions.ended(session_id)
 
     async def acquire(self, epoch: Epoch, requested: ev.Requested) -> messages.Granted:
-        """Waits for a grant. Raises RequestError; cancelled: the ticket is withdrawn."""
+        """Waits for a grant. Raises RequestError. A cancelled call withdraws the ticket."""
         self._sessions.check(epoch, requested.holder)
         return await self._shell.acquire(requested)
 
     async def grow(self, epoch: Epoch, holder: HolderId, event: ev.GrowthAsked) -> messages.Granted:
-        """Waits for more for a resident. Raises GrowthRefused, NeverFits, TicketClosed."""
+        """Waits for more bytes for a resident model. Raises GrowthRefused, NeverFits,
+        TicketClosed."""
         self._sessions.check(epoch, holder)
         return await self._shell.grow(replace(event, holder=holder))
 
@@ -230,7 +232,7 @@ class ArbiterActor:
         return self._egress.leave(egress)
 
     async def left(self, end: messages.EgressEnd) -> messages.DaySpent:
-        """Settles it. Repeated: once. Raises EgressUnsettled."""
+        """Settles the price of a request that has ended. Repeated: once. Raises EgressUnsettled."""
         return self._egress.left(end)
 
     async def spending(self) -> list[messages.Plain]:
@@ -252,9 +254,9 @@ class ArbiterActor:
         return self._configuration.change(configuration, of)
 
     async def record(self, path: str | None, of: Epoch) -> None:
-        """Every event from the epoch after `of` on; None: no longer. The next epoch begins now.
-        Repeated, it is done once: the answer may be lost as this process ends. None where nothing
-        is recorded changes nothing."""
+        """Begins the next epoch now, and records its events and those of later epochs in the file
+        `path`; None: ends the recording. `of`: the epoch that the caller knows. A repeated call is
+        done once, because its answer may be lost as this process ends."""
         is_done = self._store.recording() == path
         if is_done and (path is None or of < self._shell.epoch):
             return
@@ -272,8 +274,8 @@ class ArbiterActor:
 
     async def register(self, capability: types.CapabilitySpec) -> None:
         """Adds a capability from Python, which lasts until `unregister`, over changes of the table
-        and restarts (A2). Raises CapabilityConflict, UnknownRole; ValueError for hours that are
-        none."""
+        and restarts (A2). Raises CapabilityConflict, UnknownRole; ValueError for hours that cannot
+        be read."""
         self._configuration.register(capability)
 
     async def unregister(self, capability: str) -> None:
@@ -338,6 +340,7 @@ class ArbiterActor:
         self._shell.feed(ev.TenantRemoved(tenant))
 
     async def state(self) -> messages.Plain:
+        """Returns what `arbiter status` shows, with the table."""
         now = self._configuration.current
         chosen = {"policy": now.settings.evict, "table": now.table, "generation": now.generation}
         return {**self._shell.snapshot(), **chosen}
@@ -349,7 +352,7 @@ class ArbiterActor:
         return to_plain(self._shell.samples())
 
     async def explain(self, ticket: TicketId) -> messages.Plain:
-        """Why it waits, or why it went. Raises UnknownTicket."""
+        """Returns why a ticket waits, or why it went. Raises UnknownTicket."""
         return self._shell.explain(ticket)
 
     async def plan(self, question: "PlanQuestion") -> messages.Plain:
@@ -358,9 +361,13 @@ class ArbiterActor:
         return self._shell.plan(question)
 
     async def events(self, after_seq: int, wait_s: float) -> list[messages.Plain]:
+        """Returns the lines of the event log after a number; without any it waits for one, for
+        `wait_s` at most."""
         return await self._shell.log.after(after_seq, wait_s)
 
     async def replicas(self, version: int, wait_s: float) -> tuple[int, dict[str, int]]:
+        """Returns the replicas wanted of each capability, and the version of this answer. Waits for
+        another than `version`, for `wait_s` at most."""
         return await self._shell.replicas(version, wait_s)
 
     async def pid(self) -> int:
@@ -376,8 +383,8 @@ class ArbiterActor:
         return self._configuration.current.table
 
     async def close(self, wait_s: float) -> int:
-        """Grant nothing more, unload what is idle, wait for the rest; then end all agents and
-        with them every engine. Returns how many tickets were still open at the end of the wait."""
+        """Grants nothing more, unloads what is idle, and waits for the rest; then ends all agents
+        and with them every engine. Returns how many tickets were still open after the wait."""
         self._shell.feed(ev.ClosingDown())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):

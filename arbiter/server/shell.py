@@ -72,8 +72,8 @@ class Agents(Protocol):
 
 
 # A queued ticket brings its holder one estimate of the wait and a held model one revoke at a time,
-# and a holder acknowledges within one round trip. So what exceeds the whole queue by this many was
-# left unread.
+# and a holder acknowledges within one round trip. So a holder whose mailbox has this many commands
+# more than the whole queue may hold tickets does not read them.
 COMMANDS_BESIDE_QUEUE_COUNT = 1_000
 
 
@@ -100,6 +100,8 @@ class Mailbox:
         self._came.set()
 
     async def after(self, ack: int, wait_s: float) -> tuple[messages.SequencedCommand, ...]:
+        """Drops the commands up to `ack` and returns the others; without any it waits for one, and
+        returns none after `wait_s`."""
         while self._commands and self._commands[0].sequence <= ack:
             self._commands.popleft()
         if not self._commands:
@@ -120,8 +122,8 @@ def crash(error: BaseException) -> NoReturn:
 
 
 class _CrashOnBug(AbstractContextManager["_CrashOnBug", None]):
-    """What leaves it is a refusal that a caller can act on. Whatever else is raised inside is a bug
-    after which the books may be half written."""
+    """Lets a RequestError out, because a caller can act on it. Any other error raised inside is a
+    bug, after which the books may be half written, and ends the process."""
 
     def __init__(self, crash: Callable[[BaseException], NoReturn]) -> None:
         self._crash = crash
@@ -134,7 +136,7 @@ class _CrashOnBug(AbstractContextManager["_CrashOnBug", None]):
 
 
 class Shell:
-    """One event in, all its decisions performed."""
+    """Feeds events to the core, one at a time, and performs the decisions of each."""
 
     def __init__(
         self,
@@ -305,14 +307,14 @@ class Shell:
             waiter.set_result(answer)
 
     def withdrawn(self, event: ev.Withdrawn) -> None:
-        """The holder's own word; its pending call, if any, ends."""
+        """Withdraws a ticket because its holder says so. The pending call for it, if any, ends."""
         self.feed(event)
         owner = self.core.holder_of(event.ticket)
         if owner is None or event.holder in (None, owner):
             self._answer(event.ticket, TicketClosed(event.ticket))
 
     def growth_withdrawn(self, event: ev.GrowthAsked) -> None:
-        """The holder wants no more; its pending call, if any, ends."""
+        """Withdraws a growth because its holder says so. The pending call for it, if any, ends."""
         self.feed(event)
         self._answer(event.ticket, TicketClosed(event.ticket))
 

@@ -1,7 +1,7 @@
 """BatchRunner: validates batches, runs their lines, and ends them.
 
-Results that come while the disk writes are kept together in the next write. Where the disk takes
-none, no further line begins, and what has come waits in memory until there is room.
+Results that come during a write go together into the next one. While the disk refuses them, no
+further line begins, and the results wait in memory until there is room.
 """
 
 import asyncio
@@ -40,7 +40,8 @@ _FAILED = {
 
 
 class BatchRunner:
-    """`service` gives the front's service as the table is now."""
+    """Runs the lines of all batches, a bounded number at a time. `service` returns the front's
+    service with the table as it is now."""
 
     def __init__(
         self,
@@ -110,8 +111,8 @@ class BatchRunner:
                 self._step(batch, self._end(batch))
 
     async def _go_on(self, batch: Batch) -> None:
-        """Finalizes it when each line has its result. Lines are left where a bug ended their calls
-        without one: they run again, FAILED_TRIES times in all."""
+        """Finalizes a batch when each line has its result. A line whose call a bug ended has none:
+        it runs again, FAILED_TRIES times in all."""
         is_new = batch.id not in self._queue.batches
         if not is_new and await self._is_open(batch):
             return
@@ -128,7 +129,7 @@ class BatchRunner:
         self.wake()
 
     async def _is_open(self, batch: Batch) -> bool:
-        """Lines of it are to be run, or run, or are being kept."""
+        """Says whether lines of a batch are to be run, or run, or have a result to be kept."""
         if any(finished.batch == batch.id for finished in self._finished):
             return True
         return await self._blocking(self._queue.is_open, batch.id)
@@ -154,7 +155,8 @@ class BatchRunner:
             self.wake()
 
     async def _validate(self, batch: Batch) -> None:
-        """Raises RetryLater, StorageFull, StorageFailed, Superseded."""
+        """Checks each line of the input file, and starts the batch or fails it. Raises RetryLater,
+        StorageFull, StorageFailed, Superseded."""
         validator = validation.Validator(batch, await self._table())
         await self._blocking(self._store.clear_lines, batch.id)
         lines: list[Line] = []
@@ -181,8 +183,8 @@ class BatchRunner:
         logger.info("batch %s: %d lines, %d wrong", batch.id, validator.total, len(errors))
 
     async def _end(self, batch: Batch) -> None:
-        """Ends its calls, keeps what has come, tells of each line that was not run where the batch
-        has expired, and closes its files."""
+        """Ends the calls of a batch, keeps the results that have come, and closes its files. Of an
+        expired batch each line that was not run gets an error."""
         mine = [task for (batch_id, _), task in self._running.items() if batch_id == batch.id]
         for task in mine:
             task.cancel()
@@ -210,8 +212,8 @@ class BatchRunner:
     # -- lines ---------------------------------------------------------------------------------
 
     async def _fill(self) -> None:
-        """Begins lines while there is room. Where there is none, a line whose model has waited for
-        a turn makes room for one of another model (Waits)."""
+        """Begins lines while fewer than `in_flight` run. At the bound, a line whose model has
+        waited for a whole turn makes room for a line of another model (CallsInFlight)."""
         config = self._config()
         while not self._is_stuck:
             late = self._waits.models(config.turn_s)
@@ -246,8 +248,8 @@ class BatchRunner:
         return len(self._finished) > 4 * self._config().in_flight
 
     async def _carry(self, batch: Batch, line: Line) -> None:
-        """One attempt of one line. Where its tenant's files fill what they may, it waits until some
-        are deleted, or for the end of the window."""
+        """Makes one attempt of one line. While the tenant's files fill all that they may, the line
+        is put back until some are deleted, or the window ends."""
         try:
             most = self._config().tenant_bytes
             await self._blocking(self._store.check_room, batch.tenant, most)
@@ -259,7 +261,12 @@ class BatchRunner:
             waited_s = now_s - self._first_s.setdefault((batch.id, line.number), now_s)
             async with self._waits.call(line.model) as call:
                 answer = await attempt(
-                    *(service, batch.endpoint, body, headers, batch.tenant, _no_events),
+                    service,
+                    batch.endpoint,
+                    body,
+                    headers,
+                    batch.tenant,
+                    _no_events,
                     on_progress=call.note,
                     forecasts=self._forecasts,
                     waited_s=waited_s,
@@ -314,7 +321,7 @@ class BatchRunner:
         self.wake()
 
     async def _flush(self) -> None:
-        """Keeps what has come so far. Twice at once is harmless: a line is kept once."""
+        """Keeps the results so far. Two calls at once are harmless, because a line is kept once."""
         taken = list(self._finished)
         if taken:
             await self._blocking(self._store.keep, taken)

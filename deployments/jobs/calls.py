@@ -1,9 +1,10 @@
-"""One attempt of one call, made as any other of its tenant but with priority batch: what becomes a
-job's answer, and what is tried again. A task's rungs are ordered for each attempt; none of them is
-a remote, because no key is there that may send a request away.
+"""Makes one attempt of a job's call or of a batch's line, with priority batch, and says whether its
+answer stands or the call is tried again. A task's rungs are ordered for each attempt; none of them
+is a remote, because a job has no key that may send a request away.
 
-Transient is what another try may cure: an engine that died, a full queue, a load that failed, an
-hour at which the model is not loaded (429 and 503). All else is an answer, refusals included.
+A transient error is one that another try may cure: an engine that died, a full queue, a failed
+load, an hour at which the model is not loaded (429 and 503). Everything else is an answer, refusals
+included.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,7 +33,7 @@ ANSWER_MOST_BYTES = 256 << 20  # ten pictures of 4096 pixels as base64, or hours
 
 @error_fields
 class AnswerTooLarge(RequestError):
-    """An answer that is not kept."""
+    """The answer is too large to be kept."""
 
     size_bytes: int
     most_bytes: int
@@ -61,7 +62,7 @@ class Answer:
 
 
 class RetryLater(Exception):
-    """The attempt came to nothing; the call is to be made again after `after_s` seconds."""
+    """The attempt has no answer; the call is to be made again after `after_s` seconds."""
 
     def __init__(self, after_s: float | None, why: str) -> None:
         super().__init__(after_s, why)
@@ -96,24 +97,26 @@ async def attempt(
     forecasts: Forecasts | None = None,
     waited_s: float = 0.0,
 ) -> Answer:
-    """Raises RetryLater. Cancelling it cancels the work down to the engine. `forecasts`: by which
-    rungs are ordered; absent: new ones. `waited_s`: what is gone of the call's deadline, which
-    counts over all attempts; once it is over the refusal is the answer."""
+    """Makes the call once, and returns its answer; a deadline that is over gives a refusal. Raises
+    RetryLater. Cancelled, it cancels the work down to the engine. `waited_s`: the seconds of the
+    earlier attempts, which count against the call's deadline. `forecasts`: by which a task's rungs
+    are ordered."""
     try:
-        whole = await parse(path, body, headers, service.profiles)
-        if (rest := _with_rest(whole, waited_s)) is None:
-            return refused(DeadlineUnmet(whole.model, waited_s, AGAIN_LEAST_S))
+        parsed = await parse(path, body, headers, service.profiles)
+        if (request := _with_deadline_left(parsed, waited_s)) is None:
+            return refused(DeadlineUnmet(parsed.model, waited_s, AGAIN_LEAST_S))
         wants_progress = on_progress is not None
         call: AnyCall
-        if (task := task_of(rest.model)) is not None:
+        if (task := task_of(request.model)) is not None:
             tasks = Tasks(service, forecasts or Forecasts())
-            call = _in_time(await tasks.call(task, rest, Caller(tenant, NO_SCOPES)), priority)
+            made = await tasks.call(task, request, Caller(tenant, NO_SCOPES))
+            call = _that_waits(made, priority)
         else:
-            call = replace(await service.call(rest, tenant), priority=priority)
+            call = replace(await service.call(request, tenant), priority=priority)
         call = replace(call, wants_progress=wants_progress)
         async with aclosing(service.run(call)) as parts:
-            answer = await _taken(_after_progress(parts, on_progress), on_events)
-        return replace(answer, request_id=rest.request_id)
+            answer = await _collect(_after_progress(parts, on_progress), on_events)
+        return replace(answer, request_id=request.request_id)
     except RequestError as error:
         if messages.is_transient(error) or error.status_code in TRANSIENT:
             raise RetryLater(error.retry_after_s, str(error)) from error
@@ -121,8 +124,9 @@ async def attempt(
 
 
 async def target(service: InferenceService, request: ParsedRequest, tenant: str) -> tuple[str, str]:
-    """Model and served name, by which lines are collated: of a task its own name, twice. Raises
-    RequestError; for a task the first rung's, where no rung can have the request."""
+    """Returns model and served name, by which lines are collated; for a task its name in both
+    places. Raises RequestError; where no rung of a task can serve the request, the error of the
+    first rung."""
     task = task_of(request.model)
     if task is None:
         call = await service.call(request, tenant)
@@ -138,8 +142,8 @@ async def target(service: InferenceService, request: ParsedRequest, tenant: str)
     raise first
 
 
-def _with_rest(request: ParsedRequest, waited_s: float) -> ParsedRequest | None:
-    """With what is left of its deadline; None: nothing is."""
+def _with_deadline_left(request: ParsedRequest, waited_s: float) -> ParsedRequest | None:
+    """Returns the request with the rest of its deadline; None: the deadline is over."""
     deadline_s = request.checked.x_deadline_s or request.profile.deadline_s
     if deadline_s is None:
         return request
@@ -148,8 +152,9 @@ def _with_rest(request: ParsedRequest, waited_s: float) -> ParsedRequest | None:
     return replace(request, checked=checked) if left_s > 0 else None
 
 
-def _in_time(call: TaskCall, priority: Priority) -> TaskCall:
-    """Waits for its rung however long that takes, since no person does."""
+def _that_waits(call: TaskCall, priority: Priority) -> TaskCall:
+    """Returns the call as one that waits for its rung however long that takes, because no person
+    waits for the answer."""
 
     async def call_of(rung: str) -> messages.InferenceCall:
         return replace(await call.call_of(rung), priority=priority)
@@ -171,13 +176,15 @@ async def _after_progress(parts: Parts, on_progress: OnProgress | None) -> Parts
             yield part
 
 
-async def _taken(parts: Parts, on_events: OnEvents) -> Answer:
+async def _collect(parts: Parts, on_events: OnEvents) -> Answer:
+    """Returns the whole answer; of a stream it tells the events as they come. Raises RetryLater,
+    StreamCut."""
     head: messages.ResponseHead | None = None
     events, pieces, size = Events(), [], 0
     async for part in parts:
         match part:
             case messages.FullResponse():
-                return _whole(part.head, part.body)
+                return _answer_of(part.head, part.body)
             case messages.ResponseHead():
                 head = part
             case bytes() if head is not None and head.is_event_stream:
@@ -188,7 +195,7 @@ async def _taken(parts: Parts, on_events: OnEvents) -> Answer:
                 if size > ANSWER_MOST_BYTES:
                     return refused(AnswerTooLarge(size, ANSWER_MOST_BYTES))
     assert head is not None, "a response has a head"
-    return _whole(head, b"".join(pieces))
+    return _answer_of(head, b"".join(pieces))
 
 
 async def _tell(events: list[str], on_events: OnEvents) -> None:
@@ -204,7 +211,7 @@ async def _tell(events: list[str], on_events: OnEvents) -> None:
 
 
 def _error_in(event: str) -> RetryLater | None:
-    """What the error is that ends a stream of events, if the event is one."""
+    """Returns the error, if the event is one that ends a stream."""
     if '"error"' not in event:
         return None
     data = data_of(event)
@@ -216,7 +223,8 @@ def _error_in(event: str) -> RetryLater | None:
     return RetryLater(None, why) if code == EngineLost.code else StreamCut(why, code)
 
 
-def _whole(head: messages.ResponseHead, body: bytes) -> Answer:
+def _answer_of(head: messages.ResponseHead, body: bytes) -> Answer:
+    """Raises RetryLater for a status that another try may cure."""
     if head.status in TRANSIENT:
         retry_after = head.headers.get("retry-after", "")
         raise RetryLater(

@@ -1,4 +1,4 @@
-"""LineQueue: which line of all batches is next. Pure but for `more`, which reads lines.
+"""LineQueue: which line of all batches is next. Pure but for `read_lines`.
 
 Lines are collated: a model keeps its turn while it has lines, over all batches, for `turn_s` at
 most while another waits, and its adapters one after another. Within a turn the tenant with the
@@ -13,7 +13,7 @@ from deployments.jobs.batch_store import Batch, Line
 
 AHEAD = 200  # lines of a group in memory: seconds of work, 30 kB
 
-More = Callable[[str, str, str, int, int], list[Line]]  # as BatchStore.lines
+ReadLines = Callable[[str, str, str, int, int], list[Line]]  # as BatchStore.lines
 
 
 @dataclass(slots=True, eq=False)
@@ -27,10 +27,10 @@ class Group:
     last: int = 0  # the highest number that was read
     is_read: bool = False  # to its end: a batch gets no line once it has begun
 
-    def fill(self, more: More) -> bool:
-        """True if it has a line now. Blocks."""
+    def fill(self, read_lines: ReadLines) -> bool:
+        """Reads further lines if none is in memory. Returns whether it has a line now. Blocks."""
         if not self.ready and not self.is_read:
-            lines = more(self.batch.id, self.model, self.served, self.last, AHEAD)
+            lines = read_lines(self.batch.id, self.model, self.served, self.last, AHEAD)
             self.ready.extend(lines)
             self.last = lines[-1].number if lines else self.last
             self.is_read = len(lines) < AHEAD
@@ -38,15 +38,15 @@ class Group:
 
     @property
     def is_over(self) -> bool:
-        """All its lines were taken; one of them may be put back."""
+        """Says whether all its lines were taken; one of them may still be put back."""
         return self.is_read and not self.ready
 
 
 class LineQueue:
     """`take`, `has_line` and `is_open` block while they read; all but properties in one thread."""
 
-    def __init__(self, more: More, clock: Callable[[], float]) -> None:
-        self._more, self._clock = more, clock
+    def __init__(self, read_lines: ReadLines, clock: Callable[[], float]) -> None:
+        self._read_lines, self._clock = read_lines, clock
         self._groups: dict[str, list[Group]] = {}  # by batch
         self._not_before: dict[tuple[str, str], float] = {}  # by tenant and model
         self._in_flight: Counter[str] = Counter()  # by batch
@@ -65,26 +65,26 @@ class LineQueue:
         self._groups.pop(batch_id, None)
 
     def has_line(self, without: Collection[str]) -> bool:
-        """There is one just now for another model than these. Blocks."""
-        return bool(self._open(self._clock(), without))
+        """Says whether there is a line now for another model than these. Blocks."""
+        return bool(self._ready(self._clock(), without))
 
     def take(self, turn_s: float, without: Collection[str] = ()) -> tuple[Batch, Line] | None:
-        """The next line, which is in flight from now on, `without` those for these models. None:
-        there is none just now."""
+        """Returns the next line, which counts as in flight from now on; None: there is none now.
+        `without`: models whose lines are passed over. Blocks."""
         now_s = self._clock()
-        open_groups = self._open(now_s, without)
-        if not open_groups:
+        ready = self._ready(now_s, without)
+        if not ready:
             return None
-        self._turn({group.model: None for group in open_groups}, now_s, turn_s)
-        mine = [group for group in open_groups if group.model == self._model]
-        group = min(mine, key=self._rank)
+        self._give_turn({group.model: None for group in ready}, now_s, turn_s)
+        of_model = [group for group in ready if group.model == self._model]
+        group = min(of_model, key=self._rank)
         self._served = group.served
         self._in_flight[group.batch.id] += 1
         self._tenants[group.batch.tenant] += 1
         return group.batch, group.ready.popleft()
 
-    def _open(self, now_s: float, without: Collection[str]) -> list[Group]:
-        """The groups that have a line now, for another model than these. Blocks."""
+    def _ready(self, now_s: float, without: Collection[str]) -> list[Group]:
+        """Returns the groups that have a line now, for another model than these. Blocks."""
         for batch_id, groups in self._groups.items():
             self._groups[batch_id] = [group for group in groups if not group.is_over]
         return [
@@ -93,10 +93,11 @@ class LineQueue:
             for group in groups
             if group.model not in without
             and self._not_before.get(_key(group.batch, group.model), now_s) <= now_s
-            and group.fill(self._more)
+            and group.fill(self._read_lines)
         ]
 
-    def _turn(self, models: dict[str, None], now_s: float, turn_s: float) -> None:
+    def _give_turn(self, models: dict[str, None], now_s: float, turn_s: float) -> None:
+        """Gives the turn to the next of these models, if the turn of the present one is over."""
         is_over = now_s - self._turn_began_s >= turn_s and len(models) > 1
         if self._model in models and not is_over:
             return
@@ -110,14 +111,14 @@ class LineQueue:
         return in_flight, group.served != self._served, group.batch.created_s, group.batch.id
 
     def end(self, batch: Batch) -> None:
-        """A line of it is in flight no more."""
+        """Notes that a line of the batch is in flight no more."""
         self._in_flight[batch.id] -= 1
         self._tenants[batch.tenant] -= 1
 
     def put_back(self, batch: Batch, line: Line, not_before_s: float) -> None:
         """Puts back a line that is to be tried again. Until `not_before_s` no line of this tenant
-        goes to its model: a quota that is used up is the tenant's alone, and whether a model fails
-        each tenant finds out by itself."""
+        goes to its model. Lines of other tenants go on, because a quota that is used up is the
+        tenant's alone, and each tenant finds out by itself whether a model fails."""
         self._not_before[_key(batch, line.model)] = not_before_s
         if (groups := self._groups.get(batch.id)) is None:
             return
@@ -128,9 +129,10 @@ class LineQueue:
         group.ready.appendleft(line)
 
     def is_open(self, batch_id: str) -> bool:
-        """Lines of it are in flight or to come, a blocked model's included. Blocks."""
+        """Says whether lines of the batch are in flight or to come, also for a blocked model.
+        Blocks."""
         return self._in_flight[batch_id] > 0 or any(
-            group.fill(self._more) for group in self._groups[batch_id]
+            group.fill(self._read_lines) for group in self._groups[batch_id]
         )
 
     @property

@@ -38,15 +38,16 @@ CUT_TRIES = 5  # of a stream that ends with an error or without its end, by one 
 
 
 async def rounds(
-    one: Callable[[], Awaitable[float | None]], wake: asyncio.Event, what: str
+    run_round: Callable[[], Awaitable[float | None]], wake: asyncio.Event, what: str
 ) -> None:
-    """One round after the other: at each wake, and after as many seconds as the last one says
-    (None: never). A disk that takes nothing is waited for. Raises Superseded."""
+    """Runs a round at each wake, and after as many seconds as the last round returned (None:
+    never). A round that the disk refuses is run again. `what` waits meanwhile, for the log. Raises
+    Superseded."""
     while True:
         wake.clear()
         wait_s: float | None = STORAGE_AGAIN_S
         try:
-            wait_s = await one()
+            wait_s = await run_round()
         except (StorageFull, StorageFailed) as error:
             logger.error("%s wait: %s", what, error)
         with contextlib.suppress(TimeoutError):
@@ -85,7 +86,8 @@ KINDS: dict[str, JobKind] = {
 
 
 class Runner:
-    """`service` gives the front's service as the table is now."""
+    """Runs queued jobs, a bounded number at a time. `service` returns the front's service with the
+    table as it is now."""
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class Runner:
         self.wake()
 
     async def _carry(self, job: Job) -> None:
-        """One attempt, and what becomes of it in the store."""
+        """Makes one attempt, and notes in the store what became of it."""
         try:
             answer = await self._attempt(job)
             if not await self._blocking(
@@ -193,7 +195,8 @@ class Runner:
             logger.warning("%s", error)
 
     async def _attempt(self, job: Job) -> Answer:
-        """Raises RetryLater, StorageFull, StorageFailed, Superseded."""
+        """Makes one attempt, and after CUT_TRIES cut streams takes the error for the answer. Raises
+        RetryLater, StorageFull, StorageFailed, Superseded."""
         try:
             answer = await self._answer(job)
         except StreamCut as cut:
@@ -217,7 +220,12 @@ class Runner:
         try:
             async with self._waits.call(job.model) as call:
                 answer = await attempt(
-                    *(service, job.path, sent, job.headers, job.tenant, writer.add),
+                    service,
+                    job.path,
+                    sent,
+                    job.headers,
+                    job.tenant,
+                    writer.add,
                     on_progress=partial(self._tell_progress, job.id, call),
                     priority=Priority[job.meta.get("priority", Priority.BATCH.name)],
                     forecasts=self._forecasts,
@@ -242,7 +250,7 @@ class Runner:
             self.progress[job_id] = asdict(progress)
 
     async def _keep_refusal(self, job: Job, error: RequestError) -> None:
-        """The answer found no room; the refusal is small, and may find some."""
+        """Keeps a refusal in place of an answer for which there was no room: it is small."""
         answer = refused(error)
         try:
             await self._blocking(self._store.complete, job.id, answer.status, answer.body)
@@ -264,7 +272,7 @@ class EventWriter:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, events: list[str]) -> None:
-        """Raises what the write before it raised."""
+        """Keeps events with the next write. Raises what the write before it raised."""
         self.all += events
         if self._writing is None or self._writing.done():
             if self._writing is not None:
@@ -272,13 +280,14 @@ class EventWriter:
             self._writing = asyncio.create_task(self._write())
 
     async def written(self) -> None:
-        """Raises StorageFull, StorageFailed, Superseded, Conflict, Refused."""
+        """Waits until all events are kept. Raises StorageFull, StorageFailed, Superseded, Conflict,
+        Refused."""
         if self._writing is not None:
             await self._writing
         await self._write()
 
     async def ended(self) -> None:
-        """Nothing of it runs any more, whatever became of the last write."""
+        """Waits for the end of the last write, whatever became of it."""
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
 

@@ -61,7 +61,8 @@ class WrongLine(Exception):
 
 
 def window_s(text: str) -> int | None:
-    """Seconds of `24h`, or of another number of s, m, h or d up to 14 days; None: it is none."""
+    """Returns the seconds of a text such as `24h`: a number of s, m, h or d, up to 14 days; None
+    for any other text."""
     match = WINDOW.fullmatch(text)
     seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
     return seconds if 0 < seconds <= WINDOW_MOST_S else None
@@ -104,18 +105,20 @@ class Validator:
     def all_errors(self) -> list[LineError]:
         """The errors of the lines, or the error that the file has no line."""
         if self.total == 0:
-            return [LineError("empty_file", "the input file has no request")]
+            return [LineError("empty_file", "the input file has no request; it needs at least one")]
         return self.errors
 
     async def check(self, offset: int, raw: bytes) -> Line | None:
-        """None: the line is blank, or wrong, which `errors` tells. Raises RetryLater."""
+        """Returns a line that is right; None: it is blank, or wrong, which `errors` tells. Raises
+        RetryLater."""
         self._number += 1
         if not raw.strip():
             return None
         self.total += 1
         try:
             if self.total > LINES_MOST:
-                raise self._wrong("too_many_tasks", f"more than {LINES_MOST} requests", None)
+                message = f"more than {LINES_MOST} requests; split the file into several batches"
+                raise self._wrong("too_many_tasks", message, None)
             model, served = await self._target(raw)
         except WrongLine as wrong:
             self.errors.append(wrong.error)
@@ -127,13 +130,16 @@ class Validator:
         """Model and served name. Raises WrongLine; RetryLater where a file server is away."""
         line = self._parsed(raw)
         if (first := self._seen.setdefault(line.custom_id, self._number)) != self._number:
-            message = f"custom_id {line.custom_id!r} is that of line {first} as well"
+            message = (
+                f"line {first} has the custom_id {line.custom_id!r} too; give each line its own"
+            )
             raise self._wrong("duplicate_custom_id", message, "custom_id")
         if line.url != self._batch.endpoint:
             message = f"url {line.url!r} is not the batch's endpoint, {self._batch.endpoint}"
             raise self._wrong("mismatched_url", message, "url")
         if line.body.get("stream"):
-            raise self._wrong("invalid_request", "a line of a batch is no stream", "body.stream")
+            message = "a line of a batch cannot be a stream; leave `stream` out"
+            raise self._wrong("invalid_request", message, "body.stream")
         for name in NOT_IN_A_BATCH if line.url == stored.PATH else ():
             if line.body.get(name):
                 message = f"a line of a batch has no `{name}`; give all turns as `input`"
@@ -151,7 +157,8 @@ class Validator:
 
     def _parsed(self, raw: bytes) -> LineBody:
         if len(raw) > LINE_MOST_BYTES:
-            raise self._wrong("line_too_large", f"more than {LINE_MOST_BYTES} bytes", None)
+            message = f"more than {LINE_MOST_BYTES} bytes; shorten this request"
+            raise self._wrong("line_too_large", message, None)
         try:
             return LineBody.model_validate_json(raw)
         except ValidationError as error:
@@ -163,7 +170,8 @@ class Validator:
             raise self._wrong("invalid_request", message, field) from error
 
     def _wrong(self, code: str, message: str, param: str | None) -> WrongLine:
-        """The message may repeat what the line says, which may be long, and lies in a row."""
+        """Makes the error of this line. The message may repeat the line's text, so it is clipped:
+        it lies in a row of the state file."""
         short = None if param is None else _clipped(param, FIELD_MOST)
         clipped = _clipped(message, MESSAGE_MOST)
         return WrongLine(LineError(_clipped(code, FIELD_MOST), clipped, self._number, short))

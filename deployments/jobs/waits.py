@@ -1,6 +1,8 @@
-"""Waits: the calls in flight of which some wait in the arbiter's queue, for memory or for the hours
-of their model. After a while they give their places to calls of other models; one of each model
-stays, so that the model keeps its place in that queue, unless all places are held so.
+"""CallsInFlight: has calls that wait give their places to calls of other models.
+
+A call may wait long in the arbiter's queue, for memory or for the hours of its model. One waiting
+call of each model keeps its place, so that the model keeps its place in that queue. Where such
+calls hold all places, one of them gives its place away as well.
 """
 
 import asyncio
@@ -25,8 +27,9 @@ class Call:
     again_s: float | None = None  # when it may be made again, once it has given its place away
 
     def note(self, progress: Progress | None) -> None:
-        """How far its model is; None: the answer has begun. A load that takes less than the time
-        between two looks (wait_progress) is not told, and the call counts as queued."""
+        """Notes how far the call's model is; None: the answer has begun. A load that takes less
+        time than lies between two looks (wait_progress) is not told, and its call counts as
+        queued."""
         if progress is None or not progress.is_queued:
             self.queued_at_s = None
         elif self.queued_at_s is None:
@@ -34,7 +37,7 @@ class Call:
 
     @property
     def gives_way(self) -> bool:
-        """It is being ended."""
+        """Says whether it is being ended, for a call of another model."""
         return self.bound.when() is not None
 
 
@@ -47,7 +50,8 @@ class CallsInFlight:
 
     @asynccontextmanager
     async def call(self, model: str) -> AsyncGenerator[Call]:
-        """A call that is made within. Raises RetryLater where it has given its place away."""
+        """Has the call that is made inside in flight. Raises RetryLater where it has given its
+        place away."""
         call: Call | None = None
         try:
             async with asyncio.timeout(None) as bound:
@@ -64,15 +68,15 @@ class CallsInFlight:
             raise RetryLater(call.again_s, message) from None
 
     def models(self, least_s: float) -> frozenset[str]:
-        """Those of which no further call is to begin: one has waited for so long, or has just given
-        its place away as the last one."""
+        """Returns the models of which no further call is to begin: a call of theirs has waited for
+        `least_s`, or their last one has just given its place away."""
         now_s = time.monotonic()
         self._until_s = {model: s for model, s in self._until_s.items() if s > now_s}
         return frozenset(call.model for call in self._waiting(least_s)) | self._until_s.keys()
 
     def give_way(self, least_s: float, places: int) -> None:
-        """Ends one call that has waited for so long, of the model with most of them, unless another
-        is being ended. `places`: how many there are for all calls."""
+        """Ends one call that has waited for `least_s`, of the model with most such calls, unless a
+        call is being ended already. `places`: how many calls may be in flight."""
         waiting = self._waiting(least_s)
         counts = Counter(call.model for call in waiting)
         last = max(waiting, key=lambda call: counts[call.model], default=None)

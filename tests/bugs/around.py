@@ -496,7 +496,7 @@ BUGS = [
     Bug("a report to an earlier epoch counts as heard beside another", "arbiter/node/reports.py", "Reports.say",
         "epoch != sent",
         "epoch != self._epoch"),
-    Bug("a Ray that hangs takes a thread of the agent with each report", "arbiter/node/reports.py", "Reports._found",
+    Bug("a Ray that hangs takes a thread of the agent with each report", "arbiter/node/reports.py", "Reports._reach_arbiter",
         "asyncio.get_running_loop().run_in_executor(self._lookups, look_up)",
         "asyncio.get_running_loop().run_in_executor(None, look_up)"),
     Bug("a process of another user is handed slabs", "arbiter/node/lending_socket.py", "LendingSocket._answer",

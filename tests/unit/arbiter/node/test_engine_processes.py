@@ -50,10 +50,10 @@ async def agent(no_arbiter: None, folder: Path) -> AsyncIterator[NodeAgent]:
 
 
 def use(agent: NodeAgent, arbiter: Arbiter, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def found(_: object) -> RayPeer:
+    async def reach_arbiter(_: object) -> RayPeer:
         return RayPeer(FakeArbiter(check_grant=arbiter.check_grant))
 
-    monkeypatch.setattr(reports.Reports, "_found", found)
+    monkeypatch.setattr(reports.Reports, "_reach_arbiter", reach_arbiter)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ async def test_check_without_an_answer_is_given_up_after_the_same_bound(
     monkeypatch.setattr(reports, "CONFIRM_S", 0.0)
     monkeypatch.setattr(reports, "REPORT_S", 1_000.0)
 
-    async def found(_: object) -> RayPeer:
+    async def reach_arbiter(_: object) -> RayPeer:
         return RayPeer(FakeArbiter())
 
-    monkeypatch.setattr(reports.Reports, "_found", found)
+    monkeypatch.setattr(reports.Reports, "_reach_arbiter", reach_arbiter)
     async with asyncio.timeout(WITHIN_S):
         with pytest.raises(ArbiterUnavailable):
             await agent.spawn(T, SPEC)
