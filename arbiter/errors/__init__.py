@@ -13,32 +13,32 @@ ArbiterError
     ModelCoolingDown      503  its last load failed; says why and when to come back
     LoadFailed            503  the load behind this ticket failed
     EngineLost            503  the engine died under this request
-    ReplicaLost           503  the replica that serves the model did: an EngineLost too
+    ReplicaLost           503  the replica that serves the model died; it is an EngineLost
     CapabilityFailed      503  its deployment is broken or has no application
-    LeaseRefused          400  a lease on terms, or for a process, that cannot be
+    LeaseRefused          400  the terms of a lease, or its process, cannot be accepted
     UnknownLease          404  no such lease of this tenant
     HostRamShort          409  host RAM has no room for a copy of a model's files
     UnknownHostCopy       404  no node has such a copy
-    GrowthRefused         409  a resident that wants more would wait for another that does
+    GrowthRefused         409  a resident model would wait for bytes behind another that waits too
     SettingsConflict      409  the settings were changed by another caller meanwhile
-    NotResident           409  a control plane says what is resident, and this model is not
+    NotResident           409  a control plane decides what is resident, and this model is not
     RolePinned            409  a pinned model has the one place of its role on the node
-    UnderPressure         503  real memory is short on every device it could go to
+    UnderPressure         503  real memory is short on every device that the model could go to
     GpusLost              503  its node has lost GPUs, and what is left does not suffice
     QuotaExceeded         429  more than this tenant or client may have at once
     RemoteBudgetSpent     429  a tenant's day at a remote has no room for this request
     EgressRefused         503  what leaves this machine cannot be written down, so nothing leaves
-    EgressUnsettled       503  what it cost is not written down; it stays reserved, to be told again
-    TenantCoolingDown     429  over what it may hold on average, until that has fallen
+    EgressUnsettled       503  a cost is not written down; it stays reserved until told again
+    TenantCoolingDown     429  on average the tenant holds more than it may, until that has fallen
     HolderQuarantined     503  this holder did not give memory back
     ArbiterClosing        503  shutdown has begun
     ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
-    TicketClosed          409  use after release
-    TicketNotQueued       409  it is to be raised or cancelled, and does not wait
+    TicketClosed          409  the ticket has ended: released, killed or withdrawn
+    TicketNotQueued       409  only a queued ticket can be raised or cancelled
     RequestCancelled      410  an operator has ended its wait
     TicketNotGranted      409  an engine was to be spawned under a ticket without a grant
     StaleEpoch            409  message of an earlier epoch of the arbiter
-  AgentAway               a node's agent did not answer just now; what was asked is asked again
+  AgentAway               a node's agent did not answer just now; the arbiter asks it again
   SlabUnusable            a file that should hold a slab is none, or cannot be mapped
   RowMisused              a slab's writer pinned, unpinned or freed a row out of turn: its bug
   LedgerBroken            a bug in this package; the actor must crash, never repair

@@ -94,14 +94,15 @@ class HostCopy:
         self.models.add(request.owner)
 
     def leave_model(self, model: ModelName) -> None:
-        """Its files are others now, or it is in the table no more."""
+        """Takes a model off the copy: its files were replaced, or it has left the table."""
         self.models.discard(model)
         self.sources = {r: s for r, s in self.sources.items() if r.owner != model}
         self.is_leaving = self.is_leaving or not self.models
 
 
 class HostCopies:
-    """`start` runs a coroutine as a task of the agent."""
+    """Makes copies of model files and lends them to engines. `start` runs a coroutine as a task of
+    the agent."""
 
     def __init__(
         self,
@@ -127,8 +128,8 @@ class HostCopies:
     # -- lending ---------------------------------------------------------------------------------
 
     async def lend(self, ticket: TicketId, request: CopyRequest) -> dict[str, Any] | None:
-        """What the engine of `ticket` is told of its copy, which it may have until it ends. None:
-        there is no room, or no such file; the engine reads the files."""
+        """Lends a copy to the engine of `ticket`, until that ends; returns what the engine is told
+        of it. None: there is no room or no such file, and the engine reads the files itself."""
         async with self._making[request.folder]:
             try:
                 copy = await self._find_or_make(request)
@@ -147,21 +148,21 @@ class HostCopies:
         return {"socket": str(self._socket.path), "key": copy.files.index.key, "ticket": ticket}
 
     def take_back(self, ticket: TicketId) -> None:
-        """The ticket's engine has ended, or was never started."""
+        """Takes its copies back from the ticket's engine, which has ended or was never started."""
         for copy in [c for c in self._copies if ticket in c.users]:
             copy.users.discard(ticket)
             copy.idle_since_s = time.monotonic()
             self._drop_if_left(copy)
 
     async def _find_or_make(self, request: CopyRequest) -> HostCopy | None:
-        """Raises OSError."""
+        """Returns a copy of the files as they are now; None: there is none. Raises OSError."""
         source = await self._in_thread(copy_files.look, request)
         if source is None:
             return None
         if existing := next((c for c in self._alike(source, request) if c.has(source)), None):
             existing.take_source(request, source)
             return existing
-        if self._alike(source, request):  # their bytes tell
+        if self._alike(source, request):  # only the bytes tell whether one of them will do
             key = await self._in_thread(copy_files.key_of, source)
             if await self._in_thread(copy_files.look, request) != source:
                 return None
@@ -180,7 +181,8 @@ class HostCopies:
         return None
 
     async def _make(self, request: CopyRequest, source: SourceFiles) -> HostCopy | None:
-        """Raises OSError. None: refused, or the files changed while they were read."""
+        """Makes a copy. None: its lease was refused, or the files changed while they were read.
+        Raises OSError."""
         name = _new_name()
         lease = CopyLease(self._calls, self._node, name, request.owner.path, source.size_bytes)
         if not await lease.acquire():
@@ -207,7 +209,7 @@ class HostCopies:
         return copy
 
     def _lent(self, ticket: TicketId, key: str) -> tuple[int, ...]:
-        """Descriptors that only read."""
+        """Returns the descriptors of a lent copy, which can only read."""
         for copy in self._copies:
             if ticket in copy.users and copy.files and copy.files.index.key == key:
                 return copy.files.fds
@@ -232,14 +234,14 @@ class HostCopies:
                 copy.lease = copy.lease.anew(_new_name())
 
     def _give_way(self, copy: HostCopy) -> None:
-        """Host RAM is needed. What engines have open stays."""
+        """Drops an idle copy because host RAM is needed. A copy that engines have open stays."""
         if copy in self._copies and not copy.users_count:
             self._counts["evicted"] += copy.files_count
             self._drop(copy)
 
     def end(self, ticket: TicketId) -> bool:
-        """The arbiter wants the lease of this ticket ended. False: it is no copy's any more. One in
-        use stays, and asks for another lease."""
+        """Gives way because the arbiter wants the lease of this ticket ended. Returns whether a
+        copy still has that lease: a copy in use stays, and asks for another."""
         for copy in [c for c in self._copies if c.lease.ticket == ticket]:
             self._give_way(copy)
             return copy in self._copies
@@ -275,7 +277,7 @@ class HostCopies:
         return not any(copy in self._copies for copy in copies)
 
     def drop_owner(self, owner: str) -> None:
-        """The model has left the table (D9)."""
+        """Takes a model that has left the table off its copies (D9)."""
         for copy in list(self._copies):
             for model in [m for m in copy.models if m.path == owner]:
                 copy.leave_model(model)
@@ -289,8 +291,8 @@ class HostCopies:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Lets copies of files go that have been replaced. What takes longer than LOOK_S is told
-        when it ends, and not asked again meanwhile."""
+        """Drops copies whose files have been replaced. A look that takes longer than LOOK_S counts
+        when it ends, and is not repeated meanwhile."""
         for copy in self._copies:
             for request, source in copy.sources.items():
                 if request not in self._looks:

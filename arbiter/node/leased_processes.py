@@ -25,7 +25,7 @@ LEFT_FRACTION = 0.1
 
 @dataclass(slots=True)
 class LeasedProcess:
-    """One leased process tree. `members` as last seen, pid to start time."""
+    """Holds one leased process tree. `members`: its processes as last seen, pid to start time."""
 
     ticket: TicketId
     pid: int
@@ -48,7 +48,7 @@ class LeasedProcess:
 
     @property
     def enough_bytes(self) -> Bytes:
-        """Holding at most this much, it has given its lease back."""
+        """Returns the bytes at or below which the process counts as having given its lease back."""
         lent = Bytes(sum(d.size_bytes for d in self.granted))
         return Bytes(self.floor_bytes + share(lent, LEFT_FRACTION))
 
@@ -63,7 +63,7 @@ class LeasedProcesses:
     def open(
         self, ticket: TicketId, pid: int, granted: tuple[DeviceBytes, ...], not_these: set[int]
     ) -> LeasedProcess | None:
-        """Watch a process; None when it is watched for this ticket already. Raises LeaseRefused
+        """Watches a process; None when it is watched for this ticket already. Raises LeaseRefused
         for a process that is dead, is not this user's, or belongs to another ticket: its bytes
         would be counted twice."""
         process_of_lease = self.by_ticket.get(ticket)
@@ -95,8 +95,9 @@ class LeasedProcesses:
     def note(
         self, looked_ns: int, all_processes: dict[int, procfs.Process], not_through: Collection[int]
     ) -> list[LeasedProcess]:
-        """What was seen at `looked_ns`; returns those with nothing left. A driver that started Ray
-        is the parent of all of it: what lies behind the pids `not_through` is not the driver's."""
+        """Notes what was seen at `looked_ns`; returns the leased processes of which nothing is
+        left. Processes behind the pids `not_through` do not count: a driver that started Ray is the
+        parent of all of Ray."""
         processes = {pid: p for pid, p in all_processes.items() if pid not in not_through}
         noted = [o for o in self.by_ticket.values() if o.opened_ns < looked_ns]
         for leased in noted:
@@ -120,8 +121,8 @@ class LeasedProcesses:
         return [leased.tree() for leased in self.by_ticket.values()]
 
     def given_back(self, engines: tuple[EngineReading, ...]) -> list[LeasedProcess]:
-        """The leaving processes that hold no more than before their lease, by a reading just
-        taken."""
+        """Returns the leaving processes that hold no more than before their lease, by a reading
+        just taken."""
         read = {e.ticket: e.measured for e in engines}
         return [
             o

@@ -32,11 +32,10 @@ logger = logging.getLogger("arbiter.agent")
 SHARE_FRACTION = 0.1  # of the node's RAM, where no size is configured
 HIGH_FRACTION, LOW_FRACTION = 0.90, 0.80  # of the budget: above the first it shrinks to the second
 KEPT_FREE_FRACTION = 0.05  # of the node's RAM, which the pool leaves to others
-CRITICAL_FRACTION = (
-    0.5  # of what is kept free: with less available, no slab is saved before it goes
-)
+# Of what is kept free: with less available, no slab is saved before it goes.
+CRITICAL_FRACTION = 0.5
 SWEEP_S = 300.0  # G4
-# In which the end of an agent may save. An arbiter waits 10 s for it, and 2.4 GiB are saved then.
+# An agent that ends saves slabs for this long: 2.4 GiB. An arbiter waits 10 s for its end.
 END_S = 6.0
 _LEAST_BYTES = 2 * EXTENT_BYTES  # a pool that holds less serves nothing
 _STEP_BYTES = 2 * EXTENT_BYTES  # what a writer may grow by until the next turn
@@ -77,7 +76,7 @@ class PooledSlab:
     save: Save | None = None
     leaves_for: str = ""  # the reason of the save
     erasing: list[Removal] = field(default_factory=list)  # of which its writer is to be told
-    is_removed: bool = False  # its model was, while an engine had the slab: it goes with that one
+    is_removed: bool = False  # its model was, while an engine had the slab: it ends with the engine
     # Of rows that no mark shows any more, while the slab is idle. It is lent to no engine before:
     # a writer may take such a row again. Where the agent ends first, the memory ends with it.
     overwriting: Future[None] | None = None
@@ -88,12 +87,13 @@ class PooledSlab:
 
     @property
     def value(self) -> tuple[int, float]:
-        """Idle ones leave in this order."""
+        """Orders idle slabs: the least leaves first."""
         return self.request.content.rank, self.idle_since_s
 
     @property
     def may_be_saved(self) -> bool:
-        """Nothing but KV is worth a file: the rest has one already, or is soon computed anew."""
+        """Says whether a file is worth it: only for KV, because anything else has a file already or
+        is soon computed anew."""
         return self.request.content is Content.KV
 
     def end_save(self) -> None:

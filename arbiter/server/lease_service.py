@@ -105,7 +105,8 @@ class LeaseSession:
         return (held,)
 
     def _terms(self) -> types.LeaseConditions:
-        """What is left of its term is the arbiter's to say, also after a restart of it."""
+        """Returns the lease's terms with what is left of its term by the arbiter's clock, also
+        after a restart of the arbiter."""
         if self.ends_unix_s is None:
             return self.call.terms
         remaining = seconds(max(0.0, self.ends_unix_s - time.time()))
@@ -170,8 +171,8 @@ class LeaseService:
         return {"plan": plan, "lease": plain(state)}
 
     def give_back(self, lease: str, tenant: str) -> None:
-        """Also of a lease of the last epoch whose process has not called since. Repeated: nothing.
-        Raises UnknownLease."""
+        """Ends a lease, also of the last epoch and without a call of its process since. Repeated,
+        it does nothing. Raises UnknownLease."""
         ticket = messages.lease_ticket(tenant, lease)
         if ticket not in self._sessions and (granted := self._granted.get(ticket)):
             self._return(granted)
@@ -190,14 +191,15 @@ class LeaseService:
         self._close(session, reason)
 
     def clean(self) -> list[TicketId]:
+        """Ends the leases that have missed a heartbeat, and returns their tickets."""
         late = [t for t, s in self._sessions.items() if time.monotonic() - s.heard_s > LATE_S]
         for ticket in late:
             self._end(self._sessions[ticket], "lost")
         return late
 
     def sweep(self) -> None:
-        """Forgets leases that ended while no client asked, and after a restart those whose term was
-        over when all holders that would return had."""
+        """Forgets leases that ended while no client asked. After a restart it also forgets leases
+        whose term was over once all living holders were back."""
         if self._shell.core.gave_up_waiting:
             self._forget_lapsed()
         for session in [s for s in self._sessions.values() if s.is_kept]:
@@ -216,8 +218,9 @@ class LeaseService:
             self._shell.feed(ev.Renewed(session.holder, session.held_tickets()))
 
     def _forget_lapsed(self) -> None:
-        """A lease that returns all the same counts as unknown; else its term would begin anew. What
-        left for it returns as after any lease: it comes back to end."""
+        """Forgets leases of the last epoch whose term is over. If their process calls all the same,
+        the lease is unknown; else its term would begin anew. Where models left for a lease, it is
+        opened once more to end, so that they are loaded again."""
         now_s = time.time()
         lapsed = [
             granted

@@ -33,7 +33,8 @@ class NodeAgents(Protocol):
 
 
 class NodeWatch:
-    """`watch_nodes` and `keep` run until they are cancelled. `sweep`: keeps leases that no process
+    """Looks after nodes and saves what was learned. `watch_nodes` and `keep` run until they are
+    cancelled. `sweep`: keeps leases that no process
     holds, and forgets what ended while no client asked. `usage_looks_count`: as StartConfig has
     it."""
 
@@ -60,7 +61,8 @@ class NodeWatch:
         self._usage_part = 0  # the first of them
 
     async def watch_nodes(self) -> None:
-        """Waits for Ray and for agents, which may take long to answer."""
+        """Looks at the nodes, once a second. Ray and the agents may take long to answer, so nothing
+        else is done here."""
         while True:
             try:
                 await self._agents.look(self._shell.feed)
@@ -70,7 +72,8 @@ class NodeWatch:
             await asyncio.sleep(LOOK_S)
 
     async def keep(self) -> None:
-        """Waits for nothing, because leases end that are not kept each second."""
+        """Saves, sweeps and tells, once a second. It waits for no other process, because leases end
+        that are not kept each second."""
         for looks_count in itertools.count(1):
             self.save_learned()
             self.save_removing()
@@ -144,7 +147,7 @@ class NodeWatch:
             self._removing_saved = removing
 
     def save_learned(self) -> None:
-        """What was learned of models, and which were removed, of whom nothing is known then."""
+        """Saves what was learned of models, and which models were removed."""
         core = self._shell.core
         removed = core.export_removed_models()
         if removed != self._removed_saved and self._store.save_removed_models(removed):
@@ -157,6 +160,6 @@ class NodeWatch:
 
 
 def _digest(usage: dict[str, Any]) -> bytes:
-    """The instant of an export differs each time."""
+    """Returns the digest of an export without its instant, which differs each time."""
     values = {name: value for name, value in usage.items() if name != "exported_ns"}
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).digest()

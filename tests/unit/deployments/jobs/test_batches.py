@@ -14,7 +14,7 @@ from arbiter.core.types import Priority
 from arbiter.errors import DeadlineUnmet, EngineLost, NeverFits
 from arbiter.units import Bytes, TicketId
 from deployments.front.model_names import AdaptersAway, ModelNames, Target
-from deployments.jobs import batch_runner, batch_store, calls
+from deployments.jobs import batch_runner, batch_store, calls, validation
 from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.errors import Conflict, NotFound, Refused, TenantLimitReached
 from deployments.jobs.file_store import NewFile
@@ -106,6 +106,24 @@ async def test_one_wrong_line_fails_the_batch_and_is_named(
     assert (error["line"], error["code"], error["param"]) == (3, code, param)
     assert not capability.calls
     assert plain["request_counts"]["total"] == 0 and plain["output_file_id"] is None
+
+
+@pytest.mark.spec("J4", "L3")
+@pytest.mark.parametrize(
+    ("bound", "most", "told"),
+    [
+        ("LINES_MOST", 1, "more than 1 requests; split the file into several batches"),
+        ("LINE_MOST_BYTES", 10, "more than 10 bytes; shorten this request"),
+        ("LINES_MOST", 9, "line 1 has the custom_id 'a' too; give each line its own"),
+    ],
+)
+async def test_error_of_a_line_says_the_bound_and_what_to_do(
+    service: JobsService, monkeypatch: pytest.MonkeyPatch, bound: str, most: int, told: str
+) -> None:
+    monkeypatch.setattr(validation, bound, most)
+    await begin(service, [line("a"), line("a")])
+    messages = {error["message"] for error in (await ended(service)).plain["errors"]["data"]}
+    assert messages == {told}
 
 
 @pytest.mark.spec("J4", "L3")
