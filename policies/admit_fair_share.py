@@ -1,5 +1,6 @@
-"""The most urgent first; among equals those that are soon ready, then whose tenant asked for the
-least of late, then the first to ask (C6, C10). With one tenant it is `warm_first`.
+"""The most urgent ticket first; among equals a ticket that is soon ready, then the ticket whose
+tenant asked for the fewest bytes of late, then the first to ask (C6, C10). With one tenant it is
+`warm_first`.
 """
 
 from arbiter.core.view import Key, QueuedRequest

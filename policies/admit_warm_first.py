@@ -1,6 +1,7 @@
-"""The most urgent first; among equals those that are soon ready, then the first to ask (C6).
+"""The most urgent ticket first; among equals a ticket that is soon ready, then the first to ask
+(C6).
 
-Warm: its weights lie in host RAM already, or another load of them is reading them.
+A ticket is soon ready (warm) when its weights lie in host RAM already, or another load reads them.
 """
 
 from arbiter.core.view import Key, QueuedRequest

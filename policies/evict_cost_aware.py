@@ -1,5 +1,6 @@
-"""The role worth least, then the fewest seconds that losing it is expected to cost (C3): those
-to bring it back, times how likely it is wanted again within the window over which rates are kept.
+"""The model of the role worth least leaves first; within a role the model whose loss is expected to
+cost the fewest seconds (C3): the seconds to bring it back, times the odds that it is wanted again
+within the window over which rates are kept.
 
 The core takes the set of least sum for the bytes it must free, and looks at the cheapest per byte
 first. Greedy-Dual-Size-Frequency (Cherkasova 1998) prices web pages alike.

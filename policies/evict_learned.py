@@ -2,9 +2,9 @@
 back, times how likely it is wanted soon, by weights that the device has learned from its own loads
 (arbiter/core/records/reuse.py).
 
-What differs from workload to workload is how much the time since the last use, the rate of late and
-the rate of ever count, so no fixed formula suits all; and hours say less than turnovers, because a
-device that loads little forgets little (docs/adr/0040, docs/benchmarks.md).
+Workloads differ in how much the time since the last use, the recent rate and the lasting rate say,
+so no fixed formula suits all. The clock counts turnovers and not hours, because a device that loads
+little forgets little (docs/adr/0040, docs/benchmarks.md).
 """
 
 from arbiter.core.view import Candidate, Price

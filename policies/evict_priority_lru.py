@@ -1,4 +1,4 @@
-"""The role worth least, then the least recently used."""
+"""The model of the role worth least leaves first; within a role the least recently used."""
 
 from arbiter.core.view import Candidate, Price
 

@@ -1,18 +1,19 @@
-"""The role worth least, then the fewest seconds that losing it is expected to cost: to bring it
-back, times how often it is used of late and how often it usually is in the coming hours of the day.
+"""The model of the role worth least leaves first; within a role the model whose loss is expected to
+cost the fewest seconds: the seconds to bring it back, times how often it is used of late and how
+often it usually is in the coming hours of the day.
 
 The recent rate forgets a model that is used each morning; the usual rate keeps a model that is not
-used today. Their geometric mean is high only for a model with both. The best of its kind on the
-tuned half of public traces, whose clients swing with the day (docs/adr/0007, docs/benchmarks.md).
-Shahrad et al. (ATC 2020) keep functions warm by habits as well, by histograms of their gaps.
-"""
+used today. Their geometric mean is high only for a model with both. It is the best formula of its
+kind on the tuned half of public traces, whose clients swing with the day (docs/adr/0007,
+docs/benchmarks.md). Shahrad et al. (ATC 2020) keep functions warm by habits as well, by histograms
+of their gaps."""
 
 from math import sqrt
 
 from arbiter.core.view import Candidate, Price
 from policies import reload
 
-UNSEEN_COUNT = 0.02  # four windows after one use; beyond that only the other tells apart
+UNSEEN_COUNT = 0.02  # a rate four windows after one use; below it only the other rate counts
 
 
 def price(c: Candidate) -> Price:

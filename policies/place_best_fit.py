@@ -1,9 +1,10 @@
-"""Prefers a device where the ticket fits; of such devices one without a copy of the model, then the
-device where it was last, then the smallest hole, then the least crowded. Where it fits nowhere, the
-device that lacks least.
+"""Prefers devices on which the ticket fits. Among these it prefers a device without a copy of the
+model, then the device where the model was last, then the device with the fewest bytes left, then
+the device with the fewest tickets. Where the ticket fits nowhere, the device that lacks the fewest
+bytes is best.
 
-Copies apart: one device lost or busy leaves the other. Where it was: a model does not wander
-because holes of about its size come and go.
+Two copies of a model are kept apart, because one device lost or busy leaves the other. A model
+returns to its last device, so that it does not wander as gaps of about its size come and go.
 """
 
 from arbiter.core.view import Key, PlacementOption

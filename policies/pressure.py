@@ -1,5 +1,5 @@
-"""How short of real memory a device or node is (C5): by what is physically free, never by what
-is charged, because the point is to notice what the books do not know of.
+"""Says how short of real memory a device or node is (C5): by what is physically free, never by what
+is charged, because the policy must notice memory that the books do not know of.
 """
 
 from arbiter.core.types import DeviceKind, Level
@@ -8,8 +8,8 @@ from arbiter.units import Bytes
 
 
 def level(gauge: MemoryReading) -> Level:
-    """The worst of what the device's free bytes and the kernel's stalls say. A CPU device is a
-    budget of host RAM, so what is free of it is what is free of the RAM."""
+    """Returns the worse of two levels, by the device's free bytes and by the kernel's stalls. A CPU
+    device is a budget of host RAM, so what is free of it is what is free of the RAM."""
     return max(_by_free(gauge), _by_stalls(gauge))
 
 

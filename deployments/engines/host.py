@@ -69,6 +69,8 @@ from deployments.engines.side_streams import SideStreams
 UNHELD_S = 60.0
 # A failed load keeps its cause this long for a holder that asks late; then the process ends.
 UNASKED_S = 30.0
+# A written answer leaves the buffer with the next turn of the loop; then the process ends.
+LAST_ANSWER_S = 0.05
 _PRELOAD = (
     "uvicorn",
     "uvicorn.lifespan.off",
@@ -86,7 +88,7 @@ def preload() -> None:
 
 
 def run(spawn: Spawn, listener: socket.socket) -> NoReturn:
-    """The first thing after the fork, and the last: the process ends in here."""
+    """Runs all of the forked process: it ends in here."""
     status = 1
     try:
         _become(spawn, listener)
@@ -157,7 +159,7 @@ def _serve(spawn: Spawn, listener: socket.socket) -> None:
 
 
 class _LoadErrors(AbstractContextManager["_LoadErrors", bool]):
-    """The border between a library and its host: what the library raises is the load's cause."""
+    """Turns an error that the library raises into the cause of the failed load."""
 
     def __init__(self, host: "EngineHost") -> None:
         self.host = host
@@ -262,8 +264,7 @@ class EngineHost:
             "out_of_memory": self.failure.out_of_memory,
         }
         await asgi.respond(send, 500, {"error": cause})
-        # The answer is written by now; the loop runs once more so that it leaves the buffer.
-        asyncio.get_running_loop().call_later(0.05, linux.end, 1)
+        asyncio.get_running_loop().call_later(LAST_ANSWER_S, linux.end, 1)
 
     async def _lifeline(self, receive: Receive, send: Send) -> None:
         self.held.set()
@@ -294,7 +295,7 @@ class EngineHost:
         await self._turned(send, self._wake_up())
 
     async def _purge(self, receive: Receive, send: Send) -> None:
-        """A model that is not awake has no caches."""
+        """Has the engine empty its caches; a model that is not awake has none."""
         engine, is_awake = self.engine, self.loaded.is_set() and not self.asleep
         if self.failure or not is_awake or not isinstance(engine, Purges):
             return await asgi.respond(send, 200, {"purges": False})
@@ -358,7 +359,7 @@ class EngineHost:
         await asgi.refuse(send, status, cause.message, kind=cause.kind)
         if status == 500:
             self.failure = cause
-            asyncio.get_running_loop().call_later(0.05, linux.end, 1)
+            asyncio.get_running_loop().call_later(LAST_ANSWER_S, linux.end, 1)
 
     def _engine_that_sleeps(self) -> Engine:
         if self.engine is None or not self.loaded.is_set() or not self.engine.can_sleep:
@@ -387,7 +388,8 @@ class EngineHost:
         return {"seconds": took_s, "verified": verified, "restored": restored}
 
     async def _reloaded(self, engine: Engine) -> bool:
-        """Whether a load from disk, in this process, brought the recorded answer back."""
+        """Loads from disk, in this process. Returns whether that brought the recorded answer
+        back."""
         try:
             await engine.load()
         except CannotReload:

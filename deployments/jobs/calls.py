@@ -2,9 +2,8 @@
 answer stands or the call is tried again. A task's rungs are ordered for each attempt; none of them
 is a remote, because a job has no key that may send a request away.
 
-A transient error is one that another try may cure: an engine that died, a full queue, a failed
-load, an hour at which the model is not loaded (429 and 503). Everything else is an answer, refusals
-included.
+Another try may cure a transient error: an engine that died, a full queue, a failed load, an hour at
+which the model is not loaded (429 and 503). Everything else is an answer, refusals included.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -153,8 +152,8 @@ def _with_deadline_left(request: ParsedRequest, waited_s: float) -> ParsedReques
 
 
 def _that_waits(call: TaskCall, priority: Priority) -> TaskCall:
-    """Returns the call as one that waits for its rung however long that takes, because no person
-    waits for the answer."""
+    """Has the call wait for its rung however long that takes, because no person waits for the
+    answer."""
 
     async def call_of(rung: str) -> messages.InferenceCall:
         return replace(await call.call_of(rung), priority=priority)
@@ -211,7 +210,7 @@ async def _tell(events: list[str], on_events: OnEvents) -> None:
 
 
 def _error_in(event: str) -> RetryLater | None:
-    """Returns the error, if the event is one that ends a stream."""
+    """Returns the error of an event that ends a stream; None of any other event."""
     if '"error"' not in event:
         return None
     data = data_of(event)

@@ -300,8 +300,8 @@ BUGS = [
         "(w.asked_at, w.sequence)",
         "(-w.asked_at, -w.sequence)"),
     Bug("keep-warm evicts pinned", "policies/keep_warm.py", "goes_at",
-        "idler.pinned or idler.keep_warm < 0",
-        "idler.keep_warm < 0"),
+        "model.pinned or model.keep_warm < 0",
+        "model.keep_warm < 0"),
     Bug("a policy reads the clock", "policies/keep_warm.py", "",
         "from arbiter.core.view import IdleModel",
         "from arbiter.core.view import IdleModel\n"
