@@ -91,7 +91,7 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class FinishedLine:
-    """One line's result as it is to be written."""
+    """The result of one line, as it is to be written."""
 
     batch: str
     line: Line
@@ -179,7 +179,8 @@ def usage_object(usage: Mapping[str, int]) -> dict[str, Any]:
 
 
 class BatchStore:
-    """Every method blocks; one thread at a time. All raise StorageFull, StorageFailed."""
+    """Keeps batches and lines. Every method blocks; one thread at a time. All raise StorageFull,
+    StorageFailed."""
 
     def __init__(
         self, db: Database, bodies: Bodies, clock: Callable[[], float] = time.time
@@ -189,7 +190,7 @@ class BatchStore:
     # -- what clients ask ----------------------------------------------------------------------
 
     def create(self, new: NewBatch, most_unfinished: int) -> Batch:
-        """The second time it returns the first. Raises TenantLimitReached."""
+        """Makes a batch; called again, it returns the first. Raises TenantLimitReached."""
         now_s = self._clock()
         with self._db.writing() as db:
             mine = (new.tenant, new.id)
@@ -216,19 +217,20 @@ class BatchStore:
         db.execute(f"DELETE FROM batches WHERE id IN ({beyond})", (tenant, FINISHED_MOST))
 
     def get(self, tenant: str, batch_id: str) -> Batch:
-        """Raises NotFound, also for another tenant's."""
+        """Returns a batch of a tenant. Raises NotFound, also for a batch of another tenant."""
         row = self._db.row("SELECT * FROM batches WHERE id = ?", batch_id)
         if row is None or row["tenant"] != tenant:
             raise NotFound("batch", batch_id)
         return _batch(row)
 
     def tenant_of(self, batch_id: str) -> str | None:
-        """None: there is no such batch."""
+        """Returns whose batch it is; None: there is no such batch."""
         row = self._db.row("SELECT tenant FROM batches WHERE id = ?", batch_id)
         return None if row is None else str(row[0])
 
     def page(self, tenant: str | None, after: str, limit: int) -> list[Batch]:
-        """The newest first; `tenant` None: of all. Raises Refused for an `after` that is none."""
+        """Returns batches, the newest first; `tenant` None: of all tenants. Raises Refused for an
+        `after` that names no batch."""
         self._db.check_after("batches", after, tenant)
         wheres, values = ["1"], []
         if tenant is not None:
@@ -243,7 +245,8 @@ class BatchStore:
         ]
 
     def cancel(self, tenant: str, batch_id: str) -> Batch:
-        """An unfinished batch is cancelling until `end` is called; others stay as they are."""
+        """Begins to cancel an unfinished batch, which `end` ends; a finished batch stays as it
+        is."""
         batch = self.get(tenant, batch_id)
         if batch.state in (BatchState.VALIDATING, BatchState.IN_PROGRESS):
             self._enter(batch_id, BatchState.CANCELLING, "cancelled")
@@ -252,18 +255,19 @@ class BatchStore:
     # -- what the runner does ------------------------------------------------------------------
 
     def check_room(self, tenant: str, most_bytes: int) -> None:
-        """Raises TenantLimitReached where a tenant's files and results fill what it may keep."""
+        """Raises TenantLimitReached where the files and results of a tenant fill all that it may
+        keep."""
         [row] = self._db.rows(KEPT_BYTES, tenant, "", tenant)
         if row[0] >= most_bytes:
             raise TenantLimitReached(f"files of {row[0]} bytes", most_bytes)
 
     def unfinished(self) -> list[Batch]:
-        """The oldest first."""
+        """Returns the unfinished batches, the oldest first."""
         query = f"SELECT * FROM batches WHERE {OPEN} ORDER BY created_s, id"
         return [_batch(row) for row in self._db.rows(query)]
 
     def expire(self) -> None:
-        """Batches past their deadline begin to end."""
+        """Begins to end the batches that are past their deadline."""
         late = "state IN ('validating', 'in_progress') AND deadline_s <= ?"
         for row in self._db.rows(f"SELECT id FROM batches WHERE {late}", self._clock()):
             self._enter(row[0], BatchState.FINALIZING, "expired")
@@ -285,7 +289,7 @@ class BatchStore:
             )
 
     def start(self, batch_id: str, total: int, models: Sequence[tuple[str, str]]) -> None:
-        """Every line is valid."""
+        """Begins a batch whose lines are all valid."""
         now_s = self._clock()
         with self._db.writing() as db:
             db.execute(
@@ -296,7 +300,7 @@ class BatchStore:
             )
 
     def fail(self, batch_id: str, errors: Sequence[LineError]) -> None:
-        """Nothing of it is run."""
+        """Ends a batch that has wrong lines: none of its lines is run."""
         plain = [
             {"code": one.code, "line": one.line, "message": one.message, "param": one.param}
             for one in errors
@@ -310,7 +314,7 @@ class BatchStore:
             )
 
     def lines(self, batch_id: str, model: str, served: str, after: int, limit: int) -> list[Line]:
-        """The lines of one model that have no result yet, with a number above `after`."""
+        """Returns lines of one model that have no result yet, with a number above `after`."""
         rows = self._db.rows(
             "SELECT number, offset, length, model, served FROM batch_lines WHERE batch = ?"
             " AND model = ? AND served = ? AND number > ? ORDER BY number LIMIT ?",
@@ -319,7 +323,7 @@ class BatchStore:
         return [Line(*row) for row in rows]
 
     def some_lines(self, batch_id: str, limit: int) -> list[Line]:
-        """Any that have no result yet."""
+        """Returns some of the lines that have no result yet, of any model."""
         rows = self._db.rows(
             "SELECT number, offset, length, model, served FROM batch_lines WHERE batch = ? LIMIT ?",
             *(batch_id, limit),
@@ -370,11 +374,11 @@ class BatchStore:
         return db.execute(f"DELETE FROM batch_lines WHERE {key}", values).rowcount == 1
 
     def finalize(self, batch_id: str) -> None:
-        """Every line has its result."""
+        """Notes that every line has its result; `end` ends the batch."""
         self._enter(batch_id, BatchState.FINALIZING, "completed")
 
     def end(self, batch: Batch) -> None:
-        """Makes the output and error files files of the tenant, and enters the last state."""
+        """Gives the tenant the output and error files, and enters the last state."""
         now_s = self._clock()
         names = (
             ("output", batch.output_file, batch.output_bytes),
@@ -402,7 +406,8 @@ class BatchStore:
                 self._bodies.remove(file)
 
     def forget_old(self) -> int:
-        """Rows of batches that have ended for KEPT_S; their files expire for themselves."""
+        """Forgets batches that ended KEPT_S ago; their files have expiries of their own. Returns
+        how many."""
         with self._db.writing() as db:
             return db.execute(
                 f"DELETE FROM batches WHERE NOT ({OPEN}) AND deadline_s <= ?",

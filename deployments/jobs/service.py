@@ -42,15 +42,16 @@ from deployments.jobs.sweep import sweep
 logger = logging.getLogger("ray.serve")
 
 EVENTS_WAIT_MOST_S = 20.0  # of one long poll, below the 30 s after which calls are given up
-FORGET_EVERY_S = 3_600.0  # between two looks for what has been kept for long enough
-REMOVE_EVERY_S = 0.5  # the same while there is some, or a removed tenant's work comes to its end
-REMOVED_WITHIN_S = 10.0  # a caller waits so long for that, well below the 30 s of any call
+FORGET_EVERY_S = 3_600.0  # between two looks for rows that have been kept for long enough
+REMOVE_EVERY_S = 0.5  # the same while there are some, or a removed tenant's work is being ended
+REMOVED_WITHIN_S = 10.0  # a caller waits so long for that work, well below the 30 s of any call
 BATCH_PREFIX = "batch_"  # of a batch's id
 ServiceOf = Callable[[], Awaitable[InferenceService]]
 
 
 class JobsService:
-    """One per process; the newest process has the jobs (Database)."""
+    """Answers for jobs, files and batches. One per process; the newest process has the jobs
+    (Database)."""
 
     def __init__(
         self, state_file: Path, service: ServiceOf, config: JobsConfig | None = None
@@ -82,14 +83,14 @@ class JobsService:
         ]
 
     async def check_health(self) -> None:
-        """Serve asks, and replaces a replica in which this raises: what ended its work, which is
-        Superseded or a bug."""
+        """Raises what ended this replica's work: Superseded, or a bug. Serve asks, and then
+        replaces the replica."""
         for task in self._tasks:
             if task.done():
                 task.result()
 
     async def close(self) -> None:
-        """What is in progress is queued again, for the next process."""
+        """Queues again what is in progress, for the next process."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -97,7 +98,7 @@ class JobsService:
         await self._batch_runner.close()
 
     async def create(self, new: NewJob, body: bytes) -> Job:
-        """Queues it; the second time it returns the first. Raises TenantLimitReached,
+        """Queues a job; called again, it returns the first. Raises TenantLimitReached,
         StorageFull."""
         most = self.config.tenant_jobs, self.config.tenant_job_bytes
         job = await self._blocking(self._store.create, new, body, *most)
@@ -122,34 +123,36 @@ class JobsService:
     async def page(
         self, tenant: str | None, kind: str | None = None, after: str = "", limit: int = 20
     ) -> list[Job]:
-        """The newest first; `tenant` None: of all. `after`: the id of the last one seen."""
+        """Returns jobs, the newest first; `tenant` None: of all tenants. `after`: the id of the
+        last job seen."""
         return await self._blocking(self._store.page, tenant, kind, after, limit)
 
     async def cancel(self, tenant: str, job_id: str) -> Job:
-        """Ends its call down to the engine; a finished job stays as it is. Raises NotFound."""
+        """Ends a job's call down to the engine; a finished job stays as it is. Raises NotFound."""
         job = await self._blocking(self._store.cancel, tenant, job_id)
         self._runner.cancel(job_id)
         self._tell_change()
         return job
 
     async def delete(self, tenant: str, job_id: str) -> None:
-        """Raises NotFound; Conflict where it is unfinished."""
+        """Deletes a finished job. Raises NotFound; Conflict where it is unfinished."""
         await self._blocking(self._store.delete, tenant, job_id)
 
     async def request(self, tenant: str, job_id: str) -> bytes:
-        """The body of its call. Raises NotFound."""
+        """Returns the body of a job's call. Raises NotFound."""
         await self.get(tenant, job_id)
         return await self._blocking(self._store.request, job_id)
 
     async def result(self, tenant: str, job_id: str, offset: int = 0) -> bytes:
-        """A piece of its answer; empty at the end. Raises NotFound; Conflict without an answer."""
+        """Returns a piece of a job's answer; empty at the end. Raises NotFound; Conflict without an
+        answer."""
         return await self._blocking(self._store.result, tenant, job_id, offset)
 
     async def events(
         self, tenant: str, job_id: str, after: int = 0, wait_s: float = 0.0
     ) -> EventPage:
-        """Events with a number above `after`. Without any it waits for one, or for the job's end,
-        for `wait_s` at most. Raises NotFound."""
+        """Returns events with a number above `after`. Without any it waits for one, or for the
+        job's end, for `wait_s` at most. Raises NotFound."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(wait_s, EVENTS_WAIT_MOST_S)):
                 while True:
@@ -163,7 +166,7 @@ class JobsService:
     # -- files ---------------------------------------------------------------------------------
 
     async def check_upload(self, tenant: str, size_bytes: int) -> None:
-        """Asked before an upload of at least this size is read. Raises TenantLimitReached."""
+        """Checks that an upload of at least this size may begin. Raises TenantLimitReached."""
         most = self.config.tenant_bytes, self.config.tenant_files
         await self._blocking(self._files.check_room, tenant, size_bytes, *most)
 
@@ -173,11 +176,12 @@ class JobsService:
         await self._blocking(self._files.begin, new, *most)
 
     async def append_file(self, file_id: str, offset: int, piece: bytes) -> None:
-        """The next piece, of at most PIECE_BYTES. Raises NotFound, Conflict, StorageFull."""
+        """Appends the next piece, of at most PIECE_BYTES. Raises NotFound, Conflict,
+        StorageFull."""
         await self._blocking(self._files.append, file_id, offset, piece)
 
     async def finish_file(self, file_id: str) -> File:
-        """The upload is complete. Raises NotFound."""
+        """Ends a complete upload. Raises NotFound."""
         return await self._blocking(self._files.finish, file_id)
 
     async def file(self, tenant: str, file_id: str) -> File:
@@ -187,27 +191,30 @@ class JobsService:
     async def files(
         self, tenant: str, purpose: str | None, after: str, limit: int, order: str
     ) -> list[File]:
-        """`order` is `asc` or `desc`, by the time of their making."""
+        """Returns files of a tenant. `order`: `asc` or `desc`, by the time when they were made."""
         return await self._blocking(self._files.page, tenant, purpose, after, limit, order)
 
     async def file_content(self, tenant: str, file_id: str, offset: int) -> bytes:
-        """A piece; empty at the end. Raises NotFound."""
+        """Returns a piece of a file; empty at the end. Raises NotFound."""
         return await self._blocking(self._files.content, tenant, file_id, offset)
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
-        """Raises NotFound; Conflict while a batch reads it. Done twice it is done once."""
+        """Deletes a file. Repeated, it is done once. Raises NotFound; Conflict while a batch reads
+        it."""
         await self._blocking(self._files.delete, tenant, file_id)
 
     # -- batches -------------------------------------------------------------------------------
 
     async def create_batch(self, new: NewBatch) -> Batch:
-        """Begins to validate it. Raises Refused for a wrong input file, TenantLimitReached."""
+        """Makes a batch, and begins to validate it. Raises Refused for a wrong input file,
+        TenantLimitReached."""
         batch = await self._blocking(self._begin_batch, new)
         self._batch_runner.wake()
         return batch
 
     def _begin_batch(self, new: NewBatch) -> Batch:
-        """In one turn of the thread, because the input file may be deleted in the next."""
+        """Checks the file and makes the batch in one turn of the thread, because the file may be
+        deleted in the next."""
         try:
             file = self._files.get(new.tenant, new.input_file)
         except NotFound as error:
@@ -226,11 +233,11 @@ class JobsService:
         return await self._blocking(self._batches.get, tenant, batch_id)
 
     async def batches(self, tenant: str | None, after: str, limit: int) -> list[Batch]:
-        """The newest first; `tenant` None: of all."""
+        """Returns batches, the newest first; `tenant` None: of all tenants."""
         return await self._blocking(self._batches.page, tenant, after, limit)
 
     async def cancel_batch(self, tenant: str, batch_id: str) -> Batch:
-        """Ends its calls; the results so far stay. A finished one stays as it is. Raises
+        """Ends a batch's calls; the results so far stay. A finished batch stays as it is. Raises
         NotFound."""
         batch = await self._blocking(self._batches.cancel, tenant, batch_id)
         self._batch_runner.wake()
@@ -239,7 +246,8 @@ class JobsService:
     # -- what an operator sees -----------------------------------------------------------------
 
     async def overview(self, limit: int) -> dict[str, Any]:
-        """The newest batches and jobs of all tenants, and how many calls they have in flight."""
+        """Returns the newest batches and jobs of all tenants, and how many calls they have in
+        flight."""
         batches = await self.batches(None, "", limit)
         jobs = await self.page(None, None, "", limit)
         rows = [*map(operator_rows.batch, batches), *map(operator_rows.job, jobs)]
@@ -248,7 +256,7 @@ class JobsService:
         return {"jobs": rows[:limit], **calls}
 
     async def row(self, any_id: str) -> dict[str, Any]:
-        """A batch or job of any tenant. Raises NotFound."""
+        """Returns a batch or job of any tenant. Raises NotFound."""
         if (tenant := await self._blocking(self._batches.tenant_of, any_id)) is not None:
             return operator_rows.batch(await self.batch(tenant, any_id))
         return operator_rows.job(await self._blocking(self._store.of_any, any_id))

@@ -102,7 +102,7 @@ class EventPage:
 
 
 class JobStore:
-    """Every method blocks; one thread at a time."""
+    """Keeps jobs, their bodies and events. Every method blocks; one thread at a time."""
 
     def __init__(
         self, db: Database, bodies: Bodies, clock: Callable[[], float] = time.time
@@ -119,8 +119,8 @@ class JobStore:
         most_unfinished: int = 1_000,
         most_bytes: int = 1 << 30,
     ) -> Job:
-        """Queues it; the second time it returns the first. Raises TenantLimitReached, beyond
-        `most_bytes` of the tenant's unfinished bodies as well; StorageFull."""
+        """Queues a job; called again, it returns the first. Raises TenantLimitReached, also where
+        the bodies of the tenant's unfinished jobs exceed `most_bytes`; StorageFull."""
         if (existing := self._find(new.id)) is not None:
             return self._own(existing, new.tenant, new.id)
         self._bodies.write(new.id + REQUEST, body)
@@ -153,11 +153,11 @@ class JobStore:
             )
 
     def get(self, tenant: str, job_id: str) -> Job:
-        """Raises NotFound, also for another tenant's."""
+        """Returns a job of a tenant. Raises NotFound, also for a job of another tenant."""
         return self._own(self._find(job_id), tenant, job_id)
 
     def of_any(self, job_id: str) -> Job:
-        """The job with this id, of any tenant. Raises NotFound."""
+        """Returns the job with this id, of any tenant. Raises NotFound."""
         row = self._find(job_id)
         if row is None:
             raise NotFound("job", job_id)
@@ -166,8 +166,8 @@ class JobStore:
     def page(
         self, tenant: str | None, kind: str | None = None, after: str = "", limit: int = 20
     ) -> list[Job]:
-        """The newest first; `tenant` None: of all. `after`: the id of the last one seen. Raises
-        Refused."""
+        """Returns jobs, the newest first; `tenant` None: of all tenants. `after`: the id of the
+        last job seen. Raises Refused."""
         self._db.check_after("jobs", after, tenant)
         wheres, values = ["1"], []
         for name, value in (("tenant", tenant), ("kind", kind)):
@@ -181,8 +181,8 @@ class JobStore:
         return [_job(row) for row in self._db.rows(f"SELECT * FROM jobs {query}", *values)]
 
     def cancel(self, tenant: str, job_id: str) -> Job:
-        """A queued job is cancelled at once, one in progress is cancelling until the runner has
-        ended it; a finished one stays as it is. Raises NotFound."""
+        """Cancels a queued job at once; a job in progress is cancelling until the runner has ended
+        it, and a finished job stays as it is. Raises NotFound."""
         self.get(tenant, job_id)
         with self._db.writing() as db:
             db.execute(
@@ -204,19 +204,20 @@ class JobStore:
         self._forget([job_id])
 
     def request(self, job_id: str) -> bytes:
-        """The body of its call."""
+        """Returns the body of a job's call."""
         return b"".join(self._pieces(job_id + REQUEST))
 
     def result(self, tenant: str, job_id: str, offset: int = 0) -> bytes:
-        """A piece of its answer from an offset; empty at the end. Raises NotFound; Conflict where
-        it has no answer."""
+        """Returns a piece of a job's answer from an offset; empty at the end. Raises NotFound;
+        Conflict where the job has no answer."""
         job = self.get(tenant, job_id)
         if job.status is None:
             raise Conflict("job", job_id, job.state, "read: it has no answer")
         return self._bodies.read(job_id + RESULT, offset)
 
     def events(self, tenant: str, job_id: str, after: int = 0) -> EventPage:
-        """Events with a number above `after`, as many as one message takes. Raises NotFound."""
+        """Returns events with a number above `after`, as many as one message takes. Raises
+        NotFound."""
         job = self.get(tenant, job_id)
         events: list[tuple[int, str]] = []
         size = 0
@@ -234,8 +235,8 @@ class JobStore:
         return EventPage(job, tuple(events))
 
     def _reader_at(self, job: Job, after: int) -> tuple[int, int]:
-        """A number up to `after`, and where the event behind it begins: readers come back to where
-        they were, and what lies before is not read again."""
+        """Returns a number up to `after`, and where the event behind it begins. Readers come back
+        to where they were, so that what lies before is not read again."""
         while len(self._places) > PLACES_MOST:
             del self._places[next(iter(self._places))]
         return self._places.get((job.id, job.attempts, after), (0, 0))
@@ -259,8 +260,8 @@ class JobStore:
     def queued(
         self, without: Collection[str] = (), without_models: Collection[str] = ()
     ) -> Sequence[Job]:
-        """The oldest first, QUEUED_MOST at most; `without` the jobs of these ids, and those for
-        these models, which hide no later ones."""
+        """Returns queued jobs, the oldest first, QUEUED_MOST at most. `without`: ids, and models
+        whose jobs are passed over, so that they hide no later jobs."""
         mine = (
             "SELECT * FROM jobs WHERE state = 'queued'"
             " AND id NOT IN (SELECT value FROM json_each(?))"
@@ -270,7 +271,7 @@ class JobStore:
         return [_job(row) for row in self._db.rows(mine, *left_out, QUEUED_MOST)]
 
     def begin(self, job_id: str) -> Job | None:
-        """Leases it to this process, with no events yet; None where it is not queued any more."""
+        """Begins a job in this process, with no events yet; None where it is no longer queued."""
         with self._db.writing() as db:
             begun = db.execute(
                 "UPDATE jobs SET state = 'in_progress', begun_s = coalesce(begun_s, ?), epoch = ?,"
@@ -282,8 +283,8 @@ class JobStore:
         return None if row is None else _job(row)
 
     def append_events(self, job_id: str, events: Sequence[str]) -> int:
-        """Returns the number of the last. Raises Conflict where it is not in progress (any more),
-        Refused beyond EVENTS_MOST_BYTES, StorageFull."""
+        """Appends events to a job, and returns the number of the last. Raises Conflict where the
+        job is not in progress, Refused beyond EVENTS_MOST_BYTES, StorageFull."""
         text = "".join(json.dumps(event) + "\n" for event in events).encode()
         with self._db.writing() as db:
             row = db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
@@ -344,8 +345,8 @@ class JobStore:
                 self.requeue(row["id"])
 
     def expire(self) -> list[str]:
-        """Ends what is past its deadline. Returns the ids of what was in progress: the runner ends
-        those calls."""
+        """Ends the jobs that are past their deadline. Returns the ids of those in progress, whose
+        calls the runner ends."""
         late = "state IN ('queued', 'in_progress', 'cancelling') AND deadline_s <= ?"
         now_s = self._clock()
         with self._db.writing() as db:
@@ -354,7 +355,7 @@ class JobStore:
         return [row["id"] for row in rows if row["state"] != JobState.QUEUED]
 
     def forget_old(self) -> int:
-        """Forgets what has been finished for its `keep_s`, some at a time."""
+        """Forgets jobs that have been finished for their `keep_s`, some at a time."""
         old = "ended_s IS NOT NULL AND ended_s + keep_s <= ? LIMIT 1000"
         ids = [row[0] for row in self._db.rows(f"SELECT id FROM jobs WHERE {old}", self._clock())]
         self._forget(ids)
@@ -396,7 +397,7 @@ def _job(row: sqlite3.Row) -> Job:
 
 
 def _error_of(body: bytes) -> Any:
-    """OpenAI's error object of an answer's body."""
+    """Returns OpenAI's error object from the body of an answer."""
     try:
         return json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
