@@ -70,7 +70,7 @@ RETRY_AFTER_S = 1.0
 
 
 class InferenceService:
-    """One per front. The count of calls in flight and the handles outlive a change of the table."""
+    """Runs the calls of one front. A new table keeps its count of calls and its handles."""
 
     def __init__(
         self, send_of: Callable[[str], Send] | None = None, remotes: Remotes | None = None

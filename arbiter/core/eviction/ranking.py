@@ -24,7 +24,7 @@ from arbiter.units import SECOND, Instant, Span, TicketId, after, since
 
 # In no other state is a ticket a victim (eligibility.is_evictable), so it is priced only for a
 # reader that wants all: a victim that drains and the load in its place would cost 10 us each.
-MAY_LEAVE = (State.RESIDENT, State.ASLEEP)  # compared, not hashed
+MAY_LEAVE = (State.RESIDENT, State.ASLEEP)  # a tuple: two comparisons take less than a hash
 SWEPT_COUNT = 4  # priced again with a sweep, 6 us each
 # Until then rates drift by less than a thousandth: a look soon after another is free.
 SWEPT_EVERY = SECOND

@@ -28,7 +28,7 @@ def choose(options: Iterable[PricedVictim], short: Bytes) -> list[PricedVictim]:
         return []
     chosen: list[PricedVictim] = []
     groups = [list(members) for _, members in groupby(ranked, key=RANK)]
-    for group in reversed(groups):  # the dearest rank says first what it must give
+    for group in reversed(groups):  # the dearest rank gives only what all cheaper ranks lack
         cheaper -= freed(group)
         if missing > cheaper:
             part = _cheapest_cover(group, missing - cheaper)
