@@ -78,7 +78,7 @@ class Node:
     inexact: frozenset[DeviceId] = frozenset()  # of its devices, see tickets/inexact.py
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
     may_gain_devices: bool = False  # some that it may have have not answered yet
-    has_lost_devices: bool = False  # some fell off the bus, and may come back
+    lost: frozenset[DeviceId] = frozenset()  # GPUs that fell off the bus, and may come back
     slabs: tuple[ev.SlabReading, ...] = ()  # of its pool (E1)
     contents: tuple[ev.ContentReading, ...] = ()  # what it did with each content (E7)
     copies: tuple[ev.HostCopyReading, ...] = ()  # of files, shared by its engines (D4)

@@ -228,7 +228,7 @@ def _place_beyond_one_device(
 def _never_fits(node: Node, entry: Ticket, need: Bytes, most: Bytes) -> NeverFits | GpusLost:
     """Returns the error for a ticket that no device of its node can ever hold: to be asked for
     again where devices that the node has lost may come back."""
-    if node.has_lost_devices:
+    if node.lost:
         return GpusLost(node.node)
     return NeverFits(entry.ticket, need, most)
 

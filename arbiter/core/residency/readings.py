@@ -33,7 +33,7 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
         event.node,
         devices,
         may_gain_devices=bool(may_come),
-        has_lost_devices=bool(event.lost),
+        lost=_lost(old, event) - devices.keys(),
     )
     if old is None:
         state.log(EventKind.NODE_SEEN, node=event.node, devices=len(event.devices))
@@ -65,6 +65,14 @@ def _still_there(old: Node | None, event: ev.NodeSeen) -> dict[DeviceId, types.D
     """Known devices that a newly started agent cannot read: these have not gone."""
     devices = old.devices if old else {}
     return {u.device: devices[u.device] for u in event.unreadable if u.device in devices}
+
+
+def _lost(old: Node | None, event: ev.NodeSeen) -> frozenset[DeviceId]:
+    """GPUs that fell off the bus at some time: an agent that was started after that does not count
+    them any more."""
+    known = old.devices.values() if old else ()
+    gpus = (spec.device for spec in known if spec.kind is DeviceKind.GPU)
+    return frozenset(gpus).union(event.lost, old.lost if old else ())
 
 
 def _is_same(spec: types.DeviceSpec, other: types.DeviceSpec | None) -> bool:

@@ -173,6 +173,29 @@ def test_ticket_over_two_gpus_of_which_one_fell_off_the_bus_is_refused_until_it_
     assert isinstance(refusal(driver.ask(8, "large", 100)), NeverFits)
 
 
+@pytest.mark.spec("B1", "B6")
+def test_gpu_that_an_agent_does_not_count_once_it_is_back_is_lost_until_it_is_seen() -> None:
+    driver = GpuCoreDriver(device=80)
+    del driver.there[GPU]
+    driver.lost = (GPU,)
+    driver.introduce(1)
+    driver.lost = ()  # the agent has started again, and knows of one GPU only
+    driver.introduce(2)
+    driver.read(2)
+    assert refusal(ask_over_both(driver, 3, "a")) == GpusLost(NODE)
+    driver.there[GPU] = UUIDS[GPU]
+    driver.introduce(4)
+    driver.read(4)
+    del driver.there[GPU]  # while the agent was away
+    driver.introduce(5)
+    driver.read(5)
+    assert refusal(ask_over_both(driver, 6, "b")) == GpusLost(NODE)
+    driver.there[GPU] = UUIDS[GPU]
+    driver.introduce(7)
+    driver.read(7)
+    assert is_granted(ask_over_both(driver, 8, "c"), "c")
+
+
 @pytest.mark.spec("B1", "B5")
 def test_ticket_over_two_gpus_waits_for_one_that_has_not_answered_yet() -> None:
     driver = GpuCoreDriver(device=80, holders=())
