@@ -185,7 +185,7 @@ def _hold_to_quota(
     if entry.frees or (tenant not in state.tenants and not pass_.reserves):
         return Outcome.NOT_APPLICABLE
     most = sum(limits.most_by_device[d] for d in together) if together else limits.most_bytes
-    if never := quotas.never(state, tenant, need, most):
+    if never := quotas.never(state, tenant, need, most, pass_.node):
         reject_queued(state, entry, never)
         return Outcome.REJECTED
     if not quotas.over_limit(state, tenant, need):
@@ -212,8 +212,8 @@ def _place_beyond_one_device(
     if several := several or gangs.split(books, need, entry.split, most):
         parts = [gangs.Part(entry, device, size) for device, size in several.items()]
         return _place_parts(state, pass_, waiting, parts)
-    if need <= pass_.most_bytes:
-        return Outcome.NOT_APPLICABLE  # the quota says what the other tenants leave
+    if need <= pass_.most_bytes:  # the quota says what the other tenants leave
+        return pass_.defer(waiting, ()) if pass_.node.may_gain_devices else Outcome.NOT_APPLICABLE
     if entry.allow_oversize:
         return _place_oversize(state, pass_, entry, waiting, limits, room)
     if pass_.node.may_gain_devices:
@@ -243,7 +243,7 @@ def _place_oversize(
 ) -> Outcome:
     """Grants all that a device can lend once everything idle has left it."""
     need = limits.need_bytes
-    if never := quotas.never(state, entry.client.tenant, need, limits.most_bytes):
+    if never := quotas.never(state, entry.client.tenant, need, limits.most_bytes, pass_.node):
         reject_queued(state, entry, never)
         return Outcome.REJECTED
     urgent = _urgency(state, pass_, waiting)
@@ -323,7 +323,8 @@ def _reject_gang(
     need = Bytes(sum(size for _, size in sizes))
     whole = Bytes(sum(most.values()))
     fits_alone = gangs.assign(sizes, books, {b.device: on_demand_of(b) for b in books})
-    reserved = QuotaExceeded(tenant, Bytes(0), need, whole, "bytes") if fits_alone else None
+    is_reserved = fits_alone and not pass_.node.lost
+    reserved = QuotaExceeded(tenant, Bytes(0), need, whole, "bytes") if is_reserved else None
     for member, _ in sizes:
         reject_queued(state, member, reserved or _never_fits(pass_.node, member, need, whole))
     return Outcome.REJECTED
@@ -407,7 +408,7 @@ def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry)
 
 def _never_wakes(
     state: CoreState, pass_: GrantPass, entry: Ticket, limits: Limits, missing: Sizes
-) -> NeverFits | QuotaExceeded | None:
+) -> NeverFits | QuotaExceeded | GpusLost | None:
     """Returns the error for an asleep ticket that can never be awake, however long it waits: its
     devices lend less (B6), or its tenant may have less (C10). What it holds asleep is a part of
     what it will hold, but of a pinned ticket that is left out of all limits."""

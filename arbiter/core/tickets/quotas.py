@@ -16,12 +16,12 @@ from collections.abc import Iterable
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import LEAVING, Sizes, Ticket
 from arbiter.core.settings import TenantLimits
-from arbiter.core.state import CoreState
+from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.device_limits import COMPUTE, compute_books, on_demand_of
 from arbiter.core.tickets.reclaim import is_counted_on
 from arbiter.core.types import Client, Split
-from arbiter.errors import QuotaExceeded, TenantCoolingDown
+from arbiter.errors import GpusLost, QuotaExceeded, TenantCoolingDown
 from arbiter.units import Bytes, HolderId, in_seconds
 
 COOLED_FRACTION = 0.9  # of its average; so that a tenant at its limit is not let in and out
@@ -43,23 +43,26 @@ def quota_group(state: CoreState, tenant: str) -> str:
 
 def refusal(
     state: CoreState, holder: HolderId, tenant: str, need: Bytes, how: Split = Split.NONE
-) -> QuotaExceeded | TenantCoolingDown | None:
+) -> QuotaExceeded | TenantCoolingDown | GpusLost | None:
     """Returns the error for a request that is refused at once, because waiting on its node would
     not help, or not soon."""
     holder_state = state.holders.get(holder)
     node = state.nodes.get(holder_state.node) if holder_state else None
     if not state.tenants:
         return None
-    # In a new epoch a holder may ask before the agent of its node has come back.
-    books = compute_books(state, node) if node else ()
+    # A holder may ask before the agent of its node has come back, or knows all its devices.
+    books = compute_books(state, node) if node and not node.may_gain_devices else ()
     bounds = at_most(state, tenant, books).values() or [need]
     bound = max(bounds) if how is Split.NONE else sum(bounds)
-    return _cooling(state, tenant) or never(state, tenant, need, bound)
+    return _cooling(state, tenant) or never(state, tenant, need, bound, node)
 
 
-def never(state: CoreState, tenant: str, need: Bytes, bound: int) -> QuotaExceeded | None:
+def never(
+    state: CoreState, tenant: str, need: Bytes, bound: int, node: Node | None = None
+) -> QuotaExceeded | GpusLost | None:
     """Returns the error for what a tenant can never have, however long it waits. `bound`: of
-    `at_most`, what it could have where it may go."""
+    `at_most`, what it could have where it may go. `node`: where devices that it has lost, and may
+    get back, would do as well."""
     limits = limits_of(state, tenant)
     if (
         limits
@@ -68,6 +71,8 @@ def never(state: CoreState, tenant: str, need: Bytes, bound: int) -> QuotaExceed
     ):
         return QuotaExceeded(tenant, pinned(state, tenant), need, limits.most_bytes, "bytes")
     if need > bound and any(name != tenant for name in reserves(state)):
+        if node and node.lost:
+            return GpusLost(node.node)
         return QuotaExceeded(tenant, Bytes(0), need, Bytes(bound), "bytes")
     return None
 

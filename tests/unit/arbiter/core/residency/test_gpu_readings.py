@@ -2,15 +2,18 @@
 in seconds, sizes in GiB.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, Refuse
+from arbiter.core.settings import TenantLimits
 from arbiter.errors import GpusLost, NeverFits
 from arbiter.protocol.json_codec import plain
 from arbiter.units import Bytes, HolderId, TicketId
-from tests.support.core_driver import HOST, NODE, gib, granted, is_granted, killed, refusal
+from tests.support.core_driver import HOST, NODE, PLAIN, gib, granted, is_granted, killed, refusal
 from tests.support.gpu_core_driver import GPU, OTHER, UUIDS, GpuCoreDriver
 
 LOST = "nvmlDeviceGetMemoryInfo: Timeout (NVML code 10)"
@@ -171,6 +174,54 @@ def test_ticket_over_two_gpus_of_which_one_fell_off_the_bus_is_refused_until_it_
     driver.read(6)
     assert is_granted(ask_over_both(driver, 7, "e"), "e")
     assert isinstance(refusal(driver.ask(8, "large", 100)), NeverFits)
+
+
+def with_reserve() -> GpuCoreDriver:
+    """Of each GPU 30 are reserved for another tenant, and one request runs on each."""
+    reserve = TenantLimits("y", None, gib(30), None)
+    driver = GpuCoreDriver(device=80, settings=replace(PLAIN, tenants=(reserve,)))
+    for name in ("d", "e"):
+        driver.resident(0, name, 50)
+        driver.beat(0, name, inflight=1)
+    return driver
+
+
+def ask_split(driver: GpuCoreDriver, t: float, name: str) -> list[Decision]:
+    """70, which one GPU holds but for the reserve of another tenant."""
+    need, split = types.Need(gib(70)), types.Split.EQUAL
+    return driver.at(
+        t, ev.Requested(TicketId(name), HolderId("h"), "text", name, need, split=split)
+    )
+
+
+@pytest.mark.spec("B1", "C10")
+def test_what_a_lost_gpu_and_the_reserves_of_others_leave_no_room_for_may_ask_again() -> None:
+    driver = with_reserve()
+    assert granted(ask_split(driver, 1, "a")) == []
+    gang = (TicketId("b"), TicketId("c"))
+    for name in gang:
+        need = types.Need(gib(40))
+        asks = ev.Requested(name, HolderId("h"), "text", name, need, "", True, gang=gang)
+        assert granted(driver.at(1, asks)) == []
+    del driver.there[GPU]
+    driver.lost = (GPU,)
+    refused = {d.ticket: d.error for d in driver.introduce(2) if isinstance(d, Refuse)}
+    assert refused == dict.fromkeys(("a", "b", "c"), GpusLost(NODE))
+    assert refusal(ask_split(driver, 3, "small")) == GpusLost(NODE)
+
+
+@pytest.mark.spec("B1", "C10")
+def test_beside_the_reserves_of_others_a_ticket_waits_for_a_gpu_that_has_not_answered_yet() -> None:
+    driver = with_reserve()
+    driver.at(1, ev.NodeLost(NODE))
+    driver.unreadable = {GPU: LOST}
+    driver.introduce(2)
+    driver.join(2, "h")
+    driver.read(2)
+    assert ask_split(driver, 3, "a") == []
+    driver.unreadable = {}
+    driver.introduce(4)
+    assert granted(driver.read(4)) == ["a"]
 
 
 @pytest.mark.spec("B1", "B6")
