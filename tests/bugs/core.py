@@ -63,7 +63,7 @@ BUGS = [
         "self._free -= need",
         "pass"),
     Bug("a busy machine loads as fast as an idle one", "arbiter/core/records/estimates.py", "Estimates.loaded",
-         "self._overruns.append(took / estimate)",
+         "self._slow_loads.note(key, estimate, took, now)",
          "pass"),
     Bug("unclaimed engines ignored", "arbiter/core/residency/readings.py", "_charge_foreign",
         "eats + unclaimed",

@@ -67,7 +67,7 @@ def load_span(state: CoreState, entry: Ticket) -> Span:
     key = entry.model_key
     woken = state.estimates.wake_time(key) if entry.state is not State.QUEUED else Span(0)
     load = state.estimates.load_time(key, entry.need.weights_bytes)
-    return woken or state.estimates.slowed_load_time(load)
+    return woken or state.estimates.slowed_load_time(key, load, state.now)
 
 
 def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span | None:
@@ -287,7 +287,8 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
     """Returns when a ticket may lawfully be asked to leave: a load in flight ends first, a more
     urgent priority fades first."""
     if entry.state is State.LOADING:
-        load = state.estimates.slowed_load_time(entry.last_load.predicted)
+        predicted = entry.last_load.predicted
+        load = state.estimates.slowed_load_time(entry.model_key, predicted, state.now)
         loaded_at = max(state.now, after(entry.since, load))
         stays_until = after(loaded_at, state.settings.min_residency)
         return max(stays_until, _collated_at(state, entry, waiting))

@@ -10,7 +10,6 @@ none it estimates: from the sizes of the files, else from the number of paramete
 """
 
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -18,9 +17,10 @@ from typing import Any, NamedTuple
 
 from arbiter.core.records.load_predictor import LoadTimeFit, Predictor
 from arbiter.core.records.run_times import RunSpans, RunTimes
+from arbiter.core.records.slow_loads import SlowLoads
 from arbiter.core.settings import Settings
 from arbiter.core.types import ModelName, Need
-from arbiter.units import Bytes, Span
+from arbiter.units import Bytes, Instant, Span
 
 # Percent of a file's size that its weights take once loaded (A17): a GGUF file is used as it
 # lies there, safetensors without a readable header may be cast or lie there in several variants.
@@ -139,12 +139,6 @@ class RecentLoadTimes:
         self._middle.pop(key, None)
 
 
-# Of the newest loads, whatever the model: how many times as long as their estimate they took. A
-# machine on which others compute, or several models load at once, slows them all.
-OVERRUNS_COUNT = 8
-OVERRUN_RANK = 6  # of these in order: three in four loads take no longer
-
-
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Says how many bytes a load will take, and where the number comes from."""
@@ -168,7 +162,7 @@ class Estimates:
         self._settled: dict[ModelKey, Bytes] = {}  # the peak up to its first use, of its last load
         self._loads = RecentLoadTimes()
         self._wakes = RecentLoadTimes()
-        self._overruns = deque([1.0] * OVERRUNS_COUNT, OVERRUNS_COUNT)  # the newest last
+        self._slow_loads: SlowLoads[ModelKey] = SlowLoads()
         self._runs: RunTimes[ModelKey] = RunTimes()
         # The keys of `_peak` and `_runs`, by model.
         self._keys: dict[ModelName, dict[ModelKey, None]] = {}
@@ -242,10 +236,10 @@ class Estimates:
             return took
         return self._predictor.seconds(key.capability, weights)
 
-    def slowed_load_time(self, load: Span) -> Span:
-        """Returns how long a load may take whose estimate is `load`: as many times as long as three
-        in four took of late, and never less."""
-        return Span(round(load * max(1.0, sorted(self._overruns)[OVERRUN_RANK])))
+    def slowed_load_time(self, key: ModelKey, load: Span, now: Instant) -> Span:
+        """Returns how long a load may take whose estimate is `load`: longer where loads of any
+        model took longer than theirs of late."""
+        return self._slow_loads.slowed(key, load, now)
 
     def wake_time(self, key: ModelKey) -> Span:
         """Returns how long a wake takes; 0 when the model was never woken."""
@@ -315,12 +309,14 @@ class Estimates:
             self.version += 1
             self._note_changed(key)
 
-    def loaded(self, key: ModelKey, took: Span, weights: Bytes = Bytes(0)) -> None:
+    def loaded(
+        self, key: ModelKey, took: Span, weights: Bytes = Bytes(0), now: Instant = Instant(0)
+    ) -> None:
         """Learns how long a load took, which also ends the correction after a failure for
         memory."""
         self._predictor.loaded(key.capability, weights, took)
         if estimate := self._loads.of(key):
-            self._overruns.append(took / estimate)
+            self._slow_loads.note(key, estimate, took, now)
         if self._corrected.pop(key, None):
             self.version += 1
         self._loads.note(key, took)

@@ -23,7 +23,7 @@ def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = T
         entry.note_inflight(1)
     state.note_loaded(entry)
     if entry.wakes_count == 0:
-        state.estimates.loaded(entry.model_key, took, entry.need.weights_bytes)
+        state.estimates.loaded(entry.model_key, took, entry.need.weights_bytes, state.now)
         if state.settings.compact_every_loads_count:
             state.compactions.loads_count.update(list(entry.home))
     elif verified:

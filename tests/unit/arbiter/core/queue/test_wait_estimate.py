@@ -239,3 +239,23 @@ def test_wait_counts_a_load_as_slow_as_loads_of_other_models_were_of_late(
     driver.resident(200, "c", 70)
     driver.ask(300, "a1", 60)
     assert driver.last("ticket_waits").took == seconds(wait_s)
+
+
+@pytest.mark.spec("A21", "N5")
+def test_what_a_models_own_slow_loads_have_taught_is_not_counted_twice() -> None:
+    driver = CoreDriver(device=80)
+    for number, took_s in enumerate([1.0] * 5 + [4.0] * 3):
+        loaded_once(driver, 10 * number, f"b{number}", took_s)
+    driver.resident(200, "c", 70)
+    driver.ask(300, "b9", 60)
+    assert driver.last("ticket_waits").took == seconds(4)
+
+
+@pytest.mark.spec("A21")
+def test_slow_loads_refuse_no_deadline_once_they_are_long_ago() -> None:
+    driver = CoreDriver(device=80)
+    loaded_once(driver, 0, "a", 20)
+    for number, took_s in enumerate([1.0] * 8 + [2.5] * 2):
+        loaded_once(driver, 30 + 10 * number, f"b{number}", took_s)
+    assert refusal(driver.ask(200, "a1", 60, deadline_s=30)).code == "deadline_unmet"
+    assert granted(driver.ask(800, "a2", 60, deadline_s=30)) == ["a2"]
