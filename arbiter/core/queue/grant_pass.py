@@ -66,7 +66,7 @@ def _new_pass(state: CoreState, node: Node) -> GrantPass:
     books = compute_books(state, node)
     reserves = quotas.reserves(state)
     most = max([on_demand_of(b) for b in books], default=Bytes(0))
-    grant_pass = GrantPass(
+    return GrantPass(
         node,
         {b.device: b for b in books if is_readable(state, node, b.device, state.now)},
         max([b.budget_bytes for b in books], default=Bytes(0)),
@@ -74,9 +74,8 @@ def _new_pass(state: CoreState, node: Node) -> GrantPass:
         Bytes(most - sum(reserves.values())),
         reserves,
         PlacementMemo(state.queue.stats(node.node)),
+        growth.promised(state, node.node),
     )
-    grant_pass.promised.update(growth.promised(state, node.node))
-    return grant_pass
 
 
 def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> None:

@@ -108,7 +108,7 @@ def _place_on_one(
     promised = next((d for d in usable if limits.missing(d) <= 0), None)
     promised = promised or _make_room_on_first(state, entry, usable, limits, urgent)
     if promised:
-        pass_.promised[promised] += need
+        pass_.promised[promised][entry.client.tenant] += need
     elif entry.frees:
         return _take_rest(state, pass_, entry, waiting, devices)
     elif usable == devices and not _is_closed_to_it_only(state, pass_, entry, urgent):
@@ -373,7 +373,7 @@ def _make_room_on_each(
     for device, size in sorted(needs.items()):
         if (lacking := Bytes(size - pass_.room(device, entry))) > 0:
             compact_or_evict(state, entry, device, lacking, urgent)
-        pass_.promised[device] += size
+        pass_.promised[device][entry.client.tenant] += size
 
 
 # -- a wake ---------------------------------------------------------------------------------------

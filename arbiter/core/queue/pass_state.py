@@ -2,7 +2,7 @@
 aged tickets (C6, C10).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -62,7 +62,7 @@ class GrantPass:
     open_bytes: Bytes  # the same for a tenant that has no reserve, or less
     reserves: dict[str, Bytes]  # of each device, by tenant
     memo: PlacementMemo
-    promised: defaultdict[DeviceId, int] = field(default_factory=lambda: defaultdict(int))
+    promised: defaultdict[DeviceId, Counter[str]]  # bytes, by tenant
     reserved_devices: set[DeviceId] = field(default_factory=set)  # for an aged ticket
     reserved_roles: set[str] = field(default_factory=set)  # exclusion groups, for an aged ticket
     most_urgent: Priority | None = None  # of all in the queue, once an aged ticket asked
@@ -72,9 +72,10 @@ class GrantPass:
     def room(self, device: DeviceId, entry: Ticket) -> int:
         """Returns what is free there or on its way back, promised to no ticket and reserved for no
         other tenant."""
-        book = self.books[device]
-        reserved_bytes = quotas.kept(self.reserves, book, entry.client.tenant, has_left=True)
-        return book.free_bytes + returning_bytes(book) - self.promised[device] - reserved_bytes
+        book, promised = self.books[device], self.promised[device]
+        tenant = entry.client.tenant
+        reserved_bytes = quotas.kept(self.reserves, book, tenant, promised, has_left=True)
+        return book.free_bytes + returning_bytes(book) - promised.total() - reserved_bytes
 
     def limits(self, state: CoreState, entry: Ticket, need: Bytes) -> Limits:
         """Returns what this ticket may have as things are; stale once something was revoked."""

@@ -5,6 +5,8 @@ growth: two of those could wait for each other for ever, so the later one is ref
 goes on with what it has. Every wait has an end in any case.
 """
 
+from collections import Counter, defaultdict
+
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import EventKind, Grant, Reason
@@ -109,16 +111,17 @@ def grant_waiting(state: CoreState) -> None:
             _make_room(state, entry)
 
 
-def promised(state: CoreState, node: NodeId) -> Sizes:
+def promised(state: CoreState, node: NodeId) -> defaultdict[DeviceId, Counter[str]]:
     """Returns what is free or on its way back on a node's devices and suffices for tickets that
-    grow there, which are before the queue."""
-    sizes: Sizes = {}
+    grow there, which are before the queue, by tenant."""
+    sizes: defaultdict[DeviceId, Counter[str]] = defaultdict(Counter)
     for entry in _growing(state):
         is_there = entry.node == node and all(d in state.ledger.books for d in entry.home)
         if is_there and not _is_over_quota(state, entry):
             lacking = _lacking(entry)
             if all(part <= _coming(state, entry, d) for d, part in lacking.items()):
-                sizes |= {d: Bytes(sizes.get(d, 0) + max(0, p)) for d, p in lacking.items()}
+                for device, part in lacking.items():
+                    sizes[device][entry.client.tenant] += max(0, part)
     return sizes
 
 
@@ -230,7 +233,9 @@ def _has_room(state: CoreState, entry: Ticket) -> bool:
 def _free(state: CoreState, entry: Ticket, book: DeviceAccount, has_left: bool = False) -> Bytes:
     """Returns the free bytes without what is kept for other tenants; `has_left`: see
     quotas.kept."""
-    reserved_bytes = quotas.kept(quotas.reserves(state), book, entry.client.tenant, has_left)
+    reserved_bytes = quotas.kept(
+        quotas.reserves(state), book, entry.client.tenant, has_left=has_left
+    )
     return Bytes(book.free_bytes - reserved_bytes)
 
 

@@ -11,7 +11,7 @@ The books say what is held: a ticket is on its last user's account, unless that 
 the above.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import LEAVING, Sizes, Ticket
@@ -142,14 +142,21 @@ def reserves(state: CoreState) -> dict[str, Bytes]:
 
 
 def kept(
-    reserved: dict[str, Bytes], book: DeviceAccount, tenant: str, has_left: bool = False
+    reserved: dict[str, Bytes],
+    book: DeviceAccount,
+    tenant: str,
+    promised: Mapping[str, int] | None = None,
+    *,
+    has_left: bool = False,
 ) -> Bytes:
-    """Returns what of the free bytes of a device is kept for other tenants; `has_left`: once those
-    asked to leave have left."""
+    """Returns what of the free bytes of a device is kept for other tenants beside what is promised
+    to these; `has_left`: once those asked to leave have left."""
     if not reserved:
         return Bytes(0)
     others = ((name, size) for name, size in reserved.items() if name != tenant)
-    return Bytes(sum(max(0, size - _held(book, name, has_left)) for name, size in others))
+    coming = promised or {}
+    unmet = (size - _held(book, name, has_left) - coming.get(name, 0) for name, size in others)
+    return Bytes(sum(max(0, size) for size in unmet))
 
 
 def _held(book: DeviceAccount, tenant: str, has_left: bool) -> int:

@@ -242,6 +242,15 @@ def test_model_within_its_reserve_is_not_evicted_for_others() -> None:
     assert any("within the reserve of x" in line for line in said)
 
 
+def test_what_is_promised_to_a_tenant_is_not_kept_for_its_reserve_as_well() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", reserved=30)))
+    driver.resident(0, "a", 20, tenant="y")
+    driver.resident(1, "b", 30, tenant="y")
+    assert revoked(driver.ask(20, "d", 45, tenant="x")) == [("a", "swap", "gone")]
+    assert revoked(driver.ask(21, "c", 5, tenant="y")) == []  # 5 will be left
+    assert granted(driver.gone(22, "a")) == ["d", "c"]
+
+
 def test_ticket_is_billed_to_its_last_user_unless_that_breaks_a_limit() -> None:
     driver = CoreDriver(device=80, settings=settings(terms("x", reserved=20), terms("z", most=10)))
     driver.resident(0, "a", 20, tenant="y")
