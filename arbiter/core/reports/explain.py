@@ -52,7 +52,7 @@ class Shortage:
     coming_bytes: Bytes  # asked for or being reclaimed already
     short_bytes: Bytes  # what is missing beyond those; 0: it is on its way
     foreign_bytes: Bytes
-    kept_bytes: Bytes  # of what is free, reserved for other tenants
+    kept_bytes: Bytes  # of what is free or on its way back, reserved for other tenants
     charged_tickets: tuple[ChargedTicket, ...]  # the cheapest to lose first
     leavable_bytes: Bytes  # what those of them that may leave would give it
     cheaper_in: Span  # until cheaper ones may leave, for which it waits; 0: it waits for none
@@ -161,7 +161,8 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount, need: Bytes)
     """Returns what a queued ticket lacks on a device, and what each other ticket there holds."""
     coming = returning_bytes(book)
     urgent = _urgency(state, entry)
-    reserved_bytes = quotas.kept(quotas.reserves(state), book, entry.client.tenant)
+    tenant = entry.client.tenant
+    reserved_bytes = quotas.kept(quotas.reserves(state), book, tenant, has_left=True)
     short = Bytes(max(0, need - book.free_bytes - coming + reserved_bytes))
     others = (e for e in book.entries.values() if e is not entry)
     priced = sorted(
@@ -327,13 +328,12 @@ def _shortages_sentences(entry: Ticket, shortages: tuple[Shortage, ...]) -> list
 
 
 def _shortage_sentences(s: Shortage) -> list[str]:
-    reserved = f" ({human(s.kept_bytes)} of it reserved for others)" if s.kept_bytes else ""
-    head = f"On {s.device} it needs {human(s.need_bytes)}, {human(s.free_bytes)} are free{reserved}"
+    reserved = f" ({human(s.kept_bytes)} of both reserved for others)" if s.kept_bytes else ""
+    head = f"On {s.device} it needs {human(s.need_bytes)}, {human(s.free_bytes)} are free"
+    coming = human(s.coming_bytes)
     if not s.short_bytes:
-        return [f"{head}, and {human(s.coming_bytes)} are on their way back."]
-    sentences = [
-        f"{head}, {human(s.coming_bytes)} on their way back: {human(s.short_bytes)} short."
-    ]
+        return [f"{head}, and {coming} are on their way back{reserved}."]
+    sentences = [f"{head}, {coming} on their way back{reserved}: {human(s.short_bytes)} short."]
     lawful = [x for x in s.charged_tickets if x.obstacle is None]
     if lawful:
         only = "only " if s.leavable_bytes < s.short_bytes else ""

@@ -42,6 +42,20 @@ def test_explain_of_a_queued_ticket_gives_shortfall_holders_and_their_obstacles(
     assert any("may leave hold only 10.0 GiB: b" in line for line in found.said)
 
 
+@pytest.mark.spec("K3", "C10")
+def test_explain_counts_what_comes_back_to_a_reserve_as_kept_for_its_tenant() -> None:
+    reserve = TenantLimits("x", None, gib(30), None)
+    driver = CoreDriver(device=80, settings=replace(PLAIN, tenants=(reserve,)))
+    driver.resident(0, "a", 30, tenant="x")
+    driver.resident(0, "b", 50, priority=Priority.URGENT, tenant="y")
+    driver.at(1, ev.Released(TicketId("a"), "manual"))
+    assert revoked(driver.ask(2, "c", 20, tenant="y")) == []
+    found = why(driver, 2, "c")
+    [shortage] = found.shortages
+    assert (shortage.coming_bytes, shortage.short_bytes) == (30 * GIB, 20 * GIB)
+    assert "30.0 GiB of both reserved for others" in " ".join(found.said)
+
+
 @pytest.mark.spec("K3")
 def test_explain_of_a_queued_ticket_gives_those_ahead_and_bytes_coming_back() -> None:
     driver = CoreDriver(device=80)
