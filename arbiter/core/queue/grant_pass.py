@@ -5,6 +5,7 @@ from itertools import islice
 from arbiter.core.eviction import watermarks
 from arbiter.core.eviction.eligibility import min_residency_ends, pause_ends, trade_bound
 from arbiter.core.eviction.ranking import priority_fades_at
+from arbiter.core.queue import placement
 from arbiter.core.queue.grants import place, place_gang, return_to_service, wake
 from arbiter.core.queue.outcome import PassEnd
 from arbiter.core.queue.pass_state import GrantPass
@@ -19,7 +20,6 @@ from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import (
     compute_books,
     is_readable,
-    on_demand_of,
     watch_claims,
 )
 from arbiter.errors import GpusLost
@@ -65,11 +65,10 @@ def _run_node(state: CoreState, node: Node) -> PassEnd:
 def _new_pass(state: CoreState, node: Node) -> GrantPass:
     books = compute_books(state, node)
     reserves = quotas.reserves(state)
-    most = max([on_demand_of(b) for b in books], default=Bytes(0))
+    most = placement.most_on_demand(books)
     return GrantPass(
         node,
         {b.device: b for b in books if is_readable(state, node, b.device, state.now)},
-        max([b.budget_bytes for b in books], default=Bytes(0)),
         most,
         Bytes(most - sum(reserves.values())),
         reserves,

@@ -48,7 +48,7 @@ def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry
     """Grants a new load, or asks for the room it lacks."""
     if entry.is_prefetch:
         return _place_prefetch(state, pass_, entry, waiting)
-    need = need_of(state, entry, waiting, pass_.largest_bytes)
+    need = need_of(state, entry, waiting, pass_.most_bytes)
     if need > pass_.open_bytes:
         limits = pass_.limits(state, entry, need)
         outcome = _place_beyond_one_device(state, pass_, entry, waiting, limits)
@@ -73,7 +73,7 @@ def _place_prefetch(
 ) -> Outcome:
     """Grants a prefetch into room that is free, or rejects it (C11): nothing leaves for it, and it
     never waits. A request for its model asks under a ticket of its own."""
-    need = need_of(state, entry, waiting, pass_.largest_bytes)
+    need = need_of(state, entry, waiting, pass_.most_bytes)
     limits = pass_.limits(state, entry, need)
     devices = placement.devices_for(state, pass_.books.values(), entry, need)
     usable = [device for device in devices if device not in pass_.reserved_devices]
@@ -290,7 +290,7 @@ def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: Queue
     if members is None or any(state.queue.is_ahead(e.ticket, entry.ticket) for e in members):
         return Outcome.NOT_APPLICABLE
     books = compute_books(state, pass_.node)
-    sizes = [(e, placement.estimated_bytes(state, e, pass_.largest_bytes)) for e in members]
+    sizes = [(e, placement.estimated_bytes(state, e, pass_.most_bytes)) for e in members]
     most = pass_.most_for(state, entry.client.tenant)
     if any(_is_held(state, e) for e in members):
         return pass_.defer(waiting, ())

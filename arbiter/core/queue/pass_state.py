@@ -57,7 +57,6 @@ class GrantPass:
 
     node: Node
     books: dict[DeviceId, DeviceAccount]  # of its readable devices that compute
-    largest_bytes: Bytes  # the largest budget of a device that computes
     most_bytes: Bytes  # that waiting can ever bring on one device
     open_bytes: Bytes  # the same for a tenant that has no reserve, or less
     reserves: dict[str, Bytes]  # of each device, by tenant

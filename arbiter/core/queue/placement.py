@@ -38,11 +38,16 @@ def devices_for(
     return [option.device for option in sorted(options, key=state.policies.place)]
 
 
-def estimated_bytes(state: CoreState, entry: Ticket, largest: Bytes) -> Bytes:
+def most_on_demand(books: Iterable[DeviceAccount]) -> Bytes:
+    """Returns the most that waiting can ever bring on one of these devices."""
+    return max((on_demand_of(book) for book in books), default=Bytes(0))
+
+
+def estimated_bytes(state: CoreState, entry: Ticket, most: Bytes) -> Bytes:
     """Returns what a ticket will be granted. What was learned, of a failure for memory or of a peak
-    with its headroom, never exceeds the largest device: there is nothing beyond it to try, and the
-    model has run there before."""
+    with its headroom, never exceeds `most`, of `most_on_demand`: there is nothing beyond it to try,
+    and the model has run there before."""
     estimate = state.estimates.size(entry.model_key, entry.need, entry.need_is_explicit)
-    if estimate.source in ("corrected", "learned") and largest >= entry.need.device_bytes:
-        return min(estimate.device_bytes, largest)
+    if estimate.source in ("corrected", "learned") and most >= entry.need.device_bytes:
+        return min(estimate.device_bytes, most)
     return estimate.device_bytes

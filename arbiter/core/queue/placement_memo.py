@@ -8,7 +8,7 @@ from arbiter.core.queue import placement
 from arbiter.core.records.request_queue import QueueEntry, QueueStats, urgency_of
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
-from arbiter.core.tickets.device_limits import compute_books, on_demand_of
+from arbiter.core.tickets.device_limits import compute_books
 from arbiter.core.types import Priority
 from arbiter.units import Bytes
 
@@ -72,12 +72,12 @@ class PlacementMemo:
         return stats.needs_at_least(need, state.estimates.version)
 
 
-def need_of(state: CoreState, entry: Ticket, waiting: QueueEntry, largest: Bytes) -> Bytes:
+def need_of(state: CoreState, entry: Ticket, waiting: QueueEntry, most: Bytes) -> Bytes:
     """Returns what a queued ticket will be granted; the estimates are asked anew only when they
-    have changed. `largest`: the largest budget of its node."""
+    have changed. `most`: see placement.estimated_bytes."""
     version = state.estimates.version
     if waiting.version != version:
-        need = placement.estimated_bytes(state, entry, largest)
+        need = placement.estimated_bytes(state, entry, most)
         if oversize.may_exceed_budget(entry):
             waiting.note_need(need, waiting.version)  # known, but proves nothing of others
         else:
@@ -95,7 +95,7 @@ def foresee_need(state: CoreState, entry: Ticket) -> None:
     if waiting is None or node is None or is_special or entry.state is not State.QUEUED:
         return
     books = compute_books(state, node)
-    largest = max((b.budget_bytes for b in books), default=Bytes(0))
-    need = placement.estimated_bytes(state, entry, largest)
-    if any(need <= on_demand_of(b) for b in books):
+    most = placement.most_on_demand(books)
+    need = placement.estimated_bytes(state, entry, most)
+    if books and need <= most:
         state.queue.stats(entry.node).know(waiting, need, state.estimates.version)

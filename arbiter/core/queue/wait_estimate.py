@@ -26,7 +26,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, reject_queued
-from arbiter.core.tickets.device_limits import compute_books
+from arbiter.core.tickets.device_limits import compute_books, on_demand_of
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import Bytes, Instant, Span, after, in_seconds, since
 
@@ -194,7 +194,7 @@ def _lacking(state: CoreState, waiting: QueueEntry, book: DeviceAccount) -> Byte
         return waiting.need_bytes
     if entry.state is State.ASLEEP:
         return Bytes(max(0, entry.home.get(book.device, 0) - entry.charge(book.device)))
-    return waiting.need_bytes or placement.estimated_bytes(state, entry, book.budget_bytes)
+    return waiting.need_bytes or placement.estimated_bytes(state, entry, on_demand_of(book))
 
 
 def _room_at(

@@ -149,8 +149,7 @@ def _needs(state: CoreState, entry: Ticket, books: list[DeviceAccount]) -> Sizes
     wakes, or is larger than any one; else on one of them."""
     if entry.home:  # it wakes where its process lives; some of that is charged already
         return {d: Bytes(max(0, size - entry.charge(d))) for d, size in entry.home.items()}
-    largest = max((book.budget_bytes for book in books), default=Bytes(0))
-    need = placement.estimated_bytes(state, entry, largest)
+    need = placement.estimated_bytes(state, entry, placement.most_on_demand(books))
     most = quotas.at_most(state, entry.client.tenant, books)
     is_one = need <= max(most.values(), default=need)
     several = None if is_one else gangs.split(books, need, entry.split, most)
@@ -255,8 +254,8 @@ def _needs_bytes(state: CoreState, entry: Ticket) -> Bytes:
     if entry.home:
         return Bytes(sum(size - entry.charge(d) for d, size in entry.home.items()))
     node = state.nodes.get(entry.node)
-    budgets = [book.budget_bytes for book in compute_books(state, node)] if node else []
-    return placement.estimated_bytes(state, entry, max(budgets, default=Bytes(0)))
+    books = compute_books(state, node) if node else []
+    return placement.estimated_bytes(state, entry, placement.most_on_demand(books))
 
 
 def _exclusion_sentences(state: CoreState, entry: Ticket) -> list[str]:

@@ -518,3 +518,18 @@ def test_grant_pass_reaches_urgent_tickets_behind_unplaceable_ones_in_any_policy
     driver.resident(0, "a", 80)
     assert driver.ask(1, "b", 50, priority=LOW) == []
     assert revoked(driver.ask(2, "c", 50, priority=HIGH)) == [("a", "swap", "gone")]
+
+
+@pytest.mark.spec("B2", "A17")
+def test_headroom_over_a_learned_peak_asks_for_no_more_than_pinned_models_leave() -> None:
+    fraction = replace(PLAIN, learned_headroom_fraction=0.1)
+    driver = CoreDriver(device=80, settings=fraction, pinned="vad")
+    driver.resident(0, "vad", 10)
+    driver.resident(1, "b", 60, explicit=False)
+    driver.engines = {"vad": {CPU: 10}, "b": {CPU: 66}}
+    for t in (2, 3):
+        driver.read(t)
+    driver.at(20, ev.Released(TicketId("b"), "manual"))
+    driver.gone(21, "b")
+    assert granted(driver.ask(22, "b2", 60, explicit=False)) == ["b2"]
+    assert driver.charged() == 80
