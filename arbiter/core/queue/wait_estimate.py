@@ -26,6 +26,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, reject_queued
+from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import compute_books, on_demand_of
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import Bytes, Instant, Span, after, in_seconds, since
@@ -205,10 +206,11 @@ def _room_at(
     end of a lease."""
     need = _lacking(state, waiting, book)
     room = _Room(need, ahead)
-    if room.suffices_with(Bytes(max(0, book.free_bytes))):
+    free, returning = _usable(state, book, entry)
+    if room.suffices_with(free):
         return state.now
     leaves_at = state.now
-    if returning := returning_bytes(book):
+    if returning:
         drains = [_drain(state, e) for e in book.leaving.values()]
         turnovers = [state.estimates.turnover(e.capability) for e in book.leaving.values()]
         leaves_at = after(leaves_at, Span(max(drains) + max(turnovers)))
@@ -218,10 +220,12 @@ def _room_at(
     staying = (e for e, _ in cheapest if e is not entry and e.ticket not in book.leaving)
     others = [e for e in staying if not e.pinned]
     leased = [e for e in others if e.lease and not e.lease.terms.preemptible]
-    leaving = sorted(
-        (_gone_at(state, e, waiting), e.charge(book.device)) for e in others if e not in leased
+    gone = (
+        (_gone_at(state, e, waiting), e.charge(book.device), e) for e in others if e not in leased
     )
-    short = Bytes(need - max(0, book.free_bytes) - returning)
+    spare = quotas.ReserveSlack(state, book, entry.client.tenant)
+    leaving = [(at, spare.take(e, size)) for at, size, e in sorted(gone, key=lambda x: x[:2])]
+    short = Bytes(need - free - returning)
     if leased and short > sum(freed for _, freed in leaving):
         return None
     for other_at, freed in leaving:
@@ -229,6 +233,16 @@ def _room_at(
         if room.suffices_with(freed):
             break
     return max(leaves_at, _cheaper_gone_at(state, book, entry, short, waiting))
+
+
+def _usable(state: CoreState, book: DeviceAccount, entry: Ticket) -> tuple[Bytes, Bytes]:
+    """Returns what of a device is free for a ticket, and how much more will be once those asked to
+    leave have left: both without what is kept for other tenants."""
+    reserves, tenant = quotas.reserves(state), entry.client.tenant
+    free = max(0, book.free_bytes)
+    now = max(0, free - quotas.kept(reserves, book, tenant))
+    later = free + returning_bytes(book) - quotas.kept(reserves, book, tenant, has_left=True)
+    return Bytes(now), Bytes(max(0, later - now))
 
 
 def _cheaper_gone_at(

@@ -9,10 +9,11 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.records.load_predictor import Predictor
+from arbiter.core.settings import TenantLimits
 from arbiter.core.types import Priority
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import GIB, Bytes, HolderId, TicketId, in_seconds, seconds
-from tests.support.core_driver import CPU, PLAIN, CoreDriver, granted, refusal, revoked
+from tests.support.core_driver import CPU, PLAIN, CoreDriver, gib, granted, refusal, revoked
 
 SIZES = {"a": 1.0, "b": 6.0, "c": 20.0}  # three models; each under many engine settings
 LOADS, BAR = 200, 0.2
@@ -239,6 +240,22 @@ def test_wait_counts_a_load_as_slow_as_loads_of_other_models_were_of_late(
     driver.resident(200, "c", 70)
     driver.ask(300, "a1", 60)
     assert driver.last("ticket_waits").took == seconds(wait_s)
+
+
+@pytest.mark.spec("A21", "C10")
+def test_told_wait_counts_nothing_of_what_is_reserved_for_another_tenant() -> None:
+    """Of 80, 30 are kept for `x`, which has 20: `b` waits until `a` has stayed for the 20 s that
+    its load took."""
+    reserve = TenantLimits("x", None, gib(30), None)
+    driver = CoreDriver(device=80, settings=replace(PLAIN, tenants=(reserve,)))
+    driver.resident(0, "c", 20, tenant="x")
+    driver.ask(0, "a", 50, tenant="y")
+    driver.at(20, ev.Loaded(TicketId("a"), seconds(20)))
+    driver.beat(20, "a")
+    assert granted(driver.ask(25, "b", 10, tenant="y")) == []
+    asker = driver.ticket("b")
+    load = driver.estimates.load_time(asker.model_key, asker.need.weights_bytes)
+    assert driver.last("ticket_waits").took == seconds(15) + load
 
 
 @pytest.mark.spec("A21", "N5")
