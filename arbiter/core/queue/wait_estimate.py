@@ -100,7 +100,8 @@ def _possible_books(state: CoreState, entry: Ticket, waiting: QueueEntry) -> lis
     books = compute_books(state, node)
     if entry.state is State.ASLEEP:
         return [book for book in books if book.device in entry.home]
-    return [book for book in books if waiting.need_bytes <= book.budget_bytes]
+    most = quotas.at_most(state, entry.client.tenant, books)
+    return [book for book in books if waiting.need_bytes <= most[book.device]]
 
 
 # -- those before it -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from arbiter.core.types import Priority
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import GIB, Bytes, HolderId, TicketId, in_seconds, seconds
 from tests.support.core_driver import CPU, PLAIN, CoreDriver, gib, granted, refusal, revoked
+from tests.support.gpu_core_driver import GpuCoreDriver
 
 SIZES = {"a": 1.0, "b": 6.0, "c": 20.0}  # three models; each under many engine settings
 LOADS, BAR = 200, 0.2
@@ -242,6 +243,13 @@ def test_wait_counts_a_load_as_slow_as_loads_of_other_models_were_of_late(
     assert driver.last("ticket_waits").took == seconds(wait_s)
 
 
+def told_until_room(driver: CoreDriver, name: str) -> int:
+    """The told wait without the load."""
+    asker, told = driver.ticket(name), driver.last("ticket_waits")
+    assert told.ticket == name and told.took is not None
+    return told.took - driver.estimates.load_time(asker.model_key, asker.need.weights_bytes)
+
+
 @pytest.mark.spec("A21", "C10")
 def test_told_wait_counts_nothing_of_what_is_reserved_for_another_tenant() -> None:
     """Of 80, 30 are kept for `x`, which has 20: `b` waits until `a` has stayed for the 20 s that
@@ -253,9 +261,18 @@ def test_told_wait_counts_nothing_of_what_is_reserved_for_another_tenant() -> No
     driver.at(20, ev.Loaded(TicketId("a"), seconds(20)))
     driver.beat(20, "a")
     assert granted(driver.ask(25, "b", 10, tenant="y")) == []
-    asker = driver.ticket("b")
-    load = driver.estimates.load_time(asker.model_key, asker.need.weights_bytes)
-    assert driver.last("ticket_waits").took == seconds(15) + load
+    assert told_until_room(driver, "b") == seconds(15)
+
+
+@pytest.mark.spec("A21", "B2")
+def test_told_wait_counts_on_no_device_that_pinned_models_leave_too_small() -> None:
+    driver = GpuCoreDriver(device=80, pinned="vad")
+    driver.resident(0, "vad", 70)
+    driver.ask(0, "a", 80)
+    driver.at(20, ev.Loaded(TicketId("a"), seconds(20)))
+    driver.beat(20, "a")
+    assert granted(driver.ask(25, "b", 20)) == []
+    assert told_until_room(driver, "b") == seconds(15)
 
 
 @pytest.mark.spec("A21", "N5")
