@@ -64,7 +64,8 @@ def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry
     outcome = _hold_to_role(state, pass_, entry, waiting, urgent)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
-    devices = placement.devices_for(state, pass_.books.values(), entry, need)
+    books = [b for b in pass_.books.values() if entry.frees or limits.may_ever_fit(b.device)]
+    devices = placement.devices_for(state, books, entry, need)
     return _place_on_one(state, pass_, entry, waiting, limits, devices)
 
 

@@ -46,6 +46,10 @@ class Limits:
         """Says whether so much may be granted on a device now."""
         return self.free_by_device[device] >= size
 
+    def may_ever_fit(self, device: DeviceId) -> bool:
+        """Says whether waiting may bring the need on a device."""
+        return self.need_bytes <= self.most_by_device.get(device, self.need_bytes)
+
     def missing(self, device: DeviceId) -> Bytes:
         """Returns what the need lacks on a device beyond what is on its way back."""
         return Bytes(self.need_bytes - self.room_by_device[device])

@@ -251,6 +251,15 @@ def test_what_is_promised_to_a_tenant_is_not_kept_for_its_reserve_as_well() -> N
     assert granted(driver.gone(22, "a")) == ["d", "c"]
 
 
+def test_aged_ticket_holds_no_device_that_reserves_of_others_leave_too_small() -> None:
+    driver = GpuDriver(80, 160, settings=settings(terms("x", reserved=30)))
+    driver.resident(0, "a", 130, holder="k", tenant="y", priority=types.Priority.URGENT)
+    assert granted(driver.ask(1, "b", 60, holder="k", tenant="y")) == []
+    driver.beat(40, "a", holder="k")
+    assert granted(driver.fire_timer(41)) == []
+    assert granted(driver.ask(42, "c", 20, holder="k", tenant="z")) == ["c"]
+
+
 def test_ticket_is_billed_to_its_last_user_unless_that_breaks_a_limit() -> None:
     driver = CoreDriver(device=80, settings=settings(terms("x", reserved=20), terms("z", most=10)))
     driver.resident(0, "a", 20, tenant="y")
