@@ -49,9 +49,11 @@ def rest_bytes(state: CoreState, asker: Ticket, books: Iterable[DeviceAccount]) 
 def _attainable_bytes(
     state: CoreState, book: DeviceAccount, asker: Ticket, by: Instant | None
 ) -> int:
-    reserved_bytes = quotas.kept(quotas.reserves(state), book, asker.client.tenant)
+    tenant = asker.client.tenant
+    reserved_bytes = quotas.kept(quotas.reserves(state), book, tenant)
+    spare = quotas.ReserveSlack(state, book, tenant)
     idle = (
-        entry.charge(book.device)
+        spare.take(entry, entry.charge(book.device))
         for entry in book.entries.values()
         if find_obstacle(state, entry, asker, Priority.URGENT) is None
         and not leaves_too_late(state, entry, by)

@@ -197,3 +197,15 @@ def test_the_quota_of_a_tenant_does_not_bind_the_operator() -> None:
 def test_the_cap_of_a_tenant_does_not_bind_the_operator() -> None:
     driver = CoreDriver(device=80)  # of which a tenant may lease half
     assert granted(free(driver, 0, 70)) == ["free"]
+
+
+@pytest.mark.spec("C10")
+def test_no_more_of_a_reserve_is_asked_for_than_its_tenant_holds_beyond_it() -> None:
+    reserve = TenantLimits("x", None, gib(30), None)
+    driver = CoreDriver(device=80, settings=replace(PLAIN, tenants=(reserve,)))
+    driver.resident(0, "a", 50, tenant="x")
+    driver.resident(0, "b", 30, tenant="y")
+    driver.beat(0, "b", inflight=1)
+    assert revoked(free(driver, 1, 80)) == [("a", "free", "gone")]
+    assert granted(leave(driver, 2, "a")) == ["free"]
+    assert driver.ticket("free").home == {CPU: gib(20)}
