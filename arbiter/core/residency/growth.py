@@ -97,18 +97,22 @@ def _shrink(state: CoreState, entry: Ticket, devices: Devices) -> None:
 
 def grant_waiting(state: CoreState) -> None:
     """Grants growth in the order it was asked for, before the queue: growing tickets are in service
-    already."""
+    already. What suffices for a ticket that waits is left to it."""
+    ahead: Counter[DeviceId] = Counter()
     for entry in _growing(state):
         is_gone = any(device not in state.ledger.books for device in entry.home)
         may_be = not (is_gone or _is_over_quota(state, entry)) and _may_be_lent(state, entry)
         if entry.state is not State.RESIDENT or is_gone:
             _reject(state, entry, _error(entry, "it is leaving"))
-        elif may_be and _has_room(state, entry):
+        elif may_be and _has_room(state, entry, ahead):
             _grow(state, entry)
         elif entry.growth is None or state.now >= entry.growth.until:
             _reject(state, entry, _error(entry, "there was no room in time"))
         elif may_be:
-            _make_room(state, entry)
+            _make_room(state, entry, ahead)
+            lacking = {d: max(0, part) for d, part in _lacking(entry).items()}
+            if all(part + ahead[d] <= _coming(state, entry, d) for d, part in lacking.items()):
+                ahead.update(lacking)
 
 
 def promised(state: CoreState, node: NodeId) -> defaultdict[DeviceId, Counter[str]]:
@@ -223,11 +227,13 @@ def _by_share(entry: Ticket, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes],
     return [(item, Bytes(part)) for item, part in zip(home, parts, strict=True)]
 
 
-def _has_room(state: CoreState, entry: Ticket) -> bool:
-    """Says whether the growth fits now. What the ticket took beyond its grant is charged
-    already."""
-    lacking = _lacking(entry).items()
-    return all(part <= _free(state, entry, state.ledger.books[d]) for d, part in lacking)
+def _has_room(state: CoreState, entry: Ticket, ahead: Counter[DeviceId]) -> bool:
+    """Says whether the growth fits now beside what those `ahead` wait for. What the ticket took
+    beyond its grant is charged already."""
+    return all(
+        part + (ahead[d] if part > 0 else 0) <= _free(state, entry, state.ledger.books[d])
+        for d, part in _lacking(entry).items()
+    )
 
 
 def _free(state: CoreState, entry: Ticket, book: DeviceAccount, has_left: bool = False) -> Bytes:
@@ -282,12 +288,13 @@ def _reachable(book: DeviceAccount, entry: Ticket, waiting: set[HolderId]) -> By
     return Bytes(book.free_bytes + sum(leavable))
 
 
-def _make_room(state: CoreState, entry: Ticket) -> None:
+def _make_room(state: CoreState, entry: Ticket, ahead: Counter[DeviceId]) -> None:
     """Revokes idle tickets no more urgent than it: all that is missing on all of its devices, or
     none."""
     leaving: dict[TicketId, Ticket] = {}
     for device, part in _lacking(entry).items():
-        chosen = _victims(state, entry, state.ledger.books[device], part, leaving)
+        wanted = part + (ahead[device] if part > 0 else 0)
+        chosen = _victims(state, entry, state.ledger.books[device], wanted, leaving)
         if chosen is None:
             return
         leaving |= chosen

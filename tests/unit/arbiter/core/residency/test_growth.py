@@ -59,6 +59,18 @@ def test_bytes_on_their_way_to_a_growing_resident_are_not_lent_to_the_queue() ->
     assert granted(d.gone(24, "c")) == ["a"] and d.charged() == 70
 
 
+def test_bytes_on_their_way_to_a_growing_resident_are_not_granted_to_one_that_asked_later() -> None:
+    d = CoreDriver(holders=("h", "k", "l"))
+    for name, holder in (("a", "h"), ("b", "k"), ("c", "l")):
+        d.resident(0, name, 20, holder=holder)
+    d.beat(1, "a", inflight=1)
+    d.beat(1, "b", holder="k", inflight=1)
+    assert revoked(grow(d, 20, "a", 35)) == [("c", "swap", "gone")]
+    assert grow(d, 21, "b", 15) == []
+    d.at(22, ev.Released(TicketId("c"), "swap"))
+    assert granted(d.gone(23, "c")) == ["a"] and d.free() == 5
+
+
 def waits_to_grow() -> CoreDriver:
     """Two models of 30 of 80 in use, of which `a` waits for 25 more until 30, and `b` is urgent."""
     d = CoreDriver(holders=("h", "k"))
