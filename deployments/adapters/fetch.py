@@ -1,11 +1,12 @@
 """Adapters behind a URL: from an allow-list to a folder of this node, by fsspec.
 
 The model's configuration says from where: `adapters.urls` lists prefixes (`s3://our-loras/`,
-`hf://our-org/`, `https://models.example.com/loras/`), none by default. Fetched files are trusted no
-more than a folder that a tenant dropped: an engine copies, hashes and checks them in the same way
-(deployments.adapters.store).
+`hf://our-org/`, `https://models.example.com/loras/`), none by default. Only files with the form of
+an adapter's are kept: a page in place of one is a failed fetch, whatever its status.
+They are trusted no more than a folder that a tenant dropped: an engine copies, hashes and
+checks them in the same way (deployments.adapters.store).
 
-    fetcher = Fetcher(folder, max_bytes)
+    fetcher = Fetcher(folder, bounds)
     await fetcher.bring(entry)      # entry.path is there now
 
 Where a bucket or a hub is, and as whom it is asked, the file system reads from the environment of
@@ -28,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from arbiter.errors import RequestError
 from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
+from deployments.adapters.safe_files import AdapterInvalid
+from deployments.adapters.validate import check_form
 from deployments.checked_sockets import public_socket
 
 if TYPE_CHECKING:
@@ -131,11 +134,12 @@ class Fetcher:
 
     def _fill(self, entry: "CatalogueEntry", scratch: Path, until_s: float) -> None:
         """Makes the entry's path. Raises what a file system of fsspec does, OSError, ValueError
-        beyond a bound, TimeoutError."""
+        beyond a bound or for what is no adapter, TimeoutError."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch.mkdir(mode=0o700)
         try:
             size_bytes = self._copy(entry.url, scratch, until_s)
+            _refuse_page(scratch)
             with alone(self._folder):
                 remove_abandoned(self._folder, _SCRATCH, 2 * FETCH_S)
                 make_room(self._folder, size_bytes, MAX_FETCHED_BYTES)
@@ -184,6 +188,16 @@ def _bounded(reader: Any, target: Path, most_bytes: int, until_s: float) -> int:
                 raise TimeoutError(f"{target.name} was not read within {FETCH_S:g} s")
             writer.write(chunk)
     return most_bytes - remaining_bytes
+
+
+def _refuse_page(scratch: Path) -> None:
+    """Refuses what is no adapter at all: an error page that was sent with status 200 would be kept,
+    and its adapter fail for as long as it is asked for. Raises ValueError, OSError."""
+    try:
+        check_form("", scratch)
+    except AdapterInvalid as error:
+        what = f"the files that came are no adapter's: {error.reason}"
+        raise ValueError(f"{what}; see what its URL in remote.json answers") from error
 
 
 def _told(error: BaseException) -> str:

@@ -51,13 +51,9 @@ class Rules:
 
 def check(name: str, folder: Path, rules: Rules) -> None:
     """Raises AdapterInvalid that says what is wrong with the adapter in `folder`."""
-    config = read_json(name, folder / CONFIG)
+    config, tensors = check_form(name, folder)
     _check_config(name, config, rules.max_rank)
     _check_patterns(name, config, len(rules.shapes))
-    try:
-        tensors = safetensors_header.check(folder / WEIGHTS)
-    except safetensors_header.BadHeader as error:
-        raise AdapterInvalid(name, str(error).replace(f"{folder}/", "")) from error
     pairs: dict[str, dict[str, tuple[int, ...]]] = {}
     for tensor, row in tensors.items():
         module, matrix = parted(name, tensor)
@@ -69,6 +65,18 @@ def check(name: str, folder: Path, rules: Rules) -> None:
     for module, shapes in pairs.items():
         if reason := _mismatch(shapes, rules.shapes.get(module), rules.max_rank):
             raise AdapterInvalid(name, f"{module}: {reason}")
+
+
+def check_form(
+    name: str, folder: Path
+) -> tuple[dict[str, Any], dict[str, safetensors_header.Tensor]]:
+    """The configuration and the tensors' headers, of files that are a JSON object and a whole
+    safetensors file. Raises AdapterInvalid, OSError."""
+    config = read_json(name, folder / CONFIG)
+    try:
+        return config, safetensors_header.check(folder / WEIGHTS)
+    except safetensors_header.BadHeader as error:
+        raise AdapterInvalid(name, str(error).replace(f"{folder}/", "")) from error
 
 
 def _check_config(name: str, config: dict[str, Any], max_rank: int) -> None:

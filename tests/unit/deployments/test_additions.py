@@ -15,6 +15,7 @@ from deployments.config import boot, runtime_settings
 from deployments.config.config_file import CapabilityArgs
 from deployments.config.schema import ConfigError, parse_table
 from deployments.replica.capability import Capability
+from tests.support.adapters import write
 from tests.support.contributing import ROOT, addition, package
 
 MINE = "my_package.evict_largest:price"
@@ -29,7 +30,8 @@ from my_package.vault import Vault
 folder, fetched = Path(sys.argv[1]), Path(sys.argv[2])
 Vault.root = Path(sys.argv[3])
 entry = Catalogue({"chat": folder}, urls={"chat": ("vault://loras/",)}, fetched=fetched).find("law")
-asyncio.run(Fetcher(fetched, {"adapter_config.json": 100}).bring(entry))
+bounds = {"adapter_config.json": 1_000, "adapter_model.safetensors": 10_000}
+asyncio.run(Fetcher(fetched, bounds).bring(entry))
 print((entry.path / "adapter_config.json").read_text())
 """
 
@@ -119,8 +121,7 @@ def test_adapter_source_of_another_package_is_found_by_its_protocol(
 ) -> None:
     """In a process of its own, because fsspec reads entry points when it is imported."""
     vault, folder = tmp_path / "vault", tmp_path / "adapters"
-    (vault / "loras" / "law-v3").mkdir(parents=True)
-    (vault / "loras" / "law-v3" / "adapter_config.json").write_text('{"r": 8}')
+    law = write(vault / "loras" / "law-v3", {"model.layers.0.self_attn.q_proj": (16, 8)})
     folder.mkdir()
     (folder / "remote.json").write_text(json.dumps({"law": "vault://loras/law-v3/"}))
     done = subprocess.run(
@@ -128,4 +129,4 @@ def test_adapter_source_of_another_package_is_found_by_its_protocol(
         env={"PYTHONPATH": f"{ROOT}:{outside}", "PATH": ""},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.stdout.strip() == '{"r": 8}', done.stderr
+    assert done.stdout.strip() == (law / "adapter_config.json").read_text(), done.stderr

@@ -60,8 +60,8 @@ async def test_fetched_adapter_is_copied_and_checked_as_a_folder_is(
     shelf = CheckedAdapters(Store(tmp_path / "store"), RULES)
     published = await shelf.take(entry)
     assert (published.path / "adapter_config.json").is_file()
+    memory.put(str(tmp_path / "good"), "/ours/bad", recursive=True)
     memory.pipe("/ours/bad/adapter_config.json", b"{}")
-    memory.pipe("/ours/bad/adapter_model.safetensors", b"x")
     bad = found(tmp_path, "memory://ours/bad/")
     await fetcher.bring(bad)
     with pytest.raises(AdapterInvalid, match="peft_type"):
@@ -227,9 +227,11 @@ def test_a_url_outside_the_allow_list_is_refused_before_anything_is_opened(
 
 
 class Site(BaseHTTPRequestHandler):
-    """Has an adapter, the same with its files packed, and a page that sends one somewhere else."""
+    """Has an adapter, the same with its files packed, a page that sends one somewhere else, and
+    while it is `down` a page in place of each of the files named there."""
 
     folder: Path
+    down: tuple[str, ...]
     asked: list[str]
 
     def do_GET(self) -> None:
@@ -239,7 +241,8 @@ class Site(BaseHTTPRequestHandler):
             self.send_header("location", self.path.replace("/away/", "/law/"))
             self.end_headers()
             return
-        data = (self.folder / self.path.rpartition("/")[2]).read_bytes()
+        name = self.path.rpartition("/")[2]
+        data = b"<html>Back soon</html>" if name in self.down else (self.folder / name).read_bytes()
         self.send_response(200)
         if self.path.startswith("/packed/"):
             data = gzip.compress(data)
@@ -254,7 +257,7 @@ class Site(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
-    Site.folder, Site.asked = write(tmp_path / "site", SHAPES), []
+    Site.folder, Site.asked, Site.down = write(tmp_path / "site", SHAPES), [], ()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -304,10 +307,26 @@ async def test_packed_files_of_a_site_are_not_unpacked_and_are_no_adapter(
     monkeypatch.setattr(checked_sockets, "is_public", lambda address: True)
     root = f"http://127.0.0.1:{site.server_port}/packed/"
     entry = found(tmp_path, root, (root,))
-    await Fetcher(tmp_path / "fetched", RULES.bounds).bring(entry)
-    with pytest.raises(AdapterInvalid, match=r"adapter_config\.json is not JSON"):
-        await CheckedAdapters(Store(tmp_path / "s"), RULES).take(entry)
+    refused = await fetching.refusal(tmp_path, entry)
+    assert "adapter_config.json is not JSON" in str(refused)
     assert len(Site.asked) == len(RULES.bounds)
+
+
+@pytest.mark.spec("F2")
+@pytest.mark.parametrize("down", RULES.bounds)
+async def test_page_in_place_of_a_file_is_not_kept_and_the_next_request_asks_again(
+    tmp_path: Path, site: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, down: str
+) -> None:
+    monkeypatch.setattr(checked_sockets, "is_public", lambda address: True)
+    root = f"http://127.0.0.1:{site.server_port}/law/"
+    entry = found(tmp_path, root, (root,))
+    Site.down = (down,)
+    refused = await fetching.refusal(tmp_path, entry)
+    assert down in str(refused) and str(tmp_path) not in str(refused)
+    assert refused.retry_after_s
+    Site.down = ()
+    await fetching.fetcher(tmp_path).bring(entry)
+    assert (await CheckedAdapters(Store(tmp_path / "s"), RULES).take(entry)).size_bytes > 0
 
 
 @pytest.mark.spec("F2")
