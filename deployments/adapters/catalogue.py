@@ -56,6 +56,9 @@ PRIORITIES = ("urgent", "high", "normal", "low", "batch")  # C2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Names listed of one folder. F2 asks for 10,000 and more, and memory holds the listing.
 MAX_NAMES = 100_000
+# Entries remembered, 1 KB each. A tenant may rename its adapters without end; a forgotten entry is
+# read again, 0.1 ms.
+MAX_READ = 32_768
 
 
 class AdapterAmbiguous(RequestError):
@@ -238,6 +241,7 @@ class Catalogue:
             if manifest is None or manifest.stamp != stamp:
                 manifest = self._manifests[file] = _read_manifest(file, owner, stamp)
         except (FileNotFoundError, NotADirectoryError):
+            self._manifests.pop(file, None)
             return {}
         except OSError as error:
             raise AdapterInvalid(MANIFEST, f"{error.filename}: {error.strerror}") from error
@@ -265,6 +269,8 @@ class Catalogue:
             stamp = _stamp(path)
             stamped = self._read.get(path)
             if stamped is None or stamped[0] != stamp:
+                if len(self._read) >= MAX_READ:
+                    self._read.clear()
                 stamped = self._read[path] = stamp, _read_entry(name, base, home_place, stamp)
         except OSError as error:
             raise AdapterInvalid(name, f"{error.filename}: {error.strerror}") from error
@@ -273,6 +279,7 @@ class Catalogue:
     def _listed(self, folder: Path) -> frozenset[str]:
         try:
             if not is_folder(folder):
+                self._listings.pop(folder, None)
                 return frozenset()
             mtime_ns = folder.stat().st_mtime_ns
             listing = self._listings.get(folder)

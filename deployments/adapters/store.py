@@ -19,14 +19,21 @@ import json
 import os
 import shutil
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from arbiter.errors import RequestError
-from deployments.adapters.catalogue import FETCHED, WEIGHTS, Catalogue, CatalogueEntry, home_of
+from deployments.adapters.catalogue import (
+    FETCHED,
+    MAX_READ,
+    WEIGHTS,
+    Catalogue,
+    CatalogueEntry,
+    home_of,
+)
 from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.adapters.int8 import round_weights
 from deployments.adapters.safe_files import AdapterInvalid, open_plain
@@ -160,8 +167,9 @@ class CheckedAdapters:
     def __init__(self, store: Store, rules: Rules) -> None:
         self._store, self._rules = store, rules
         self._known: dict[tuple[str, str], tuple[CatalogueEntry, Published]] = {}
-        # One per adapter, so that many requests for a new adapter have it copied once.
-        self._copying: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+        # One per adapter that is asked for now, so that many requests for a new adapter have it
+        # copied once.
+        self._copying = WeakValueDictionary[tuple[str, str], asyncio.Lock]()
 
     async def take(self, entry: CatalogueEntry) -> Published:
         """The checked copy, which is made again when the entry changed or the copy is gone. Raises
@@ -169,10 +177,12 @@ class CheckedAdapters:
         if published := self._current(entry):
             return published
         key = entry.tenant, entry.name
-        async with self._copying[key]:
+        async with self._copying.setdefault(key, asyncio.Lock()):
             if published := self._current(entry):
                 return published
             new = await asyncio.to_thread(self._store.publish, entry, self._rules)
+            if len(self._known) >= MAX_READ:
+                self._known.clear()  # found again by the store's notes
             self._known[key] = entry, new
         return new
 

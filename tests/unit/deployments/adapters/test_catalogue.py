@@ -278,3 +278,28 @@ def test_a_manifest_of_too_many_names_is_refused_with_their_number(
     catalogue = Catalogue({"chat": tmp_path}, urls={"chat": ("s3://ours/",)}, fetched=tmp_path)
     with pytest.raises(AdapterInvalid, match="4 names; leave 3 at most"):
         catalogue.find("chat:a")
+
+
+@pytest.mark.spec("L3")
+def test_what_is_remembered_of_adapters_that_are_renamed_without_end_has_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue_module, "MAX_READ", 3)
+    catalogue, law = Catalogue({"chat": tmp_path}), put(tmp_path / "law")
+    for number in range(10):
+        law = law.rename(tmp_path / f"law-{number}")
+        found = catalogue.find(law.name)
+        assert found is not None and found.path == law
+        assert catalogue.find(law.name) is found, "it is remembered"
+        assert len(catalogue._read) <= 3
+
+
+@pytest.mark.spec("L3")
+def test_nothing_is_remembered_of_a_folder_that_has_left(tmp_path: Path) -> None:
+    catalogue = Catalogue({"chat": tmp_path}, urls={"chat": ("s3://ours/",)}, fetched=tmp_path)
+    put(tmp_path / "@acme" / "law")
+    (tmp_path / "@acme" / "remote.json").write_text(json.dumps({"far": "s3://ours/far/"}))
+    assert catalogue.names("acme") == ["chat:far", "chat:law"]
+    (tmp_path / "@acme").rename(tmp_path / "@other")
+    assert catalogue.names("acme") == []
+    assert not catalogue._manifests and catalogue._listings.keys() == {tmp_path}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from arbiter.node import tenant_folders
+from deployments.adapters import store as store_module
 from deployments.adapters.catalogue import Catalogue, CatalogueEntry
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import AdapterNotCopied, CheckedAdapters, Published, Store
@@ -320,6 +321,20 @@ def test_other_adapters_are_served_while_a_cold_adapter_is_copied(tmp_path: Path
 
     asyncio.run(story())
     assert sorted(store.copies) == ["cold", "new", "warm"], "each copied once"
+
+
+@pytest.mark.spec("L3")
+async def test_what_an_engine_remembers_of_adapters_renamed_without_end_has_a_bound(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_READ", 3)
+    shelf, law = CheckedAdapters(store, RULES), write(tmp_path / "in" / "law", SHAPES)
+    for number in range(10):
+        law = law.rename(tmp_path / "in" / f"law-{number}")
+        found = entry(law)
+        made = await asyncio.gather(*(shelf.take(found) for _ in range(4)))
+        assert all(published is made[0] for published in made), "it is remembered"
+        assert len(shelf._known) <= 3 and not shelf._copying
 
 
 @pytest.mark.spec("F2")
