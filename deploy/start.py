@@ -2,35 +2,34 @@
 
     python deploy/start.py [--host ADDRESS] FILE
 
-A container must listen on all of its addresses, so `--host` replaces the one in the file. `serve
-run` takes the place of this process, so that signals reach it.
+A container must listen on all of its addresses, so `--host` replaces the address in the file, in a
+copy beside the state, of which the next start makes a new one. `serve run` takes the place of this
+process, so that signals reach it.
 """
 
 import argparse
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import yaml
+
+from arbiter.server.state_path import default_path
 
 BIN = Path(sys.executable).parent
 
 
-def listening_on(config: dict[str, Any], host: str | None) -> dict[str, Any]:
-    """Returns the configuration with another address to listen on; without `host` as it is."""
+def listening_on(file: Path, host: str | None) -> Path:
+    """The file that `serve run` is given: itself, or with `host` a copy with that address."""
     if host is None:
-        return config
-    return config | {"http_options": (config.get("http_options") or {}) | {"host": host}}
-
-
-def written(config: dict[str, Any], folder: Path) -> Path:
-    """The file that `serve run` is given."""
-    path = folder / "serve_config.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
-    return path
+        return file
+    config = yaml.safe_load(file.read_text())
+    config["http_options"] = (config.get("http_options") or {}) | {"host": host}
+    copy = default_path().with_name("serve_config.yaml")
+    copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    copy.write_text(yaml.safe_dump(config, sort_keys=False))
+    return copy
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
@@ -42,8 +41,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = arguments(sys.argv[1:])
-    config = listening_on(yaml.safe_load(args.file.read_text()), args.host)
-    file = str(written(config, Path(tempfile.mkdtemp(prefix="serve-arbiter-"))))
+    file = str(listening_on(args.file, args.host))
     subprocess.run([sys.executable, "-m", "models.make_models"], check=True)
     subprocess.run([BIN / "arbiter", "check", file], check=True)
     os.execv(BIN / "serve", ["serve", "run", file])
