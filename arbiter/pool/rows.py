@@ -70,7 +70,7 @@ class Rows:
         self._claims: dict[bytes, _Claim] = {}  # of reserved rows
         # By tenant. A person removes each, so they are few.
         self._removed: dict[bytes, Removal] = {}
-        self._settling: list[int] = []  # rows that are free once no write of theirs can come
+        self._forgotten: list[int] = []  # rows that are free once no write of theirs can come
         self._pins: dict[bytes, int] = {}
         self._marks: dict[bytes, Mark] = {}  # of READY rows
         self._free: list[int] = []  # a heap: low rows first, so that the tail empties
@@ -168,18 +168,18 @@ class Rows:
 
     def forget_in_flight(self) -> None:
         """Drops all pins, and forgets all reserved rows: what was asked for them is void. They are
-        free after `settle`, because a write that was under way may still reach them."""
+        free after `free_forgotten`, because a write that was under way may still reach them."""
         self._pins.clear()
         for key, row in self._reserved.items():
             self._tenants.add(self._claims.pop(key).tenant, -1)
-            self._settling.append(row)
+            self._forgotten.append(row)
         self._reserved.clear()
 
-    def settle(self) -> None:
+    def free_forgotten(self) -> None:
         """Frees the rows of `forget_in_flight`: all writes that were under way then are over."""
-        for row in self._settling:
+        for row in self._forgotten:
             heapq.heappush(self._free, row)
-        self._settling.clear()
+        self._forgotten.clear()
 
     def touch(self, keys: Iterable[bytes], term: Term = Term.LONG) -> None:
         """Notes that keys are used: the last one is the most recent. Keys that are not READY are
@@ -401,7 +401,7 @@ class Rows:
             return gone
         gone += self.expire()
         room = slab.permitted_bytes // slab.geometry.row_bytes
-        over = len(self._ready) + len(self._reserved) + len(self._settling) - room
+        over = len(self._ready) + len(self._reserved) + len(self._forgotten) - room
         idle = (key for key in self._ready if key not in self._pins)
         victims = [key for key, _ in zip(idle, range(max(0, over)), strict=False)]
         self._evict_oldest(victims)
@@ -431,7 +431,7 @@ class Rows:
     def _end_of_fixed(self, room: int) -> int:
         """So many rows stay usable: those permitted, and all up to the last that cannot move."""
         pinned = (self._ready[key] for key in self._pins)
-        fixed = [*self._reserved.values(), *self._settling, *pinned]
+        fixed = [*self._reserved.values(), *self._forgotten, *pinned]
         return max(room, max(fixed, default=-1) + 1)
 
     def _cut_to(self, count: int, least_bytes: Bytes) -> None:
@@ -448,7 +448,7 @@ class Rows:
         allocated = max(least_bytes, needed)
         slab.cut(Bytes(min(allocated, slab.allocated_bytes)))
         self._known_count = self._usable_count
-        taken = {*self._ready.values(), *self._reserved.values(), *self._settling}
+        taken = {*self._ready.values(), *self._reserved.values(), *self._forgotten}
         self._free = [row for row in range(self._known_count) if row not in taken]
 
     def _move(self, key: bytes, place: int) -> None:

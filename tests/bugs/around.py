@@ -530,7 +530,7 @@ BUGS = [
         "not self._has_any(removal)",
         "True"),
     Bug("a row that may still be written after a reset is given away", "arbiter/pool/rows.py", "Rows.forget_in_flight",
-        "self._settling.append(row)",
+        "self._forgotten.append(row)",
         "heapq.heappush(self._free, row)"),
     Bug("a tenant that has come again loses its rows", "arbiter/pool/layout.py", "Removal.covers",
         "asked_s <= self.until_s",

@@ -227,7 +227,7 @@ def test_look_at_what_waits_does_not_sort_it(steps: Any, monkeypatch: pytest.Mon
     scheduler.add("line", Priority.BATCH)
     scheduler.add("question", Priority.NORMAL, loaded=5)
     monkeypatch.setattr(PriorityRequestQueue, "__iter__", lambda self: 1 / 0)
-    assert [one.request_id for one in hold._late()] == ["line"]
+    assert [one.request_id for one in hold._batch_requests()] == ["line"]
     assert [one.request_id for one in hold._urgent_prompts()] == ["question"]
 
 

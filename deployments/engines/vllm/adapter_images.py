@@ -271,7 +271,7 @@ def key_of(request: LoRARequest) -> bytes | None:
     return bytes.fromhex(name) if is_digest else None
 
 
-def take(config: Config) -> LentSlab | None:
+def hold_slab(config: Config) -> LentSlab | None:
     """Opens the slab that an engine was lent for its adapters, for as long as this process lives:
     the core finds it so although the owner may end meanwhile. `config["slabs"]["adapter"]` has its
     `path`, and perhaps `term_s`, `rows` and `caps`. None without one."""

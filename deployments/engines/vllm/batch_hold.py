@@ -52,25 +52,25 @@ class BatchHold:
         self._in_a_row = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        late = self._late()
+        late = self._batch_requests()
         prompts = self._urgent_prompts() if late else []
         if not prompts or self._in_a_row >= BYPASSES:
             self._in_a_row = 0
-            return self._noted(self._schedule(*args, **kwargs), prompts)
+            return self._traced(self._schedule(*args, **kwargs), prompts)
         self._in_a_row += 1
         step = self._without(late, *args, **kwargs)
         if not any(one.request_id in step.num_scheduled_tokens for one in prompts):
             self._in_a_row = BYPASSES  # holding once more would give it nothing
             self._make_room(prompts)
-        return self._noted(step, prompts)
+        return self._traced(step, prompts)
 
     def _urgent_prompts(self) -> list[Request]:
-        return [one for one in self._every() if not _is_batch(one) and _is_prompt(one)]
+        return [one for one in self._all_requests() if not _is_batch(one) and _is_prompt(one)]
 
-    def _late(self) -> list[Request]:
-        return [one for one in self._every() if one.priority >= _BATCH]  # in each step, of all
+    def _batch_requests(self) -> list[Request]:
+        return [one for one in self._all_requests() if one.priority >= _BATCH]  # in each step
 
-    def _every(self) -> Iterator[Request]:
+    def _all_requests(self) -> Iterator[Request]:
         scheduler = self._scheduler
         queues = (scheduler.kv_holding_waiting, scheduler.waiting)
         return chain(scheduler.running, *map(_in_no_order, queues))
@@ -115,7 +115,7 @@ class BatchHold:
         self.trace.preempted += 1
         self._in_a_row = 0
 
-    def _noted(self, step: SchedulerOutput, prompts: list[Request]) -> SchedulerOutput:
+    def _traced(self, step: SchedulerOutput, prompts: list[Request]) -> SchedulerOutput:
         if any(one.request_id in step.num_scheduled_tokens for one in prompts):
             scheduled = (self._scheduler.requests.get(key) for key in step.num_scheduled_tokens)
             if any(one is not None and _is_batch(one) for one in scheduled):

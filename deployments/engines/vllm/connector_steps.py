@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import make_offload_key
 STORED_TOGETHER = 64
 
 
-def look_at_what_is_new_only() -> None:
+def skip_known_blocks() -> None:
     """Has vLLM's connector look at new blocks, and at requests that have some. Its own way (0.32)
     looks at each running request in each step and skips all older blocks of each by iteration: 1.3
     ms with 128 requests of 500 tokens, more with longer ones (docs/adr/0051). A request whose

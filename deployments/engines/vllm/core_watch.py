@@ -34,7 +34,7 @@ class CoreWatch:
         if self._answer is None or self._answer.done():
             self._asked_s = self._clock()
             self._answer = asyncio.ensure_future(self._ask())
-            self._answer.add_done_callback(_forgive)
+            self._answer.add_done_callback(_ignore_error)
         elif (waited_s := self._clock() - self._asked_s) > self._most_s:
             raise RuntimeError(
                 f"the engine core has not gone on for {waited_s:.0f} s with requests in flight; a"
@@ -42,7 +42,7 @@ class CoreWatch:
             )
 
 
-def _forgive(answer: asyncio.Task[Any]) -> None:
+def _ignore_error(answer: asyncio.Task[Any]) -> None:
     """An error is an answer too; of a core that died its process tells."""
     if not answer.cancelled():
         answer.exception()

@@ -81,7 +81,7 @@ def build(config: Config) -> "VllmEngine":
     """Runs single threaded, right after the fork, because it forks the core in turn. Raises
     EngineLoadFailed, and whatever vLLM raises."""
     os.environ.update(VLLM_SERVER_DEV_MODE="0", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0")
-    own_sockets.settle(os.environ["ARBITER_ENGINE"])
+    own_sockets.make_private(os.environ["ARBITER_ENGINE"])
     args = arguments(config)
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
@@ -90,14 +90,14 @@ def build(config: Config) -> "VllmEngine":
     if _on_cpu():
         # vLLM would start each process of a parallel model by spawn, which imports everything anew.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    kv_offload.settle(vllm_config, config)
-    picture_slab.settle(vllm_config, config)
+    kv_offload.configure_connector(vllm_config, config)
+    picture_slab.configure_connector(vllm_config, config)
     core = fork_core(
         vllm_config,
         os.environ["ARBITER_ENGINE"],
         stats=not args.disable_log_stats,
         threads=compute_threads(config),
-        images=(images := adapter_images.take(config)),
+        images=(images := adapter_images.hold_slab(config)),
     )
     gate = _gate(config, vllm_config)
     # Each process of a CPU would have a copy of all weights in host RAM, which counts one.

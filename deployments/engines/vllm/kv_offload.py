@@ -49,13 +49,13 @@ from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import Content
 from deployments import messages
 from deployments.engines.protocol import Config
-from deployments.engines.vllm.connector_steps import look_at_what_is_new_only
+from deployments.engines.vllm.connector_steps import skip_known_blocks
 from deployments.engines.vllm.kept_blocks import KeptSince
 from deployments.engines.vllm.kv_restore import Restorer
 from deployments.engines.vllm.lent_slab import (
+    hold_configured,
     mapped_rows,
     refuse_embeddings,
-    take,
     weights_digest,
     whole_pages,
 )
@@ -97,7 +97,7 @@ def arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def settle(vllm_config: VllmConfig, config: Config) -> None:
+def configure_connector(vllm_config: VllmConfig, config: Config) -> None:
     """Takes the connector away again where it cannot work, so that the model loads as without a
     slab; else names the namespace. Called before the core is forked."""
     transfer = vllm_config.kv_transfer_config
@@ -105,7 +105,7 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
         return
     refuse_embeddings(vllm_config, config)
     extra = transfer.kv_connector_extra_config
-    cause = refusal(vllm_config) or take(extra)
+    cause = refusal(vllm_config) or hold_configured(extra)
     digests = _digests(vllm_config, config["slabs"][Content.KV])
     if cause is None and None in digests:
         cause = "its weights are no files on disk, so that nothing tells them apart"
@@ -216,7 +216,7 @@ class SlabSpec(OffloadingSpec):
 
     def get_manager(self) -> "SlabManager":
         if self.manager is None:
-            look_at_what_is_new_only()
+            skip_known_blocks()
             path = self.extra_config["slab"]
             slab = Slab(path, Content.KV, self.namespace, self.row_bytes)
             slab.ahead = NextExtent(slab.file.fd)
@@ -286,7 +286,7 @@ class SlabManager(OffloadingManager):
             rows.before_erasure = restorer.forget_tenant
         self.requests: Mapping[str, Any] = {}  # the scheduler's own, by id: see `manager_of`
         self._kept: KeptSince | None = None
-        self._steps_to_settle = 0
+        self._steps_to_free = 0
         self._loads_began_ns: dict[str, int] = {}  # by request: it has one load at a time
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
@@ -368,10 +368,10 @@ class SlabManager(OffloadingManager):
         self._used(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        if self._steps_to_settle:
-            self._steps_to_settle -= 1
-            if not self._steps_to_settle:
-                self.rows.settle()
+        if self._steps_to_free:
+            self._steps_to_free -= 1
+            if not self._steps_to_free:
+                self.rows.free_forgotten()
         if self.restorer is not None:
             self.restorer.end_step()
         self.shrink()
@@ -401,7 +401,7 @@ class SlabManager(OffloadingManager):
             self.restorer.stop()
         self.rows.forget_in_flight()
         self._loads_began_ns.clear()
-        self._steps_to_settle = self._steps_after_reset
+        self._steps_to_free = self._steps_after_reset
 
     def shutdown(self) -> None:
         if self.restorer is not None:

@@ -49,7 +49,7 @@ class Restorer:
         if future is None:
             self._begin(key, request)
         elif self._is_done(future):
-            self._settle(key)
+            self._finish(key)
         if is_coming := key in self._coming:
             _restored_by(request).last = key
         return is_coming
@@ -71,7 +71,7 @@ class Restorer:
         """Marks what has come, also for requests that are gone."""
         self._may_nap = True
         for key in [key for key, future in self._coming.items() if future.done()]:
-            self._settle(key)
+            self._finish(key)
 
     def give_up(self, keys: Iterable[bytes]) -> None:
         """Sends for these no more: after a miss before them the device computes them anew. vLLM
@@ -81,7 +81,7 @@ class Restorer:
                 del self._coming[key]
                 self._rows.abandon(key)
             else:
-                self._settle(key)
+                self._finish(key)
 
     def forget_tenant(self, removal: Removal) -> None:
         """Restores no more of what leaves with a tenant; what is on its way is given up."""
@@ -118,7 +118,7 @@ class Restorer:
         began_ns = time.monotonic_ns()
         return time.monotonic_ns() - began_ns if self._saved.read(key, target) else None
 
-    def _settle(self, key: bytes) -> None:
+    def _finish(self, key: bytes) -> None:
         """Waits for its read, of some milliseconds, where that has begun."""
         mark = self._saved.mark(key)
         took_ns = self._coming.pop(key).result()

@@ -28,7 +28,7 @@ def hold(path: str) -> str:
     return held
 
 
-def take(extra: dict[str, Any]) -> str | None:
+def hold_configured(extra: dict[str, Any]) -> str | None:
     """Holds the slab of a connector's configuration. Returns why it cannot be used."""
     try:
         extra["slab"] = hold(extra["slab"])

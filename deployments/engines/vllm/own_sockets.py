@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 
 
-def settle(engine: str) -> None:
+def make_private(engine: str) -> None:
     """Has those that this process and its forks make from now on lie in the folder of the engine's
     own, which only this user may enter, and end a connection of another user before a byte of it is
     read. Called once in a process. `engine`: path of its socket, without suffix."""

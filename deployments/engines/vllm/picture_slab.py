@@ -56,7 +56,7 @@ def arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def settle(vllm_config: VllmConfig, config: Config) -> None:
+def configure_connector(vllm_config: VllmConfig, config: Config) -> None:
     """Opens the slab, and names its namespace; or takes the connector away where vLLM has no use
     for one, so that vLLM keeps pictures by its own rules. Called before the core is forked."""
     if not has_slab(vllm_config):
@@ -123,7 +123,7 @@ def _is_lent(extra: dict[str, Any], weights: str | None, model: str) -> bool:
     """Takes the slab that it was lent, if it can be used."""
     if extra["slab"] is None:
         return False
-    cause = lent_slab.take(extra)
+    cause = lent_slab.hold_configured(extra)
     if cause is None and weights is None:
         cause = "its weights are no files on disk, so that nothing tells them apart"
     if cause is not None:

@@ -438,7 +438,7 @@ def test_slab_that_was_taken_is_found_though_its_owner_has_ended() -> None:
     with slab_file() as fd:
         owners = os.dup(fd)
         extra: dict[str, Any] = {"slab": f"/proc/{os.getpid()}/fd/{owners}"}
-        assert lent_slab.take(extra) is None
+        assert lent_slab.hold_configured(extra) is None
         os.close(owners)
         assert os.stat(extra["slab"]).st_ino == os.fstat(fd).st_ino
         os.close(int(extra["slab"].rsplit("/", 1)[1]))
@@ -446,7 +446,9 @@ def test_slab_that_was_taken_is_found_though_its_owner_has_ended() -> None:
 
 def test_what_is_no_slab_is_not_taken(tmp_path: Path) -> None:
     extra = {"slab": str(tmp_path)}
-    assert str(tmp_path) in (lent_slab.take(extra) or "") and extra["slab"] == str(tmp_path)
+    assert str(tmp_path) in (lent_slab.hold_configured(extra) or "") and extra["slab"] == str(
+        tmp_path
+    )
 
 
 def configured(**changes: Any) -> Any:

@@ -57,7 +57,7 @@ def test_tail_of_a_prefix_leaves_before_its_head_also_under_the_next_writer(
     rows.touch(reversed(prefix))
     assert rows.reserve([b"a", b"b"]).evicted == [prefix[-1], prefix[-2]]
     rows.forget_in_flight()
-    rows.settle()
+    rows.free_forgotten()
     with rows_of(fd, clock) as later:
         assert later.reserve(keys(3, "n")).evicted == [prefix[-3]]
 
@@ -289,5 +289,5 @@ def test_reset_frees_what_is_in_flight_and_keeps_what_is_ready(rows: Rows) -> No
     assert ready(rows, keys(3)) == keys(3)
     rows.drop(b"k0")
     assert len(store(rows, b"m0", b"m1")) == 2, "one in the place of another that is READY"
-    rows.settle()
+    rows.free_forgotten()
     assert len(store(rows, *keys(FULL - 2, "n"))) == FULL - 2
