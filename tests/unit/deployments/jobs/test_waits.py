@@ -14,7 +14,7 @@ pytestmark = pytest.mark.spec("J4", "J8")
 QUEUED, LOADING = Progress("queued", 0, None), Progress("loading", 0, 3.0)
 
 
-class Desk:
+class HeardCalls:
     """Calls that hear what a test says and last until they are ended."""
 
     def __init__(self) -> None:
@@ -50,44 +50,44 @@ class Desk:
 
 
 async def test_call_waits_long_while_its_model_is_queued_and_no_longer() -> None:
-    desk = Desk()
-    await desk.begin("silent")
-    await desk.begin("loads", QUEUED, LOADING)
-    await desk.begin("answers", QUEUED, None)
-    await desk.begin("waits", LOADING, QUEUED)
-    assert desk.waits.models(0.0) == {"waits"}
-    assert not desk.waits.models(60.0)
-    await desk.close()
-    assert not desk.waits.models(0.0)
+    calls = HeardCalls()
+    await calls.begin("silent")
+    await calls.begin("loads", QUEUED, LOADING)
+    await calls.begin("answers", QUEUED, None)
+    await calls.begin("waits", LOADING, QUEUED)
+    assert calls.waits.models(0.0) == {"waits"}
+    assert not calls.waits.models(60.0)
+    await calls.close()
+    assert not calls.waits.models(0.0)
 
 
 async def test_all_but_one_call_of_a_model_give_way_and_are_tried_again_soon() -> None:
-    desk = Desk()
-    calls = [await desk.begin("one", QUEUED) for _ in range(3)]
-    await desk.begin("two")
+    calls = HeardCalls()
+    ones = [await calls.begin("one", QUEUED) for _ in range(3)]
+    await calls.begin("two")
     for _ in range(3):
-        left = len(desk.left)
-        desk.waits.give_way(0.0, 4)
-        desk.waits.give_way(0.0, 4)  # one after the other
-        await eventually(lambda: len(desk.left) == max(2, left - 1))  # noqa: B023
-    again = [call.result() for call in calls if call.done()]
+        left = len(calls.left)
+        calls.waits.give_way(0.0, 4)
+        calls.waits.give_way(0.0, 4)  # one after the other
+        await eventually(lambda: len(calls.left) == max(2, left - 1))  # noqa: B023
+    again = [call.result() for call in ones if call.done()]
     assert [one.after_s for one in again if one] == [AGAIN_LEAST_S] * 2
-    assert desk.waits.models(0.0) == {"one"}
-    await desk.close()
+    assert calls.waits.models(0.0) == {"one"}
+    await calls.close()
 
 
 async def test_last_call_of_a_model_gives_way_where_all_places_wait_and_it_is_not_next() -> None:
-    desk = Desk()
-    first, second = [await desk.begin(model, QUEUED) for model in ("one", "two")]
-    desk.waits.give_way(0.0, 3)
-    desk.waits.give_way(0.0, 2)
+    calls = HeardCalls()
+    first, second = [await calls.begin(model, QUEUED) for model in ("one", "two")]
+    calls.waits.give_way(0.0, 3)
+    calls.waits.give_way(0.0, 2)
     await eventually(first.done)
     again = first.result()
     assert again is not None and again.after_s == AGAIN_MOST_S and "one waits" in again.why
-    desk.waits.give_way(0.0, 2)  # the place of the first serves others now
-    assert not second.done() and desk.waits.models(0.0) == {"one", "two"}
-    assert desk.waits.models(60.0) == {"one"}
-    await desk.close()
+    calls.waits.give_way(0.0, 2)  # the place of the first serves others now
+    assert not second.done() and calls.waits.models(0.0) == {"one", "two"}
+    assert calls.waits.models(60.0) == {"one"}
+    await calls.close()
 
 
 async def test_timeout_of_the_call_itself_is_its_own() -> None:
