@@ -27,15 +27,19 @@ def alone(folder: Path) -> Iterator[None]:
 def make_room(folder: Path, size_bytes: int, max_bytes: int) -> None:
     """Removes the folders with the oldest times until `size_bytes` more fit. Only inside
     `alone`."""
-    folders = [p for p in (*folder.iterdir(), *folder.glob("@*/*")) if p.name[0] not in ".@"]
-    rows = [(path.stat().st_mtime_ns, path) for path in folders]
-    sizes = {path: sum(f.stat().st_size for f in path.iterdir()) for _, path in rows}
-    excess = sum(sizes.values()) + size_bytes - max_bytes
-    for _, path in sorted(rows):
+    paths = [p for p in (*folder.iterdir(), *folder.glob("@*/*")) if p.name[0] not in ".@"]
+    rows = []
+    for path in paths:
+        # It is no folder, or it leaves now with its tenant, which the agent removes.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            used_ns, size = path.stat().st_mtime_ns, sum(f.stat().st_size for f in path.iterdir())
+            rows.append((used_ns, path, size))
+    excess = sum(size for _, _, size in rows) + size_bytes - max_bytes
+    for _, path, size in sorted(rows):
         if excess <= 0:
             return
         shutil.rmtree(path, ignore_errors=True)
-        excess -= sizes[path]
+        excess -= size
 
 
 def remove_abandoned(folder: Path, prefix: str, after_s: float) -> None:
