@@ -78,7 +78,7 @@ def engine(model: str, fd: int) -> Any:
     config: dict[str, Any] = {"model": load_plan.resolve(f"made:{model}"), "engine_args": args}
     config["slabs"] = {"kv": {"path": path_of(fd)}}
     settings = AsyncEngineArgs.from_cli_args(engine.arguments(config)).create_engine_config()
-    kv_offload.settle(settings, config)
+    kv_offload.configure_connector(settings, config)
     executor = Executor.get_class(settings)
     return LLMEngine(settings, executor, False, multiprocess_mode=False)
 
