@@ -97,6 +97,7 @@ class EmbeddingEngine:
         self.parked: host_copy.HostCopy | None = None
         self.model: Any = None
         self._counting: Any = None
+        self._prompt = ""  # what the library puts before each text, where the model's files say so
         self._counter = ThreadPoolExecutor(1, "count")  # starts its thread with the first request
         self.worker = OneThread("embed", PASS_MOST_S)  # starts its thread with the load
         self.batching: asyncio.Task[None] | None = None
@@ -123,6 +124,7 @@ class EmbeddingEngine:
         self.model.register_forward_pre_hook(lambda *_: self.worker.note_step())
         # Of its own: a call sets how the tokenizer pads, and the worker's batches go on meanwhile.
         self._counting = copy.deepcopy(self.model.tokenizer)
+        self._prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
         host_copy.own(self.model)
         self.width = int(self.model.get_embedding_dimension())
         self.window = int(self.model.max_seq_length)
@@ -220,13 +222,13 @@ class EmbeddingEngine:
         return await loop.run_in_executor(self._counter, self._count, texts, is_cut)
 
     def _count(self, texts: list[str], is_cut: bool = False) -> int:
-        """Tokens of all texts. Raises BadField for one longer than the model's window, where that
-        is not to be cut: a vector of its beginning says nothing of the rest. One text at a time, so
-        that no more than one text's tokens are in RAM, and none behind the first text that is too
-        long."""
+        """Tokens of all texts, each with the model's prompt. Raises BadField for one longer than
+        the model's window, where that is not to be cut: a vector of its beginning says nothing of
+        the rest. One text at a time, so that no more than one text's tokens are in RAM, and none
+        behind the first text that is too long."""
         total = 0
         for number, text in enumerate(texts):
-            count = len(self._counting(text, truncation=False)["input_ids"])
+            count = len(self._counting(self._prompt + text, truncation=False)["input_ids"])
             if is_cut:
                 count = min(count, self.window)  # as the library cuts what it encodes
             if count > self.window:

@@ -5,6 +5,7 @@ import base64
 import fcntl
 import json
 import os
+import shutil
 import struct
 import threading
 from collections.abc import Iterator
@@ -152,6 +153,26 @@ async def test_request_that_is_counted_while_a_batch_is_padded_changes_nothing_o
     monkeypatch.setattr(tokenizer, "set_truncation_and_padding", set_padding_and_lose_the_turn)
     assert await engine._embed(texts) == pytest.approx(alone, abs=1e-5)
     assert counted == [4]
+
+
+@pytest.mark.spec("H1")
+async def test_prompt_that_a_model_puts_before_each_text_counts_and_is_not_cut_off_it(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "prompted"
+    shutil.copytree(PATH, folder)
+    said = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
+    engine = module.build({"model": str(folder)})
+    await engine.load()
+    plain = module.build({"model": PATH})
+    await plain.load()
+    text = " ".join(["lease"] * (plain.window - 4))  # with two special tokens
+    [prompted] = await engine._embed([text])
+    assert prompted == pytest.approx((await plain._embed([f"query: {text}"]))[0], abs=1e-5)
+    assert engine._count([text]) == plain._count([f"query: {text}"]) == plain.window
+    with pytest.raises(module.BadField, match=f"{plain.window + 1} tokens"):
+        engine._count([f"{text} lease"])
 
 
 @pytest.mark.spec("H1")
