@@ -1,7 +1,7 @@
-"""Proxies of Serve that were started without our middlewares, as by a plain `serve run`: they are
-put around each of them, and Serve's controller starts later proxies with them. The
-build of the front's application sees to it (deployments.app), because a front may never start; and
-the front itself, because a controller that was started anew knows nothing of it.
+"""Puts our middlewares around proxies of Serve that were started without them, as by a plain `serve
+run`, and has Serve's controller start later proxies with them. The build of the front's application
+does so (deployments.app), because a front may never start; and each front, because a controller
+that was started anew knows nothing of them.
 """
 
 import asyncio
