@@ -99,7 +99,7 @@ async def hold() -> None:
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         os.environ.update(ENVIRONMENT)
-        made = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+        made = ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
         asyncio.run(main(made.address_info["gcs_address"]))
     else:
         ray.init(sys.argv[1], log_to_driver=False)

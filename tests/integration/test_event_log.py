@@ -46,7 +46,7 @@ async def test_idle_model_that_holds_more_than_its_ticket_leaves_because_all_do_
         await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["b"])
         [unload] = await d.events("model_unload")
         assert (unload["model"], unload["reason"]) == ("a", "fit")
-        assert unload["size_bytes"] >= 300 * MIB  # as measured, not as granted
+        assert unload["size_bytes"] > 200 * MIB  # as measured last, not as granted
         await d.books_are_true()
 
 
