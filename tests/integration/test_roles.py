@@ -55,6 +55,7 @@ async def test_lowest_roles_leave_first_and_each_tells_its_act_and_what_it_costs
             for name in sizes:
                 await ask(holders["asker"], name)
             told = await d.events("eviction")
+            assert all(e["waiting"] for e in told), told
             by_step = [
                 [e["model"] for e in told if e["waiting"].startswith(name)] for name in sizes
             ]
