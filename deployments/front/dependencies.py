@@ -1,11 +1,12 @@
 """What routes ask FastAPI for: the front's state, and a caller whose key has a scope."""
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
 
@@ -101,3 +102,14 @@ Viewer = Annotated[Caller, Depends(Require(Scope.VIEW))]
 Lessee = Annotated[Caller, Depends(Require(Scope.LEASE))]
 Admin = Annotated[Caller, Depends(Require(Scope.ADMIN))]
 Inferrer = Annotated[Caller, Depends(Require(Scope.INFER))]
+
+_EVENT_NUMBER = re.compile(r"[0-9]{1,18}")  # a million events a second for 30,000 years
+
+
+def seen_event(after: int = 0, last_event_id: Annotated[str, Header()] = "") -> int:
+    """The number of the last event that a reader has: of its `Last-Event-ID`, which a client may
+    fill with anything, else `after`."""
+    return int(last_event_id) if _EVENT_NUMBER.fullmatch(last_event_id) else after
+
+
+SeenEvent = Annotated[int, Depends(seen_event)]

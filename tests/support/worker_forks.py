@@ -4,8 +4,8 @@ A worker of Ray imports Ray and then what its actor is made of: a second of a co
 with Ray start two. `forking_workers` has the raylets that start meanwhile ask this module's server
 for each: Ray runs `bin/fork_worker.py` in place of its own `setup_worker.py`. A fork has the
 environment, folder, standard files and group of processes that the worker would have had. A worker
-with a runtime environment of its own, such as one that is to have imported no code yet, starts as
-ever; so does any while the server does not answer.
+with a runtime environment of its own, as for code that is not imported yet, starts as ever; so does
+any worker while the server does not answer.
 """
 
 import contextlib

@@ -2,14 +2,21 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, suppress
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from deployments.front import arbiter_gateway
 from deployments.front.auth import Denied
-from deployments.front.dependencies import VIEWERS_MOST, FrontState, Require, State, Viewer
+from deployments.front.dependencies import (
+    VIEWERS_MOST,
+    FrontState,
+    Require,
+    SeenEvent,
+    State,
+    Viewer,
+)
 from deployments.front.keys import Caller, Scope
 from deployments.front.openapi import refusals
 from deployments.front.relay import SSE, ClosingStream, checked
@@ -48,23 +55,18 @@ async def recent_events(after: int = 0) -> JSONResponse:
     responses=EVENT_STREAM | refusals(401, 403, 429),
 )
 async def events(
-    request: Request,
-    front: State,
-    caller: Viewer,
-    after: int = 0,
-    last_event_id: Annotated[str, Header()] = "",
+    request: Request, front: State, caller: Viewer, seen: SeenEvent
 ) -> StreamingResponse:
     """The event log as SSE, from sequence number `after` on; `Last-Event-ID` resumes. Raises
-    TooMuch, QueueFull where too many read."""
-    number = arbiter_gateway.event_number(last_event_id, after)
-    return viewed(request, front, caller, arbiter_gateway.event_stream(number))
+    TenantLimitReached, QueueFull where too many read."""
+    return viewed(request, front, caller, arbiter_gateway.event_stream(seen))
 
 
 def viewed(
     request: Request, front: FrontState, caller: Caller, pieces: AsyncGenerator[bytes, None]
 ) -> ClosingStream:
     """A stream of what the arbiter does, until its key does not count any more: the client, which
-    comes again, is told so then. Raises TooMuch, QueueFull beyond VIEWERS_MOST."""
+    comes again, is told so then. Raises TenantLimitReached, QueueFull beyond VIEWERS_MOST."""
     place = AsyncExitStack()
     place.enter_context(front.viewers.one(caller.tenant, VIEWERS_MOST))
     return ClosingStream(_while_viewer(request, front, pieces), media_type=SSE, holds=place)

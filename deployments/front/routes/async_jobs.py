@@ -41,7 +41,7 @@ async def job(job_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
 @router.get("/{job_id}/result", response_class=Response, responses=refusals(409, 429))
 async def result(job_id: str, caller: Inferrer, front: State) -> Response:
     """The answer of its call: status, content type and body as they would have been. Raises
-    NotFound; Conflict while there is none; TooMuch, QueueFull where too many read."""
+    NotFound; Conflict while there is none; TenantLimitReached, QueueFull where too many read."""
     async with AsyncExitStack() as stack:
         stack.enter_context(front.reader(caller.tenant))
         found: Job = await front.jobs.call("get", caller.tenant, job_id)
@@ -61,7 +61,7 @@ async def events(
     after: Annotated[int, Query(ge=0)] = 0,
 ) -> Response:
     """The events of a call with `stream`, those above a number, until its end: tokens, or pictures
-    as they form. Raises NotFound; TooMuch, QueueFull where too many read."""
+    as they form. Raises NotFound; TenantLimitReached, QueueFull where too many read."""
     async with AsyncExitStack() as stack:
         stack.enter_context(front.reader(caller.tenant))
         await front.jobs.call("get", caller.tenant, job_id)

@@ -48,7 +48,7 @@ class BatchBody(BaseModel):
 
 @router.post("", responses=refusals(429, 507))
 async def create(body: BatchBody, caller: Inferrer, front: State) -> dict[str, Any]:
-    """Begins to validate the input file. Raises Refused, TooMuch."""
+    """Begins to validate the input file. Raises Refused, TenantLimitReached."""
     within_s = window_s(body.completion_window)
     if within_s is None:
         message = "`completion_window`: such as `24h`; at most `14d`"

@@ -48,7 +48,7 @@ FILE_FORM = {
 @router.post("", openapi_extra=FILE_FORM, responses=refusals(409, 413, 429, 507))
 async def upload(request: Request, caller: Inferrer, front: State) -> dict[str, Any]:
     """Keeps a file, of 512 MiB at most and of 200 MiB for a batch. What finds no room by its
-    declared length is refused unread. Raises StorageFull, TooMuch."""
+    declared length is refused unread. Raises StorageFull, TenantLimitReached."""
     if not request.headers.get("content-type", "").lower().startswith(FORM):
         raise BadRequest(f"this route takes {FORM}", None)
     folder = folder_of(state_path(front.table.arbiter.state_file))
@@ -148,7 +148,7 @@ async def delete(file_id: str, caller: Inferrer, front: State) -> dict[str, Any]
 
 @router.get("/{file_id}/content", response_class=Response, responses=refusals(429))
 async def content(file_id: str, caller: Inferrer, front: State) -> Response:
-    """Its bytes, in pieces. Raises NotFound; TooMuch, QueueFull where too many read."""
+    """Its bytes, in pieces. Raises NotFound; TenantLimitReached, QueueFull where too many read."""
     async with AsyncExitStack() as stack:
         stack.enter_context(front.reader(caller.tenant))
         found: File = await front.jobs.call("file", caller.tenant, file_id)

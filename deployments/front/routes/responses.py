@@ -58,8 +58,8 @@ async def retrieve(
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
-    """A stored response as it is now, or its events above a number. Raises NotFound; TooMuch,
-    QueueFull where too many read."""
+    """A stored response as it is now, or its events above a number. Raises NotFound;
+    TenantLimitReached, QueueFull where too many read."""
     stored = StoredResponses(front.jobs, caller.tenant)
     async with AsyncExitStack() as stack:
         stack.enter_context(front.reader(caller.tenant))
@@ -99,8 +99,8 @@ async def input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """What was put in, with the turns that it continues. Raises NotFound; TooMuch, QueueFull where
-    too many read."""
+    """What was put in, with the turns that it continues. Raises NotFound;
+    TenantLimitReached, QueueFull where too many read."""
     stored = StoredResponses(front.jobs, caller.tenant)
     async with AsyncExitStack() as stack:
         stack.enter_context(front.reader(caller.tenant))

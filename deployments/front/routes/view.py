@@ -6,11 +6,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from deployments.front import arbiter_gateway
-from deployments.front.dependencies import FrontState, State, Viewer
+from deployments.front.dependencies import FrontState, SeenEvent, State, Viewer
 from deployments.front.listed_tiers import in_order, tiers_of
 from deployments.front.openapi import refusals
 from deployments.front.routes.arbiter import EVENT_STREAM, viewed
@@ -39,17 +38,12 @@ async def view(front: State, _: Viewer) -> JSONResponse:
 
 @router.get("/stream", response_class=StreamingResponse, responses=EVENT_STREAM | refusals(429))
 async def stream(
-    request: Request,
-    front: State,
-    caller: Viewer,
-    after: int = 0,
-    last_event_id: Annotated[str, Header()] = "",
+    request: Request, front: State, caller: Viewer, seen: SeenEvent
 ) -> StreamingResponse:
     """The view as SSE: first all rows and events after `after`, then what changes. All streams
-    share one subscription at the arbiter. `Last-Event-ID` resumes. Raises TooMuch,
+    share one subscription at the arbiter. `Last-Event-ID` resumes. Raises TenantLimitReached,
     QueueFull where too many read."""
-    number = arbiter_gateway.event_number(last_event_id, after)
-    return viewed(request, front, caller, _sse(front, number))
+    return viewed(request, front, caller, _sse(front, seen))
 
 
 async def _sse(front: FrontState, after: int) -> AsyncGenerator[bytes, None]:

@@ -145,7 +145,7 @@ def test_arbiter_that_hangs_is_killed_at_shutdown_and_its_agents_end_what_they_h
     report = admin.stop_arbiter(1.0)
     assert report == {"arbiter": "killed with its node agents: no answer for 61 s"}
     assert actors.done == [(messages.NAME, "killed"), (AGENT, "close"), (AGENT, "killed")]
-    assert not actors.living, "whoever starts an arbiter now is not given one that ends"
+    assert not actors.living, "a start right behind is not given an arbiter that ends"
 
 
 @pytest.mark.spec("A20")

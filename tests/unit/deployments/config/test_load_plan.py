@@ -178,7 +178,7 @@ class Looked(asyncio.Future[load_plan.ModelPlan]):
 async def test_plan_that_is_asked_for_in_the_moment_in_which_it_is_made_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asked before has not been told yet."""
+    """Those who asked before have not been told yet."""
     plans, making = load_plan.Plans("chat"), Looked()
     row = {"role": "text", "engine": "x:build", "models": {"m": {"source": str(tmp_path)}}}
     plans.take({"capabilities": {"chat": row}})
