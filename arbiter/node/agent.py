@@ -20,7 +20,7 @@ from arbiter import heap
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.node import children, cleanup, procfs, spare_workers, tenant_folders, zygote_client
-from arbiter.node.device_probe import NodeProbe
+from arbiter.node.device_probe import NodeProbe, Tree
 from arbiter.node.engine_processes import LOOK_AGAIN_S, EngineProcesses
 from arbiter.node.host_copies import HostCopies
 from arbiter.node.leased_processes import LeasedProcess, LeasedProcesses
@@ -269,31 +269,37 @@ class NodeAgent:
         """Sends the ends of engines at once, because a request may wait for their bytes; then a
         reading."""
         await self._reports.say_all_gone()
-        trees = self._engines.children.trees() + self._leased.trees() + self._reports.trees()
-        returned = self._returned
+        trees, returned = self._trees(), self._returned
         self._pool.turn(self._copies.idle())
         # What dropped slabs have not given back is in no slab's reading, so it counts as foreign.
         shared_bytes = self._pool.allocated_bytes + self._copies.held_bytes
-        copies, of_copies = self._copies.readings(), self._copies.engine_readings()
         readings = await asyncio.to_thread(self._probe.read, trees, shared_bytes)
-        engines = (*(self._judged(e) for e in readings.engines), *of_copies)
+        # Ends are reported during a reading. What it says of an engine whose bytes are lent again
+        # would count twice, and have another model leave.
+        present = {tree.ticket for tree in self._trees()}
+        engines = [self._judged(e) for e in readings.engines if e.ticket in present]
+        engines += self._copies.engine_readings()
         stalls = procfs.stalled_fraction()
         slabs, dropped = self._pool.readings(), self._pool.dropped()
         reading = ev.Measured(
             self._node,
             readings.devices,
-            engines,
+            tuple(engines),
             stalls,
             readings.unreadable,
             slabs,
             dropped,
             self._pool.contents() + self._copies.contents(),
-            copies,
+            self._copies.readings(),
         )
         self._heard = await self._reports.say((reading,))
         if self._heard:
             self._pool.forget_dropped(dropped)
             self._release_leased(readings.engines, returned)
+
+    def _trees(self) -> list[Tree]:
+        """The processes of every engine and lease that has bytes on the books."""
+        return self._engines.children.trees() + self._leased.trees() + self._reports.trees()
 
     def _release_leased(
         self, engines: tuple[ev.EngineReading, ...], returned: list[TicketId]

@@ -57,6 +57,43 @@ async def test_end_of_an_engine_is_reported_during_a_slow_reading(
     await running.close()
 
 
+@pytest.mark.spec("A10", "B1")
+async def test_reading_names_no_engine_whose_end_was_reported_while_it_was_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of that engine may be lent again by then."""
+    reported: list[ev.Event] = []
+    begun, is_over = threading.Event(), threading.Event()
+
+    async def send(events: tuple[ev.Event, ...]) -> bool:
+        reported.extend(events)
+        return True
+
+    def read(trees: list[Tree], pool_bytes: int) -> Readings:
+        names = [tree.ticket for tree in trees]
+        if T in names:
+            begun.set()
+            is_over.wait(START_S)
+        return Readings((), tuple(ev.EngineReading(name, ()) for name in names))
+
+    running = agent_in(folder)
+    monkeypatch.setattr(running._reports, "say", send)
+    monkeypatch.setattr(running._probe, "read", read)
+    async with asyncio.timeout(START_S):
+        await running.spawn(T, FAKE_ENGINE)
+        await running.spawn(TicketId("other"), FAKE_ENGINE)
+        await eventually(begun.is_set)
+        await running.kill(T)
+        await eventually(lambda: ev.EngineGone(NodeId("n"), T, bytes_back=True) in reported)
+        before = len(reported)
+        is_over.set()
+        [reading, *_] = await eventually(
+            lambda: [e for e in reported[before:] if isinstance(e, ev.Measured)]
+        )
+        assert [engine.ticket for engine in reading.engines] == ["other"]
+        await running.close()
+
+
 @pytest.mark.spec("A17")
 async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_lives(
     folder: Path,
