@@ -89,6 +89,7 @@ class Agent:
     down_until: Instant = Instant(0)
     last_arrival: Instant = Instant(0)
     lives_count: int = 0  # a spawn under way ends with the process that began it
+    reading_s: float = 0.0  # how long one takes
 
     @property
     def is_up(self) -> bool:
@@ -130,8 +131,20 @@ class Agent:
             self.read()
 
     def read(self) -> None:
-        if self.is_up:
-            self.report(self.reading())
+        if not self.is_up:
+            return
+        reading, life = self.reading(), self.lives_count
+
+        def send() -> None:
+            """Engines that ended meanwhile are left out, as `NodeAgent` does."""
+            if self.is_up and self.lives_count == life:
+                present = tuple(e for e in reading.engines if e.ticket in self.engines)
+                self.report(replace(reading, engines=present))
+
+        if self.reading_s:
+            self.world.later(self.reading_s, send, exactly=True)
+        else:
+            send()
 
     def reading(self) -> ev.Measured:
         devices = tuple(ev.DeviceReading(s.device, s.total_bytes, Bytes(0)) for s in self.specs)

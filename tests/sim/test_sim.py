@@ -20,6 +20,7 @@ TIMEOUT_S = max(600, SEEDS_COUNT // BATCHES_COUNT)
 # Failed once, beyond the seeds that every run has: a wake beyond its tenant's quota that waited for
 # ever, and a load that rejoined after its bytes were lent.
 FAILED_SEEDS = (2408, 3083)
+SLOW_READINGS_COUNT = 10
 KILLS_PER_SEED = 8  # 200 seeds make 1,000 real kills; muting and misses are not counted
 
 
@@ -63,6 +64,23 @@ def ran(batch: int) -> FaultCounts:
 @pytest.mark.parametrize("batch", range(BATCHES_COUNT))
 def test_device_is_never_oversold_and_after_faults_every_request_is_answered(batch: int) -> None:
     ran(batch)
+
+
+@pytest.mark.spec("B1")
+@pytest.mark.parametrize("seed", range(SLOW_READINGS_COUNT))
+def test_bytes_of_an_engine_that_ended_during_a_reading_are_not_counted_twice(seed: int) -> None:
+    """Nothing fails here and nothing is a stranger's, so no byte is ever foreign."""
+    world = World(seed)
+    world.faults = False
+    for agent in world.agents.values():
+        agent.reading_s = 0.5
+    world.schedule(calls=40, kills=0, within_s=FAULTS_S)
+    for look_s in range(1, 2 * FAULTS_S):
+        world.run(until_s=look_s)
+        assert world.arbiter is not None
+        view = world.arbiter.snapshot(world.now)
+        assert not [d for d in view.devices if d.foreign_bytes], f"seed={seed}"
+    assert world.told["eviction"]
 
 
 @pytest.mark.spec("A18", "A19")
