@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ WATCHED = ("chat", "embedding", "rerank", "vad")
 EVENT_FILE = "events.jsonl"
 GROWN_TOKENS = 1_024
 MERGED_AFTER = 16  # requests for one adapter and nothing else
+SHOWN_COUNT = 60  # of its events, where a test has failed
 IN_FLIGHT = 17  # of the front; no other test has more than 16
 THINKS = " think" * 4
 LABELLED, LABELS = "tiny-classifier", ("calm", "glad", "cross")
@@ -242,6 +243,19 @@ def as_users(variables: dict[str, str]) -> dict[str, str]:
     env = os.environ | variables
     env.pop("RAY_AUTH_MODE", None)
     return env
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Function, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Shows what the arbiter did before a test of the graph failed."""
+    report = yield
+    running = item.funcargs.get("graph")
+    if report.failed and isinstance(running, Graph):
+        lines = (running.folder / EVENT_FILE).read_text().splitlines()
+        report.sections.append(("last events of the arbiter", "\n".join(lines[-SHOWN_COUNT:])))
+    return report
 
 
 @pytest.fixture(scope="package")
