@@ -1,14 +1,23 @@
 """tools/install.py where a former try has left something; no index of packages can be asked."""
 
+import hashlib
 import subprocess
+import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from deployments.progress import ProgramFailed
-from tools.install import TORCH, install, install_cpu_torch
+from tools.install import TORCH, configured_sources, install, install_cpu_torch, pip
+
+WHEEL = {
+    "METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
+    "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    "RECORD": "tiny.py,,\n",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +55,56 @@ def test_torch_of_another_version_is_replaced(
         with pytest.raises(ProgramFailed):
             install_cpu_torch(broken_off / "bin" / "python", notes.append)
         assert "is there" not in notes
+
+
+def test_uv_is_told_what_pip_is_configured_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uv reads none of pip's files. Of two settings pip takes that of its command, and the
+    environment's before both."""
+    file = tmp_path / "pip.conf"
+    file.write_text(
+        "[global]\nindex-url = https://global/simple\ncert = /global.pem\n"
+        "extra-index-url = https://a/simple\n    https://b/simple\ntimeout = 3\n"
+        "[install]\nindex-url = https://name:secret@install/simple\nconstraint = /c.txt\n"
+        "[download]\nindex-url = https://download/simple\n"
+    )
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(file))
+    monkeypatch.setenv("PIP_FIND_LINKS", "/x /y")
+    monkeypatch.setenv("PIP_CERT", "/environment.pem")
+    assert {k: v for k, v in configured_sources(Path(sys.executable)).items() if v} == {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_DEFAULT_INDEX": "https://name:secret@install/simple",
+        "UV_INDEX": "https://a/simple https://b/simple",
+        "UV_CONSTRAINT": "/c.txt",
+        "UV_FIND_LINKS": "/x,/y",
+        "SSL_CERT_FILE": "/environment.pem",
+    }
+
+
+def test_uv_installs_from_the_sources_of_pip_what_has_the_hash_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A constraint of pip's own, which has no hash, is in nobody's way."""
+    folder = tmp_path / "venv"
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    (folder / "bin" / "uv").symlink_to(Path(sys.executable).with_name("uv"))
+    wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny.py", "")
+        for name, text in WHEEL.items():
+            archive.writestr(f"tiny-1.0.dist-info/{name}", text)
+    constraint, wanted = tmp_path / "constraint.txt", tmp_path / "wanted.txt"
+    constraint.write_text("torch<=3\n")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(constraint))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    words = "--require-hashes", "--no-deps", "-r", str(wanted)
+    wanted.write_text(f"tiny==1.0 --hash=sha256:{'0' * 64}\n")
+    with pytest.raises(ProgramFailed, match="Hash mismatch"):
+        pip(python, print, "install", *words)
+    wanted.write_text(f"tiny==1.0 --hash=sha256:{digest}\n")
+    pip(python, print, "install", *words)
+    assert subprocess.run([python, "-c", "import tiny"], check=True).returncode == 0
