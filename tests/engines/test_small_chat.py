@@ -43,6 +43,16 @@ def chat(engines: ZygoteUnderTest, tmp_path_factory: pytest.TempPathFactory) -> 
     until(lambda: is_gone(child.pid), 60)
 
 
+@pytest.fixture(scope="module")
+def alone(chat: Child) -> list[str]:
+    """Answers of the base to questions that come one after the other."""
+    return answers(chat)
+
+
+def answers(chat: Child) -> list[str]:
+    return [said(ask(chat, NAME, example)) for example in held_out_examples(1)["facts"][:COUNT]]
+
+
 def ask(chat: Child, model: str, example: Example, **more: Any) -> dict[str, Any]:
     body = {"model": model, "messages": list(example.messages), "temperature": 0, **more}
     if example.tools:
@@ -117,30 +127,29 @@ def test_json_by_a_schema_has_the_values_that_were_said(chat: Child) -> None:
 
 @pytest.mark.spec("F1", "M1")
 def test_eight_adapters_in_one_batch_do_what_they_are_for_and_leave_the_base_as_it_is(
-    chat: Child,
+    chat: Child, alone: list[str]
 ) -> None:
     dice = Random(UNSEEN + 1)
     facts = [(NAME, example) for example in held_out_examples(1)["facts"][:COUNT]]
-    before = [said(ask(chat, *each)) for each in facts]
     by_name = {n: [(n, draw(n, dice, held_out=True)) for _ in range(COUNT)] for n in ADAPTERS}
     mixed = [each for row in zip(facts, *by_name.values(), strict=True) for each in row]
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda each: said(ask(chat, *each)), mixed))
-    assert answers[:: len(by_name) + 1] == before
+        found = list(pool.map(lambda each: said(ask(chat, *each)), mixed))
+    assert found[:: len(by_name) + 1] == alone
     for place, (name, asked) in enumerate(by_name.items(), start=1):
-        got = answers[place :: len(by_name) + 1]
+        got = found[place :: len(by_name) + 1]
         right = sum(a == e.answer for a, (_, e) in zip(got, asked, strict=True))
         assert right >= 0.95 * COUNT, f"{name}: {right} of {COUNT}"
 
 
 @pytest.mark.spec("D1", "D6")
-def test_model_whose_head_is_its_embedding_wakes_as_it_fell_asleep(chat: Child) -> None:
-    asked = held_out_examples(1)["facts"][:COUNT]
-    before = [said(ask(chat, NAME, example)) for example in asked]
+def test_model_whose_head_is_its_embedding_wakes_as_it_fell_asleep(
+    chat: Child, alone: list[str]
+) -> None:
     assert chat.call("POST", "/control/sleep")[0] == 200
     status, woken = chat.call("POST", "/control/wake")
     assert (status, woken["verified"]) == (200, True)
-    assert [said(ask(chat, NAME, example)) for example in asked] == before
+    assert answers(chat) == alone
 
 
 # -- stable prefixes ------------------------------------------------------------------------------
