@@ -164,9 +164,10 @@ def test_serve_run_whose_front_never_starts_says_when_to_come_back() -> None:
     where Serve starts another proxy."""
     http_options, front = {"port": free_port()}, never_starts("front", "/")
     config = {"http_options": http_options, "applications": [front]}
+    once = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}  # each try is a process and its imports
     with own_home() as (home, env):
         (file := home / "serve_config.yaml").write_text(yaml.safe_dump(config))
-        with running([str(BIN / "serve"), "run", str(file)], file, env) as graph:
+        with running([str(BIN / "serve"), "run", str(file)], file, env | once) as graph:
             assert until(lambda: given_up(graph, "/health"), 180, "it is given up") == (503, "10")
             [proxy] = graph_processes.victims(graph, "proxy")
             os.kill(proxy, signal.SIGKILL)
