@@ -103,8 +103,8 @@ class Reports:
                 sent = self._epoch
                 epoch = await arbiter.call("report", self._node, sent, news)
                 if epoch != sent:  # it was dropped, though another report may know the epoch by now
-                    self._epoch = epoch
                     await arbiter.call("report", self._node, epoch, (seen, *events))
+                    self._epoch = epoch  # not before: it knows the node only once it heard that
                 self._told = tells
         except AWAY as error:
             self._note_away(arbiter, error)

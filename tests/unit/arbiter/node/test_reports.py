@@ -177,6 +177,28 @@ async def test_new_epoch_is_told_the_devices_first() -> None:
 
 
 @pytest.mark.spec("A18")
+async def test_introduction_that_broke_is_made_with_the_next_report() -> None:
+    """An arbiter that does not know the node drops its readings, and grants nothing there."""
+    receiver, said = ReportReceiver(), ev.EngineGone(N, T, True)
+    heard: list[tuple[ev.Event, ...]] = []
+
+    async def report(_: NodeId, epoch: Epoch, events: tuple[ev.Event, ...]) -> Epoch:
+        if epoch == 6:
+            if breaks.pop():
+                raise ConnectionLost("report")
+            heard.append(events)
+        return Epoch(6)
+
+    breaks = [False, True]
+    peer = RayPeer(FakeArbiter(report=report))
+    receiver.reports._arbiter = peer
+    assert not await receiver.reports.say((said,))
+    receiver.reports._arbiter = peer
+    assert await receiver.reports.say((said,))
+    assert heard == [(SEEN, said)]
+
+
+@pytest.mark.spec("A18")
 async def test_reports_beside_each_other_are_both_heard_in_a_new_epoch() -> None:
     """The arbiter drops what is said to an earlier one, and both were sent to that."""
     receiver, both_sent, heard = ReportReceiver(), asyncio.Barrier(2), list[ev.Event]()
