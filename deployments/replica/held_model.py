@@ -64,9 +64,8 @@ TRANSITIONS: dict[HolderState, frozenset[HolderState]] = {
     HolderState.CLOSED: frozenset(),
 }
 
-UNDER_WAY = frozenset(
-    {HolderState.QUEUED, HolderState.LOADING, HolderState.DRAINING, HolderState.UNLOADING}
-)
+LEAVING = frozenset({HolderState.DRAINING, HolderState.UNLOADING})
+UNDER_WAY = frozenset({HolderState.QUEUED, HolderState.LOADING}) | LEAVING
 PHASES = {
     # The heartbeat tells of bytes only. A queued model that holds some is asleep: until the grant
     # of its wake the arbiter has it as it was.

@@ -33,7 +33,7 @@ from deployments.config.load_plan import ModelPlan, Plans
 from deployments.replica import loaded_files, loading, resize, unloading
 from deployments.replica.background import BackgroundTasks, detached_task
 from deployments.replica.engine_client import LoadRefused
-from deployments.replica.held_model import UNDER_WAY, HeldModel, HolderState, new_ticket
+from deployments.replica.held_model import LEAVING, UNDER_WAY, HeldModel, HolderState, new_ticket
 from deployments.replica.use import Use
 
 logger = logging.getLogger("arbiter.residency")
@@ -329,12 +329,16 @@ class Residency:
 
     async def _bring_back(self, model: str, withdrawn_count: int) -> None:
         """Loads without a request: the model is pinned, or had made room for a load that failed.
-        Not where that was withdrawn since it began."""
+        Not where that was withdrawn since it began. A model that is just leaving leaves first."""
         try:
             plan = await self.plan(model)
             if self._withdrawn[model] > withdrawn_count:
                 return
             held = self._held(plan)
+            if held.state in LEAVING:
+                if await held.wait(None):
+                    return held.leave()  # it serves on
+                return await self._bring_back(model, withdrawn_count)
         except RequestError as error:
             logger.warning("%s is not brought back: %s", model, error)
             again_s = error.retry_after_s

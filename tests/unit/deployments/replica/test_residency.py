@@ -315,6 +315,34 @@ async def test_asleep_model_that_made_room_for_a_failed_load_is_woken() -> None:
         assert engine.acts == ["/control/sleep", "/control/wake"]
 
 
+@pytest.mark.spec("A12", "A15")
+@pytest.mark.parametrize("to", Tier)
+async def test_model_that_is_just_leaving_comes_back_once_it_has_left(to: Tier) -> None:
+    """It made room for a load or a lease that is over before the model has left."""
+    async with holder() as (residency, arbiter, _):
+        async with residency.use("a"):
+            revoke(residency, Reason.SWAP, to)
+            residency._on_command(messages.ReloadCommand("a"))
+            await until(lambda: residency.models["a"].demand.waiters)
+        left = "Slept" if to is Tier.ASLEEP else "Released"
+        await until(lambda: left in arbiter.kinds())
+        await residency.background.done()
+        await until(lambda: residency.models["a"].state is HolderState.RESIDENT)
+        assert residency.models["a"].uses.inflight == 0
+
+
+@pytest.mark.spec("A9", "A12")
+async def test_model_that_was_to_leave_and_serves_on_need_not_come_back() -> None:
+    async with holder() as (residency, arbiter, _):
+        async with residency.use("a"):
+            revoke(residency, Reason.SWAP, barrier_s=0.01)
+            residency._on_command(messages.ReloadCommand("a"))
+            await until(lambda: "BarrierDropped" in arbiter.kinds())
+            await residency.background.done()
+            assert residency.models["a"].uses.inflight == 1
+        assert len(arbiter.asked) == 1 and residency.models["a"].state is HolderState.RESIDENT
+
+
 @pytest.mark.spec("C5", "E4", "H8")
 async def test_caches_are_emptied_of_a_model_that_serves_and_of_no_other() -> None:
     async with holder() as (residency, arbiter, engine):
