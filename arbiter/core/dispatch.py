@@ -100,7 +100,7 @@ def _(event: ev.EngineGone, state: CoreState) -> None:
 @apply.register
 def _(event: ev.Joined, state: CoreState) -> None:
     heartbeats.on_joined(state, event)
-    floors.on_join(state, event.capability)
+    floors.on_join(state, event)
 
 
 @apply.register

@@ -227,13 +227,19 @@ def enforce(state: CoreState) -> None:
             load(state, name)
 
 
-def on_join(state: CoreState, capability: str) -> None:
-    """Has a new holder load the models that waited for a holder. Pinned models it loads by
+def on_join(state: CoreState, event: ev.Joined) -> None:
+    """Has a new holder load the models that waited for a holder, and asks again for what it was
+    asked to load: that may have been lost with its old connection. Pinned models it loads by
     itself."""
-    for name in dict.fromkeys([*state.wanted, *_on_device(state)]):
-        if name.capability == capability:
-            state.wanted.pop(name, None)
-            load(state, name)
+    names = [n for n in (*state.wanted, *_on_device(state)) if n.capability == event.capability]
+    names += [
+        name
+        for name, pending in state.asked_loads.items()
+        if pending.holder == event.holder and not pending.is_refused and _is_fresh(state, pending)
+    ]
+    for name in dict.fromkeys(names):
+        state.wanted.pop(name, None)
+        load(state, name)
 
 
 def on_holder_lost(state: CoreState, lost: HolderId) -> None:
@@ -243,9 +249,13 @@ def on_holder_lost(state: CoreState, lost: HolderId) -> None:
         if pending.holder != lost:
             continue
         del state.asked_loads[name]
-        is_fresh = since(pending.asked_at, state.now) < ASKED_WITHIN
-        if is_fresh and state.closing_by is None and is_known(state, name):
+        if _is_fresh(state, pending) and state.closing_by is None and is_known(state, name):
             load(state, name)
+
+
+def _is_fresh(state: CoreState, pending: AskedLoad) -> bool:
+    """Says whether a load was asked for so lately that its holder may have yet to begin it."""
+    return since(pending.asked_at, state.now) < ASKED_WITHIN
 
 
 def return_freed(state: CoreState) -> None:

@@ -11,7 +11,7 @@ from arbiter.core.decisions import DropSlabs, LoadModel, WithdrawLoad
 from arbiter.core.records.ledger import Ledger
 from arbiter.core.types import Floor, Phase, Priority
 from arbiter.errors import NeverFits, NotResident, UnknownModel
-from arbiter.units import GIB, HolderId, NodeId, TicketId
+from arbiter.units import GIB, HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
     HOST,
@@ -198,6 +198,30 @@ def test_model_with_a_device_floor_that_no_holder_brings_back_is_loaded_once_gra
     d.arbiter.restore_floors([["text", "a", "device"]])
     assert d.join(1, "g") == [] and d.fire_timer(4.9) == []
     assert d.fire_timer(5) == [LoadModel(HolderId("g"), "a")]
+
+
+@pytest.mark.spec("A18", "D1")
+def test_load_asked_of_a_holder_that_joins_again_is_asked_of_it_once_more() -> None:
+    """What it had not heard of its old session is void."""
+    d = CoreDriver()
+    assert d.at(0, ev.LoadAsked("text", "a")) == [LoadModel(H, "a")]
+    assert d.join(1, "g") == [], "it is another's"
+    assert d.join(2, "h") == [LoadModel(H, "a")]
+    d.ask(3, "a", 30)
+    assert not any(isinstance(said, LoadModel) for said in d.join(4, "h")), "it has begun"
+    d.at(5, ev.Loaded(TicketId("a"), seconds(1)))
+    d.at(6, ev.Released(TicketId("a"), "lost"))
+    assert d.gone(6, "a") == d.join(7, "h") == []
+
+
+@pytest.mark.spec("A18", "D1")
+def test_load_that_was_refused_or_asked_for_long_ago_is_not_asked_for_again() -> None:
+    d = CoreDriver()
+    d.at(0, ev.LoadAsked("text", "a"))
+    d.at(0, ev.LoadAsked("text", "b"))
+    assert isinstance(refusal(d.ask(1, "a", 300)), NeverFits)
+    assert d.join(2, "h") == [LoadModel(H, "b")]
+    assert d.join(63, "h") == []
 
 
 @pytest.mark.spec("D2")
