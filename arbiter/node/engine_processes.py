@@ -59,6 +59,7 @@ class EngineProcesses:
         self._slab_socket = LendingSocket(folder / "slabs.sock", pool.lent)
         start(self._slab_socket.serve())
         self._spawning: dict[TicketId, asyncio.Task[Spawned]] = {}
+        self._forked: set[TicketId] = set()  # those of them that may have a process by now
         self._killed: set[TicketId] = set()  # something of them may still live
         self._restarts = Restarts()
         self._forking = asyncio.Lock()  # from asking for a fork until its child is known
@@ -133,6 +134,7 @@ class EngineProcesses:
             child = await self._fork(ticket, equipped, path)
         finally:
             del self._spawning[ticket]
+            self._forked.discard(ticket)
             if ticket not in self.children.by_ticket:
                 self._take_back(ticket)
         if child is None:
@@ -195,8 +197,8 @@ class EngineProcesses:
         self._end_if_killed(ticket)
 
     def _end_if_killed(self, ticket: TicketId) -> None:
-        """Reports the end of a ticket that was killed: `kill` leaves that to a spawn under way.
-        Raises TicketClosed."""
+        """Reports the end of a ticket that was killed: `kill` leaves that to a spawn that may have
+        forked. Raises TicketClosed."""
         if self.children.may_not_start(ticket):
             self._reports.note_ended(ticket)
             raise TicketClosed(ticket)
@@ -215,6 +217,7 @@ class EngineProcesses:
         bounds the wait. None: the child died at once. Raises what `_wait_for_zygote` raises."""
         while True:
             await self._wait_for_zygote(ticket)
+            self._forked.add(ticket)
             try:
                 async with self._forking:
                     pid = await self.supervisor.zygote.spawn(ticket, spec, path)
@@ -248,7 +251,7 @@ class EngineProcesses:
             self._kill(child)
             self.died.set()  # look for what else is of it while it dies
             return True
-        if ticket not in self._spawning:  # else the spawn finds that it may not start
+        if ticket not in self._forked:  # what a spawn waits for may take long, and forks nothing
             self._reports.note_ended(ticket)
         self.supervisor.announce()  # a spawn that waits for a zygote looks again
         return False

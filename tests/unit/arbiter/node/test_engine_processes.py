@@ -19,6 +19,7 @@ from arbiter.protocol.rpc import RayPeer
 from arbiter.units import NodeId, TicketId
 from tests.support.fake_arbiter import FakeArbiter
 from tests.support.local_agent import BROKEN_ZYGOTE, FAKE_ENGINE, START_S, agent_in
+from tests.support.waits import eventually
 
 N, T = NodeId("n"), TicketId("t")
 SPEC = SpawnSpec("a:b", {})
@@ -202,11 +203,57 @@ async def test_ticket_reaped_during_its_check_spawns_nothing_and_is_reported(
     async with asyncio.timeout(WITHIN_S):
         await asked.wait()
         await agent.kill(T)
-        assert not agent._reports.gone  # the spawn says it, once it has ended
         answered.set()
         with pytest.raises(TicketClosed):
             await spawning
     assert list(agent._reports.gone) == [T]
+
+
+@pytest.mark.spec("A10", "D4")
+@pytest.mark.usefixtures("granted")
+async def test_ticket_reaped_while_a_copy_is_made_for_it_has_its_bytes_back_at_once(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of many files takes longer than the arbiter waits before it quarantines a holder."""
+    begun, made = asyncio.Event(), asyncio.Event()
+
+    async def lend(*_: object) -> None:
+        begun.set()
+        await made.wait()
+
+    monkeypatch.setattr(agent._copies, "lend", lend)
+    wanted = CopyRequest(ModelName("chat", "w"), "/w", ("*",))
+    spawning = asyncio.ensure_future(agent.spawn(T, SpawnSpec("a:b", {}, copy=wanted)))
+    async with asyncio.timeout(WITHIN_S):
+        await begun.wait()
+        await agent.kill(T)
+        assert list(agent._reports.gone) == [T]
+        made.set()
+        with pytest.raises(TicketClosed):
+            await spawning
+
+
+@pytest.mark.spec("A10")
+@pytest.mark.usefixtures("no_arbiter", "granted")
+async def test_ticket_reaped_while_it_is_forked_has_its_bytes_back_when_its_process_has_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = agent_in(folder)
+    async with asyncio.timeout(START_S):
+        await running.spawn(TicketId("other"), FAKE_ENGINE)  # the zygote is up
+        fork = running._engines.supervisor.zygote.spawn
+
+        async def forks(ticket: TicketId, spec: SpawnSpec, path: Path) -> int:
+            pid = await fork(ticket, spec, path)
+            await running.kill(T)
+            assert T not in running._reports.gone and procfs.process(pid)
+            return pid
+
+        monkeypatch.setattr(running._engines.supervisor.zygote, "spawn", forks)
+        with pytest.raises(TicketClosed):
+            await running.spawn(T, FAKE_ENGINE)
+        await eventually(lambda: T in running._reports.gone)
+        await running.close()
 
 
 @pytest.mark.usefixtures("granted")
