@@ -57,7 +57,7 @@ def confirm_sleep(state: CoreState, entry: Ticket) -> None:
     fallen = claimed.from_bytes - held
     if fallen < share(entry.home_bytes, state.settings.slept_fraction):
         entry.note_held_since_sleep(state.now, held)
-        stands_for = since(claimed.fell_at, state.now)
+        stands_for = since(claimed.fell_at or state.now, state.now)
         # Where only a total is known, another engine may have taken what this one gave.
         if stands_for >= state.settings.timeouts.sleep_without_fall and not inexact.is_at_home(
             state, entry

@@ -72,7 +72,9 @@ class ClaimedSleep:
     at: Instant
     from_bytes: Bytes  # on the devices that it was awake on
     least_bytes: Bytes  # measured there since
-    fell_at: Instant  # when a reading last found less than those before it
+    # When a reading last found less than those before it. None before the first, which may have
+    # been taken before the sleep.
+    fell_at: Instant | None = None
 
 
 @dataclass(slots=True)
@@ -423,12 +425,12 @@ class Ticket:
         `held`: measured on its devices now."""
         assert self.revocation is not None
         before = Bytes(max(self.home_bytes, self.revocation.held_before_bytes, held))
-        self.revocation.sleep = ClaimedSleep(now, before, held, now)
+        self.revocation.sleep = ClaimedSleep(now, before, held)
 
     def note_held_since_sleep(self, now: Instant, held: Bytes) -> None:
         """Notes what a reading finds on its devices while its sleep waits for confirmation."""
         claimed = self.claimed_sleep
-        if claimed is not None and held < claimed.least_bytes:
+        if claimed is not None and (claimed.fell_at is None or held < claimed.least_bytes):
             claimed.least_bytes, claimed.fell_at = held, now
 
     @property

@@ -146,6 +146,17 @@ def test_a_sleep_without_a_fall_is_doubted_before_one_that_still_falls() -> None
     assert "not_asleep" in driver.kinds()
 
 
+@pytest.mark.spec("D1", "B1")
+def test_a_late_reading_that_was_taken_before_the_sleep_does_not_end_it() -> None:
+    driver = claims_to_sleep()
+    assert killed(driver.read(22.6)) == [], "it may be as old as the bound is long"
+    driver.engines["a"] = {CPU: 5, HOST: 40}
+    assert granted(driver.read(22.7)) == ["b"] and driver.state_of("a") == "asleep"
+    driver = claims_to_sleep()
+    assert killed(driver.read(22.6)) == killed(driver.read(24.0)) == []
+    assert killed(driver.read(24.1)) == ["a"], "the second was taken after the first was heard"
+
+
 @pytest.mark.spec("D1")
 def test_a_model_whose_sleep_was_not_seen_is_not_put_to_sleep_again() -> None:
     driver = claims_to_sleep()
