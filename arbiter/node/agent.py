@@ -20,7 +20,7 @@ from arbiter import heap
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.node import children, cleanup, procfs, spare_workers, tenant_folders, zygote_client
-from arbiter.node.device_probe import NodeProbe, Tree
+from arbiter.node.device_probe import NodeProbe, Readings, Tree
 from arbiter.node.engine_processes import LOOK_AGAIN_S, EngineProcesses
 from arbiter.node.host_copies import HostCopies
 from arbiter.node.leased_processes import LeasedProcess, LeasedProcesses
@@ -269,16 +269,9 @@ class NodeAgent:
         """Sends the ends of engines at once, because a request may wait for their bytes; then a
         reading."""
         await self._reports.say_all_gone()
-        trees, returned = self._trees(), self._returned
         self._pool.turn(self._copies.idle())
-        # What dropped slabs have not given back is in no slab's reading, so it counts as foreign.
-        shared_bytes = self._pool.allocated_bytes + self._copies.held_bytes
-        readings = await asyncio.to_thread(self._probe.read, trees, shared_bytes)
-        # Ends are reported during a reading. What it says of an engine whose bytes are lent again
-        # would count twice, and have another model leave.
-        present = {tree.ticket for tree in self._trees()}
-        engines = [self._judged(e) for e in readings.engines if e.ticket in present]
-        engines += self._copies.engine_readings()
+        readings, returned = await self._read(), self._returned
+        engines = [self._judged(e) for e in readings.engines] + [*self._copies.engine_readings()]
         stalls = procfs.stalled_fraction()
         slabs, dropped = self._pool.readings(), self._pool.dropped()
         reading = ev.Measured(
@@ -296,6 +289,19 @@ class NodeAgent:
         if self._heard:
             self._pool.forget_dropped(dropped)
             self._release_leased(readings.engines, returned)
+
+    async def _read(self) -> Readings:
+        """Reads until no engine came or went meanwhile. The end of one is reported during a
+        reading; if its bytes are lent again by then, they would count twice, and have another model
+        leave. What it gave back after it was read itself would be missing from what is foreign, and
+        what a new one took would be foreign."""
+        while True:
+            trees = self._trees()
+            # What dropped slabs have not given back is in no slab's reading, so it is foreign.
+            shared_bytes = self._pool.allocated_bytes + self._copies.held_bytes
+            readings = await asyncio.to_thread(self._probe.read, trees, shared_bytes)
+            if trees == self._trees():
+                return readings
 
     def _trees(self) -> list[Tree]:
         """The processes of every engine and lease that has bytes on the books."""

@@ -58,12 +58,13 @@ async def test_end_of_an_engine_is_reported_during_a_slow_reading(
 
 
 @pytest.mark.spec("A10", "B1")
-async def test_reading_names_no_engine_whose_end_was_reported_while_it_was_taken(
+async def test_reading_is_taken_again_when_an_engine_came_or_went_meanwhile(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes of that engine may be lent again by then."""
+    """The bytes of the one may be lent again by then, and those of the other count as foreign."""
     reported: list[ev.Event] = []
-    begun, is_over = threading.Event(), threading.Event()
+    taken: list[tuple[threading.Event, list[TicketId]]] = []
+    other = TicketId("other")
 
     async def send(events: tuple[ev.Event, ...]) -> bool:
         reported.extend(events)
@@ -71,26 +72,31 @@ async def test_reading_names_no_engine_whose_end_was_reported_while_it_was_taken
 
     def read(trees: list[Tree], pool_bytes: int) -> Readings:
         names = [tree.ticket for tree in trees]
-        if T in names:
-            begun.set()
+        taken.append((is_over := threading.Event(), names))
+        if len(taken) <= 3:
             is_over.wait(START_S)
         return Readings((), tuple(ev.EngineReading(name, ()) for name in names))
+
+    def readings() -> list[list[TicketId]]:
+        measured = [event for event in reported if isinstance(event, ev.Measured)]
+        return [[engine.ticket for engine in reading.engines] for reading in measured]
 
     running = agent_in(folder)
     monkeypatch.setattr(running._reports, "say", send)
     monkeypatch.setattr(running._probe, "read", read)
     async with asyncio.timeout(START_S):
+        await eventually(lambda: taken)
         await running.spawn(T, FAKE_ENGINE)
-        await running.spawn(TicketId("other"), FAKE_ENGINE)
-        await eventually(begun.is_set)
+        taken[0][0].set()
+        await eventually(lambda: len(taken) == 2)
+        await running.spawn(other, FAKE_ENGINE)
         await running.kill(T)
         await eventually(lambda: ev.EngineGone(NodeId("n"), T, bytes_back=True) in reported)
-        before = len(reported)
-        is_over.set()
-        [reading, *_] = await eventually(
-            lambda: [e for e in reported[before:] if isinstance(e, ev.Measured)]
-        )
-        assert [engine.ticket for engine in reading.engines] == ["other"]
+        taken[1][0].set()
+        await eventually(lambda: len(taken) == 3)
+        assert readings() == [] and taken[1][1] == [T]
+        taken[2][0].set()
+        assert (await eventually(readings))[0] == [other]
         await running.close()
 
 
