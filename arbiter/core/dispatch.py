@@ -100,6 +100,7 @@ def _(event: ev.EngineGone, state: CoreState) -> None:
 @apply.register
 def _(event: ev.Joined, state: CoreState) -> None:
     heartbeats.on_joined(state, event)
+    slabs.on_holder_joined(state, event.holder)
     floors.on_join(state, event)
 
 

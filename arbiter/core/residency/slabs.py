@@ -5,10 +5,10 @@ from arbiter.core.decisions import DropSlabs, DropTenant, EventKind, ForgetTenan
 from arbiter.core.records.ticket import State
 from arbiter.core.state import CoreState, Node
 from arbiter.core.types import ModelName
-from arbiter.units import SECOND, NodeId, Span, since
+from arbiter.units import SECOND, HolderId, NodeId, Span, since
 
-# For so long an agent that appears is told of a removed tenant or model: no row and no file
-# outlives its last use by more (the class `extended`, G4).
+# An agent or a holder that appears is told for so long of a removed tenant or model: no row and no
+# file outlives its last use by more (the class `extended`, G4).
 TOLD_AGAIN = Span(24 * 3_600 * SECOND)
 
 
@@ -44,6 +44,13 @@ def on_tenant_removed(state: CoreState, event: ev.TenantRemoved) -> None:
     for node in state.nodes:
         state.decide(DropTenant(node, event.tenant, Span(0)))
     state.log(EventKind.TENANT_REMOVED, tenant=event.tenant, nodes=len(state.nodes))
+
+
+def on_holder_joined(state: CoreState, holder: HolderId) -> None:
+    """Has a holder forget the tenants that were removed lately: it may have been away when all were
+    told, and would bring their prefixes back into the pool."""
+    for tenant in state.accounts.lately_removed(TOLD_AGAIN, state.now):
+        state.decide(ForgetTenant(holder, tenant))
 
 
 def on_agent_seen(state: CoreState, node: NodeId) -> None:

@@ -41,6 +41,16 @@ def test_agent_that_was_away_is_told_since_when_once_it_appears_and_for_a_day() 
     assert d.at(day_s + 1, seen) == []
 
 
+@pytest.mark.spec("E6", "G5")
+def test_holder_that_was_away_is_told_once_it_joins_and_for_a_day() -> None:
+    """It would warm prefixes of that tenant, which writes rows of them again."""
+    d = CoreDriver()
+    d.at(1, ev.TenantRemoved("acme"))
+    day_s = in_seconds(TOLD_AGAIN)
+    assert d.join(day_s, "g") == [ForgetTenant(HolderId("g"), "acme")]
+    assert d.join(day_s + 1, "g") == []
+
+
 def remove(d: CoreDriver, t: float, *models: str) -> list[Decision]:
     specs = [replace(c, models=tuple(m for m in c.models if m.name not in models)) for c in d.table]
     return d.at(t, ev.CapabilitiesSet(tuple(specs)))
