@@ -4,9 +4,10 @@ from arbiter.core import events as ev
 from arbiter.core.decisions import EventKind, LoadModel, Reason
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.state import CoreState, EvictedFor, EvictedForKey, Failure
+from arbiter.core.state import AskedLoad, CoreState, EvictedFor, EvictedForKey, Failure
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, reclaim
+from arbiter.core.types import ModelName
 from arbiter.errors import TRIED_AGAIN, LoadFailed, TicketClosed
 from arbiter.units import Bytes, HolderId, Span, after, since
 
@@ -168,7 +169,9 @@ def reload_evicted(state: CoreState, key: EvictedForKey) -> None:
     switch = state.evicted_for.pop(key, None)
     for (holder, model), ticket in switch.models.items() if switch else ():
         entry = state.ledger.find(ticket)
-        if holder in state.holders and (entry is None or entry.state is not State.RESIDENT):
+        known = state.holders.get(holder)
+        if known and (entry is None or entry.state is not State.RESIDENT):
+            state.asked_loads[ModelName(known.capability, model)] = AskedLoad(holder, state.now)
             state.decide(LoadModel(holder, model))
 
 

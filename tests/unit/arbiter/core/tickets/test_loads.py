@@ -113,6 +113,21 @@ def test_failed_swap_reloads_the_evicted_model() -> None:
     assert [d for d in decisions if isinstance(d, LoadModel)] == [LoadModel(HolderId("h"), "a")]
 
 
+@pytest.mark.spec("A12", "A18")
+def test_evicted_model_is_asked_for_again_when_its_holder_joins_again_or_is_lost() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 80)
+    driver.join(19, "g", capability="embedding")
+    driver.ask(20, "e1", 80, holder="g", capability="embedding", model="e1")
+    driver.at(21, ev.Released(TicketId("a"), "swap"))
+    driver.gone(22, "a")
+    driver.at(23, ev.LoadBroke(TicketId("e1"), "bad weights", False))
+    driver.gone(23, "e1")
+    assert driver.join(24, "h") == [LoadModel(HolderId("h"), "a")]
+    driver.join(25, "h2")
+    assert driver.at(26, ev.HolderLost(HolderId("h"))) == [LoadModel(HolderId("h2"), "a")]
+
+
 @pytest.mark.spec("A12")
 def test_evicted_model_is_reloaded_after_out_of_memory_only_without_a_second_try() -> None:
     driver = CoreDriver(device=80)
