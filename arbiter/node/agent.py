@@ -270,6 +270,8 @@ class NodeAgent:
         reading."""
         await self._reports.say_all_gone()
         self._pool.turn(self._copies.idle())
+        if not self._heard and not await self._reports.say(()):
+            return  # a reading that waits for the arbiter would be of before
         readings, returned = await self._read(), self._returned
         engines = [self._judged(e) for e in readings.engines] + [*self._copies.engine_readings()]
         stalls = procfs.stalled_fraction()

@@ -100,6 +100,36 @@ async def test_reading_is_taken_again_when_an_engine_came_or_went_meanwhile(
         await running.close()
 
 
+@pytest.mark.spec("A18", "D1")
+async def test_reading_is_taken_once_the_arbiter_is_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One from before would deny what a model that fell asleep meanwhile gave back."""
+    is_asked, is_back = asyncio.Event(), asyncio.Event()
+    reported: list[ev.Event] = []
+    read_when_back: list[bool] = []
+
+    async def send(events: tuple[ev.Event, ...]) -> bool:
+        is_asked.set()
+        await is_back.wait()
+        reported.extend(events)
+        return True
+
+    def read(trees: list[Tree], pool_bytes: int) -> Readings:
+        read_when_back.append(is_back.is_set())
+        return Readings((), ())
+
+    running = agent_in(folder, BROKEN_ZYGOTE)
+    monkeypatch.setattr(running._reports, "say", send)
+    monkeypatch.setattr(running._probe, "read", read)
+    async with asyncio.timeout(START_S):
+        await is_asked.wait()
+        is_back.set()
+        await eventually(lambda: reported)
+        assert read_when_back[0]
+        await running.close()
+
+
 @pytest.mark.spec("A17")
 async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_lives(
     folder: Path,
@@ -239,7 +269,7 @@ async def test_memory_of_a_dropped_slab_is_foreign_until_it_is_given_back(
         assert slab.grow()
     running._pool.take_back(T)
     running._pool.drop_owner("chat/m")
-    await running._report()
+    await running._read()
     assert running._pool.leaving_bytes
     assert set(not_foreign) == {0}
     is_over.set()
