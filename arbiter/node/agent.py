@@ -36,6 +36,7 @@ logger = logging.getLogger("arbiter.agent")
 
 TURN_S = 1.0  # B1: within 2 s on the books
 KILL_TURN_S = 0.25  # A10
+READS_COUNT = 3  # at most for one report: engines may come and go without end
 
 
 class NodeAgent:
@@ -293,17 +294,21 @@ class NodeAgent:
             self._release_leased(readings.engines, returned)
 
     async def _read(self) -> Readings:
-        """Reads until no engine came or went meanwhile. The end of one is reported during a
-        reading; if its bytes are lent again by then, they would count twice, and have another model
-        leave. What it gave back after it was read itself would be missing from what is foreign, and
-        what a new one took would be foreign."""
-        while True:
+        """Reads until no engine came or went meanwhile, for what one gave back after it was read
+        would be missing from what is foreign, and what a new one took would be foreign. Where that
+        never is, of an engine that has ended nothing is said: its end is reported during a reading,
+        and if its bytes are lent again by then, they would count twice, and have another model
+        leave."""
+        for _ in range(READS_COUNT):
             trees = self._trees()
             # What dropped slabs have not given back is in no slab's reading, so it is foreign.
             shared_bytes = self._pool.allocated_bytes + self._copies.held_bytes
             readings = await asyncio.to_thread(self._probe.read, trees, shared_bytes)
-            if trees == self._trees():
-                return readings
+            present = self._trees()
+            if trees == present:
+                break
+        tickets = {tree.ticket for tree in present}
+        return replace(readings, engines=tuple(e for e in readings.engines if e.ticket in tickets))
 
     def _trees(self) -> list[Tree]:
         """The processes of every engine and lease that has bytes on the books."""

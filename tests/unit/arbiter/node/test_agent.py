@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -97,6 +98,29 @@ async def test_reading_is_taken_again_when_an_engine_came_or_went_meanwhile(
         assert readings() == [] and taken[1][1] == [T]
         taken[2][0].set()
         assert (await eventually(readings))[0] == [other]
+        await running.close()
+
+
+@pytest.mark.spec("A10", "B1")
+async def test_reading_comes_where_engines_come_and_go_without_end_and_names_none_that_ended(
+    no_arbiter: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = agent_in(folder, BROKEN_ZYGOTE)
+    numbers = itertools.count()
+
+    def trees() -> list[Tree]:
+        newest = next(numbers)
+        return [Tree(TicketId(f"t{number}"), frozenset()) for number in (newest, newest + 1)]
+
+    def read(trees: list[Tree], pool_bytes: int) -> Readings:
+        return Readings((), tuple(ev.EngineReading(tree.ticket, ()) for tree in trees))
+
+    monkeypatch.setattr(running, "_trees", trees)
+    monkeypatch.setattr(running._probe, "read", read)
+    async with asyncio.timeout(START_S):
+        reading = await running._read()
+        there = next(numbers) - 1  # when it was begun and when it was over
+        assert [engine.ticket for engine in reading.engines] == [f"t{there}"]
         await running.close()
 
 
