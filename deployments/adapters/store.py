@@ -38,12 +38,14 @@ from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.adapters.int8 import round_weights
 from deployments.adapters.safe_files import AdapterInvalid, open_plain
 from deployments.adapters.validate import Rules, check
+from deployments.config.file_threads import in_thread
 
 _CHUNK_BYTES = 1 << 20
 # The store's bound: 2,000 adapters of an 8 B model at rank 16. Beyond it the longest unused are
 # removed.
 MAX_STORE_BYTES = 160 << 30
 _SCRATCH = ".copying-"
+_COPIES = 4  # at once of one engine's adapters, as many as are fetched at once
 _COPY_MOST_S = 3_600.0  # a gigabyte from a slow file server takes minutes
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk or a limit says that takes no more
 _KNOWN = ".known"
@@ -170,6 +172,7 @@ class CheckedAdapters:
         # One per adapter that is asked for now, so that many requests for a new adapter have it
         # copied once.
         self._copying = WeakValueDictionary[tuple[str, str], asyncio.Lock]()
+        self._places = asyncio.Semaphore(_COPIES)
 
     async def take(self, entry: CatalogueEntry) -> Published:
         """The checked copy, which is made again when the entry changed or the copy is gone. Raises
@@ -180,7 +183,8 @@ class CheckedAdapters:
         async with self._copying.setdefault(key, asyncio.Lock()):
             if published := self._current(entry):
                 return published
-            new = await asyncio.to_thread(self._store.publish, entry, self._rules)
+            async with self._places:
+                new = await in_thread(str(entry.path), self._store.publish, entry, self._rules)
             if len(self._known) >= MAX_READ:
                 self._known.clear()  # found again by the store's notes
             self._known[key] = entry, new
@@ -201,12 +205,29 @@ class CheckedAdapters:
         return found[1]
 
 
-def catalogue_of(config: Mapping[str, Any]) -> Catalogue:
-    """The catalogue that an engine and its replica share, from the engine's configuration."""
-    section, base = config["adapters"], str(config.get("served_name", config["model"]))
-    fetched = Path(section["store"]) / FETCHED
-    urls = {base: section.get("urls", ())}
-    return Catalogue({base: Path(section["folder"])}, urls=urls, fetched=fetched)
+class EngineCatalogue:
+    """The catalogue that an engine and its replica share. It looks in a thread, because the folder
+    may lie on a file server that hangs; looks come one after another."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """`config`: the engine's."""
+        section, base = config["adapters"], str(config.get("served_name", config["model"]))
+        fetched = Path(section["store"]) / FETCHED
+        urls = {base: section.get("urls", ())}
+        self._thread = f"adapters in {section['folder']}"
+        self._adapters = Catalogue({base: Path(section["folder"])}, urls=urls, fetched=fetched)
+
+    async def find(self, name: str, tenant: str) -> CatalogueEntry | None:
+        """As `Catalogue.find`. Raises AdapterAmbiguous, AdapterInvalid, OSError."""
+        return await in_thread(self._thread, self._adapters.find, name, tenant)
+
+    async def entries(self, names: Iterable[str], tenant: str) -> list[CatalogueEntry]:
+        """As `Catalogue.entries`. Raises OSError."""
+        return await in_thread(self._thread, self._adapters.entries, names, tenant)
+
+    async def names(self) -> list[str]:
+        """Full names of the adapters of all tenants. Raises OSError."""
+        return await in_thread(self._thread, self._adapters.names)
 
 
 def _rounded(folder: Path, rules: Rules) -> Any:

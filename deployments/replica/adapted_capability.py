@@ -9,11 +9,12 @@ from typing import Any
 
 from arbiter.errors import TicketClosed
 from deployments import messages
-from deployments.adapters.catalogue import FETCHED, Catalogue
+from deployments.adapters.catalogue import FETCHED
 from deployments.adapters.fetch import Fetcher
-from deployments.adapters.store import Store, catalogue_of
+from deployments.adapters.store import EngineCatalogue, Store
 from deployments.adapters.validate import Rules
 from deployments.config import safetensors_header
+from deployments.config.file_threads import in_thread
 from deployments.config.model_files import adapted_folder
 from deployments.replica.capability import Capability
 from deployments.replica.held_model import HolderState
@@ -48,12 +49,12 @@ class AdaptedCapability(Capability):
         head, body = await whole(held.link.stream("POST", call.path, call.headers, call.body))
         return messages.FullResponse(head, body)
 
-    def served_by(self, call: messages.InferenceCall) -> str:
+    async def served_by(self, call: messages.InferenceCall) -> str:
         """The copy into which the call's adapter was merged, while there is one."""
         merging = self._merging.get(call.model)
         if merging is None or call.path == messages.ACQUIRE:
             return call.model
-        return merging.served_by(call.served or call.model, call.tenant)
+        return await merging.served_by(call.served or call.model, call.tenant)
 
     async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
         """Fetches the call's adapter to this node, where it lies behind a URL."""
@@ -61,13 +62,16 @@ class AdaptedCapability(Capability):
         if call.served in ("", call.model) or "adapters" not in config:
             return
         self.slotted.note(use.ticket, call.served, config["adapters"]["slots"])
-        fetcher = self._fetchers.get(call.model)
-        if (
-            fetcher is None or fetcher[0] != use.ticket
-        ):  # a new engine may have another configuration
-            fetcher = self._fetchers[call.model] = use.ticket, AdapterFetcher(config)
-            self._follow(call.model, config)
-        await fetcher[1].bring(call.served, call.tenant)
+        if not self._has_fetcher(call.model, use):
+            made = await in_thread(config["model"], AdapterFetcher, config)
+            if not self._has_fetcher(call.model, use):  # no other call was first meanwhile
+                self._fetchers[call.model] = use.ticket, made
+                self._follow(call.model, config)
+        await self._fetchers[call.model][1].bring(call.served, call.tenant)
+
+    def _has_fetcher(self, model: str, use: Use) -> bool:
+        """A new engine may have another configuration."""
+        return model in self._fetchers and self._fetchers[model][0] == use.ticket
 
     def _follow(self, model: str, config: dict[str, Any]) -> None:
         """A merged copy outlives the model's engine, which may be idle beside it, but not the
@@ -85,17 +89,17 @@ class AdapterFetcher:
     """Fetches adapters of one engine for its replica."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Raises OSError, safetensors_header.BadHeader."""
+        """Reads the model's files. Raises OSError, safetensors_header.BadHeader."""
         section = config["adapters"]
         shapes = safetensors_header.linear_shapes(adapted_folder(Path(config["model"])))
         self._rules = Rules(shapes, section["max_rank"])
-        self._catalogue: Catalogue = catalogue_of(config)
+        self._catalogue = EngineCatalogue(config)
         self._store = Store(Path(section["store"]))
         self._fetcher = Fetcher(Path(section["store"]) / FETCHED, self._rules.bounds)
 
     async def bring(self, name: str, tenant: str) -> None:
         """Raises AdapterInvalid, FetchFailed. The engine refuses names that no catalogue has."""
-        entry = self._catalogue.find(name, tenant)
+        entry = await self._catalogue.find(name, tenant)
         if entry is None or not entry.url:
             return
         if not entry.path.is_dir():

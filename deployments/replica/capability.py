@@ -139,7 +139,7 @@ class Capability:
     ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
         """Makes the model resident, with this call in flight, and passes its engine's answer on;
         before it, progress where the call wants it. Raises RequestError."""
-        model = self.served_by(call)
+        model = await until_deadline(call, began_s, self.served_by(call))
         use = self._residency.use(
             model,
             deadline_s=left_s(call, began_s),
@@ -199,7 +199,7 @@ class Capability:
         stream = use.stream("POST", call.path, headers, call.body)
         return self._pace.follow(stream, wants_progress=call.wants_progress)
 
-    def served_by(self, call: messages.InferenceCall) -> str:
+    async def served_by(self, call: messages.InferenceCall) -> str:
         """The held model that answers the call; another than the call's only where that is
         resident."""
         return call.model

@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections.abc import Awaitable
+from typing import TypeVar
 
 from arbiter.errors import DeadlineUnmet
 from deployments.messages import InferenceCall
 
 RETRY_AFTER_S = 1.0
+T = TypeVar("T")
 
 
 def left_s(call: InferenceCall, began_s: float) -> float | None:
@@ -16,12 +18,12 @@ def left_s(call: InferenceCall, began_s: float) -> float | None:
     return None if call.deadline_s is None else call.deadline_s - (time.monotonic() - began_s)
 
 
-async def until_deadline(call: InferenceCall, began_s: float, work: Awaitable[None]) -> None:
-    """Awaits the work, and raises what it raises; DeadlineUnmet where the deadline passes
+async def until_deadline(call: InferenceCall, began_s: float, work: Awaitable[T]) -> T:
+    """Awaits the work, and returns or raises what it does; DeadlineUnmet where the deadline passes
     before."""
     try:
         async with asyncio.timeout(left_s(call, began_s)) as bound:
-            await work
+            return await work
     except TimeoutError:
         if not bound.expired():
             raise

@@ -19,9 +19,10 @@ from typing import Any
 from arbiter.core.decisions import Reason
 from arbiter.errors import RequestError
 from deployments.adapters.catalogue import CatalogueEntry
-from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
+from deployments.adapters.store import CheckedAdapters, EngineCatalogue, Store
 from deployments.adapters.validate import Rules
 from deployments.config import safetensors_header
+from deployments.config.file_threads import in_thread
 from deployments.config.model_files import adapted_folder
 from deployments.replica import unloading
 from deployments.replica.held_model import HeldModel, HolderState, new_ticket
@@ -78,17 +79,13 @@ class Merging:
     """The merged copies of one model on one holder, at most one at a time."""
 
     def __init__(self, residency: Residency, model: str, config: dict[str, Any]) -> None:
-        """`config`: of the model's engine, with `config["adapters"]["merge"]`. Raises OSError,
-        safetensors_header.BadHeader."""
-        section = config["adapters"]
+        """`config`: of the model's engine, with `config["adapters"]["merge"]`."""
+        merge = config["adapters"]["merge"]
         self.config = config
         self._residency, self._model = residency, model
-        self._begins_at: float = section["merge"]["share"]
-        self._share = TrafficShare(section["merge"]["requests"])
-        self._catalogue = catalogue_of(config)
-        shapes = safetensors_header.linear_shapes(adapted_folder(Path(config["model"])))
-        store = Store(Path(section["store"]))
-        self._shelf = CheckedAdapters(store, Rules(shapes, section["max_rank"]))
+        self._begins_at: float = merge["share"]
+        self._share = TrafficShare(merge["requests"])
+        self._catalogue = EngineCatalogue(config)
         self._copy: MergedCopy | None = None
 
     def forget_tenant(self, tenant: str) -> None:
@@ -96,9 +93,10 @@ class Merging:
         if self._copy is not None and self._copy.name[0] == tenant:
             self.end()
 
-    def served_by(self, served: str, tenant: str) -> str:
-        """Notes a request, and returns the held model whose engine is to answer it."""
-        entry = self._found(served, tenant)
+    async def served_by(self, served: str, tenant: str) -> str:
+        """Notes a request, and returns the held model whose engine is to answer it. A request for
+        the model itself waits for no look into the folder of its adapters."""
+        entry = await self._found(served, tenant)
         name = entry and (entry.tenant, served)
         self._share.note(name)
         copy = self._copy
@@ -106,7 +104,7 @@ class Merging:
             if entry and name and (self._share.of(name) or 0.0) >= self._begins_at:
                 self._begin(MergedCopy(entry, name))
             return self._model
-        if not self._is_of_use(copy):
+        if not self._has_traffic(copy) or (name == copy.name and entry != copy.entry):
             copy.over.set()
         held = copy.held
         if copy.over.is_set() or entry != copy.entry or held is None:
@@ -119,19 +117,32 @@ class Merging:
         if self._copy is not None:
             self._copy.over.set()
 
-    def _found(self, served: str, tenant: str) -> CatalogueEntry | None:
+    async def _found(self, served: str, tenant: str) -> CatalogueEntry | None:
         """None for the model itself, and for a name whose request the model's engine refuses."""
         if served == self._model:
             return None
         with contextlib.suppress(RequestError):
-            return self._catalogue.find(served, tenant)
+            return await self._catalogue.find(served, tenant)
         return None
 
-    def _is_of_use(self, copy: MergedCopy) -> bool:
+    def _has_traffic(self, copy: MergedCopy) -> bool:
         share = self._share.of(copy.name)
-        has_traffic = share is None or share >= STAYS_ABOVE * self._begins_at
+        return share is None or share >= STAYS_ABOVE * self._begins_at
+
+    async def _look(self, copy: MergedCopy) -> None:
+        """Has a copy end that is of no use any more. What a file server does not say, or not within
+        LOOK_S, is asked again."""
         owner, served = copy.name
-        return has_traffic and self._found(served, owner) == copy.entry
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(LOOK_S):
+                if not self._has_traffic(copy) or await self._found(served, owner) != copy.entry:
+                    copy.over.set()
+
+    def _checked(self) -> CheckedAdapters:
+        """Reads the model's files. Raises OSError, safetensors_header.BadHeader."""
+        section = self.config["adapters"]
+        shapes = safetensors_header.linear_shapes(adapted_folder(Path(self.config["model"])))
+        return CheckedAdapters(Store(Path(section["store"])), Rules(shapes, section["max_rank"]))
 
     def _begin(self, copy: MergedCopy) -> None:
         """Begins a copy. After a copy that found no room, the next is asked for a window of
@@ -143,7 +154,8 @@ class Merging:
     async def _live(self, copy: MergedCopy) -> None:
         """Runs a copy from the first step to the end of its engine."""
         try:
-            published = await self._shelf.take(copy.entry)
+            shelf = await in_thread(self.config["model"], self._checked)
+            published = await shelf.take(copy.entry)
             served = copy.name[1]
             plans = self._residency.plans
             plan = await plans.merged(self._model, served, published.path)
@@ -154,7 +166,7 @@ class Merging:
             logger.info("%s: merges %s into a copy of %s", held.ticket, served, self._model)
             self._residency.open(held)
             await self._until_over(copy, held)
-        except RequestError as error:
+        except (RequestError, OSError, safetensors_header.BadHeader) as error:
             logger.warning("%s is not merged into a copy: %s", copy.name[1], error)
         finally:
             self._copy = None
@@ -162,8 +174,7 @@ class Merging:
     async def _until_over(self, copy: MergedCopy, held: HeldModel) -> None:
         """Requests that the copy has begun are finished with the values with which they began."""
         while held.state is not HolderState.CLOSED:
-            if not self._is_of_use(copy):
-                copy.over.set()
+            await self._look(copy)
             if copy.over.is_set() and held.state is HolderState.RESIDENT:
                 unloading.retire(self._residency, held)
                 await held.uses.all_ended()

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from deployments.adapters.catalogue import CONFIG, WEIGHTS, home_of
-from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
+from deployments.adapters.store import CheckedAdapters, EngineCatalogue, Store
 from deployments.adapters.validate import Rules
 from deployments.config.model_files import adapted_folder
 from deployments.config.safetensors_header import linear_shapes
@@ -32,19 +32,19 @@ class AdapterResolver:
         section = config["adapters"]
         shapes = linear_shapes(adapted_folder(Path(config["model"])))
         rules = Rules(shapes, section["max_rank"])
-        self._catalogue = catalogue_of(config)
+        self._catalogue = EngineCatalogue(config)
         self._checked = CheckedAdapters(Store(Path(section["store"])), rules)
 
     async def folder(self, name: str, tenant: str) -> str:
         """The checked copy, or an empty text where this tenant may see none of that name. Raises
         AdapterInvalid, AdapterAmbiguous."""
-        entry = self._catalogue.find(name, tenant)
+        entry = await self._catalogue.find(name, tenant)
         return str((await self._checked.take(entry)).path) if entry else ""
 
     async def published(self, names: list[str], tenant: str) -> dict[str, str]:
         """The folders of the adapters this tenant may see, by full name; empty: it has no copy
         yet."""
-        entries = self._catalogue.entries(names, tenant)
+        entries = await self._catalogue.entries(names, tenant)
         checked = await self._checked.peek(entries)
         folders = dict.fromkeys((entry.full_name for entry in entries), "")
         return folders | {name: str(one.path) for name, one in checked.items()}

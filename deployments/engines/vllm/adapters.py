@@ -25,7 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from arbiter.errors import RequestError
 from deployments.adapters.catalogue import CatalogueEntry
 from deployments.adapters.safe_files import AdapterInvalid
-from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
+from deployments.adapters.store import CheckedAdapters, EngineCatalogue, Store
 from deployments.adapters.validate import Rules
 from deployments.config.safetensors_header import linear_shapes
 from deployments.engines import asgi
@@ -110,7 +110,7 @@ class AdapterService:
         self.served_name = str(config.get("served_name", config["model"]))
         self.llm: AsyncLLM | None = None
         self.gate = gate
-        self._catalogue = catalogue_of(config)
+        self._catalogue = EngineCatalogue(config)
         rules = Rules(linear_shapes(Path(config["model"])), section["max_rank"])
         self._shelf = CheckedAdapters(Store(Path(section["store"])), rules)
         self._numbers: dict[str, int] = {}  # digest to vLLM's number for it
@@ -133,9 +133,10 @@ class AdapterService:
             return None
         if not isinstance(model, str) or model == self.served_name:
             return None
-        entry = self._catalogue.find(model, tenant)
+        entry = await self._catalogue.find(model, tenant)
         if entry is None:
             return None
+        await self._unpin_stale()
         published = await self._shelf.take(entry)
         self._names[published.digest] = entry.full_name
         self.mover.owners[published.digest] = entry.tenant
@@ -181,9 +182,6 @@ class AdapterService:
         """A pinned adapter keeps its slot from its first use on, while its entry says so. At least
         one slot stays for the adapters that are not pinned; a pin beyond that has no effect."""
         assert self.llm is not None
-        for digest, entry in list(self._pins.items()):
-            if not self._is_current(entry) and digest not in self.gate.running:
-                await self._unpin(digest)
         if adapter is None or not adapter.entry.pin or adapter.lora.lora_name in self._pins:
             return
         if len(self._pins) < self.gate.slots - 1:
@@ -191,9 +189,16 @@ class AdapterService:
             self.gate.pinned = frozenset(self._pins)
             await self.llm.pin_lora(adapter.lora.lora_int_id)
 
-    def _is_current(self, entry: CatalogueEntry) -> bool:
+    async def _unpin_stale(self) -> None:
+        """Before the request has a place in the batch, which it would keep from others while the
+        file server hangs."""
+        for digest, entry in list(self._pins.items()):
+            if not await self._is_current(entry) and digest not in self.gate.running:
+                await self._unpin(digest)
+
+    async def _is_current(self, entry: CatalogueEntry) -> bool:
         try:
-            return self._catalogue.find(entry.full_name, entry.tenant) == entry
+            return await self._catalogue.find(entry.full_name, entry.tenant) == entry
         except RequestError:
             return False
 
@@ -244,7 +249,7 @@ class AdapterService:
         await self.mover.look()
         hot = (self._names[digest] for digest in self.mover.hot if digest in self._names)
         names = {*asgi.json_object(raw)["names"], *hot}
-        entries = self._catalogue.entries(names, callers.current().tenant)
+        entries = await self._catalogue.entries(names, callers.current().tenant)
         published = await self._shelf.peek(entries)
         tiers = dict.fromkeys((entry.full_name for entry in entries), COLD)
         tiers |= {name: self.mover.tier(one.digest) for name, one in published.items()}
@@ -282,7 +287,7 @@ class AdapterService:
             "waiting": self.gate.waiting,
             "expired": self.gate.expired,
             "pinned": pinned,
-            "tiers": self.mover.facts(self._names, self._catalogue.names()),
+            "tiers": self.mover.facts(self._names, await self._catalogue.names()),
         }
 
 

@@ -21,6 +21,8 @@ from deployments.adapters.store import AdapterNotCopied, CheckedAdapters, Publis
 from deployments.adapters.validate import Rules
 from tests.support.adapters import rewrite_header, write
 from tests.support.archives import archive
+from tests.support.few_threads import few_threads, is_free
+from tests.support.waits import WITHIN_S
 
 SHAPES = {"layers.0.q_proj": (12, 8), "layers.0.v_proj": (4, 8)}
 RULES = Rules(SHAPES, max_rank=16)
@@ -347,3 +349,22 @@ def test_longest_unused_adapters_make_room_in_the_store(tmp_path: Path) -> None:
     os.utime(second.path, ns=(1, 1))
     third = store.publish(entry(folders[2]), RULES)
     assert first.path.is_dir() and third.path.is_dir() and not second.path.exists()
+
+
+@pytest.mark.spec("D5")
+async def test_adapters_whose_files_hang_keep_no_thread_of_the_loop(tmp_path: Path) -> None:
+    server = threading.Event()
+
+    class Hung(Store):
+        def publish(self, entry: CatalogueEntry, rules: Rules) -> Published:
+            assert server.wait(WITHIN_S)
+            return Published(entry.name, tmp_path, 1)
+
+    checked = CheckedAdapters(Hung(tmp_path / "store"), RULES)
+    with few_threads():
+        entries = [CatalogueEntry(str(n), "tiny", tmp_path, 1, 1) for n in range(20)]
+        taken = [asyncio.ensure_future(checked.take(entry)) for entry in entries]
+        await asyncio.sleep(0)
+        assert await is_free()
+        server.set()
+        assert len(await asyncio.gather(*taken)) == 20

@@ -1,8 +1,11 @@
 """A replica fetches an adapter behind a URL where its engine needs it."""
 
+import asyncio
 import json
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -10,10 +13,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
-from deployments.replica.adapted_capability import AdapterFetcher
+from deployments.adapters.store import CheckedAdapters, EngineCatalogue, Store
+from deployments.replica import adapted_capability
+from deployments.replica.adapted_capability import AdaptedCapability, AdapterFetcher
+from deployments.routing.rank import AdapterSlots
 from tests.support.adapters import write
 from tests.support.fetching import RULES, SHAPES
+from tests.support.hung_folders import hung_folders
 
 URL = "memory://replica/law/"
 
@@ -43,7 +49,7 @@ async def test_adapter_whose_fetched_folder_has_left_is_served_from_its_checked_
     system.put(str(write(tmp_path / "good", SHAPES)), "/replica/law", recursive=True)
     fetcher = AdapterFetcher(config)
     await fetcher.bring("chat:law", "")
-    entry = catalogue_of(config).find("chat:law")
+    entry = await EngineCatalogue(config).find("chat:law", "")
     assert entry is not None and entry.path.is_dir()
     store = Store(tmp_path / "store")
     published = await CheckedAdapters(store, RULES).take(entry)
@@ -58,3 +64,42 @@ async def test_adapter_whose_fetched_folder_has_left_is_served_from_its_checked_
     await fetcher.bring("chat:law", "")
     assert entry.path.is_dir()
     system.rm("/replica", recursive=True)
+
+
+@pytest.mark.spec("D5")
+async def test_adapter_folder_that_hangs_keeps_only_the_call_that_names_its_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = AdapterFetcher(config_of(tmp_path))
+    with hung_folders(monkeypatch) as server:
+        call = asyncio.ensure_future(fetcher.bring("chat:none", ""))
+        await asyncio.sleep(0)
+        assert not call.done()
+        server.set()
+        await call
+
+
+@pytest.mark.spec("D5")
+async def test_calls_that_come_at_once_share_one_fetcher_whose_model_files_are_read_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    loop, made = threading.get_ident(), list[AdapterFetcher]()
+
+    class Noted(AdapterFetcher):
+        def __init__(self, config: dict[str, Any]) -> None:
+            assert threading.get_ident() != loop
+            super().__init__(config)
+
+        async def bring(self, name: str, tenant: str) -> None:
+            made.append(self)
+
+    monkeypatch.setattr(adapted_capability, "AdapterFetcher", Noted)
+    capability = object.__new__(AdaptedCapability)  # of no cluster
+    capability._fetchers, capability._merging = {}, {}
+    capability.slotted = AdapterSlots()
+    config["adapters"]["slots"] = 2
+    use: Any = SimpleNamespace(ticket="t", config=config)
+    call: Any = SimpleNamespace(model="chat", served="chat:law", tenant="")
+    await asyncio.gather(capability.prepare(call, use), capability.prepare(call, use))
+    assert len(made) == 2 and made[0] is made[1]

@@ -21,6 +21,7 @@ from deployments.replica import merging
 from deployments.replica.held_model import HolderState
 from deployments.replica.merging import Merging, TrafficShare
 from tests.support.adapters import write
+from tests.support.hung_folders import hung_folders
 from tests.support.scripted_holder import ScriptedClient, ScriptedEngine, holder, revoke, until
 
 pytestmark = pytest.mark.spec("F7")
@@ -58,13 +59,13 @@ async def merging_holder(
         yield residency, Merging(residency, "a", plan.config), arbiter, engine
 
 
-def serve(of: Merging, *names: str) -> list[str]:
+async def serve(of: Merging, *names: str) -> list[str]:
     """Which held model serves each request: those for `a` itself, and for adapters of it."""
-    return [of.served_by(f"a:{name}" if name != "a" else name, "default") for name in names]
+    return [await of.served_by(f"a:{name}" if name != "a" else name, "default") for name in names]
 
 
 async def merge(residency: Any, of: Merging, name: str = "x") -> None:
-    serve(of, *[name] * 4)
+    await serve(of, *[name] * 4)
     await until(lambda: COPY in residency.models)
     await until(lambda: residency.models[COPY].state is HolderState.RESIDENT)
 
@@ -85,9 +86,9 @@ async def test_adapter_with_the_share_is_merged_and_its_requests_go_to_the_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with merging_holder(tmp_path, monkeypatch) as (residency, of, arbiter, _):
-        assert serve(of, "x", "y", "a", "x", "x") == ["a"] * 5  # a half, then three quarters
+        assert await serve(of, "x", "y", "a", "x", "x") == ["a"] * 5  # a half, then three quarters
         assert not arbiter.requests
-        assert serve(of, "x") == ["a"]
+        assert await serve(of, "x") == ["a"]
         await until(lambda: COPY in residency.models)
         await until(lambda: residency.models[COPY].state is HolderState.RESIDENT)
         plan = residency.models[COPY].plan
@@ -95,21 +96,21 @@ async def test_adapter_with_the_share_is_merged_and_its_requests_go_to_the_copy(
         merged = json.loads((Path(plan.config["merged"]) / "adapter_config.json").read_text())
         assert merged["r"] == 8, "the checked copy of x"
         assert not plan.keeps and plan.need.host_bytes == 0
-        assert serve(of, "x", "y", "a", "x") == [COPY, "a", "a", COPY]
+        assert await serve(of, "x", "y", "a", "x") == [COPY, "a", "a", COPY]
 
 
 async def test_copy_without_room_is_asked_for_again_a_window_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with merging_holder(tmp_path, monkeypatch, grants=False) as (residency, of, arbiter, _):
-        serve(of, *"xxxx")
+        await serve(of, *"xxxx")
         await until(lambda: arbiter.requests)
         arbiter.says(COPY, TicketClosed(TicketId("t")))
         await until(lambda: COPY not in residency.models and of._copy is None)
-        assert serve(of, *"xxx") == ["a"] * 3
+        assert await serve(of, *"xxx") == ["a"] * 3
         await asyncio.sleep(0)
         assert len(arbiter.requests) == 1
-        serve(of, "x")
+        await serve(of, "x")
         await until(lambda: len(arbiter.requests) == 2)
 
 
@@ -130,7 +131,7 @@ async def test_copy_of_an_adapter_that_changed_serves_no_request_more_and_leaves
         await merge(residency, of)
         async with residency.use(COPY) as begun:
             change(tmp_path)
-            assert serve(of, "x") == ["a"]
+            assert await serve(of, "x") == ["a"]
             await until(lambda: COPY not in residency.models)
             assert begun.is_open, "what it has begun it finishes"
         await until(lambda: "Released" in arbiter.kinds() and of._copy is None)
@@ -151,10 +152,10 @@ async def test_adapter_replaced_while_its_copy_loads_is_not_served_by_it(
 ) -> None:
     async with merging_holder(tmp_path, monkeypatch) as (residency, of, arbiter, engine):
         engine.loaded.clear()
-        serve(of, *"xxxx")
+        await serve(of, *"xxxx")
         await until(lambda: COPY in residency.models and residency.models[COPY].link)
         replaced(tmp_path)
-        assert serve(of, "x") == ["a"]
+        assert await serve(of, "x") == ["a"]
         await until(lambda: COPY not in residency.models and "Released" in arbiter.kinds())
 
 
@@ -163,8 +164,8 @@ async def test_copy_leaves_when_its_adapter_has_less_than_half_of_the_share(
 ) -> None:
     async with merging_holder(tmp_path, monkeypatch) as (residency, of, _, _):
         await merge(residency, of)
-        assert serve(of, *"xxyyx") == [COPY, COPY, "a", "a", COPY], "a half is enough"
-        assert serve(of, *"yyx") == ["a", "a", "a"], "and the next request is already not its"
+        assert await serve(of, *"xxyyx") == [COPY, COPY, "a", "a", COPY], "a half is enough"
+        assert await serve(of, *"aax") == ["a", "a", "a"], "and the next request is already not its"
         await until(lambda: COPY not in residency.models)
         await until(lambda: of._copy is None)
         await merge(residency, of, "y")
@@ -178,9 +179,9 @@ async def test_copy_that_was_revoked_hands_its_requests_back(
         await merge(residency, of)
         async with residency.use(COPY):
             revoke(residency, Reason.SWAP, model=COPY)
-            assert serve(of, "x") == ["a"], "its barrier is up"
+            assert await serve(of, "x") == ["a"], "its barrier is up"
         await until(lambda: COPY not in residency.models)
-        assert serve(of, "x") == ["a"]
+        assert await serve(of, "x") == ["a"]
 
 
 async def test_tenants_adapter_of_the_same_name_is_another(
@@ -189,8 +190,24 @@ async def test_tenants_adapter_of_the_same_name_is_another(
     async with merging_holder(tmp_path, monkeypatch) as (residency, of, _, _):
         write(tmp_path / "in" / "@acme" / "x", SHAPES, rank=2)
         await merge(residency, of)
-        assert of.served_by("a:x", "acme") == "a"
-        assert of.served_by("a:x", "default") == COPY
+        assert await of.served_by("a:x", "acme") == "a"
+        assert await of.served_by("a:x", "default") == COPY
+
+
+@pytest.mark.spec("D5")
+async def test_server_that_hangs_delays_requests_for_adapters_and_none_for_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with merging_holder(tmp_path, monkeypatch) as (residency, of, _, _):
+        await merge(residency, of)
+        with hung_folders(monkeypatch) as server:
+            asked = asyncio.ensure_future(serve(of, "x"))
+            assert await serve(of, "a") == ["a"]
+            assert not asked.done()
+            of.end()
+            await until(lambda: COPY not in residency.models)
+            server.set()
+            assert await asked == ["a"]
 
 
 @pytest.mark.spec("E6")
@@ -201,7 +218,7 @@ async def test_copy_of_a_removed_tenants_adapter_leaves(
         write(tmp_path / "in" / "@default" / "x", SHAPES)
         await merge(residency, of)
         of.forget_tenant("other")
-        assert serve(of, "x") == [COPY]
+        assert await serve(of, "x") == [COPY]
         of.forget_tenant("default")
-        assert serve(of, "x") == ["a"]
+        assert await serve(of, "x") == ["a"]
         await until(lambda: COPY not in residency.models)
