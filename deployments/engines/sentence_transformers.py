@@ -12,6 +12,7 @@ import asyncio
 import base64
 import copy
 import json
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer
 
 from deployments.engines import asgi, dispatch_lock, host_copy, pickles
 from deployments.engines.asgi import BadField
@@ -34,10 +36,26 @@ MAX_BODY_BYTES = 32 << 20  # these characters, where each has four bytes
 # is refused by its length. Prose has 4 to 6 characters a token, and the words of vocabularies have
 # up to 20; the rest is for runs of blanks, and for words that are one unknown token at any length.
 MAX_CHARS_PER_TOKEN = 64
+# Of a model that reads any length, as a static one does: as many as long windows of others have.
+MOST_WINDOW = 32_768
 # A field of vLLM's, and its value for texts that are cut to the model's window.
 CUT, CUT_TO_FIT = "truncate_prompt_tokens", -1
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may carry half of a pair; no tokenizer takes it
 _PROBE = "The probe of an embedding model."
+
+
+class NotFinite(asgi.RequestFailed):
+    """The model computed no vector that JSON can carry, or that compares with another."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return (
+            f"the model computed a vector with NaN or infinity for input {self.number}; send the"
+            " others without it, and see whether the model's weights are whole"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +142,13 @@ class EmbeddingEngine:
         self.model.register_forward_pre_hook(lambda *_: self.worker.note_step())
         # Of its own: a call sets how the tokenizer pads, and the worker's batches go on meanwhile.
         self._counting = copy.deepcopy(self.model.tokenizer)
+        window = self.model.max_seq_length
+        self.window = int(window) if window and math.isfinite(window) else MOST_WINDOW
+        if isinstance(self._counting, Tokenizer):  # a static model's, which cuts nothing itself
+            self.model.tokenizer.enable_truncation(self.window)
         self._prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
         host_copy.own(self.model)
         self.width = int(self.model.get_embedding_dimension())
-        self.window = int(self.model.max_seq_length)
 
     async def sleep(self) -> None:
         self.parked = await self._work(host_copy.offload, self.model, self.name, self.config)
@@ -172,7 +193,18 @@ class EmbeddingEngine:
             if batch := await self._next_batch():
                 work = asyncio.ensure_future(self._work(self._encode, [w.texts for w in batch]))
                 await asyncio.wait({work})
-                _hand_out(batch, work)
+                if work.exception() and len(batch) > 1:
+                    await self._each_alone(batch)
+                else:
+                    _hand_out(batch, work)
+
+    async def _each_alone(self, batch: list[QueuedTexts]) -> None:
+        """After a pass that failed: only the request at fault fails again."""
+        for waiting in batch:
+            if not waiting.answer.done():
+                work = asyncio.ensure_future(self._work(self._encode, [waiting.texts]))
+                await asyncio.wait({work})
+                _hand_out([waiting], work)
 
     async def _next_batch(self) -> list[QueuedTexts]:
         """Waits for a request, and takes all others that fit into its batch."""
@@ -206,13 +238,13 @@ class EmbeddingEngine:
             check_lengths(request.texts, self.window)
             counting = self._counted(request.texts, is_cut=request.is_cut)
             tokens = await asgi.until_disconnected(counting, receive)
+            if tokens is None:
+                return
+            answer = await self._answer_for(receive, request, tokens)
         except asgi.BodyTooLarge as error:
             return await asgi.refuse(send, 413, str(error), param="body")
-        except BadField as error:
+        except (BadField, NotFinite) as error:
             return await asgi.refuse_request(send, error)
-        if tokens is None:
-            return
-        answer = await self._answer_for(receive, request, tokens)
         if answer is not None:
             await asgi.send_bytes(send, "application/json", answer)
 
@@ -228,7 +260,7 @@ class EmbeddingEngine:
         behind the first text that is too long."""
         total = 0
         for number, text in enumerate(texts):
-            count = len(self._counting(self._prompt + text, truncation=False)["input_ids"])
+            count = self._tokens(self._prompt + text)
             if is_cut:
                 count = min(count, self.window)  # as the library cuts what it encodes
             if count > self.window:
@@ -239,6 +271,11 @@ class EmbeddingEngine:
             total += count
         return total
 
+    def _tokens(self, text: str) -> int:
+        if isinstance(self._counting, Tokenizer):
+            return len(self._counting.encode(text, add_special_tokens=False).ids)
+        return len(self._counting(text, truncation=False)["input_ids"])
+
     async def _answer_for(
         self, receive: Receive, request: EmbeddingRequest, tokens: int
     ) -> bytes | None:
@@ -247,8 +284,10 @@ class EmbeddingEngine:
 
     async def _answer(self, request: EmbeddingRequest, tokens: int) -> bytes:
         """OpenAI's, in JSON. Each vector is written in a turn of the loop: 2,048 of 1,024 floats
-        take two seconds."""
+        take two seconds. Raises NotFinite."""
         vectors = shorten(await self._embed(request.texts), request.dimensions)
+        if (unfit := ~np.isfinite(vectors).all(axis=1)).any():
+            raise NotFinite(int(unfit.argmax()))
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         frame: dict[str, Any] = {"object": "list", "data": []}
         frame |= {"model": self.name, "usage": usage}

