@@ -7,7 +7,9 @@ thing. Only processes of this user are answered.
 """
 
 import asyncio
+import errno
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -16,8 +18,14 @@ from pathlib import Path
 from arbiter.protocol.peer_credentials import peer_uid
 from arbiter.units import TicketId
 
+logger = logging.getLogger("arbiter.agent")
+
 ANSWER_S = 10.0  # a line that takes longer is not coming
 LINE_MOST_BYTES = 1_024
+# What accept says while the process or the machine is short of descriptors or memory, and how long
+# asyncio's own servers wait then (ACCEPT_RETRY_DELAY).
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+SHORT_PAUSE_S = 1.0
 
 Finds = Callable[[TicketId, str], Sequence[int]]
 
@@ -38,13 +46,31 @@ class LendingSocket:
         self._answering: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        """Answers engines that connect, until it is cancelled."""
-        loop = asyncio.get_running_loop()
+        """Answers engines that connect, until it is cancelled. Raises OSError where the socket
+        itself is at fault."""
         while True:
-            peer, _ = await loop.sock_accept(self._listener)
+            peer = await self._accepted()
             task = asyncio.ensure_future(self._answer(peer))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
+
+    async def _accepted(self) -> socket.socket:
+        while True:
+            try:
+                return (await asyncio.get_running_loop().sock_accept(self._listener))[0]
+            except ConnectionAbortedError:
+                continue  # it has gone again
+            except OSError as error:
+                if error.errno not in _SHORT:
+                    raise
+                logger.warning(
+                    "engines that ask at %s for what they are lent wait: %s; raise the limits of"
+                    " the node agent (ulimit -n), pid %d",
+                    self.path,
+                    error,
+                    os.getpid(),
+                )
+                await asyncio.sleep(SHORT_PAUSE_S)
 
     async def _answer(self, peer: socket.socket) -> None:
         with peer:
