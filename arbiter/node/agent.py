@@ -71,6 +71,7 @@ class NodeAgent:
         self._wakeup = asyncio.Event()
         if not settings.folder:  # else what lies beside is not ours to judge
             cleanup.sweep(self._folder)
+        tenant_folders.sweep(settings.tenant_folders)
         self._engines.recover()
         spare_workers.end_from_before(settings.spares_since_unix_s)
         self._spares = spare_workers.SpareWorkers(settings.spares_count)

@@ -5,20 +5,30 @@ import logging
 import os
 import re
 import shutil
-import tempfile
+import uuid
 from pathlib import Path
 
 logger = logging.getLogger("arbiter.agent")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # others have no such folder
+_REMOVING = ".removing-"
 
 
 def remove(folders: tuple[str, ...], tenant: str, until_s: float) -> int:
     """Removes from `@TENANT` of each folder the copies that were made until then (wall-clock
     seconds): later ones are those of a tenant that has come again. Returns how many. Blocks."""
+    sweep(folders)
     if not _NAME.fullmatch(tenant):
         return 0
     return sum(_empty(Path(folder) / f"@{tenant}", until_s) for folder in folders)
+
+
+def sweep(folders: tuple[str, ...]) -> None:
+    """Removes what an agent that was killed was removing. Another agent of this machine may be
+    removing it now, which is as well. Blocks."""
+    for folder in folders:
+        for left in Path(folder).glob(f"{_REMOVING}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _empty(home: Path, until_s: float) -> int:
@@ -47,9 +57,10 @@ def _made_s(copy: Path) -> float:
 
 
 def _remove(copy: Path) -> None:
-    """Removes a folder under another name, so that no engine finds half of it. Raises OSError."""
-    scratch = tempfile.mkdtemp(dir=copy.parent.parent, prefix=".removing-")
-    try:
-        os.rename(copy, Path(scratch) / copy.name)
-    finally:
-        shutil.rmtree(scratch)
+    """Removes a folder under another name, so that no engine finds half of it. What cannot be
+    removed of it is tried again with the next sweep. Raises OSError."""
+    scratch = copy.parent.parent / f"{_REMOVING}{uuid.uuid4().hex}"
+    os.rename(copy, scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
+    if scratch.exists():
+        logger.warning("%s of a removed tenant stays as %s: remove that", copy, scratch)

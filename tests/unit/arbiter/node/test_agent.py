@@ -455,6 +455,23 @@ async def test_copies_of_a_removed_tenants_adapters_leave_its_node(
     await running.close()
 
 
+@pytest.mark.spec("E6")
+async def test_copies_that_a_killed_agent_was_removing_leave_with_the_next_start_or_removal(
+    no_arbiter: None, folder: Path
+) -> None:
+    copies = folder / "copies"
+    left = copies / ".removing-x1" / "law"
+    left.mkdir(parents=True)
+    (left / "adapter_model.safetensors").touch()
+    (copies / "one").mkdir()
+    running = agent_in(folder, BROKEN_ZYGOTE, tenant_folders=(str(copies), str(copies / "none")))
+    assert [p.name for p in copies.iterdir()] == ["one"]
+    left.mkdir(parents=True)
+    await running.drop_tenant("acme")
+    assert [p.name for p in copies.iterdir()] == ["one"]
+    await running.close()
+
+
 async def test_freed_heap_of_an_agent_is_given_back_while_it_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
