@@ -174,9 +174,7 @@ class RequestQueue:
         self._waiting[ticket] = waiting
         self._of_model.setdefault(model, {})[ticket] = None
         self._here.setdefault((node, model), {})[ticket] = None
-        if quota_group not in self._where:
-            self._where[quota_group] = Counter()
-        self._where[quota_group][node] += 1
+        self._count_where(waiting, 1)
         self._insert(waiting)
         return waiting
 
@@ -191,10 +189,7 @@ class RequestQueue:
                 del self._here[place]
             if not self._of_model[model]:
                 del self._of_model[model]
-            where = self._where[waiting.quota_group]
-            where[waiting.node] -= 1
-            if not where[waiting.node]:
-                del where[waiting.node]
+            self._count_where(waiting, -1)
 
     def _insert(self, waiting: QueueEntry) -> None:
         request = waiting.request
@@ -235,6 +230,26 @@ class RequestQueue:
         waiting = self._waiting[ticket]
         if waiting.deadline is not None and (deadline is None or deadline > waiting.deadline):
             waiting.deadline = deadline
+
+    def change_quota_group(self, ticket: TicketId, quota_group: str) -> None:
+        """Notes that a ticket is another tenant's; safe for a ticket that is not queued. The turn
+        stays that of the tenant that asked."""
+        waiting = self._waiting.get(ticket)
+        if waiting is None or waiting.quota_group == quota_group:
+            return
+        self._remove(waiting)
+        self._count_where(waiting, -1)
+        waiting.quota_group = quota_group
+        self._count_where(waiting, 1)
+        self._insert(waiting)
+
+    def _count_where(self, waiting: QueueEntry, more: int) -> None:
+        if waiting.quota_group not in self._where:
+            self._where[waiting.quota_group] = Counter()
+        where = self._where[waiting.quota_group]
+        where[waiting.node] += more
+        if not where[waiting.node]:
+            del where[waiting.node]
 
     def hold(self, waiting: QueueEntry, *, is_held: bool, now: Instant) -> None:
         """Notes whether a ticket is held outside its hours; let go, its wait counts from now."""

@@ -266,6 +266,7 @@ def take_over(state: CoreState, entry: Ticket, client: Client) -> None:
         return
     if client.tenant == entry.client.tenant or _may_change_hands(state, entry, client.tenant):
         state.ledger.bill_to(entry, client)
+        state.queue.change_quota_group(entry.ticket, quota_group(state, client.tenant))
 
 
 def _may_change_hands(state: CoreState, entry: Ticket, to: str) -> bool:

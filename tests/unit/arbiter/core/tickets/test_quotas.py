@@ -181,6 +181,22 @@ def test_wake_beyond_the_maximum_of_its_tenant_is_refused_and_the_model_sleeps_o
     assert granted(driver.ask(26, "a", 21, host=30, tenant="y")) == ["a"]
 
 
+def test_queued_wake_that_another_tenant_takes_over_waits_for_bytes_of_that_tenant() -> None:
+    driver = with_sleeper(20, keeps=0)
+    driver.see_node(25, 80, 0, node="m")
+    driver.read(25, node="m")
+    driver.join(25, "k", node="m")
+    driver.resident(26, "c", 10, holder="k", tenant="z")
+    driver.resident(27, "d", 70, tenant="y")
+    driver.beat(28, "d", inflight=1)
+    assert granted(driver.ask(29, "a", 20, host=30, tenant="y")) == []
+    assert granted(driver.ask(30, "a", 20, host=30, tenant="z")) == []
+    driver.at(31, ev.Released(TicketId("d"), "x"))
+    assert granted(driver.gone(32, "d")) == [], "z holds 10 of its 20 GiB elsewhere"
+    driver.at(32.1, ev.Released(TicketId("c"), "x"))
+    assert granted(driver.gone(32.2, "c")) == ["a"]
+
+
 def test_wake_that_a_reserve_set_since_never_leaves_room_for_is_refused() -> None:
     limits = settings(terms("x", reserved=60))
     driver = CoreDriver(device=80, host=100, settings=limits, known=("h",), holders=())
