@@ -438,6 +438,8 @@ class CoreState:
             self.trades.stayed(entry.ticket)
         if (was is State.LOADING) != (to is State.LOADING):
             self.queue.loading(entry.node, entry.model_name, 1 if to is State.LOADING else -1)
+            if was is State.QUEUED:
+                self.estimates.load_begins(entry.model_key, self.now)
         self.note_active(entry.capability)
 
     def note_active(self, capability: str) -> None:

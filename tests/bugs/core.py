@@ -149,7 +149,7 @@ BUGS = [
         "Outcome.DEFERRED if others else Outcome.NOT_APPLICABLE",
         "Outcome.NOT_APPLICABLE"),
     Bug("deadlines are not foreseen", "arbiter/core/queue/wait_estimate.py", "estimate_new",
-        "predicted_at > waiting.deadline",
+        "predicted_at - doubtful > waiting.deadline",
         "False"),
     Bug("a constant predictor", "arbiter/core/records/load_predictor.py", "LoadTimeFit.at",
         "mean_y + slope * (x - mean_x)",

@@ -58,7 +58,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
     if event.lease and event.lease.on_host:
         copy_grants.grant(state, entry)
         return
-    load = wait_estimate.load_span(state, entry)
+    load = wait_estimate.sure_load_span(state, entry)
     if event.deadline is not None and load > event.deadline:
         _refuse(state, event, wait_estimate.too_late(entry, 0.0, load))
         return

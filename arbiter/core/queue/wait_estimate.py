@@ -53,7 +53,8 @@ def estimate_new(state: CoreState) -> None:
         state.log(EventKind.TICKET_WAITS, entry, took=predicted)
         if predicted:
             state.decide(Queued(ticket, entry.holder, predicted))
-        if waiting.deadline is not None and predicted_at > waiting.deadline:
+        doubtful = load_span(state, entry) - sure_load_span(state, entry)
+        if waiting.deadline is not None and predicted_at - doubtful > waiting.deadline:
             reject_queued(state, entry, too_late(entry, 0.0, predicted))
 
 
@@ -69,6 +70,13 @@ def load_span(state: CoreState, entry: Ticket) -> Span:
     woken = state.estimates.wake_time(key) if entry.state is not State.QUEUED else Span(0)
     load = state.estimates.load_time(key, entry.need.weights_bytes)
     return woken or state.estimates.slowed_load_time(key, load, state.now)
+
+
+def sure_load_span(state: CoreState, entry: Ticket) -> Span:
+    """Returns the part of `load_span` for which a deadline may be refused: none of it where the
+    model's loads are too long ago."""
+    is_sure = state.estimates.may_refuse(entry.model_key, state.now)
+    return load_span(state, entry) if is_sure or entry.state is not State.QUEUED else Span(0)
 
 
 def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span | None:

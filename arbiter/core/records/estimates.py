@@ -241,6 +241,15 @@ class Estimates:
         model took longer than theirs of late."""
         return self._slow_loads.slowed(key, load, now)
 
+    def load_begins(self, key: ModelKey, now: Instant) -> None:
+        """Notes that a load begins."""
+        self._slow_loads.note_begun(key, now)
+
+    def may_refuse(self, key: ModelKey, now: Instant) -> bool:
+        """Says whether a request may be refused because the model's load takes too long. Its own
+        loads say so for a time; then one more is tried, which is the next to say so."""
+        return key not in self._loads or not self._slow_loads.is_long_ago(key, now)
+
     def wake_time(self, key: ModelKey) -> Span:
         """Returns how long a wake takes; 0 when the model was never woken."""
         return self._wakes.of(key)
@@ -355,6 +364,7 @@ class Estimates:
         for recent in (self._loads, self._wakes):
             recent.forget(key)
         self._runs.forget(key)
+        self._slow_loads.forget(key)
         self._keys.get(key.name, {}).pop(key, None)
         self._sleepless.discard(key)
         self._note_changed(key)

@@ -27,10 +27,24 @@ class SlowLoads(Generic[Key]):
 
     def __init__(self) -> None:
         self._newest: deque[_Load] = deque(maxlen=KEPT_COUNT)
+        self._begun: dict[Key, Instant] = {}  # the newest load of each, however it ends
 
     def note(self, key: Key, expected: Span, took: Span, at: Instant) -> None:
         """Notes one more load."""
         self._newest.append(_Load(key, expected, took, at))
+
+    def note_begun(self, key: Key, now: Instant) -> None:
+        """Notes that a load begins."""
+        self._begun[key] = now
+
+    def is_long_ago(self, key: Key, now: Instant) -> bool:
+        """Says whether a model's own loads are too long ago to refuse a request by: nothing but
+        another load would say that they were slow for a time only."""
+        return now >= after(self._begun.get(key, Instant(0)), LATE)
+
+    def forget(self, key: Key) -> None:
+        """Forgets when a model was loaded."""
+        self._begun.pop(key, None)
 
     def slowed(self, key: Key, load: Span, now: Instant) -> Span:
         """Returns how long a load may take whose estimate is `load`: as many times as long as three

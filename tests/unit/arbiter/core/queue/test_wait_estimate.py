@@ -293,3 +293,20 @@ def test_slow_loads_refuse_no_deadline_once_they_are_long_ago() -> None:
         loaded_once(driver, 30 + 10 * number, f"b{number}", took_s)
     assert refusal(driver.ask(200, "a1", 60, deadline_s=30)).code == "deadline_unmet"
     assert granted(driver.ask(800, "a2", 60, deadline_s=30)) == ["a2"]
+
+
+@pytest.mark.spec("A21")
+def test_model_whose_loads_all_exceeded_a_deadline_is_tried_again_once_they_are_long_ago() -> None:
+    driver = CoreDriver(device=80)
+    for number in range(5):
+        loaded_once(driver, number * 100, f"a{number}", 40)
+    assert refusal(driver.ask(900, "a5", 60, deadline_s=30)).code == "deadline_unmet"
+    assert granted(driver.ask(1_100, "a6", 60, deadline_s=30)) == ["a6"]
+    driver.at(1_130, ev.Released(TicketId("a6"), "it was not ready in time"))
+    driver.gone(1_131, "a6")
+    assert refusal(driver.ask(1_132, "a7", 60, deadline_s=30)).code == "deadline_unmet"
+    driver.resident(1_650, "c", 70)
+    driver.beat(1_702, "c")
+    assert revoked(driver.ask(1_702, "a8", 60, deadline_s=30)) == [("c", "swap", "gone")]
+    driver.at(1_703, ev.Released(TicketId("c"), "swap"))
+    assert granted(driver.gone(1_704, "c")) == ["a8"]
