@@ -292,7 +292,9 @@ class Encoder:
             self._stream.bit_rate = written.bits_per_s
 
     def add(self, samples: np.ndarray) -> bytes:
-        """`samples`: float32 in [-1, 1], shape [n]. Returns what is ready."""
+        """`samples`: float32 in [-1, 1], shape [n], of which n may be 0. Returns what is ready."""
+        if not samples.size:  # FFmpeg takes no frame without samples
+            return b""
         pcm = (np.clip(samples, -1.0, 1.0) * 32_767.0).astype(np.int16)
         frame = av.AudioFrame.from_ndarray(pcm[None], format="s16", layout="mono")
         frame.sample_rate = self._rate_hz
@@ -302,6 +304,7 @@ class Encoder:
     def end(self) -> bytes:
         """Returns the rest; no call may follow."""
         self._mux(None)
+        self._container.start_encoding()  # writes the header, where no sample has
         self._container.close()
         return self._sink.getvalue() if self._whole else self._sink.take()
 

@@ -124,6 +124,28 @@ def test_pieces_of_a_stream_come_before_its_end() -> None:
     assert whole.add(TONE) == b"" and whole.end()[:4] == b"RIFF"
 
 
+@pytest.mark.spec("H4")
+@pytest.mark.parametrize("form", sound.WRITTEN)
+def test_clause_without_a_sample_adds_nothing_to_the_sound(form: str) -> None:
+    plain, other = (sound.Encoder(form, RATE, whole=True) for _ in range(2))
+    silent = np.zeros(0, np.float32)
+    for samples in (silent, TONE, silent):
+        plain.add(samples)
+    other.add(TONE)
+    assert len(plain.end()) == len(other.end())
+
+
+def test_sound_without_any_sample_is_a_whole_file() -> None:
+    encoder = sound.Encoder("wav", RATE, whole=True)
+    encoder.add(np.zeros(0, np.float32))
+    raw = encoder.end()
+    assert (raw[:4], raw[8:12], len(raw)) == (
+        b"RIFF",
+        b"WAVE",
+        struct.unpack("<I", raw[4:8])[0] + 8,
+    )
+
+
 def test_loud_sound_is_cut_and_does_not_wrap_around() -> None:
     encoder = sound.Encoder("wav", 16_000, whole=True)
     encoder.add(np.full(16_000, 2.0, np.float32))
