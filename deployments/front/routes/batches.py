@@ -13,7 +13,7 @@ from deployments.front.routes.files import EXPIRES_LEAST_S, EXPIRES_MOST_S, page
 from deployments.front.routes.json_route import JsonRoute
 from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.file_store import BATCH_KEPT_S
-from deployments.jobs.validation import ENDPOINTS, window_s
+from deployments.jobs.validation import ENDPOINTS, FIELD_MOST, window_s
 
 router = APIRouter(
     prefix="/v1/batches", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 503)
@@ -51,10 +51,12 @@ async def create(body: BatchBody, caller: Inferrer, front: State) -> dict[str, A
     """Begins to validate the input file. Raises Refused, TenantLimitReached."""
     within_s = window_s(body.completion_window)
     if within_s is None:
-        message = "`completion_window`: such as `24h`; at most `14d`"
-        raise BadRequest(message, "completion_window")
+        message = f"`completion_window`: {_told(body.completion_window)} is no time; write such as"
+        raise BadRequest(f"{message} `24h`, at most `14d`", "completion_window")
     if body.endpoint not in ENDPOINTS:
-        raise BadRequest(f"`endpoint`: one of {', '.join(ENDPOINTS)}", "endpoint")
+        allowed = ", ".join(ENDPOINTS)
+        message = f"`endpoint`: {_told(body.endpoint)} runs in no batch; write one of {allowed}"
+        raise BadRequest(message, "endpoint")
     expiry = body.output_expires_after
     output, errors = (f"file-{uuid.uuid4().hex}" for _ in range(2))
     new = NewBatch(
@@ -71,6 +73,11 @@ async def create(body: BatchBody, caller: Inferrer, front: State) -> dict[str, A
     )
     new_batch: Batch = await front.jobs.call("create_batch", new)
     return new_batch.plain
+
+
+def _told(value: str) -> str:
+    """What a client sent, clipped to what a person reads."""
+    return repr(value if len(value) <= FIELD_MOST else f"{value[:FIELD_MOST]}...")
 
 
 @router.get("")

@@ -185,7 +185,18 @@ async def test_wrong_field_of_a_batch_is_named(
     body = {"input_file_id": "x", "endpoint": CHAT, "completion_window": "24h"} | change
     answer = await front.http().post("/batches", json=body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"].startswith(param)
+    error = answer.json()["error"]
+    assert error["param"].startswith(param)
+    if isinstance(sent := change.get(param), str):
+        assert repr(sent) in error["message"]
+
+
+@pytest.mark.spec("J4", "L3")
+@pytest.mark.parametrize("field", ["endpoint", "completion_window"])
+async def test_wrong_field_of_a_batch_is_told_clipped(front: Front, field: str) -> None:
+    body = {"input_file_id": "x", "endpoint": CHAT, "completion_window": "24h"}
+    answer = await front.http().post("/batches", json=body | {field: "x" * 10_000})
+    assert answer.status_code == 400 and len(answer.json()["error"]["message"]) < 400
 
 
 @pytest.mark.spec("J4", "L1")
