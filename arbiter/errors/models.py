@@ -144,7 +144,10 @@ class LoadFailed(RequestError):
     out_of_memory: bool
 
     def __str__(self) -> str:
-        return f"{self.model} did not load: {self.cause}"
+        do = "correct that in its files or settings, then send the request again"
+        if self.out_of_memory:
+            do = "send the request again, which asks for more memory, or lower what it is to need"
+        return f"{self.model} did not load: {self.cause.rstrip('.')}; {do}"
 
 
 @error_fields

@@ -86,3 +86,13 @@ def test_lost_engine_is_named_with_its_ticket_where_the_request_was_under_one() 
     under = str(errors.EngineLost("small", TicketId("small-1")))
     assert under == "the engine of small (small-1) died under this request; send it again"
     assert str(errors.EngineLost("small")) == under.replace(" (small-1)", "")
+
+
+@pytest.mark.parametrize(
+    ("out_of_memory", "do"), [(False, "correct that"), (True, "which asks for more memory")]
+)
+def test_load_that_failed_is_told_with_its_cause_and_what_to_do(
+    out_of_memory: bool, do: str
+) -> None:
+    told = str(errors.LoadFailed("small", "no such file.", out_of_memory))
+    assert told.startswith("small did not load: no such file; ") and do in told
