@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arbiter.client.admin import call_arbiter, start_arbiter
+from arbiter.errors import ArbiterUnavailable
 from deployments.config import boot
 from deployments.config.schema import Table, parse_table
 from deployments.monitoring.view import ORDER
@@ -19,6 +20,9 @@ from deployments.monitoring.view import ORDER
 EVENT_WAIT_S = 15.0  # below the usual 30-60 s after which proxies cut a silent connection
 
 STATE_WAIT_S = 5.0  # a restart of the arbiter takes 1-2 s; a probe must not hang for longer
+
+
+AWAY_S = 1.0  # until a reader of events asks again where no arbiter answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +255,15 @@ async def next_events(after: int, wait_s: float) -> list[dict[str, Any]]:
 
 
 async def event_stream(after: int) -> AsyncGenerator[bytes, None]:
-    """SSE, one event a line; a comment when nothing happened, so that the connection lives."""
+    """SSE, one event a line; a comment when nothing happened or no arbiter answers, so that the
+    connection lives."""
     while True:
-        batch = await call_arbiter("events", after, EVENT_WAIT_S)
+        try:
+            batch = await call_arbiter("events", after, EVENT_WAIT_S)
+        except ArbiterUnavailable as error:
+            yield f": {error}\n\n".encode()
+            await asyncio.sleep(AWAY_S)
+            continue
         if not batch:
             yield b": nothing happened\n\n"
         for event in batch:

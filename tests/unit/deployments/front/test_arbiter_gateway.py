@@ -96,3 +96,28 @@ async def test_readiness_is_failed_where_serve_reports_a_failed_application(
     monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
     report = (await arbiter_gateway.readiness(TABLE, {"chat": "no builder"}))["chat"]
     assert (report["state"], report["cause"]) == (word, cause)
+
+
+@pytest.mark.spec("K2")
+async def test_event_stream_goes_on_with_the_next_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [[{"seq": 4, "kind": "model_load"}], None, [], [{"seq": 5, "kind": "x"}]]
+    asked = list[int]()
+
+    async def call(method: str, after: int, wait_s: float) -> Any:
+        asked.append(after)
+        if (answer := answers.pop(0)) is None:
+            raise ArbiterUnavailable(2.0)
+        return answer
+
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", call)
+    monkeypatch.setattr(arbiter_gateway, "AWAY_S", 0.0)
+    stream = arbiter_gateway.event_stream(3)
+    pieces = [(await anext(stream)).decode() for _ in range(4)]
+    await stream.aclose()
+    assert asked == [3, 4, 4, 4]
+    assert [piece.partition("\n")[0] for piece in pieces] == [
+        "id: 4",
+        f": {ArbiterUnavailable(2.0)}",
+        ": nothing happened",
+        "id: 5",
+    ]
