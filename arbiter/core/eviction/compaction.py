@@ -43,18 +43,18 @@ def on_asked(state: CoreState, event: ev.CompactAsked) -> None:
 
 
 def compact_or_evict(
-    state: CoreState, asker: Ticket, device: DeviceId, short: Bytes, urgent: Priority
+    state: CoreState, asker: Ticket, device: DeviceId, short: Bytes, priority: Priority
 ) -> bool:
     """Frees idle models that, loaded again, leave `short` bytes more to a queued ticket; where they
     would not suffice, evicts as `eviction.make_room` does, and returns what that returns. These
     models are freed at once, because the ticket waits for the bytes of all of them, and loaded
     again once it has its answer. `arbiter free` takes whole models, which return after it."""
     if asker.frees:
-        return eviction.make_room(state, asker, device, short, urgent)
+        return eviction.make_room(state, asker, device, short, priority)
     book = state.ledger.books[device]
-    options, chosen = waste.compaction_for(state, book, asker, short, urgent)
+    options, chosen = waste.compaction_for(state, book, asker, short, priority)
     if not chosen or prefetches_that_make_room(state, book, short):
-        return eviction.make_room(state, asker, device, short, urgent)
+        return eviction.make_room(state, asker, device, short, priority)
     eviction.record_choice(state, book, asker, short, options, chosen, is_compaction=True)
     run = state.compactions.begin_for(asker.ticket)
     for option in chosen:

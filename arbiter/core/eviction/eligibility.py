@@ -49,9 +49,9 @@ def is_evictable(state: CoreState, entry: Ticket) -> bool:
 
 
 def find_obstacle(
-    state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority
+    state: CoreState, entry: Ticket, asker: Ticket, priority: Priority
 ) -> Obstacle | None:
-    """Returns why a ticket may not be revoked for `asker`, which asks with priority `urgent`;
+    """Returns why a ticket may not be revoked for `asker`, which asks with priority `priority`;
     None when it may. A victim is never more urgent than the asker, and an equal leaves only after
     its minimum residency (C2, C4). An asleep ticket that waits to be woken gives way to tickets
     before it in the queue, never to those behind: what it still holds on the device could keep the
@@ -67,7 +67,7 @@ def find_obstacle(
     if entry.ticket in state.queue:
         is_ahead = state.queue.is_ahead(asker.ticket, entry.ticket)
         return None if is_ahead else Obstacle.AHEAD
-    return _why_not_yet(state, entry, asker, urgent)
+    return _why_not_yet(state, entry, asker, priority)
 
 
 def _why_not_freed(state: CoreState, entry: Ticket, asker: Ticket) -> Obstacle | None:
@@ -88,43 +88,43 @@ def leaves_too_late(state: CoreState, entry: Ticket, deadline: Instant | None) -
 
 
 def _why_not_yet(
-    state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority
+    state: CoreState, entry: Ticket, asker: Ticket, priority: Priority
 ) -> Obstacle | None:
     """Returns the obstacle that time alone removes."""
-    its_own = effective_priority(state, entry)
-    if its_own < urgent:
+    victim_priority = effective_priority(state, entry)
+    if victim_priority < priority:
         return Obstacle.URGENT
-    if state.now < grows_until(state, entry, urgent):
+    if state.now < grows_until(state, entry, priority):
         return Obstacle.GROWING
-    if its_own == urgent and state.now < min_residency_ends(state, entry):
+    if victim_priority == priority and state.now < min_residency_ends(state, entry):
         return Obstacle.MIN_RESIDENCY
-    if its_own == urgent and state.now < collated_until(state, entry, asker):
+    if victim_priority == priority and state.now < collated_until(state, entry, asker):
         return Obstacle.COLLATED
     return None
 
 
-def grows_until(state: CoreState, entry: Ticket, urgent: Priority) -> Instant:
+def grows_until(state: CoreState, entry: Ticket, priority: Priority) -> Instant:
     """Returns until when a resident that waits for more memory (A14) stays before an asker that is
     no more urgent: it is before the queue. Now where it waits for none."""
-    if entry.ticket not in state.growing or entry.growth is None or urgent < entry.priority:
+    if entry.ticket not in state.growing or entry.growth is None or priority < entry.priority:
         return state.now
     return entry.growth.until
 
 
-def may_swap(state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority) -> bool:
-    """Says whether a ticket may be revoked for `asker`, which asks with priority `urgent`."""
-    return find_obstacle(state, entry, asker, urgent) is None
+def may_swap(state: CoreState, entry: Ticket, asker: Ticket, priority: Priority) -> bool:
+    """Says whether a ticket may be revoked for `asker`, which asks with priority `priority`."""
+    return find_obstacle(state, entry, asker, priority) is None
 
 
-def obstacle_text(state: CoreState, entry: Ticket, asker: Ticket, urgent: Priority) -> str | None:
+def obstacle_text(state: CoreState, entry: Ticket, asker: Ticket, priority: Priority) -> str | None:
     """Returns the obstacle in words; None when the ticket may be revoked."""
-    obstacle = find_obstacle(state, entry, asker, urgent)
-    return TEXTS[obstacle](state, entry, urgent) if obstacle else None
+    obstacle = find_obstacle(state, entry, asker, priority)
+    return TEXTS[obstacle](state, entry, priority) if obstacle else None
 
 
-def _urgent_text(state: CoreState, entry: Ticket, urgent: Priority) -> str:
-    its_own = effective_priority(state, entry).name.lower()
-    return f"it is more urgent ({its_own} before {urgent.name.lower()})"
+def _urgent_text(state: CoreState, entry: Ticket, priority: Priority) -> str:
+    victim_priority = effective_priority(state, entry).name.lower()
+    return f"it is more urgent ({victim_priority} before {priority.name.lower()})"
 
 
 def _min_residency_text(state: CoreState, entry: Ticket, _: Priority) -> str:
@@ -134,8 +134,8 @@ def _min_residency_text(state: CoreState, entry: Ticket, _: Priority) -> str:
     return f"protected for another {left_s:.1f} s (minimum residency{why})"
 
 
-def _growing_text(state: CoreState, entry: Ticket, urgent: Priority) -> str:
-    left_s = in_seconds(since(state.now, grows_until(state, entry, urgent)))
+def _growing_text(state: CoreState, entry: Ticket, priority: Priority) -> str:
+    left_s = in_seconds(since(state.now, grows_until(state, entry, priority)))
     return f"it waits for more memory itself, for another {left_s:.1f} s at most"
 
 

@@ -61,10 +61,10 @@ class DeviceCandidates:
 
 
 def make_room(
-    state: CoreState, asker: Ticket, device: DeviceId, short: Bytes, urgent: Priority
+    state: CoreState, asker: Ticket, device: DeviceId, short: Bytes, priority: Priority
 ) -> bool:
     """Revokes victims that free `short` bytes beyond what is on its way, for an asker of priority
-    `urgent`. Returns whether the bytes will come. False: none was revoked, because all lawful
+    `priority`. Returns whether the bytes will come. False: none was revoked, because all lawful
     victims would not suffice, or because the asker waits for cheaper ones (C4). Where the
     prefetches that still load would suffice, they are abandoned, and no victim is chosen."""
     book = state.ledger.books[device]
@@ -72,8 +72,8 @@ def make_room(
         for prefetched in prefetches:
             kill_and_notify(state, prefetched, Reason.WITHDRAWN)
         return True
-    victims = victims_no_more_urgent(state, book, urgent)
-    weighed = _weigh(state, book, asker, short, urgent, victims)
+    victims = victims_no_more_urgent(state, book, priority)
+    weighed = _weigh(state, book, asker, short, priority, victims)
     if weighed.victims:
         record_choice(state, book, asker, short, weighed.options, weighed.victims)
     reason = Reason.FREE if asker.frees else Reason.SWAP
@@ -84,7 +84,7 @@ def make_room(
     return bool(weighed.victims)
 
 
-def evict_own(state: CoreState, asker: Ticket, short: Bytes, urgent: Priority) -> bool:
+def evict_own(state: CoreState, asker: Ticket, short: Bytes, priority: Priority) -> bool:
     """Revokes, among the asker's own tenant, on whatever device, the cheapest set that frees
     `short` (C10). Returns False when there is none."""
     own = {e.ticket: e for e in quotas.tickets_of(state, asker.client.tenant)}
@@ -92,7 +92,7 @@ def evict_own(state: CoreState, asker: Ticket, short: Bytes, urgent: Priority) -
     options: dict[TicketId, PricedVictim] = {}
     for device in sorted(books):
         for entry, option in ranked_victims(state, state.ledger.books[device]):
-            if entry.ticket in own and may_swap(state, entry, asker, urgent):
+            if entry.ticket in own and may_swap(state, entry, asker, priority):
                 freed = quotas.device_bytes(state, entry)
                 options[entry.ticket] = replace(option, freed_bytes=freed)
     chosen = choose(options.values(), short)
@@ -103,14 +103,14 @@ def evict_own(state: CoreState, asker: Ticket, short: Bytes, urgent: Priority) -
 
 
 def victims_for(
-    state: CoreState, asker: Ticket, device: DeviceId, short: Bytes, urgent: Priority
+    state: CoreState, asker: Ticket, device: DeviceId, short: Bytes, priority: Priority
 ) -> Victims:
     """Returns the tickets that `make_room` would revoke; empty when they would not suffice."""
     book = state.ledger.books[device]
     if prefetches := prefetches_that_make_room(state, book, short):
         return prefetches
-    priced = victims_no_more_urgent(state, book, urgent)
-    weighed = _weigh(state, book, asker, short, urgent, priced)
+    priced = victims_no_more_urgent(state, book, priority)
+    weighed = _weigh(state, book, asker, short, priority, priced)
     return [book.entries[option.ticket] for option in weighed.victims]
 
 
@@ -119,12 +119,12 @@ def waits_for_cheaper_until(
     book: DeviceAccount,
     asker: Ticket,
     short: Bytes,
-    urgent: Priority,
+    priority: Priority,
     victims: Iterable[PricedVictim],
 ) -> Instant | None:
     """Returns when the cheaper of these victims, in their order, may leave for which `make_room`
     revokes none now; None: it waits for none."""
-    return _weigh(state, book, asker, short, urgent, victims).waits_until
+    return _weigh(state, book, asker, short, priority, victims).waits_until
 
 
 def evict_overcommitted(state: CoreState) -> None:
@@ -164,7 +164,7 @@ def _weigh(
     book: DeviceAccount,
     asker: Ticket,
     short: Bytes,
-    urgent: Priority,
+    priority: Priority,
     victims: Iterable[PricedVictim],
 ) -> DeviceCandidates:
     """Looks for lawful options among `victims`, in their order. In a long order it stops
@@ -179,7 +179,7 @@ def _weigh(
         if is_enough and (beyond_count == EXACT_COUNT or option.rank != options[-1].rank):
             break
         entry = book.entries[option.ticket]
-        if obstacle := find_obstacle(state, entry, asker, urgent):
+        if obstacle := find_obstacle(state, entry, asker, priority):
             if obstacle is Obstacle.MIN_RESIDENCY:
                 soon.append(option)
             continue

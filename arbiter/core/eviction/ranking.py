@@ -119,14 +119,14 @@ class Ranking:
             insort(self._order, priced.place)
         return self._at(0, len(self._order))
 
-    def no_more_urgent(self, urgent: Priority) -> Iterator[PricedVictim]:
-        """Yields the tickets that may leave, without those more urgent than `urgent`: the idle,
+    def no_more_urgent(self, priority: Priority) -> Iterator[PricedVictim]:
+        """Yields the tickets that may leave, without those more urgent than `priority`: the idle,
         then those in use. Then it yields all for which a request waits, whatever their urgency,
         because of those the queue decides (eligibility.find_obstacle)."""
         order = self._order
-        idle_end = bisect_left(order, ((False, False, 1 - urgent),))
+        idle_end = bisect_left(order, ((False, False, 1 - priority),))
         busy = bisect_left(order, ((False, True),), idle_end)
-        busy_end = bisect_left(order, ((False, True, 1 - urgent),), busy)
+        busy_end = bisect_left(order, ((False, True, 1 - priority),), busy)
         awaited = bisect_left(order, ((True,),), busy_end)
         return chain(self._at(0, idle_end), self._at(busy, busy_end), self._at(awaited, len(order)))
 
@@ -154,16 +154,16 @@ def ranked_victims(state: CoreState, book: DeviceAccount) -> Iterator[tuple[Tick
 
 
 def victims_no_more_urgent(
-    state: CoreState, book: DeviceAccount, urgent: Priority
+    state: CoreState, book: DeviceAccount, priority: Priority
 ) -> Iterator[PricedVictim]:
     """Yields the priced tickets of a device that may have to yield to a request so urgent, lawful
     or not. None that loads or leaves is among them."""
-    return ranking(state, book).no_more_urgent(urgent)
+    return ranking(state, book).no_more_urgent(priority)
 
 
 def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> PricedVictim:
     """Returns what losing a ticket costs, by the policy."""
-    urgent = effective_priority(state, entry)
+    priority = effective_priority(state, entry)
     freed_bytes = entry.charge(book.device)
     name = entry.model_name
     counts = state.usage_counts(name)
@@ -177,7 +177,7 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
             entry.inflight,
             entry.last_used,
             reload_span(state, entry),
-            urgent,
+            priority,
             state.now,  # by place from here on too: by name all of these take twice the time
             book.budget_bytes,
             counts.recent_count,
@@ -188,7 +188,7 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
             role.evict_cost_s if role else 0.0,
         )
     )
-    rank = (entry.ticket in state.queue, entry.inflight > 0, -urgent, *price.rank)
+    rank = (entry.ticket in state.queue, entry.inflight > 0, -priority, *price.rank)
     return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST_S, price.cost_s), price.why)
 
 

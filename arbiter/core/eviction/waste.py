@@ -117,7 +117,7 @@ def may_load(state: CoreState, name: ModelName) -> bool:
 
 
 def compaction_for(
-    state: CoreState, book: DeviceAccount, asker: Ticket, short: Bytes, urgent: Priority
+    state: CoreState, book: DeviceAccount, asker: Ticket, short: Bytes, priority: Priority
 ) -> tuple[list[PricedVictim], list[PricedVictim]]:
     """Returns the models whose compaction frees bytes of a device for an asker, and the cheapest
     set of them that frees `short`, or none. Each may lawfully be revoked for it."""
@@ -129,7 +129,7 @@ def compaction_for(
         room = _room_made(state, book, entry)
         if room <= 0 or compaction_obstacle(state, entry, asker) is not None:
             continue
-        if find_obstacle(state, entry, asker, urgent) is not None:
+        if find_obstacle(state, entry, asker, priority) is not None:
             continue
         if usable := spare.take(entry, room):
             options.append(replace(price_victim(state, book, entry), freed_bytes=usable))

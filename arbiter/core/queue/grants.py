@@ -56,12 +56,12 @@ def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry
             return outcome
     if not waiting.is_aged and pass_.memo.covers(need, entry.priority, waiting.quota_group):
         return pass_.defer(waiting, ())
-    urgent = _urgency(state, pass_, waiting)
+    priority = _asker_priority(state, pass_, waiting)
     limits = pass_.limits(state, entry, need)
-    outcome = _hold_to_quota(state, pass_, entry, limits, urgent)
+    outcome = _hold_to_quota(state, pass_, entry, limits, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
-    outcome = _hold_to_role(state, pass_, entry, waiting, urgent)
+    outcome = _hold_to_role(state, pass_, entry, waiting, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     books = [b for b in pass_.books.values() if entry.frees or limits.may_ever_fit(b.device)]
@@ -102,27 +102,27 @@ def _place_on_one(
     it bytes: on the first device on which it will fit once what is leaving has left, else on the
     first on which victims that suffice are found, which are revoked. Until then it waits."""
     need = limits.need_bytes
-    urgent = _urgency(state, pass_, waiting)
+    priority = _asker_priority(state, pass_, waiting)
     usable = [d for d in devices if d not in pass_.reserved_devices]
     if device := next((d for d in usable if limits.fits(d, need)), None):
         return _grant(state, pass_, entry, waiting, {device: need})
     promised = next((d for d in usable if limits.missing(d) <= 0), None)
-    promised = promised or _make_room_on_first(state, entry, usable, limits, urgent)
+    promised = promised or _make_room_on_first(state, entry, usable, limits, priority)
     if promised:
         pass_.promised[promised][entry.client.tenant] += need
     elif entry.frees:
         return _take_rest(state, pass_, entry, waiting, devices)
-    elif usable == devices and not _is_closed_to_it_only(state, pass_, entry, urgent):
+    elif usable == devices and not _is_closed_to_it_only(state, pass_, entry, priority):
         pass_.memo.note(need, entry.priority, waiting.quota_group)
     return pass_.defer(waiting, devices)
 
 
 def _make_room_on_first(
-    state: CoreState, entry: Ticket, devices: list[DeviceId], limits: Limits, urgent: Priority
+    state: CoreState, entry: Ticket, devices: list[DeviceId], limits: Limits, priority: Priority
 ) -> DeviceId | None:
     """Revokes victims that suffice on the first of `devices` that has them, and returns it."""
     for device in devices:
-        if compact_or_evict(state, entry, device, limits.missing(device), urgent):
+        if compact_or_evict(state, entry, device, limits.missing(device), priority):
             return device
     return None
 
@@ -150,23 +150,24 @@ def _take_rest(
 
 
 def _is_closed_to_it_only(
-    state: CoreState, pass_: GrantPass, entry: Ticket, urgent: Priority
+    state: CoreState, pass_: GrantPass, entry: Ticket, priority: Priority
 ) -> bool:
     """Says whether pressure keeps it from a device that others may use, or what leaves for others
     stays for it: that it found no room proves nothing of these."""
     return any(
-        pressure.is_closed_to(state, entry, device) or _may_be_collated(state, entry, book, urgent)
+        pressure.is_closed_to(state, entry, device)
+        or _may_be_collated(state, entry, book, priority)
         for device, book in pass_.books.items()
     )
 
 
 def _may_be_collated(
-    state: CoreState, entry: Ticket, book: DeviceAccount, urgent: Priority
+    state: CoreState, entry: Ticket, book: DeviceAccount, priority: Priority
 ) -> bool:
     """Says whether a model of a device may stay for this asker alone, because both trade places.
     Where all that is there is more urgent, it stays for every asker that is no more urgent."""
     came = state.trades.came_among(entry.model_name, book.copies.keys(), state.now)
-    return bool(came) and any(True for _ in victims_no_more_urgent(state, book, urgent))
+    return bool(came) and any(True for _ in victims_no_more_urgent(state, book, priority))
 
 
 def _hold_to_quota(
@@ -174,7 +175,7 @@ def _hold_to_quota(
     pass_: GrantPass,
     entry: Ticket,
     limits: Limits,
-    urgent: Priority,
+    priority: Priority,
     together: Iterable[DeviceId] = (),
 ) -> Outcome:
     """Rejects what its tenant can never have (C10); defers what the tenant has too much for now,
@@ -193,7 +194,7 @@ def _hold_to_quota(
         return Outcome.NOT_APPLICABLE
     pass_.has_waiting = True
     if short := quotas.over_limit_after_drain(state, tenant, need):
-        evict_own(state, entry, short, urgent)
+        evict_own(state, entry, short, priority)
     state.timers.set(("queue", pass_.node.node), after(state.now, Span(SECOND)))
     return Outcome.DEFERRED
 
@@ -247,8 +248,8 @@ def _place_oversize(
     if never := quotas.never(state, entry.client.tenant, need, limits.most_bytes, pass_.node):
         reject_queued(state, entry, never)
         return Outcome.REJECTED
-    urgent = _urgency(state, pass_, waiting)
-    outcome = _hold_to_role(state, pass_, entry, waiting, urgent)
+    priority = _asker_priority(state, pass_, waiting)
+    outcome = _hold_to_role(state, pass_, entry, waiting, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     pass_.defer(waiting, [book.device for book in room])
@@ -257,7 +258,7 @@ def _place_oversize(
         pass_.reserved_devices.update(book.device for book in room)
         return Outcome.DEFERRED
     limits = pass_.limits(state, entry, Bytes(sum(home.values())))
-    outcome = _hold_to_quota(state, pass_, entry, limits, urgent)
+    outcome = _hold_to_quota(state, pass_, entry, limits, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     _grant(state, pass_, entry, waiting, home)
@@ -265,7 +266,7 @@ def _place_oversize(
     return Outcome.GRANTED
 
 
-def _urgency(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> Priority:
+def _asker_priority(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> Priority:
     """Returns with which priority a ticket asks. An aged ticket holds others up, and asks with the
     priority of the most urgent of them."""
     if not waiting.is_aged:
@@ -338,9 +339,9 @@ def _place_parts(
     no room."""
     needs = gangs.totals(parts)
     first = parts[0].entry
-    urgent = _urgency(state, pass_, waiting)
+    priority = _asker_priority(state, pass_, waiting)
     limits = pass_.limits(state, first, Bytes(sum(needs.values())))
-    outcome = _hold_to_quota(state, pass_, first, limits, urgent, needs)
+    outcome = _hold_to_quota(state, pass_, first, limits, priority, needs)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     is_shut = any(pressure.is_closed_to(state, p.entry, p.device) for p in parts)
@@ -349,11 +350,11 @@ def _place_parts(
     if needs.keys() & pass_.reserved_devices:
         return pass_.defer(waiting, pass_.books)
     for entry in {p.entry.ticket: p.entry for p in parts}.values():
-        outcome = _hold_to_role(state, pass_, entry, waiting, urgent)
+        outcome = _hold_to_role(state, pass_, entry, waiting, priority)
         if outcome is not Outcome.NOT_APPLICABLE:
             return outcome
     if not all(limits.fits(device, size) for device, size in needs.items()):
-        _make_room_on_each(state, pass_, first, needs, urgent)
+        _make_room_on_each(state, pass_, first, needs, priority)
         return pass_.defer(waiting, pass_.books)
     for ticket in {p.entry.ticket: None for p in parts}:
         mine = [p for p in parts if p.entry.ticket == ticket]
@@ -364,16 +365,16 @@ def _place_parts(
 
 
 def _make_room_on_each(
-    state: CoreState, pass_: GrantPass, entry: Ticket, needs: Sizes, urgent: Priority
+    state: CoreState, pass_: GrantPass, entry: Ticket, needs: Sizes, priority: Priority
 ) -> None:
     """Revokes victims on every device, or on none while one device would still lack room. A victim
     on several devices leaves all of them, so what each lacks is computed anew."""
     lacks = {d: Bytes(size - pass_.room(d, entry)) for d, size in needs.items()}
-    if not all(n <= 0 or victims_for(state, entry, d, n, urgent) for d, n in lacks.items()):
+    if not all(n <= 0 or victims_for(state, entry, d, n, priority) for d, n in lacks.items()):
         return
     for device, size in sorted(needs.items()):
         if (lacking := Bytes(size - pass_.room(device, entry))) > 0:
-            compact_or_evict(state, entry, device, lacking, urgent)
+            compact_or_evict(state, entry, device, lacking, priority)
         pass_.promised[device][entry.client.tenant] += size
 
 
@@ -386,24 +387,24 @@ def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry)
     home = list(entry.home)
     if any(d not in pass_.books or pressure.is_closed_to(state, entry, d) for d in home):
         return pass_.defer(waiting, ())
-    urgent = _urgency(state, pass_, waiting)
+    priority = _asker_priority(state, pass_, waiting)
     missing = {d: Bytes(size - entry.charge(d)) for d, size in entry.home.items()}
     limits = pass_.limits(state, entry, Bytes(sum(missing.values())))
     if never := _never_wakes(state, pass_, entry, limits, missing):
         reject_queued(state, entry, never)
         return Outcome.REJECTED
-    outcome = _hold_to_quota(state, pass_, entry, limits, urgent, home)
+    outcome = _hold_to_quota(state, pass_, entry, limits, priority, home)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     if pass_.reserved_devices & entry.home.keys():
         return pass_.defer(waiting, home)
-    outcome = _hold_to_role(state, pass_, entry, waiting, urgent)
+    outcome = _hold_to_role(state, pass_, entry, waiting, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     if all(limits.fits(d, size) for d, size in missing.items()):
         entry.count_wake()
         return _grant(state, pass_, entry, waiting, dict(entry.home))
-    _make_room_on_each(state, pass_, entry, missing, urgent)
+    _make_room_on_each(state, pass_, entry, missing, priority)
     return pass_.defer(waiting, home)
 
 
@@ -501,14 +502,14 @@ def _is_never_bypassed(state: CoreState, entry: Ticket) -> bool:
 
 
 def _hold_to_role(
-    state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, urgent: Priority
+    state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, priority: Priority
 ) -> Outcome:
     """Keeps a ticket to its exclusion group. A ticket deferred here lacks no bytes, so it holds up
     no ticket of another role. Once aged it holds up those of its own: another replica of the model
     that is to leave would keep the place."""
     if entry.role in pass_.reserved_roles:
         return pass_.defer(waiting, ())
-    outcome = swap_within_role(state, entry, urgent)
+    outcome = swap_within_role(state, entry, priority)
     if outcome is not Outcome.DEFERRED:
         return outcome
     if waiting.is_aged:
@@ -516,7 +517,7 @@ def _hold_to_role(
     return pass_.defer(waiting, ())
 
 
-def swap_within_role(state: CoreState, entry: Ticket, urgent: Priority) -> Outcome:
+def swap_within_role(state: CoreState, entry: Ticket, priority: Priority) -> Outcome:
     """Defers a ticket while another model of its role is awake on its node, and revokes that model
     if it lawfully may leave. Rejects the ticket where that model is pinned."""
     others = excluded_by(state, entry.node, entry.role, entry.model_name)
@@ -525,7 +526,7 @@ def swap_within_role(state: CoreState, entry: Ticket, urgent: Priority) -> Outco
         reject_queued(state, entry, RolePinned(entry.model, entry.role, entry.node, stays.model))
         return Outcome.REJECTED
     residents = [e for e in others if e.state is State.RESIDENT]
-    if residents and all(may_swap(state, e, entry, urgent) for e in residents):
+    if residents and all(may_swap(state, e, entry, priority) for e in residents):
         for victim in residents:
             note_evicted_for(state, entry, victim)
             revoke(state, victim, Reason.SWAP, entry)

@@ -67,7 +67,7 @@ class PlacementMemo:
         if state.tenants and not stats.is_of_one_quota_group():
             return False
         need, priority, _ = self._found[-1]
-        if any(count > 0 and urgent < priority for urgent, count in self._unwalked.items()):
+        if any(count > 0 and urgency < priority for urgency, count in self._unwalked.items()):
             return False
         return stats.needs_at_least(need, state.estimates.version)
 

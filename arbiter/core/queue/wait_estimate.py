@@ -261,9 +261,9 @@ def _cheaper_gone_at(
     if it waits for those (C4); else now."""
     if short <= 0:
         return state.now
-    urgent = waiting.request.priority
-    victims = victims_no_more_urgent(state, book, urgent)
-    leave_at = waits_for_cheaper_until(state, book, entry, short, urgent, victims)
+    priority = waiting.request.priority
+    victims = victims_no_more_urgent(state, book, priority)
+    leave_at = waits_for_cheaper_until(state, book, entry, short, priority, victims)
     if leave_at is None:
         return state.now
     return after(leave_at, state.estimates.turnover(entry.capability))
@@ -318,11 +318,11 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
     asker = waiting.request.priority
     # A growth ends with its grant, long before the latest moment.
     lawful_at = max(state.now, entry.declined_until)
-    its_own = effective_priority(state, entry)
-    if its_own < asker:
+    victim_priority = effective_priority(state, entry)
+    if victim_priority < asker:
         fades_at = priority_fades_at(state, entry) or after(state.now, state.settings.carry_most)
         return max(lawful_at, fades_at)
-    if its_own == asker:
+    if victim_priority == asker:
         collated_at = _collated_at(state, entry, waiting)
         return max(lawful_at, min_residency_ends(state, entry), collated_at)
     return lawful_at

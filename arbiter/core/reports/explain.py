@@ -127,9 +127,9 @@ def _waits_for_cheaper(
 ) -> Span:
     """Returns for how long it waits for cheaper victims. The prices are those of this reading: the
     device's own order of victims is renewed by what asks for them, and no reading may do that."""
-    urgent = _urgency(state, entry)
+    priority = _asker_priority(state, entry)
     victims = [o for o, e in priced if e.state in MAY_LEAVE]
-    until = short and waits_for_cheaper_until(state, book, entry, short, urgent, victims)
+    until = short and waits_for_cheaper_until(state, book, entry, short, priority, victims)
     return since(state.now, until) if until else Span(0)
 
 
@@ -159,7 +159,7 @@ def _needs(state: CoreState, entry: Ticket, books: list[DeviceAccount]) -> Sizes
 def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount, need: Bytes) -> Shortage:
     """Returns what a queued ticket lacks on a device, and what each other ticket there holds."""
     coming = returning_bytes(book)
-    urgent = _urgency(state, entry)
+    priority = _asker_priority(state, entry)
     tenant = entry.client.tenant
     reserved_bytes = quotas.kept(quotas.reserves(state), book, tenant, has_left=True)
     short = Bytes(max(0, need - book.free_bytes - coming + reserved_bytes))
@@ -168,7 +168,7 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount, need: Bytes)
         ((price_victim(state, book, e), e) for e in others), key=lambda pair: pair[0].place
     )
     charged_tickets = tuple(
-        _charged_ticket(state, e, book.device, o, obstacle_text(state, e, entry, urgent))
+        _charged_ticket(state, e, book.device, o, obstacle_text(state, e, entry, priority))
         for o, e in priced
     )
     spare = quotas.ReserveSlack(state, book, entry.client.tenant)
@@ -205,7 +205,7 @@ def _charged_ticket(
     )
 
 
-def _urgency(state: CoreState, entry: Ticket) -> Priority:
+def _asker_priority(state: CoreState, entry: Ticket) -> Priority:
     """Returns the priority with which a ticket asks: an aged ticket asks with that of the most
     urgent it holds up."""
     waiting = state.queue.find(entry.ticket)
@@ -267,7 +267,7 @@ def _exclusion_sentences(state: CoreState, entry: Ticket) -> list[str]:
     only = f"of role {entry.role} one model is awake on a node"
     return [
         f"It waits until {e.model} ({e.ticket}) has left, because {only}."
-        if (why := obstacle_text(state, e, entry, _urgency(state, entry))) is None
+        if (why := obstacle_text(state, e, entry, _asker_priority(state, entry))) is None
         else f"{e.model} ({e.ticket}) stays, and {only}: {why}."
         for e in others
     ]
