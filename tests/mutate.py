@@ -41,6 +41,7 @@ NEAR = {
     "arbiter/core/arbiter.py": "arbiter/core/queue/test_admission.py",
     "arbiter/core/dispatch.py": "arbiter/core/residency/test_floors.py",
     "arbiter/core/eviction/eligibility.py": "arbiter/core/eviction/test_eviction.py",
+    "arbiter/core/eviction/protection.py": "arbiter/core/eviction/test_eviction.py",
     "arbiter/core/eviction/oversize.py": "arbiter/core/queue/test_grants.py",
     "arbiter/core/eviction/waste.py": "arbiter/core/eviction/test_compaction.py",
     "arbiter/core/queue/pass_state.py": "arbiter/core/queue/test_grants.py",

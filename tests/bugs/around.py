@@ -260,7 +260,7 @@ BUGS = [
         "entry is asking or not may_leave(state, entry)",
         "entry is asking"),
     Bug("a watermark takes the more urgent", "arbiter/core/eviction/watermarks.py", "_evictable",
-        "may_swap(state, entry, asking, asking.priority)",
+        "may_revoke(state, entry, asking, asking.priority)",
         "True"),
     Bug("a watermark takes the more urgent for growth", "arbiter/core/eviction/watermarks.py", "_evictable",
         "effective_priority(state, entry) >= asking.priority",

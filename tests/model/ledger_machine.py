@@ -21,7 +21,7 @@ from arbiter.core.decisions import (
     Revoke,
     SetTimer,
 )
-from arbiter.core.eviction.eligibility import min_residency_ends
+from arbiter.core.eviction.protection import min_residency_ends
 from arbiter.core.eviction.ranking import effective_priority
 from arbiter.core.records.ticket import CHARGED, State, Ticket
 from arbiter.core.settings import DEFAULTS, Timeouts

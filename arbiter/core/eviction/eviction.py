@@ -12,9 +12,9 @@ from arbiter.core.eviction.eligibility import (
     Obstacle,
     find_obstacle,
     may_leave,
-    may_swap,
-    min_residency_ends,
+    may_revoke,
 )
+from arbiter.core.eviction.protection import min_residency_ends
 from arbiter.core.eviction.ranking import (
     ranked_victims,
     reload_span,
@@ -63,7 +63,7 @@ class DeviceCandidates:
 def make_room(
     state: CoreState, asker: Ticket, device: DeviceId, short: Bytes, priority: Priority
 ) -> bool:
-    """Revokes victims that free `short` bytes beyond what is on its way, for an asker of priority
+    """Revokes victims that free `short` bytes beyond what is on its way, for an asker with this
     `priority`. Returns whether the bytes will come. False: none was revoked, because all lawful
     victims would not suffice, or because the asker waits for cheaper ones (C4). Where the
     prefetches that still load would suffice, they are abandoned, and no victim is chosen."""
@@ -92,7 +92,7 @@ def evict_own(state: CoreState, asker: Ticket, short: Bytes, priority: Priority)
     options: dict[TicketId, PricedVictim] = {}
     for device in sorted(books):
         for entry, option in ranked_victims(state, state.ledger.books[device]):
-            if entry.ticket in own and may_swap(state, entry, asker, priority):
+            if entry.ticket in own and may_revoke(state, entry, asker, priority):
                 freed = quotas.device_bytes(state, entry)
                 options[entry.ticket] = replace(option, freed_bytes=freed)
     chosen = choose(options.values(), short)

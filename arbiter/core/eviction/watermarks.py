@@ -10,7 +10,7 @@ waits for its bytes or wants to grow, and only victims that may leave for the fi
 from collections.abc import Iterator
 
 from arbiter.core.decisions import Reason
-from arbiter.core.eviction.eligibility import may_leave, may_swap
+from arbiter.core.eviction.eligibility import may_leave, may_revoke
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.eviction.oversize import may_exceed_budget as may_exceed
 from arbiter.core.eviction.ranking import effective_priority, ranked_victims
@@ -108,6 +108,6 @@ def _evictable(
         if asking.ticket not in state.queue:
             is_lawful = effective_priority(state, entry) >= asking.priority
         else:
-            is_lawful = may_swap(state, entry, asking, asking.priority)
+            is_lawful = may_revoke(state, entry, asking, asking.priority)
         if is_lawful:
             yield entry, option

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.eviction.eligibility import find_obstacle, leaves_too_late, obstacle_text
+from arbiter.core.eviction.eligibility import find_obstacle, leaves_too_late
+from arbiter.core.eviction.obstacle_text import obstacle_text
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Ticket
 from arbiter.core.state import CoreState

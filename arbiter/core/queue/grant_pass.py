@@ -3,7 +3,7 @@
 from itertools import islice
 
 from arbiter.core.eviction import watermarks
-from arbiter.core.eviction.eligibility import min_residency_ends, pause_ends, trade_bound
+from arbiter.core.eviction.protection import min_residency_ends, pause_ends, trade_bound
 from arbiter.core.eviction.ranking import priority_fades_at
 from arbiter.core.queue import placement
 from arbiter.core.queue.grants import place, place_gang, return_to_service, wake

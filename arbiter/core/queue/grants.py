@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from arbiter.core.decisions import EventKind, Grant, Reason
 from arbiter.core.eviction import oversize, pressure
 from arbiter.core.eviction.compaction import compact_or_evict
-from arbiter.core.eviction.eligibility import may_swap
+from arbiter.core.eviction.eligibility import may_revoke
 from arbiter.core.eviction.eviction import evict_own, revoke, victims_for
 from arbiter.core.eviction.ranking import victims_no_more_urgent
 from arbiter.core.queue import freeing, gangs, placement
@@ -526,7 +526,7 @@ def swap_within_role(state: CoreState, entry: Ticket, priority: Priority) -> Out
         reject_queued(state, entry, RolePinned(entry.model, entry.role, entry.node, stays.model))
         return Outcome.REJECTED
     residents = [e for e in others if e.state is State.RESIDENT]
-    if residents and all(may_swap(state, e, entry, priority) for e in residents):
+    if residents and all(may_revoke(state, e, entry, priority) for e in residents):
         for victim in residents:
             note_evicted_for(state, entry, victim)
             revoke(state, victim, Reason.SWAP, entry)

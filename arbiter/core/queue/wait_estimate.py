@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 from arbiter.core.decisions import EventKind, Queued
-from arbiter.core.eviction.eligibility import (
+from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
+from arbiter.core.eviction.protection import (
     collated_until,
     collation_bound,
     min_residency_ends,
 )
-from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
 from arbiter.core.eviction.ranking import (
     effective_priority,
     priority_fades_at,

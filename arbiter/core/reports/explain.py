@@ -1,15 +1,15 @@
 """Explains why a ticket waits, and why a victim was chosen, with the numbers (K3).
 
-Reads the state and changes nothing. Every reason comes from the rule itself: `eligibility` says why
-a ticket may not be revoked, `ranking` at what price, `eviction_history` what was weighed then.
+Reads the state and changes nothing. Every reason comes from the rule itself: `eligibility` says
+which tickets may not be revoked, `ranking` at what price, `eviction_history` what was weighed then.
 """
 
 from dataclasses import dataclass
 
 from arbiter.core.decisions import Reason
 from arbiter.core.eviction import pressure
-from arbiter.core.eviction.eligibility import obstacle_text
 from arbiter.core.eviction.eviction import returning_bytes, waits_for_cheaper_until
+from arbiter.core.eviction.obstacle_text import obstacle_text
 from arbiter.core.eviction.ranking import MAY_LEAVE, price_victim
 from arbiter.core.eviction.waste import compaction_obstacle, wasted_bytes
 from arbiter.core.queue import gangs, hours, placement

@@ -1,7 +1,7 @@
 """Watches the share of its time that a device spends loading (C13).
 
 Above the bound models on the device stay longer before a request as urgent may take their place: as
-many times their own load as keep loads within the bound (`eligibility.min_residency_ends`).
+many times their own load as keep loads within the bound (`protection.min_residency_ends`).
 """
 
 from arbiter.core.decisions import EventKind
