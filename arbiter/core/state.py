@@ -481,9 +481,9 @@ class CoreState:
     def drop_queued(self, entry: Ticket) -> None:
         """Takes a ticket out of the queue without a grant, which costs its tenant nothing; safe for
         a ticket that is not queued."""
-        if waiting := self.queue.find(entry.ticket):
-            start = waiting.request.virtual_start_bytes
-            self.accounts.not_served(waiting.tenant, start, waiting.work_bytes)
+        if queued := self.queue.find(entry.ticket):
+            start = queued.request.virtual_start_bytes
+            self.accounts.not_served(queued.tenant, start, queued.work_bytes)
             self.queue.drop(entry.ticket)
 
     def unqueue(self, entry: Ticket) -> None:

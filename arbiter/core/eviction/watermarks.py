@@ -94,8 +94,8 @@ def _first_asking(state: CoreState, book: DeviceAccount) -> Ticket | None:
 def _could_use(state: CoreState, entry: Ticket, book: DeviceAccount) -> bool:
     if entry.home:
         return book.device in entry.home
-    waiting = state.queue.find(entry.ticket)
-    return may_exceed(entry) or waiting is None or waiting.need_bytes <= on_demand_of(book)
+    queued = state.queue.find(entry.ticket)
+    return may_exceed(entry) or queued is None or queued.need_bytes <= on_demand_of(book)
 
 
 def _evictable(

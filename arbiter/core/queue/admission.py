@@ -102,20 +102,20 @@ def _raise_priority(state: CoreState, entry: Ticket, event: ev.Requested) -> Non
         state.queue.raise_priority(entry.ticket, event.priority)
     until = None if event.deadline is None else after(state.now, event.deadline)
     state.queue.extend_deadline(entry.ticket, until)
-    waiting = state.queue.find(entry.ticket)
-    assert waiting is not None
-    hours.hold(state, entry, waiting)
+    queued = state.queue.find(entry.ticket)
+    assert queued is not None
+    hours.hold(state, entry, queued)
 
 
 def on_raised(state: CoreState, event: ev.PriorityRaised) -> None:
     """Lets a queued ticket ask with a more urgent priority; a less urgent one changes nothing.
     Raises UnknownTicket, TicketNotQueued."""
-    entry, waiting = _queued(state, event.ticket)
+    entry, queued = _find_queued(state, event.ticket)
     if event.priority >= entry.priority:
         return
     entry.set_priority(event.priority)
     state.queue.raise_priority(entry.ticket, event.priority)
-    hours.hold(state, entry, waiting)
+    hours.hold(state, entry, queued)
     state.mark_dirty(entry.node)
     state.log(EventKind.TICKET_RAISED, entry, priority=event.priority.name.lower())
 
@@ -123,18 +123,18 @@ def on_raised(state: CoreState, event: ev.PriorityRaised) -> None:
 def on_cancel_asked(state: CoreState, event: ev.CancelAsked) -> None:
     """Refuses a queued ticket; all requests that wait under it are answered. Raises UnknownTicket,
     TicketNotQueued."""
-    entry, _ = _queued(state, event.ticket)
+    entry, _ = _find_queued(state, event.ticket)
     note_gave_up(state, entry)
     reject_queued(state, entry, RequestCancelled(event.ticket))
 
 
-def _queued(state: CoreState, ticket: TicketId) -> tuple[Ticket, QueueEntry]:
-    entry, waiting = state.ledger.find(ticket), state.queue.find(ticket)
+def _find_queued(state: CoreState, ticket: TicketId) -> tuple[Ticket, QueueEntry]:
+    entry, queued = state.ledger.find(ticket), state.queue.find(ticket)
     if entry is None:
         raise UnknownTicket(ticket)
-    if waiting is None:
+    if queued is None:
         raise TicketNotQueued(ticket, entry.state.value)
-    return entry, waiting
+    return entry, queued
 
 
 def reject_removed_models(state: CoreState) -> None:
@@ -276,7 +276,7 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
     work_bytes = entry.need.device_bytes / quotas.share_of(state, tenant)
     if entry.is_prefetch:  # which no client asked for
         work_bytes = 0.0
-    waiting = state.queue.add(
+    queued = state.queue.add(
         entry.ticket,
         entry.model_name,
         entry.node,
@@ -293,7 +293,7 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
         work_bytes=work_bytes,
     )
     state.ledger.touch(entry)
-    hours.hold(state, entry, waiting)
+    hours.hold(state, entry, queued)
     foresee_need(state, entry)
     state.fresh.append(entry.ticket)
     if not (entry.is_prefetch or entry.lease):
@@ -313,13 +313,13 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
 
 def reject_expired(state: CoreState, entry: Ticket) -> None:
     """Runs the time rule of the queue: refuses what was not granted by its deadline."""
-    waiting = state.queue.find(entry.ticket)
-    if waiting is None or waiting.deadline is None:
+    queued = state.queue.find(entry.ticket)
+    if queued is None or queued.deadline is None:
         return
-    if state.now < waiting.deadline:
-        state.set_timer(entry, waiting.deadline)
+    if state.now < queued.deadline:
+        state.set_timer(entry, queued.deadline)
         return
     note_gave_up(state, entry)
-    waited = in_seconds(since(waiting.request.asked_at, state.now))
+    waited = in_seconds(since(queued.request.asked_at, state.now))
     again = retry_after_s(state, entry.model_name)
     reject_queued(state, entry, DeadlineUnmet(entry.ticket, waited, again))

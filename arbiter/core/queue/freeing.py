@@ -41,8 +41,8 @@ def as_attainable(state: CoreState, event: ev.Requested) -> ev.Requested:
 
 def rest_bytes(state: CoreState, asker: Ticket, books: Iterable[DeviceAccount]) -> Bytes:
     """Returns how much a queued lease of `arbiter free` can have now."""
-    waiting = state.queue.find(asker.ticket)
-    by = waiting.deadline if waiting else None
+    queued = state.queue.find(asker.ticket)
+    by = queued.deadline if queued else None
     rest = max((_attainable_bytes(state, book, asker, by) for book in books), default=0)
     return Bytes(max(0, rest))
 

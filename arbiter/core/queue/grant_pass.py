@@ -47,13 +47,13 @@ def _run_node(state: CoreState, node: Node) -> PassEnd:
     """Walks once through the queue of a node."""
     watch_claims(state, node)
     pass_ = _new_pass(state, node)
-    for waiting in state.queue.walk(node.node):
-        pass_.memo.walk_past(waiting)
-        if not (waiting.is_held or pass_.memo.can_skip(waiting, state.estimates.version)):
-            _try_entry(state, pass_, waiting)
+    for queued in state.queue.walk(node.node):
+        pass_.memo.walk_past(queued)
+        if not (queued.is_held or pass_.memo.can_skip(queued, state.estimates.version)):
+            _try_entry(state, pass_, queued)
         if pass_.order_changed:
             return PassEnd.ORDER_CHANGED
-        if pass_.memo.can_stop(state, waiting):
+        if pass_.memo.can_stop(state, queued):
             break
     else:
         state.queue.weigh(node.node)  # the least of them may have gone
@@ -77,32 +77,32 @@ def _new_pass(state: CoreState, node: Node) -> GrantPass:
     )
 
 
-def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> None:
+def _try_entry(state: CoreState, pass_: GrantPass, queued: QueueEntry) -> None:
     """Does what can be done for a queued ticket now. A DRAINING ticket is passed over: its drain
     ends asleep (then `wake`) or resident (then `return_to_service`)."""
-    entry = state.ledger.find(waiting.request.ticket)
+    entry = state.ledger.find(queued.request.ticket)
     if entry is None or entry.ticket not in state.queue:
         return  # rejected or granted with its gang
     if state.is_silent(entry.holder):  # it keeps its place; a grant would only lie there
         return
     match entry.state:
         case State.QUEUED:
-            _try_load(state, pass_, entry, waiting)
+            _try_load(state, pass_, entry, queued)
         case State.ASLEEP:
-            wake(state, pass_, entry, waiting)
+            wake(state, pass_, entry, queued)
         case State.RESIDENT:
             return_to_service(state, entry)
 
 
-def _try_load(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> None:
+def _try_load(state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry) -> None:
     if pass_.node.has_lost_gpus and not entry.is_prefetch:
         reject_queued(state, entry, GpusLost(entry.node))
     elif pass_.books and pass_.reserved_devices.issuperset(pass_.books):
-        pass_.defer(waiting, ())
+        pass_.defer(queued, ())
     elif entry.gang:
-        place_gang(state, pass_, entry, waiting)
+        place_gang(state, pass_, entry, queued)
     else:
-        place(state, pass_, entry, waiting)
+        place(state, pass_, entry, queued)
 
 
 # -- later ----------------------------------------------------------------------------------------
@@ -173,15 +173,15 @@ def _collations_end(
     most = state.settings.collate_most
     have_given_up = state.trades.have_given_up
     models = {entry.model_name for entry in residents}
-    for waiting in state.queue.first(node, SCANNED_COUNT):
-        asked_at = waiting.request.asked_at
+    for queued in state.queue.first(node, SCANNED_COUNT):
+        asked_at = queued.request.asked_at
         if have_given_up:
-            asked_at = state.trades.waits_since((waiting.holder, waiting.model.model), asked_at)
+            asked_at = state.trades.waits_since((queued.holder, queued.model.model), asked_at)
         ends_at = after(asked_at, most)  # sooner only by a deadline
-        if (ends_at >= soonest and waiting.deadline is None) or ends_at <= now:
+        if (ends_at >= soonest and queued.deadline is None) or ends_at <= now:
             continue
-        came = state.trades.came_among(waiting.model, models, now)
-        asker = state.ledger.find(waiting.request.ticket) if came else None
+        came = state.trades.came_among(queued.model, models, now)
+        asker = state.ledger.find(queued.request.ticket) if came else None
         if asker is not None:
             traded = {entry.capability for entry in residents if entry.model_name in came}
             bounds = [trade_bound(state, capability, asker) for capability in traded]

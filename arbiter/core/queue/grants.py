@@ -7,7 +7,7 @@ times or has waited 30 s. From then on it is aged: no later ticket is granted on
 could use, and it asks with the priority of the most urgent ticket that it holds up. Bytes that are
 on their way back for one ticket are promised to it, and not lent to another.
 
-In this file `entry` is the ticket (`Ticket`), and `waiting` its place in the queue (`QueueEntry`).
+`entry` is the ticket (`Ticket`), `queued` its place in the queue (`QueueEntry`).
 """
 
 from collections.abc import Iterable
@@ -44,37 +44,37 @@ from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
 # -- a new load -----------------------------------------------------------------------------------
 
 
-def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> Outcome:
+def place(state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry) -> Outcome:
     """Grants a new load, or asks for the room it lacks."""
     if entry.is_prefetch:
-        return _place_prefetch(state, pass_, entry, waiting)
-    need = need_of(state, entry, waiting, pass_.most_bytes)
+        return _place_prefetch(state, pass_, entry, queued)
+    need = need_of(state, entry, queued, pass_.most_bytes)
     if need > pass_.open_bytes:
         limits = pass_.limits(state, entry, need)
-        outcome = _place_beyond_one_device(state, pass_, entry, waiting, limits)
+        outcome = _place_beyond_one_device(state, pass_, entry, queued, limits)
         if outcome is not Outcome.NOT_APPLICABLE:
             return outcome
-    if not waiting.is_aged and pass_.memo.covers(need, entry.priority, waiting.quota_group):
-        return pass_.defer(waiting, ())
-    priority = _asker_priority(state, pass_, waiting)
+    if not queued.is_aged and pass_.memo.covers(need, entry.priority, queued.quota_group):
+        return pass_.defer(queued, ())
+    priority = _asker_priority(state, pass_, queued)
     limits = pass_.limits(state, entry, need)
     outcome = _hold_to_quota(state, pass_, entry, limits, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
-    outcome = _hold_to_role(state, pass_, entry, waiting, priority)
+    outcome = _hold_to_role(state, pass_, entry, queued, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     books = [b for b in pass_.books.values() if entry.frees or limits.may_ever_fit(b.device)]
     devices = placement.devices_for(state, books, entry, need)
-    return _place_on_one(state, pass_, entry, waiting, limits, devices)
+    return _place_on_one(state, pass_, entry, queued, limits, devices)
 
 
 def _place_prefetch(
-    state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry
+    state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry
 ) -> Outcome:
     """Grants a prefetch into room that is free, or rejects it (C11): nothing leaves for it, and it
     never waits. A request for its model asks under a ticket of its own."""
-    need = need_of(state, entry, waiting, pass_.most_bytes)
+    need = need_of(state, entry, queued, pass_.most_bytes)
     limits = pass_.limits(state, entry, need)
     devices = placement.devices_for(state, pass_.books.values(), entry, need)
     usable = [device for device in devices if device not in pass_.reserved_devices]
@@ -84,7 +84,7 @@ def _place_prefetch(
         or excluded_by(state, entry.node, entry.role, entry.model_name)
     )
     if device and is_lawful:
-        return _grant(state, pass_, entry, waiting, {device: need})
+        return _grant(state, pass_, entry, queued, {device: need})
     prefetch.forget(state, entry.model_name)
     reject_queued(state, entry, TicketClosed(entry.ticket))
     return Outcome.REJECTED
@@ -94,7 +94,7 @@ def _place_on_one(
     state: CoreState,
     pass_: GrantPass,
     entry: Ticket,
-    waiting: QueueEntry,
+    queued: QueueEntry,
     limits: Limits,
     devices: list[DeviceId],
 ) -> Outcome:
@@ -102,19 +102,19 @@ def _place_on_one(
     it bytes: on the first device on which it will fit once what is leaving has left, else on the
     first on which victims that suffice are found, which are revoked. Until then it waits."""
     need = limits.need_bytes
-    priority = _asker_priority(state, pass_, waiting)
+    priority = _asker_priority(state, pass_, queued)
     usable = [d for d in devices if d not in pass_.reserved_devices]
     if device := next((d for d in usable if limits.fits(d, need)), None):
-        return _grant(state, pass_, entry, waiting, {device: need})
+        return _grant(state, pass_, entry, queued, {device: need})
     promised = next((d for d in usable if limits.missing(d) <= 0), None)
     promised = promised or _make_room_on_first(state, entry, usable, limits, priority)
     if promised:
         pass_.promised[promised][entry.client.tenant] += need
     elif entry.frees:
-        return _take_rest(state, pass_, entry, waiting, devices)
+        return _take_rest(state, pass_, entry, queued, devices)
     elif usable == devices and not _is_closed_to_it_only(state, pass_, entry, priority):
-        pass_.memo.note(need, entry.priority, waiting.quota_group)
-    return pass_.defer(waiting, devices)
+        pass_.memo.note(need, entry.priority, queued.quota_group)
+    return pass_.defer(queued, devices)
 
 
 def _make_room_on_first(
@@ -131,22 +131,22 @@ def _take_rest(
     state: CoreState,
     pass_: GrantPass,
     entry: Ticket,
-    waiting: QueueEntry,
+    queued: QueueEntry,
     devices: list[DeviceId],
 ) -> Outcome:
     """Has `arbiter free` ask for what there is, once nothing leaves for it any more: a model may
     have been in use after all."""
     if any(book.leaving for book in pass_.books.values()):
-        return pass_.defer(waiting, devices)
+        return pass_.defer(queued, devices)
     rest = freeing.rest_bytes(state, entry, pass_.books.values())
-    if rest >= waiting.need_bytes:
-        return pass_.defer(waiting, devices)
+    if rest >= queued.need_bytes:
+        return pass_.defer(queued, devices)
     if not rest:
         reject_queued(state, entry, leases.nothing_to_free())
         return Outcome.REJECTED
     entry.need_less(rest)
-    state.queue.stats(entry.node).know(waiting, rest, waiting.version)
-    return place(state, pass_, entry, waiting)
+    state.queue.stats(entry.node).know(queued, rest, queued.version)
+    return place(state, pass_, entry, queued)
 
 
 def _is_closed_to_it_only(
@@ -200,7 +200,7 @@ def _hold_to_quota(
 
 
 def _place_beyond_one_device(
-    state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, limits: Limits
+    state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry, limits: Limits
 ) -> Outcome:
     """Deals with a ticket that is larger than anything waiting can bring on one device (B6),
     perhaps for what other tenants have reserved (C10): over several devices, oversize, or never."""
@@ -213,13 +213,13 @@ def _place_beyond_one_device(
     several = gangs.split(room, need, entry.split, most)
     if several := several or gangs.split(books, need, entry.split, most):
         parts = [gangs.Part(entry, device, size) for device, size in several.items()]
-        return _place_parts(state, pass_, waiting, parts)
+        return _place_parts(state, pass_, queued, parts)
     if need <= pass_.most_bytes:  # the quota says what the other tenants leave
-        return pass_.defer(waiting, ()) if pass_.node.may_gain_devices else Outcome.NOT_APPLICABLE
+        return pass_.defer(queued, ()) if pass_.node.may_gain_devices else Outcome.NOT_APPLICABLE
     if entry.allow_oversize:
-        return _place_oversize(state, pass_, entry, waiting, limits, room)
+        return _place_oversize(state, pass_, entry, queued, limits, room)
     if pass_.node.may_gain_devices:
-        return pass_.defer(waiting, ())
+        return pass_.defer(queued, ())
     if entry.pinned:
         flag_pinned_on(state, max(books, key=on_demand_of), need)
     whole = gangs.most_bytes(entry.split, {b.device: on_demand_of(b) for b in books})
@@ -239,7 +239,7 @@ def _place_oversize(
     state: CoreState,
     pass_: GrantPass,
     entry: Ticket,
-    waiting: QueueEntry,
+    queued: QueueEntry,
     limits: Limits,
     room: list[DeviceAccount],
 ) -> Outcome:
@@ -248,11 +248,11 @@ def _place_oversize(
     if never := quotas.never(state, entry.client.tenant, need, limits.most_bytes, pass_.node):
         reject_queued(state, entry, never)
         return Outcome.REJECTED
-    priority = _asker_priority(state, pass_, waiting)
-    outcome = _hold_to_role(state, pass_, entry, waiting, priority)
+    priority = _asker_priority(state, pass_, queued)
+    outcome = _hold_to_role(state, pass_, entry, queued, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
-    pass_.defer(waiting, [book.device for book in room])
+    pass_.defer(queued, [book.device for book in room])
     home = oversize.evict_all_idle(state, room, entry)
     if home is None:
         pass_.reserved_devices.update(book.device for book in room)
@@ -261,32 +261,32 @@ def _place_oversize(
     outcome = _hold_to_quota(state, pass_, entry, limits, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
-    _grant(state, pass_, entry, waiting, home)
+    _grant(state, pass_, entry, queued, home)
     state.log(EventKind.OVERSIZE, entry, size=need, granted_bytes=entry.home_bytes)
     return Outcome.GRANTED
 
 
-def _asker_priority(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> Priority:
+def _asker_priority(state: CoreState, pass_: GrantPass, queued: QueueEntry) -> Priority:
     """Returns with which priority a ticket asks. An aged ticket holds others up, and asks with the
     priority of the most urgent of them."""
-    if not waiting.is_aged:
-        return waiting.request.priority
+    if not queued.is_aged:
+        return queued.request.priority
     if pass_.most_urgent is None:
-        queued = state.queue.at(pass_.node.node)
-        pass_.most_urgent = min(w.request.priority for w in queued if not w.is_held)
+        entries = state.queue.at(pass_.node.node)
+        pass_.most_urgent = min(e.request.priority for e in entries if not e.is_held)
     return pass_.most_urgent
 
 
 # -- several parts at once ------------------------------------------------------------------------
 
 
-def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> Outcome:
+def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry) -> Outcome:
     """Places all members of a gang when the first of them comes up in the queue (A13)."""
     if gone := [t for t in entry.gang if t in state.answers]:
         reject_queued(state, entry, TicketClosed(gone[0]))
         return Outcome.REJECTED
     members = gangs.members(state, entry)
-    if members is None and waiting.is_aged:  # the other has not asked in all that time
+    if members is None and queued.is_aged:  # the other has not asked in all that time
         reject_queued(state, entry, TicketClosed(entry.ticket))
         return Outcome.REJECTED
     if members is None or any(state.queue.is_ahead(e.ticket, entry.ticket) for e in members):
@@ -295,21 +295,21 @@ def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: Queue
     sizes = [(e, placement.estimated_bytes(state, e, pass_.most_bytes)) for e in members]
     most = pass_.most_for(state, entry.client.tenant)
     if any(_is_held(state, e) for e in members):
-        return pass_.defer(waiting, ())
+        return pass_.defer(queued, ())
     at_best = gangs.assign(sizes, books, most)
     if not at_best and pass_.node.may_gain_devices:
-        return pass_.defer(waiting, ())
+        return pass_.defer(queued, ())
     if not at_best:
         return _reject_gang(state, pass_, entry.client.tenant, books, sizes, most)
     room = pass_.open_to(state, entry)
     free = {b.device: Bytes(min(b.free_bytes, pass_.room(b.device, entry))) for b in room}
     now = gangs.assign(sizes, room, free) or gangs.assign(sizes, room, most)
-    return _place_parts(state, pass_, waiting, now or at_best)
+    return _place_parts(state, pass_, queued, now or at_best)
 
 
 def _is_held(state: CoreState, entry: Ticket) -> bool:
-    waiting = state.queue.find(entry.ticket)
-    return waiting is not None and waiting.is_held
+    queued = state.queue.find(entry.ticket)
+    return queued is not None and queued.is_held
 
 
 def _reject_gang(
@@ -333,34 +333,34 @@ def _reject_gang(
 
 
 def _place_parts(
-    state: CoreState, pass_: GrantPass, waiting: QueueEntry, parts: list[gangs.Part]
+    state: CoreState, pass_: GrantPass, queued: QueueEntry, parts: list[gangs.Part]
 ) -> Outcome:
     """Grants all parts in this step, or none: no victim leaves for a part while another part finds
     no room."""
     needs = gangs.totals(parts)
     first = parts[0].entry
-    priority = _asker_priority(state, pass_, waiting)
+    priority = _asker_priority(state, pass_, queued)
     limits = pass_.limits(state, first, Bytes(sum(needs.values())))
     outcome = _hold_to_quota(state, pass_, first, limits, priority, needs)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     is_shut = any(pressure.is_closed_to(state, p.entry, p.device) for p in parts)
     if is_shut or not needs.keys() <= pass_.books.keys():
-        return pass_.defer(waiting, ())
+        return pass_.defer(queued, ())
     if needs.keys() & pass_.reserved_devices:
-        return pass_.defer(waiting, pass_.books)
+        return pass_.defer(queued, pass_.books)
     for entry in {p.entry.ticket: p.entry for p in parts}.values():
-        outcome = _hold_to_role(state, pass_, entry, waiting, priority)
+        outcome = _hold_to_role(state, pass_, entry, queued, priority)
         if outcome is not Outcome.NOT_APPLICABLE:
             return outcome
     if not all(limits.fits(device, size) for device, size in needs.items()):
         _make_room_on_each(state, pass_, first, needs, priority)
-        return pass_.defer(waiting, pass_.books)
+        return pass_.defer(queued, pass_.books)
     for ticket in {p.entry.ticket: None for p in parts}:
         mine = [p for p in parts if p.entry.ticket == ticket]
-        queued = state.queue.find(ticket)
-        assert queued is not None
-        _grant(state, pass_, mine[0].entry, queued, {p.device: p.size_bytes for p in mine})
+        member = state.queue.find(ticket)
+        assert member is not None
+        _grant(state, pass_, mine[0].entry, member, {p.device: p.size_bytes for p in mine})
     return Outcome.GRANTED
 
 
@@ -381,13 +381,13 @@ def _make_room_on_each(
 # -- a wake ---------------------------------------------------------------------------------------
 
 
-def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> Outcome:
+def wake(state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry) -> Outcome:
     """Wakes an asleep ticket on the devices where its process lives, or asks for the room it
     lacks."""
     home = list(entry.home)
     if any(d not in pass_.books or pressure.is_closed_to(state, entry, d) for d in home):
-        return pass_.defer(waiting, ())
-    priority = _asker_priority(state, pass_, waiting)
+        return pass_.defer(queued, ())
+    priority = _asker_priority(state, pass_, queued)
     missing = {d: Bytes(size - entry.charge(d)) for d, size in entry.home.items()}
     limits = pass_.limits(state, entry, Bytes(sum(missing.values())))
     if never := _never_wakes(state, pass_, entry, limits, missing):
@@ -397,15 +397,15 @@ def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     if pass_.reserved_devices & entry.home.keys():
-        return pass_.defer(waiting, home)
-    outcome = _hold_to_role(state, pass_, entry, waiting, priority)
+        return pass_.defer(queued, home)
+    outcome = _hold_to_role(state, pass_, entry, queued, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     if all(limits.fits(d, size) for d, size in missing.items()):
         entry.count_wake()
-        return _grant(state, pass_, entry, waiting, dict(entry.home))
+        return _grant(state, pass_, entry, queued, dict(entry.home))
     _make_room_on_each(state, pass_, entry, missing, priority)
-    return pass_.defer(waiting, home)
+    return pass_.defer(queued, home)
 
 
 def _never_wakes(
@@ -434,13 +434,13 @@ def return_to_service(state: CoreState, entry: Ticket) -> Outcome:
 
 
 def _grant(
-    state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, home: Sizes
+    state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry, home: Sizes
 ) -> Outcome:
     state.queue.drop(entry.ticket)
     state.trades.granted((entry.holder, entry.model))
-    state.accounts.served(waiting.request.virtual_start_bytes)
-    count_bypasses(state, pass_, waiting.request.sequence, home)
-    charge_and_grant(state, entry, home, since(waiting.request.asked_at, state.now))
+    state.accounts.served(queued.request.virtual_start_bytes)
+    count_bypasses(state, pass_, queued.request.sequence, home)
+    charge_and_grant(state, entry, home, since(queued.request.asked_at, state.now))
     return Outcome.GRANTED
 
 
@@ -479,12 +479,12 @@ def grant_of(entry: Ticket) -> Grant:
 def age(state: CoreState, entry: Ticket) -> None:
     """Runs the time rule of bypassing: after so long a ticket is aged, and at once where the
     settings allow no bypass."""
-    waiting = state.queue.find(entry.ticket)
-    if waiting is None or waiting.is_aged or waiting.is_held:
+    queued = state.queue.find(entry.ticket)
+    if queued is None or queued.is_aged or queued.is_held:
         return
-    ages_at = after(waiting.ages_from or waiting.request.asked_at, state.settings.timeouts.bypass)
+    ages_at = after(queued.ages_from or queued.request.asked_at, state.settings.timeouts.bypass)
     if state.now >= ages_at or _is_never_bypassed(state, entry):
-        state.queue.age(waiting)
+        state.queue.age(queued)
     else:
         state.set_timer(entry, ages_at)
 
@@ -502,19 +502,19 @@ def _is_never_bypassed(state: CoreState, entry: Ticket) -> bool:
 
 
 def _hold_to_role(
-    state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, priority: Priority
+    state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry, priority: Priority
 ) -> Outcome:
     """Keeps a ticket to its exclusion group. A ticket deferred here lacks no bytes, so it holds up
     no ticket of another role. Once aged it holds up those of its own: another replica of the model
     that is to leave would keep the place."""
     if entry.role in pass_.reserved_roles:
-        return pass_.defer(waiting, ())
+        return pass_.defer(queued, ())
     outcome = swap_within_role(state, entry, priority)
     if outcome is not Outcome.DEFERRED:
         return outcome
-    if waiting.is_aged:
+    if queued.is_aged:
         pass_.reserved_roles.add(entry.role)
-    return pass_.defer(waiting, ())
+    return pass_.defer(queued, ())
 
 
 def swap_within_role(state: CoreState, entry: Ticket, priority: Priority) -> Outcome:

@@ -37,9 +37,9 @@ def follow(state: CoreState) -> None:
                 state.set_timer(entry, state.now)
         cap_pins(state, *state.nodes)
     for ticket in state.queue.tickets():
-        queued, waiting = state.ledger.find(ticket), state.queue.find(ticket)
-        if queued is not None and waiting is not None:
-            _follow_queued(state, queued, waiting)
+        waiter, queued = state.ledger.find(ticket), state.queue.find(ticket)
+        if waiter is not None and queued is not None:
+            _follow_queued(state, waiter, queued)
     state.mark_dirty(*state.nodes)
 
 
@@ -55,33 +55,33 @@ def closed(state: CoreState) -> set[ModelName]:
     return {name for name in state.registry.hours if state.opens_at(name) is not None}
 
 
-def _follow_queued(state: CoreState, entry: Ticket, waiting: QueueEntry) -> None:
-    remaining = None if waiting.deadline is None else since(state.now, waiting.deadline)
+def _follow_queued(state: CoreState, entry: Ticket, queued: QueueEntry) -> None:
+    remaining = None if queued.deadline is None else since(state.now, queued.deadline)
     error = None if entry.lease else floors.outside_hours(state, entry.model_name, remaining)
     if error is not None:
         reject_queued(state, entry, error)
     else:
-        hold(state, entry, waiting)
+        hold(state, entry, queued)
 
 
 # -- one ticket -----------------------------------------------------------------------------------
 
 
-def hold(state: CoreState, entry: Ticket, waiting: QueueEntry) -> None:
+def hold(state: CoreState, entry: Ticket, queued: QueueEntry) -> None:
     """Holds a queued ticket outside its hours, or lets it go."""
-    is_held = held_until(state, entry, waiting) is not None
-    if waiting.is_held and not is_held:
+    is_held = held_until(state, entry, queued) is not None
+    if queued.is_held and not is_held:
         state.set_timer(entry, state.now)  # it ages from now on
         state.mark_dirty(entry.node)
-    state.queue.hold(waiting, is_held=is_held, now=state.now)
+    state.queue.hold(queued, is_held=is_held, now=state.now)
 
 
-def held_until(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant | None:
+def held_until(state: CoreState, entry: Ticket, queued: QueueEntry) -> Instant | None:
     """Returns when a queued ticket may go by its hours; None when it may now. A lease knows its own
     hour, and a prefetch is of the lowest priority but no batch work."""
     if entry.lease:
         return None
     opens = [state.opens_at(entry.model_name)]
-    if waiting.request.priority is Priority.BATCH and not entry.is_prefetch:
+    if queued.request.priority is Priority.BATCH and not entry.is_prefetch:
         opens.append(state.hours_readings.opens_at(state.batch_hours_of(entry.model_name)))
     return max((at for at in opens if at is not None), default=None)

@@ -107,11 +107,11 @@ class GrantPass:
             and not pressure.is_closed_to(state, entry, device)
         ]
 
-    def defer(self, waiting: QueueEntry, devices: Iterable[DeviceId]) -> Outcome:
+    def defer(self, queued: QueueEntry, devices: Iterable[DeviceId]) -> Outcome:
         """Leaves a ticket in its place. An aged ticket holds every device whose bytes it waits for:
         none where it waits for something else."""
         self.has_waiting = True
-        if waiting.is_aged:
+        if queued.is_aged:
             self.reserved_devices.update(devices)
         return Outcome.DEFERRED
 
@@ -137,12 +137,12 @@ def count_bypasses(state: CoreState, pass_: GrantPass, sequence: int, home: Size
         pass_.order_changed = True
 
 
-def _could_use(state: CoreState, waiting: QueueEntry, home: Sizes, most: Bytes) -> bool:
+def _could_use(state: CoreState, queued: QueueEntry, home: Sizes, most: Bytes) -> bool:
     """Says whether an asleep ticket, or a member of a gang, could have used these bytes."""
-    entry = state.ledger.find(waiting.request.ticket)
+    entry = state.ledger.find(queued.request.ticket)
     assert entry is not None
     if entry.state is State.ASLEEP:
         return bool(entry.home.keys() & home.keys())
     if entry.state is not State.QUEUED or gangs.members(state, entry) is None:
         return False  # it has bytes of its own to come, or does not compete
-    return waiting.need_bytes <= most
+    return queued.need_bytes <= most

@@ -39,9 +39,9 @@ class PlacementMemo:
         """Notes a ticket that found no room for want of bytes."""
         self._found.append((need, priority, quota_group))
 
-    def walk_past(self, waiting: QueueEntry) -> None:
+    def walk_past(self, queued: QueueEntry) -> None:
         """Counts a ticket as no longer part of the rest, before it is tried."""
-        self._unwalked[urgency_of(waiting.request)] -= 1
+        self._unwalked[urgency_of(queued.request)] -= 1
 
     def covers(self, need: Bytes, priority: Priority, quota_group: str) -> bool:
         """Says whether a ticket tried before proves that this one is unplaceable."""
@@ -50,12 +50,12 @@ class PlacementMemo:
                 return True
         return False
 
-    def can_skip(self, waiting: QueueEntry, version: int) -> bool:
+    def can_skip(self, queued: QueueEntry, version: int) -> bool:
         """Says whether a ticket need not be looked up: most of a long queue."""
-        request = waiting.request
-        if waiting.version != version or waiting.is_aged or request.is_asleep:
+        request = queued.request
+        if queued.version != version or queued.is_aged or request.is_asleep:
             return False
-        return self.covers(waiting.need_bytes, request.priority, waiting.quota_group)
+        return self.covers(queued.need_bytes, request.priority, queued.quota_group)
 
     def can_stop(self, state: CoreState, walked: QueueEntry) -> bool:
         """Says whether the rest behind `walked` is unplaceable as well. Judged anew only when
@@ -72,30 +72,30 @@ class PlacementMemo:
         return stats.needs_at_least(need, state.estimates.version)
 
 
-def need_of(state: CoreState, entry: Ticket, waiting: QueueEntry, most: Bytes) -> Bytes:
+def need_of(state: CoreState, entry: Ticket, queued: QueueEntry, most: Bytes) -> Bytes:
     """Returns what a queued ticket will be granted; the estimates are asked anew only when they
     have changed. `most`: see placement.estimated_bytes."""
     version = state.estimates.version
-    if waiting.version != version:
+    if queued.version != version:
         need = placement.estimated_bytes(state, entry, most)
         if oversize.may_exceed_budget(entry):
-            waiting.note_need(need, waiting.version)  # known, but proves nothing of others
+            queued.note_need(need, queued.version)  # known, but proves nothing of others
         else:
-            state.queue.stats(entry.node).know(waiting, need, version)
-    return waiting.need_bytes
+            state.queue.stats(entry.node).know(queued, need, version)
+    return queued.need_bytes
 
 
 def foresee_need(state: CoreState, entry: Ticket) -> None:
     """Notes a ticket's need as it joins, so that no pass has to walk to it to learn it. A ticket
     of which more must be known than its need is left to its turn."""
-    waiting = state.queue.find(entry.ticket)
+    queued = state.queue.find(entry.ticket)
     node = state.nodes.get(entry.node)
     is_special = entry.gang or entry.is_prefetch or entry.role in state.settings.one_resident_roles
     is_special = is_special or oversize.may_exceed_budget(entry)
-    if waiting is None or node is None or is_special or entry.state is not State.QUEUED:
+    if queued is None or node is None or is_special or entry.state is not State.QUEUED:
         return
     books = compute_books(state, node)
     most = placement.most_on_demand(books)
     need = placement.estimated_bytes(state, entry, most)
     if books and need <= most:
-        state.queue.stats(entry.node).know(waiting, need, state.estimates.version)
+        state.queue.stats(entry.node).know(queued, need, state.estimates.version)

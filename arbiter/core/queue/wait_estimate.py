@@ -42,19 +42,19 @@ def estimate_new(state: CoreState) -> None:
     state.fresh = []
     for ticket in fresh:
         entry = state.ledger.find(ticket)
-        waiting = state.queue.find(ticket)
-        if entry is None or waiting is None:
+        queued = state.queue.find(ticket)
+        if entry is None or queued is None:
             continue
-        predicted = estimated_wait(state, entry, waiting)
+        predicted = estimated_wait(state, entry, queued)
         if predicted is None:
             continue
         predicted_at = after(state.now, predicted)
-        waiting.expect(predicted_at)
+        queued.expect(predicted_at)
         state.log(EventKind.TICKET_WAITS, entry, took=predicted)
         if predicted:
             state.decide(Queued(ticket, entry.holder, predicted))
         doubtful = load_span(state, entry) - sure_load_span(state, entry)
-        if waiting.deadline is not None and predicted_at - doubtful > waiting.deadline:
+        if queued.deadline is not None and predicted_at - doubtful > queued.deadline:
             reject_queued(state, entry, too_late(entry, 0.0, predicted))
 
 
@@ -79,28 +79,28 @@ def sure_load_span(state: CoreState, entry: Ticket) -> Span:
     return load_span(state, entry) if is_sure or entry.state is not State.QUEUED else Span(0)
 
 
-def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span | None:
+def estimated_wait(state: CoreState, entry: Ticket, queued: QueueEntry) -> Span | None:
     """Returns until a ticket serves; None where nothing can be said: no node, nothing read yet, or
     a lease that may not be interrupted holds the bytes, and seldom for the whole of its term."""
-    books = _possible_books(state, entry, waiting)
+    books = _possible_books(state, entry, queued)
     if not books:
         return None
-    ahead = _ahead(state, entry, waiting, books[0])
-    room_at = _room_on_any_at(state, entry, waiting, books, ahead)
+    ahead = _ahead(state, entry, queued, books[0])
+    room_at = _room_on_any_at(state, entry, queued, books, ahead)
     if room_at is None:
         return None
     turnover = state.estimates.turnover(entry.capability)
-    turns = _turns(state, waiting, books, ahead)
+    turns = _turns(state, queued, books, ahead)
     wait = max(
         since(state.now, room_at) + turns * (_turn(state, ahead) + turnover),
         _until_those_ahead_serve(state, ahead, turnover) if turns else Span(0),
         _until_those_ahead_leave(state, entry, ahead, turnover),
-        _until_its_hours(state, entry, waiting),
+        _until_its_hours(state, entry, queued),
     )
     return Span(wait + load_span(state, entry))
 
 
-def _possible_books(state: CoreState, entry: Ticket, waiting: QueueEntry) -> list[DeviceAccount]:
+def _possible_books(state: CoreState, entry: Ticket, queued: QueueEntry) -> list[DeviceAccount]:
     """Returns the devices on which it may be granted: those where it was, of an asleep ticket."""
     node = state.nodes.get(entry.node)
     if node is None or not state.is_settled:
@@ -109,7 +109,7 @@ def _possible_books(state: CoreState, entry: Ticket, waiting: QueueEntry) -> lis
     if entry.state is State.ASLEEP:
         return [book for book in books if book.device in entry.home]
     most = quotas.at_most(state, entry.client.tenant, books)
-    return [book for book in books if waiting.need_bytes <= most[book.device]]
+    return [book for book in books if queued.need_bytes <= most[book.device]]
 
 
 # -- those before it -------------------------------------------------------------------------------
@@ -125,11 +125,11 @@ class _Ahead:
     tickets: list[Ticket]  # of these
 
 
-def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry, book: DeviceAccount) -> _Ahead:
+def _ahead(state: CoreState, entry: Ticket, queued: QueueEntry, book: DeviceAccount) -> _Ahead:
     """Returns what goes before it. What is held outside its hours does not (C13), unless it is
     itself: then all may be let go at once."""
-    count = state.queue.ahead_count(waiting)
-    if waiting.is_held or not state.queue.stats(entry.node).held_count:
+    count = state.queue.ahead_count(queued)
+    if queued.is_held or not state.queue.stats(entry.node).held_count:
         sample = state.queue.first(entry.node, min(count, SAMPLED_COUNT))
     else:
         free = [w for w in state.queue.first(entry.node, count) if not w.is_held]
@@ -139,9 +139,9 @@ def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry, book: DeviceAcc
     return _Ahead(count, sample, needs, [ticket for ticket in tickets if ticket is not None])
 
 
-def _turns(state: CoreState, waiting: QueueEntry, books: list[DeviceAccount], ahead: _Ahead) -> int:
+def _turns(state: CoreState, queued: QueueEntry, books: list[DeviceAccount], ahead: _Ahead) -> int:
     """Returns how many times everything must change before it is its turn."""
-    needed_bytes = int(_lacking(state, waiting, books[0]))
+    needed_bytes = int(_lacking(state, queued, books[0]))
     if ahead.sample:
         needed_bytes += sum(ahead.needs) * ahead.tickets_count // len(ahead.sample)
     return needed_bytes // max(1, sum(book.budget_bytes for book in books))
@@ -170,8 +170,8 @@ def _until_those_ahead_leave(
     return Span(since(state.now, leaves_at) + turnover if leaves_at > state.now else 0)
 
 
-def _until_its_hours(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span:
-    opens_at = hours.held_until(state, entry, waiting)
+def _until_its_hours(state: CoreState, entry: Ticket, queued: QueueEntry) -> Span:
+    opens_at = hours.held_until(state, entry, queued)
     return Span(0) if opens_at is None else since(state.now, opens_at)
 
 
@@ -181,14 +181,14 @@ def _until_its_hours(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Sp
 def _room_on_any_at(
     state: CoreState,
     entry: Ticket,
-    waiting: QueueEntry,
+    queued: QueueEntry,
     books: list[DeviceAccount],
     ahead: _Ahead,
 ) -> Instant | None:
     """Returns when one of its devices has room, those before it being spread over all of them; of
     an asleep ticket, when all have, because a wake needs those where it was. None: not known."""
     rooms = [
-        _room_at(state, book, entry, waiting, ahead.needs[number :: len(books)])
+        _room_at(state, book, entry, queued, ahead.needs[number :: len(books)])
         for number, book in enumerate(books)
     ]
     known = [at for at in rooms if at is not None]
@@ -197,23 +197,23 @@ def _room_on_any_at(
     return min(known, default=None)
 
 
-def _lacking(state: CoreState, waiting: QueueEntry, book: DeviceAccount) -> Bytes:
+def _lacking(state: CoreState, queued: QueueEntry, book: DeviceAccount) -> Bytes:
     """Returns what a ticket lacks on a device: to be awake again, or to be loaded there."""
-    entry = state.ledger.find(waiting.request.ticket)
+    entry = state.ledger.find(queued.request.ticket)
     if entry is None:
-        return waiting.need_bytes
+        return queued.need_bytes
     if entry.state is State.ASLEEP:
         return Bytes(max(0, entry.home.get(book.device, 0) - entry.charge(book.device)))
-    return waiting.need_bytes or placement.estimated_bytes(state, entry, on_demand_of(book))
+    return queued.need_bytes or placement.estimated_bytes(state, entry, on_demand_of(book))
 
 
 def _room_at(
-    state: CoreState, book: DeviceAccount, entry: Ticket, waiting: QueueEntry, ahead: list[Bytes]
+    state: CoreState, book: DeviceAccount, entry: Ticket, queued: QueueEntry, ahead: list[Bytes]
 ) -> Instant | None:
     """Returns when enough of what is there may have left, the soonest lawful first, where what
     comes back goes to the tickets `ahead` of it for which it suffices; None where that takes the
     end of a lease."""
-    need = _lacking(state, waiting, book)
+    need = _lacking(state, queued, book)
     room = _Room(need, ahead)
     free, returning = _usable(state, book, entry)
     if room.suffices_with(free):
@@ -230,7 +230,7 @@ def _room_at(
     others = [e for e in staying if not e.pinned]
     leased = [e for e in others if e.lease and not e.lease.terms.preemptible]
     gone = (
-        (_gone_at(state, e, waiting), e.charge(book.device), e) for e in others if e not in leased
+        (_gone_at(state, e, queued), e.charge(book.device), e) for e in others if e not in leased
     )
     spare = quotas.ReserveSlack(state, book, entry.client.tenant)
     leaving = [(at, spare.take(e, size)) for at, size, e in sorted(gone, key=lambda x: x[:2])]
@@ -241,7 +241,7 @@ def _room_at(
         leaves_at = max(leaves_at, other_at)
         if room.suffices_with(freed):
             break
-    return max(leaves_at, _cheaper_gone_at(state, book, entry, short, waiting))
+    return max(leaves_at, _cheaper_gone_at(state, book, entry, short, queued))
 
 
 def _usable(state: CoreState, book: DeviceAccount, entry: Ticket) -> tuple[Bytes, Bytes]:
@@ -255,13 +255,13 @@ def _usable(state: CoreState, book: DeviceAccount, entry: Ticket) -> tuple[Bytes
 
 
 def _cheaper_gone_at(
-    state: CoreState, book: DeviceAccount, entry: Ticket, short: Bytes, waiting: QueueEntry
+    state: CoreState, book: DeviceAccount, entry: Ticket, short: Bytes, queued: QueueEntry
 ) -> Instant:
     """Returns when the bytes of cheaper models than those that may leave the soonest may be back,
     if it waits for those (C4); else now."""
     if short <= 0:
         return state.now
-    priority = waiting.request.priority
+    priority = queued.request.priority
     victims = victims_no_more_urgent(state, book, priority)
     leave_at = waits_for_cheaper_until(state, book, entry, short, priority, victims)
     if leave_at is None:
@@ -290,10 +290,10 @@ class _Room:
         return self._free >= self._need
 
 
-def _gone_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
+def _gone_at(state: CoreState, entry: Ticket, queued: QueueEntry) -> Instant:
     """Returns when the bytes of a ticket that may leave may be back."""
     span = _drain(state, entry) + state.estimates.turnover(entry.capability)
-    return after(_lawful_at(state, entry, waiting), Span(span))
+    return after(_lawful_at(state, entry, queued), Span(span))
 
 
 def _drain(state: CoreState, entry: Ticket) -> Span:
@@ -306,7 +306,7 @@ def _drain(state: CoreState, entry: Ticket) -> Span:
     return Span(max(0, min(runs.usual, state.settings.timeouts.barrier) - drained))
 
 
-def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
+def _lawful_at(state: CoreState, entry: Ticket, queued: QueueEntry) -> Instant:
     """Returns when a ticket may lawfully be asked to leave: a load in flight ends first, a more
     urgent priority fades first."""
     if entry.state is State.LOADING:
@@ -314,8 +314,8 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
         load = state.estimates.slowed_load_time(entry.model_key, predicted, state.now)
         loaded_at = max(state.now, after(entry.since, load))
         stays_until = after(loaded_at, state.settings.min_residency)
-        return max(stays_until, _collated_at(state, entry, waiting))
-    asker = waiting.request.priority
+        return max(stays_until, _collated_at(state, entry, queued))
+    asker = queued.request.priority
     # A growth ends with its grant, long before the latest moment.
     lawful_at = max(state.now, entry.declined_until)
     victim_priority = effective_priority(state, entry)
@@ -323,16 +323,16 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
         fades_at = priority_fades_at(state, entry) or after(state.now, state.settings.carry_most)
         return max(lawful_at, fades_at)
     if victim_priority == asker:
-        collated_at = _collated_at(state, entry, waiting)
+        collated_at = _collated_at(state, entry, queued)
         return max(lawful_at, min_residency_ends(state, entry), collated_at)
     return lawful_at
 
 
-def _collated_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
+def _collated_at(state: CoreState, entry: Ticket, queued: QueueEntry) -> Instant:
     """Returns when a model with which the asker trades places may leave at the latest (C13): while
     it has requests, once the asker has waited as long as it must. A model that still loads will
     have some."""
-    asker = state.ledger.find(waiting.request.ticket)
+    asker = state.ledger.find(queued.request.ticket)
     if asker is None:
         return state.now
     if entry.state is State.RESIDENT and collated_until(state, entry, asker) <= state.now:

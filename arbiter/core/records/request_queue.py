@@ -70,30 +70,30 @@ class QueueStats:
     holders: dict[HolderId, int] = field(default_factory=dict)  # and how many of these are theirs
     held_count: int = 0  # outside their hours
 
-    def count(self, waiting: QueueEntry, more: int) -> None:
+    def count(self, queued: QueueEntry, more: int) -> None:
         """Counts a ticket that joins (1) or leaves (-1)."""
-        self.urgencies[urgency_of(waiting.request)] += more
-        self.quota_groups[waiting.quota_group] += more
-        self.held_count += more * waiting.is_held
-        if theirs := self.holders.get(waiting.holder, 0) + more:
-            self.holders[waiting.holder] = theirs
+        self.urgencies[urgency_of(queued.request)] += more
+        self.quota_groups[queued.quota_group] += more
+        self.held_count += more * queued.is_held
+        if theirs := self.holders.get(queued.holder, 0) + more:
+            self.holders[queued.holder] = theirs
         else:
-            del self.holders[waiting.holder]
-        if waiting.version == self.version:
+            del self.holders[queued.holder]
+        if queued.version == self.version:
             self.known_count += more
-            self.least_bytes = min(self.least_bytes, waiting.need_bytes)
+            self.least_bytes = min(self.least_bytes, queued.need_bytes)
 
-    def know(self, waiting: QueueEntry, need: Bytes, version: int) -> None:
+    def know(self, queued: QueueEntry, need: Bytes, version: int) -> None:
         """Notes what a ticket needs by this version of the estimates; a newer version makes all
         other needs unknown."""
         if version != self.version:
             self.version = version
             self.known_count = 0
             self.least_bytes = need
-        self.known_count += waiting.version != version
+        self.known_count += queued.version != version
         self.least_bytes = min(self.least_bytes, need)
-        waiting.need_bytes = need
-        waiting.version = version
+        queued.need_bytes = need
+        queued.version = version
 
     def needs_at_least(self, need: Bytes, version: int) -> bool:
         """Says whether every ticket needs so much; False while the need of one is unknown."""
@@ -115,7 +115,7 @@ class RequestQueue:
 
     def __init__(self, place_of: Callable[[QueuedRequest], Key]) -> None:
         self._place_of = place_of
-        self._waiting: dict[TicketId, QueueEntry] = {}
+        self._queued: dict[TicketId, QueueEntry] = {}
         self._order: dict[NodeId, list[tuple[Key, TicketId, QueueEntry]]] = {}  # no two tickets tie
         self._walked: set[NodeId] = set()  # see walk
         self._stats: dict[NodeId, QueueStats] = {}
@@ -158,7 +158,7 @@ class RequestQueue:
         request = QueuedRequest(
             ticket, now, self._sequence, priority, is_warm, is_asleep, virtual_start_bytes
         )
-        waiting = QueueEntry(
+        queued = QueueEntry(
             request,
             (),
             model,
@@ -171,43 +171,43 @@ class RequestQueue:
             tenant=tenant,
             work_bytes=work_bytes,
         )
-        self._waiting[ticket] = waiting
+        self._queued[ticket] = queued
         self._of_model.setdefault(model, {})[ticket] = None
         self._here.setdefault((node, model), {})[ticket] = None
-        self._count_where(waiting, 1)
-        self._insert(waiting)
-        return waiting
+        self._count_where(queued, 1)
+        self._insert(queued)
+        return queued
 
     def drop(self, ticket: TicketId) -> None:
         """Takes a ticket out; safe for a ticket that is not queued."""
-        if waiting := self._waiting.pop(ticket, None):
-            self._remove(waiting)
-            model = waiting.model
-            place = (waiting.node, model)
+        if queued := self._queued.pop(ticket, None):
+            self._remove(queued)
+            model = queued.model
+            place = (queued.node, model)
             del self._of_model[model][ticket], self._here[place][ticket]
             if not self._here[place]:
                 del self._here[place]
             if not self._of_model[model]:
                 del self._of_model[model]
-            self._count_where(waiting, -1)
+            self._count_where(queued, -1)
 
-    def _insert(self, waiting: QueueEntry) -> None:
-        request = waiting.request
-        place = (request.asked_at, request.sequence) if waiting.is_aged else self._place_of(request)
-        waiting.key = (not waiting.is_first, not waiting.is_aged, *place)
-        insort(self._own_order(waiting.node), (waiting.key, request.ticket, waiting))
-        if waiting.node not in self._stats:
-            self._stats[waiting.node] = QueueStats()
-        self._stats[waiting.node].count(waiting, 1)
-        self.dirty.add(waiting.node)
+    def _insert(self, queued: QueueEntry) -> None:
+        request = queued.request
+        place = (request.asked_at, request.sequence) if queued.is_aged else self._place_of(request)
+        queued.key = (not queued.is_first, not queued.is_aged, *place)
+        insort(self._own_order(queued.node), (queued.key, request.ticket, queued))
+        if queued.node not in self._stats:
+            self._stats[queued.node] = QueueStats()
+        self._stats[queued.node].count(queued, 1)
+        self.dirty.add(queued.node)
 
-    def _remove(self, waiting: QueueEntry) -> None:
-        order = self._own_order(waiting.node)
-        del order[bisect_left(order, (waiting.key, waiting.request.ticket))]
-        self._stats[waiting.node].count(waiting, -1)
+    def _remove(self, queued: QueueEntry) -> None:
+        order = self._own_order(queued.node)
+        del order[bisect_left(order, (queued.key, queued.request.ticket))]
+        self._stats[queued.node].count(queued, -1)
         if not order:
-            del self._order[waiting.node], self._stats[waiting.node]
-        self.dirty.add(waiting.node)
+            del self._order[queued.node], self._stats[queued.node]
+        self.dirty.add(queued.node)
 
     def _own_order(self, node: NodeId) -> list[tuple[Key, TicketId, QueueEntry]]:
         """Returns a node's order to be changed: a copy while it is being walked."""
@@ -221,40 +221,40 @@ class RequestQueue:
 
     def raise_priority(self, ticket: TicketId, priority: Priority) -> None:
         """Moves a ticket up, because a more urgent request waits for it too."""
-        waiting = self._waiting[ticket]
-        self._change(waiting, waiting.request._replace(priority=priority))
+        queued = self._queued[ticket]
+        self._change(queued, queued.request._replace(priority=priority))
 
     def extend_deadline(self, ticket: TicketId, deadline: Instant | None) -> None:
         """Lets a ticket wait until this deadline if that is later, because another request waits
         for it as well; None: as long as it takes."""
-        waiting = self._waiting[ticket]
-        if waiting.deadline is not None and (deadline is None or deadline > waiting.deadline):
-            waiting.deadline = deadline
+        queued = self._queued[ticket]
+        if queued.deadline is not None and (deadline is None or deadline > queued.deadline):
+            queued.deadline = deadline
 
     def change_quota_group(self, ticket: TicketId, quota_group: str) -> None:
         """Notes that a ticket is another tenant's; safe for a ticket that is not queued. The turn
         stays that of the tenant that asked."""
-        waiting = self._waiting.get(ticket)
-        if waiting is None or waiting.quota_group == quota_group:
+        queued = self._queued.get(ticket)
+        if queued is None or queued.quota_group == quota_group:
             return
-        self._remove(waiting)
-        self._count_where(waiting, -1)
-        waiting.quota_group = quota_group
-        self._count_where(waiting, 1)
-        self._insert(waiting)
+        self._remove(queued)
+        self._count_where(queued, -1)
+        queued.quota_group = quota_group
+        self._count_where(queued, 1)
+        self._insert(queued)
 
-    def _count_where(self, waiting: QueueEntry, more: int) -> None:
-        if waiting.quota_group not in self._where:
-            self._where[waiting.quota_group] = Counter()
-        where = self._where[waiting.quota_group]
-        where[waiting.node] += more
-        if not where[waiting.node]:
-            del where[waiting.node]
+    def _count_where(self, queued: QueueEntry, more: int) -> None:
+        if queued.quota_group not in self._where:
+            self._where[queued.quota_group] = Counter()
+        where = self._where[queued.quota_group]
+        where[queued.node] += more
+        if not where[queued.node]:
+            del where[queued.node]
 
-    def hold(self, waiting: QueueEntry, *, is_held: bool, now: Instant) -> None:
+    def hold(self, queued: QueueEntry, *, is_held: bool, now: Instant) -> None:
         """Notes whether a ticket is held outside its hours; let go, its wait counts from now."""
-        self._stats[waiting.node].held_count += is_held - waiting.is_held
-        waiting.note_hours(is_held=is_held, now=now)
+        self._stats[queued.node].held_count += is_held - queued.is_held
+        queued.note_hours(is_held=is_held, now=now)
 
     def loading(self, node: NodeId, model: ModelName, more: int) -> None:
         """Notes that a load of a model begins (1) or ends (-1): tickets for it are warm meanwhile
@@ -279,54 +279,54 @@ class RequestQueue:
     def _rewarm(self, node: NodeId, model: ModelName) -> None:
         is_warm = self._is_warm(node, model)
         for ticket in list(self._here.get((node, model), ())):
-            waiting = self._waiting[ticket]
-            request = waiting.request
+            queued = self._queued[ticket]
+            request = queued.request
             if not request.is_asleep and request.is_warm != is_warm:
-                self._change(waiting, request._replace(is_warm=is_warm))
+                self._change(queued, request._replace(is_warm=is_warm))
 
     def count_bypasses(self, bypassed: list[QueueEntry], most_count: int) -> bool:
         """Counts for each of these that a later ticket was granted first; at `most_count` a ticket
         is aged. Says whether one was."""
         aged = []
-        for waiting in bypassed:
-            waiting.bypassed_count += 1
-            if waiting.bypassed_count >= most_count:
-                aged.append(waiting)
-        for waiting in aged:
-            self.age(waiting)
+        for queued in bypassed:
+            queued.bypassed_count += 1
+            if queued.bypassed_count >= most_count:
+                aged.append(queued)
+        for queued in aged:
+            self.age(queued)
         return bool(aged)
 
-    def age(self, waiting: QueueEntry) -> None:
+    def age(self, queued: QueueEntry) -> None:
         """Puts a ticket before all that are not aged: no later ticket bypasses it any more."""
-        if not waiting.is_aged:
-            self._remove(waiting)
-            waiting.is_aged = True
-            self._insert(waiting)
+        if not queued.is_aged:
+            self._remove(queued)
+            queued.is_aged = True
+            self._insert(queued)
 
-    def _change(self, waiting: QueueEntry, request: QueuedRequest) -> None:
-        self._remove(waiting)
-        waiting.request = request
-        self._insert(waiting)
+    def _change(self, queued: QueueEntry, request: QueuedRequest) -> None:
+        self._remove(queued)
+        queued.request = request
+        self._insert(queued)
 
     # -- looking -------------------------------------------------------------------------------
 
     def is_ahead(self, ticket: TicketId, other: TicketId) -> bool:
         """Says whether `ticket` comes before `other`; both wait on one node."""
-        return (self._waiting[ticket].key, ticket) < (self._waiting[other].key, other)
+        return (self._queued[ticket].key, ticket) < (self._queued[other].key, other)
 
     def find(self, ticket: TicketId) -> QueueEntry | None:
         """Returns the entry of a ticket; None when it is not queued."""
-        return self._waiting.get(ticket)
+        return self._queued.get(ticket)
 
     def at(self, node: NodeId) -> list[QueueEntry]:
         """Returns the entries of a node, first to last."""
-        return [waiting for _, _, waiting in self._order.get(node, ())]
+        return [queued for _, _, queued in self._order.get(node, ())]
 
     def asked_before(self, node: NodeId, sequence: int) -> list[QueueEntry]:
         """Returns the entries of a node that asked no later than the one of this sequence, first to
         last."""
         order = self._order.get(node, ())
-        return [waiting for _, _, waiting in order if waiting.request.sequence <= sequence]
+        return [queued for _, _, queued in order if queued.request.sequence <= sequence]
 
     def walk(self, node: NodeId) -> Iterator[QueueEntry]:
         """Yields the entries of a node as they stand when the walk begins; an entry that has left
@@ -336,8 +336,8 @@ class RequestQueue:
         self._walked.add(node)
         try:
             for _, ticket, _ in self._order.get(node, ()):
-                if waiting := self._waiting.get(ticket):
-                    yield waiting
+                if queued := self._queued.get(ticket):
+                    yield queued
         finally:
             if is_first:
                 self._walked.discard(node)
@@ -348,11 +348,11 @@ class RequestQueue:
 
     def first(self, node: NodeId, count: int) -> list[QueueEntry]:
         """Returns the first entries of a node, at most `count`."""
-        return [waiting for _, _, waiting in self._order.get(node, [])[:count]]
+        return [queued for _, _, queued in self._order.get(node, [])[:count]]
 
-    def ahead_count(self, waiting: QueueEntry) -> int:
+    def ahead_count(self, queued: QueueEntry) -> int:
         """Returns how many tickets stand before this entry on its node."""
-        return bisect_left(self._order[waiting.node], (waiting.key, waiting.request.ticket))
+        return bisect_left(self._order[queued.node], (queued.key, queued.request.ticket))
 
     def weigh(self, node: NodeId) -> None:
         """Computes anew the least need on a node, from all entries."""
@@ -383,14 +383,14 @@ class RequestQueue:
 
     def has_free(self) -> bool:
         """Says whether a ticket waits that no hours hold (C13)."""
-        return len(self._waiting) > sum(stats.held_count for stats in self._stats.values())
+        return len(self._queued) > sum(stats.held_count for stats in self._stats.values())
 
     def count(self, model: ModelName) -> int:
         """Returns how many tickets wait for a model."""
         return len(self._of_model.get(model, ()))
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._queued)
 
     def __contains__(self, ticket: TicketId) -> bool:
-        return ticket in self._waiting
+        return ticket in self._queued

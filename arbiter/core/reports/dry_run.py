@@ -324,20 +324,20 @@ class _Outcome:
 
     def _need(self, entry: Ticket | None) -> Bytes:
         """Returns what it would be granted, as far as the pass has computed it."""
-        waiting = self.copied.queue.find(self.ticket)
+        queued = self.copied.queue.find(self.ticket)
         if entry is not None and entry.home:
             return entry.home_bytes
         declared_bytes = entry.need.device_bytes if entry else self.question.need.device_bytes
-        return (waiting.need_bytes if waiting else None) or declared_bytes
+        return (queued.need_bytes if queued else None) or declared_bytes
 
     def _wait(self, entry: Ticket) -> Span | None:
         """Returns until its load may begin, as the core would tell its holder."""
-        waiting = self.copied.queue.find(self.ticket)
+        queued = self.copied.queue.find(self.ticket)
         if not self.copied.is_settled:
             return since(self.copied.now, self.copied.settled_at)
-        if waiting is None:
+        if queued is None:
             return None
-        until_served = wait_estimate.estimated_wait(self.copied, entry, waiting)
+        until_served = wait_estimate.estimated_wait(self.copied, entry, queued)
         if until_served is None:
             return None
         return Span(max(0, until_served - wait_estimate.load_span(self.copied, entry)))

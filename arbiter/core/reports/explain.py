@@ -208,10 +208,10 @@ def _charged_ticket(
 def _asker_priority(state: CoreState, entry: Ticket) -> Priority:
     """Returns the priority with which a ticket asks: an aged ticket asks with that of the most
     urgent it holds up."""
-    waiting = state.queue.find(entry.ticket)
-    assert waiting is not None
-    held_up = state.queue.at(entry.node) if waiting.is_aged else ()
-    return min([waiting.request.priority, *(w.request.priority for w in held_up if not w.is_held)])
+    queued = state.queue.find(entry.ticket)
+    assert queued is not None
+    held_up = state.queue.at(entry.node) if queued.is_aged else ()
+    return min([queued.request.priority, *(e.request.priority for e in held_up if not e.is_held)])
 
 
 def _current_sentences(
@@ -278,8 +278,8 @@ def _hours_sentences(state: CoreState, entry: Ticket, now: Instant) -> list[str]
     (C13)."""
     name = entry.model_name
     own = state.registry.hours.get(name, "")
-    if waiting := state.queue.find(entry.ticket):
-        goes_at = hours.held_until(state, entry, waiting)
+    if queued := state.queue.find(entry.ticket):
+        goes_at = hours.held_until(state, entry, queued)
         if goes_at is None:
             return []
         left_s = in_seconds(since(now, goes_at))
