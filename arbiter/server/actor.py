@@ -224,16 +224,16 @@ class ArbiterActor:
         """Ends leases with missed heartbeats now, before they lapse."""
         return self._leases.clean()
 
-    # -- remotes -------------------------------------------------------------------------------
+    # -- remotes (fronts of older versions call these two by their names) -----------------------
 
     async def leave(self, egress: messages.Egress) -> messages.DaySpent:
         """Reserves a request's price and writes it down before it leaves. Repeated: once. Raises
         RemoteBudgetSpent, EgressRefused: then nothing may leave."""
-        return self._egress.leave(egress)
+        return self._egress.reserve(egress)
 
     async def left(self, end: messages.EgressEnd) -> messages.DaySpent:
         """Settles the price of a request that has ended. Repeated: once. Raises EgressUnsettled."""
-        return self._egress.left(end)
+        return self._egress.settle(end)
 
     async def spending(self) -> list[messages.Plain]:
         """What tenants have spent at remotes today (UTC)."""

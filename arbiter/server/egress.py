@@ -1,9 +1,9 @@
 """EgressBook: what leaves for remotes is written down and paid for before it leaves (J5).
 
 A request reserves the most that it may cost; its end puts what it did cost in that place, once. The
-front tells an end until it is written down. One whose end was never told, because the front died,
-stays reserved: a crash errs to the dear side, until midnight UTC. Budgets
-are per tenant and remote, and those of all sessions of one state file together.
+front tells an end until it is written down. A request whose end was never told, because the front
+died, stays reserved until midnight UTC: a crash counts too much rather than too little. A budget is
+per tenant and remote, over all sessions of one state file.
 """
 
 import time
@@ -30,8 +30,9 @@ class EgressBook:
     ) -> None:
         self._store, self._tell, self._unix_s = store, tell, unix_s
 
-    def leave(self, egress: Egress) -> DaySpent:
-        """Reserves the price of a request that is about to leave; done once for an id. Raises
+    def reserve(self, egress: Egress) -> DaySpent:
+        """Reserves the price of a request that is about to leave; done once for an id.
+        Returns what its tenant has spent at the remote today, reservations included. Raises
         RemoteBudgetSpent, EgressRefused."""
         now, tenant, remote = self._now(), egress.tenant, egress.remote
         day = day_of(now)
@@ -46,8 +47,10 @@ class EgressBook:
         self._tell(LogEvent(EventKind.REMOTE_EGRESS, _about(egress), size_bytes=egress.size_bytes))
         return DaySpent(*self._store.spent(day, tenant, remote))
 
-    def left(self, end: EgressEnd) -> DaySpent:
-        """Raises EgressUnsettled: then it is to be told again."""
+    def settle(self, end: EgressEnd) -> DaySpent:
+        """Puts what a request did cost in the place of what it had reserved. Done once for an id,
+        and not for an id that has reserved nothing. Returns what its tenant has spent at the remote
+        today. Raises EgressUnsettled: then it is to be told again."""
         egress = end.egress
         tokens = end.prompt_tokens_count + end.answer_tokens_count
         if self._store.is_reserved(egress.id):

@@ -226,7 +226,7 @@ class Remotes:
         tries = state.breaker.begin()
         try:
             egress = self._egress(call)
-            await self._leave(call, egress)
+            await self._reserve(call, egress)
             async with aclosing(self._settled(call, egress, state)) as parts:
                 async for part in parts:
                     yield part
@@ -235,16 +235,17 @@ class Remotes:
             if tries:
                 state.breaker.abandoned()
 
-    async def _leave(self, call: RemoteCall, egress: Egress) -> None:
-        """Raises RequestError. Where it is not known whether the arbiter has reserved it, and where
-        the table has changed meanwhile, its end is told, after which it has not."""
+    async def _reserve(self, call: RemoteCall, egress: Egress) -> None:
+        """Reserves the price of a request that is about to leave. Where it is unknown whether the
+        arbiter has reserved it, and where the table has changed meanwhile, the request is settled
+        as unsent. Raises RequestError."""
         try:
-            await self._spending.leave(egress)
+            await self._spending.reserve(egress)
             self._check_table(call)
         except (ArbiterUnavailable, RemoteRefused, UnknownModel, asyncio.CancelledError):
             if len(self.background.running) < MOST_UNTOLD:
                 nothing = EgressEnd(egress, "unsent", Bytes(0), 0, 0, 0, seconds(0))
-                self.background.begin(self._spending.left(nothing))
+                self.background.begin(self._spending.settle(nothing))
             raise
 
     async def _settled(self, call: RemoteCall, egress: Egress, state: _State) -> Parts:
@@ -278,7 +279,7 @@ class Remotes:
         finally:
             took_s = self._now_s() - began_s
             end = _end(egress, exchange, row, outcome, took_s)
-            self.background.begin(self._spending.left(end))
+            self.background.begin(self._spending.settle(end))
 
     async def close(self) -> None:
         """Returns when every end is told, after `CLOSE_S` at most: others stay reserved."""

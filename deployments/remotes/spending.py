@@ -1,8 +1,8 @@
 """Where budgets are kept: by the arbiter, which writes down each egress before it happens.
 
 The front remembers what the arbiter said last, so that an offer needs no call; what counts is the
-reservation that `leave` makes. The end of an egress is told until the arbiter has written it down,
-which it does once for each id.
+reservation that `reserve` makes. The end of an egress is told until the arbiter has written it
+down, which it does once for each id.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from arbiter.protocol.egress_budget import day_of, refusal
 from arbiter.protocol.messages import DaySpent, Egress, EgressEnd
 
 # An arbiter that restarts is back within two seconds; a request waits no longer for its egress.
-LEAVE_S = 5.0
+RESERVE_S = 5.0
 # Between two messages about one end: the first after an arbiter's restart, the others as a person
 # mends a disk. A message of another request that gets through ends the pause.
 AGAIN_S, AGAIN_MOST_S = 2.0, 60.0
@@ -27,21 +27,23 @@ logger = logging.getLogger("ray.serve")
 
 
 class Book(Protocol):
-    """The arbiter's side (arbiter.server.egress)."""
+    """Where egresses are reserved and settled. Each call returns what the tenant has spent at the
+    remote today, and is done once for an id however often it is repeated."""
 
-    async def leave(self, egress: Egress) -> DaySpent: ...
+    async def reserve(self, egress: Egress) -> DaySpent: ...
 
-    async def left(self, end: EgressEnd) -> DaySpent: ...
+    async def settle(self, end: EgressEnd) -> DaySpent: ...
 
 
 class ArbiterBook:
-    """Raises ArbiterUnavailable: then nothing leaves."""
+    """The arbiter's book (arbiter.server.egress). Every call raises ArbiterUnavailable, and the
+    error that the arbiter answers: then nothing leaves."""
 
-    async def leave(self, egress: Egress) -> DaySpent:
-        spent: DaySpent = await call_arbiter("leave", egress, within_s=LEAVE_S)
+    async def reserve(self, egress: Egress) -> DaySpent:
+        spent: DaySpent = await call_arbiter("leave", egress, within_s=RESERVE_S)
         return spent
 
-    async def left(self, end: EgressEnd) -> DaySpent:
+    async def settle(self, end: EgressEnd) -> DaySpent:
         spent: DaySpent = await call_arbiter("left", end)
         return spent
 
@@ -59,16 +61,18 @@ class Spending:
         self._known: dict[tuple[str, str], DaySpent] = {}  # of that day
         self._heard = asyncio.Event()  # set at the arbiter's next answer
 
-    async def leave(self, egress: Egress) -> None:
-        """Raises RemoteBudgetSpent, EgressRefused, ArbiterUnavailable."""
-        await self._note(egress, self._book.leave(egress))
+    async def reserve(self, egress: Egress) -> None:
+        """Reserves the price of a request that is about to leave. Raises RemoteBudgetSpent,
+        EgressRefused, ArbiterUnavailable."""
+        await self._note(egress, self._book.reserve(egress))
 
-    async def left(self, end: EgressEnd) -> None:
-        """Returns once it is written down, however often it has to be told."""
+    async def settle(self, end: EgressEnd) -> None:
+        """Settles the price of a request that has ended. Returns once that is written down, however
+        often it has to be told."""
         pause_s = AGAIN_S
         while True:
             try:
-                await self._note(end.egress, self._book.left(end))
+                await self._note(end.egress, self._book.settle(end))
                 return
             except (ArbiterUnavailable, EgressUnsettled) as error:
                 logger.error("the end of %s is told again: %s", end.egress.id, error)

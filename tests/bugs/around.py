@@ -145,7 +145,7 @@ BUGS = [
     Bug("a lease ends whenever its bytes are wanted", "arbiter/core/queue/wait_estimate.py", "_room_at",
         "leased and short > sum(freed for _, freed in leaving)",
         "False"),
-    Bug("a repeated end is paid again", "arbiter/server/egress.py", "EgressBook.left",
+    Bug("a repeated end is paid again", "arbiter/server/egress.py", "EgressBook.settle",
         "self._store.is_reserved(egress.id)",
         "True"),
     Bug("a fetched file has no bound", "deployments/adapters/fetch.py", "_bounded",

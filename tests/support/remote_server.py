@@ -163,13 +163,13 @@ class CountingBook:
     error: Exception | None = None
     unsettled: list[Exception] = field(default_factory=list)  # of the next ends, one each
 
-    async def leave(self, egress: Egress) -> DaySpent:
+    async def reserve(self, egress: Egress) -> DaySpent:
         if self.error is not None:
             raise self.error
         self.left_for.append(egress)
         return DaySpent(egress.tokens_count, egress.money_micros)
 
-    async def left(self, end: EgressEnd) -> DaySpent:
+    async def settle(self, end: EgressEnd) -> DaySpent:
         if self.unsettled:
             raise self.unsettled.pop(0)
         self.ends.append(end)

@@ -43,19 +43,19 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.spec("J5")
 def test_what_may_be_spent_is_reserved_and_what_was_spent_takes_its_place(path: Path) -> None:
     now = Arbiter(path)
-    assert now.book.leave(FIRST) == DaySpent(60, 600)
+    assert now.book.reserve(FIRST) == DaySpent(60, 600)
     with pytest.raises(RemoteBudgetSpent, match="60 tokens at cloud today"):
-        now.book.leave(replace(FIRST, id="e2"))
-    assert now.book.left(end(FIRST)) == DaySpent(30, 300)
-    assert now.book.leave(replace(FIRST, id="e3")) == DaySpent(90, 900)
+        now.book.reserve(replace(FIRST, id="e2"))
+    assert now.book.settle(end(FIRST)) == DaySpent(30, 300)
+    assert now.book.reserve(replace(FIRST, id="e3")) == DaySpent(90, 900)
     assert now.book.today() == [of_ann(30, 300, 60, 600)]
 
 
 @pytest.mark.spec("J5")
 def test_each_message_counts_once_however_often_it_comes(path: Path) -> None:
     now = Arbiter(path)
-    assert now.book.leave(FIRST) == now.book.leave(FIRST)
-    assert now.book.left(end(FIRST)) == now.book.left(end(FIRST)) == DaySpent(30, 300)
+    assert now.book.reserve(FIRST) == now.book.reserve(FIRST)
+    assert now.book.settle(end(FIRST)) == now.book.settle(end(FIRST)) == DaySpent(30, 300)
     assert [line.kind for line in now.told] == [EventKind.REMOTE_EGRESS, EventKind.REMOTE_ANSWER]
 
 
@@ -63,16 +63,16 @@ def test_each_message_counts_once_however_often_it_comes(path: Path) -> None:
 @pytest.mark.parametrize("write", ["INSERT ON remote_spent", "DELETE ON remote_reserved"])
 def test_what_could_not_be_settled_stays_reserved(path: Path, write: str) -> None:
     now = Arbiter(path)
-    now.book.leave(FIRST)
+    now.book.reserve(FIRST)
     with sqlite3.connect(path) as other:
         other.execute(f"CREATE TRIGGER full BEFORE {write} BEGIN SELECT RAISE(ABORT, 'full'); END")
     with pytest.raises(EgressUnsettled, match=r"its highest price stays reserved: .*full"):
-        now.book.left(end(FIRST))
+        now.book.settle(end(FIRST))
     assert now.store.spent("2026-05-29", "ann", "cloud") == (60, 600)
     with sqlite3.connect(path) as other:
         other.execute("DROP TRIGGER full")
     for _ in range(2):
-        assert now.book.left(end(FIRST)) == DaySpent(30, 300)
+        assert now.book.settle(end(FIRST)) == DaySpent(30, 300)
     kinds = [line.kind for line in now.told]
     assert kinds == [EventKind.REMOTE_EGRESS, EventKind.REMOTE_ANSWER]
     now.store.close()
@@ -81,27 +81,27 @@ def test_what_could_not_be_settled_stays_reserved(path: Path, write: str) -> Non
 @pytest.mark.spec("J5")
 def test_an_end_that_cannot_be_looked_up_is_to_be_told_again(path: Path) -> None:
     now = Arbiter(path)
-    now.book.leave(FIRST)
+    now.book.reserve(FIRST)
     with sqlite3.connect(path) as other:
         other.execute("ALTER TABLE remote_reserved RENAME TO away")
     with pytest.raises(EgressUnsettled):
-        now.book.left(end(FIRST))
+        now.book.settle(end(FIRST))
     with sqlite3.connect(path) as other:
         other.execute("ALTER TABLE away RENAME TO remote_reserved")
-    assert now.book.left(end(FIRST)) == DaySpent(30, 300)
+    assert now.book.settle(end(FIRST)) == DaySpent(30, 300)
 
 
 @pytest.mark.spec("J5")
 def test_an_end_without_a_reservation_costs_nothing_and_is_no_line(path: Path) -> None:
     now = Arbiter(path)
-    assert now.book.left(end(FIRST)) == DaySpent(0, 0)
+    assert now.book.settle(end(FIRST)) == DaySpent(0, 0)
     assert now.told == []
 
 
 @pytest.mark.spec("J5")
 def test_a_settlement_that_cannot_begin_changes_nothing(path: Path) -> None:
     now = Arbiter(path)
-    now.book.leave(FIRST)
+    now.book.reserve(FIRST)
     now.store._db.execute("BEGIN")  # so that a second cannot begin
     assert not now.store.settle(FIRST.id, 30, 300)
     now.store._db.execute("ROLLBACK")
@@ -111,13 +111,13 @@ def test_a_settlement_that_cannot_begin_changes_nothing(path: Path) -> None:
 @pytest.mark.spec("J5")
 def test_a_restart_forgets_nothing_and_a_lost_end_stays_reserved(path: Path) -> None:
     before = Arbiter(path)
-    before.book.leave(FIRST)
-    before.book.left(end(FIRST))
-    before.book.leave(replace(FIRST, id="e2"))
+    before.book.reserve(FIRST)
+    before.book.settle(end(FIRST))
+    before.book.reserve(replace(FIRST, id="e2"))
     before.store.close()
     after = Arbiter(path, session="another")
     with pytest.raises(RemoteBudgetSpent) as refused:
-        after.book.leave(replace(FIRST, id="e3"))
+        after.book.reserve(replace(FIRST, id="e3"))
     assert (refused.value.has, refused.value.retry_after_s) == (90, 12 * 3_600)
     assert after.book.today() == [of_ann(30, 300, 60, 600)]
 
@@ -125,20 +125,20 @@ def test_a_restart_forgets_nothing_and_a_lost_end_stays_reserved(path: Path) -> 
 @pytest.mark.spec("J5")
 def test_a_budget_is_of_one_tenant_one_remote_and_one_day(path: Path) -> None:
     now = Arbiter(path)
-    now.book.leave(FIRST)
-    now.book.leave(replace(FIRST, id="e2", tenant="bob"))
-    now.book.leave(replace(FIRST, id="e3", remote="other"))
+    now.book.reserve(FIRST)
+    now.book.reserve(replace(FIRST, id="e2", tenant="bob"))
+    now.book.reserve(replace(FIRST, id="e3", remote="other"))
     now.unix_s += 86_400
-    assert now.book.leave(replace(FIRST, id="e4")) == DaySpent(60, 600)
-    now.book.left(end(FIRST))  # of yesterday, to which it is counted
+    assert now.book.reserve(replace(FIRST, id="e4")) == DaySpent(60, 600)
+    now.book.settle(end(FIRST))  # of yesterday, to which it is counted
     assert now.book.today() == [of_ann(0, 0, 60, 600)]
 
 
 @pytest.mark.spec("J5")
 def test_an_egress_is_a_line_with_sizes_and_prices_and_no_prompt(path: Path) -> None:
     now = Arbiter(path)
-    now.book.leave(FIRST)
-    now.book.left(end(FIRST, "timeout"))
+    now.book.reserve(FIRST)
+    now.book.settle(end(FIRST, "timeout"))
     left, answered = now.told
     about = {"egress": "e1", "remote": "cloud", "model": "far-chat", "tenant": "ann"}
     about |= {"tokens_at_most": 60, "money_at_most": 0.0006}
@@ -153,13 +153,13 @@ def test_nothing_leaves_where_it_cannot_be_written_down(path: Path) -> None:
     path.mkdir()
     now = Arbiter(path)
     with pytest.raises(EgressRefused, match=r"nothing was sent to cloud"):
-        now.book.leave(FIRST)
+        now.book.reserve(FIRST)
     assert now.told == []
 
 
 def test_a_budget_of_nothing_allows_nothing_and_none_allows_all(path: Path) -> None:
     now = Arbiter(path)
     with pytest.raises(RemoteBudgetSpent, match="money"):
-        now.book.leave(replace(FIRST, most_money_micros=0))
+        now.book.reserve(replace(FIRST, most_money_micros=0))
     unbound = replace(FIRST, tokens_count=10**9, most_tokens_count=None, most_money_micros=None)
-    assert now.book.leave(unbound).tokens_count == 10**9
+    assert now.book.reserve(unbound).tokens_count == 10**9

@@ -241,13 +241,13 @@ async def test_a_client_that_leaves_before_anything_left_has_nothing_reserved(
 ) -> None:
     is_asked = asyncio.Event()
 
-    async def leave(egress: Egress) -> DaySpent:
+    async def reserve(egress: Egress) -> DaySpent:
         book.left_for.append(egress)
         is_asked.set()
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr(book, "leave", leave)
+    monkeypatch.setattr(book, "reserve", reserve)
     running = asyncio.ensure_future(answer(remotes, await asked()))
     await asyncio.wait_for(is_asked.wait(), 60)
     running.cancel()
@@ -269,13 +269,13 @@ async def test_a_table_that_changes_while_a_request_is_written_down_keeps_it_her
     is_removed: bool,
 ) -> None:
     changed: dict[str, Any] = {"rows": {}} if is_removed else {"nothing_leaves": True}
-    written_down = book.leave
+    written_down = book.reserve
 
-    async def leave(egress: Egress) -> DaySpent:
+    async def reserve(egress: Egress) -> DaySpent:
         remotes.configure(section(remote.url).model_copy(update=changed))
         return await written_down(egress)
 
-    monkeypatch.setattr(book, "leave", leave)
+    monkeypatch.setattr(book, "reserve", reserve)
     with pytest.raises(UnknownModel if is_removed else RemoteRefused):
         await answer(remotes, await asked())
     (end,) = book.ends
