@@ -431,11 +431,11 @@ class CoreState:
             self.loading_times.note(entry.home, entry.since, self.now)
         self.ledger.move(entry, to, self.now, granted, home)
         if to in (State.ASLEEP, State.RECLAIMING):
-            self.trades.left(entry.ticket, entry.model_name, self.now)
+            self.trades.note_left(entry.ticket, entry.model_name, self.now)
             if entry.pinned:  # another ticket may be pinned in its place
                 self.timers.set(("pins", entry.node), self.now)
         elif was is State.DRAINING:
-            self.trades.stayed(entry.ticket)
+            self.trades.note_stayed(entry.ticket)
         if (was is State.LOADING) != (to is State.LOADING):
             self.queue.loading(entry.node, entry.model_name, 1 if to is State.LOADING else -1)
             if was is State.QUEUED:

@@ -288,7 +288,7 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, asker: Ticket | None
     )
     entry.note_revoked(state.now)
     if asker is not None and not asker.lease and reason is Reason.SWAP:
-        state.trades.asked(entry.ticket, asker.model_name)
+        state.trades.note_revoked(entry.ticket, asker.model_name)
     if entry.state is State.ASLEEP:
         kill_and_notify(state, entry, reason)
         return

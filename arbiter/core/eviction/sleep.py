@@ -69,7 +69,7 @@ def confirm_sleep(state: CoreState, entry: Ticket) -> None:
     host_reservation = {d: size for d, size in entry.granted.items() if d not in entry.home}
     state.move(entry, State.ASLEEP, granted=host_reservation)
     if entry.revoked_at is not None:
-        state.estimates.left(entry.capability, since(entry.revoked_at, state.now))
+        state.estimates.note_turnover(entry.capability, since(entry.revoked_at, state.now))
         entry.forget_revoked()  # this leave is over; an end after the next wake is no part of it
     entry.end_revocation()
     entry.note_inflight(0)

@@ -180,10 +180,10 @@ def _collations_end(
         ends_at = after(asked_at, most)  # sooner only by a deadline
         if (ends_at >= soonest and queued.deadline is None) or ends_at <= now:
             continue
-        came = state.trades.came_among(queued.model, models, now)
-        asker = state.ledger.find(queued.request.ticket) if came else None
+        askers = state.trades.askers_among(queued.model, models, now)
+        asker = state.ledger.find(queued.request.ticket) if askers else None
         if asker is not None:
-            traded = {entry.capability for entry in residents if entry.model_name in came}
+            traded = {entry.capability for entry in residents if entry.model_name in askers}
             bounds = [trade_bound(state, capability, asker) for capability in traded]
             soonest = min((at for at in bounds if now < at < soonest), default=soonest)
     return soonest

@@ -166,8 +166,8 @@ def _may_be_collated(
 ) -> bool:
     """Says whether a model of a device may stay for this asker alone, because both trade places.
     Where all that is there is more urgent, it stays for every asker that is no more urgent."""
-    came = state.trades.came_among(entry.model_name, book.copies.keys(), state.now)
-    return bool(came) and any(True for _ in victims_no_more_urgent(state, book, priority))
+    askers = state.trades.askers_among(entry.model_name, book.copies.keys(), state.now)
+    return bool(askers) and any(True for _ in victims_no_more_urgent(state, book, priority))
 
 
 def _hold_to_quota(
@@ -437,7 +437,7 @@ def _grant(
     state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry, home: Sizes
 ) -> Outcome:
     state.queue.drop(entry.ticket)
-    state.trades.granted((entry.holder, entry.model))
+    state.trades.note_granted((entry.holder, entry.model))
     state.accounts.served(queued.request.virtual_start_bytes)
     count_bypasses(state, pass_, queued.request.sequence, home)
     charge_and_grant(state, entry, home, since(queued.request.asked_at, state.now))

@@ -278,7 +278,7 @@ class Estimates:
         back; 0 when that was never seen."""
         return self._turnover.get(capability, Span(0))
 
-    def left(self, capability: str, took: Span) -> None:
+    def note_turnover(self, capability: str, took: Span) -> None:
         """Learns how long a model took from its revoke until its bytes were seen back."""
         self._turnover[capability] = self._smoothed(self._turnover.get(capability, took), took)
         self._note_changed(_row_key(capability))

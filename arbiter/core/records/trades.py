@@ -14,65 +14,66 @@ Waiter = tuple[HolderId, str]  # a holder and its model
 
 
 class Trades:
-    """Keeps pairs of models of which one left for the other, when it did last, and since when
-    requests that gave up lately had waited."""
+    """Keeps pairs of models, a victim and the asker for which it left, with the last time; and
+    since when requests that gave up lately had waited."""
 
     def __init__(self) -> None:
-        self._at: OrderedDict[tuple[ModelName, ModelName], Instant] = OrderedDict()
-        self._came: dict[ModelName, dict[ModelName, None]] = {}  # of `_at`, by the model that left
-        self._asked: dict[TicketId, ModelName] = {}  # to leave, and for which model
+        self._left_at: OrderedDict[tuple[ModelName, ModelName], Instant] = OrderedDict()
+        self._askers: dict[ModelName, dict[ModelName, None]] = {}  # of `_left_at`, by victim
+        self._revoked_for: dict[TicketId, ModelName] = {}  # the asker of a ticket that may leave
         self._gave_up: OrderedDict[Waiter, tuple[Instant, Instant]] = OrderedDict()
 
     def __bool__(self) -> bool:
-        return bool(self._at)
+        return bool(self._left_at)
 
-    def asked(self, ticket: TicketId, came: ModelName) -> None:
-        """Notes that a ticket was asked to leave for a model."""
-        self._asked[ticket] = came
+    def note_revoked(self, ticket: TicketId, asker: ModelName) -> None:
+        """Notes for which model a ticket was asked to leave."""
+        self._revoked_for[ticket] = asker
 
-    def stayed(self, ticket: TicketId) -> None:
+    def note_stayed(self, ticket: TicketId) -> None:
         """Forgets that a ticket was asked to leave; safe for a ticket that was not."""
-        self._asked.pop(ticket, None)
+        self._revoked_for.pop(ticket, None)
 
-    def left(self, ticket: TicketId, model: ModelName, at: Instant) -> None:
+    def note_left(self, ticket: TicketId, victim: ModelName, at: Instant) -> None:
         """Notes the trade of a ticket that leaves, if it was asked to; the oldest pair beyond
         KEPT_COUNT is forgotten."""
-        if (came := self._asked.pop(ticket, None)) is not None:
-            self._note(model, came, at)
+        if (asker := self._revoked_for.pop(ticket, None)) is not None:
+            self._note_pair(victim, asker, at)
 
-    def _note(self, left: ModelName, came: ModelName, at: Instant) -> None:
-        self._at[left, came] = at
-        self._at.move_to_end((left, came))
-        self._came.setdefault(left, {})[came] = None
-        if len(self._at) > KEPT_COUNT:
-            (left, came), _ = self._at.popitem(last=False)
-            del self._came[left][came]
-            if not self._came[left]:
-                del self._came[left]
+    def _note_pair(self, victim: ModelName, asker: ModelName, at: Instant) -> None:
+        self._left_at[victim, asker] = at
+        self._left_at.move_to_end((victim, asker))
+        self._askers.setdefault(victim, {})[asker] = None
+        if len(self._left_at) > KEPT_COUNT:
+            (victim, asker), _ = self._left_at.popitem(last=False)
+            del self._askers[victim][asker]
+            if not self._askers[victim]:
+                del self._askers[victim]
 
-    def has_left_for(self, left: ModelName, came: ModelName, now: Instant) -> bool:
+    def has_left_for(self, victim: ModelName, asker: ModelName, now: Instant) -> bool:
         """Says whether a model left for another lately."""
-        at = self._at.get((left, came))
+        at = self._left_at.get((victim, asker))
         return at is not None and since(at, now) < REMEMBERED
 
-    def came_for(self, left: ModelName, now: Instant) -> list[ModelName]:
+    def askers_of(self, victim: ModelName, now: Instant) -> list[ModelName]:
         """Returns the models for which a model left lately."""
-        return [came for came in self._came.get(left, ()) if self.has_left_for(left, came, now)]
+        askers = self._askers.get(victim, ())
+        return [asker for asker in askers if self.has_left_for(victim, asker, now)]
 
-    def came_among(
-        self, left: ModelName, models: AbstractSet[ModelName], now: Instant
+    def askers_among(
+        self, victim: ModelName, models: AbstractSet[ModelName], now: Instant
     ) -> set[ModelName]:
         """Returns those of some models for which a model left lately. Asked of many tickets in the
         queue, nearly always in vain."""
-        known = self._came.get(left)
-        if known is None or known.keys().isdisjoint(models):
+        askers = self._askers.get(victim)
+        if askers is None or askers.keys().isdisjoint(models):
             return set()
-        return {came for came in known.keys() & models if self.has_left_for(left, came, now)}
+        return {asker for asker in askers.keys() & models if self.has_left_for(victim, asker, now)}
 
     # -- requests that give up and ask again ---------------------------------------------------
 
-    def gave_up(self, waiter: Waiter, since_at: Instant, until: Instant) -> None:
-        """Remembers for a time since when a request had waited that gave up; the oldest beyond
+    def note_gave_up(self, waiter: Waiter, since_at: Instant, until: Instant) -> None:
+        """Remembers until `until` since when a request had waited that gave up; the oldest beyond
         KEPT_COUNT is forgotten."""
         self._gave_up[waiter] = (since_at, until)
         self._gave_up.move_to_end(waiter)
@@ -92,6 +93,6 @@ class Trades:
         began, until = gave_up
         return min(began, asked_at) if asked_at <= until else asked_at
 
-    def granted(self, waiter: Waiter) -> None:
+    def note_granted(self, waiter: Waiter) -> None:
         """Has the next request of a holder for its model wait anew."""
         self._gave_up.pop(waiter, None)

@@ -213,11 +213,11 @@ def note_gave_up(state: CoreState, entry: Ticket) -> None:
     """Remembers since when a request had waited for a model with which its own trades places, as
     long as that may keep it waiting (C13)."""
     queued = state.queue.find(entry.ticket)
-    if queued is None or not state.trades.came_for(entry.model_name, state.now):
+    if queued is None or not state.trades.askers_of(entry.model_name, state.now):
         return
     waiter = (entry.holder, entry.model)
     began = state.trades.waits_since(waiter, queued.request.asked_at)
-    state.trades.gave_up(waiter, began, after(state.now, state.settings.collate_most))
+    state.trades.note_gave_up(waiter, began, after(state.now, state.settings.collate_most))
 
 
 def let_sleep(state: CoreState, entry: Ticket) -> None:

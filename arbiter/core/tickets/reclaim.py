@@ -119,7 +119,7 @@ def mark_reclaimed(state: CoreState, entry: Ticket) -> None:
     reason = entry.leaving_reason
     took = since(entry.since, state.now)
     if entry.revoked_at is not None:
-        state.estimates.left(entry.capability, since(entry.revoked_at, state.now))
+        state.estimates.note_turnover(entry.capability, since(entry.revoked_at, state.now))
     kind = EventKind.LEASE_ENDED if entry.lease else EventKind.MODEL_UNLOAD
     state.log(kind, entry, size=charged(entry), took=took, reason=reason.value, to="gone")
     state.close(entry)

@@ -201,7 +201,7 @@ async def test_usage_and_estimates_are_known_to_the_next_epoch(running: Running)
         state = first._shell.core._state
         state.rates.used(name, 5, state.now)
         state.transition_counts[name] = {("c", "b"): 3}
-        state.estimates.left("c", seconds(4))
+        state.estimates.note_turnover("c", seconds(4))
         first._watch.save_all()
         async with running() as second:
             later = second._shell.core._state

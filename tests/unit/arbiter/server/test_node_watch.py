@@ -162,7 +162,7 @@ def test_what_could_not_be_written_is_written_at_the_next_look(
     watched = Watched(tmp_path)
     watched.watch.save_all()
     watched.core._state.rates.used(ModelName("c", "a"), 5, watched.core._state.now)
-    watched.core._state.estimates.left("c", seconds(4))
+    watched.core._state.estimates.note_turnover("c", seconds(4))
     with monkeypatch.context() as full:
         full.setattr(watched.store, "_run", lambda *_: None)
         watched.watch.save_all()
@@ -191,7 +191,7 @@ def test_rows_of_newer_code_are_left_in_the_file(tmp_path: Path) -> None:
     Store(tmp_path / "state", "newer").save_learned([newer])
     watched = Watched(tmp_path)
     watched.core.restore_learned(watched.store.learned())
-    watched.core._state.estimates.left("c", seconds(4))
+    watched.core._state.estimates.note_turnover("c", seconds(4))
     watched.watch.save_learned()
     assert newer in watched.store.learned() and len(watched.store.learned()) == 2
 

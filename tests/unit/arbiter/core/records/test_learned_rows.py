@@ -27,7 +27,7 @@ CALLS = st.one_of(
     st.tuples(st.just("loaded"), st.sampled_from(KEYS), SPANS, BYTES),
     st.tuples(st.just("woke"), st.sampled_from(KEYS), SPANS),
     st.tuples(st.just("ran_out"), st.sampled_from(KEYS), BYTES),
-    st.tuples(st.just("left"), st.sampled_from(["text", "voice"]), SPANS),
+    st.tuples(st.just("note_turnover"), st.sampled_from(["text", "voice"]), SPANS),
     st.tuples(st.just("saw_overhead"), st.sampled_from(KEYS), BYTES.map(Need), BYTES),
     st.tuples(st.just("forget_model"), st.sampled_from([ModelName("text", m) for m in "ab"])),
 )
