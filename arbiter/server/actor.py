@@ -160,11 +160,11 @@ class ArbiterActor:
         self._sessions.check(epoch, holder)
         match event:
             case ev.Withdrawn():
-                self._shell.withdrawn(replace(event, holder=holder))
+                self._shell.withdraw(replace(event, holder=holder))
             case ev.Released():
                 self._shell.feed(replace(event, holder=holder))
             case ev.GrowthAsked():
-                self._shell.growth_withdrawn(event)
+                self._shell.withdraw_growth(event)
             case ev.HolderLost():
                 self._sessions.lost(holder)
             case _:

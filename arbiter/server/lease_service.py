@@ -185,7 +185,7 @@ class LeaseService:
 
     def _end(self, session: LeaseSession, reason: str) -> None:
         if self._client_state(session) == "queued":
-            self._shell.withdrawn(ev.Withdrawn(session.call.ticket, session.holder))
+            self._shell.withdraw(ev.Withdrawn(session.call.ticket, session.holder))
         else:
             self._shell.feed(ev.Released(session.call.ticket, reason, session.holder))
         self._close(session, reason)

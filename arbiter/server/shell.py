@@ -85,7 +85,7 @@ class Mailbox:
         self._most_count = most_count
         self._commands: deque[messages.SequencedCommand] = deque()
         self._sequence = 0
-        self._came = asyncio.Event()
+        self._has_commands = asyncio.Event()
         self.must_rejoin = False
 
     def put(self, command: messages.Command) -> None:
@@ -97,7 +97,7 @@ class Mailbox:
             return
         self._sequence += 1
         self._commands.append(messages.SequencedCommand(self._sequence, command))
-        self._came.set()
+        self._has_commands.set()
 
     async def after(self, ack: int, wait_s: float) -> tuple[messages.SequencedCommand, ...]:
         """Drops the commands up to `ack` and returns the others; without any it waits for one, and
@@ -105,10 +105,10 @@ class Mailbox:
         while self._commands and self._commands[0].sequence <= ack:
             self._commands.popleft()
         if not self._commands:
-            self._came.clear()
+            self._has_commands.clear()
             try:
                 async with asyncio.timeout(wait_s):
-                    await self._came.wait()
+                    await self._has_commands.wait()
             except TimeoutError:
                 return ()
         return tuple(self._commands)
@@ -158,8 +158,8 @@ class Shell:
         self._agents, self._clock, self._crash = agents, clock, crash
         self._recorder, self._day, self._jobs = recorder, day, jobs
         self._statuses = statuses
-        self._waiting: dict[TicketId, asyncio.Future[messages.Granted]] = {}
-        self._callers: dict[TicketId, int] = {}
+        self._answers: dict[TicketId, asyncio.Future[messages.Granted]] = {}  # that calls wait for
+        self._callers: dict[TicketId, int] = {}  # how many calls of `acquire` wait for each
         self._compacting: dict[str, asyncio.Future[Compacted]] = {}  # by request
         self._mail: dict[HolderId, Mailbox] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -193,7 +193,7 @@ class Shell:
             case LogEvent():
                 self.tell(decision)
             case SetTimer(at):
-                self._arm(at)
+                self._set_timer(at)
             case Compacted():
                 self._compacted(decision)
             case _:
@@ -250,87 +250,89 @@ class Shell:
         cancelled the ticket is withdrawn."""
         ticket = requested.ticket
         loop = asyncio.get_running_loop()
-        waiter = self._waiting.setdefault(ticket, loop.create_future())
+        answer = self._answers.setdefault(ticket, loop.create_future())
         self._callers[ticket] = self._callers.get(ticket, 0) + 1
         try:
             self.feed(requested)
-            return await asyncio.shield(waiter)
+            return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            if self._callers[ticket] == 1 and not waiter.done():
+            if self._callers[ticket] == 1 and not answer.done():
                 self.feed(ev.Withdrawn(ticket, requested.holder))
             raise
         finally:
             self._callers[ticket] -= 1
             if not self._callers[ticket]:
                 del self._callers[ticket]
-                if self._waiting.get(ticket) is waiter:
-                    del self._waiting[ticket]
+                if self._answers.get(ticket) is answer:
+                    del self._answers[ticket]
 
     async def grow(self, event: ev.GrowthAsked) -> messages.Granted:
         """Asks for more memory for a resident model and waits for the answer. Refused, the model
         goes on as it is; cancelled, the wish is withdrawn. Raises what the core refuses with."""
         ticket = event.ticket
-        waiter = self._waiting.setdefault(ticket, asyncio.get_running_loop().create_future())
+        answer = self._answers.setdefault(ticket, asyncio.get_running_loop().create_future())
         try:
             self.feed(event)
-            return await asyncio.shield(waiter)
+            return await asyncio.shield(answer)
         except asyncio.CancelledError:
             self.feed(replace(event, more_bytes=Bytes(0)))
             raise
         finally:
-            if self._waiting.get(ticket) is waiter:
-                del self._waiting[ticket]
+            if self._answers.get(ticket) is answer:
+                del self._answers[ticket]
 
     async def compact(self, event: ev.CompactAsked, wait_s: float) -> Compacted:
         """Waits until all is freed and loaded again; after `wait_s` it returns how far that has
         come. The same request asked again shares the answer. Raises UnknownCapability,
         UnknownModel."""
         loop = asyncio.get_running_loop()
-        waiter = self._compacting.setdefault(event.request, loop.create_future())
+        answer = self._compacting.setdefault(event.request, loop.create_future())
         try:
             self.feed(event)
             async with asyncio.timeout(wait_s):
-                return await asyncio.shield(waiter)
+                return await asyncio.shield(answer)
         except TimeoutError:
-            if waiter.done():  # in the turn of the loop in which the time was over
-                return waiter.result()
+            if answer.done():  # in the turn of the loop in which the time was over
+                return answer.result()
             compaction = self.core.compaction(event.request)
             assert compaction is not None, "its end would have been the answer"
             return compaction
         finally:
-            if waiter.done() or self.core.compaction(event.request) is None:
+            if answer.done() or self.core.compaction(event.request) is None:
                 self._compacting.pop(event.request, None)
 
-    def _compacted(self, answer: Compacted) -> None:
-        waiter = self._compacting.pop(answer.request, None)
-        if waiter and not waiter.done():
-            waiter.set_result(answer)
+    def _compacted(self, compacted: Compacted) -> None:
+        answer = self._compacting.pop(compacted.request, None)
+        if answer and not answer.done():
+            answer.set_result(compacted)
 
-    def withdrawn(self, event: ev.Withdrawn) -> None:
-        """Withdraws a ticket because its holder says so. The pending call for it, if any, ends."""
+    def withdraw(self, event: ev.Withdrawn) -> None:
+        """Withdraws a ticket because its holder says so. A pending `acquire` of it raises
+        TicketClosed."""
         self.feed(event)
         owner = self.core.holder_of(event.ticket)
         if owner is None or event.holder in (None, owner):
             self._answer(event.ticket, TicketClosed(event.ticket))
 
-    def growth_withdrawn(self, event: ev.GrowthAsked) -> None:
-        """Withdraws a growth because its holder says so. The pending call for it, if any, ends."""
+    def withdraw_growth(self, event: ev.GrowthAsked) -> None:
+        """Withdraws a growth because its holder says so. A pending `grow` of it raises
+        TicketClosed."""
         self.feed(event)
         self._answer(event.ticket, TicketClosed(event.ticket))
 
     def _grant(self, grant: Grant) -> None:
-        waiter = self._waiting.pop(grant.ticket, None)
-        if waiter and not waiter.done():
+        answer = self._answers.pop(grant.ticket, None)
+        if answer and not answer.done():
             within = Span(max(0, grant.load_by - self._clock()))
-            waiter.set_result(
+            answer.set_result(
                 messages.Granted(grant.ticket, grant.devices, within, grant.predicted, self.epoch)
             )
 
     def _answer(self, ticket: TicketId, error: RequestError) -> None:
-        waiter = self._waiting.pop(ticket, None)
-        if waiter and not waiter.done():
-            waiter.set_exception(error)
-            waiter.exception()  # seen, because its caller may be gone
+        answer = self._answers.pop(ticket, None)
+        if answer and not answer.done():
+            answer.set_exception(error)
+            answer.exception()  # seen, because its caller may be gone
 
     # -- commands ------------------------------------------------------------------------------
 
@@ -376,17 +378,17 @@ class Shell:
 
     # -- time ----------------------------------------------------------------------------------
 
-    def _arm(self, at: Instant) -> None:
-        """One timer, for the earliest wake asked for; the core asks again after each."""
+    def _set_timer(self, at: Instant) -> None:
+        """Keeps one timer, for the earliest instant asked for; the core asks again after each."""
         if self._timer and self._timer_at is not None and self._timer_at <= at:
             return
         if self._timer:
             self._timer.cancel()
         delay_s = max(0, at - self._clock()) / 1e9
         self._timer_at = at
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._woke)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
-    def _woke(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = self._timer_at = None
         self.feed(ev.TimerFired())
 

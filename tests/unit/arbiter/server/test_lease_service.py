@@ -160,12 +160,12 @@ async def test_withdrawal_by_another_holder_does_not_end_a_wait(
     await harness.call(size=60, wait=seconds(3), seen="queued")
     waits = asyncio.ensure_future(harness.shell.acquire(_asks_for("late", 30)))
     await asyncio.sleep(0)
-    harness.shell.withdrawn(ev.Withdrawn(TicketId("late"), HolderId("other")))
+    harness.shell.withdraw(ev.Withdrawn(TicketId("late"), HolderId("other")))
     for _ in range(3):  # as many turns as its answer would take
         await asyncio.sleep(0)
     assert not waits.done()
     assert harness.shell.core.state_of(TicketId("late")) == "queued"
-    harness.shell.withdrawn(ev.Withdrawn(TicketId("late"), HolderId(JOB)))
+    harness.shell.withdraw(ev.Withdrawn(TicketId("late"), HolderId(JOB)))
     with pytest.raises(TicketClosed):
         await waits
 
