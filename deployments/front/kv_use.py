@@ -3,9 +3,9 @@ Pure.
 
 The key chooses the replica (deployments.routing), so that requests of one key meet the blocks of
 those before them. It keeps their term, too: all blocks that a request uses are one group, stay for
-the term that its key asked for last, and leave together, the last one first. No key opens anything:
-vLLM's hash of a block covers the tokens before it, the adapter and the tenant's salt, and a slab's
-namespace the weights and the layout.
+the term that a request of the key asked for last, and leave together, the last one first. No key
+opens anything: vLLM's hash of a block covers the tokens before it, the adapter and the tenant's
+salt, and a slab's namespace the weights and the layout.
 """
 
 from collections import OrderedDict
@@ -40,19 +40,19 @@ def key_of(checked: Body, run: StableRun | None) -> str:
     return f"v5:{checked.prompt_cache_key}" if checked.prompt_cache_key else ""
 
 
-def asked_term(checked: Body) -> KvTerm | None:
-    """The term for which a request asks that its KV stays after it, our own field first; None: it
-    does not say."""
+def requested_term(checked: Body) -> KvTerm | None:
+    """The term for which a request asks that its KV stays after it: by `x_kv_term`, else by
+    OpenAI's `prompt_cache_retention`; None: it does not say."""
     if checked.x_kv_term is not None or not isinstance(checked, Generates):
         return checked.x_kv_term
     retention = checked.prompt_cache_retention
     return RETENTIONS[retention] if retention else None
 
 
-def term_of(requested: KvTerm | None, usual: KvTerm, longest: KvTerm) -> KvTerm:
-    """The term for which the KV of a request stays after it (G4). `usual`: its model's;
-    `longest`: its tenant's."""
-    return min(requested or usual, longest, key=TERMS.index)
+def allowed_term(requested: KvTerm | None, default: KvTerm, longest: KvTerm) -> KvTerm:
+    """The term for which the KV of a request stays after it (G4). `default`: its model's, where it
+    requests none; `longest`: its tenant's."""
+    return min(requested or default, longest, key=TERMS.index)
 
 
 class KeyTerms:
@@ -62,8 +62,11 @@ class KeyTerms:
     def __init__(self) -> None:
         self._asked: OrderedDict[tuple[str, str, str], KvTerm] = OrderedDict()
 
-    def term(self, tenant: str, served: str, key: str, requested: KvTerm | None) -> KvTerm | None:
-        """What a request asks for, else what its key does. `served`: the model or adapter."""
+    def resolve(
+        self, tenant: str, served: str, key: str, requested: KvTerm | None
+    ) -> KvTerm | None:
+        """Returns the term that a request asks for, and remembers it for the key; else what the key
+        asked for last. `served`: the model or adapter. `key`: empty where the request has none."""
         owner = tenant, served, key
         term = requested or self._asked.get(owner)
         if key and term:

@@ -32,7 +32,7 @@ from deployments.routing.pieces import pieces_of
 # Headers that go on to the engine: those that its HTTP layer reads.
 FORWARDED = ("content-type", "accept")
 FORM, JSON = "multipart/form-data", "application/json"
-NEARLY = 0.85  # the likeness of a word to the word meant, as difflib measures it
+NEARLY = 0.85  # the likeness of a misspelt name to the name meant, as difflib measures it
 
 _EXTENSIONS = sorted(name for name in Body.model_fields if name.startswith("x_"))
 _NO_PROFILE = Profile()
@@ -64,8 +64,8 @@ class ParsedRequest:
     checked: Body
     profile: Profile
     kind: PathKind
-    run: StableRun | None = None  # what its sender marked as stable
-    key: str = ""  # of its KV
+    stable_run: StableRun | None = None  # what its sender marked as stable
+    key: str = ""  # of its KV (deployments.front.kv_use); empty: it has none
 
     @property
     def model(self) -> str:
@@ -98,36 +98,49 @@ async def parse(
     that names the field."""
     schema = SCHEMAS.get(path, OF_THE_TABLE)
     is_form = _is_form(headers, schema.kind)
-    fields: dict[str, Any] = await _form(raw, headers) if is_form else json_object(raw)
-    if not is_form and _has_new_parts(path, fields):
-        raw = json.dumps(fields).encode()
-    run = _stable_run(fields) if schema.kind is PathKind.TEXT else None
-    if run is not None:
-        raw = json.dumps(fields).encode()
+    run: StableRun | None = None
+    if is_form:
+        fields = await _form(raw, headers)
+    else:
+        fields = json_object(raw)
+        has_changed = _check_pictures(path, fields)
+        run = _stable_run(fields) if schema.kind is PathKind.TEXT else None
+        if has_changed or run is not None:
+            raw = json.dumps(fields).encode()
     if private := sorted(PRIVATE & fields.keys()):
         raise BadRequest(f"`{private[0]}` is reserved and cannot be set by clients", private[0])
-    headers_of = {
-        name: value
-        for name in _EXTENSIONS
-        if (value := headers.get(name.replace("_", "-"))) is not None
-    }
-    if headers_of.get("x_local_only", "false").lower() != "false":
-        fields = fields | {"x_local_only": headers_of["x_local_only"]}  # a body cannot take it back
-    checked = check_body(schema.body, headers_of | fields)
-    forwarded = {name: headers[name] for name in FORWARDED if name in headers}
-    if not is_form:
-        forwarded["content-type"] = (
-            JSON  # as it was read; vLLM refuses JSON that is declared as a form
-        )
-    profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
-    own = None if is_form else fields
-    request_id, key = _request_id(headers), key_of(checked, run)
+    extensions = _header_extensions(headers)
+    if extensions.get("x_local_only", "false").lower() != "false":
+        fields = fields | {"x_local_only": extensions["x_local_only"]}  # a body cannot take it back
+    checked = check_body(schema.body, extensions | fields)
     return ParsedRequest(
-        path, request_id, forwarded, raw, own, checked, profile, schema.kind, run, key
+        path,
+        _request_id(headers),
+        _engine_headers(headers, is_form=is_form),
+        raw,
+        None if is_form else fields,
+        checked,
+        profiles.get(checked.x_client_id or "", _NO_PROFILE),
+        schema.kind,
+        stable_run=run,
+        key=key_of(checked, run),
     )
 
 
-def call_of(
+def _header_extensions(headers: Mapping[str, str]) -> dict[str, str]:
+    """The extension fields that come as headers, by field: `x_deadline_s` of `x-deadline-s`."""
+    named = ((field, headers.get(field.replace("_", "-"))) for field in _EXTENSIONS)
+    return {field: value for field, value in named if value is not None}
+
+
+def _engine_headers(headers: Mapping[str, str], *, is_form: bool) -> dict[str, str]:
+    """The headers that go on to the engine. The type of JSON is declared as it was read, because
+    vLLM refuses JSON that is declared as a form."""
+    forwarded = {name: headers[name] for name in FORWARDED if name in headers}
+    return forwarded if is_form else forwarded | {"content-type": JSON}
+
+
+def inference_call(
     request: ParsedRequest,
     target: Target,
     model: ModelConfig,
@@ -143,8 +156,8 @@ def call_of(
     is_text = fields is not None and request.kind is PathKind.TEXT
     if fields is not None and is_text and term not in (None, USUAL):
         fields["kv_transfer_params"] = {messages.KV_TERM: term}
-    is_unchanged = fields is None or fields == request.fields  # then the client's own bytes will do
-    stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
+    is_unchanged = fields is None or fields == request.fields  # then the client's own bytes go on
+    asked_stay_s = checked.x_stay_warm
     engine_headers = {"x-request-id": request.request_id, messages.TENANT_HEADER: tenant}
     if request.fields is None:
         engine_headers[messages.SERVED_HEADER] = target.served
@@ -161,10 +174,12 @@ def call_of(
         key=request.key,
         pieces=pieces_of(fields, tenant, target.served) if fields and is_text else b"",
         kv_stays_s=TERMS_S[Term[term.upper()]] if term else math.inf,
-        stay_warm_s=stay,
+        stay_warm_s=profile.stay_warm_s if asked_stay_s is None else asked_stay_s,
         wants_progress=request.is_stream,
         served=target.served,
-        stable=stable_prefix.cut_of(request.path, fields, request.run, model, target, tenant),
+        stable=stable_prefix.cut_of(
+            request.path, fields, request.stable_run, model, target, tenant
+        ),
     )
 
 
@@ -246,7 +261,9 @@ def _check_writable(fields: dict[str, Any]) -> None:
             raise BadRequest(f"`{name}`: nested too deeply", name) from error
 
 
-def _has_new_parts(path: str, fields: dict[str, Any]) -> bool:
+def _check_pictures(path: str, fields: dict[str, Any]) -> bool:
+    """Checks the pictures in the messages, and drops their uuids. Returns whether `fields` has
+    changed. Raises BadRequest."""
     try:
         return PictureCheck(path).run(fields)
     except BadPart as error:
@@ -254,7 +271,8 @@ def _has_new_parts(path: str, fields: dict[str, Any]) -> bool:
 
 
 def _stable_run(fields: dict[str, Any]) -> StableRun | None:
-    """Takes the marks of stable segments out. None: there was none."""
+    """Takes the marks of stable segments out of `fields` and returns the marked run; None: it has
+    none. Raises BadRequest."""
     try:
         return stable_prefix.take(fields)
     except BadMark as error:
@@ -262,7 +280,7 @@ def _stable_run(fields: dict[str, Any]) -> StableRun | None:
 
 
 def check_body(body: type[M], fields: dict[str, Any]) -> M:
-    """The fields as their model has them. Raises BadRequest naming the first that is wrong."""
+    """The fields as the model `body` has them. Raises BadRequest that names the first wrong one."""
     try:
         checked = body.model_validate(fields)
     except ValidationError as error:
@@ -276,8 +294,9 @@ def check_body(body: type[M], fields: dict[str, Any]) -> M:
 
 
 def _refuse_misspelt(checked: BaseModel) -> None:
-    """Raises BadRequest for a field that is nearly one of our extensions: it would be left out, and
-    its sender would not know. Others are, so that clients of a later version are served."""
+    """Raises BadRequest for an unknown field whose name is nearly one of our extensions: left out,
+    its sender would not know. Other unknown fields are left out, so that clients of a later version
+    are served."""
     ours = [name for name in type(checked).model_fields if name.startswith("x_")]
     for name in checked.model_extra or ():
         near = get_close_matches(name, ours, n=1, cutoff=NEARLY) if name.startswith("x_") else []
@@ -286,8 +305,7 @@ def _refuse_misspelt(checked: BaseModel) -> None:
 
 
 def words_of(problem: Mapping[str, Any]) -> str:
-    """What pydantic says of a problem, and of a problem that a validator of ours found what that
-    says."""
+    """What a validator of ours, or else pydantic, says of a problem."""
     return str(problem["msg"]).removeprefix("Value error, ")
 
 

@@ -45,9 +45,9 @@ from deployments.config.model_section import ModelConfig
 from deployments.config.schema import Table
 from deployments.config.task_section import TaskConfig
 from deployments.front.keys import Caller, Scope
-from deployments.front.kv_use import KeyTerms, asked_term, keeps_kv, term_of
+from deployments.front.kv_use import KeyTerms, allowed_term, keeps_kv, requested_term
 from deployments.front.model_names import ModelNames, Target
-from deployments.front.request import BadRequest, ParsedRequest, call_of
+from deployments.front.request import BadRequest, ParsedRequest, inference_call
 from deployments.remotes.offers import RemoteCall
 from deployments.remotes.remotes import Remotes
 from deployments.replica.background import BackgroundTasks
@@ -80,7 +80,7 @@ class InferenceService:
         self.remotes = remotes or Remotes()
         self._sends: dict[str, Send] = {}
         self._background = BackgroundTasks()
-        self._in_flight, self._terms = 0, KeyTerms()
+        self._in_flight, self._key_terms = 0, KeyTerms()
         self.configure(Table(capabilities={}))
 
     def configure(self, table: Table) -> None:
@@ -138,7 +138,7 @@ class InferenceService:
         Raises UnknownModel, AdapterAmbiguous, AdapterInvalid, AdaptersAway; NotServedHere where the
         table lists other paths for the model's capability; BadRequest where the request names no
         model, unless exactly one serves the path; for a remote model what Remotes.call raises."""
-        name = model or request.model or self._only(request.path)
+        name = model or request.model or self._only_model(request.path)
         if self.remotes.has(name):
             return self.remotes.call(request, name, Caller(tenant, scopes))
         table = self._table  # of these names, also where a new one comes meanwhile
@@ -148,11 +148,13 @@ class InferenceService:
         if capability.paths and path not in (*capability.paths, messages.ACQUIRE):
             raise messages.NotServedHere(target.model, path, capability.paths)
         config = capability.models[target.model]
-        term = self._term(request, target, config, tenant) if keeps_kv(capability, config) else None
-        return call_of(request, target, config, tenant, term=term)
+        keeps = keeps_kv(capability, config)
+        term = self._kv_term(request, target, config, tenant) if keeps else None
+        return inference_call(request, target, config, tenant, term=term)
 
-    def _only(self, path: str) -> str:
-        """The model of a request that names none, as those of TEI's clients. Raises BadRequest."""
+    def _only_model(self, path: str) -> str:
+        """The only model that serves `path`, for a request that names none, as requests of TEI's
+        clients do. Raises BadRequest where none or several serve it."""
         names = sorted(
             model
             for capability in self._table.capabilities.values()
@@ -164,13 +166,13 @@ class InferenceService:
             raise BadRequest(f"`model`: {which}", "model")
         return names[0]
 
-    def _term(
+    def _kv_term(
         self, request: ParsedRequest, target: Target, model: ModelConfig, tenant: str
     ) -> KvTerm:
-        term = asked_term(request.checked)
-        term = self._terms.term(tenant, target.served, request.key, term)
+        requested = requested_term(request.checked)
+        requested = self._key_terms.resolve(tenant, target.served, request.key, requested)
         limits = self._table.arbiter.tenants.get(tenant, TenantConfig())
-        return term_of(term, model.kv_term, limits.longest_kv_term)
+        return allowed_term(requested, model.kv_term, limits.longest_kv_term)
 
     def run(self, call: AnyCall) -> Parts:
         """The response: Progress where the call wants it, then a FullResponse, or a ResponseHead
@@ -195,11 +197,13 @@ class InferenceService:
         there within `within_s` seconds, because Serve starts the replica first; the call goes on,
         in flight. Raises RequestError."""
         answered: asyncio.Future[messages.FullResponse] = asyncio.get_running_loop().create_future()
-        self._background.begin(self._carry(call, answered))
+        self._background.begin(self._run_whole(call, answered))
         await asyncio.wait({answered}, timeout=within_s)
         return answered.result() if answered.done() else None
 
-    async def _carry(self, call: AnyCall, answered: asyncio.Future[messages.FullResponse]) -> None:
+    async def _run_whole(
+        self, call: AnyCall, answered: asyncio.Future[messages.FullResponse]
+    ) -> None:
         try:
             with self.counted():
                 async with aclosing(self.run(call)) as parts:
@@ -234,10 +238,10 @@ async def answer(call: messages.InferenceCall, send: Send) -> Parts:
                     yield part
             return
         except RequestError as error:
-            again = None if has_begun or number == TRIES else _again(call, error)
-            if again is None:
+            retry = None if has_begun or number == TRIES else _retry_of(call, error)
+            if retry is None:
                 raise
-            call = again
+            call = retry
         if call.deadline_s is not None:
             now_s = time.monotonic()
             left_s = call.deadline_s - (now_s - began_s)
@@ -248,7 +252,7 @@ async def answer(call: messages.InferenceCall, send: Send) -> Parts:
             yield messages.STARTING
 
 
-def _again(call: messages.InferenceCall, error: RequestError) -> messages.InferenceCall | None:
+def _retry_of(call: messages.InferenceCall, error: RequestError) -> messages.InferenceCall | None:
     """The call that may succeed where this one failed; None: there is none. After a refusal for a
     pinned model the router looks on other nodes, which may have the place."""
     if isinstance(error, RolePinned) and error.node not in call.refused_nodes:

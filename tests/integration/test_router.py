@@ -19,7 +19,7 @@ from ray.serve.context import _get_serve_request_context, _serve_request_context
 from deployments import messages
 from deployments.app import ROUTING
 from deployments.front.model_names import ModelNames
-from deployments.front.request import call_of, parse
+from deployments.front.request import inference_call, parse
 from deployments.replica.capability import Capability
 from deployments.routing.pieces import PIECE_CHARACTERS, split
 from deployments.routing.rank import OVERLOAD_COUNT
@@ -101,7 +101,7 @@ async def asked(
         fields["x_conversation_id"] = conversation
     it = await parse(PATH, json.dumps(fields).encode(), {}, {})
     target = await ModelNames(d.table).find("a", "default")
-    return call_of(it, target, d.table.capabilities["chat"].models["a"], "default")
+    return inference_call(it, target, d.table.capabilities["chat"].models["a"], "default")
 
 
 async def begun(

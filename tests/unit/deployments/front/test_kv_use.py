@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from deployments.config.schema import parse_table
-from deployments.front.kv_use import KeyTerms, asked_term, keeps_kv, key_of, term_of
+from deployments.front.kv_use import KeyTerms, allowed_term, keeps_kv, key_of, requested_term
 from deployments.front.schemas import Chat, Embeddings
 from deployments.front.stable_prefix import stable_run
 from deployments.routing.rank import KEYS
@@ -69,44 +69,44 @@ def test_term_is_what_the_request_says_in_our_words_or_openais(
     said: dict[str, Any], term: str | None
 ) -> None:
     checked = Chat.model_validate({"model": "m", "messages": [HELLO], **said})
-    assert asked_term(checked) == term
+    assert requested_term(checked) == term
 
 
 @pytest.mark.spec("G4")
 def test_term_is_the_models_where_nothing_is_said_and_at_most_the_tenants() -> None:
-    assert term_of(None, "extended", "extended") == "extended"
-    assert term_of(None, "extended", "long") == "long"
-    assert term_of("extended", "short", "long") == "long"
-    assert term_of(None, "short", "long") == "short"
+    assert allowed_term(None, "extended", "extended") == "extended"
+    assert allowed_term(None, "extended", "long") == "long"
+    assert allowed_term("extended", "short", "long") == "long"
+    assert allowed_term(None, "short", "long") == "short"
 
 
 @pytest.mark.spec("G2")
 def test_key_keeps_the_term_that_was_asked_for_last_for_requests_that_ask_for_none() -> None:
     terms = KeyTerms()
-    assert terms.term("acme", "m", "conv:c-1", None) is None
-    assert terms.term("acme", "m", "conv:c-1", "extended") == "extended"
-    assert terms.term("acme", "m", "conv:c-1", None) == "extended"
+    assert terms.resolve("acme", "m", "conv:c-1", None) is None
+    assert terms.resolve("acme", "m", "conv:c-1", "extended") == "extended"
+    assert terms.resolve("acme", "m", "conv:c-1", None) == "extended"
     for tenant, served, key in (
         ("b", "m", "conv:c-1"),
         ("acme", "m:a", "conv:c-1"),
         ("acme", "m", ""),
     ):
-        assert terms.term(tenant, served, key, None) is None
-    assert terms.term("acme", "m", "conv:c-1", "short") == "short"
-    assert terms.term("acme", "m", "conv:c-1", None) == "short"
-    assert terms.term("acme", "m", "", "extended") == "extended"
-    assert terms.term("acme", "m", "", None) is None, "a request without a key is alone"
+        assert terms.resolve(tenant, served, key, None) is None
+    assert terms.resolve("acme", "m", "conv:c-1", "short") == "short"
+    assert terms.resolve("acme", "m", "conv:c-1", None) == "short"
+    assert terms.resolve("acme", "m", "", "extended") == "extended"
+    assert terms.resolve("acme", "m", "", None) is None, "a request without a key is alone"
 
 
 @pytest.mark.spec("G2")
 def test_key_that_was_used_least_recently_is_forgotten() -> None:
     terms = KeyTerms()
     for number in range(KEYS):
-        terms.term("acme", "m", f"v5:{number}", "short")
-    assert terms.term("acme", "m", "v5:0", None) == "short"
-    terms.term("acme", "m", "v5:more", "short")
-    assert terms.term("acme", "m", "v5:0", None) == "short"
-    assert terms.term("acme", "m", "v5:1", None) is None
+        terms.resolve("acme", "m", f"v5:{number}", "short")
+    assert terms.resolve("acme", "m", "v5:0", None) == "short"
+    terms.resolve("acme", "m", "v5:more", "short")
+    assert terms.resolve("acme", "m", "v5:0", None) == "short"
+    assert terms.resolve("acme", "m", "v5:1", None) is None
 
 
 @pytest.mark.spec("G4")

@@ -11,7 +11,7 @@ from deployments import prefixes
 from deployments.config.load_plan import plan
 from deployments.config.schema import Table, parse_table
 from deployments.front.model_names import Target
-from deployments.front.request import BadRequest, call_of, parse
+from deployments.front.request import BadRequest, inference_call, parse
 from deployments.messages import InferenceCall
 from deployments.prefixes import CHAT, PrefixEnd, prefix_of
 
@@ -44,7 +44,7 @@ async def call(
     of = of or table()
     asked = await parse(path, json.dumps({"model": "m", **body}).encode(), Headers({}), {})
     model = of.capabilities["chat"].models["m"]
-    return call_of(asked, Target("chat", "m", served), model, tenant)
+    return inference_call(asked, Target("chat", "m", served), model, tenant)
 
 
 async def cut(*args: Any, **more: Any) -> tuple[int, int, bool] | None:
@@ -64,7 +64,7 @@ async def test_body_without_marks_goes_on_unchanged() -> None:
     raw = b'{"model":  "m", "messages": [{"role": "user", "content": "\\"stable\\": true"}]}'
     asked = await parse(CHAT, raw, Headers({}), {})
     model = table().capabilities["chat"].models["m"]
-    made = call_of(asked, Target("chat", "m", "m"), model, DEFAULT_TENANT)
+    made = inference_call(asked, Target("chat", "m", "m"), model, DEFAULT_TENANT)
     assert made.body == raw and made.stable is None
 
 

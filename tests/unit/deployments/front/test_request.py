@@ -17,7 +17,7 @@ from deployments.config.fields import KvTerm
 from deployments.config.schema import Table, parse_table
 from deployments.engines.vllm.batch_gate import MAX_WAITING
 from deployments.front.model_names import ModelNames
-from deployments.front.request import BadRequest, ParsedRequest, call_of, json_object, parse
+from deployments.front.request import BadRequest, ParsedRequest, inference_call, json_object, parse
 from deployments.front.schemas import MAX_PROMPTS, MAX_SEQUENCES, PRIVATE
 from deployments.routing.pieces import HASH_BYTES
 from tests.support.examples import examples
@@ -57,7 +57,7 @@ async def call(
     of = of or table()
     it = await asked(body, headers, of)
     target = await ModelNames(of).find(it.model, tenant)
-    made = call_of(it, target, of.capabilities["chat"].models[target.model], tenant)
+    made = inference_call(it, target, of.capabilities["chat"].models[target.model], tenant)
     return made, json.loads(made.body)
 
 
@@ -166,7 +166,9 @@ async def test_term_goes_to_the_engine_where_it_is_not_the_usual_one() -> None:
     it, target = await asked(PLAIN), await ModelNames(of).find("tiny", "default")
 
     def told(term: KvTerm | None) -> Any:
-        made = call_of(it, target, of.capabilities["chat"].models["tiny"], "default", term=term)
+        made = inference_call(
+            it, target, of.capabilities["chat"].models["tiny"], "default", term=term
+        )
         return json.loads(made.body).get("kv_transfer_params")
 
     assert (told("short"), told("extended")) == ({"term": "short"}, {"term": "extended"})
@@ -180,7 +182,7 @@ async def test_extension_fields_of_pictures_reach_the_engine_and_no_others_do() 
     said = json.dumps(drawing | {"x_priority": "low", "x_else": 1}).encode()
     it = await read(said, path="/v1/images/generations")
     target, of = await ModelNames(table()).find("tiny", "default"), table()
-    made = call_of(it, target, of.capabilities["chat"].models["tiny"], "default")
+    made = inference_call(it, target, of.capabilities["chat"].models["tiny"], "default")
     assert json.loads(made.body) == drawing
     assert (made.priority, made.wants_progress) == (Priority.LOW, False)
 
@@ -274,7 +276,7 @@ async def test_fields_that_act_on_the_engine_are_refused(field: str) -> None:
 async def test_body_that_needs_no_change_is_forwarded_unchanged() -> None:
     raw = b'{"model":  "tiny", "messages": [{"role": "user", "content": "x"}]}'
     it = await read(raw)
-    made = call_of(
+    made = inference_call(
         it,
         await ModelNames(table()).find("tiny", ""),
         table().capabilities["chat"].models["tiny"],
@@ -356,7 +358,7 @@ async def test_form_goes_on_as_it_came_with_its_fields_read() -> None:
     )
     it = await read(raw, MULTIPART, path=UPLOAD)
     target = await ModelNames(table()).find(it.model, "acme")
-    made = call_of(it, target, table().capabilities["chat"].models["tiny"], "acme")
+    made = inference_call(it, target, table().capabilities["chat"].models["tiny"], "acme")
     assert made.body == raw
     assert made.headers["content-type"] == MULTIPART["content-type"]
     assert made.headers[messages.SERVED_HEADER] == "tiny"
@@ -537,7 +539,7 @@ async def test_any_body_and_headers_are_understood_or_refused_by_name(
         assert error.status_code == 400
         return
     target = await ModelNames(table()).find("tiny", "")
-    made = call_of(it, target, table().capabilities["chat"].models["tiny"], "default")
+    made = inference_call(it, target, table().capabilities["chat"].models["tiny"], "default")
     assert made.request_id.isprintable()
     assert not [name for name in json.loads(made.body) if name.startswith("x_")]
 
