@@ -23,7 +23,7 @@ from deployments import messages
 from deployments.front import side_stream
 from deployments.front.service import Parts
 
-Beginnings = messages.ResponseHead | messages.FullResponse
+FirstPart = messages.ResponseHead | messages.FullResponse
 
 # Between two comments while a model loads, if not configured. Proxies cut connections silent for
 # 30-60 s; people look at a progress bar once a second.
@@ -38,10 +38,10 @@ async def relay(
     """Makes the HTTP response of these parts. `model`: as it was asked for, for errors. Raises
     RequestError where no status has been sent yet."""
     if wants_progress:
-        beginning = FirstPart(parts, model, progress_s)
-        first = await beginning.first()
+        awaited = AwaitedResponse(parts, model, progress_s)
+        first = await awaited.first_part()
         if first is None:
-            return ClosingStream(beginning.told(), media_type=SSE, holds=beginning)
+            return ClosingStream(awaited.events(), media_type=SSE, holds=awaited)
     else:
         part = await anext(parts)
         assert isinstance(part, messages.ResponseHead | messages.FullResponse), "no progress here"
@@ -55,23 +55,25 @@ async def relay(
 def event_stream(
     events: AsyncGenerator[bytes, None], holds: "Closable", check: Callable[[], object]
 ) -> "ClosingStream":
-    """A stream of events of what was done in the background. Holds until its end what `holds`, and
-    ends with what `check` raises."""
-    return ClosingStream(_to_an_end(checked(events, check)), media_type=SSE, holds=holds)
+    """The response that streams `events` and closes `holds` at its end. `check` is called before
+    each event; a RequestError of it or of the events becomes the last event."""
+    allowed = while_allowed(events, check)
+    return ClosingStream(_with_error_event(allowed), media_type=SSE, holds=holds)
 
 
-async def checked(
+async def while_allowed(
     pieces: AsyncGenerator[bytes, None], check: Callable[[], object]
 ) -> AsyncGenerator[bytes, None]:
-    """The same pieces, each only where `check` raises nothing, as with a key that still counts."""
+    """The same pieces, with a call of `check` before each, which raises once the key of the caller
+    is no longer good. Raises what `check` raises."""
     async with aclosing(pieces):
         async for piece in pieces:
             check()
             yield piece
 
 
-def held_json(value: Any, holds: "Closable") -> "ClosingStream":
-    """A response of one piece. Holds until its client has it what `holds`."""
+def closing_json(value: Any, holds: "Closable") -> "ClosingStream":
+    """A JSON response of one piece, which closes `holds` when its client has it."""
     body = bytes(JSONResponse(value).body)
 
     async def piece() -> AsyncGenerator[bytes, None]:
@@ -81,9 +83,9 @@ def held_json(value: Any, holds: "Closable") -> "ClosingStream":
     return ClosingStream(piece(), 200, headers, "application/json", holds=holds)
 
 
-async def begun(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The same pieces, of which the first is read, so that what fails until then has a status of
-    its own. Raises what reading raises."""
+async def after_first(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Reads the first piece and returns a generator of all, so that an error before the first piece
+    still gets a status of its own. Raises what reading raises."""
     first = await anext(pieces, b"")
 
     async def whole() -> AsyncGenerator[bytes, None]:
@@ -95,8 +97,8 @@ async def begun(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, No
     return whole()
 
 
-async def _to_an_end(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """A break becomes a last event, since the status has been sent."""
+async def _with_error_event(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The same events; a RequestError becomes the last one, since the status has been sent."""
     try:
         async with aclosing(events):
             async for event in events:
@@ -113,8 +115,8 @@ class ClosingStream(StreamingResponse):
     """Closes its parts when the client leaves while one is being sent. Starlette leaves them to the
     garbage collector then, and the engine would work on until that comes.
 
-    `holds`: what the parts would close at their end. It is closed here as well, because a generator
-    whose first part was not asked for yet closes nothing."""
+    `holds`: what the parts would close at their end. The response closes it as well, because a
+    generator whose first part was never asked for closes nothing."""
 
     body_iterator: AsyncGenerator[Any, None]
 
@@ -138,8 +140,8 @@ class ClosingStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-class FirstPart:
-    """The wait for a response to begin, by a client that reads progress comments."""
+class AwaitedResponse:
+    """A response that has not begun, and whose client reads progress comments meanwhile."""
 
     def __init__(self, parts: Parts, model: str, progress_s: float) -> None:
         self._parts, self._model, self._progress_s = parts, model, progress_s
@@ -147,8 +149,9 @@ class FirstPart:
         self._progress = messages.STARTING
         self._next = asyncio.ensure_future(anext(parts))
 
-    async def first(self) -> Beginnings | None:
-        """None: not within the time between two comments. Raises RequestError."""
+    async def first_part(self) -> FirstPart | None:
+        """Waits for the first part; None: it did not come within the time between two comments.
+        Raises RequestError."""
         end_s = time.monotonic() + self._progress_s
         while True:
             try:
@@ -165,11 +168,11 @@ class FirstPart:
                     self._progress, self._heard_s = progress, time.monotonic()
             self._next = asyncio.ensure_future(anext(self._parts))
 
-    async def told(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """The whole event stream: comments, then the response, also where it is a refusal."""
         try:
             yield self._comment()
-            while (first := await self.first()) is None:
+            while (first := await self.first_part()) is None:
                 yield self._comment()
             if isinstance(first, messages.FullResponse):  # its status came too late
                 yield messages.late(first.head, first.body)
@@ -202,8 +205,8 @@ class FirstPart:
 
 
 class WholeResponse(Response):
-    """A response of one piece. `sending` is entered while its client has not read it: a server
-    takes the piece at once, and lets its end wait until little of it is left."""
+    """A response of one piece. `sending` makes the context in which it is sent, until the client
+    has read nearly all of it: the server takes the piece at once and delays only its end."""
 
     sending: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -222,8 +225,9 @@ def whole(response: messages.FullResponse) -> WholeResponse:
 
 
 async def _with_side_stream(head: messages.ResponseHead, parts: Parts, model: str) -> Parts:
-    """The body of a head that can no longer tell the proxy where it is. What ended a stream that
-    was lost is raised by its parts. Raises RequestError."""
+    """The bytes of a stream, read here from the side stream that `head` names, if any: the proxy
+    cannot read it, because the status was sent before this head came. Where the side stream is
+    lost, `parts` raise the cause. Raises RequestError."""
     async with aclosing(parts):
         is_lost = False
         if place := head.headers.get(messages.SIDE_STREAM):

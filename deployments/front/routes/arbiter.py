@@ -19,7 +19,7 @@ from deployments.front.dependencies import (
 )
 from deployments.front.keys import Caller, Scope
 from deployments.front.openapi import refusals
-from deployments.front.relay import SSE, ClosingStream, checked
+from deployments.front.relay import SSE, ClosingStream, while_allowed
 from deployments.front.tasks import task_of
 
 router = APIRouter(prefix="/arbiter", dependencies=[Depends(Require(Scope.VIEW))])
@@ -76,6 +76,6 @@ async def _while_viewer(
     request: Request, front: FrontState, pieces: AsyncGenerator[bytes, None]
 ) -> AsyncGenerator[bytes, None]:
     with suppress(Denied):
-        async with aclosing(checked(pieces, front.key_check(request, Scope.VIEW))) as seen:
+        async with aclosing(while_allowed(pieces, front.key_check(request, Scope.VIEW))) as seen:
             async for piece in seen:
                 yield piece

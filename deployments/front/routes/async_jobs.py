@@ -11,7 +11,7 @@ from deployments.front import async_calls
 from deployments.front.dependencies import Inferrer, State
 from deployments.front.keys import Scope
 from deployments.front.openapi import refusals
-from deployments.front.relay import ClosingStream, begun, event_stream
+from deployments.front.relay import ClosingStream, after_first, event_stream
 from deployments.jobs.errors import Conflict
 from deployments.jobs.store import Job
 
@@ -47,7 +47,7 @@ async def result(job_id: str, caller: Inferrer, front: State) -> Response:
         found: Job = await front.jobs.call("get", caller.tenant, job_id)
         if found.status is None:
             raise Conflict("job", job_id, found.state, "read: it has no answer")
-        pieces = await begun(async_calls.result(front.jobs, caller.tenant, job_id))
+        pieces = await after_first(async_calls.result(front.jobs, caller.tenant, job_id))
         kind, reader = found.content_type, stack.pop_all()
         return ClosingStream(pieces, found.status, media_type=kind, holds=reader)
 

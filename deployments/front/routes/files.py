@@ -12,7 +12,7 @@ from starlette.datastructures import FormData, UploadFile
 from deployments.front.body_limit import FORM_BYTES
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.openapi import refusals
-from deployments.front.relay import ClosingStream, begun
+from deployments.front.relay import ClosingStream, after_first
 from deployments.front.request import FORM, BadRequest
 from deployments.front.uploads import read_form
 from deployments.jobs.bodies import PIECE_BYTES, folder_of
@@ -153,7 +153,7 @@ async def content(file_id: str, caller: Inferrer, front: State) -> Response:
         stack.enter_context(front.reader(caller.tenant))
         found: File = await front.jobs.call("file", caller.tenant, file_id)
         headers, kind = {"content-length": str(found.bytes)}, "application/octet-stream"
-        pieces = await begun(_pieces(front, found))
+        pieces = await after_first(_pieces(front, found))
         return ClosingStream(pieces, headers=headers, media_type=kind, holds=stack.pop_all())
 
 

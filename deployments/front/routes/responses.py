@@ -11,7 +11,7 @@ from deployments.front.accepted import accepted
 from deployments.front.dependencies import Inferrer, State
 from deployments.front.keys import Scope
 from deployments.front.openapi import described, refusals
-from deployments.front.relay import ClosingStream, begun, event_stream, held_json
+from deployments.front.relay import ClosingStream, after_first, closing_json, event_stream
 from deployments.front.request import BadRequest
 from deployments.front.routes.openai import call_for, relayed
 from deployments.front.schemas import SCHEMAS
@@ -65,10 +65,10 @@ async def retrieve(
         stack.enter_context(front.reader(caller.tenant))
         job = await stored.job(response_id)
         if not stream and job.status == COMPLETE:  # in pieces, because it may be large
-            pieces = await begun(stored.answer(job))
+            pieces = await after_first(stored.answer(job))
             return ClosingStream(pieces, media_type="application/json", holds=stack.pop_all())
         if not stream:
-            return held_json(await stored.shown(job), stack.pop_all())
+            return closing_json(await stored.shown(job), stack.pop_all())
         if not (job.meta["background"] and job.meta["stream"]):
             text = "only a response that was made with `background` and `stream` has a stream"
             raise BadRequest(text, "stream")
@@ -119,4 +119,4 @@ async def input_items(
             "last_id": page[-1]["id"] if page else None,
             "has_more": start + limit < len(items),
         }
-        return held_json(listed, stack.pop_all())
+        return closing_json(listed, stack.pop_all())
