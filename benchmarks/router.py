@@ -33,16 +33,18 @@ def choice_us(replicas: int, samples: int) -> float:
     pieces = split(pieces_of(PROMPT, "t", "m"))
     for i in range(replicas):
         memory.seen.note(f"r{i}", "m", pieces, Sent(0.0))
-        memory.seen.told(f"r{i}", ["m"], {"m": Kept(-1.0, 1.0)})
+        memory.seen.update(f"r{i}", ["m"], {"m": Kept(-1.0, 1.0)})
     for number in range(samples):
         request = RouteRequest("m", f"m:a{number % 16}", f"t/{number % 100}", pieces)
         began_ns = time.perf_counter_ns()
-        sticky, sent = memory.sticky(request, number), memory.sent("m", number)
+        sticky, followed = memory.sticky(request, number), memory.followed("m", number)
         shares = [memory.share(request, f"r{i}", number) for i in range(replicas)]
         states = [
             ReplicaState(f"r{i}", i % 3, False, models, names, shares[i]) for i in range(replicas)
         ]
-        memory.chosen(request, rank(request, states, sticky=sticky, sent=sent)[0], number)
+        memory.note_sent(
+            request, rank(request, states, sticky=sticky, followed=followed)[0], number
+        )
         took.append((time.perf_counter_ns() - began_ns) / 1e3)
     return statistics.median(took)
 

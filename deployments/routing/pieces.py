@@ -3,8 +3,8 @@
 Only an engine's tokenizer knows where the blocks of a prompt end, and a front has none. A piece of
 PIECE_CHARACTERS is about as long as a block of the CPU build (128 tokens), and its hash, like a
 block's, covers all that comes before it, the tenant and the adapter: two prompts share as many
-leading hashes as leading pieces. An engine says by times what it has evicted: see Kept. What is
-wrong here costs a prefill, never an answer.
+leading hashes as leading pieces. An engine reports by instants what it has evicted (`Kept`). An
+error here costs a prefill, never an answer.
 """
 
 from collections import OrderedDict
@@ -50,18 +50,18 @@ def pieces_of(fields: Mapping[str, Any], *owners: str) -> bytes:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All text in JSON, in one order however its objects are written; the stack is our own, because
-    a client chooses how deep it nests."""
-    waiting = [value]
-    while waiting:
-        match waiting.pop():
+    """All text in a JSON value, in one order however its objects are written. Does not recurse,
+    because a client chooses how deep it nests."""
+    stack = [value]
+    while stack:
+        match stack.pop():
             case str(text):
                 yield f"{text}\n"
-            case dict(found):
-                for name in sorted(found, reverse=True):
-                    waiting += (found[name], name)
-            case list(found):
-                waiting += reversed(found)
+            case dict(members):
+                for name in sorted(members, reverse=True):
+                    stack += (members[name], name)
+            case list(items):
+                stack += reversed(items)
             case None:
                 continue
             case number:
@@ -75,30 +75,32 @@ def split(hashes: bytes) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What of its KV an engine says that it has, by when its requests came: of those until
-    `since_s` nothing, of those after `device_since_s` all. Between them its slab alone has it,
-    until its term is over, and of a tenant at its cap what was used after `capped_since_s`, by the
-    digest of the tenant in hex. Wall-clock seconds; inf: it keeps none."""
+    """What an engine reports of the KV that it has retained, by the arrival of the requests that
+    made it. Wall-clock seconds."""
 
-    since_s: float = -inf
+    since_s: float = -inf  # of requests until then nothing; inf: it retains no KV
+    # Of requests after that all. Of those between the two only the slab has the KV, until its term
+    # is over. inf: the device retains none.
     device_since_s: float = -inf
+    # Of a tenant at its cap the slab has only what was used after that; by digest of tenant, in hex
     capped_since_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class Sent(NamedTuple):
-    """When a replica was sent something, and when the term ends for which its slab keeps the KV,
-    each the latest. Wall-clock seconds."""
+    """The latest prompt of some pieces or key that a replica was sent. Wall-clock seconds."""
 
     at_s: float
-    until_s: float = inf
+    until_s: float = inf  # when the term ends for which its slab keeps the KV
 
     def merged(self, other: "Sent") -> "Sent":
+        """The later of each of the two times."""
         return Sent(max(self.at_s, other.at_s), max(self.until_s, other.until_s))
 
 
 class SeenPieces:
-    """The pieces that each replica was sent for each model, and when; the least recently sent
-    forgotten. Times are wall-clock seconds, because replicas of other nodes tell some."""
+    """The pieces that each replica was sent for each model, and when; beyond PIECES_OF_A_MODEL the
+    least recently sent are forgotten. Times are wall-clock seconds, because replicas of other nodes
+    report some."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], OrderedDict[bytes, Sent]] = {}
@@ -137,26 +139,26 @@ class SeenPieces:
         return count / len(pieces)
 
     def has_kept(self, replica: str, model: str, sent: Sent, tenant: str, now_s: float) -> bool:
-        """Whether a replica has kept the KV of what it was sent then, as far as it has said."""
+        """Whether a replica has kept the KV of what it was sent then, by its last report."""
         kept = self._kept_of(replica, model)
         return sent.at_s > kept.since_s and _is_kept(sent, kept, _capped_s(kept, tenant), now_s)
 
     def _kept_of(self, replica: str, model: str) -> Kept:
         return self._kept.get((replica, model), _NOTHING_KNOWN)
 
-    def told(self, replica: str, models: Collection[str], kept: Mapping[str, Kept]) -> None:
-        """A replica says which models it has: it knows nothing more of those that it had before. A
-        model that is on its way there is not said yet, so that only a loss counts. It says too
-        what it has kept of what it was sent for a model. An engine that begins anew has less, so
-        that `since_s` only grows, but after inf: a model whose engine kept nothing may have another
-        that does."""
-        for model, news in kept.items():
+    def update(self, replica: str, models: Collection[str], kept: Mapping[str, Kept]) -> None:
+        """Takes a replica's report: the models that it has, and by model what KV their engines have
+        kept. What it was sent for a model that it has lost is forgotten. A model that it has not
+        reported yet may be on its way there, so that one is not. `since_s` of a model only grows,
+        because a new engine has less than the last; but after inf, of an engine that kept nothing,
+        it may fall."""
+        for model, reported in kept.items():
             before = self._kept_of(replica, model)
-            since_s = news.since_s
+            since_s = reported.since_s
             if before.since_s < inf:
                 since_s = max(since_s, before.since_s)
-            capped_s = {**before.capped_since_s, **news.capped_since_s}
-            self._kept[replica, model] = replace(news, since_s=since_s, capped_since_s=capped_s)
+            capped_s = {**before.capped_since_s, **reported.capped_since_s}
+            self._kept[replica, model] = replace(reported, since_s=since_s, capped_since_s=capped_s)
             if since_s > before.since_s:
                 pieces_sent = self._seen.get((replica, model), OrderedDict())
                 for piece in [piece for piece, sent in pieces_sent.items() if sent.at_s <= since_s]:
@@ -166,8 +168,8 @@ class SeenPieces:
             self._seen.pop((replica, model), None)
         self._models[replica] = now
 
-    def keep(self, replicas: Collection[str]) -> None:
-        """Forgets replicas that are not among these."""
+    def forget_others(self, replicas: Collection[str]) -> None:
+        """Forgets what is known of replicas that are not among these."""
         for replica in [name for name in self._models if name not in replicas]:
             del self._models[replica]
         for by_replica in (self._seen, self._kept):
@@ -179,11 +181,12 @@ _NOTHING_KNOWN = Kept()
 
 
 def _capped_s(kept: Kept, tenant: str) -> float:
+    """Since when the slab has a tenant's rows; -inf where the tenant is not at its cap."""
     if not kept.capped_since_s:
         return -inf
     return kept.capped_since_s.get(tenant_digest(tenant).hex(), -inf)
 
 
 def _is_kept(sent: Sent, kept: Kept, capped_s: float, now_s: float) -> bool:
-    """Of what came after `kept.since_s`."""
+    """Whether the KV of what was sent then, which is after `kept.since_s`, is still there."""
     return sent.at_s > kept.device_since_s or (sent.at_s > capped_s and sent.until_s > now_s)

@@ -1,9 +1,9 @@
 """Ranks the replicas of a capability for one request. Pure; deployments.routing.router asks it.
 
-Replicas are compared by these, in this order, and the first difference decides: whether one is
+Two replicas are compared by these, in this order, and the first difference decides: whether it is
 full, what it has of the model, whether the adapter has a slot there, whether the last request of
-the key went there, whether most of the prompt was sent there, and how many requests it has, those
-that run included. Key and prompt count until the engine there has evicted their KV. A model that
+the key went there, whether most of the prompt was sent there, and how many requests it has, running
+ones included. Key and prompt count until the engine there has evicted their KV. A model that
 must be loaded costs seconds, an adapter that must be put into a slot milliseconds to tens of them,
 a conversation without its cached prefix a prefill, and a longer queue a share of a batch. An
 overloaded replica, with OVERLOAD_COUNT or more requests above the least busy one, is not preferred
@@ -73,47 +73,47 @@ def rank(
     replicas: Sequence[ReplicaState],
     *,
     sticky: str | None = None,
-    sent: str | None = None,
+    followed: str | None = None,
 ) -> list[str]:
     """Returns the replicas, best first: all, but for those on nodes that refused the request,
     unless there are no others. `sticky`: the replica that holds the KV of the request's key;
-    `sent`: the replica to which the model's last call went within FOLLOW_S."""
+    `followed`: the replica to which the model's last call went, within FOLLOW_S."""
     replicas = [r for r in replicas if r.node not in request.refused_nodes] or replicas
-    least_count = min((one.queue_count for one in replicas), default=0)
+    least_count = min((replica.queue_count for replica in replicas), default=0)
 
-    def price(one: ReplicaState) -> tuple[bool, int, bool, bool, bool, int, str]:
-        presence = one.models.get(request.model, ModelPresence.COLD)
-        if one.replica == sent:  # it may not have said so yet
-            presence = max(
-                presence, ModelPresence.RESIDENT if sent == sticky else ModelPresence.COMING
-            )
-        is_overloaded = one.queue_count >= least_count + OVERLOAD_COUNT
-        has_slot = request.served == request.model or request.served in one.adapters
+    def sort_key(state: ReplicaState) -> tuple[bool, int, bool, bool, bool, int, str]:
+        presence = state.models.get(request.model, ModelPresence.COLD)
+        if state.replica == followed:  # it may not have said so yet
+            expected = ModelPresence.RESIDENT if followed == sticky else ModelPresence.COMING
+            presence = max(presence, expected)
+        is_overloaded = state.queue_count >= least_count + OVERLOAD_COUNT
+        has_slot = request.served == request.model or request.served in state.adapters
         return (
-            one.is_full,
+            state.is_full,
             -presence,
             is_overloaded or not has_slot,
-            is_overloaded or one.replica != sticky,
-            is_overloaded or one.held_share < HELD_SHARE,
-            one.queue_count,
-            one.replica,
+            is_overloaded or state.replica != sticky,
+            is_overloaded or state.held_share < HELD_SHARE,
+            state.queue_count,
+            state.replica,
         )
 
-    return [one.replica for one in sorted(replicas, key=price)]
+    return [state.replica for state in sorted(replicas, key=sort_key)]
 
 
 class RoutingHistory:
     """Remembers where calls of one capability went. Times are wall-clock seconds."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, tuple[str, float]] = {}  # by model
-        # By key and served name, the replica and when its last call came.
+        # By model, the replica to which its last call went, and when.
+        self._last_sent: dict[str, tuple[str, float]] = {}
+        # By key and served name, the replica to which the last call of the key went, and when.
         self._sticky: OrderedDict[tuple[str, str], tuple[str, Sent]] = OrderedDict()
         self.seen = SeenPieces()
 
-    def sent(self, model: str, now_s: float) -> str | None:
+    def followed(self, model: str, now_s: float) -> str | None:
         """The replica to which the model's last call went within FOLLOW_S, if any."""
-        replica, at_s = self._sent.get(model, ("", 0.0))
+        replica, at_s = self._last_sent.get(model, ("", 0.0))
         # Negative where the clock has stepped back.
         return replica if replica and 0 <= now_s - at_s < FOLLOW_S else None
 
@@ -128,16 +128,16 @@ class RoutingHistory:
         """The fraction of the request's prompt that a replica was sent and has kept."""
         return self.seen.share(replica, request.model, request.pieces, request.tenant, now_s)
 
-    def chosen(
+    def note_sent(
         self, request: RouteRequest, replica: str, now_s: float, sent_s: float | None = None
     ) -> None:
-        """Notes that the call goes to the replica. `sent_s`: when, no later than its engine has it;
+        """Notes that a call goes to a replica. `sent_s`: when, no later than its engine has it;
         None: now."""
         if not request.model:
-            return  # a call of another kind teaches nothing
+            return  # a call that is no InferenceCall
         sent_s = now_s if sent_s is None else sent_s
         sent = Sent(sent_s, sent_s + request.stays_s)
-        self._sent[request.model] = replica, now_s
+        self._last_sent[request.model] = replica, now_s
         self.seen.note(replica, request.model, request.pieces, sent)
         if request.key:
             key = request.key, request.served
@@ -147,13 +147,13 @@ class RoutingHistory:
             if len(self._sticky) > KEYS:
                 self._sticky.popitem(last=False)
 
-    def keep(self, replicas: Collection[str]) -> None:
+    def forget_others(self, replicas: Collection[str]) -> None:
         """Forgets what is known of replicas that are not among these."""
-        self.seen.keep(replicas)
+        self.seen.forget_others(replicas)
         for key in [k for k, (replica, _) in self._sticky.items() if replica not in replicas]:
             del self._sticky[key]
-        for model in [m for m, (replica, _) in self._sent.items() if replica not in replicas]:
-            del self._sent[model]
+        for model in [m for m, (replica, _) in self._last_sent.items() if replica not in replicas]:
+            del self._last_sent[model]
 
 
 class AdapterSlots:
@@ -165,6 +165,8 @@ class AdapterSlots:
         self._used: dict[str, OrderedDict[str, None]] = {}
 
     def note(self, ticket: str, served: str, slots: int) -> None:
+        """Notes that a request for an adapter goes to the engine of a ticket, which has so many
+        slots."""
         used = self._used.setdefault(ticket, OrderedDict())
         used[served] = None
         used.move_to_end(served)

@@ -17,14 +17,15 @@ from deployments import messages
 from deployments.routing.pieces import Kept, split
 from deployments.routing.rank import ReplicaState, RouteRequest, RoutingHistory, rank
 
-ANYTHING = RouteRequest("", "")
+NO_CALL = RouteRequest("", "")
 
 
 def request_of(args: Sequence[Any]) -> RouteRequest:
-    """What a call asks for, by its first argument."""
+    """What routing needs to know of a call, by its first argument; NO_CALL where that is no
+    InferenceCall."""
     call = args[0] if args else None
     if not isinstance(call, messages.InferenceCall):
-        return ANYTHING
+        return NO_CALL
     key = f"{call.tenant}/{call.key}" if call.key else ""
     served = call.served or call.model
     return RouteRequest(
@@ -48,7 +49,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
     def initialize_state(self) -> None:
         """Called by Serve before anything else is."""
         self._history = RoutingHistory()
-        self._waiting: dict[int, PendingRequest] = {}
+        self._pending_calls: dict[int, PendingRequest] = {}
 
     async def choose_replicas(
         self,
@@ -60,54 +61,54 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # this order is all there is
         request, now_s = request_of(pending_request.args), time.time()
-        by_id = {one.replica_id.unique_id: one for one in candidate_replicas}
-        states = [self._state_of(key, one, request, now_s) for key, one in by_id.items()]
-        sent = self._history.sent(request.model, now_s)
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        states = [self._state_of(name, r, request, now_s) for name, r in by_id.items()]
+        followed = self._history.followed(request.model, now_s)
         sticky = self._history.sticky(request, now_s)
-        order = rank(request, states, sticky=sticky, sent=sent)
-        self._history.chosen(request, order[0], now_s)  # others come before it is sent
-        return [[by_id[key]] for key in order]
+        order = rank(request, states, sticky=sticky, followed=followed)
+        self._history.note_sent(request, order[0], now_s)  # others come before it is sent
+        return [[by_id[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, _: Any) -> None:
         """Notes where the call went in the end: the first choice may have had no room. Its engine
         may have it by now, so what it was sent is as old as the call."""
         request, came_s = request_of(pending_request.args), pending_request.created_at
-        self._history.chosen(request, replica_id.unique_id, time.time(), came_s)
+        self._history.note_sent(request, replica_id.unique_id, time.time(), came_s)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._history.keep({one.replica_id.unique_id for one in replicas})
-        for one in replicas:
-            key, stats = one.replica_id.unique_id, one.routing_stats
+        self._history.forget_others({replica.replica_id.unique_id for replica in replicas})
+        for replica in replicas:
+            name, stats = replica.replica_id.unique_id, replica.routing_stats
             kept = {model: Kept(**times) for model, times in stats.get("kept", {}).items()}
-            self._history.seen.told(key, stats.get("models", ()), kept)
+            self._history.seen.update(name, stats.get("models", ()), kept)
 
     def _state_of(
-        self, key: str, one: RunningReplica, request: RouteRequest, now_s: float
+        self, name: str, replica: RunningReplica, request: RouteRequest, now_s: float
     ) -> ReplicaState:
-        queue = self.replica_queue_len_cache.get(one.replica_id) or 0
-        stats = one.routing_stats
+        queue_count = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        stats = replica.routing_stats
         return ReplicaState(
-            key,
-            queue,
-            queue >= one.max_ongoing_requests,
+            name,
+            queue_count,
+            queue_count >= replica.max_ongoing_requests,
             stats.get("models", {}),
             stats.get("adapters", ()),
-            self._history.share(request, key, now_s),
-            node_of(one.node_id or ""),
+            self._history.share(request, name, now_s),
+            node_of(replica.node_id or ""),
         )
 
     # Serve finds a waiting call by its request's id, which all concurrent calls of one request
     # share: of two only the first would ever be sent. So they are told apart by their own metadata.
 
     def _add_pending_request_to_indices(self, pending_request: PendingRequest) -> None:
-        self._waiting[id(pending_request.metadata)] = pending_request
+        self._pending_calls[id(pending_request.metadata)] = pending_request
 
     def _remove_pending_request_from_indices(self, pending_request: PendingRequest) -> None:
-        self._waiting.pop(id(pending_request.metadata), None)
+        self._pending_calls.pop(id(pending_request.metadata), None)
 
     def _get_pending_request_matching_internal_request_id(
         self, request_metadata: Any = None
     ) -> PendingRequest | None:
-        found = self._waiting.get(id(request_metadata))
-        return found if found is not None and not found.future.done() else None
+        pending = self._pending_calls.get(id(request_metadata))
+        return pending if pending is not None and not pending.future.done() else None

@@ -83,7 +83,7 @@ class Told:
         """The prompts of which the engine holds enough, as it says of itself."""
         status, said = self.child.call("GET", "/control/health")
         assert status == 200, said
-        self.seen.told("r", ["m"], {"m": Kept(**said["kept"])})
+        self.seen.update("r", ["m"], {"m": Kept(**said["kept"])})
         shares = {n: self.seen.share("r", "m", _pieces(n), tenant, time.time()) for n in seeds}
         return [n for n, share in shares.items() if share >= HELD_SHARE]
 

@@ -124,53 +124,53 @@ def test_among_replicas_with_the_model_the_first_rule_that_any_meets_decides(
 
 def test_a_full_replica_is_the_last_to_be_asked() -> None:
     states = [ReplicaState("full", 8, is_full=True, models=HERE), ReplicaState("cold", 3)]
-    assert rank(BASE, states, sticky="full", sent="full") == ["cold", "full"]
+    assert rank(BASE, states, sticky="full", followed="full") == ["cold", "full"]
 
 
 def test_calls_for_a_cold_model_follow_the_first_of_them() -> None:
     memory, states = RoutingHistory(), [ReplicaState("a", 5), ReplicaState("b", 0)]
-    first = rank(BASE, states, sent=memory.sent("m", 0.0))[0]
-    memory.chosen(BASE, first, 0.0)
+    first = rank(BASE, states, followed=memory.followed("m", 0.0))[0]
+    memory.note_sent(BASE, first, 0.0)
     assert first == "b"
     busier = [ReplicaState("a", 0), ReplicaState("b", 3)]
-    assert rank(BASE, busier, sent=memory.sent("m", FOLLOW_S / 2))[0] == "b"
-    assert memory.sent("m", FOLLOW_S) is None  # by then the replica has said what it has
-    assert memory.sent("other", 0.0) is None
+    assert rank(BASE, busier, followed=memory.followed("m", FOLLOW_S / 2))[0] == "b"
+    assert memory.followed("m", FOLLOW_S) is None  # by then the replica has said what it has
+    assert memory.followed("other", 0.0) is None
 
 
 def test_a_conversation_does_not_leave_the_load_it_waited_for() -> None:
     """Its replica says only within a second that the model is there."""
     states = [ReplicaState("other", 0, models=HERE), ReplicaState("loaded", 0)]
-    assert rank(TALK, states, sticky="loaded", sent="loaded")[0] == "loaded"
-    assert rank(BASE, states, sent="loaded")[0] == "other"
+    assert rank(TALK, states, sticky="loaded", followed="loaded")[0] == "loaded"
+    assert rank(BASE, states, followed="loaded")[0] == "other"
 
 
 def test_a_key_is_remembered_by_tenant_model_and_adapter_and_the_oldest_forgotten() -> None:
     memory = RoutingHistory()
-    memory.chosen(TALK, "a", 0.0)
+    memory.note_sent(TALK, "a", 0.0)
     assert memory.sticky(TALK, 40.0) == "a"
     assert memory.sticky(RouteRequest("m", "m", "other/c-1"), 40.0) is None
     assert memory.sticky(RouteRequest("n", "n", "acme/c-1"), 40.0) is None
     assert memory.sticky(RouteRequest("m", "m:law", "acme/c-1"), 40.0) is None
     assert memory.sticky(BASE, 40.0) is None
     for number in range(KEYS):
-        memory.chosen(RouteRequest("m", "m", f"acme/{number}"), "b", 0.0)
+        memory.note_sent(RouteRequest("m", "m", f"acme/{number}"), "b", 0.0)
     assert memory.sticky(TALK, 40.0) is None
 
 
 def test_a_replica_that_went_is_forgotten() -> None:
     memory = RoutingHistory()
-    memory.chosen(TALK, "a", 0.0)
-    memory.keep({"b"})
+    memory.note_sent(TALK, "a", 0.0)
+    memory.forget_others({"b"})
     assert memory.sticky(TALK, 40.0) is None
-    assert memory.sent("m", 0.1) is None
+    assert memory.followed("m", 0.1) is None
 
 
 def test_a_prompt_is_remembered_where_it_went() -> None:
     memory, pieces = RoutingHistory(), [b"1", b"2"]
-    memory.chosen(RouteRequest("m", "m", pieces=pieces), "a", 0.0)
+    memory.note_sent(RouteRequest("m", "m", pieces=pieces), "a", 0.0)
     assert [memory.seen.share(name, "m", pieces, "", 1.0) for name in "ab"] == [1.0, 0.0]
-    memory.keep({"b"})
+    memory.forget_others({"b"})
     assert memory.seen.share("a", "m", pieces, "", 1.0) == 0.0
 
 
@@ -181,18 +181,18 @@ def test_conversation_stays_where_it_was_until_the_engine_there_has_evicted_its_
     def first(request: RouteRequest) -> str:
         return rank(request, states, sticky=memory.sticky(request, 40.0))[0]
 
-    memory.chosen(TALK, "a", 10.0)
-    memory.chosen(hello, "a", 20.0)
-    memory.seen.told("a", HERE, {"m": Kept(9.0)})
+    memory.note_sent(TALK, "a", 10.0)
+    memory.note_sent(hello, "a", 20.0)
+    memory.seen.update("a", HERE, {"m": Kept(9.0)})
     assert [first(TALK), first(hello)] == ["a", "a"]
-    memory.seen.told("a", HERE, {"m": Kept(15.0)})
+    memory.seen.update("a", HERE, {"m": Kept(15.0)})
     assert [first(TALK), first(hello)] == ["b", "a"]
-    memory.chosen(TALK, "a", 30.0, 16.0)
+    memory.note_sent(TALK, "a", 30.0, 16.0)
     assert first(TALK) == "a"
-    memory.chosen(TALK, "a", 31.0, 14.0)
+    memory.note_sent(TALK, "a", 31.0, 14.0)
     assert first(TALK) == "a", "the later time counts"
-    memory.chosen(TALK, "b", 32.0, 14.0)
-    memory.seen.told("b", HERE, {"m": Kept(15.0)})
+    memory.note_sent(TALK, "b", 32.0, 14.0)
+    memory.seen.update("b", HERE, {"m": Kept(15.0)})
     assert memory.sticky(TALK, 40.0) is None, "of another replica, its own"
 
 
