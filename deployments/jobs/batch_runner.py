@@ -89,7 +89,7 @@ class BatchRunner:
 
     async def _round(self) -> float | None:
         """Returns after how many seconds there may be more to do without a wake; None: never."""
-        await self._blocking(self._store.expire)
+        await self._blocking(self._store.expire_overdue)
         batches = await self._blocking(self._store.unfinished)
         for batch in batches:
             if batch.id not in self._steps:

@@ -266,7 +266,7 @@ class BatchStore:
         query = f"SELECT * FROM batches WHERE {OPEN} ORDER BY created_s, id"
         return [_batch(row) for row in self._db.rows(query)]
 
-    def expire(self) -> None:
+    def expire_overdue(self) -> None:
         """Begins to end the batches that are past their deadline."""
         late = "state IN ('validating', 'in_progress') AND deadline_s <= ?"
         for row in self._db.rows(f"SELECT id FROM batches WHERE {late}", self._clock()):

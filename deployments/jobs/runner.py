@@ -137,9 +137,9 @@ class Runner:
     async def _round(self) -> float | None:
         """Begins what there is room for. Returns after how many seconds there may be more to do
         without a wake; None: never."""
-        for job_id in await self._blocking(self._store.expire):
+        for job_id in await self._blocking(self._store.expire_overdue):
             self.cancel(job_id)
-        await self._blocking(self._store.reclaim, frozenset(self._running))
+        await self._blocking(self._store.requeue_all_but, frozenset(self._running))
         now = time.monotonic()
         self._not_before = {one: s for one, s in self._not_before.items() if s > now}
         config = self._config()

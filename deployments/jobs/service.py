@@ -259,7 +259,7 @@ class JobsService:
         """Returns a batch or job of any tenant. Raises NotFound."""
         if (tenant := await self._blocking(self._batches.tenant_of, any_id)) is not None:
             return operator_rows.batch(await self.batch(tenant, any_id))
-        return operator_rows.job(await self._blocking(self._store.of_any, any_id))
+        return operator_rows.job(await self._blocking(self._store.get_of_any, any_id))
 
     async def cancel_any(self, any_id: str) -> dict[str, Any]:
         """Cancels a job or batch of any tenant. Raises NotFound."""

@@ -37,7 +37,7 @@ REQUEST, RESULT, EVENTS = "-request", "-result", "-events"  # behind a job's id:
 
 
 class JobState(StrEnum):
-    """Unfinished: the first three."""
+    """The state of a job; the first three are unfinished."""
 
     QUEUED = "queued"
     IN_PROGRESS = "in_progress"
@@ -122,7 +122,7 @@ class JobStore:
         """Queues a job; called again, it returns the first. Raises TenantLimitReached, also where
         the bodies of the tenant's unfinished jobs exceed `most_bytes`; StorageFull."""
         if (existing := self._find(new.id)) is not None:
-            return self._own(existing, new.tenant, new.id)
+            return self._job_of(existing, new.tenant, new.id)
         self._bodies.write(new.id + REQUEST, body)
         try:
             self._insert(new, len(body), most_unfinished, most_bytes)
@@ -154,9 +154,9 @@ class JobStore:
 
     def get(self, tenant: str, job_id: str) -> Job:
         """Returns a job of a tenant. Raises NotFound, also for a job of another tenant."""
-        return self._own(self._find(job_id), tenant, job_id)
+        return self._job_of(self._find(job_id), tenant, job_id)
 
-    def of_any(self, job_id: str) -> Job:
+    def get_of_any(self, job_id: str) -> Job:
         """Returns the job with this id, of any tenant. Raises NotFound."""
         row = self._find(job_id)
         if row is None:
@@ -260,8 +260,8 @@ class JobStore:
     def queued(
         self, without: Collection[str] = (), without_models: Collection[str] = ()
     ) -> Sequence[Job]:
-        """Returns queued jobs, the oldest first, QUEUED_MOST at most. `without`: ids, and models
-        whose jobs are passed over, so that they hide no later jobs."""
+        """Returns queued jobs, the oldest first, QUEUED_MOST at most, but for the ids of `without`
+        and the jobs for the models of `without_models`: they would hide later jobs."""
         mine = (
             "SELECT * FROM jobs WHERE state = 'queued'"
             " AND id NOT IN (SELECT value FROM json_each(?))"
@@ -336,15 +336,16 @@ class JobStore:
                 (self._clock(), job_id),
             )
 
-    def reclaim(self, running: Collection[str]) -> None:
-        """Puts back what this process has in progress and does not run: its end found no room on
-        the disk, or its call was cancelled before its first step."""
+    def requeue_all_but(self, running: Collection[str]) -> None:
+        """Queues the jobs again that this process has in progress and that are not among `running`,
+        by id: the end of such a job found no room on the disk, or its call was cancelled before its
+        first step."""
         query = "SELECT id FROM jobs WHERE state IN ('in_progress', 'cancelling') AND epoch = ?"
         for row in self._db.rows(query, self._db.epoch):
             if row["id"] not in running:
                 self.requeue(row["id"])
 
-    def expire(self) -> list[str]:
+    def expire_overdue(self) -> list[str]:
         """Ends the jobs that are past their deadline. Returns the ids of those in progress, whose
         calls the runner ends."""
         late = "state IN ('queued', 'in_progress', 'cancelling') AND deadline_s <= ?"
@@ -378,7 +379,7 @@ class JobStore:
         )
         return self._db.row(f"SELECT *, {before} AS position FROM jobs WHERE id = ?", job_id)
 
-    def _own(self, row: sqlite3.Row | None, tenant: str, job_id: str) -> Job:
+    def _job_of(self, row: sqlite3.Row | None, tenant: str, job_id: str) -> Job:
         if row is None or row["tenant"] != tenant:
             raise NotFound("job", job_id)
         return _job(row)

@@ -122,7 +122,7 @@ def test_job_expires_at_its_deadline_and_is_forgotten_after_its_time(jobs: Jobs)
     jobs.create("b")
     jobs.store.begin("b")
     jobs.now_s += 60
-    assert jobs.store.expire() == ["b"]
+    assert jobs.store.expire_overdue() == ["b"]
     assert jobs.state("a") == jobs.state("b") == JobState.EXPIRED
     assert not jobs.store.complete("b", 200, b"late")
     jobs.now_s += 99
@@ -302,5 +302,5 @@ def test_what_is_in_progress_and_does_not_run_is_queued_again(jobs: Jobs) -> Non
         jobs.create(name)
         jobs.store.begin(name)
     jobs.store.cancel("t", "c")
-    jobs.store.reclaim({"a"})
+    jobs.store.requeue_all_but({"a"})
     assert [jobs.state(name) for name in "abc"] == ["in_progress", "queued", "cancelled"]
