@@ -67,7 +67,8 @@ def engine(model: str, fd: int) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    from deployments.engines.vllm import engine, kv_offload
+    from deployments.engines.vllm import kv_offload
+    from deployments.engines.vllm.arguments import arguments
 
     args = {
         "max_model_len": 4096,
@@ -77,7 +78,7 @@ def engine(model: str, fd: int) -> Any:
     }
     config: dict[str, Any] = {"model": load_plan.resolve(f"made:{model}"), "engine_args": args}
     config["slabs"] = {"kv": {"path": path_of(fd)}}
-    settings = AsyncEngineArgs.from_cli_args(engine.arguments(config)).create_engine_config()
+    settings = AsyncEngineArgs.from_cli_args(arguments(config)).create_engine_config()
     kv_offload.configure_connector(settings, config)
     executor = Executor.get_class(settings)
     return LLMEngine(settings, executor, False, multiprocess_mode=False)

@@ -51,9 +51,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from deployments.engines.protocol import COULD_GROW
 from deployments.engines.sentence_transformers import spread
+from deployments.engines.vllm.arguments import arguments
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.cpu_worker import SleepingCpuWorker
-from deployments.engines.vllm.engine import arguments
 from deployments.engines.vllm.kept_blocks import KeptBlocks
 from deployments.engines.vllm.lora_cpu import SegmentedPunica
 from deployments.engines.vllm.pictures import NamedMessages
@@ -203,8 +203,8 @@ def test_triton_kernels_are_replaced_once_per_zygote() -> None:
 def test_ticket_parts_become_tensor_parallel_ways_with_their_share_of_kv_cache() -> None:
     """vLLM counts KV bytes by GPU."""
     two = {"model": "m", "engine_args": {"kv_cache_memory_bytes": 1_000}, "parts": [9, 9]}
-    found = arguments(two)
-    assert (found.tensor_parallel_size, found.kv_cache_memory_bytes) == (2, 500)
+    args = arguments(two)
+    assert (args.tensor_parallel_size, args.kv_cache_memory_bytes) == (2, 500)
     alone = arguments({key: value for key, value in two.items() if key != "parts"})
     assert (alone.tensor_parallel_size, alone.kv_cache_memory_bytes) == (1, 1_000)
 

@@ -65,7 +65,7 @@ def test_core_that_fails_writes_its_traceback_before_it_ends() -> None:
 def test_adapters_in_float32_are_refused_on_a_gpu_in_words(
     on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(engine, "on_cpu", lambda: on_cpu)
     config: Any = SimpleNamespace(lora_config=object(), model_config=SimpleNamespace(dtype=float32))
     refused = contextlib.nullcontext() if on_cpu else pytest.raises(EngineLoadFailed, match="dtype")
     with refused:

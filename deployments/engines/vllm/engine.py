@@ -1,18 +1,20 @@
 """Text (and large embedding models) through vLLM: its own OpenAI app over a core forked here.
 
-`engine_args` are vLLM's own, by name (`max_model_len: 1024`, `enable_lora: true`,
-on a GPU `device_ids: [2]`, `gpu_memory_utilization: 0.4`).
-`kv_cache_memory_bytes` is required, because vLLM's default is a share of what happens to be free.
+`engine_args` are vLLM's own, by name (`max_model_len: 1024`, `enable_lora: true`, on a GPU
+`device_ids: [2]`, `gpu_memory_utilization: 0.4`); `arguments.py` adds ours. `kv_cache_memory_bytes`
+is required, because vLLM's default is a share of what happens to be free.
+
+A request passes these parts, each left out where the model has no use for it: ContextGrowth
+(`VllmEngine.app`), Pictures (`_route`), AdapterService (`_infer`), vLLM's own application, and
+within it AdmittingLLM.generate, which waits for a place in the batch (BatchGate).
 """
 
 import asyncio
-import math
 import os
 from argparse import Namespace
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi import FastAPI
 from torch import float32
@@ -21,18 +23,14 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.utils.fingerprint import build_system_fingerprint
-from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from arbiter.core.types import Priority
 from arbiter.units import Content
 from deployments import messages, prefixes
-from deployments.engines import asgi, command_line, linux, pickles
+from deployments.engines import asgi, linux
 from deployments.engines.protocol import (
     CannotReload,
     Config,
@@ -46,12 +44,18 @@ from deployments.engines.vllm import (
     callers,
     core_watch,
     kv_offload,
-    merged_weights,
     own_sockets,
     picture_slab,
     pooling,
 )
 from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
+from deployments.engines.vllm.arguments import (
+    arguments,
+    compute_threads,
+    on_cpu,
+    parser,
+    processes_count,
+)
 from deployments.engines.vllm.batch_gate import AHEAD, BatchGate
 from deployments.engines.vllm.callers import HeldHead
 from deployments.engines.vllm.context_growth import ContextGrowth
@@ -67,19 +71,13 @@ ROUTES = frozenset(
     "/v1/messages/count_tokens /v1/models "
     "/tokenize /detokenize /pooling /metrics /adapters /admission /pictures /slab".split()
 ) | frozenset(pooling.HANDLERS)
-_PICKLED_FORMATS = ("pt", "npcache")
 _PROBE = "The answer is"
 _DEAD_S = 0.5  # for so long a frontend whose core is dead still answers its requests
-# vLLM does not start unless this part of a GPU is free, whatever it is to take: by default 0.92, so
-# that no model would load beside another. What is free is the arbiter's to judge.
-_LEAST_PART = 0.01
-_GPU_WORKER = "deployments.engines.vllm.gpu_worker.SleepingGpuWorker"
-_CPU_WORKER = "deployments.engines.vllm.cpu_worker.SleepingCpuWorker"
 
 
 def build(config: Config) -> "VllmEngine":
-    """Runs single threaded, right after the fork, because it forks the core in turn. Raises
-    EngineLoadFailed, and whatever vLLM raises."""
+    """Forks vLLM's core from this process, which is single threaded because the zygote has just
+    forked it, and returns the frontend to load. Raises EngineLoadFailed, and what vLLM raises."""
     os.environ.update(VLLM_SERVER_DEV_MODE="0", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0")
     own_sockets.make_private(os.environ["ARBITER_ENGINE"])
     args = arguments(config)
@@ -87,7 +85,7 @@ def build(config: Config) -> "VllmEngine":
         usage_context=UsageContext.OPENAI_API_SERVER
     )
     _refuse_float32_adapters(vllm_config)
-    if _on_cpu():
+    if on_cpu():
         # vLLM would start each process of a parallel model by spawn, which imports everything anew.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     kv_offload.configure_connector(vllm_config, config)
@@ -101,20 +99,23 @@ def build(config: Config) -> "VllmEngine":
     )
     gate = _gate(config, vllm_config)
     # Each process of a CPU would have a copy of all weights in host RAM, which counts one.
-    is_whole = not _on_cpu() or _processes_count(config) == 1
-    can_sleep = is_whole and config.get("can_sleep", True)
-    engine = VllmEngine(args, vllm_config, core, gate, can_sleep=can_sleep)
-    engine.has_slab = images is not None or kv_offload.has_slab(vllm_config)
-    engine.most_tokens = int(config.get("grows_to", {}).get("max_model_len", 0))
-    if "adapters" in config:
-        engine.adapters = AdapterService(config, engine.gate)
-    return engine
+    is_whole = not on_cpu() or processes_count(config) == 1
+    return VllmEngine(
+        args,
+        vllm_config,
+        core,
+        gate,
+        can_sleep=is_whole and config.get("can_sleep", True),
+        has_slab=images is not None or kv_offload.has_slab(vllm_config),
+        most_tokens=int(config.get("grows_to", {}).get("max_model_len", 0)),
+        adapters=AdapterService(config, gate) if "adapters" in config else None,
+    )
 
 
 def _refuse_float32_adapters(vllm_config: VllmConfig) -> None:
     """Raises EngineLoadFailed for what ends a load on a GPU with an assertion that says nothing:
     vLLM's kernels for adapters there take no float32 (0.32, lora_shrink_op.py)."""
-    if vllm_config.lora_config and vllm_config.model_config.dtype == float32 and not _on_cpu():
+    if vllm_config.lora_config and vllm_config.model_config.dtype == float32 and not on_cpu():
         why = "engine_args: dtype float32: adapters on a GPU need float16 or bfloat16"
         raise EngineLoadFailed("BadConfig", why, False)
 
@@ -128,43 +129,6 @@ def _gate(config: Config, vllm_config: VllmConfig) -> BatchGate:
     return BatchGate(config["adapters"]["slots"], window, config["adapters"]["wait_s"])
 
 
-def compute_threads(config: Config) -> int | None:
-    """The configured number; else, without a GPU, as many as `vllm serve` would bind on this node:
-    one for each core of the first memory node except the scheduler's, divided by the processes."""
-    if "threads" in config:
-        return int(config["threads"])
-    if not current_platform.is_cpu():
-        return None
-    cpus = get_allowed_cpu_list()
-    cores = {cpu.physical_core for cpu in cpus if cpu.numa_node == cpus[0].numa_node}
-    return max(1, (len(cores) - 1) // _processes_count(config))
-
-
-def arguments(config: Config) -> Namespace:
-    """The namespace that `vllm serve` would have. Raises EngineLoadFailed that names a bad
-    argument."""
-    options = {**_defaults(config), **config.get("engine_args", {})}
-    options |= merged_weights.arguments(config)
-    _refuse_pickles(config, options)
-    if "kv_cache_memory_bytes" not in options:
-        raise EngineLoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
-    ways = _processes_count(config) if _on_cpu() else len(config.get("parts", []))
-    if ways > 1:  # vLLM counts KV bytes per GPU, or per process of a CPU, a ticket in total
-        options["kv_cache_memory_bytes"] = int(options["kv_cache_memory_bytes"]) // ways
-    if isinstance(modules := options.get("lora_modules"), dict):
-        options["lora_modules"] = [f"{adapter}={folder}" for adapter, folder in modules.items()]
-    words = [word for item in options.items() for word in command_line.words(*item)]
-    return parser().parse_args(words)
-
-
-@cache
-def parser() -> FlexibleArgumentParser:
-    """vLLM's own, once per process or zygote: it reads the source of every config class."""
-    made = make_arg_parser(FlexibleArgumentParser())
-    made.error = _refuse_arguments
-    return made
-
-
 @cache
 def text_api() -> FastAPI:
     """vLLM's routes for a model that generates, without state: the same for every model, so the
@@ -172,115 +136,47 @@ def text_api() -> FastAPI:
     return build_app(parser().parse_args(["--disable-fastapi-docs"]), ("generate",))
 
 
-def _refuse_arguments(message: str) -> NoReturn:
-    raise EngineLoadFailed("BadConfig", f"engine_args: {message}", False)
-
-
-def _refuse_pickles(config: Config, options: dict[str, Any]) -> None:
-    """Has vLLM read safetensors only, in which its quantized models are too. Raises
-    EngineLoadFailed."""
-    if (form := options.get("load_format")) in _PICKLED_FORMATS:
-        raise EngineLoadFailed("BadConfig", f"engine_args: load_format {form} reads pickles", False)
-    if form in (None, "auto", "hf"):
-        options["load_format"] = "safetensors"
-    for model in (config, config.get("drafter")):
-        if model is not None:
-            pickles.refuse(Path(model["model"]))
-
-
-def _defaults(config: Config) -> dict[str, Any]:
-    shared = {
-        "model": config["model"],
-        "served_model_name": config.get("served_name", config["model"]),
-        "disable_log_stats": True,
-        "disable_fastapi_docs": True,
-        "scheduling_policy": "priority",  # that of the caller; see batch_hold.py
-        "enable_prompt_tokens_details": True,  # a client sees what it saved by a prefix
-        # None exists: an engine fetches nothing, should a URL get past deployments.front.pictures
-        "allowed_media_domains": ["media.invalid"],
-        **_adapter_arguments(config),
-        **_drafter_arguments(config),
-        **picture_slab.arguments(config),
-        **kv_offload.arguments(config),
-    }
-    if ways := len(config.get("parts", [])):
-        shared["tensor_parallel_size"] = ways
-    if not current_platform.is_cpu():
-        return shared | {
-            "enable_sleep_mode": config.get("can_sleep", True),
-            "gpu_memory_utilization": _LEAST_PART,
-            **({"worker_cls": _GPU_WORKER} if current_platform.is_cuda_alike() else {}),
-        }
-    return shared | {
-        "enforce_eager": True,  # nothing is compiled; with explicit KV bytes no warm-up
-        # The only worker of `uni` would wait without end for the others of its group.
-        "distributed_executor_backend": "mp" if _processes_count(config) > 1 else "uni",
-        "worker_cls": _CPU_WORKER,
-    }
-
-
-def _processes_count(config: Config) -> int:
-    """How many processes a CPU computes the model with: one for each part of it."""
-    options = config.get("engine_args", {})
-    if parts := len(config.get("parts", [])):
-        return parts
-    return math.prod(
-        int(options.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline")
-    )
-
-
-def _adapter_arguments(config: Config) -> dict[str, Any]:
-    if "adapters" not in config:
-        return {}
-    section = config["adapters"]
-    return {
-        "enable_lora": True,
-        "max_loras": section["slots"],
-        # What is in no slot is warm in the slab. deployments.config.engine_kinds charges as much.
-        "max_cpu_loras": section["slots"],
-        "max_lora_rank": section["max_rank"],
-    }
-
-
-def _drafter_arguments(config: Config) -> dict[str, Any]:
-    if "drafter" not in config:
-        return {}
-    section = config["drafter"]
-    return {
-        "speculative_config": {
-            "method": "draft_model",
-            "model": section["model"],
-            "num_speculative_tokens": section["tokens"],
-        }
-    }
-
-
 class VllmEngine:
-    """The frontend: tokenizer, templates, OpenAI's semantics. It is the core's only client."""
+    """The frontend: tokenizer, templates, OpenAI's semantics. It is the core's only client.
+
+    `has_slab`: it was lent one for KV or adapters. `most_tokens`: of the context that the model may
+    grow to; 0: it does not grow. `adapters`: of a model that has any."""
 
     def __init__(
-        self, args: Namespace, config: VllmConfig, core: Core, gate: BatchGate, *, can_sleep: bool
+        self,
+        args: Namespace,
+        config: VllmConfig,
+        core: Core,
+        gate: BatchGate,
+        *,
+        can_sleep: bool,
+        has_slab: bool = False,
+        most_tokens: int = 0,
+        adapters: AdapterService | None = None,
     ) -> None:
-        self.args, self.config, self.core, self.can_sleep = args, config, core, can_sleep
-        self.gate = gate
+        self.args, self.config, self.core, self.gate = args, config, core, gate
+        self.can_sleep, self.has_slab, self.most_tokens = can_sleep, has_slab, most_tokens
+        self.adapters = adapters
+        most_s = core_watch.CPU_STEP_MOST_S if on_cpu() else core_watch.GPU_STEP_MOST_S
+        self.watch = core_watch.CoreWatch(self._ask_core, most_s)
+        self.probes_count = 0
+        # What `load` makes: of every model,
         self.llm: AdmittingLLM | None = None
         self.api: FastAPI | None = None
-        self.probes = 0
-        self.pools = False
-        most_s = core_watch.CPU_STEP_MOST_S if _on_cpu() else core_watch.GPU_STEP_MOST_S
-        self.watch = core_watch.CoreWatch(self._ask_core, most_s)
-        self.probe_params: PoolingParams | None = None  # of a pooling model
-        self.adapters: AdapterService | None = None
-        self.pictures: Pictures | None = None  # of a model that sees
+        # of a pooling model,
+        self.is_pooling = False
+        self.probe_params: PoolingParams | None = None
+        # of a model that generates,
+        self.prewarmer: Prewarmer | None = None
+        # of a model that sees,
+        self.pictures: Pictures | None = None
         self.expiring: asyncio.Task[None] | None = None
-        self.has_slab = False  # of KV or adapters
-        self.most_tokens = 0  # of the context that it may grow to; 0: it does not grow
+        # and of a model whose context grows.
         self.growth: ContextGrowth | None = None
-        self.prewarmer: Prewarmer | None = None  # of a model that generates
 
     async def load(self) -> None:
         if self.llm is not None:
-            if not _on_cpu():
+            if not on_cpu():
                 raise CannotReload("on a GPU its copy has tables too that lie in no file")
             await self.llm.collective_rpc("load_from_disk")
             return
@@ -292,27 +188,36 @@ class VllmEngine:
         )
         self.llm.gate, self.llm.served_name = self.gate, self.args.served_model_name[0]
         asyncio.get_running_loop().add_reader(self.core.pidfd, self._core_died)
-        tasks = await self.llm.get_supported_tasks()
-        self.pools = "generate" not in tasks
-        if self.pools:
-            self.probe_params = PoolingParams(task=self.llm.model_config.get_pooling_task(tasks))
-        self.api = build_app(self.args, tasks, self.llm.model_config) if self.pools else text_api()
+        self.api = await self._make_api(self.llm)
+        self._add_services(self.llm, self.api)
+
+    async def _make_api(self, llm: AdmittingLLM) -> FastAPI:
+        """vLLM's own application for what the model can do."""
+        tasks = await llm.get_supported_tasks()
+        self.is_pooling = "generate" not in tasks
+        if self.is_pooling:
+            self.probe_params = PoolingParams(task=llm.model_config.get_pooling_task(tasks))
+        api = build_app(self.args, tasks, llm.model_config) if self.is_pooling else text_api()
         self.args.fingerprint_value, self.args.fingerprint_mode = fingerprint(self), "custom"
-        self.api.state.args = self.args
+        api.state.args = self.args
         # vLLM's error handler tells a server to exit when the core is dead: `_core_died` does that.
-        self.api.state.server = SimpleNamespace(should_exit=False)
-        await init_app_state(self.llm, self.api.state, self.args, tasks)
-        if self.args.ec_manager_config and self.llm.model_config.is_multimodal_model:
-            self.pictures = Pictures(self.llm, has_cache=picture_slab.has_slab(self.config))
-            self.pictures.adopt(self.api.state)
+        api.state.server = SimpleNamespace(should_exit=False)
+        await init_app_state(llm, api.state, self.args, tasks)
+        return api
+
+    def _add_services(self, llm: AdmittingLLM, api: FastAPI) -> None:
+        """Makes what stands between the host and vLLM's application, as the model needs it."""
+        if self.args.ec_manager_config and llm.model_config.is_multimodal_model:
+            self.pictures = Pictures(llm, has_cache=picture_slab.has_slab(self.config))
+            self.pictures.adopt(api.state)
             self.expiring = asyncio.ensure_future(self.pictures.expire())
-        if not self.pools:
-            self.prewarmer = Prewarmer(self.llm, self.config, self.api)
+        if not self.is_pooling:
+            self.prewarmer = Prewarmer(llm, self.config, api)
         if self.most_tokens:
-            self.growth = ContextGrowth(self.api, self.args.served_model_name[0], self.most_tokens)
+            self.growth = ContextGrowth(api, self.args.served_model_name[0], self.most_tokens)
         if self.adapters is not None:
-            self.llm.adapters = self.adapters
-            self.adapters.adopt(self.llm, self.api.state)
+            llm.adapters = self.adapters
+            self.adapters.adopt(llm, api.state)
 
     def _core_died(self) -> None:
         """Answers every request with an error and ends the process: a frontend serves nothing
@@ -331,20 +236,20 @@ class VllmEngine:
         if scope["path"] not in ROUTES:
             return await asgi.refuse(send, 404, f"no route {scope['path']}")
         if self.growth is not None:
-            return await self.growth.serve(self._answer, scope, receive, send)
-        await self._answer(scope, receive, send)
+            return await self.growth.serve(self._route, scope, receive, send)
+        await self._route(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
         if scope["path"] == kv_offload.FACTS:
             return await self._slab(scope, send)
-        if self.pools and scope["path"] in pooling.HANDLERS:
+        if self.is_pooling and scope["path"] in pooling.HANDLERS:
             return await pooling.serve(self.api, scope, receive, send)
         if self.pictures is not None:
-            return await self.pictures.serve(self._adapted, scope, receive, send)
-        await self._adapted(scope, receive, send)
+            return await self.pictures.serve(self._infer, scope, receive, send)
+        await self._infer(scope, receive, send)
 
-    async def _adapted(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _infer(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
         if scope["path"] == "/admission":
             hold = await self.llm.engine_core.call_utility_async("hold_trace")
@@ -371,7 +276,7 @@ class VllmEngine:
         await self.prewarmer(scope, receive, send)
 
     async def _slab(self, scope: Scope, send: Send) -> None:
-        """What each slab holds, by content."""
+        """Answers what each lent slab holds, by content; POST shrinks it to its limit first."""
         if not self._has_lent_slabs:
             return await asgi.refuse(send, 404, "this engine was lent no slab")
         await asgi.respond(send, 200, await self._slabs(shrinks=scope["method"] == "POST"))
@@ -385,7 +290,7 @@ class VllmEngine:
         return picture_slab.has_slab(self.config) and picture_slab.is_lent(self.config)
 
     async def _slabs(self, *, shrinks: bool) -> dict[str, Any]:
-        """What the lent ones hold, after they were shrunk to their limits or as they are."""
+        """What each lent slab holds, by content; `shrinks`: after it was shrunk to its limit."""
         assert self.llm is not None
         call = self.llm.engine_core.call_utility_async
         facts: dict[str, Any] = {}
@@ -429,7 +334,7 @@ class VllmEngine:
     async def drop_drafter(self) -> bool:
         """Drops the drafter on a CPU. On GPUs compiled graphs hold the drafter, and the memory pool
         gives no part back."""
-        if not _on_cpu() or self.llm is None or self.config.speculative_config is None:
+        if not on_cpu() or self.llm is None or self.config.speculative_config is None:
             return False
         dropped: bool = await self.llm.engine_core.call_utility_async("drop_drafter")
         return dropped
@@ -442,8 +347,8 @@ class VllmEngine:
         """The next token with its log-probability and those of its rivals; of a pooling model, the
         first eight numbers of a vector or of the labels' scores."""
         assert self.llm is not None
-        self.probes += 1
-        number = f"probe-{self.probes}"
+        self.probes_count += 1
+        number = f"probe-{self.probes_count}"
         if self.probe_params is not None:
             pooled = [out async for out in self.llm.encode(_PROBE, self.probe_params, number)]
             return str([round(x, 4) for x in pooled[-1].outputs.data.flatten()[:8].tolist()])
@@ -471,7 +376,3 @@ def fingerprint(engine: VllmEngine) -> str | None:
     """What vLLM would compute anew for each of its six serving objects, by hashing all settings."""
     args = engine.args
     return build_system_fingerprint(engine.config, args.fingerprint_mode, args.fingerprint_value)
-
-
-def _on_cpu() -> bool:
-    return bool(current_platform.is_cpu())
