@@ -82,10 +82,10 @@ def _is_as(top: Any, text: str, written: str) -> bool:
         first = min(n.lineno for n in (top, *getattr(top, "decorator_list", ())))
         written = "\n".join(written.splitlines()[first - 1 : top.end_lineno + more])
     try:
-        found = ast.parse(written)
+        tree = ast.parse(written)
     except SyntaxError:
         return False
-    return ast.dump(found) == ast.dump(ast.parse(ast.unparse(top)))
+    return ast.dump(tree) == ast.dump(ast.parse(ast.unparse(top)))
 
 
 def _found(bug: Bug, scope: ast.AST) -> tuple[Place, list[Any]]:
@@ -214,8 +214,8 @@ def _path(node: ast.AST, changed: ast.AST) -> list[ast.AST]:
     if node is changed:
         return [node]
     for inner in ast.iter_child_nodes(node):
-        if found := _path(inner, changed):
-            return [node, *found]
+        if path := _path(inner, changed):
+            return [node, *path]
     return []
 
 

@@ -40,19 +40,19 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shipped(name: str = "serve_config.gpu.yaml") -> Config:
-    found: Config = yaml.safe_load((ROOT / name).read_text())
-    return found
+    config: Config = yaml.safe_load((ROOT / name).read_text())
+    return config
 
 
 def with_applications() -> Config:
     """With an application of its own for each capability, as a person may have written them."""
-    found = shipped()
-    for name in found["applications"][0]["deployments"][0]["user_config"]["capabilities"]:
+    config = shipped()
+    for name in config["applications"][0]["deployments"][0]["user_config"]["capabilities"]:
         policy = {
             "policy_function": "deployments.scaling:ArbiterPolicy",
             "policy_kwargs": {"capability": name},
         }
-        found["applications"].append(
+        config["applications"].append(
             {
                 "name": name,
                 "route_prefix": None,
@@ -62,8 +62,8 @@ def with_applications() -> Config:
                 "deployments": [{"name": name}],
             }
         )
-    chat(found)["import_path"] = "deployments.app:text"
-    return found
+    chat(config)["import_path"] = "deployments.app:text"
+    return config
 
 
 def written(config: Config, tmp_path: Path) -> Path:
@@ -90,14 +90,14 @@ def test_a_shipped_configuration_is_good(name: str) -> None:
 
 def test_what_models_need_is_there_for_programs(run: Run) -> None:
     done = run("check", str(ROOT / SHIPPED[1]), "--json")
-    found = json.loads(done.stdout)
-    assert found["ok"] is True
+    report = json.loads(done.stdout)
+    assert report["ok"] is True
     [written_need] = re.findall(
         r"qwen3-8b:.*?need: {(.*?)}", (ROOT / SHIPPED[1]).read_text(), re.S
     )[:1]
     parts = [float(part) for part in re.findall(r"([\d.]+) GiB", written_need)]
     assert len(parts) == 4
-    assert found["need_bytes"]["qwen3-8b"] == sum(round(part * GIB) for part in parts)
+    assert report["need_bytes"]["qwen3-8b"] == sum(round(part * GIB) for part in parts)
 
 
 @pytest.mark.spec("H0")

@@ -42,14 +42,14 @@ def lines_of(dockerfile: str) -> list[str]:
 
 def stages() -> dict[str, list[list[str]]]:
     """Words of each instruction by stage, those of the stages it is built from first."""
-    found: dict[str, list[list[str]]] = {}
+    instructions: dict[str, list[list[str]]] = {}
     for line in lines_of((DEPLOY / "Dockerfile").read_text()):
         words = line.split()
         if words[0] == "FROM":
-            stage = found[words[3]] = list(found.get(words[1], []))
+            stage = instructions[words[3]] = list(instructions.get(words[1], []))
         else:
             stage.append(words)
-    return found
+    return instructions
 
 
 def of(stage: str, instruction: str) -> list[list[str]]:
@@ -62,8 +62,8 @@ def environment(stage: str) -> dict[str, str]:
 
 
 def json_of(stage: str, instruction: str) -> list[str]:
-    found: list[str] = yaml.safe_load(" ".join(of(stage, instruction)[-1]))
-    return found
+    words: list[str] = yaml.safe_load(" ".join(of(stage, instruction)[-1]))
+    return words
 
 
 @pytest.mark.spec("M3")
@@ -218,9 +218,9 @@ def test_start_makes_the_models_checks_the_file_and_becomes_serve_run(
 def unit(section: str, key: str) -> list[str]:
     """Values of a key: a unit may have it several times."""
     text = (DEPLOY / "serve-arbiter.service").read_text()
-    found = re.search(rf"^\[{section}\]\n(.*?)(?=^\[|\Z)", text, re.M | re.S)
-    assert found
-    return re.findall(rf"^{key}=(.*)$", found[1], re.M)
+    match = re.search(rf"^\[{section}\]\n(.*?)(?=^\[|\Z)", text, re.M | re.S)
+    assert match
+    return re.findall(rf"^{key}=(.*)$", match[1], re.M)
 
 
 @pytest.mark.spec("M3")
@@ -251,8 +251,8 @@ def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
 
 
 def compose() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    return found
+    compose: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    return compose
 
 
 @pytest.mark.spec("M3")
@@ -277,9 +277,9 @@ def test_prometheus_and_grafana_find_the_files_that_the_command_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (DEPLOY / "compose.yaml").read_text()
-    found = re.search(r"^#   arbiter (metrics install \S+ --url (\S+))$", text, re.M)
-    assert found
-    _, _, folder, *rest = shlex.split(found[1])
+    match = re.search(r"^#   arbiter (metrics install \S+ --url (\S+))$", text, re.M)
+    assert match
+    _, _, folder, *rest = shlex.split(match[1])
     assert folder == "deploy/monitoring"
     assert main(["metrics", "install", str(tmp_path), *rest]) == 0
     scrape = yaml.safe_load((tmp_path / monitoring.CONFIGURATION).read_text())
@@ -368,18 +368,18 @@ def test_pods_have_resources_memory_for_shared_objects_and_the_folders_of_the_im
 
 @pytest.mark.spec("M3", "L0")
 def test_cluster_has_the_version_of_ray_a_token_and_a_wall() -> None:
-    found = manifest()
-    cluster = found["RayService"]["spec"]["rayClusterConfig"]
+    documents = manifest()
+    cluster = documents["RayService"]["spec"]["rayClusterConfig"]
     [version] = re.findall(r"^ray==(.+)$", (ROOT / "constraints-cpu.txt").read_text(), re.M)
     assert cluster["rayVersion"] == version
     assert cluster["authOptions"] == {"mode": "token"}
-    assert found["RayService"]["spec"]["upgradeStrategy"] == {"type": "None"}
+    assert documents["RayService"]["spec"]["upgradeStrategy"] == {"type": "None"}
     labels = pods()[0]["metadata"]["labels"]
     assert all(pod["metadata"]["labels"] == labels for pod in pods())
-    assert found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
-    anyone = [rule for rule in found["NetworkPolicy"]["spec"]["ingress"] if "from" not in rule]
+    assert documents["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
+    anyone = [rule for rule in documents["NetworkPolicy"]["spec"]["ingress"] if "from" not in rule]
     assert [p["port"] for rule in anyone for p in rule["ports"]] == [CONFIG["http_options"]["port"]]
-    disruption = found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]
+    disruption = documents["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]
     assert disruption.items() >= labels.items() and disruption["ray.io/node-type"] == "head"
 
 

@@ -91,9 +91,9 @@ def test_programs_are_told_the_same_as_json(
     run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     behaves("ready", monkeypatch)
-    found = json.loads(run("serve", str(file), "--json").stdout)
-    assert (found["url"], found["serves"]) == (serve.read(file).url, ["chat"])
-    assert found["ready_s"] > 0 and found["console"] is None
+    started = json.loads(run("serve", str(file), "--json").stdout)
+    assert (started["url"], started["serves"]) == (serve.read(file).url, ["chat"])
+    assert started["ready_s"] > 0 and started["console"] is None
 
 
 @pytest.mark.spec("M1")

@@ -98,9 +98,9 @@ def test_task_is_done_rightly_on_examples_of_another_seed(chat: Child, task: str
 def test_tools_are_called_with_the_right_name_and_argument(chat: Child) -> None:
     asked = held_out_examples(60)["tool"]
     with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda example: ask(chat, NAME, example), asked))
+        choices = list(pool.map(lambda example: ask(chat, NAME, example), asked))
     right = 0
-    for choice, example in zip(found, asked, strict=True):
+    for choice, example in zip(choices, asked, strict=True):
         wanted = json.loads(example.answer.removeprefix("<tool_call>").removesuffix("</tool_call>"))
         calls = [call["function"] for call in choice["message"]["tool_calls"] or []]
         right += [(c["name"], json.loads(c["arguments"])) for c in calls] == [

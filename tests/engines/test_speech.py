@@ -219,8 +219,8 @@ def test_long_sound_is_heard_in_pieces_without_losing_or_repeating_words(
 def test_parallel_transcripts_are_not_mixed_up(hears: Child, says: Child) -> None:
     spoken = [speak(says, sentence).body for sentence in SENTENCES[:4]]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda raw: heard(transcribe(hears, raw)), spoken))
-    assert [plain(text) for text in found] == [plain(sentence) for sentence in SENTENCES[:4]]
+        texts = list(pool.map(lambda raw: heard(transcribe(hears, raw)), spoken))
+    assert [plain(text) for text in texts] == [plain(sentence) for sentence in SENTENCES[:4]]
 
 
 @pytest.mark.spec("L3")

@@ -117,8 +117,8 @@ def test_cross_encoder_scores_as_transformers_does(cross: Child, cross_model: Pa
     wanted = torch.sigmoid(raw).tolist()
     results = reranked(cross)
     assert [row["index"] for row in results] == sorted(range(4), key=lambda n: -wanted[n])
-    found = {row["index"]: row["relevance_score"] for row in results}
-    assert [found[n] for n in range(4)] == pytest.approx(wanted, abs=1e-3)
+    scores = {row["index"]: row["relevance_score"] for row in results}
+    assert [scores[n] for n in range(4)] == pytest.approx(wanted, abs=1e-3)
     rows = said(cross, "/v1/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
     assert [row["score"] for row in rows] == pytest.approx(wanted, abs=1e-3)
     rows = said(cross, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=True)

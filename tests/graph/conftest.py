@@ -100,23 +100,23 @@ class Graph:
     @property
     def table(self) -> dict[str, Any]:
         """The front's `user_config`."""
-        found: dict[str, Any] = self.config["applications"][0]["deployments"][0]["user_config"]
-        return found
+        table: dict[str, Any] = self.config["applications"][0]["deployments"][0]["user_config"]
+        return table
 
     @property
     def dashboard(self) -> str:
         """Address of Ray's dashboard; it takes the first free port, and says which."""
         text = (self.folder / "serve.log").read_text()
-        found = re.search(r"http://127\.0\.0\.1:\d+", text)
-        assert found, "Ray did not say where its dashboard is"
-        return found[0]
+        match = re.search(r"http://127\.0\.0\.1:\d+", text)
+        assert match, "Ray did not say where its dashboard is"
+        return match[0]
 
     @functools.cached_property
     def address(self) -> str:
         """Of its Ray cluster, HOST:PORT: others may run on this machine."""
         commands = (command_of(pid) for pid in self.workers())
-        found = next(filter(None, (re.search(r"--gcs-address=(\S+)", c) for c in commands)))
-        return found[1]
+        match = next(filter(None, (re.search(r"--gcs-address=(\S+)", c) for c in commands)))
+        return match[1]
 
     @functools.cached_property
     def node(self) -> str:
@@ -129,12 +129,12 @@ class Graph:
 
     def workers(self) -> list[int]:
         """Pids of this graph's Ray processes: what descends from `serve run`."""
-        found = [self.process.pid]
-        for pid in found:
+        pids = [self.process.pid]
+        for pid in pids:
             for task in Path(f"/proc/{pid}/task").glob("*/children"):
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                    found += [int(child) for child in task.read_text().split()]
-        return found
+                    pids += [int(child) for child in task.read_text().split()]
+        return pids
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
@@ -158,17 +158,17 @@ class Graph:
             return error.code, json.loads(said) if said.startswith(b"{") else said
 
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.get("/arbiter/state")
-        return found
+        state: dict[str, Any] = self.get("/arbiter/state")
+        return state
 
     def events(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.get("/arbiter/events/recent")["events"]
-        return found
+        events: list[dict[str, Any]] = self.get("/arbiter/events/recent")["events"]
+        return events
 
     def tickets(self, capability: str) -> dict[str, str]:
         """Ticket to state."""
-        found = [t for t in self.state()["tickets"] if t["capability"] == capability]
-        return {t["ticket"]: t["state"] for t in found}
+        tickets = [t for t in self.state()["tickets"] if t["capability"] == capability]
+        return {t["ticket"]: t["state"] for t in tickets}
 
     def deploy(self, config: dict[str, Any]) -> None:
         """Change the configuration while it runs, by Serve's REST API."""

@@ -53,9 +53,9 @@ def test_each_line_has_one_result_whatever_is_killed_meanwhile(
     done = ended(client, batch)
     assert done.status == "completed" and done.request_counts is not None
     assert (done.request_counts.completed, done.request_counts.failed) == (LINES, 0)
-    found = results(client, done.output_file_id)
-    assert sorted(row["custom_id"] for row in found) == sorted(f"r{n}" for n in range(LINES))
-    assert {row["response"]["body"]["usage"]["completion_tokens"] for row in found} == {TOKENS}
+    rows = results(client, done.output_file_id)
+    assert sorted(row["custom_id"] for row in rows) == sorted(f"r{n}" for n in range(LINES))
+    assert {row["response"]["body"]["usage"]["completion_tokens"] for row in rows} == {TOKENS}
     assert done.usage is not None and done.usage.output_tokens == TOKENS * LINES
 
 
@@ -93,10 +93,10 @@ def test_every_endpoint_runs_as_a_batch(client: OpenAI) -> None:
     begun = [begin(client, url, [body] * 2) for url, body in bodies.items()]
     for batch in begun:
         done = ended(client, batch)
-        found = results(client, done.output_file_id)
-        assert [row["response"]["status_code"] for row in found] == [200] * 2
+        rows = results(client, done.output_file_id)
+        assert [row["response"]["status_code"] for row in rows] == [200] * 2
         assert batch.endpoint != "/v1/images/generations" or all(
-            row["response"]["body"]["data"][0]["b64_json"] for row in found
+            row["response"]["body"]["data"][0]["b64_json"] for row in rows
         )
 
 
@@ -112,8 +112,8 @@ def test_line_and_job_of_a_task_are_answered_by_a_rung_of_this_machine(
         assert (status, job["model"]) == (202, "task:later")
         done = ended(client, batch)
         assert done.status == "completed"
-        found = results(client, done.output_file_id)
-        models = {row["response"]["body"]["model"] for row in found}
+        rows = results(client, done.output_file_id)
+        models = {row["response"]["body"]["model"] for row in rows}
         path = f"/v1/jobs/{job['id']}"
         until(lambda: graph.get(path)["status"] == "completed", 60, "the job is done")
         assert models | {graph.get(f"{path}/result")["model"]} <= set(MODELS)

@@ -61,10 +61,10 @@ def test_console_shows_models_that_trade_memory_and_lives_through_the_arbiters_d
 
 def epoch_after(graph: Graph, before: int) -> int | None:
     try:
-        found = int(graph.state()["epoch"])
+        epoch = int(graph.state()["epoch"])
     except urllib.error.HTTPError:  # there is none now
         return None
-    return found if found != before else None
+    return epoch if epoch != before else None
 
 
 @pytest.mark.spec("K4")

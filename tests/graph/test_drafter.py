@@ -20,9 +20,9 @@ LEFT = 800 * MIB  # room for the target (700 MiB) or the drafter (214), not for 
 
 def target(graph: Graph) -> dict[str, Any] | None:
     """Its one ticket."""
-    found = [t for t in graph.state()["tickets"] if t["model"] in (TARGET, DRAFTER)]
-    assert len(found) <= 1
-    return found[0] if found else None
+    tickets = [t for t in graph.state()["tickets"] if t["model"] in (TARGET, DRAFTER)]
+    assert len(tickets) <= 1
+    return tickets[0] if tickets else None
 
 
 def answer(client: OpenAI, model: str) -> str:

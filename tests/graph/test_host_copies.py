@@ -37,8 +37,8 @@ def served(graph: Graph) -> list[str]:
 
 
 def copies(graph: Graph) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = send(graph, "GET", "/arbiter/host_copies")["copies"]
-    return found
+    copies: list[dict[str, Any]] = send(graph, "GET", "/arbiter/host_copies")["copies"]
+    return copies
 
 
 def loaded(graph: Graph, client: OpenAI, model: str) -> dict[str, Any]:

@@ -163,15 +163,15 @@ def test_hostile_remote_ends_in_a_typed_error_is_left_alone_and_harms_no_other(
         )
         for _ in range(patience):
             began_s = time.monotonic()
-            found = refusal(bea, f"{name}-chat")
-            assert (found.status_code, found.code) == (502, "remote_failed"), found
+            refused = refusal(bea, f"{name}-chat")
+            assert (refused.status_code, refused.code) == (502, "remote_failed"), refused
             assert time.monotonic() - began_s < ENDS_S
         assert beside.result(60).choices[0].message.content
     shown = remotes(graph)[name]
     assert (shown["cause"], shown["in_flight"]) == (kind, 0) and shown["cools_down_s"] > 0
-    found = refusal(bea, f"{name}-chat")
-    assert (found.status_code, found.code) == (503, "remote_cooling_down")
-    assert 0 < int(found.response.headers["retry-after"]) <= 300
+    refused = refusal(bea, f"{name}-chat")
+    assert (refused.status_code, refused.code) == (503, "remote_cooling_down")
+    assert 0 < int(refused.response.headers["retry-after"]) <= 300
 
     def outcomes() -> list[str]:
         """As they are written down, of this remote."""
@@ -262,8 +262,8 @@ def test_no_key_of_a_remote_or_hub_and_no_text_that_is_refused_for_one_is_in_a_l
     graph: Graph, hostile: None, bea: OpenAI
 ) -> None:
     for name in KEYED:
-        found = refusal(bea, f"{name}-chat", extra_headers={"x-request-id": f"by-{name}"})
-        assert (found.code, remotes(graph)[name]["cause"]) == ("remote_failed", "key")
+        refused = refusal(bea, f"{name}-chat", extra_headers={"x-request-id": f"by-{name}"})
+        assert (refused.code, remotes(graph)[name]["cause"]) == ("remote_failed", "key")
     secret = "it is ACME-4321"
     asked: Any = [{"role": "user", "content": secret}]
     with pytest.raises(APIStatusError, match="secret"):

@@ -41,14 +41,14 @@ def submitted(graph: Graph, body: dict[str, Any]) -> str:
 
 
 def job(graph: Graph, job_id: str) -> dict[str, Any]:
-    found: dict[str, Any] = graph.get(f"/v1/jobs/{job_id}")
-    return found
+    job: dict[str, Any] = graph.get(f"/v1/jobs/{job_id}")
+    return job
 
 
 def cancel(graph: Graph, job_id: str) -> str:
-    status, found = graph.post(f"/v1/jobs/{job_id}/cancel", {})
+    status, job = graph.post(f"/v1/jobs/{job_id}/cancel", {})
     assert status == 200
-    return str(found["status"])
+    return str(job["status"])
 
 
 def state_file(graph: Graph) -> Path:
@@ -158,8 +158,8 @@ def test_batch_and_job_that_wait_past_their_window_are_expired_and_wait_no_more(
         done = ended(client, batch, 30)
         assert done.status == "expired" and done.request_counts is not None
         assert (done.request_counts.completed, done.request_counts.total) == (0, 3)
-        found = results(client, done.error_file_id)
-        assert [row["error"]["code"] for row in found] == ["batch_expired"] * 3
+        rows = results(client, done.error_file_id)
+        assert [row["error"]["code"] for row in rows] == ["batch_expired"] * 3
         until(lambda: job(graph, late)["status"] == "expired", 60, "the job is expired")
         until(lambda: not queue(graph), 60, "nothing waits for the model")
 

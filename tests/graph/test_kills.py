@@ -51,9 +51,9 @@ def test_a_killed_process_loses_nothing(graph: Graph, client: OpenAI, kind: str)
         loads = [pool.submit(load) for _ in range(4)]
         try:
             until(lambda: outcomes["answered"] >= 4, 60, "the load is under way")
-            found = victims(graph, kind)
-            assert found, f"no {kind} runs"
-            for pid in found:
+            pids = victims(graph, kind)
+            assert pids, f"no {kind} runs"
+            for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             killed_at = outcomes["answered"]
             until(lambda: outcomes["answered"] >= killed_at + 8, 90, f"served again; {outcomes}")

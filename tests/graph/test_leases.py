@@ -38,8 +38,8 @@ TRAINER = [sys.executable, "-m", "tests.support.trainer", "100"]
 
 def leased(graph: Graph) -> list[dict[str, Any]]:
     """Those whose memory has been measured."""
-    found = [t for t in graph.state()["tickets"] if t["lease"]]
-    return [t for t in found if sum(t["measured_bytes"].values()) > 100 << 20]
+    leases = [t for t in graph.state()["tickets"] if t["lease"]]
+    return [t for t in leases if sum(t["measured_bytes"].values()) > 100 << 20]
 
 
 @pytest.mark.spec("A15", "L1")
@@ -134,8 +134,8 @@ def test_freed_memory_is_held_while_a_command_lives_and_then_what_left_returns(
 def victims(graph: Graph, body: dict[str, Any]) -> list[dict[str, Any]]:
     """What would leave; nothing is freed."""
     made = send(graph, "POST", "/arbiter/free", {**body, "dry_run": True})
-    found: list[dict[str, Any]] = made["plan"]["victims"]
-    return found
+    victims: list[dict[str, Any]] = made["plan"]["victims"]
+    return victims
 
 
 def gb_of_victims(graph: Graph) -> float:

@@ -98,14 +98,14 @@ def test_no_label_of_either_exporter_names_an_adapter_a_request_or_a_ticket(
 
     def both_know_it() -> dict[str, list[Any]]:
         """Of an adapter that was used, both have the counts."""
-        found = ours()
+        samples = ours()
         counted = {
             name
             for name in ("arbiter_pool_rows", "ray_arbiter_pool_rows")
-            for sample in found.get(name, ())
+            for sample in samples.get(name, ())
             if sample.labels.get("content") == "adapter" and sample.value > 0
         }
-        return found if len(counted) == 2 else {}
+        return samples if len(counted) == 2 else {}
 
     found = until(both_know_it, 6 * REPORT_S, "both exporters count the adapter's rows")
     every = [sample for samples in found.values() for sample in samples]

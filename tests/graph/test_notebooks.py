@@ -45,9 +45,9 @@ def test_notebook_of_a_ladder_runs_with_the_system_as_its_own_remote(
 def execute(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """From top to bottom, each cell within CELL_S."""
     [address] = {
-        found[1]
+        match[1]
         for pid in graph.workers()
-        if (found := re.search(r"--gcs-address=(\S+)", command_of(pid)))
+        if (match := re.search(r"--gcs-address=(\S+)", command_of(pid)))
     }
     for variable, value in {
         "ARBITER_URL": graph.url,

@@ -71,13 +71,13 @@ def test_picture_is_described(llama: Client) -> None:
 @pytest.mark.spec("J1", "H1")
 def test_embeddings_are_those_of_openais_route(llama: Client, graph: Graph) -> None:
     texts = ["a lease", "a ticket"]
-    found = llama.embed(EMBED, texts)
+    embedded = llama.embed(EMBED, texts)
     status, said = graph.post("/v1/embeddings", {"model": EMBED, "input": texts})
     assert status == 200
     np.testing.assert_allclose(
-        found.embeddings, [row["embedding"] for row in said["data"]], atol=1e-6
+        embedded.embeddings, [row["embedding"] for row in said["data"]], atol=1e-6
     )
-    assert found.prompt_eval_count == said["usage"]["prompt_tokens"]
+    assert embedded.prompt_eval_count == said["usage"]["prompt_tokens"]
     long = "word " * 600
     assert llama.embed(EMBED, long).prompt_eval_count == 256
     with pytest.raises(ResponseError, match="reads at most 256") as refused:

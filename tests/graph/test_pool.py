@@ -231,8 +231,8 @@ def test_known_picture_is_not_encoded_again_by_the_next_engine(
     graph: Graph, client: OpenAI
 ) -> None:
     def counts() -> tuple[int, int]:
-        found = slab(graph, f"vision/{EYES}", "picture")
-        return found.get("misses_count", 0), found.get("hits_count", 0)
+        facts = slab(graph, f"vision/{EYES}", "picture")
+        return facts.get("misses_count", 0), facts.get("hits_count", 0)
 
     misses, hits = counts()
     see(client, QUESTIONS["describe"][0])

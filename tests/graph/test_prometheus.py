@@ -47,8 +47,8 @@ def test_every_query_has_data_on_a_running_graph(
 def test_every_alert_rule_is_evaluated_and_a_healthy_graph_fires_none_that_is_critical(
     prometheus: Prometheus,
 ) -> None:
-    found = until(prometheus.rules, 60, "the rules are evaluated")
-    assert {rule["name"]: rule["health"] for rule in found} == {a.name: "ok" for a in ALERTS}
+    rules = until(prometheus.rules, 60, "the rules are evaluated")
+    assert {rule["name"]: rule["health"] for rule in rules} == {a.name: "ok" for a in ALERTS}
     critical = {a.name for a in ALERTS if a.severity == "critical"}
-    fires = {rule["name"] for rule in found if rule["state"] == "firing"}
+    fires = {rule["name"] for rule in rules if rule["state"] == "firing"}
     assert not fires & critical

@@ -38,16 +38,16 @@ UNFINISHED = ("queued", "in_progress")
 
 def ended(client: OpenAI, response_id: str, within_s: float = 90) -> Response:
     def look() -> Response | None:
-        found = client.responses.retrieve(response_id)
-        return None if found.status in UNFINISHED else found
+        response = client.responses.retrieve(response_id)
+        return None if response.status in UNFINISHED else response
 
     return until(look, within_s, f"{response_id} has ended")
 
 
 def kill_replica(graph: Graph, name: str) -> None:
-    found = replicas(graph, name)
-    assert found, f"no replica of {name} runs"
-    for pid in found:
+    pids = replicas(graph, name)
+    assert pids, f"no replica of {name} runs"
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
 

@@ -55,9 +55,9 @@ def test_what_is_spoken_is_understood(graph: Graph, client: OpenAI) -> None:
     """From nothing loaded; each sentence is itself again, and none is another."""
     until(lambda: unload_all(graph) and not graph.engines(), 60, "nothing is loaded")
     said = [spoken(client, sentence) for sentence in SENTENCES]
-    found = [heard(client, raw) for raw in said]
-    assert wer(list(SENTENCES), found) <= 0.03
-    for sentence, text in zip(SENTENCES, found, strict=True):
+    texts = [heard(client, raw) for raw in said]
+    assert wer(list(SENTENCES), texts) <= 0.03
+    for sentence, text in zip(SENTENCES, texts, strict=True):
         content = {word for word in plain(sentence).split() if len(word) > 4}
         assert len(content - set(plain(text).split())) <= 1, (sentence, text)
 

@@ -42,11 +42,11 @@ def loaded_beside(graph: Graph, model: str) -> Iterator[Callable[[], set[int]]]:
     yield lambda: set(graph.engines()) - others
 
 
-def kill(found: set[int]) -> set[int]:
-    for pid in found:
+def kill(pids: set[int]) -> set[int]:
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return found
+    return pids
 
 
 @pytest.mark.spec("J5")
@@ -64,8 +64,8 @@ def test_model_that_answered_a_task_stays_warm_for_as_long_as_the_task_says(grap
         its end is an event."""
         own = [event for event in graph.events() if event.get("model") == TINY]
         kinds = ("capability_run", "model_unload")
-        found = [max((e["unix_s"] for e in own if e["kind"] == k), default=0.0) for k in kinds]
-        return found if 0 < found[0] < found[1] else []
+        latest = [max((e["unix_s"] for e in own if e["kind"] == k), default=0.0) for k in kinds]
+        return latest if 0 < latest[0] < latest[1] else []
 
     used, left = until(ends, 60, "its bytes are seen back")
     assert left - used > STAYS_S

@@ -47,8 +47,8 @@ def told_of_its_place(client: OpenAI, task: str) -> str:
 
 def rungs(graph: Graph, task: str) -> dict[str, dict[str, Any]]:
     """By model, in the order in which they would be asked now."""
-    found = graph.get(f"/arbiter/explain/task:{task}")["rungs"]
-    return {row["model"]: row for row in found if row["turn"]}
+    rungs = graph.get(f"/arbiter/explain/task:{task}")["rungs"]
+    return {row["model"]: row for row in rungs if row["turn"]}
 
 
 @pytest.mark.spec("J5")
@@ -174,8 +174,8 @@ def test_check_tells_a_budget_that_a_cold_request_exceeded_here(graph: Graph) ->
 
     def warned() -> list[str]:
         said = json.loads(run_command(graph, "check", str(file), "--json"))
-        found: list[str] = said["warnings"]
-        return [text for text in found if text.startswith("tasks.") and "is less than" in text]
+        warnings: list[str] = said["warnings"]
+        return [text for text in warnings if text.startswith("tasks.") and "is less than" in text]
 
     warnings = until(warned, 60, "what was learned is in the state file")
     assert len(warnings) == 1

@@ -34,9 +34,9 @@ def told(client: OpenAI, url: str, question: str = QUESTIONS["describe"][1], **m
 
 @pytest.mark.spec("H2", "J1", "M1")
 def test_drawings_are_described_and_questions_about_them_answered(client: OpenAI) -> None:
-    found = [told(client, sent(n, "JPEG" if n % 3 else "PNG")) for n in NUMBERS]
+    answers = [told(client, sent(n, "JPEG" if n % 3 else "PNG")) for n in NUMBERS]
     wanted = [answer("describe", FACTS[n]) for n in NUMBERS]
-    assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= len(wanted) - 1
+    assert sum(a == b for a, b in zip(answers, wanted, strict=True)) >= len(wanted) - 1
     for kind in ("shape", "colour", "background"):
         question = QUESTIONS[kind][-1]
         assert told(client, sent(100), question) == answer(kind, FACTS[100])

@@ -15,8 +15,8 @@ HOARD = 150 * MIB
 
 
 def row(state: Plain, name: str) -> Plain:
-    found: Plain = next((t for t in state["tickets"] if t["model"] == name), {})
-    return found
+    ticket: Plain = next((t for t in state["tickets"] if t["model"] == name), {})
+    return ticket
 
 
 def measured(state: Plain, name: str) -> int:
@@ -28,9 +28,9 @@ async def hoard(d: LiveArbiter, holder: Any, name: str = "a") -> int:
     assert await holder.ask.remote(name) == 200
     await d.until(lambda s: row(s, name)["settled_bytes"])
     assert await holder.ask.remote(name) == 200
-    found = await d.until(lambda s: row(s, name)["wasted_bytes"] > 100 * MIB)
+    state = await d.until(lambda s: row(s, name)["wasted_bytes"] > 100 * MIB)
     await d.until(lambda s: row(s, name)["idle_s"] is not None)
-    return measured(found, name)
+    return measured(state, name)
 
 
 async def test_hoarding_engine_is_compacted_by_hand_and_before_another_model_leaves() -> None:

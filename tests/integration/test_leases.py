@@ -57,8 +57,8 @@ def ask(mib: int, **how: Any) -> leases.Lease:
 
 def held_by_lease(state: dict[str, Any], mib: int) -> bool:
     """Measured, on the books, of a lease."""
-    found = [t for t in state["tickets"] if t["lease"]]
-    return bool(found) and sum(found[0]["measured_bytes"].values()) >= mib * MIB
+    leases = [t for t in state["tickets"] if t["lease"]]
+    return bool(leases) and sum(leases[0]["measured_bytes"].values()) >= mib * MIB
 
 
 async def ended(d: LiveArbiter) -> dict[str, Any]:

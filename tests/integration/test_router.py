@@ -298,8 +298,8 @@ async def asked_in_part(
     shared = PIECE_CHARACTERS * pieces
     made = await asked(d, MANUAL[:shared] + other[: PIECE_CHARACTERS * (of - pieces)], "Why?")
     manual = split((await asked(d, MANUAL, "Go on.")).pieces)
-    found = [a == b for a, b in zip(split(made.pieces), manual, strict=False)]
-    assert (found.count(True), len(split(made.pieces))) == (pieces, of)
+    same = [a == b for a, b in zip(split(made.pieces), manual, strict=False)]
+    assert (same.count(True), len(split(made.pieces))) == (pieces, of)
     return made
 
 

@@ -89,8 +89,8 @@ class Day:
         self.do(ev.TimerFired())
 
     def held(self) -> list[TicketId]:
-        found = [self.driver.request_queue.find(t) for t in self.driver.queue()]
-        held = [w.request.ticket for w in found if w and w.is_held]
+        queued = [self.driver.request_queue.find(t) for t in self.driver.queue()]
+        held = [w.request.ticket for w in queued if w and w.is_held]
         assert self.driver.request_queue.stats(NODE).held_count == len(held)
         return held
 

@@ -138,8 +138,8 @@ class Node:
         assert granted == expected
 
     def leave(self, _: str, pick: int) -> None:
-        if found := self.tickets(State.RESIDENT):
-            ticket = found[pick % len(found)]
+        if residents := self.tickets(State.RESIDENT):
+            ticket = residents[pick % len(residents)]
             self.feed(ev.Released(ticket, "idle"))
             del self.held[ticket]
             self.feed(ev.EngineGone(NODE, ticket, True))
@@ -154,8 +154,8 @@ class Node:
         assert not any(t[0] == model for t in self.tickets(State.RESIDENT))
 
     def wake(self, _: str, pick: int) -> None:
-        if found := self.tickets(State.ASLEEP):
-            ticket = found[pick % len(found)]
+        if asleep := self.tickets(State.ASLEEP):
+            ticket = asleep[pick % len(asleep)]
             entry = self.driver.find(ticket)
             [slept_on] = entry.home
             there = next(row for row in self.seen(ticket[0]) if row.device == slept_on)

@@ -101,8 +101,8 @@ class Tenants(RuleBasedStateMachine):
         ))  # fmt: skip
 
     def one(self, state: State, pick: int) -> TicketId | None:
-        found = [e.ticket for e in self.driver.tickets(state)]
-        return found[pick % len(found)] if found else None
+        tickets = [e.ticket for e in self.driver.tickets(state)]
+        return tickets[pick % len(tickets)] if tickets else None
 
     @rule(pick=st.integers(0, 20), ends=st.sampled_from(["loaded", "loaded", "broke"]))
     def load_ends(self, pick: int, ends: str) -> None:

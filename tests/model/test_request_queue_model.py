@@ -85,8 +85,8 @@ class RequestQueueMachine(RuleBasedStateMachine):
         ))  # fmt: skip
 
     def one(self, state: State, pick: int) -> TicketId | None:
-        found = [e.ticket for e in self.driver.tickets(state)]
-        return found[pick % len(found)] if found else None
+        tickets = [e.ticket for e in self.driver.tickets(state)]
+        return tickets[pick % len(tickets)] if tickets else None
 
     @rule(pick=st.integers(0, 20), what=st.sampled_from(["loaded", "loaded", "broke", "left"]))
     def load_ends(self, pick: int, what: str) -> None:

@@ -49,15 +49,15 @@ class SlabTenants(RuleBasedStateMachine):
     def store(self, tenant: bytes, keys: list[bytes], fails: bool) -> None:
         count = self.limit * EXTENT // ROW
         had = sum(owner == tenant for owner in self.kept.values())
-        found = self.rows.reserve(keys, tenant=tenant)
+        reserved = self.rows.reserve(keys, tenant=tenant)
         self.note_use(keys[::-1])
         for each in TENANTS:
             own = [key for key, owner in self.kept.items() if owner == each and key not in keys]
-            gone = [key for key in found.evicted if self.kept[key] == each]
+            gone = [key for key in reserved.evicted if self.kept[key] == each]
             assert gone == own[: len(gone)], "the least recently used of each tenant leave first"
-        for key in found.evicted:
+        for key in reserved.evicted:
             del self.kept[key]
-        for key in found.rows:
+        for key in reserved.rows:
             if fails:
                 self.rows.abandon(key)
             else:

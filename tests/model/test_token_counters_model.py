@@ -96,9 +96,9 @@ class Engine:
             bypassed=self.bypassed,
             slotted_s=self.slotted_s,
         )
-        found = plan(view)
-        self.bypassed = found.bypassed
-        for key in found.entering:
+        planned = plan(view)
+        self.bypassed = planned.bypassed
+        for key in planned.entering:
             one = next(w for w in self.waiting if w.key == key)
             self.waiting.remove(one)
             self.entered.append(key)

@@ -59,8 +59,8 @@ class Host:
         return entry.model == FLOORED or entry.ticket in self.driver.queue()
 
     def one(self, state: State, pick: int) -> Ticket | None:
-        found = self.driver.tickets(state)
-        return found[pick % len(found)] if found else None
+        tickets = self.driver.tickets(state)
+        return tickets[pick % len(tickets)] if tickets else None
 
     # -- what may happen -------------------------------------------------------------------------
 

@@ -36,5 +36,5 @@ def name_of(path: Path) -> str:
 
 def broken_in(paths: Iterable[Path], problems: Callable[[Path], T]) -> dict[str, T]:
     """By file, what a rule finds in it; only of files in which it finds something."""
-    found = {name_of(path): problems(path) for path in paths}
-    return {name: problem for name, problem in found.items() if problem}
+    problems_by_file = {name_of(path): problems(path) for path in paths}
+    return {name: problem for name, problem in problems_by_file.items() if problem}

@@ -51,8 +51,8 @@ def test_planted_bugs_can_be_read_and_name_nothing_that_does_not_exist(tmp_path:
         name = f"{planted.name.replace(' ', '_').replace('/', '_')}.py"
         (tmp_path / name).write_text(written(planted))
     ruff = (sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F7,PLE1142")
-    found = subprocess.run((*ruff, str(tmp_path)), capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
+    checked = subprocess.run((*ruff, str(tmp_path)), capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_names_of_planted_bugs_differ() -> None:

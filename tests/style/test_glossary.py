@@ -105,8 +105,8 @@ def test_retired_words_are_lower_case_words_or_pairs() -> None:
 
 
 def test_code_uses_no_retired_word() -> None:
-    found = broken_in(CODE, lambda path: retired_in(path) - NOT_YET)
-    assert not found, "docs/glossary.md has the words to use instead"
+    broken = broken_in(CODE, lambda path: retired_in(path) - NOT_YET)
+    assert not broken, "docs/glossary.md has the words to use instead"
 
 
 def test_words_not_gone_yet_are_retired_and_still_there() -> None:

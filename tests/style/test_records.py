@@ -25,15 +25,17 @@ def _is_record(node: ast.AST) -> bool:
 @cache
 def fields_of_records() -> set[str]:
     """Names of all fields of the writable records, and what the other records keep."""
-    found: set[str] = set()
+    records: set[str] = set()
     for path in RECORDS.glob("*.py"):
         for node in nodes_of(path):
             if _is_record(node):
                 assert isinstance(node, ast.ClassDef)
-                found |= {ast.unparse(f.target) for f in node.body if isinstance(f, ast.AnnAssign)}
+                records |= {
+                    ast.unparse(f.target) for f in node.body if isinstance(f, ast.AnnAssign)
+                }
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                found |= {attr for attr, _ in writes(ast.walk(node)) if not attr.startswith("_")}
-    return found
+                records |= {attr for attr, _ in writes(ast.walk(node)) if not attr.startswith("_")}
+    return records
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:

@@ -39,11 +39,11 @@ def prose_of(source: str) -> Iterator[str]:
 @cache
 def members_of(file: Path) -> dict[str, set[str]]:
     """Top-level names of a module, imported ones included, each with the names in its class."""
-    found: dict[str, set[str]] = {}
+    references: dict[str, set[str]] = {}
     for node in sources.nodes_of(file):
         if isinstance(node, ast.ClassDef):
-            found[node.name] = set(names_bound(node.body))
-    return {name: set() for name in names_bound(sources.tree_of(file).body)} | found
+            references[node.name] = set(names_bound(node.body))
+    return {name: set() for name in names_bound(sources.tree_of(file).body)} | references
 
 
 def names_bound(body: list[ast.stmt]) -> Iterator[str]:

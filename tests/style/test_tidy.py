@@ -85,8 +85,8 @@ def parts_set_by_hand(path: Path) -> list[int]:
 
 
 def test_only_tables_are_set_by_hand() -> None:
-    found = broken_in(CODE, parts_set_by_hand)
-    assert {name: len(lines) for name, lines in found.items()} == dict.fromkeys(SET_BY_HAND, 1)
+    broken = broken_in(CODE, parts_set_by_hand)
+    assert {name: len(lines) for name, lines in broken.items()} == dict.fromkeys(SET_BY_HAND, 1)
 
 
 def lacks_a_docstring(path: Path) -> bool:
@@ -99,13 +99,13 @@ def test_every_module_has_a_docstring() -> None:
 
 def imports(path: Path) -> set[str]:
     nodes = nodes_of(path)
-    found = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    imported = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             module = node.module or ""
             names = [f"{module}.{a.name}" for a in node.names]
-            found |= set(names) if module in ("arbiter", "policies") else {module}
-    return found
+            imported |= set(names) if module in ("arbiter", "policies") else {module}
+    return imported
 
 
 def impure(path: Path) -> set[str]:

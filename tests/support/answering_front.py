@@ -113,8 +113,8 @@ class AnsweringFront:
     @property
     def body(self) -> dict[str, Any]:
         """Of the last call."""
-        found: dict[str, Any] = json.loads(self.calls[-1].body)
-        return found
+        body: dict[str, Any] = json.loads(self.calls[-1].body)
+        return body
 
     def _send_of(self, capability: str) -> Send:
         return self._send

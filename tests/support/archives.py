@@ -98,11 +98,11 @@ def grown_of(readers: Callable[[], Iterable[int]], work: Callable[[], object]) -
             with suppress(*GONE):
                 peaks[pid] = stack.enter_context(growth(pid))
         work()
-        found = {}
+        peak_bytes = {}
         for pid, peak in peaks.items():
             with suppress(*GONE):
-                found[pid] = peak()
-        return found
+                peak_bytes[pid] = peak()
+        return peak_bytes
 
 
 @contextmanager

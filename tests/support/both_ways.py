@@ -40,8 +40,8 @@ async def listed(parts: AsyncGenerator[Any]) -> list[Any]:
 
 async def joined(parts: AsyncGenerator[Delta]) -> list[str | bool]:
     """The text, and whether it came in pieces, of which there are more or fewer by the clock."""
-    found = [part.text async for part in parts]
-    return ["".join(found), len(found) > 2]
+    pieces = [part.text async for part in parts]
+    return ["".join(pieces), len(pieces) > 2]
 
 
 ANSWERED: dict[str, Call] = {
@@ -226,11 +226,11 @@ async def batched(client: AsyncClient) -> list[Any]:
     models = (CHAT, "plain-chat")
     lines = [await client.line(name, client.chat, TEXT, model=name, **GREEDY) for name in models]
     batch = await client.submit_batch(lines, completion_window="1h")
-    found = {result.custom_id: result.answer.text async for result in batch.results()}
+    batched = {result.custom_id: result.answer.text async for result in batch.results()}
     live = {name: (await client.chat(TEXT, model=name, **GREEDY)).text for name in models}
     wrong = await client.line("wrong", client.chat, TEXT, model="none")
     refused = await refusal(listed((await client.submit_batch([wrong])).results()))
-    return [found == live, (await batch.status()).state, refused[0][0]]
+    return [batched == live, (await batch.status()).state, refused[0][0]]
 
 
 ACTS: dict[str, Callable[[AsyncClient], Awaitable[Any]]] = {

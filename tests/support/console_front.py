@@ -107,13 +107,13 @@ class ScriptedArbiter:
         self.waiting += 1
         try:
             ends = asyncio.get_running_loop().time() + wait_s
-            while not (found := [e for e in self.events if e["seq"] > sequence]):
+            while not (later := [e for e in self.events if e["seq"] > sequence]):
                 if self.is_away:
                     raise ArbiterUnavailable(0.0)
                 if asyncio.get_running_loop().time() >= ends:
                     return []
                 await asyncio.sleep(0.01)
-            return found
+            return later
         finally:
             self.waiting -= 1
 

@@ -19,8 +19,8 @@ def blocks(language: str) -> list[str]:
 def package(folder: Path) -> Path:
     """Writes `my_package` below the folder, and its metadata as pip does; returns the folder."""
     for text in blocks("python"):
-        if found := FILE.match(text):
-            file = folder / found[1]
+        if match := FILE.match(text):
+            file = folder / match[1]
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
     (folder / "my_package" / "__init__.py").write_text("")
@@ -35,7 +35,7 @@ def package(folder: Path) -> Path:
 
 def addition() -> dict[str, Any]:
     """`capabilities` of the page, and `applications`, which it may have instead of the front."""
-    found: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     for text in blocks("yaml"):
-        found |= yaml.safe_load(text)
-    return found
+        config |= yaml.safe_load(text)
+    return config

@@ -37,9 +37,9 @@ class CoreQueries:
         return self.state.ledger.find(TicketId(name))
 
     def ticket(self, name: str) -> Ticket:
-        found = self.find(name)
-        assert found is not None, f"no open ticket {name!r}"
-        return found
+        entry = self.find(name)
+        assert entry is not None, f"no open ticket {name!r}"
+        return entry
 
     def tickets(self, *states: State) -> list[Ticket]:
         return self.state.ledger.entries(*states)
@@ -52,8 +52,8 @@ class CoreQueries:
         return [e.ticket for e in self.state.ledger.of_model(types.ModelName("text", model))]
 
     def state_of(self, name: str) -> str:
-        found = self.find(name)
-        return found.state.value if found else "closed"
+        entry = self.find(name)
+        return entry.state.value if entry else "closed"
 
     def queue(self) -> list[TicketId]:
         """In the order of their turns, node by node."""

@@ -199,11 +199,11 @@ def is_gone(pid: int) -> bool:
 
 def tree(pid: int) -> list[int]:
     """A process and all that descend from it."""
-    found = [pid]
-    for one in found:
+    pids = [pid]
+    for one in pids:
         for task in Path(f"/proc/{one}/task").glob("*/children"):
-            found += [int(p) for p in task.read_text().split()]
-    return found
+            pids += [int(p) for p in task.read_text().split()]
+    return pids
 
 
 def device_bytes(pid: int) -> int:
@@ -216,8 +216,10 @@ def device_bytes(pid: int) -> int:
 
 def disk_reads(pid: int) -> tuple[int, int]:
     """Bytes fetched from storage, and bytes asked for by read calls, by a process tree."""
-    found = [Path(f"/proc/{p}/io").read_text().split() for p in tree(pid)]
-    return sum(int(f[f.index("read_bytes:") + 1]) for f in found), sum(int(f[1]) for f in found)
+    counters = [Path(f"/proc/{p}/io").read_text().split() for p in tree(pid)]
+    return sum(int(f[f.index("read_bytes:") + 1]) for f in counters), sum(
+        int(f[1]) for f in counters
+    )
 
 
 @contextlib.contextmanager
@@ -258,11 +260,11 @@ def slab_bytes(pid: int) -> int:
 
 
 def _private(pid: int) -> int:
-    found = {}
+    sizes_bytes = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         key, value, *_ = line.split()
-        found[key.rstrip(":")] = int(value) * 1024
-    return found["Private_Clean"] + found["Private_Dirty"] - found["Pss_Shmem"]
+        sizes_bytes[key.rstrip(":")] = int(value) * 1024
+    return sizes_bytes["Private_Clean"] + sizes_bytes["Private_Dirty"] - sizes_bytes["Pss_Shmem"]
 
 
 def _memfds(pid: int, wanted: Callable[[str], bool]) -> int:

@@ -26,6 +26,6 @@ class Arbiter:
 
 
 def error(answer: Response) -> dict[str, Any]:
-    found: dict[str, Any] = answer.json()["error"]
-    assert found.keys() == {"message", "type", "param", "code"}
-    return found
+    error_object: dict[str, Any] = answer.json()["error"]
+    assert error_object.keys() == {"message", "type", "param", "code"}
+    return error_object

@@ -45,12 +45,12 @@ def shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
     square, wide = (HIDDEN, HIDDEN), (INNER, HIDDEN)
     layer = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), square)
     layer |= {"ffn_gate": wide, "ffn_up": wide, "ffn_down": (HIDDEN, INNER)}
-    found: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         f"blk.{number}.{name}": shape for number in range(LAYERS) for name, shape in layer.items()
     }
     norms = [f"blk.{n}.{name}" for n in range(LAYERS) for name in ("attn_norm", "ffn_norm")]
-    found |= dict.fromkeys([*norms, "output_norm"], (HIDDEN,))
-    return found | dict.fromkeys(("token_embd", "output"), (vocabulary, HIDDEN))
+    shapes |= dict.fromkeys([*norms, "output_norm"], (HIDDEN,))
+    return shapes | dict.fromkeys(("token_embd", "output"), (vocabulary, HIDDEN))
 
 
 def weights(shape: tuple[int, ...]) -> np.ndarray:

@@ -15,21 +15,21 @@ def scrape(url: str) -> dict[str, list[Any]]:
     """The samples of each series' name."""
     with urllib.request.urlopen(url, timeout=60) as answer:
         text = answer.read().decode()
-    found: dict[str, list[Any]] = {}
+    samples: dict[str, list[Any]] = {}
     for family in families_of(text):
         for sample in family.samples:
-            found.setdefault(sample.name, []).append(sample)
-    return found
+            samples.setdefault(sample.name, []).append(sample)
+    return samples
 
 
 def ray_samples(graph: Graph) -> dict[str, list[Any]]:
     """What Ray's exporters show together, without those of a part of Ray that has ended."""
-    found: dict[str, list[Any]] = {}
+    merged: dict[str, list[Any]] = {}
     for target in ray_targets(graph):
         with contextlib.suppress(urllib.error.URLError):
             for name, samples in scrape(f"http://{target}/metrics").items():
-                found.setdefault(name, []).extend(samples)
-    return found
+                merged.setdefault(name, []).extend(samples)
+    return merged
 
 
 def ray_answer(graph: Graph, path: str) -> Any:

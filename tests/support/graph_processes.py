@@ -57,12 +57,12 @@ def logs_naming(graph: Graph, *words: str) -> dict[str, list[Path]]:
     run` printed."""
     front = log_of(graph, "front")
     files = [graph.folder / "serve.log", *(front.parents[1].rglob("*.*") if front else ())]
-    found: dict[str, list[Path]] = {}
+    files_by_word: dict[str, list[Path]] = {}
     for file in filter(Path.is_file, files):
         text = file.read_text(errors="replace")
         for word in (word for word in words if word in text):
-            found.setdefault(word, []).append(file)
-    return found
+            files_by_word.setdefault(word, []).append(file)
+    return files_by_word
 
 
 def log_of(graph: Graph, replica: str) -> Path | None:

@@ -24,13 +24,15 @@ def owner_reads(graph: Graph, path: str) -> bytes:
     owner = keys.first_key_path(file).read_text().strip()
     request = urllib.request.Request(graph.url + path, headers={"x-api-key": owner})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        found: bytes = answer.read()
-        return found
+        body: bytes = answer.read()
+        return body
 
 
 def all_events(graph: Graph) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(owner_reads(graph, "/arbiter/events/recent"))["events"]
-    return found
+    events: list[dict[str, Any]] = json.loads(owner_reads(graph, "/arbiter/events/recent"))[
+        "events"
+    ]
+    return events
 
 
 def egress(graph: Graph) -> list[dict[str, Any]]:

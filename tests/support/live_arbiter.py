@@ -161,12 +161,12 @@ class LiveArbiter:
 
     async def engines(self) -> dict[str, list[int]]:
         """Living processes by ticket, root first."""
-        found: dict[str, list[int]] = await (await self.agent()).engines.remote()
-        return found
+        pids_by_ticket: dict[str, list[int]] = await (await self.agent()).engines.remote()
+        return pids_by_ticket
 
     async def pids(self) -> dict[str, int]:
-        found: dict[str, int] = await (await self.agent()).pids.remote()
-        return found
+        pids_by_name: dict[str, int] = await (await self.agent()).pids.remote()
+        return pids_by_name
 
     async def _zygote(self) -> int:
         return (await self.pids())["zygote"]
@@ -240,14 +240,14 @@ def _wrong(state: messages.Plain, engines: dict[str, list[int]]) -> str:
 
 def engine_pids() -> set[int]:
     """Every living process that looks like an engine of this node's zygote."""
-    found, node = set(), ray_internals.own_node()
+    pids, node = set(), ray_internals.own_node()
     for p in processes().values():
         with contextlib.suppress(OSError):
             name = Path(f"/proc/{p.pid}/comm").read_text()
             command = Path(f"/proc/{p.pid}/cmdline").read_text()
             if p.alive and name.startswith("engine:") and f"/{node}/" in command:
-                found.add(p.pid)
-    return found
+                pids.add(p.pid)
+    return pids
 
 
 def kill(pid: int) -> None:
@@ -257,7 +257,7 @@ def kill(pid: int) -> None:
 async def gone(pid: int, within_s: float = WITHIN_S) -> None:
     """Dead; a zombie counts."""
     async with asyncio.timeout(within_s):
-        while (found := process(pid)) is not None and found.alive:
+        while (running := process(pid)) is not None and running.alive:
             await asyncio.sleep(0.01)
 
 

@@ -84,9 +84,9 @@ def difference(one: Image.Image, other: Image.Image) -> int:
 
 def events(raw: bytes) -> list[tuple[str, dict[str, Any]]]:
     """Names and data of server-sent events, comments left out."""
-    found = []
+    events = []
     for block in raw.decode().split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines() if line[:1] != ":")
         if lines:
-            found.append((lines.get("event", ""), json.loads(lines["data"])))
-    return found
+            events.append((lines.get("event", ""), json.loads(lines["data"])))
+    return events

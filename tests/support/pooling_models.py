@@ -34,9 +34,9 @@ def logits(folder: Path, texts: list[str], pairs: list[str] | None = None) -> to
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = BertForSequenceClassification.from_pretrained(folder)
     model.eval()
-    found = []
+    logits = []
     with torch.inference_mode():
         for number, text in enumerate(texts):
             both = (text,) if pairs is None else (text, pairs[number])
-            found.append(model(**tokenizer(*both, return_tensors="pt")).logits[0])
-    return torch.stack(found)
+            logits.append(model(**tokenizer(*both, return_tensors="pt")).logits[0])
+    return torch.stack(logits)

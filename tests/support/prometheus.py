@@ -41,8 +41,8 @@ class Prometheus:
 
     def data_of(self, query: str) -> list[Any]:
         """The samples of a query, as of now."""
-        found = self.get("/api/v1/query", query=query)
-        return list(found["result"]) if found else []
+        data = self.get("/api/v1/query", query=query)
+        return list(data["result"]) if data else []
 
     def without_data(self, queries: list[str]) -> list[str]:
         return [query for query in queries if not self.data_of(query)]
@@ -50,8 +50,8 @@ class Prometheus:
     def rules(self) -> list[Any]:
         """Every rule, once all have been evaluated."""
         groups = (self.get("/api/v1/rules") or {"groups": []})["groups"]
-        found = [rule for group in groups for rule in group["rules"]]
-        return found if all(rule["health"] != "unknown" for rule in found) else []
+        rules = [rule for group in groups for rule in group["rules"]]
+        return rules if all(rule["health"] != "unknown" for rule in rules) else []
 
 
 @contextmanager
@@ -76,8 +76,8 @@ def prometheus_of(folder: Path, port: int) -> Iterator[Prometheus]:
 def queries() -> list[str]:
     """Of the dashboard and of the alerts, without the comparison at the end: it is there so that a
     query mostly has no answer."""
-    found = [query.promql for panel in PANELS for query in panel.queries]
-    return [_uncompared(query) for query in [*found, *(alert.promql for alert in ALERTS)]]
+    queries = [query.promql for panel in PANELS for query in panel.queries]
+    return [_uncompared(query) for query in [*queries, *(alert.promql for alert in ALERTS)]]
 
 
 def _uncompared(query: str) -> str:

@@ -8,9 +8,9 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def snippets() -> list[str]:
-    found = SNIPPET.findall((ROOT / "docs" / "python.md").read_text())
-    assert found, "docs/python.md has no snippets"
-    return [str(one) for one in found]
+    texts = SNIPPET.findall((ROOT / "docs" / "python.md").read_text())
+    assert texts, "docs/python.md has no snippets"
+    return [str(one) for one in texts]
 
 
 def program() -> str:

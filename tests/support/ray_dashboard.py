@@ -12,8 +12,8 @@ APPLICATIONS = "/api/serve/applications/"
 
 
 def answer(address: str, path: str) -> Any:
-    with urllib.request.urlopen(_request(address, path), timeout=60) as found:
-        return json.load(found)
+    with urllib.request.urlopen(_request(address, path), timeout=60) as response:
+        return json.load(response)
 
 
 def deploy(address: str, config: dict[str, Any]) -> None:

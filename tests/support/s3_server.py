@@ -30,8 +30,8 @@ _MAY_ALL = {"Effect": "Allow", "Action": "s3:*", "Resource": "*"}
 def variables(port: int, credentials: tuple[str, str] = ANYONE) -> dict[str, str]:
     """For a process that asks the server on this port."""
     key, secret = credentials
-    found = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", **_OTHERS}
-    return {**found, "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+    environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", **_OTHERS}
+    return {**environment, "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
 
 
 @dataclass
@@ -92,8 +92,8 @@ class S3Server:
     def post(self, path: str, body: bytes, headers: dict[str, str]) -> str:
         request = urllib.request.Request(self.url + path, body, headers, method="POST")
         with urllib.request.urlopen(request, timeout=60) as answer:
-            found: str = answer.read().decode()
-            return found
+            text: str = answer.read().decode()
+            return text
 
     @contextlib.contextmanager
     def hung(self) -> Iterator[None]:

@@ -60,8 +60,8 @@ class ScriptedFront:
     def transport(self) -> httpx.MockTransport:
         def handle(request: httpx.Request) -> httpx.Response:
             path = request.url.raw_path.decode()
-            found = self.answer(request.method, path, dict(request.headers), request.content)
-            return httpx.Response(found.status, headers=found.headers, content=found.body)
+            answer = self.answer(request.method, path, dict(request.headers), request.content)
+            return httpx.Response(answer.status, headers=answer.headers, content=answer.body)
 
         return httpx.MockTransport(handle)
 
@@ -74,14 +74,14 @@ class ScriptedFront:
             def _answer(self) -> None:
                 raw = self.rfile.read(int(self.headers.get("content-length", 0)))
                 headers = {name.lower(): value for name, value in self.headers.items()}
-                found = script.answer(self.command, self.path, headers, raw)
-                self.send_response(found.status)
-                for name, value in found.headers.items():
+                answer = script.answer(self.command, self.path, headers, raw)
+                self.send_response(answer.status)
+                for name, value in answer.headers.items():
                     self.send_header(name, value)
-                self.send_header("content-length", str(len(found.body)))
+                self.send_header("content-length", str(len(answer.body)))
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has left
                     self.end_headers()
-                    self.wfile.write(found.body)
+                    self.wfile.write(answer.body)
 
             do_GET = do_PUT = do_POST = do_DELETE = _answer  # noqa: N815
 

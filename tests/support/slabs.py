@@ -101,11 +101,11 @@ def content_of(key: bytes, size: int = ROW) -> bytes:
 
 def store(rows: Rows, *keys: bytes) -> list[bytes]:
     """Writes rows as an engine does. Returns those that found room."""
-    found = rows.reserve(keys).rows
-    for key, row in found.items():
+    reserved = rows.reserve(keys).rows
+    for key, row in reserved.items():
         rows.slab.row(row)[:] = content_of(key)
         rows.mark_ready(key)
-    return list(found)
+    return list(reserved)
 
 
 def has_its_bytes(rows: Rows, key: bytes) -> bool:

@@ -126,5 +126,5 @@ def plain(text: str) -> str:
 
 def wer(said: list[str], heard: list[str]) -> float:
     """Word error rate over all of them."""
-    found: float = jiwer.wer([plain(s) for s in said], [plain(h) for h in heard])
-    return found
+    rate: float = jiwer.wer([plain(s) for s in said], [plain(h) for h in heard])
+    return rate

@@ -40,13 +40,13 @@ class Terminal:
 
     def read_until(self, words: str, within_s: float = 60.0) -> str:
         """What the program has written since, up to these words."""
-        found, end = "", time.monotonic() + within_s
-        while words not in found:
+        output, end = "", time.monotonic() + within_s
+        while words not in output:
             left_s = end - time.monotonic()
             is_there = left_s > 0 and select.select([self._ours], [], [], left_s)[0]
-            assert is_there, f"{words!r} did not come; there is {found!r}"
-            found += os.read(self._ours, 65_536).decode(errors="replace")
-        return found
+            assert is_there, f"{words!r} did not come; there is {output!r}"
+            output += os.read(self._ours, 65_536).decode(errors="replace")
+        return output
 
     def exit_status(self, within_s: float = 60.0) -> int:
         """Waits for the end; what is still drawn is read, so that no full terminal stops it."""

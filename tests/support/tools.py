@@ -10,9 +10,9 @@ REQUIRED = "ARBITER_REQUIRED_TOOLS"  # their names, with spaces between: a test 
 
 def tool(name: str) -> str:
     """Returns the path of a program. Skips the test where it is not installed."""
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin")  # not on each user's PATH
-    if found is None:
+    path = shutil.which(name) or shutil.which(name, path="/usr/sbin")  # not on each user's PATH
+    if path is None:
         required = os.environ.get(REQUIRED, "").split()
         assert name not in required, f"{name} is not installed, and {REQUIRED} names it"
         pytest.skip(f"{name} is not installed")
-    return found
+    return path

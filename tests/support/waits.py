@@ -28,9 +28,9 @@ async def eventually(look: Callable[[], T | Awaitable[T]], within_s: float = WIT
     async with asyncio.timeout(within_s):
         while True:
             seen = look()
-            found: T = await seen if inspect.isawaitable(seen) else seen
-            if found:
-                return found
+            value: T = await seen if inspect.isawaitable(seen) else seen
+            if value:
+                return value
             await asyncio.sleep(next(pause_s))
 
 

@@ -39,8 +39,8 @@ def test_short_training_learns_and_writes_a_model_and_an_adapter_that_unpack(
         assert torch.equal(tensor, loaded.state_dict()[name]), name
 
     short = train_chat_adapters.Recipe(steps=3, batch=4, tested_count=1)
-    found = train_chat_adapters.make(folder, tmp_path / "adapters", short, ["upper"])
-    assert found.keys() == {"upper"}
+    scores = train_chat_adapters.make(folder, tmp_path / "adapters", short, ["upper"])
+    assert scores.keys() == {"upper"}
     adapters = shipped.unpack(tmp_path / "adapters", tmp_path / "models")
     ids = torch.arange(8)[None]
     with torch.inference_mode():

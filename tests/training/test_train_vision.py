@@ -19,9 +19,9 @@ def test_short_training_learns_and_writes_a_model_that_unpacks(tmp_path: Path) -
     training.run()
     seeing, saying = training.losses[: SHORT.eye_steps], training.losses[SHORT.eye_steps :]
     assert seeing[-1] < seeing[0] and saying[-1] < saying[0]
-    found = train_vision.save(training, tmp_path / "out")
+    scores = train_vision.save(training, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / shipped.MANIFEST).read_text())
-    assert manifest["reached"] == found
+    assert manifest["reached"] == scores
     assert manifest["recipe"]["eye_steps"] == SHORT.eye_steps
     folder = shipped.unpack(tmp_path / "out", tmp_path / "models")
     loaded = Idefics3ForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)

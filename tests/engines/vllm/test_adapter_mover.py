@@ -207,10 +207,10 @@ def test_facts_say_how_many_requests_needed_no_file_and_which_adapters_are_used_
         for letter, times in {"a": 5, "b": 2, "c": 1}.items():
             await use(mover, letter, times)
         await mover.look()
-        found = mover.facts({NAMES["a"]: "tiny:law"}, [f"tiny:{n}" for n in range(9)])
-        assert found["adapters"] == {HOT: 2, WARM: 1, COLD: 6}
-        assert found["requests"] == {HOT: 5, WARM: 0, COLD: 3}
-        assert found["hit_rate"] == 5 / 8
-        assert found["top"][0] == {"adapter": "tiny:law", "tier": WARM, "uses": 5}
+        facts = mover.facts({NAMES["a"]: "tiny:law"}, [f"tiny:{n}" for n in range(9)])
+        assert facts["adapters"] == {HOT: 2, WARM: 1, COLD: 6}
+        assert facts["requests"] == {HOT: 5, WARM: 0, COLD: 3}
+        assert facts["hit_rate"] == 5 / 8
+        assert facts["top"][0] == {"adapter": "tiny:law", "tier": WARM, "uses": 5}
 
     of_mover(test)

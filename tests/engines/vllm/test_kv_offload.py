@@ -60,10 +60,10 @@ def request(*prefix: bytes, term: str = "") -> ReqContext:
 def store(manager: SlabManager, prefix: list[bytes], term: str = "") -> list[bytes]:
     asked = request(*prefix, term=term)
     manager.on_new_request(asked)
-    found = manager.prepare_store(prefix, asked)
-    manager.complete_store(set(found.keys_to_store), asked)
+    reserved = manager.prepare_store(prefix, asked)
+    manager.complete_store(set(reserved.keys_to_store), asked)
     manager.on_request_finished(asked)
-    return found.evicted_keys
+    return reserved.evicted_keys
 
 
 def hits(manager: SlabManager, among: list[bytes]) -> list[bytes]:
@@ -176,8 +176,8 @@ def test_engine_whose_blocks_lack_layers_stores_none_and_still_loads(manager: Sl
     manager.prepare_store([b"before"], asked)
     manager.complete_store({b"before"}, asked)
     manager.may_store = False
-    found = manager.prepare_store([b"after"], asked)
-    assert found is not None and list(found.keys_to_store) == []
+    reserved = manager.prepare_store([b"after"], asked)
+    assert reserved is not None and list(reserved.keys_to_store) == []
     assert manager.lookup(b"before", asked) is LookupResult.HIT
 
 
@@ -241,8 +241,8 @@ def test_full_slab_stores_what_fits_and_never_answers_none(fd: int, manager: Sla
     reading = keys(FULL)
     store(manager, reading)
     manager.prepare_load(reading, request(*reading))
-    found = manager.prepare_store([b"new"], request(b"new"))
-    assert (found.keys_to_store, list(found.store_spec.block_ids)) == ([], [])
+    reserved = manager.prepare_store([b"new"], request(b"new"))
+    assert (reserved.keys_to_store, list(reserved.store_spec.block_ids)) == ([], [])
     manager.complete_load(set(reading), request(*reading))
     assert manager.prepare_store([b"new"], request(b"new")).keys_to_store == [b"new"]
 
@@ -497,15 +497,15 @@ def test_digest_of_weights_changes_with_them(tmp_path: Path, change: str) -> Non
     file.write_bytes(bytes(3 << 20))
     (tmp_path / "notes.txt").write_text("no weights")
     before = lent_slab.weights_digest(tmp_path)
-    found = file.stat()
+    status = file.stat()
     match change:
         case "content":
             with file.open("r+b") as stream:
                 stream.seek(-1, os.SEEK_END)
                 stream.write(b"x")
-            os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
         case "time":
-            os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns + 1))
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
         case "name":
             file.rename(tmp_path / "other.safetensors")
         case "added":

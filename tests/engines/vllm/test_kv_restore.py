@@ -78,10 +78,10 @@ def answer(manager: SlabManager, asked: ReqContext, *prefix: bytes) -> list[Look
     """What the scheduler hears in the end, having asked in each step."""
     end_s = time.monotonic() + 60
     while True:
-        found = [manager.lookup(key, asked) for key in prefix]
+        results = [manager.lookup(key, asked) for key in prefix]
         manager.on_schedule_end(NO_STEP)
-        if RETRY not in found:
-            return found
+        if RETRY not in results:
+            return results
         assert time.monotonic() < end_s
 
 
@@ -142,8 +142,8 @@ def test_block_that_does_not_check_is_a_miss_and_its_row_is_free_again(
         asked = request(*keys(3))
         assert answer(manager, asked, *keys(3)) == [HIT, MISS, HIT]
         assert answer(manager, request(b"k1"), b"k1") == [MISS], "it is not read again"
-        found = manager.prepare_store([b"k1"], asked)
-        assert found.keys_to_store == [b"k1"]
+        reserved = manager.prepare_store([b"k1"], asked)
+        assert reserved.keys_to_store == [b"k1"]
         manager.complete_store({b"k1"}, asked)
         assert manager.lookup(b"k1", asked) is HIT
 
@@ -236,8 +236,8 @@ def test_prompt_longer_than_the_slab_restores_what_fits_and_evicts_none_of_it(
     with managed(path) as manager:
         slabs.set_limit(manager.rows.slab.file.fd, 1)
         prefix = keys(FULL)
-        found = answer(manager, request(*prefix), *prefix)
-        assert found == [HIT] * (EXTENT // ROW) + [MISS] * (FULL - EXTENT // ROW)
+        results = answer(manager, request(*prefix), *prefix)
+        assert results == [HIT] * (EXTENT // ROW) + [MISS] * (FULL - EXTENT // ROW)
 
 
 @pytest.mark.spec("E5")
@@ -254,11 +254,11 @@ def test_reset_waits_for_the_row_that_is_being_written(manager: SlabManager, hel
 
 
 def fill(rows: Rows) -> list[bytes]:
-    found = rows.reserve(keys(FULL, "other")).rows
-    for key, row in found.items():
+    reserved = rows.reserve(keys(FULL, "other")).rows
+    for key, row in reserved.items():
         rows.slab.row(row)[:] = content_of(key)
         rows.mark_ready(key)
-    return list(found)
+    return list(reserved)
 
 
 @pytest.mark.spec("E6", "G4")

@@ -47,22 +47,22 @@ def score(asked: Demand, evict: str = "priority_lru") -> Score:
 
 
 def test_models_that_fit_are_loaded_once_and_later_requests_do_not_wait() -> None:
-    found = score(demand((0, "a"), (1, "b"), (20, "a"), (30, "b")))
-    assert (found.requests_count, found.missed_count, found.loads_count) == (4, 2, 2)
-    assert found.waited == seconds(2 * LOAD_S)
-    assert (found.evictions_count, found.moved_bytes) == (0, 10 * GIB)
+    result = score(demand((0, "a"), (1, "b"), (20, "a"), (30, "b")))
+    assert (result.requests_count, result.missed_count, result.loads_count) == (4, 2, 2)
+    assert result.waited == seconds(2 * LOAD_S)
+    assert (result.evictions_count, result.moved_bytes) == (0, 10 * GIB)
 
 
 def test_requests_during_a_load_share_it_and_wait_for_its_rest() -> None:
-    found = score(demand((0, "a"), (1, "a"), (3, "a")))
-    assert (found.missed_count, found.loads_count) == (3, 1)
-    assert found.waited == seconds(4 + 3 + 1)
+    result = score(demand((0, "a"), (1, "a"), (3, "a")))
+    assert (result.missed_count, result.loads_count) == (3, 1)
+    assert result.waited == seconds(4 + 3 + 1)
 
 
 def test_least_recently_used_makes_room_and_the_asker_waits_for_it_to_leave() -> None:
-    found = score(demand((0, "a"), (20, "b"), (40, "c"), (60, "a")))
-    assert (found.loads_count, found.evictions_count) == (4, 2)
-    assert found.waited == seconds(4 * LOAD_S + 2 * 0.5)
+    result = score(demand((0, "a"), (20, "b"), (40, "c"), (60, "a")))
+    assert (result.loads_count, result.evictions_count) == (4, 2)
+    assert result.waited == seconds(4 * LOAD_S + 2 * 0.5)
 
 
 def test_belady_keeps_the_model_that_is_used_next() -> None:
@@ -73,8 +73,8 @@ def test_belady_keeps_the_model_that_is_used_next() -> None:
 def test_a_model_in_use_is_not_taken_and_the_other_goes() -> None:
     long = demand((0, "a"), (5, "b"), (20, "c"), (25, "a"), busy_s=0.5)
     busy = replace(long, uses=PackedRequests([Use(s(0), 0, seconds(60)), *_uses(long)[1:]]))
-    found = score(busy)
-    assert found.loads_count == 3  # c takes the place of b, though a was asked for earlier
+    result = score(busy)
+    assert result.loads_count == 3  # c takes the place of b, though a was asked for earlier
 
 
 def _uses(asked: Demand) -> list[Use]:
@@ -82,9 +82,9 @@ def _uses(asked: Demand) -> list[Use]:
 
 
 def test_victim_sleeps_in_host_ram_and_comes_back_in_the_time_of_a_wake() -> None:
-    found = score(demand((0, "a"), (20, "b"), (40, "c"), (60, "a"), host=20))
-    assert (found.loads_count, found.wakes_count) == (3, 1)
-    assert found.waited == seconds(3 * LOAD_S + WAKE_S + 2 * 0.5)
+    result = score(demand((0, "a"), (20, "b"), (40, "c"), (60, "a"), host=20))
+    assert (result.loads_count, result.wakes_count) == (3, 1)
+    assert result.waited == seconds(3 * LOAD_S + WAKE_S + 2 * 0.5)
 
 
 @pytest.mark.spec("C13")
@@ -98,8 +98,8 @@ def test_a_device_that_loads_too_much_keeps_its_models_longer() -> None:
 
 def test_only_requests_after_the_counted_instant_are_scored() -> None:
     asked = demand((0, "a"), (20, "a"), (30, "a"))
-    found = World(asked, SETTINGS, bundle(SETTINGS), s(15)).run()
-    assert (found.requests_count, found.missed_count, found.loads_count) == (2, 0, 0)
+    result = World(asked, SETTINGS, bundle(SETTINGS), s(15)).run()
+    assert (result.requests_count, result.missed_count, result.loads_count) == (2, 0, 0)
 
 
 def test_p99_wait_counts_requests_that_did_not_wait() -> None:
@@ -115,11 +115,11 @@ def test_p99_wait_counts_requests_that_did_not_wait() -> None:
 @pytest.mark.parametrize("evict", EVICT)
 def test_every_policy_serves_every_request_of_a_synthetic_trace(evict: str) -> None:
     asked = mixes.demand(traces.synthetic(600, seed=3), mixes.SERVER, 0.3, seed=3)
-    found = score(asked, evict)
-    assert found.refused_count == 0
-    assert found.requests_count == len(asked.uses) > 400
-    assert found.loads_count >= len(asked.seats)
-    assert found == score(asked, evict)  # the same question, the same answer
+    result = score(asked, evict)
+    assert result.refused_count == 0
+    assert result.requests_count == len(asked.uses) > 400
+    assert result.loads_count >= len(asked.seats)
+    assert result == score(asked, evict)  # the same question, the same answer
 
 
 # -- traces ---------------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ def test_adapter_of_a_tenant_hides_the_common_one_of_that_name(catalogue: Catalo
 def test_a_name_of_two_bases_must_be_written_in_full(catalogue: Catalogue) -> None:
     with pytest.raises(AdapterAmbiguous, match="chat:both, other:both"):
         catalogue.find("both")
-    found = catalogue.find("other:both")
-    assert found is not None and found.base == "other"
+    adapter = catalogue.find("other:both")
+    assert adapter is not None and adapter.base == "other"
 
 
 @pytest.mark.spec("F2")
@@ -176,8 +176,8 @@ def test_ten_thousand_adapters_are_listed_and_found(tmp_path: Path) -> None:
     listed = catalogue._listings[tmp_path.resolve()]
     assert len(catalogue.names()) == 10_001
     assert catalogue._listings[tmp_path.resolve()] is listed, "not listed again"
-    found = catalogue.find("the-one")
-    assert found is not None and found.path == tmp_path / "the-one"
+    adapter = catalogue.find("the-one")
+    assert adapter is not None and adapter.path == tmp_path / "the-one"
 
 
 @pytest.mark.spec("F2")
@@ -186,8 +186,8 @@ def test_ten_thousand_remote_adapters_are_listed_and_found(tmp_path: Path) -> No
     (tmp_path / "remote.json").write_text(json.dumps(rows))
     catalogue = Catalogue({"chat": tmp_path}, urls={"chat": ("s3://ours/",)}, fetched=tmp_path)
     assert len(catalogue.names()) == 10_000
-    found = catalogue.find("chat:a9999")
-    assert found is not None and found.url == "s3://ours/a9999/"
+    adapter = catalogue.find("chat:a9999")
+    assert adapter is not None and adapter.url == "s3://ours/a9999/"
     del rows["a9999"]
     (tmp_path / "new").write_text(json.dumps(rows))
     (tmp_path / "new").rename(tmp_path / "remote.json")
@@ -221,8 +221,8 @@ def test_a_broken_manifest_of_one_base_stops_no_bare_name_of_another(
 ) -> None:
     put(root / "other" / "mine")
     (root / "chat" / "remote.json").write_text("{")
-    found = catalogue.find("mine")
-    assert found is not None and found.base == "other"
+    adapter = catalogue.find("mine")
+    assert adapter is not None and adapter.base == "other"
     assert catalogue.find("unknown") is None
     assert catalogue.find("legal") is not None, "its folder needs no manifest"
 
@@ -249,8 +249,8 @@ def test_a_row_that_can_be_no_adapter_is_refused_by_name_and_not_kept(
     catalogue = Catalogue({"chat": tmp_path}, urls={"chat": ("s3://ours/",)}, fetched=tmp_path)
     with pytest.raises(AdapterInvalid, match=r"'far'.* is no URL and no object"):
         catalogue.find("chat:far")
-    found = catalogue.find("near")
-    assert found is not None and found.pin
+    adapter = catalogue.find("near")
+    assert adapter is not None and adapter.pin
     [kept] = catalogue._manifests.values()
     assert kept.rows["near"] == {"url": "s3://ours/near/", "pin": True}
     assert not any(isinstance(each, list | dict) for each in kept.rows["far"].values())
@@ -288,9 +288,9 @@ def test_what_is_remembered_of_adapters_that_are_renamed_without_end_has_a_bound
     catalogue, law = Catalogue({"chat": tmp_path}), put(tmp_path / "law")
     for number in range(10):
         law = law.rename(tmp_path / f"law-{number}")
-        found = catalogue.find(law.name)
-        assert found is not None and found.path == law
-        assert catalogue.find(law.name) is found, "it is remembered"
+        adapter = catalogue.find(law.name)
+        assert adapter is not None and adapter.path == law
+        assert catalogue.find(law.name) is adapter, "it is remembered"
         assert len(catalogue._read) <= 3
 
 

@@ -34,9 +34,9 @@ def store(tmp_path: Path) -> Store:
 
 
 def entry(folder: Path) -> CatalogueEntry:
-    found = Catalogue({"chat": folder.parent}).find(folder.name)
-    assert found is not None
-    return found
+    adapter = Catalogue({"chat": folder.parent}).find(folder.name)
+    assert adapter is not None
+    return adapter
 
 
 @pytest.mark.spec("F2", "L2")
@@ -108,12 +108,12 @@ def test_next_engine_finds_the_copy_without_the_weights_until_the_entry_changes(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "in" / "good", SHAPES)
-    found = entry(source)
-    made = store.publish(found, RULES)
+    adapter = entry(source)
+    made = store.publish(adapter, RULES)
     following = Store(tmp_path / "store")
     with monkeypatch.context() as patch:
         patch.setattr("deployments.adapters.store._copy", pytest.fail)
-        assert following.publish(found, RULES) == made
+        assert following.publish(adapter, RULES) == made
     weights = source / "adapter_model.safetensors"
     times = weights.stat()
     raw = bytearray(weights.read_bytes())
@@ -125,22 +125,22 @@ def test_next_engine_finds_the_copy_without_the_weights_until_the_entry_changes(
 
 @pytest.mark.parametrize("loss", ["copy", "half a note"])
 def test_lost_copy_or_note_is_made_again(tmp_path: Path, store: Store, loss: str) -> None:
-    found = entry(write(tmp_path / "in" / "good", SHAPES))
-    made = store.publish(found, RULES)
+    adapter = entry(write(tmp_path / "in" / "good", SHAPES))
+    made = store.publish(adapter, RULES)
     if loss == "copy":
         shutil.rmtree(made.path)
     else:
         (note,) = (tmp_path / "store" / ".known").iterdir()
         note.write_text(note.read_text()[:9])
-    assert store.publish(found, RULES) == made
+    assert store.publish(adapter, RULES) == made
     assert made.path.is_dir()
 
 
 def test_other_rules_check_again(tmp_path: Path, store: Store) -> None:
-    found = entry(write(tmp_path / "in" / "good", SHAPES, rank=8))
-    store.publish(found, RULES)
+    adapter = entry(write(tmp_path / "in" / "good", SHAPES, rank=8))
+    store.publish(adapter, RULES)
     with pytest.raises(AdapterInvalid, match="no such module"):
-        store.publish(found, Rules({"layers.0.q_proj": (12, 8)}, max_rank=16))
+        store.publish(adapter, Rules({"layers.0.q_proj": (12, 8)}, max_rank=16))
 
 
 def test_notes_have_a_bound(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,10 +280,10 @@ SWAPPED: dict[str, Callable[[Path], object]] = {
 def test_file_replaced_by_a_link_after_the_lookup_is_not_copied(
     tmp_path: Path, store: Store, swap: Callable[[Path], object]
 ) -> None:
-    found = entry(write(tmp_path / "in" / "good", SHAPES))
-    swap(found.path)
+    adapter = entry(write(tmp_path / "in" / "good", SHAPES))
+    swap(adapter.path)
     with pytest.raises(AdapterInvalid, match=r"symbolic links|Not a directory"):
-        store.publish(found, RULES)
+        store.publish(adapter, RULES)
     assert list((tmp_path / "store").iterdir()) == []
 
 
@@ -333,8 +333,8 @@ async def test_what_an_engine_remembers_of_adapters_renamed_without_end_has_a_bo
     shelf, law = CheckedAdapters(store, RULES), write(tmp_path / "in" / "law", SHAPES)
     for number in range(10):
         law = law.rename(tmp_path / "in" / f"law-{number}")
-        found = entry(law)
-        made = await asyncio.gather(*(shelf.take(found) for _ in range(4)))
+        adapter = entry(law)
+        made = await asyncio.gather(*(shelf.take(adapter) for _ in range(4)))
         assert all(published is made[0] for published in made), "it is remembered"
         assert len(shelf._known) <= 3 and not shelf._copying
 

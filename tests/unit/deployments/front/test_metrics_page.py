@@ -47,10 +47,10 @@ class Arbiter:
 @pytest.mark.spec("K2")
 def test_prometheus_reads_every_metric_with_its_type_unit_and_help(samples: Samples) -> None:
     text = exposition({**samples, UP: {(): 1}, AGE: {(): 0}})
-    found = {family.name: family for family in families_of(text.decode())}
-    assert found.keys() == {name.removesuffix("_total") for name in TABLE}
+    names = {family.name: family for family in families_of(text.decode())}
+    assert names.keys() == {name.removesuffix("_total") for name in TABLE}
     for name, metric in TABLE.items():
-        family = found[name.removesuffix("_total")]
+        family = names[name.removesuffix("_total")]
         assert (family.type, family.documentation) == (metric.kind.value, metric.help)
         for sample in family.samples:
             assert sample.labels.keys() - {"le"} == set(metric.labels)

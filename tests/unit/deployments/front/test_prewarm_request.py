@@ -48,8 +48,8 @@ async def call(
 
 
 async def cut(*args: Any, **more: Any) -> tuple[int, int, bool] | None:
-    found = (await call(*args, **more)).stable
-    return (found.whole_count, found.parts_count, found.with_tools) if found else None
+    stable = (await call(*args, **more)).stable
+    return (stable.whole_count, stable.parts_count, stable.with_tools) if stable else None
 
 
 @pytest.mark.spec("J2")
@@ -157,8 +157,8 @@ def test_key_knows_what_the_rendering_depends_on_and_nothing_else() -> None:
 def test_prefix_names_the_role_that_comes_next() -> None:
     def role(messages: list[Any], whole: int) -> str:
         said = json.loads(prefix_of({"messages": messages}, PrefixEnd(whole), "t").body)
-        found: str = said["next_role"]
-        return found
+        role: str = said["next_role"]
+        return role
 
     assert role([SYSTEM, USER], 1) == "user"
     assert role([SYSTEM, USER, {"role": "tool", "content": "x"}], 2) == "tool"

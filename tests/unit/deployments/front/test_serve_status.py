@@ -24,8 +24,8 @@ def overview(status: str, message: str = "") -> ApplicationStatusOverview:
     ],
 )  # fmt: skip
 async def test_failed_application_is_named_with_its_cause(status: str, has_failed: bool) -> None:
-    found = Applications(lambda: {"chat": overview(status, "no such module")})
-    failures = await found.failures(["chat"])
+    applications = Applications(lambda: {"chat": overview(status, "no such module")})
+    failures = await applications.failures(["chat"])
     assert ("no such module" in failures.get("chat", "")) == has_failed
 
 
@@ -47,12 +47,12 @@ async def test_status_is_asked_for_once_by_many_probes(monkeypatch: pytest.Monke
         asked += 1
         return {"chat": overview("RUNNING")}
 
-    found, now_s = Applications(ask), 100.0
+    applications, now_s = Applications(ask), 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    await asyncio.gather(*(found.failures(["chat"]) for _ in range(9)))
+    await asyncio.gather(*(applications.failures(["chat"]) for _ in range(9)))
     assert asked == 1
     now_s += 1.5
-    await found.failures(["chat"])
+    await applications.failures(["chat"])
     assert asked == 2
 
 

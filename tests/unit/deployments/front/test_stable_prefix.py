@@ -27,8 +27,8 @@ def canonical_bytes(body: dict[str, Any]) -> bytes | None:
 
 
 def canonical(body: dict[str, Any]) -> Any:
-    found = canonical_bytes(body)
-    return None if found is None else json.loads(found)
+    canonical = canonical_bytes(body)
+    return None if canonical is None else json.loads(canonical)
 
 
 def test_run_ends_at_the_first_message_without_a_mark() -> None:

@@ -68,8 +68,8 @@ async def client(front: FrontState) -> AsyncIterator[AsyncClient]:
 
 async def asked(client: AsyncClient, **said: Any) -> tuple[int, Any, str | None]:
     answer = await client.post(CHAT, json={"model": "task:sum", **HELLO, **said})
-    found = answer.json()
-    said = found if "error" in found else {"model": found["model"]}
+    fields = answer.json()
+    said = fields if "error" in fields else {"model": fields["model"]}
     return answer.status_code, said, answer.headers.get("x-arbiter-served-by")
 
 

@@ -111,8 +111,8 @@ async def test_an_answer_that_is_none_ends_within_its_bounds(answer: Answer, kin
     book = CountingBook()
     async with raw_remote(answer) as port:
         async with asyncio.timeout(60):
-            found, _, parts = await failure(port, book=book)
-    assert (found, parts) == (kind, [])
+            outcome, _, parts = await failure(port, book=book)
+    assert (outcome, parts) == (kind, [])
     (end,) = book.ends
     assert end.outcome == kind and end.answer_bytes <= QUICK["answer_bytes"] + 1
 
@@ -142,8 +142,8 @@ async def test_a_stream_that_breaks_is_not_begun_again(
     book = CountingBook()
     async with raw_remote(answer) as port:
         async with asyncio.timeout(60):
-            found, why, parts = await failure(port, stream=True, book=book)
-    assert (found, len(book.left_for)) == (kind, 1) and "sk-theirs" not in why
+            outcome, why, parts = await failure(port, stream=True, book=book)
+    assert (outcome, len(book.left_for)) == (kind, 1) and "sk-theirs" not in why
     # The remote may have made and billed the rest: it is charged as it was reserved.
     [egress], [end] = book.left_for, book.ends
     spent_count = end.prompt_tokens_count + end.answer_tokens_count
@@ -181,8 +181,8 @@ async def test_an_error_of_status_200_is_no_answer() -> None:
     whole = JSON + b"content-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
     book = CountingBook()
     async with raw_remote(says(whole)) as port:
-        found = await failure(port, book=book)
-    assert found == ("server", "its answer is an error of status 200", [])
+        failed = await failure(port, book=book)
+    assert failed == ("server", "its answer is an error of status 200", [])
     assert book.ends[0].answer_tokens_count <= len(body), "what came is paid, not what was reserved"
 
 
@@ -201,8 +201,8 @@ async def https(name: str, ca: trustme.CA) -> AsyncIterator[int]:
 async def test_a_handshake_that_never_ends_is_no_connection() -> None:
     async with raw_remote(hangs()) as port:
         bounds = QUICK | {"connect_s": 0.2, "head_s": 5.0, "total_s": 5.0}
-        found = await failure(port, url=f"https://127.0.0.1:{port}/v1", bounds=bounds)
-    assert found[:2] == ("connect", "no connection was made in time")
+        failed = await failure(port, url=f"https://127.0.0.1:{port}/v1", bounds=bounds)
+    assert failed[:2] == ("connect", "no connection was made in time")
 
 
 @pytest.mark.spec("J5")
@@ -214,8 +214,8 @@ async def test_a_certificate_counts_for_its_name_and_authority_only(tmp_path: An
     for name, ca in (("127.0.0.1", theirs), ("elsewhere.example", ours)):
         async with https(name, ca) as port:
             url = f"https://127.0.0.1:{port}/v1"
-            found, why, _ = await failure(port, url=url, **trusted)
-            assert (found, why) == ("certificate", "its certificate is not valid for its name")
+            outcome, why, _ = await failure(port, url=url, **trusted)
+            assert (outcome, why) == ("certificate", "its certificate is not valid for its name")
             assert (await failure(port, url=url))[0] == "certificate"  # nor to the system
     async with https("127.0.0.1", ours) as port:
         remotes = Remotes(CountingBook())

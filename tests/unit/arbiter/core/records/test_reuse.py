@@ -53,9 +53,9 @@ def test_chances_are_those_of_the_formulas_after_any_history(seed: int) -> None:
         if size:
             learner.ask_others(name, counts.__getitem__)
             reference.ask_others(name, counts.__getitem__)
-        found = {m: learner.reuse(m, counts[m]).chance for m in reference.models}
+        chances = {m: learner.reuse(m, counts[m]).chance for m in reference.models}
         wanted = {m: reference.chance(reference.features(m, counts[m])) for m in reference.models}
-        assert found == pytest.approx(wanted, rel=1e-9)
+        assert chances == pytest.approx(wanted, rel=1e-9)
         learner.loaded(elsewhere)  # by other loads, which end before this one
         reference.clock += elsewhere
         learner.used(name, times)

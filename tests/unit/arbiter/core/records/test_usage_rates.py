@@ -72,9 +72,9 @@ def test_hourly_usage_equals_a_sum_over_the_whole_history(uses: list[int], later
         if (n - asked) % HOURS_COUNT < AHEAD_COUNT:
             days += FADE ** (asked - n) / AHEAD_COUNT
             seen += FADE ** (asked - n) * (uses[n] if 0 <= n < len(uses) else 0)
-    found = hours.ahead(MORNING, at(0, asked + 0.5), 2.0)
-    assert found == pytest.approx((seen + LEAN_DAYS * 2) / (days + LEAN_DAYS))
-    assert hours.ahead(MORNING, at(0, asked + 0.5), 2.0) == found  # asking changes nothing
+    ahead = hours.ahead(MORNING, at(0, asked + 0.5), 2.0)
+    assert ahead == pytest.approx((seen + LEAN_DAYS * 2) / (days + LEAN_DAYS))
+    assert hours.ahead(MORNING, at(0, asked + 0.5), 2.0) == ahead  # asking changes nothing
 
 
 def test_removed_model_has_no_hourly_usage() -> None:

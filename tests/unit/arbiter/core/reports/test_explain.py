@@ -30,16 +30,16 @@ def test_explain_of_a_queued_ticket_gives_shortfall_holders_and_their_obstacles(
     driver.resident(0, "b", 10)
     driver.beat(0, "b", inflight=1)
     driver.ask(1, "c", 50)
-    found = why(driver, 1, "c")
-    [shortage] = found.shortages
+    explanation = why(driver, 1, "c")
+    [shortage] = explanation.shortages
     assert (shortage.device, shortage.need_bytes) == (CPU, 50 * GIB)
     assert (shortage.free_bytes, shortage.short_bytes) == (20 * GIB, 30 * GIB)
     stays = {x.model: x.obstacle for x in shortage.charged_tickets}
     assert stays["vad"] == "it is pinned"
     assert stays["a"] == "it is more urgent (urgent before normal)"
     assert stays["b"] is None  # busy ones are asked: a swap waits behind a barrier
-    assert "30.0 GiB short" in " ".join(found.said)
-    assert any("may leave hold only 10.0 GiB: b" in line for line in found.said)
+    assert "30.0 GiB short" in " ".join(explanation.said)
+    assert any("may leave hold only 10.0 GiB: b" in line for line in explanation.said)
 
 
 @pytest.mark.spec("K3", "C10")
@@ -50,10 +50,10 @@ def test_explain_counts_what_comes_back_to_a_reserve_as_kept_for_its_tenant() ->
     driver.resident(0, "b", 50, priority=Priority.URGENT, tenant="y")
     driver.at(1, ev.Released(TicketId("a"), "manual"))
     assert revoked(driver.ask(2, "c", 20, tenant="y")) == []
-    found = why(driver, 2, "c")
-    [shortage] = found.shortages
+    explanation = why(driver, 2, "c")
+    [shortage] = explanation.shortages
     assert (shortage.coming_bytes, shortage.short_bytes) == (30 * GIB, 20 * GIB)
-    assert "30.0 GiB of both reserved for others" in " ".join(found.said)
+    assert "30.0 GiB of both reserved for others" in " ".join(explanation.said)
 
 
 @pytest.mark.spec("K3")
@@ -63,10 +63,10 @@ def test_explain_of_a_queued_ticket_gives_those_ahead_and_bytes_coming_back() ->
     driver.ask(20, "b", 60)
     driver.ask(21, "c", 60)
     assert why(driver, 21, "b").ahead == ()
-    found = why(driver, 21, "c")
-    assert found.ahead == ("b",)
-    assert found.shortages[0].coming_bytes == 80 * GIB
-    assert "80.0 GiB are on their way back" in " ".join(found.said)
+    explanation = why(driver, 21, "c")
+    assert explanation.ahead == ("b",)
+    assert explanation.shortages[0].coming_bytes == 80 * GIB
+    assert "80.0 GiB are on their way back" in " ".join(explanation.said)
 
 
 def test_explain_gives_the_remaining_minimum_residency_of_a_resident() -> None:
@@ -210,9 +210,9 @@ def test_explain_of_a_closed_ticket_uses_history_and_of_an_unknown_one_fails() -
     driver.ask(20, "b", 60)
     driver.at(21, ev.Released(TicketId("a"), "swap"))
     driver.gone(22, "a")
-    found = why(driver, 30, "a")
-    assert found.state == "closed"
-    assert found.past[0].part == "went"
+    explanation = why(driver, 30, "a")
+    assert explanation.state == "closed"
+    assert explanation.past[0].part == "went"
     with pytest.raises(UnknownTicket, match="arbiter status"):
         why(driver, 30, "nobody")
 

@@ -44,8 +44,8 @@ async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def job_of(http: httpx.AsyncClient, location: str) -> dict[str, Any]:
-    found: dict[str, Any] = (await http.get(location)).raise_for_status().json()
-    return found
+    job: dict[str, Any] = (await http.get(location)).raise_for_status().json()
+    return job
 
 
 async def ended(
@@ -83,8 +83,8 @@ async def test_place_in_the_queue_is_told(front: Front, http: httpx.AsyncClient)
     front.responder.gate.clear()
     made = [(await http.post(CHAT, json=chat("x"), headers=ASYNC)).json() for _ in range(3)]
     await eventually(lambda: front.responder.at_once)
-    found = [await job_of(http, f"/v1/jobs/{one['id']}") for one in made]
-    assert [one["queue_position"] for one in found] == [None, 0, 1]
+    jobs = [await job_of(http, f"/v1/jobs/{one['id']}") for one in made]
+    assert [one["queue_position"] for one in jobs] == [None, 0, 1]
     listed = (await http.get("/v1/jobs", params={"limit": 2})).json()
     assert [one["id"] for one in listed["data"]] == [made[2]["id"], made[1]["id"]]
     assert listed["has_more"]

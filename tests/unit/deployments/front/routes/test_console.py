@@ -46,9 +46,9 @@ def test_what_it_carries_is_what_npm_has() -> None:
 @pytest.mark.spec("K4")
 def test_scripts_import_only_files_of_the_console() -> None:
     scripts = [path for path in FOLDER.rglob("*") if path.suffix in (".js", ".mjs")]
-    found = [(path, name) for path in scripts for name in IMPORT.findall(path.read_text())]
-    assert len(found) > 8
-    for path, name in found:
+    imports = [(path, name) for path in scripts for name in IMPORT.findall(path.read_text())]
+    assert len(imports) > 8
+    for path, name in imports:
         assert name.startswith("."), f"{path.name} imports {name}, which no browser finds"
         assert (path.parent / name).is_file()
 
