@@ -1,7 +1,14 @@
 """Drives an arbiter in seconds and GiB, one event at a time.
 
-Heartbeats and readings are patient here (hours), so that a scenario names only what it is about;
-tests of silence pass the real terms.
+    driver = CoreDriver(device=80)              # node `n` has 80 GiB, holder `h` has joined
+    driver.resident(0, "a", 50)                 # at 0 s: ticket `a` of 50 GiB for model `a` serves
+    decisions = driver.ask(20, "b", 40)         # at 20 s: ticket `b` asks
+    assert revoked(decisions) == [("a", "swap", "gone")]
+
+A ticket is named for its model; `a2` is a second ticket for model `a`. Every method that feeds an
+event returns the decisions that act: log events, estimates of the wait and timers are kept in
+`logged`, `queued` and `timers`. Heartbeats and readings are patient here (hours), so that a
+scenario names only what it is about; tests of silence pass the real terms.
 """
 
 from dataclasses import replace
@@ -77,6 +84,12 @@ def capability(
 
 
 class CoreDriver(CoreQueries):
+    """An arbiter with the capabilities `text` and `embedding` on node `n`.
+
+    `device`, `host`: GiB of its device `n/cpu:0` and of its RAM for sleeping weights. `known`: the
+    holders of the last epoch. `keep_warm_s`: of every model; negative: without end. `pinned`: a
+    model. `read`: False leaves out the first reading, so that nothing is known of the device."""
+
     def __init__(
         self,
         device: float = 80,
@@ -118,8 +131,7 @@ class CoreDriver(CoreQueries):
     # -- feeding -------------------------------------------------------------------------------
 
     def at(self, t: float, event: ev.Event) -> list[Decision]:
-        """Keeps log events, news of the queue and timers aside, so that a scenario compares the
-        decisions that act."""
+        """Feeds an event at `t` seconds. Returns the decisions that act; the others are kept."""
         decisions = self.arbiter.handle(event, s(t))
         self.logged += [d for d in decisions if isinstance(d, LogEvent)]
         self.timers = [d.at for d in decisions if isinstance(d, SetTimer)]
@@ -140,7 +152,7 @@ class CoreDriver(CoreQueries):
         self.at(t, ev.NodeSeen(NodeId(node), tuple(specs)))
 
     def read(self, t: float, node: str = "n") -> list[Decision]:
-        """A full reading: what `engines` and `foreign` say."""
+        """The agent reports a reading of the node, as `engines`, `foreign` and `physical` say."""
         names = (DeviceId(f"{node}/cpu:0"), DeviceId(f"{node}/host"))
         devices = tuple(
             ev.DeviceReading(d, gib(self.physical.get(d, 1e6)), gib(self.foreign.get(d, 0)))
@@ -163,6 +175,7 @@ class CoreDriver(CoreQueries):
         attempt: int = 1, explicit: bool = True, priority: types.Priority = types.Priority.NORMAL,
         tenant: str = "default", client: str = "", least: float = 0,
     ) -> list[Decision]:  # fmt: skip
+        """Requests the ticket `name` for `size` GiB on the device and `host` GiB asleep."""
         self.sizes[name], self.host_sizes[name] = size, host
         need = types.Need(gib(size), host_bytes=gib(host), least_bytes=gib(least))
         deadline = None if deadline_s is None else seconds(deadline_s)
@@ -175,7 +188,7 @@ class CoreDriver(CoreQueries):
         self, t: float, name: str, size: float, *, tenant: str = "t", preemptible: bool = False,
         term_s: float = 3600, notice_s: float = 5, joined: bool = False, node: str = "n",
     ) -> list[Decision]:  # fmt: skip
-        """Its process introduces itself, unless it has, and asks."""
+        """Requests a lease of `size` GiB; before that its process joins, unless it has."""
         holder = HolderId(f"lease:{name}")
         if not joined:
             self.at(t, ev.Joined(holder, NodeId(node), "lease", ()))
@@ -185,13 +198,13 @@ class CoreDriver(CoreQueries):
         return self.at(t, ev.Requested(TicketId(name), holder, "lease", name, need, lease=terms))
 
     def resident(self, t: float, name: str, size: float, **how: object) -> None:
-        """Granted, loaded in no time, and idle."""
+        """Has a ticket granted, loaded in no time, and idle; `how` as for `ask`."""
         assert is_granted(self.ask(t, name, size, **how), name)  # type: ignore[arg-type]
         assert self.at(t, ev.Loaded(TicketId(name), seconds(0))) == []
         self.beat(t, name, holder=str(how.get("holder", "h")))
 
     def beat(self, t: float, *names: str, holder: str = "h", inflight: int = 0) -> list[Decision]:
-        """A heartbeat that repeats every ticket of the holder; `names` have `inflight`."""
+        """Renews every ticket of a holder; those of `names` have `inflight` requests in flight."""
         held = tuple(
             self.held(e.ticket, inflight=inflight if e.ticket in names else e.inflight, t=t)
             for e in self.tickets_of(holder)
@@ -220,6 +233,7 @@ class CoreDriver(CoreQueries):
         )  # fmt: skip
 
     def gone(self, t: float, name: str, bytes_back: bool = True) -> list[Decision]:
+        """The agent reports the end of a ticket's engine."""
         self.engines.pop(name, None)
         return self.at(t, ev.EngineGone(NODE, TicketId(name), bytes_back))
 
