@@ -6,10 +6,12 @@ from arbiter.core.eviction import watermarks
 from arbiter.core.eviction.protection import min_residency_ends, pause_ends, trade_bound
 from arbiter.core.eviction.ranking import priority_fades_at
 from arbiter.core.queue import placement
-from arbiter.core.queue.grants import place, place_gang, return_to_service, wake
+from arbiter.core.queue.new_loads import place
 from arbiter.core.queue.outcome import PassEnd
 from arbiter.core.queue.pass_state import GrantPass
 from arbiter.core.queue.placement_memo import PlacementMemo
+from arbiter.core.queue.several_devices import place_gang
+from arbiter.core.queue.wakes import return_to_service, wake
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import State, Ticket

@@ -1,0 +1,221 @@
+"""Does what can be done now for a queued ticket whose model must load (A3, A4, B6, C6, C9): grants
+it on the device where it fits, asks victims for the room that it lacks, defers it, or rejects it.
+The walk over the queue, and so the order in which tickets come here, is grant_pass.py.
+
+A ticket that cannot load now does not hold up a later ticket that can, until it has been bypassed 8
+times or has waited 30 s. From then on it is aged: no later ticket is granted on a device that it
+could use, and it asks with the priority of the most urgent ticket that it holds up. Bytes that are
+on their way back for one ticket are promised to it, and not lent to another.
+"""
+
+from arbiter.core.decisions import EventKind
+from arbiter.core.eviction import oversize, pressure
+from arbiter.core.eviction.compaction import compact_or_evict
+from arbiter.core.eviction.ranking import victims_no_more_urgent
+from arbiter.core.queue import freeing, gangs, placement
+from arbiter.core.queue.grant_limits import apply_exclusion, apply_quota, asker_priority
+from arbiter.core.queue.grants import grant
+from arbiter.core.queue.outcome import Outcome
+from arbiter.core.queue.pass_state import GrantPass, Limits
+from arbiter.core.queue.placement_memo import need_of
+from arbiter.core.queue.several_devices import never_fits, place_parts
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.request_queue import QueueEntry
+from arbiter.core.records.ticket import Ticket
+from arbiter.core.residency import prefetch
+from arbiter.core.state import CoreState, reject_queued
+from arbiter.core.tickets import leases, quotas
+from arbiter.core.tickets.device_limits import (
+    compute_books,
+    flag_pinned_on,
+    on_demand_of,
+)
+from arbiter.core.tickets.exclusion import excluded_by
+from arbiter.core.types import Priority
+from arbiter.errors import TicketClosed
+from arbiter.units import Bytes, DeviceId
+
+
+def place(state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry) -> Outcome:
+    """Grants a new load, or asks for the room it lacks."""
+    if entry.is_prefetch:
+        return _place_prefetch(state, pass_, entry, queued)
+    need = need_of(state, entry, queued, pass_.most_bytes)
+    if need > pass_.open_bytes:
+        limits = pass_.limits(state, entry, need)
+        outcome = _place_beyond_one_device(state, pass_, entry, queued, limits)
+        if outcome is not Outcome.NOT_APPLICABLE:
+            return outcome
+    if not queued.is_aged and pass_.memo.covers(need, entry.priority, queued.quota_group):
+        return pass_.defer(queued, ())
+    priority = asker_priority(state, pass_, queued)
+    limits = pass_.limits(state, entry, need)
+    outcome = apply_quota(state, pass_, entry, limits, priority)
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
+    outcome = apply_exclusion(state, pass_, entry, queued, priority)
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
+    books = [b for b in pass_.books.values() if entry.frees or limits.may_ever_fit(b.device)]
+    devices = placement.devices_for(state, books, entry, need)
+    return _place_on_one(state, pass_, entry, queued, limits, devices)
+
+
+def _place_prefetch(
+    state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry
+) -> Outcome:
+    """Grants a prefetch into room that is free, or rejects it (C11): nothing leaves for it, and it
+    never waits. A request for its model asks under a ticket of its own."""
+    need = need_of(state, entry, queued, pass_.most_bytes)
+    limits = pass_.limits(state, entry, need)
+    devices = placement.devices_for(state, pass_.books.values(), entry, need)
+    usable = [device for device in devices if device not in pass_.reserved_devices]
+    device = next((d for d in usable if limits.fits(d, need)), None)
+    is_lawful = not (
+        quotas.over_limit(state, entry.client.tenant, need)
+        or excluded_by(state, entry.node, entry.role, entry.model_name)
+    )
+    if device and is_lawful:
+        return grant(state, pass_, entry, queued, {device: need})
+    prefetch.forget(state, entry.model_name)
+    reject_queued(state, entry, TicketClosed(entry.ticket))
+    return Outcome.REJECTED
+
+
+def _place_on_one(
+    state: CoreState,
+    pass_: GrantPass,
+    entry: Ticket,
+    queued: QueueEntry,
+    limits: Limits,
+    devices: list[DeviceId],
+) -> Outcome:
+    """Grants the ticket on the first of `devices` (best first) on which it fits now. Else promises
+    it bytes: on the first device on which it will fit once what is leaving has left, else on the
+    first on which victims that suffice are found, which are revoked. Until then it waits."""
+    need = limits.need_bytes
+    priority = asker_priority(state, pass_, queued)
+    usable = [d for d in devices if d not in pass_.reserved_devices]
+    if device := next((d for d in usable if limits.fits(d, need)), None):
+        return grant(state, pass_, entry, queued, {device: need})
+    promised = next((d for d in usable if limits.missing(d) <= 0), None)
+    promised = promised or _make_room_on_first(state, entry, usable, limits, priority)
+    if promised:
+        pass_.promised[promised][entry.client.tenant] += need
+    elif entry.frees:
+        return _take_rest(state, pass_, entry, queued, devices)
+    elif usable == devices and not _is_closed_to_it_only(state, pass_, entry, priority):
+        pass_.memo.note(need, entry.priority, queued.quota_group)
+    return pass_.defer(queued, devices)
+
+
+def _make_room_on_first(
+    state: CoreState, entry: Ticket, devices: list[DeviceId], limits: Limits, priority: Priority
+) -> DeviceId | None:
+    """Revokes victims that suffice on the first of `devices` that has them, and returns it."""
+    for device in devices:
+        if compact_or_evict(state, entry, device, limits.missing(device), priority):
+            return device
+    return None
+
+
+def _take_rest(
+    state: CoreState,
+    pass_: GrantPass,
+    entry: Ticket,
+    queued: QueueEntry,
+    devices: list[DeviceId],
+) -> Outcome:
+    """Has `arbiter free` ask for what there is, once nothing leaves for it any more: a model may
+    have been in use after all."""
+    if any(book.leaving for book in pass_.books.values()):
+        return pass_.defer(queued, devices)
+    rest = freeing.rest_bytes(state, entry, pass_.books.values())
+    if rest >= queued.need_bytes:
+        return pass_.defer(queued, devices)
+    if not rest:
+        reject_queued(state, entry, leases.nothing_to_free())
+        return Outcome.REJECTED
+    entry.need_less(rest)
+    state.queue.stats(entry.node).know(queued, rest, queued.version)
+    return place(state, pass_, entry, queued)
+
+
+def _is_closed_to_it_only(
+    state: CoreState, pass_: GrantPass, entry: Ticket, priority: Priority
+) -> bool:
+    """Says whether pressure keeps it from a device that others may use, or what leaves for others
+    stays for it: that it found no room proves nothing of these."""
+    return any(
+        pressure.is_closed_to(state, entry, device)
+        or _may_be_collated(state, entry, book, priority)
+        for device, book in pass_.books.items()
+    )
+
+
+def _may_be_collated(
+    state: CoreState, entry: Ticket, book: DeviceAccount, priority: Priority
+) -> bool:
+    """Says whether a model of a device may stay for this asker alone, because both trade places.
+    Where all that is there is more urgent, it stays for every asker that is no more urgent."""
+    askers = state.trades.askers_among(entry.model_name, book.copies.keys(), state.now)
+    return bool(askers) and any(True for _ in victims_no_more_urgent(state, book, priority))
+
+
+def _place_beyond_one_device(
+    state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry, limits: Limits
+) -> Outcome:
+    """Deals with a ticket that is larger than anything waiting can bring on one device (B6),
+    perhaps for what other tenants have reserved (C10): over several devices, oversize, or never."""
+    need = limits.need_bytes
+    most = limits.most_by_device
+    if need <= limits.most_bytes:
+        return Outcome.NOT_APPLICABLE  # no device is known yet, or the reserve is its own
+    books = compute_books(state, pass_.node)
+    room = pass_.open_to(state, entry)
+    several = gangs.split(room, need, entry.split, most)
+    if several := several or gangs.split(books, need, entry.split, most):
+        parts = [gangs.Part(entry, device, size) for device, size in several.items()]
+        return place_parts(state, pass_, queued, parts)
+    if need <= pass_.most_bytes:  # the quota says what the other tenants leave
+        return pass_.defer(queued, ()) if pass_.node.may_gain_devices else Outcome.NOT_APPLICABLE
+    if entry.allow_oversize:
+        return _place_oversize(state, pass_, entry, queued, limits, room)
+    if pass_.node.may_gain_devices:
+        return pass_.defer(queued, ())
+    if entry.pinned:
+        flag_pinned_on(state, max(books, key=on_demand_of), need)
+    whole = gangs.most_bytes(entry.split, {b.device: on_demand_of(b) for b in books})
+    reject_queued(state, entry, never_fits(pass_.node, entry, need, whole))
+    return Outcome.REJECTED
+
+
+def _place_oversize(
+    state: CoreState,
+    pass_: GrantPass,
+    entry: Ticket,
+    queued: QueueEntry,
+    limits: Limits,
+    room: list[DeviceAccount],
+) -> Outcome:
+    """Grants all that a device can lend once everything idle has left it."""
+    need = limits.need_bytes
+    if never := quotas.never(state, entry.client.tenant, need, limits.most_bytes, pass_.node):
+        reject_queued(state, entry, never)
+        return Outcome.REJECTED
+    priority = asker_priority(state, pass_, queued)
+    outcome = apply_exclusion(state, pass_, entry, queued, priority)
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
+    pass_.defer(queued, [book.device for book in room])
+    home = oversize.evict_all_idle(state, room, entry)
+    if home is None:
+        pass_.reserved_devices.update(book.device for book in room)
+        return Outcome.DEFERRED
+    limits = pass_.limits(state, entry, Bytes(sum(home.values())))
+    outcome = apply_quota(state, pass_, entry, limits, priority)
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
+    grant(state, pass_, entry, queued, home)
+    state.log(EventKind.OVERSIZE, entry, size=need, granted_bytes=entry.home_bytes)
+    return Outcome.GRANTED
