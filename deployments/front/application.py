@@ -113,7 +113,7 @@ def _fixed_routes() -> tuple[BaseRoute, ...]:
     signatures and schemas of a hundred handlers takes a tenth of a second. Those that generate come
     first, because a request is compared with one route after the other: 1 us for each."""
     router = APIRouter(dependencies=CHECKED)
-    for path, arguments in openai.generating(tuple(p for p in SCHEMAS if p not in OWN)):
+    for path, arguments in openai.post_routes(tuple(p for p in SCHEMAS if p not in OWN)):
         router.add_api_route(path, openai.infer, methods=["POST"], **arguments)
     for module in ROUTED:
         router.include_router(module.router)
@@ -127,7 +127,7 @@ def offer(app: FastAPI) -> None:
     front: FrontState = app.state.front
     listed = {path for c in front.table.capabilities.values() for path in c.paths}
     before = len(app.router.routes)
-    for path, arguments in openai.generating(tuple(sorted(listed - SCHEMAS.keys()))):
+    for path, arguments in openai.post_routes(tuple(sorted(listed - SCHEMAS.keys()))):
         app.add_api_route(path, openai.infer, methods=["POST"], **arguments)
     app.state.offered = app.router.routes[before:]
     app.openapi_schema = None  # FastAPI describes the routes anew

@@ -37,25 +37,31 @@ async def infer(request: Request, caller: Inferrer, front: State) -> Response:
         call, priority = await call_for(request, caller, front, request.url.path, raw)
         if prefers_async(request.headers.getlist("prefer")) and request.url.path != ACQUIRE:
             return await submit(front, call, request.headers, raw, priority)
-        if isinstance(call, InferenceCall) and call.wants_progress and can_read_aside(request):
+        if (
+            isinstance(call, InferenceCall)
+            and call.wants_progress
+            and has_side_stream_reader(request)
+        ):
             call = replace(call, reader_node=str(own_node()))
-        return await relayed(front, call, front.service.run(call))
+        return await respond(front, call, front.service.run(call))
 
 
-async def relayed(front: FrontState, call: AnyCall, parts: Parts) -> Response:
-    """The response of these parts, in flight until its client has it. Raises RequestError."""
+async def respond(front: FrontState, call: AnyCall, parts: Parts) -> Response:
+    """The HTTP response of a call, of which `parts` come. It counts as in flight until its client
+    has it. Raises RequestError."""
     progress_s = front.table.front.progress_s
     name = call.served or call.model if isinstance(call, InferenceCall) else PREFIX + call.task
     response = await relay(parts, name, wants_progress=call.wants_progress, progress_s=progress_s)
     if isinstance(response, StreamingResponse):
-        response.body_iterator = counted(front, response.body_iterator)
+        response.body_iterator = count_in_flight(front, response.body_iterator)
     elif isinstance(response, WholeResponse):
         response.sending = front.service.counted
     return response
 
 
-def can_read_aside(request: Request) -> bool:
-    """Whether the stream may go past the front: the proxy reads it, and it needs no other form."""
+def has_side_stream_reader(request: Request) -> bool:
+    """Whether an event stream may go past the front, from the engine to the proxy: the proxy reads
+    side streams on this node, and the path needs no form but OpenAI's."""
     is_near = side_stream.is_reader(request.headers.get(side_stream.READER))
     return is_near and form_of(request.url.path) is None
 
@@ -74,16 +80,16 @@ async def call_for(
     return await service.call(parsed, caller.tenant, caller.scopes), parsed.priority
 
 
-async def counted(front: FrontState, body: Any) -> AsyncGenerator[Any, None]:
-    """A stream is in flight until its end."""
+async def count_in_flight(front: FrontState, body: Any) -> AsyncGenerator[Any, None]:
+    """The same parts of a stream, which counts as in flight until its end."""
     with front.service.counted():
         async with aclosing(body):
             async for part in body:
                 yield part
 
 
-def generating(paths: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
-    """Each path with the arguments of its POST route."""
+def post_routes(paths: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
+    """Each path with the keyword arguments of its POST route: name, schemas of body and errors."""
     return [
         (path, {"name": _name(path), **described(SCHEMAS.get(path, OF_THE_TABLE))})
         for path in paths
@@ -133,7 +139,7 @@ def _remote_card(front: FrontState, name: str) -> dict[str, Any]:
 
 
 def _card(front: FrontState, name: str, owner: str, facts: model_cards.Facts) -> dict[str, Any]:
-    """OpenAI's fields, and ours, which its clients keep."""
+    """Makes the card of a model or adapter of `owner`, its capability: OpenAI's fields and ours."""
     created = front.started_unix_s
     return {"id": name, "object": "model", "created": created, "owned_by": owner} | facts.plain
 
@@ -141,7 +147,8 @@ def _card(front: FrontState, name: str, owner: str, facts: model_cards.Facts) ->
 def _task_card(
     front: FrontState, task: str, facts_by_model: Mapping[str, model_cards.Facts]
 ) -> dict[str, Any]:
-    """What the models of its ladder can do together, and where the readiest of them is."""
+    """Makes the card of a task: what the models of its ladder can do together, and where the
+    readiest of them is."""
     rungs = [
         facts_by_model[n]
         for name in front.table.tasks[task].ladder

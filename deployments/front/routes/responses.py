@@ -13,7 +13,7 @@ from deployments.front.keys import Scope
 from deployments.front.openapi import described, refusals
 from deployments.front.relay import ClosingStream, after_first, closing_json, event_stream
 from deployments.front.request import BadRequest
-from deployments.front.routes.openai import call_for, relayed
+from deployments.front.routes.openai import call_for, respond
 from deployments.front.schemas import SCHEMAS
 from deployments.front.stored_responses import COMPLETE, StoredResponses
 from deployments.jobs import responses
@@ -35,7 +35,7 @@ async def create(request: Request, caller: Inferrer, front: State) -> Response:
         prepared = await stored.prepare(raw, front.table.jobs.stores_responses, is_async=is_async)
         call, priority = await call_for(request, caller, front, responses.PATH, prepared.body)
         if not prepared.is_background:
-            return await relayed(front, call, stored.live(prepared, call, service.run(call)))
+            return await respond(front, call, stored.live(prepared, call, service.run(call)))
         async with AsyncExitStack() as stack:
             if prepared.checked.stream and not is_async:
                 stack.enter_context(front.reader(caller.tenant))

@@ -198,7 +198,7 @@ def _all_of(dependant: Dependant) -> Iterator[Dependant]:
 
 def test_routes_that_generate_are_compared_before_all_others(built: FastAPI) -> None:
     paths = [route.path for route in built.routes if isinstance(route, APIRoute)]
-    generating = {path for path, _ in openai.generating(tuple(SCHEMAS))} - set(application.OWN)
+    generating = {path for path, _ in openai.post_routes(tuple(SCHEMAS))} - set(application.OWN)
     assert set(paths[: len(generating)]) == generating
 
 
