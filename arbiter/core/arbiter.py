@@ -240,16 +240,16 @@ class Arbiter:
     @property
     def used_models(self) -> list[types.ModelName]:
         """Returns the models of which `export_usage` has anything, the first used first."""
-        return self._state.used_models()
+        return self._state.usage.models()
 
     def export_usage(self, names: Sequence[types.ModelName] | None = None) -> dict[str, Any]:
         """Returns how often, at which hours and after which others models are used (C11), as plain
         values; of these models only, where they are named. `restore_usage` reads them back."""
-        return self._state.export_usage(names)
+        return self._state.usage.export(names, self._state.now)
 
     def restore_usage(self, exported: dict[str, Any]) -> None:
         """Takes back the values of `export_usage`."""
-        self._state.restore_usage(exported)
+        self._state.usage.restore(exported, self._state.now)
 
     def export_accounts(self) -> list[list[Any]]:
         """Returns what clients have used (C10) as plain rows; `restore_accounts` reads them

@@ -5,9 +5,8 @@ The rules are functions over a CoreState, one file per idea. They read it, move 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from arbiter.core import events as ev
@@ -23,11 +22,10 @@ from arbiter.core.records.ledger import Ledger
 from arbiter.core.records.loading_times import LoadingTimes
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.request_queue import RequestQueue
-from arbiter.core.records.reuse import ReuseLearner
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.records.timers import Timers
 from arbiter.core.records.trades import Trades
-from arbiter.core.records.usage_rates import AHEAD, HourlyUsage, UsageCounts, UsageRates
+from arbiter.core.records.usage import Usage
 from arbiter.core.settings import Settings
 from arbiter.core.view import Policies
 from arbiter.errors import RequestError, TicketClosed
@@ -140,7 +138,6 @@ class AskedLoad:
 
 EvictedForKey = tuple[HolderId, str]  # for whom: holder and model
 Foresight = Callable[[types.ModelName, Instant], Instant | None]  # when a model is next used
-USAGE_VERSION = 1  # of what `export_usage` returns
 
 
 class CoreState:
@@ -197,12 +194,7 @@ class CoreState:
     def _begin_learning(self, settings: Settings, now: Instant) -> None:
         """Begins with nothing known of models and their uses."""
         self.estimates = Estimates(settings)
-        self.rates = UsageRates(settings.rate_window)
-        self.lasting_rates = UsageRates(settings.lasting_window)
-        self.hours = HourlyUsage(now)
-        self.reuse = ReuseLearner()
-        self.last_used: tuple[types.ModelName, Instant] | None = None
-        self.transition_counts: dict[types.ModelName, dict[types.ModelName, int]] = {}
+        self.usage = Usage(settings.rate_window, settings.lasting_window, now)
         self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
         self.trades = Trades()
         self.loading_times = LoadingTimes()
@@ -221,47 +213,6 @@ class CoreState:
         self.freed_for: dict[TicketId, dict[types.ModelName, None]] = {}  # return once it is over
         self.failures: dict[types.ModelName, Failure] = {}  # that cool down
         self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()  # whose cause may come yet
-
-    # -- across restarts -----------------------------------------------------------------------
-
-    def used_models(self) -> list[types.ModelName]:
-        """Returns the models of whose uses anything is known, the first used first."""
-        books = self.reuse, self.rates, self.lasting_rates, self.hours, self.transition_counts
-        return list(dict.fromkeys(chain(*books)))
-
-    def export_usage(self, names: Sequence[types.ModelName] | None = None) -> dict[str, Any]:
-        """Returns what uses of models have taught, as plain values: rates, hours of the day, and
-        what follows what (C11); of these models only, where they are named. Instants are of the
-        machine's clock, which outlives this process."""
-        named = self.used_models() if names is None else names
-        followed = ((name, self.transition_counts.get(name)) for name in named)
-        return {
-            "version": USAGE_VERSION,
-            "exported_ns": self.now,
-            "rates": self.rates.export(named),
-            "lasting_rates": self.lasting_rates.export(named),
-            "hours": self.hours.export(named),
-            "reuse": self.reuse.export(names),
-            "followers": [
-                [*name, [[*follower, count] for follower, count in counts.items()]]
-                for name, counts in followed
-                if counts is not None
-            ],
-        }
-
-    def restore_usage(self, exported: dict[str, Any]) -> None:
-        """Takes back the values of `export_usage`; values of another version, or from a clock that
-        was ahead of this one, are left out."""
-        if exported.get("version") != USAGE_VERSION or exported["exported_ns"] > self.now:
-            return
-        self.rates.restore(exported["rates"])
-        self.lasting_rates.restore(exported["lasting_rates"])
-        self.hours.restore(exported["hours"])
-        if learned := exported.get("reuse"):  # older versions of this code had none
-            self.reuse.restore(learned)
-        for capability, model, followers in exported["followers"]:
-            counts = {types.ModelName(c, m): count for c, m, count in followers}
-            self.transition_counts[types.ModelName(capability, model)] = counts
 
     # -- saying --------------------------------------------------------------------------------
 
@@ -452,31 +403,14 @@ class CoreState:
     def note_uses(self, entry: Ticket, times_count: int) -> None:
         """Counts so many uses of a ticket's model, for rates, for habits, and for prefetches."""
         name = entry.model_name
-        self.rates.used(name, times_count, self.now)
-        self.lasting_rates.used(name, times_count, self.now)
-        self.hours.used(name, times_count, self.now)
-        self.reuse.wanted(name)
-        self.reuse.used(name, times_count)
+        self.usage.note_uses(name, times_count, self.now)
         if self.settings.preload != "off":
             self.uses_this_event.append((name, entry.node))
-
-    def note_wanted(self, name: types.ModelName) -> None:
-        """Notes a request for a model that must load, and has something learned from it."""
-        self.reuse.wanted(name)
-        self.reuse.ask_others(name, self.usage_counts)
 
     def note_loaded(self, entry: Ticket) -> None:
         """Counts the bytes of a load or a wake among those by which turnovers are told."""
         if lent_bytes := self.ledger.lent_bytes:
-            self.reuse.loaded(entry.home_bytes / lent_bytes)
-
-    def usage_counts(self, name: types.ModelName) -> UsageCounts:
-        """Returns how often a model was used in both windows, and will be in the coming hours."""
-        recent_count = self.rates.recent(name, self.now)
-        lasting_count = self.lasting_rates.recent(name, self.now)
-        any_hours_count = lasting_count * AHEAD / self.lasting_rates.window
-        usual_count = self.hours.ahead(name, self.now, any_hours_count)
-        return UsageCounts(recent_count, lasting_count, any_hours_count, usual_count)
+            self.usage.reuse.loaded(entry.home_bytes / lent_bytes)
 
     def drop_queued(self, entry: Ticket) -> None:
         """Takes a ticket out of the queue without a grant, which costs its tenant nothing; safe for

@@ -84,11 +84,11 @@ class CoreQueries:
     @property
     def turnovers(self) -> float:
         """The clock of what was learned of reuse."""
-        return self.state.reuse.clock
+        return self.state.usage.reuse.clock
 
     def turn_over(self, turnovers: float) -> None:
         """As if loads elsewhere had ended, a nanosecond later."""
-        self.state.reuse.loaded(turnovers)
+        self.state.usage.reuse.loaded(turnovers)
         self.state.now = Instant(self.state.now + 1)
 
     def growing(self) -> set[TicketId]:
@@ -166,15 +166,17 @@ class CoreQueries:
     def usage_rates(self, model: str, at: Instant | None = None) -> tuple[float, float]:
         """Of a text model: within the last window, and within the last days."""
         at, name = self.now if at is None else at, types.ModelName("text", model)
-        return self.state.rates.recent(name, at), self.state.lasting_rates.recent(name, at)
+        return self.state.usage.rates.recent(name, at), self.state.usage.lasting_rates.recent(
+            name, at
+        )
 
     @property
     def transition_counts(self) -> dict[types.ModelName, dict[types.ModelName, int]]:
         """How often each model was used after which; a test may write it."""
-        return self.state.transition_counts
+        return self.state.usage.transition_counts
 
     def last_used(self) -> tuple[types.ModelName, Instant] | None:
-        return self.state.last_used
+        return self.state.usage.last_used
 
     def forget_prefetches(self) -> None:
         self.state.prefetched.clear()

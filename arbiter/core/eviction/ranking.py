@@ -67,12 +67,12 @@ class Ranking:
     def _in_turn(self, state: CoreState) -> list[TicketId]:
         count = len(self._options)
         unswept = since(self._swept, state.now)
-        turned = state.reuse.clock - self._swept_turnovers
+        turned = state.usage.reuse.clock - self._swept_turnovers
         is_current = unswept < SWEPT_EVERY and not turned
         if is_current and not state.foresight:  # the future changes with every use
             return []
         self._swept = state.now
-        self._swept_turnovers = state.reuse.clock
+        self._swept_turnovers = state.usage.reuse.clock
         by_turnovers = ceil(count * turned / PRICED_FOR_TURNOVERS)
         due_count = max(SWEPT_COUNT, count * unswept // PRICED_FOR, by_turnovers)
         if due_count >= count or state.foresight:
@@ -166,7 +166,7 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
     priority = effective_priority(state, entry)
     freed_bytes = entry.charge(book.device)
     name = entry.model_name
-    counts = state.usage_counts(name)
+    counts = state.usage.counts(name, state.now)
     role = state.policies.roles.get(entry.role)
     price = state.policies.evict(
         Candidate(
@@ -183,7 +183,7 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
             counts.recent_count,
             counts.lasting_count,
             counts.usual_count,
-            state.reuse.reuse(name, counts),
+            state.usage.reuse.reuse(name, counts),
             state.foresight(name, state.now) if state.foresight else None,
             role.evict_cost_s if role else 0.0,
         )

@@ -297,7 +297,7 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
     foresee_need(state, entry)
     state.fresh.append(entry.ticket)
     if not (entry.is_prefetch or entry.lease):
-        state.note_wanted(entry.model_name)
+        state.usage.note_wanted(entry.model_name, state.now)
     age(state, entry)
     if deadline is not None:
         state.set_timer(entry, deadline)

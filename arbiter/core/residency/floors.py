@@ -344,20 +344,10 @@ def forget_removed(state: CoreState) -> None:
 
 
 def forget_uses(state: CoreState, gone: list[ModelName]) -> None:
-    """Forgets how often models were used, what followed them, and where they were: all at once,
-    because each of these walks what is kept of all models."""
-    state.reuse.forget(*gone)
+    """Forgets how often models were used, what followed them, and where they were."""
+    state.usage.forget(gone)
     for name in gone:
-        state.rates.forget(name)
-        state.lasting_rates.forget(name)
-        state.hours.forget(name)
         state.prefetched.pop(name, None)
-        state.transition_counts.pop(name, None)
     names = set(gone)
-    for followers in state.transition_counts.values():
-        for name in names & followers.keys():
-            del followers[name]
-    if state.last_used and state.last_used[0] in names:
-        state.last_used = None
     for home in [home for home in state.last_home if home[1] in names]:
         del state.last_home[home]

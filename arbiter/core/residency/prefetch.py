@@ -20,9 +20,7 @@ from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.device_limits import readable_devices
 from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.types import ModelName
-from arbiter.units import Bytes, NodeId, after, since
-
-NAMES_COUNT = 1_000  # models whose followers are remembered; some 100 bytes each
+from arbiter.units import Bytes, NodeId, after
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ def predict_next(state: CoreState) -> None:
     for name, node in used:
         state.prefetched.pop(name, None)  # a request asked for it, prefetched or not
         if state.settings.preload == "history":
-            _learn(state, name)
+            state.usage.note_order(name, state.now, state.settings.follow_within)
         _bring_in(state, node, name, _declared(state, name) or _habitual(state, name))
     for name, node in ready:
         _bring_in(state, node, name, _declared(state, name))
@@ -78,17 +76,6 @@ def takes_free_room(state: CoreState, name: ModelName) -> bool:
 # -- predicting -----------------------------------------------------------------------------------
 
 
-def _learn(state: CoreState, name: ModelName) -> None:
-    last = state.last_used
-    state.last_used = (name, state.now)
-    if last is None or last[0] == name or since(last[1], state.now) > state.settings.follow_within:
-        return
-    followers = state.transition_counts.setdefault(last[0], {})
-    followers[name] = followers.get(name, 0) + 1
-    if len(state.transition_counts) > NAMES_COUNT:
-        del state.transition_counts[next(iter(state.transition_counts))]
-
-
 def _declared(state: CoreState, name: ModelName) -> Prefetch | None:
     """Returns the model of the next stage of a pipeline. A stage that is resident already leads to
     the stage behind it."""
@@ -106,7 +93,7 @@ def _most_used(state: CoreState, capability: str) -> ModelName | None:
     spec = state.registry.specs.get(capability)
     models = {ModelName(spec.name, m.name) for m in spec.models} if spec else set()
     needed = models - state.registry.optional
-    return max(needed, key=lambda m: (state.rates.recent(m, state.now), m), default=None)
+    return max(needed, key=lambda m: (state.usage.rates.recent(m, state.now), m), default=None)
 
 
 def _is_resident(state: CoreState, name: ModelName) -> bool:
@@ -114,7 +101,7 @@ def _is_resident(state: CoreState, name: ModelName) -> bool:
 
 
 def _habitual(state: CoreState, name: ModelName) -> Prefetch | None:
-    followers = state.transition_counts.get(name, {})
+    followers = state.usage.transition_counts.get(name, {})
     if not followers:
         return None
     likely = max(followers, key=lambda n: (followers[n], n))

@@ -199,14 +199,14 @@ async def test_usage_and_estimates_are_known_to_the_next_epoch(running: Running)
     name = ("c", "a")
     async with running() as first:
         state = first._shell.core._state
-        state.rates.used(name, 5, state.now)
-        state.transition_counts[name] = {("c", "b"): 3}
+        state.usage.rates.used(name, 5, state.now)
+        state.usage.transition_counts[name] = {("c", "b"): 3}
         state.estimates.note_turnover("c", seconds(4))
         first._watch.save_all()
         async with running() as second:
             later = second._shell.core._state
-            assert later.rates.recent(name, Instant(state.now)) == 5
-            assert later.transition_counts == state.transition_counts
+            assert later.usage.rates.recent(name, Instant(state.now)) == 5
+            assert later.usage.transition_counts == state.usage.transition_counts
             assert later.estimates.turnover("c") == seconds(4)
 
 

@@ -73,7 +73,7 @@ def test_usage_is_written_when_a_model_was_used_and_not_at_rest(
     watched.now_s = 100.0
     watched.watch.save_usage()
     assert not written
-    watched.core._state.rates.used(ModelName("c", "a"), 5, watched.core._state.now)
+    watched.core._state.usage.rates.used(ModelName("c", "a"), 5, watched.core._state.now)
     watched.watch.save_usage()
     watched.watch.save_usage()
     assert written == ["usage"]
@@ -84,11 +84,11 @@ def use(watched: Watched, *numbers: int) -> None:
     state = watched.core._state
     for n in numbers:
         name = ModelName("c", f"m{n}")
-        state.rates.used(name, 1, state.now)
-        state.hours.used(name, 1, state.now)
-        state.reuse.wanted(name)
-        state.reuse.used(name, 1)
-        state.reuse.loaded(0.1)
+        state.usage.rates.used(name, 1, state.now)
+        state.usage.hours.used(name, 1, state.now)
+        state.usage.reuse.wanted(name)
+        state.usage.reuse.used(name, 1)
+        state.usage.reuse.loaded(0.1)
 
 
 @pytest.mark.spec("N2")
@@ -118,7 +118,7 @@ def test_only_the_part_with_a_model_that_was_used_is_written_again(
     watched.watch.save_all()
     written = watched.saved(monkeypatch)
     state = watched.core._state
-    state.rates.used(ModelName("c", f"m{2 * USAGE_PART_COUNT}"), 1, state.now)
+    state.usage.rates.used(ModelName("c", f"m{2 * USAGE_PART_COUNT}"), 1, state.now)
     for _ in range(3):
         watched.watch.save_usage()
     assert written == ["usage 2"]
@@ -130,10 +130,10 @@ def test_parts_of_models_that_were_forgotten_leave_the_file(tmp_path: Path) -> N
     use(watched, *range(3 * USAGE_PART_COUNT))
     watched.watch.save_all()
     state = watched.core._state
-    for name in state.used_models()[10:]:
-        state.rates.forget(name)
-        state.hours.forget(name)
-        state.reuse.forget(name)
+    for name in state.usage.models()[10:]:
+        state.usage.rates.forget(name)
+        state.usage.hours.forget(name)
+        state.usage.reuse.forget(name)
     watched.watch.save_all()
     assert len(watched.store.usage()["rates"]) == 10
 
@@ -151,7 +151,7 @@ def test_usage_of_an_arbiter_that_ended_between_two_parts_is_restored(tmp_path: 
     again = Arbiter(DEFAULTS, bundle(DEFAULTS), Epoch(2), frozenset(), watched.now())
     again.restore_usage(watched.store.usage())
     assert again.used_models == [*first, *second]
-    prices = [again._state.reuse.reuse(name, UsageCounts()).chance for name in second]
+    prices = [again._state.usage.reuse.reuse(name, UsageCounts()).chance for name in second]
     assert all(0 < chance < 1 for chance in prices)
 
 
@@ -161,7 +161,7 @@ def test_what_could_not_be_written_is_written_at_the_next_look(
 ) -> None:
     watched = Watched(tmp_path)
     watched.watch.save_all()
-    watched.core._state.rates.used(ModelName("c", "a"), 5, watched.core._state.now)
+    watched.core._state.usage.rates.used(ModelName("c", "a"), 5, watched.core._state.now)
     watched.core._state.estimates.note_turnover("c", seconds(4))
     with monkeypatch.context() as full:
         full.setattr(watched.store, "_run", lambda *_: None)

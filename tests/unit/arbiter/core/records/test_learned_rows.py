@@ -11,12 +11,11 @@ from arbiter.core import events as ev
 from arbiter.core.decisions import Grant
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.records.run_times import KEPT_COUNT, SAVED_EACH_COUNT
+from arbiter.core.records.usage import Usage
 from arbiter.core.records.usage_rates import UsageCounts
 from arbiter.core.settings import DEFAULTS
-from arbiter.core.state import CoreState
 from arbiter.core.types import ModelName, Need
-from arbiter.units import Bytes, Epoch, Instant, NodeId, Span, TicketId
-from policies import bundle
+from arbiter.units import Bytes, Instant, NodeId, Span, TicketId
 from tests.support.core_driver import CPU, CoreDriver
 
 KEYS = [ModelKey(c, m, k) for c in ("text", "voice") for m in ("a", "b") for k in ("", "other")]
@@ -142,8 +141,8 @@ USES = st.lists(
 NO_COUNTS = UsageCounts()
 
 
-def state_at(now: int) -> CoreState:
-    return CoreState(DEFAULTS, bundle(DEFAULTS), Epoch(1), frozenset(), Instant(now))
+def usage_at(now: int) -> Usage:
+    return Usage(DEFAULTS.rate_window, DEFAULTS.lasting_window, Instant(now))
 
 
 @pytest.mark.spec("C3", "C11")
@@ -151,17 +150,17 @@ def state_at(now: int) -> CoreState:
 def test_restored_usage_answers_as_the_exported_one(
     uses: list[tuple[tuple[str, str], int, int]], away_ns: int
 ) -> None:
-    known = state_at(10**15)
+    known, saved_at = usage_at(10**15), Instant(10**15)
     for name, times_count, later_ns in sorted(uses, key=lambda use: use[2]):
-        known.now = Instant(10**15 + later_ns)
+        saved_at = Instant(10**15 + later_ns)
         for rates in (known.rates, known.lasting_rates, known.hours):
-            rates.used(name, times_count, known.now)
+            rates.used(name, times_count, saved_at)
         known.reuse.used(name, times_count)
         known.reuse.loaded(0.1)
         known.transition_counts.setdefault(name, {})[NAMES[0]] = times_count
-    restored = state_at(known.now + away_ns)
-    restored.restore_usage(through_json(known.export_usage()))
-    now = Instant(known.now + away_ns)
+    now = Instant(saved_at + away_ns)
+    restored = usage_at(now)
+    restored.restore(through_json(known.export(None, saved_at)), now)
     assert restored.transition_counts == known.transition_counts
     for name in NAMES:
         assert restored.rates.recent(name, now) == known.rates.recent(name, now)
@@ -171,21 +170,23 @@ def test_restored_usage_answers_as_the_exported_one(
 
 
 def test_usage_from_a_clock_ahead_of_this_one_is_left_out() -> None:
-    known, restored = state_at(10**15), state_at(10**14)
-    known.rates.used(NAMES[0], 5, known.now)
-    restored.restore_usage(through_json(known.export_usage()))
-    assert restored.rates.recent(NAMES[0], restored.now) == 0
-    restored.restore_usage({"version": 99})
+    before, ahead = Instant(10**14), Instant(10**15)
+    known, restored = usage_at(ahead), usage_at(before)
+    known.rates.used(NAMES[0], 5, ahead)
+    restored.restore(through_json(known.export(None, ahead)), before)
+    assert restored.rates.recent(NAMES[0], before) == 0
+    restored.restore({"version": 99}, before)
 
 
 @pytest.mark.spec("A17", "N4")
 def test_usage_exported_before_reuse_was_learned_is_restored_without_it() -> None:
-    known, restored = state_at(10**15), state_at(10**15)
-    known.rates.used(NAMES[0], 5, known.now)
-    exported = through_json(known.export_usage())
+    now = Instant(10**15)
+    known, restored = usage_at(now), usage_at(now)
+    known.rates.used(NAMES[0], 5, now)
+    exported = through_json(known.export(None, now))
     del exported["reuse"]
-    restored.restore_usage(exported)
-    assert restored.rates.recent(NAMES[0], restored.now) == 5
+    restored.restore(exported, now)
+    assert restored.rates.recent(NAMES[0], now) == 5
     assert restored.reuse.clock == 0
 
 
