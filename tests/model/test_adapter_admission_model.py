@@ -60,7 +60,7 @@ def shares(draw: st.DrawFn, waiting: list[WaitingRequest]) -> FairShare:
     """Any services so far, of those that wait."""
     made = FairShare()
     for one in waiting:
-        made.arrived(one.tenant, one.adapter)
+        made.begin_wait(one.tenant, one.adapter)
         made.charge(one.tenant, one.adapter, draw(st.integers(0, 50)))
     return made
 

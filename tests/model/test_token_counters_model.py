@@ -63,7 +63,7 @@ class Engine:
         self.waiting.append(
             WaitingRequest(self.last, adapter, self.now_s, tenant, priority, tokens)
         )
-        self.shares.arrived(tenant, adapter)
+        self.shares.begin_wait(tenant, adapter)
         return self.last
 
     def asked(self) -> Counter[Client]:
@@ -104,7 +104,7 @@ class Engine:
             self.entered.append(key)
             self.running[key] = one, 0, self.length(ANSWER)
             self.slotted_s.setdefault(one.adapter, self.now_s)
-            self.shares.left(one.tenant, one.adapter)
+            self.shares.end_wait(one.tenant, one.adapter)
             cost = PROMPT_WEIGHT * one.tokens
             self._serve(one, cost, charged=cost)
 
@@ -256,25 +256,25 @@ def test_urgent_request_for_a_cold_adapter_needs_no_turn() -> None:
 @pytest.mark.spec("F6")
 def test_name_that_was_idle_has_saved_up_nothing() -> None:
     counters = TokenCounters()
-    counters.arrived("busy")
+    counters.begin_wait("busy")
     counters.charge("busy", 900)
-    counters.arrived("back")
+    counters.begin_wait("back")
     assert counters.served["back"] == 900
     for name in ("busy", "back"):
-        counters.left(name)
+        counters.end_wait(name)
     counters.charge("back", 50)
-    counters.arrived("third")
+    counters.begin_wait("third")
     assert counters.served["third"] == 950, "of the last to leave, while nothing waits"
 
 
 def test_counters_of_names_long_gone_are_forgotten_and_debts_are_not() -> None:
     counters = TokenCounters()
     for name in ("debtor", "n0"):
-        counters.arrived(name)
-        counters.left(name)
+        counters.begin_wait(name)
+        counters.end_wait(name)
     counters.charge("debtor", 100)
     for n in range(MOST_IDLE + 10):
-        counters.arrived(f"n{n}")
-        counters.left(f"n{n}")
+        counters.begin_wait(f"n{n}")
+        counters.end_wait(f"n{n}")
     assert len(counters.served) < 20
     assert counters.served["debtor"] == 100

@@ -95,7 +95,7 @@ class AdmittingLLM(AsyncLLM):
                     self.gate.check_deadline(place, name)
                 yield place
         except RequestError as error:
-            raise callers.noted(error) from None
+            raise callers.note_refusal(error) from None
         finally:
             if self.adapters is not None:
                 self.adapters.after_request()

@@ -1,4 +1,4 @@
-"""The wait for a place in one engine's batch: what `admission.plan` decides, done with futures.
+"""The wait for a place in one engine's batch: `batch_admission.plan` decides, futures wait.
 
 A request may be cancelled at any moment. Before its turn it just leaves the queue; when `plan` has
 given it a place that its task has not taken yet, it gives the place back.
@@ -61,7 +61,10 @@ class RequestExpired(RequestError):
 
 
 class BatchGate:
-    """The requests in the engine and those that wait for it; `plan` decides which enter."""
+    """The requests in an engine's batch and those that wait for it; `plan` decides which enter.
+
+    `slots`: for adapters. `window`: how many requests may be in the batch, or ahead of it.
+    `wait_s`: how long a request waits for a slot."""
 
     def __init__(self, slots: int, window: int, wait_s: float = inf) -> None:
         self.slots, self.window, self.wait_s = slots, window, wait_s
@@ -98,54 +101,57 @@ class BatchGate:
         if len(self._waiting) >= MAX_WAITING:
             raise QueueFull(name, MAX_WAITING, MAX_WAITING, RETRY_S)
         key = next(self._numbers)
-        one = WaitingRequest(key, adapter, since_s, tenant, priority, tokens, expires_s)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[key] = one, turn
-        self.shares.arrived(tenant, adapter)
+        request = WaitingRequest(key, adapter, since_s, tenant, priority, tokens, expires_s)
+        entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = request, entered
+        self.shares.begin_wait(tenant, adapter)
         self._admit()
-        self._bound_wait(one, name, turn)
+        self._bound_wait(request, name, entered)
         try:
             async with asyncio.timeout(_finite(expires_s - since_s)):
-                await turn
+                await entered
         except TimeoutError:
-            self._give_up(one, turn)
+            self._give_up(request, entered)
             raise self._expiry(name, expires_s - since_s) from None
         except (AdaptersBusy, asyncio.CancelledError):
-            self._give_up(one, turn)
+            self._give_up(request, entered)
             raise
-        return one
+        return request
 
-    def _bound_wait(self, one: WaitingRequest, name: str, turn: asyncio.Future[None]) -> None:
+    def _bound_wait(
+        self, request: WaitingRequest, name: str, entered: asyncio.Future[None]
+    ) -> None:
         """Refuses the request after `wait_s` in which its adapter got no slot. The base and an
         adapter that has a slot wait for a place alone, and one gets free with each request that
         ends."""
 
         def look() -> None:
-            if one.adapter in self.running or one.adapter in self.pinned:
-                self._bound_wait(one, name, turn)
-            elif not turn.done():
-                turn.set_exception(AdaptersBusy(name, self.slots, self.wait_s, self.wait_s / 2))
+            if request.adapter in self.running or request.adapter in self.pinned:
+                self._bound_wait(request, name, entered)
+            elif not entered.done():
+                entered.set_exception(AdaptersBusy(name, self.slots, self.wait_s, self.wait_s / 2))
 
-        if one.adapter != BASE and self.wait_s < inf and not turn.done():
+        if request.adapter != BASE and self.wait_s < inf and not entered.done():
             timer = asyncio.get_running_loop().call_later(self.wait_s, look)
-            turn.add_done_callback(lambda _: timer.cancel())
+            entered.add_done_callback(lambda _: timer.cancel())
 
-    def check_deadline(self, one: WaitingRequest, name: str) -> None:
+    def check_deadline(self, request: WaitingRequest, name: str) -> None:
         """Checks a request that has a place and waited for something else there. Raises
         RequestExpired."""
         now_s = time.monotonic()
-        if now_s >= one.expires_s:
-            raise self._expiry(name, now_s - one.since_s)
+        if now_s >= request.expires_s:
+            raise self._expiry(name, now_s - request.since_s)
 
-    def answered(self, one: WaitingRequest, tokens: int) -> None:
+    def answered(self, request: WaitingRequest, tokens: int) -> None:
         """Notes tokens of the answer on the account of its tenant and adapter."""
-        self.shares.charge(one.tenant, one.adapter, ANSWER_WEIGHT * tokens)
+        self.shares.charge(request.tenant, request.adapter, ANSWER_WEIGHT * tokens)
 
-    def leave(self, one: WaitingRequest) -> None:
-        self.running[one.adapter] -= 1
-        if not self.running[one.adapter]:
-            del self.running[one.adapter]
-            self._slotted_s.pop(one.adapter, None)
+    def leave(self, request: WaitingRequest) -> None:
+        """Gives back the place of a request that has one."""
+        self.running[request.adapter] -= 1
+        if not self.running[request.adapter]:
+            del self.running[request.adapter]
+            self._slotted_s.pop(request.adapter, None)
         self._admit()
 
     def facts(self) -> dict[str, int | dict[str, int]]:
@@ -161,18 +167,18 @@ class BatchGate:
         self.expired += 1
         return RequestExpired(name, waited_s, RETRY_S)
 
-    def _give_up(self, one: WaitingRequest, turn: asyncio.Future[None]) -> None:
-        if turn.done() and not turn.cancelled() and not turn.exception():
-            return self.leave(one)
-        del self._waiting[one.key]
-        self.shares.left(one.tenant, one.adapter)
+    def _give_up(self, request: WaitingRequest, entered: asyncio.Future[None]) -> None:
+        if entered.done() and not entered.cancelled() and not entered.exception():
+            return self.leave(request)
+        del self._waiting[request.key]
+        self.shares.end_wait(request.tenant, request.adapter)
         self._admit()
 
     def _admit(self) -> None:
         if not self._waiting or self.running.total() >= self.window:
             return
         # A cancelled request stays here until its task has run, and must get no place.
-        waiting = [one for one, turn in self._waiting.values() if not turn.done()]
+        waiting = [request for request, entered in self._waiting.values() if not entered.done()]
         now_s = time.monotonic()
         view = View(
             self.slots,
@@ -188,13 +194,13 @@ class BatchGate:
         admission = plan(view)
         self._bypassed = admission.bypassed
         for key in admission.entering:
-            one, turn = self._waiting.pop(key)
-            self.running[one.adapter] += 1
-            if one.adapter != BASE:
-                self._slotted_s.setdefault(one.adapter, now_s)
-            self.shares.left(one.tenant, one.adapter)
-            self.shares.charge(one.tenant, one.adapter, PROMPT_WEIGHT * one.tokens)
-            turn.set_result(None)
+            request, entered = self._waiting.pop(key)
+            self.running[request.adapter] += 1
+            if request.adapter != BASE:
+                self._slotted_s.setdefault(request.adapter, now_s)
+            self.shares.end_wait(request.tenant, request.adapter)
+            self.shares.charge(request.tenant, request.adapter, PROMPT_WEIGHT * request.tokens)
+            entered.set_result(None)
 
 
 def _finite(seconds: float) -> float | None:

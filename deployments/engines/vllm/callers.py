@@ -67,7 +67,7 @@ async def place(
 ) -> AsyncIterator[WaitingRequest]:
     """The current request's place in the batch. Raises what `gate.enter` raises."""
     caller = current()
-    found = await gate.enter(
+    request = await gate.enter(
         adapter,
         name,
         tenant=caller.tenant,
@@ -76,14 +76,14 @@ async def place(
         expires_s=caller.expires_s,
     )
     try:
-        yield found
+        yield request
     finally:
-        gate.leave(found)
+        gate.leave(request)
 
 
-def noted(error: RequestError) -> RequestError:
-    """Notes the error that ends a wait within `generate`, where vLLM would answer with a status of
-    its own."""
+def note_refusal(error: RequestError) -> RequestError:
+    """Notes for HeldHead the error that ends a wait within `generate`, where vLLM would answer with
+    a status of its own. Returns the error, to be raised."""
     current().refused = error
     return error
 
@@ -127,6 +127,7 @@ class AnswerTokens:
         self._seen: dict[int, int] = {}  # by choice
 
     def added(self, output: Any) -> int:
+        """The tokens that this part adds, over all choices."""
         total = 0
         for choice in output.outputs:
             count = len(choice.token_ids)

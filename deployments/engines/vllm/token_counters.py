@@ -24,38 +24,38 @@ class TokenCounters:
 
     served: Counter[str] = field(default_factory=Counter)  # weighted tokens
     waiting: Counter[str] = field(default_factory=Counter)  # requests, none of them zero
-    last_left: str = ""  # the last name whose last waiting request entered or left
+    last_waited: str = ""  # the last name whose last waiting request entered or was given up
 
-    def arrived(self, name: str) -> None:
-        """A request begins to wait."""
+    def begin_wait(self, name: str) -> None:
+        """Counts a request that begins to wait."""
         if name not in self.waiting:
             self.served[name] = max(self.served[name], self._least())
             self._forget_idle()
         self.waiting[name] += 1
 
-    def left(self, name: str) -> None:
-        """A request waits no more: it entered, or it was given up."""
+    def end_wait(self, name: str) -> None:
+        """Counts off a request that waits no more: it entered, or it was given up."""
         self.waiting[name] -= 1
         if not self.waiting[name]:
             del self.waiting[name]
-            self.last_left = name
+            self.last_waited = name
 
     def charge(self, name: str, weighted: int) -> None:
-        """`weighted`: tokens times their weight."""
+        """Adds what a name was served. `weighted`: tokens times their weight."""
         self.served[name] += weighted
 
     def copy(self) -> "TokenCounters":
-        return TokenCounters(self.served.copy(), self.waiting.copy(), self.last_left)
+        return TokenCounters(self.served.copy(), self.waiting.copy(), self.last_waited)
 
     def _least(self) -> int:
         if self.waiting:
             return min(self.served[name] for name in self.waiting)
-        return self.served[self.last_left]
+        return self.served[self.last_waited]
 
     def _forget_idle(self) -> None:
         if len(self.served) <= len(self.waiting) + MOST_IDLE:
             return
-        least, kept = self._least(), self.waiting.keys() | {self.last_left}
+        least, kept = self._least(), self.waiting.keys() | {self.last_waited}
         self.served = Counter(
             {name: n for name, n in self.served.items() if n > least or name in kept}
         )
@@ -69,13 +69,13 @@ class FairShare:
     tenants: TokenCounters = field(default_factory=TokenCounters)
     adapters: dict[str, TokenCounters] = field(default_factory=dict)  # by tenant
 
-    def arrived(self, tenant: str, adapter: str) -> None:
-        self.tenants.arrived(tenant)
-        self.adapters.setdefault(tenant, TokenCounters()).arrived(adapter)
+    def begin_wait(self, tenant: str, adapter: str) -> None:
+        self.tenants.begin_wait(tenant)
+        self.adapters.setdefault(tenant, TokenCounters()).begin_wait(adapter)
 
-    def left(self, tenant: str, adapter: str) -> None:
-        self.tenants.left(tenant)
-        self.adapters[tenant].left(adapter)
+    def end_wait(self, tenant: str, adapter: str) -> None:
+        self.tenants.end_wait(tenant)
+        self.adapters[tenant].end_wait(adapter)
 
     def charge(self, tenant: str, adapter: str, weighted: int) -> None:
         self.tenants.charge(tenant, weighted)
