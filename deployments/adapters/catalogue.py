@@ -294,8 +294,8 @@ class Catalogue:
             names = (
                 r.name for r in rows if _NAME.fullmatch(r.name) and r.is_dir(follow_symlinks=False)
             )
-            found = [name for name, _ in zip(names, range(MAX_NAMES), strict=False)]
-        return frozenset(found) - self._reserved
+            matching = [name for name, _ in zip(names, range(MAX_NAMES), strict=False)]
+        return frozenset(matching) - self._reserved
 
 
 def _parted(name: str) -> tuple[str, str]:

@@ -130,9 +130,9 @@ class Store:
 
     def _known(self, entry: CatalogueEntry, rules: Rules) -> Published | None:
         with contextlib.suppress(OSError):  # the copy is gone
-            if found := self.peek(entry, rules):
-                os.utime(found.path)  # used now
-                return found
+            if published := self.peek(entry, rules):
+                os.utime(published.path)  # used now
+                return published
         return None
 
     def peek(self, entry: CatalogueEntry, rules: Rules) -> Published | None:
@@ -195,14 +195,14 @@ class CheckedAdapters:
         return await asyncio.to_thread(self._peek, list(entries))
 
     def _peek(self, entries: list[CatalogueEntry]) -> dict[str, Published]:
-        found = {entry.full_name: self._store.peek(entry, self._rules) for entry in entries}
-        return {name: published for name, published in found.items() if published}
+        peeked = {entry.full_name: self._store.peek(entry, self._rules) for entry in entries}
+        return {name: published for name, published in peeked.items() if published}
 
     def _current(self, entry: CatalogueEntry) -> Published | None:
-        found = self._known.get((entry.tenant, entry.name))
-        if found is None or found[0] != entry or not found[1].path.is_dir():
+        known = self._known.get((entry.tenant, entry.name))
+        if known is None or known[0] != entry or not known[1].path.is_dir():
             return None
-        return found[1]
+        return known[1]
 
 
 class EngineCatalogue:

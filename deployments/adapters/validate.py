@@ -117,12 +117,12 @@ def parted(name: str, tensor: str) -> tuple[str, str]:
 
 
 def _mismatch(
-    found: Mapping[str, tuple[int, ...]], base: tuple[int, int] | None, max_rank: int
+    shapes: Mapping[str, tuple[int, ...]], base: tuple[int, int] | None, max_rank: int
 ) -> str:
     """Why the two matrices do not fit their module; empty when they do."""
     if base is None:
         return "its base model has no such module"
-    a, b = found.get("lora_A", ()), found.get("lora_B", ())
+    a, b = shapes.get("lora_A", ()), shapes.get("lora_B", ())
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         return f"lora_A {list(a)} and lora_B {list(b)} are not a pair"
     if not 1 <= a[0] <= max_rank:

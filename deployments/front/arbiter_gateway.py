@@ -206,8 +206,8 @@ async def readiness(table: Table, failures: Mapping[str, str]) -> dict[str, Any]
 async def nodes() -> dict[str, Any]:
     """Each node: `ready` once its zygote has imported what engines need and a spare worker is at
     hand, `starting` before, `failed` with the cause. Raises ArbiterUnavailable."""
-    found: dict[str, Any] = await call_arbiter("nodes", within_s=STATE_WAIT_S)
-    return found
+    nodes: dict[str, Any] = await call_arbiter("nodes", within_s=STATE_WAIT_S)
+    return nodes
 
 
 def _readiness(capability: str, now: ArbiterState, serve_failure: str) -> dict[str, Any]:

@@ -32,10 +32,10 @@ async def tiers_of(
     by_base: dict[str, list[str]] = {base(name): [] for name in names}
     for name in names[:most]:
         by_base[base(name)].append(name)
-    found = await asyncio.gather(
+    answers = await asyncio.gather(
         *(_of_model(service, state, model, rows, tenant) for model, rows in by_base.items())
     )
-    return {name: tier for tiers in found for name, tier in tiers.items()}
+    return {name: tier for tiers in answers for name, tier in tiers.items()}
 
 
 async def _of_model(

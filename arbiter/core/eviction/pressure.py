@@ -234,11 +234,11 @@ def is_closed_to(state: CoreState, entry: Ticket, device: DeviceId) -> bool:
 def refusal_under_pressure(state: CoreState, holder: HolderId, role: str) -> UnderPressure | None:
     """Returns the error for a request while every device that it could go to is critical."""
     holder_state = state.holders.get(holder)
-    found = state.nodes.get(holder_state.node) if holder_state else None
-    if found is None or state.policies.roles[role].is_spared:
+    node = state.nodes.get(holder_state.node) if holder_state else None
+    if node is None or state.policies.roles[role].is_spared:
         return None
-    books = compute_books(state, found)
+    books = compute_books(state, node)
     if not books or any(level_of(state, b.device) is not Level.CRITICAL for b in books):
         return None
     freest = max((state.pressure[b.device].free_bytes for b in books), default=Bytes(0))
-    return UnderPressure(found.node, freest)
+    return UnderPressure(node.node, freest)

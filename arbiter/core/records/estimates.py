@@ -63,16 +63,16 @@ def of_name(name: str) -> Bytes | None:
     """Returns a model's bytes from the number of parameters in its name, as in
     `org/Qwen3-0.6B-FP8`; None when the name has none. Of several numbers the largest counts: a
     draft of 1B for 70B is no model of 1B."""
-    found = [
+    sizes = [
         int(many or 1) * float(number) * (1e9 if unit in "bB" else 1e6)
         for many, number, unit in _PARAMETERS.findall(name)
     ]
-    if not found:
+    if not sizes:
         return None
     words = re.split(r"[^a-z0-9]+", name.lower())
     bits = min((_BITS[word] for word in words if word in _BITS), default=16)
     percent = _SCALES_PERCENT if bits < 16 else 100
-    return Bytes(round(max(found) * bits / 8 * percent / 100))
+    return Bytes(round(max(sizes) * bits / 8 * percent / 100))
 
 
 class ModelKey(NamedTuple):

@@ -160,15 +160,15 @@ def _may_be_lent(state: CoreState, entry: Ticket) -> bool:
 
 
 def _growing(state: CoreState) -> list[Ticket]:
-    found = []
+    entries = []
     for ticket in list(state.growing):
         entry = state.ledger.find(ticket)
         if entry is None:  # its engine ended, and its bytes were seen back, in one step
             del state.growing[ticket]
             state.answer_error(ticket, TicketClosed(ticket))
         else:
-            found.append(entry)
-    return found
+            entries.append(entry)
+    return entries
 
 
 def _grow(state: CoreState, entry: Ticket) -> None:

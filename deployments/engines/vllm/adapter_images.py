@@ -210,8 +210,8 @@ class SlotImages:
                 blank.reset_lora(0)
 
     def _stack(self, part: Part) -> torch.Tensor:
-        found = getattr(self._manager.modules[part.module], part.stack)
-        stack: torch.Tensor = found[part.index] if isinstance(found, tuple | list) else found
+        tensors = getattr(self._manager.modules[part.module], part.stack)
+        stack: torch.Tensor = tensors[part.index] if isinstance(tensors, tuple | list) else tensors
         return stack
 
     def keep(self, numbers: list[int]) -> None:

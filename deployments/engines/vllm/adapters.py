@@ -71,19 +71,21 @@ class AdmittingLLM(AsyncLLM):
     ) -> AsyncGenerator[Any, None]:
         count = callers.AnswerTokens(sampling_params)
         more["priority"] = callers.current().priority  # whatever the body says
-        async with self._turn(lora_request, callers.prompt_tokens(prompt)) as place:
-            found = super().generate(
+        async with self._place_in_batch(lora_request, callers.prompt_tokens(prompt)) as place:
+            generated = super().generate(
                 prompt, sampling_params, request_id, lora_request=lora_request, **more
             )
-            async with aclosing(found) as outputs:
+            async with aclosing(generated) as outputs:
                 async for output in outputs:
                     self.gate.answered(place, count.added(output))
                     yield output
 
     @asynccontextmanager
-    async def _turn(self, lora: LoRARequest | None, tokens: int) -> AsyncIterator[WaitingRequest]:
-        """One request's time in the engine. Raises AdaptersBusy, RequestExpired, QueueFull,
-        AdapterInvalid, EngineDeadError."""
+    async def _place_in_batch(
+        self, lora: LoRARequest | None, tokens: int
+    ) -> AsyncIterator[WaitingRequest]:
+        """Holds the place of one request in the batch, with its adapter in a slot. Raises
+        AdaptersBusy, RequestExpired, QueueFull, AdapterInvalid, EngineDeadError."""
         name = _asked_name() or self.served_name
         adapter = lora.lora_name if lora and self.adapters else BASE  # else vLLM has the slots
         if self.adapters is not None and lora is not None:

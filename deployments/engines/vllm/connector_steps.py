@@ -57,12 +57,12 @@ def _update_req_states(self: OffloadingConnectorScheduler, step: SchedulerOutput
     cached = step.scheduled_cached_reqs
     pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
     if resumed := cached.resumed_req_ids:
-        found = [(req_id, groups) for req_id, groups in pairs if groups or req_id in resumed]
+        changed = [(req_id, groups) for req_id, groups in pairs if groups or req_id in resumed]
     else:
-        found = [(req_id, groups) for req_id, groups in pairs if groups]
+        changed = [(req_id, groups) for req_id, groups in pairs if groups]
     news = SimpleNamespace(
-        req_ids=[req_id for req_id, _ in found],
-        new_block_ids=[groups for _, groups in found],
+        req_ids=[req_id for req_id, _ in changed],
+        new_block_ids=[groups for _, groups in changed],
         resumed_req_ids=resumed,
     )
     _theirs_update(
@@ -103,8 +103,8 @@ def _build_store_jobs(
         if min(computed, request.num_tokens) >= least:
             state.update_offload_keys()
             due[req_id] = count
-    found = SimpleNamespace(num_scheduled_tokens=due, finished_req_ids=step.finished_req_ids)
-    return _theirs_build(self, found)
+    reduced = SimpleNamespace(num_scheduled_tokens=due, finished_req_ids=step.finished_req_ids)
+    return _theirs_build(self, reduced)
 
 
 def _lookup(
@@ -114,8 +114,8 @@ def _lookup(
 ) -> int | None:
     if self.manager.still_awaits(req_status.req_context):
         return None  # vLLM asks again in the next step
-    found: int | None = _theirs_lookup(self, req_status, max_num_new_tokens)
-    return found
+    hit_tokens: int | None = _theirs_lookup(self, req_status, max_num_new_tokens)
+    return hit_tokens
 
 
 def _update_offload_keys(self: RequestOffloadState) -> None:

@@ -80,11 +80,11 @@ class Pictures:
             fields = json.loads(body)
         except (ValueError, RecursionError):
             return body  # vLLM says what is wrong with it
-        found = False
+        has_changed = False
         for place, owner, url in _pictures(fields):
             owner["uuid"] = self.identity(url, tenant, place)
-            found = True
-        return json.dumps(fields).encode() if found else body
+            has_changed = True
+        return json.dumps(fields).encode() if has_changed else body
 
     def identity(self, url: Any, tenant: bytes, place: str) -> str:
         """The identity of one picture: the pixels that vLLM's own reader will give. Raises

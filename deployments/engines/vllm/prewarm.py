@@ -92,11 +92,11 @@ class Prewarmer:
         """Raises BadField."""
         try:
             request = ChatCompletionRequest.model_validate(chat)
-            found = await self.api.state.openai_serving_chat.render_chat_request(request)
+            answer = await self.api.state.openai_serving_chat.render_chat_request(request)
         except (ValueError, TypeError, LookupError, TemplateError) as error:
             raise BadField("messages", f"vLLM cannot render the prefix: {error}") from error
-        if isinstance(found, ErrorResponse):
-            raise BadField("messages", found.error.message)
-        _, [rendered] = found
+        if isinstance(answer, ErrorResponse):
+            raise BadField("messages", answer.error.message)
+        _, [rendered] = answer
         tokens: list[int] = rendered["prompt_token_ids"]
         return tokens

@@ -207,7 +207,7 @@ class Show(GoBody):
 def as_openai(messages: list[Message]) -> list[Fields]:
     """Ollama's tool calls have no ids: a result answers the first call of its tool that has none
     yet; where it names no tool, the first call."""
-    found: list[Fields] = []
+    converted: list[Fields] = []
     called: list[str] = []  # tools, each call's id being its place
     unanswered: list[int] = []
     for message in messages:
@@ -225,8 +225,8 @@ def as_openai(messages: list[Message]) -> list[Fields]:
             number = next(iter(of_tool or unanswered), 0)
             unanswered = [other for other in unanswered if other != number]
             one["tool_call_id"] = f"call_{number}"
-        found.append(one)
-    return found
+        converted.append(one)
+    return converted
 
 
 def _call(function: ToolFunction, number: int) -> Fields:

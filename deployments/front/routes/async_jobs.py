@@ -34,8 +34,8 @@ async def jobs(
 @router.get("/{job_id}")
 async def job(job_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
     """How far it is. Raises NotFound."""
-    found: Job = await front.jobs.call("get", caller.tenant, job_id)
-    return await async_calls.shown(found, front.table)
+    job: Job = await front.jobs.call("get", caller.tenant, job_id)
+    return await async_calls.shown(job, front.table)
 
 
 @router.get("/{job_id}/result", response_class=Response, responses=refusals(409, 429))
@@ -44,12 +44,12 @@ async def result(job_id: str, caller: Inferrer, front: State) -> Response:
     NotFound; Conflict while there is none; TenantLimitReached, QueueFull where too many read."""
     async with AsyncExitStack() as stack:
         stack.enter_context(front.reader(caller.tenant))
-        found: Job = await front.jobs.call("get", caller.tenant, job_id)
-        if found.status is None:
-            raise Conflict("job", job_id, found.state, "read: it has no answer")
+        job: Job = await front.jobs.call("get", caller.tenant, job_id)
+        if job.status is None:
+            raise Conflict("job", job_id, job.state, "read: it has no answer")
         pieces = await after_first(async_calls.result(front.jobs, caller.tenant, job_id))
-        kind, reader = found.content_type, stack.pop_all()
-        return ClosingStream(pieces, found.status, media_type=kind, holds=reader)
+        kind, reader = job.content_type, stack.pop_all()
+        return ClosingStream(pieces, job.status, media_type=kind, holds=reader)
 
 
 @router.get("/{job_id}/events", response_class=Response, responses=refusals(429))

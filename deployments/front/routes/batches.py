@@ -88,19 +88,19 @@ async def batches(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> dict[str, Any]:
     """The tenant's batches, the newest first."""
-    found: list[Batch] = await front.jobs.call("batches", caller.tenant, after, limit + 1)
-    return page([batch.plain for batch in found], limit)
+    batches: list[Batch] = await front.jobs.call("batches", caller.tenant, after, limit + 1)
+    return page([batch.plain for batch in batches], limit)
 
 
 @router.get("/{batch_id}")
 async def batch(batch_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
     """Raises NotFound."""
-    found: Batch = await front.jobs.call("batch", caller.tenant, batch_id)
-    return found.plain
+    batch: Batch = await front.jobs.call("batch", caller.tenant, batch_id)
+    return batch.plain
 
 
 @router.post("/{batch_id}/cancel")
 async def cancel(batch_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
     """Ends what runs of it; the results so far stay. Raises NotFound."""
-    found: Batch = await front.jobs.call("cancel_batch", caller.tenant, batch_id)
-    return found.plain
+    batch: Batch = await front.jobs.call("cancel_batch", caller.tenant, batch_id)
+    return batch.plain

@@ -116,8 +116,8 @@ async def files(
 ) -> dict[str, Any]:
     """The tenant's files."""
     page_of = caller.tenant, purpose, after, limit + 1, order
-    found: list[File] = await front.jobs.call("files", *page_of)
-    return page([file.plain for file in found], limit)
+    files: list[File] = await front.jobs.call("files", *page_of)
+    return page([file.plain for file in files], limit)
 
 
 def page(rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
@@ -135,8 +135,8 @@ def page(rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
 @router.get("/{file_id}")
 async def file(file_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
     """Raises NotFound."""
-    found: File = await front.jobs.call("file", caller.tenant, file_id)
-    return found.plain
+    file: File = await front.jobs.call("file", caller.tenant, file_id)
+    return file.plain
 
 
 @router.delete("/{file_id}", responses=refusals(409))
@@ -151,16 +151,16 @@ async def content(file_id: str, caller: Inferrer, front: State) -> Response:
     """Its bytes, in pieces. Raises NotFound; TenantLimitReached, QueueFull where too many read."""
     async with AsyncExitStack() as stack:
         stack.enter_context(front.reader(caller.tenant))
-        found: File = await front.jobs.call("file", caller.tenant, file_id)
-        headers, kind = {"content-length": str(found.bytes)}, "application/octet-stream"
-        pieces = await after_first(_pieces(front, found))
+        file: File = await front.jobs.call("file", caller.tenant, file_id)
+        headers, kind = {"content-length": str(file.bytes)}, "application/octet-stream"
+        pieces = await after_first(_pieces(front, file))
         return ClosingStream(pieces, headers=headers, media_type=kind, holds=stack.pop_all())
 
 
-async def _pieces(front: FrontState, found: File) -> AsyncGenerator[bytes, None]:
+async def _pieces(front: FrontState, file: File) -> AsyncGenerator[bytes, None]:
     offset = 0
-    while offset < found.bytes:
-        piece = await front.jobs.call("file_content", found.tenant, found.id, offset)
+    while offset < file.bytes:
+        piece = await front.jobs.call("file_content", file.tenant, file.id, offset)
         if not piece:
             return  # shorter than its row says: the response breaks off
         offset += len(piece)

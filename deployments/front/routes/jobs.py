@@ -25,12 +25,12 @@ async def jobs(
 @router.get("/{job_id}")
 async def job(job_id: str, front: State, _: Viewer) -> dict[str, Any]:
     """Raises NotFound."""
-    found: dict[str, Any] = await front.jobs.call("row", job_id)
-    return found
+    row: dict[str, Any] = await front.jobs.call("row", job_id)
+    return row
 
 
 @router.delete("/{job_id}")
 async def cancel(job_id: str, front: State, _: Admin) -> dict[str, Any]:
     """Cancels a batch or a job of any tenant. Raises NotFound."""
-    found: dict[str, Any] = await front.jobs.call("cancel_any", job_id)
-    return found
+    row: dict[str, Any] = await front.jobs.call("cancel_any", job_id)
+    return row
