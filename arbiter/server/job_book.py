@@ -47,16 +47,16 @@ class JobBook:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._db: sqlite3.Connection | None = None
-        self._told = 0  # the last change, where its row could not be removed
+        self._last_number = 0  # of the last change returned, whose row may not have been removed
 
     def changes(self) -> list[LogEvent]:
         """What has happened since the last call, each once in this process's life; a process that
         dies between telling and removing tells it twice."""
         query = "SELECT * FROM job_changes WHERE number > ? ORDER BY number LIMIT ?"
-        rows = self._rows(query, self._told, CHANGES_MOST)
+        rows = self._rows(query, self._last_number, CHANGES_MOST)
         if rows:
-            self._told = rows[-1]["number"]
-            self._write("DELETE FROM job_changes WHERE number <= ?", self._told)
+            self._last_number = rows[-1]["number"]
+            self._write("DELETE FROM job_changes WHERE number <= ?", self._last_number)
         return [_event(row) for row in rows]
 
     def totals(self) -> tuple[JobTotal, ...]:

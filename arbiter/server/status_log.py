@@ -30,7 +30,7 @@ class StatusLog:
 
     def __init__(self, messages: Messages, write: Write, settle_s: float = SETTLE_S) -> None:
         self._messages, self._write, self._settle_s = messages, write, settle_s
-        self._told: Mapping[str, str] = {}
+        self._reported: Mapping[str, str] = {}
         self._due: asyncio.TimerHandle | None = None
 
     def note(self, kind: EventKind) -> None:
@@ -43,11 +43,11 @@ class StatusLog:
         self._due = None
         now = self._messages()
         for about, message in now.items():
-            if self._told.get(about) != message:
+            if self._reported.get(about) != message:
                 self._write(about, message)
-        for about in self._told.keys() - now.keys():
+        for about in self._reported.keys() - now.keys():
             self._write(about, f"{about} has left.")
-        self._told = now
+        self._reported = now
 
 
 def opened(core: Arbiter, epoch: Epoch, clock: Callable[[], Instant]) -> StatusLog | None:

@@ -130,7 +130,7 @@ class Fetcher:
             late = f"{entry.url} was not read within {FETCH_S:g} s; {_ADVICE['TimeoutError']}"
             raise FetchFailed(entry.full_name, late)
         if error := filled.exception():
-            raise FetchFailed(entry.full_name, _told(error)) from error
+            raise FetchFailed(entry.full_name, _in_words(error)) from error
 
     def _fill(self, entry: "CatalogueEntry", scratch: Path, until_s: float) -> None:
         """Makes the entry's path. Raises what a file system of fsspec does, OSError, ValueError
@@ -200,7 +200,7 @@ def _refuse_page(scratch: Path) -> None:
         raise ValueError(f"{what}; see what its URL in remote.json answers") from error
 
 
-def _told(error: BaseException) -> str:
+def _in_words(error: BaseException) -> str:
     """What happened, in one line, and what to do about it."""
     names = [kind.__name__ for kind in type(error).__mro__]
     what = textwrap.shorten(f"{names[0]}: {error}", _TOLD_CHARS).rstrip(" .:")

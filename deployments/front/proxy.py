@@ -145,10 +145,10 @@ class ServeErrors(HttpMiddleware):
             await _refuse(UndecodableHeader(name), scope, receive, send)
             return
 
-        async def told(message: Message) -> None:
+        async def send_with_retry_after(message: Message) -> None:
             await send(_with_retry_after(message))
 
-        await self._app({**scope, "headers": headers}, receive, told)
+        await self._app({**scope, "headers": headers}, receive, send_with_retry_after)
 
 
 def _with_retry_after(message: Message) -> Message:

@@ -291,7 +291,7 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     home: Sizes = {d.device: d.size_bytes for d in held.devices}
     is_late = ticket_state is State.LOADING and _is_lent(state, event.node, held.ticket, home)
     granted = {} if is_late else _granted_in(event, held, ticket_state, home)
-    entry = _ticket_told(state, event, held, home, granted)
+    entry = _ticket_of_report(state, event, held, home, granted)
     if held.lease:
         leases.bind(state, entry, held.lease)
         lessees.restore(state, entry, held.lease_history)
@@ -310,10 +310,10 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         reclaim(state, entry, Reason.LOST)  # its agent begins no engine under it any more
 
 
-def _ticket_told(
+def _ticket_of_report(
     state: CoreState, event: ev.Joined, held: ev.HeldTicket, home: Sizes, granted: Sizes
 ) -> Ticket:
-    """Makes a ticket as far as its holder can tell of it."""
+    """Makes a ticket from what its holder reports as it joins."""
     entry = Ticket(
         held.ticket,
         event.holder,

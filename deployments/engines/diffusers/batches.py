@@ -79,7 +79,7 @@ class DrawRequest:
     seeds: Sequence[int]
     previews: int = 0  # of each picture
     events: asyncio.Queue[Event | RequestError] = field(default_factory=asyncio.Queue)
-    left: bool = False  # read by the worker thread
+    has_left: bool = False  # its client; read by the worker thread
 
     def preview_at(self, step: int, of: int) -> int | None:
         """The index of the preview after `step`, where there is one: they divide the steps."""
@@ -128,7 +128,7 @@ class Batches:
                 missing -= isinstance(event, DrawnPicture)
                 yield event
         finally:
-            order.left = True
+            order.has_left = True
             self._waiting = [p for p in self._waiting if p.order is not order]
 
     async def work(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -139,7 +139,7 @@ class Batches:
         """Draws batch after batch, for ever."""
         while True:
             batch = await self._next()
-            work = asyncio.ensure_future(self.work(self._draw, batch, self._teller(batch)))
+            work = asyncio.ensure_future(self.work(self._draw, batch, self._step_callback(batch)))
             await asyncio.wait({work})
             if error := work.exception():
                 cause = DrawingFailed(f"{type(error).__name__}: {error}")
@@ -159,13 +159,13 @@ class Batches:
         self._waiting = [p for p in self._waiting if p not in batch]
         return batch
 
-    def _teller(self, batch: Sequence[Picture]) -> OnStep:
+    def _step_callback(self, batch: Sequence[Picture]) -> OnStep:
         """What the worker thread calls after each step. Raises BatchAbandoned."""
         loop = asyncio.get_running_loop()
 
-        def told(step: int, of: int, decode: Callable[[], list[Image.Image] | None]) -> None:
+        def on_step(step: int, of: int, decode: Callable[[], list[Image.Image] | None]) -> None:
             self.worker.note_step()
-            if all(picture.order.left for picture in batch):
+            if all(picture.order.has_left for picture in batch):
                 raise BatchAbandoned
             at = [picture.order.preview_at(step, of) for picture in batch]
             previews = decode() if any(index is not None for index in at) else None
@@ -176,4 +176,4 @@ class Batches:
                     preview = Preview(picture.number, index, previews[place])
                     loop.call_soon_threadsafe(tell, preview)
 
-        return told
+        return on_step
