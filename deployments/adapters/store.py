@@ -225,6 +225,20 @@ class EngineCatalogue:
         """As `Catalogue.entries`. Raises OSError."""
         return await in_thread(self._thread, self._adapters.entries, names, tenant)
 
+    async def outdated(self, entries: Mapping[str, CatalogueEntry]) -> list[str]:
+        """The keys of those entries that the catalogue has no more, or otherwise. Raises
+        OSError."""
+        return await in_thread(self._thread, self._outdated, dict(entries)) if entries else []
+
+    def _outdated(self, entries: Mapping[str, CatalogueEntry]) -> list[str]:
+        return [key for key, entry in entries.items() if not self._is_current(entry)]
+
+    def _is_current(self, entry: CatalogueEntry) -> bool:
+        try:
+            return self._adapters.find(entry.full_name, entry.tenant) == entry
+        except RequestError:
+            return False
+
     async def names(self) -> list[str]:
         """Full names of the adapters of all tenants. Raises OSError."""
         return await in_thread(self._thread, self._adapters.names)

@@ -194,15 +194,9 @@ class AdapterService:
     async def _unpin_stale(self) -> None:
         """Before the request has a place in the batch, which it would keep from others while the
         file server hangs."""
-        for digest, entry in list(self._pins.items()):
-            if not await self._is_current(entry) and digest not in self.gate.running:
+        for digest in await self._catalogue.outdated(self._pins):
+            if digest not in self.gate.running:
                 await self._unpin(digest)
-
-    async def _is_current(self, entry: CatalogueEntry) -> bool:
-        try:
-            return await self._catalogue.find(entry.full_name, entry.tenant) == entry
-        except RequestError:
-            return False
 
     async def _unpin(self, digest: str) -> None:
         """Drops the adapter from vLLM, which has no other way to unpin it."""
