@@ -68,6 +68,7 @@ def _act_on(state: CoreState, name: ModelName, before: Floor, floor: Floor, *, s
         state.set_timer(entry, state.now)
         cap_pins(state, entry.node)
     if floor is Floor.DEVICE:
+        _end_prefetch(state, name)
         load(state, name)
         if failure := state.failures.get(name):
             state.timers.set(("floors", ""), failure.until)
@@ -167,7 +168,16 @@ def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
             state.ledger.touch(entry)
         elif entry.state in COMING:
             entry.settle_when_idle(False)  # takes back an unload, or a lowered floor, until now
+    _end_prefetch(state, name)
     load(state, name)
+
+
+def _end_prefetch(state: CoreState, name: ModelName) -> None:
+    """Notes that what loads from now on was asked for, also where a prefetch had begun it or was to
+    begin it: others leave for it, and it waits."""
+    state.prefetched.pop(name, None)
+    for entry in _entries(state, name):
+        entry.note_prefetch(entry.is_prefetch and name in state.registry.optional)
 
 
 def load(state: CoreState, name: ModelName) -> None:
@@ -270,6 +280,7 @@ def return_freed(state: CoreState) -> None:
         models = ", ".join(name.path for name in names)
         state.decide(LogEvent(EventKind.FREED_RETURN, {"models": models}, ticket))
         for name in names:
+            _end_prefetch(state, name)
             load(state, name)
 
 
