@@ -97,6 +97,7 @@ def test_many_clients_at_once_cause_one_load(graph: Graph, client: OpenAI) -> No
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, range(32))) == [1] * 32
     loads = [e for e in graph.events() if e["seq"] > last and e["kind"] == "model_load"]
+    loads = [e for e in loads if e["capability"] == "chat"]  # a voice may be prefetched behind it
     holders = [e["holder"] for e in loads]
     assert {e["model"] for e in loads} == {CHAT} and len(holders) == len({*holders}) <= 2
 
