@@ -280,7 +280,6 @@ def return_freed(state: CoreState) -> None:
         models = ", ".join(name.path for name in names)
         state.decide(LogEvent(EventKind.FREED_RETURN, {"models": models}, ticket))
         for name in names:
-            _end_prefetch(state, name)
             load(state, name)
 
 

@@ -171,9 +171,7 @@ def reload_evicted(state: CoreState, key: EvictedForKey) -> None:
         entry = state.ledger.find(ticket)
         known = state.holders.get(holder)
         if known and (entry is None or entry.state is not State.RESIDENT):
-            name = ModelName(known.capability, model)
-            state.asked_loads[name] = AskedLoad(holder, state.now)
-            state.prefetched.pop(name, None)  # others leave for what made room
+            state.asked_loads[ModelName(known.capability, model)] = AskedLoad(holder, state.now)
             state.decide(LoadModel(holder, model))
 
 

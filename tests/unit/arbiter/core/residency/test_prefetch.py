@@ -18,7 +18,6 @@ from tests.support.core_driver import (
     PLAIN,
     CoreDriver,
     capability,
-    gib,
     granted,
     refusal,
     revoked,
@@ -195,7 +194,10 @@ def test_loading_prefetch_ends_as_soon_as_a_request_needs_its_bytes() -> None:
 
 
 @pytest.mark.spec("C11", "K4")
-def test_load_by_hand_after_a_prefetch_that_ended_is_no_prefetch() -> None:
+@pytest.mark.parametrize(
+    "asked", [ev.LoadAsked("text", "a"), ev.FloorSet("text", "a", types.Floor.DEVICE)]
+)
+def test_load_by_hand_after_a_prefetch_that_ended_is_no_prefetch(asked: ev.Event) -> None:
     """Others leave for it, as they do where nothing was prefetched."""
     d = driver()
     use(d, 10)
@@ -203,7 +205,7 @@ def test_load_by_hand_after_a_prefetch_that_ended_is_no_prefetch() -> None:
     d.ask(12, "b", 60)
     assert granted(d.gone(12.1, "a2")) == ["b"]
     d.at(12.2, ev.Loaded(TicketId("b"), seconds(1)))
-    assert d.at(14, ev.LoadAsked("text", "a")) == [LoadModel(HolderId("h"), "a")]
+    assert d.at(14, asked) == [LoadModel(HolderId("h"), "a")]
     assert [r[:2] for r in revoked(d.ask(14.1, "a3", 30, model="a"))] == [("b", "swap")]
 
 
@@ -214,25 +216,6 @@ def test_load_by_hand_of_a_prefetch_under_way_takes_it_over() -> None:
     assert granted(d.ask(11, "a2", 30, model="a")) == ["a2"]
     assert d.at(11.5, ev.LoadAsked("text", "a")) == []
     assert revoked(d.ask(12, "b", 60)) == []
-
-
-@pytest.mark.spec("A15", "C11")
-def test_what_returns_after_a_lease_that_freed_memory_is_no_prefetch() -> None:
-    """Though its use had it prefetched lately, another model leaves for it."""
-    d = driver()
-    d.resident(8, "a2", 30, model="a")
-    terms = types.LeaseConditions("ops", seconds(60), seconds(0), frees=True)
-    lease = HolderId("lease:free")
-    d.at(9, ev.Joined(lease, NodeId("n"), "lease", ()))
-    need = types.Need(gib(80))
-    d.at(10, ev.Requested(TicketId("free"), lease, "lease", "gpu", need, lease=terms))
-    d.at(10, ev.Released(TicketId("a2"), "free"))
-    assert granted(d.gone(10.1, "a2")) == ["free"]
-    d.arbiter._state.prefetched[types.ModelName("text", "a")] = seconds(60)  # ended meanwhile
-    assert LoadModel(HolderId("h"), "a") in d.at(12, ev.Released(TicketId("free"), "done"))
-    d.gone(12.1, "free")
-    d.resident(12.2, "b", 60)
-    assert [r[:2] for r in revoked(d.ask(14, "a3", 30, model="a"))] == [("b", "swap")]
 
 
 ONE = replace(PIPELINE, one_resident_roles=frozenset({"text"}))
