@@ -27,8 +27,8 @@ def sweep(folders: tuple[str, ...]) -> None:
     """Removes what an agent that was killed was removing. Another agent of this machine may be
     removing it now, which is as well. Blocks."""
     for folder in folders:
-        for left in Path(folder).glob(f"{_REMOVING}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for renamed in Path(folder).glob(f"{_REMOVING}*"):
+            _erase(renamed)
 
 
 def _empty(home: Path, until_s: float) -> int:
@@ -59,8 +59,13 @@ def _made_s(copy: Path) -> float:
 def _remove(copy: Path) -> None:
     """Removes a folder under another name, so that no engine finds half of it. What cannot be
     removed of it is tried again with the next sweep. Raises OSError."""
-    scratch = copy.parent.parent / f"{_REMOVING}{uuid.uuid4().hex}"
-    os.rename(copy, scratch)
-    shutil.rmtree(scratch, ignore_errors=True)
-    if scratch.exists():
-        logger.warning("%s of a removed tenant stays as %s: remove that", copy, scratch)
+    renamed = copy.parent.parent / f"{_REMOVING}{uuid.uuid4().hex}"
+    os.rename(copy, renamed)
+    _erase(renamed)
+
+
+def _erase(renamed: Path) -> None:
+    """Removes as much as can be removed, and tells of what stays."""
+    shutil.rmtree(renamed, ignore_errors=True)
+    if renamed.exists():
+        logger.warning("%s, a copy of a removed tenant's, cannot be removed: remove it", renamed)

@@ -86,7 +86,7 @@ def test_uv_is_told_what_pip_is_configured_with(
 def test_uv_installs_from_the_sources_of_pip_what_has_the_hash_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A constraint of pip's own, which has no hash, is in nobody's way."""
+    """A constraint of pip's own, which has no hash, does not stand in the way."""
     folder = tmp_path / "venv"
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"

@@ -13,8 +13,8 @@ from tests.support.waits import WITHIN_S
 
 @contextmanager
 def hung_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Has looks into adapter folders wait for the event: the server is back. One that is waited for
-    in the event loop fails."""
+    """Has looks into adapter folders wait for the event: the server is back. A look for which the
+    event loop waits fails."""
     is_back = threading.Event()
 
     def hanging(look: Callable[..., Any]) -> Callable[..., Any]:

@@ -210,14 +210,19 @@ def test_what_a_lost_gpu_and_the_reserves_of_others_leave_no_room_for_may_ask_ag
     assert refusal(ask_split(driver, 3, "small")) == GpusLost(NODE)
 
 
-@pytest.mark.spec("B1", "C10")
-def test_beside_the_reserves_of_others_a_ticket_waits_for_a_gpu_that_has_not_answered_yet() -> None:
-    driver = with_reserve()
+def come_back_without_an_answer(driver: GpuCoreDriver) -> None:
+    """The node was lost, and its agent is back while one of its GPUs does not answer."""
     driver.at(1, ev.NodeLost(NODE))
     driver.unreadable = {GPU: LOST}
     driver.introduce(2)
     driver.join(2, "h")
     driver.read(2)
+
+
+@pytest.mark.spec("B1", "C10")
+def test_beside_the_reserves_of_others_a_ticket_waits_for_a_gpu_that_has_not_answered_yet() -> None:
+    driver = with_reserve()
+    come_back_without_an_answer(driver)
     assert ask_split(driver, 3, "a") == []
     driver.unreadable = {}
     driver.introduce(4)
@@ -250,11 +255,7 @@ def test_gpu_that_an_agent_does_not_count_once_it_is_back_is_lost_until_it_is_se
 @pytest.mark.spec("B1", "B5")
 def test_ticket_over_two_gpus_waits_for_one_that_has_not_answered_yet() -> None:
     driver = GpuCoreDriver(device=80, holders=())
-    driver.at(1, ev.NodeLost(NODE))
-    driver.unreadable = {GPU: LOST}
-    driver.introduce(2)
-    driver.join(2, "h")
-    driver.read(2)
+    come_back_without_an_answer(driver)
     assert ask_over_both(driver, 2, "a") == []
     driver.unreadable = {}
     driver.introduce(3)
