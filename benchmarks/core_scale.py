@@ -114,7 +114,7 @@ class Scene:
     def _tickets(self, holder: HolderId) -> tuple[ev.HeldTicket, ...]:
         return tuple(
             ev.HeldTicket(
-                e.ticket,
+                e.id,
                 e.model,
                 types.Phase.RESIDENT,
                 0,
@@ -188,7 +188,7 @@ def grant_with_victims(scene: Scene, n: int) -> float:
         HolderId(f"h{n}")
     ):  # the victim that was tried next
         if other.state.value == "draining":
-            scene.feed(ev.BarrierDropped(other.ticket, 0))
+            scene.feed(ev.BarrierDropped(other.id, 0))
         other.declined_until = Instant(0)
     return took_us
 

@@ -121,36 +121,36 @@ class Arbiter:
         """Says whether holders that are not back by now count as dead."""
         return self._state.gave_up_waiting
 
-    def state_of(self, ticket: TicketId) -> str:
+    def state_of(self, ticket_id: TicketId) -> str:
         """Returns the state of a ticket; `closed` for a ticket that is not on the books."""
-        entry = self._state.ledger.find(ticket)
-        return entry.state.value if entry else State.CLOSED.value
+        ticket = self._state.ledger.find(ticket_id)
+        return ticket.state.value if ticket else State.CLOSED.value
 
-    def holder_of(self, ticket: TicketId) -> HolderId | None:
+    def holder_of(self, ticket_id: TicketId) -> HolderId | None:
         """Returns the holder of a ticket; None for a ticket that is not on the books."""
-        entry = self._state.ledger.find(ticket)
-        return entry.holder if entry else None
+        ticket = self._state.ledger.find(ticket_id)
+        return ticket.holder if ticket else None
 
-    def lease_history(self, ticket: TicketId) -> types.LeaseHistory:
+    def lease_history(self, ticket_id: TicketId) -> types.LeaseHistory:
         """Returns what the next epoch must know of a lease; nothing where it is not on the
         books."""
-        entry = self._state.ledger.find(ticket)
-        return lessees.history_of(self._state, entry) if entry else types.NO_HISTORY
+        ticket = self._state.ledger.find(ticket_id)
+        return lessees.history_of(self._state, ticket) if ticket else types.NO_HISTORY
 
-    def check_grant(self, ticket: TicketId, node: NodeId) -> types.GrantCheck:
+    def check_grant(self, ticket_id: TicketId, node: NodeId) -> types.GrantCheck:
         """Says whether an engine may be spawned under this ticket on this node (A3). A lease has no
         engine."""
         state = self._state
-        entry = self._state.ledger.find(ticket)
-        if entry is None:
-            if ticket in state.answers:
+        ticket = self._state.ledger.find(ticket_id)
+        if ticket is None:
+            if ticket_id in state.answers:
                 return types.GrantCheck.ENDED
             may_rejoin = state.holders_may_rejoin
             return types.GrantCheck.SETTLING if may_rejoin else types.GrantCheck.NOT_GRANTED
-        is_lease = entry.lease is not None
-        if entry.state is State.QUEUED or entry.node != node or is_lease:
+        is_lease = ticket.lease is not None
+        if ticket.state is State.QUEUED or ticket.node != node or is_lease:
             return types.GrantCheck.NOT_GRANTED
-        is_ending = entry.state is State.RECLAIMING
+        is_ending = ticket.state is State.RECLAIMING
         return types.GrantCheck.ENDED if is_ending else types.GrantCheck.GRANTED
 
     @property
@@ -172,9 +172,9 @@ class Arbiter:
         """Returns what people and the dashboard see, as of `now`."""
         return view_of(self._state, now)
 
-    def explain(self, ticket: TicketId, now: Instant) -> Explanation:
+    def explain(self, ticket_id: TicketId, now: Instant) -> Explanation:
         """Returns why a ticket waits, or why it went. Raises UnknownTicket."""
-        return explain(self._state, ticket, now)
+        return explain(self._state, ticket_id, now)
 
     def plan(self, question: PlanQuestion, now: Instant) -> Plan:
         """Returns what a request would bring about; changes nothing (K3)."""

@@ -63,9 +63,9 @@ def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...])
     """Everything that depends on which capabilities and models there are."""
     floors.note_removed(state, before)
     admission.reject_removed_models(state)
-    for entry in state.ledger.entries():  # also queued ones, which are granted as they stand
-        heartbeats.apply_configuration(state, entry)
-        state.set_timer(entry, state.now)
+    for ticket in state.ledger.tickets():  # also queued ones, which are granted as they stand
+        heartbeats.apply_configuration(state, ticket)
+        state.set_timer(ticket, state.now)
     hours.follow(state)
     readings.rebudget(state)
     device_limits.cap_pins(state, *state.nodes)
@@ -136,37 +136,37 @@ def _(event: ev.Withdrawn, state: CoreState) -> None:
 
 @apply.register
 def _(event: ev.Loaded, state: CoreState) -> None:
-    if entry := state.live(event.ticket, State.LOADING):
-        loads.on_loaded(state, entry, event.took, verified=event.verified)
-        loading_share.watch_loaded(state, entry)
+    if ticket := state.live(event.ticket, State.LOADING):
+        loads.on_loaded(state, ticket, event.took, verified=event.verified)
+        loading_share.watch_loaded(state, ticket)
 
 
 @apply.register
 def _(event: ev.LoadBroke, state: CoreState) -> None:
     loads.note_cause(state, event)
-    if entry := state.live(event.ticket, State.LOADING):
-        loads.on_load_failed(state, entry, event.cause, event.out_of_memory)
+    if ticket := state.live(event.ticket, State.LOADING):
+        loads.on_load_failed(state, ticket, event.cause, event.out_of_memory)
 
 
 @apply.register
 def _(event: ev.Busy, state: CoreState) -> None:
-    if entry := state.live(event.ticket, State.DRAINING):
-        reason = entry.leaving
-        eviction.victim_declined(state, entry, EventKind.VICTIM_BUSY, event.inflight)
+    if ticket := state.live(event.ticket, State.DRAINING):
+        reason = ticket.leaving
+        eviction.victim_declined(state, ticket, EventKind.VICTIM_BUSY, event.inflight)
         if reason is Reason.PRESSURE:
-            pressure.evict_next(state, entry)
+            pressure.evict_next(state, ticket)
 
 
 @apply.register
 def _(event: ev.BarrierDropped, state: CoreState) -> None:
-    if entry := state.live(event.ticket, State.DRAINING):
-        eviction.victim_declined(state, entry, EventKind.BARRIER_DROPPED, event.inflight)
+    if ticket := state.live(event.ticket, State.DRAINING):
+        eviction.victim_declined(state, ticket, EventKind.BARRIER_DROPPED, event.inflight)
 
 
 @apply.register
 def _(event: ev.Slept, state: CoreState) -> None:
-    if entry := state.live(event.ticket, State.DRAINING):
-        sleep.on_slept(state, entry)
+    if ticket := state.live(event.ticket, State.DRAINING):
+        sleep.on_slept(state, ticket)
 
 
 @apply.register

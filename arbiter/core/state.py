@@ -223,29 +223,29 @@ class CoreState:
     def log(
         self,
         kind: EventKind,
-        entry: Ticket | None = None,
+        ticket: Ticket | None = None,
         *,
         size: Bytes | None = None,
         took: Span | None = None,
         **data: str | int | float | bool | None,
     ) -> None:
         """Writes one line of the event log, with the holder and model of its ticket."""
-        ticket = None
-        if entry is not None:
-            ticket = entry.ticket
+        ticket_id = None
+        if ticket is not None:
+            ticket_id = ticket.id
             data = {
-                "holder": entry.holder,
-                "capability": entry.capability,
-                "model": entry.model,
+                "holder": ticket.holder,
+                "capability": ticket.capability,
+                "model": ticket.model,
                 **data,
             }
-        self.decide(LogEvent(kind, data, ticket, size, took))
+        self.decide(LogEvent(kind, data, ticket_id, size, took))
 
-    def answer_error_finally(self, ticket: TicketId, error: RequestError) -> None:
+    def answer_error_finally(self, ticket_id: TicketId, error: RequestError) -> None:
         """Answers a ticket with an error for good: asking again under this ticket repeats it. What
         is kept is another than what an asker raises."""
-        self.keep_answer(ticket, error.unraised())
-        self.answer_error(ticket, error)
+        self.keep_answer(ticket_id, error.unraised())
+        self.answer_error(ticket_id, error)
 
     def note_refused(self, holder: HolderId, name: types.ModelName) -> None:
         """Notes that a holder was refused a model, which it may have been asked to load."""
@@ -253,28 +253,30 @@ class CoreState:
         if load is not None and load.holder == holder:
             self.asked_loads[name] = replace(load, is_refused=True)
 
-    def answer_error(self, ticket: TicketId, error: RequestError) -> None:
+    def answer_error(self, ticket_id: TicketId, error: RequestError) -> None:
         """Answers a ticket with an error; the ticket may ask again."""
-        self.decide(Refuse(ticket, error))
+        self.decide(Refuse(ticket_id, error))
         self.decide(
-            LogEvent(EventKind.TICKET_REFUSED, {"code": error.code, "cause": str(error)}, ticket)
+            LogEvent(EventKind.TICKET_REFUSED, {"code": error.code, "cause": str(error)}, ticket_id)
         )
 
-    def keep_answer(self, ticket: TicketId, error: RequestError) -> None:
+    def keep_answer(self, ticket_id: TicketId, error: RequestError) -> None:
         """Keeps the final answer of a ticket, so that a repeated request gets it again. The oldest
         answer beyond `remembered_count` is forgotten."""
-        self.answers[ticket] = error
+        self.answers[ticket_id] = error
         if len(self.answers) > self.settings.remembered_count:
             self.answers.popitem(last=False)
 
     # -- finding -------------------------------------------------------------------------------
 
-    def live(self, ticket: TicketId, *states: State, by: HolderId | None = None) -> Ticket | None:
+    def live(
+        self, ticket_id: TicketId, *states: State, by: HolderId | None = None
+    ) -> Ticket | None:
         """Returns the ticket if it is in one of these states and held by the holder that speaks of
         it, if that is known. Counts the message as stale otherwise and returns None."""
-        entry = self.ledger.find(ticket)
-        if entry and entry.state in states and by in (None, entry.holder):
-            return entry
+        ticket = self.ledger.find(ticket_id)
+        if ticket and ticket.state in states and by in (None, ticket.holder):
+            return ticket
         self.stale_count += 1
         return None
 
@@ -365,33 +367,33 @@ class CoreState:
 
     # -- small moves that several rules share ---------------------------------------------------
 
-    def set_timer(self, entry: Ticket, at: Instant) -> None:
+    def set_timer(self, ticket: Ticket, at: Instant) -> None:
         """Has the time rule of a ticket run at this time."""
-        self.timers.set(("ticket", entry.ticket), at)
+        self.timers.set(("ticket", ticket.id), at)
 
     def move(
         self,
-        entry: Ticket,
+        ticket: Ticket,
         to: State,
         granted: Sizes | None = None,
         home: Sizes | None = None,
     ) -> None:
         """Changes the state of a ticket. See Ledger.move."""
-        was = entry.state
+        was = ticket.state
         if was is State.LOADING:
-            self.loading_times.note(entry.home, entry.since, self.now)
-        self.ledger.move(entry, to, self.now, granted, home)
+            self.loading_times.note(ticket.home, ticket.since, self.now)
+        self.ledger.move(ticket, to, self.now, granted, home)
         if to in (State.ASLEEP, State.RECLAIMING):
-            self.trades.note_left(entry.ticket, entry.model_name, self.now)
-            if entry.pinned:  # another ticket may be pinned in its place
-                self.timers.set(("pins", entry.node), self.now)
+            self.trades.note_left(ticket.id, ticket.model_name, self.now)
+            if ticket.pinned:  # another ticket may be pinned in its place
+                self.timers.set(("pins", ticket.node), self.now)
         elif was is State.DRAINING:
-            self.trades.note_stayed(entry.ticket)
+            self.trades.note_stayed(ticket.id)
         if (was is State.LOADING) != (to is State.LOADING):
-            self.queue.loading(entry.node, entry.model_name, 1 if to is State.LOADING else -1)
+            self.queue.loading(ticket.node, ticket.model_name, 1 if to is State.LOADING else -1)
             if was is State.QUEUED:
-                self.estimates.load_begins(entry.model_key, self.now)
-        self.note_active(entry.capability)
+                self.estimates.load_begins(ticket.model_key, self.now)
+        self.note_active(ticket.capability)
 
     def note_active(self, capability: str) -> None:
         """Keeps the replicas of a capability wanted for a while; the shell is woken when that is
@@ -400,53 +402,53 @@ class CoreState:
         if spec := self.registry.specs.get(capability):
             self.timers.set(("scale", capability), after(self.now, spec.downscale_to_zero))
 
-    def note_uses(self, entry: Ticket, times_count: int) -> None:
+    def note_uses(self, ticket: Ticket, times_count: int) -> None:
         """Counts so many uses of a ticket's model, for rates, for habits, and for prefetches."""
-        name = entry.model_name
+        name = ticket.model_name
         self.usage.note_uses(name, times_count, self.now)
         if self.settings.preload != "off":
-            self.uses_this_event.append((name, entry.node))
+            self.uses_this_event.append((name, ticket.node))
 
-    def note_loaded(self, entry: Ticket) -> None:
+    def note_loaded(self, ticket: Ticket) -> None:
         """Counts the bytes of a load or a wake among those by which turnovers are told."""
         if lent_bytes := self.ledger.lent_bytes:
-            self.usage.reuse.loaded(entry.home_bytes / lent_bytes)
+            self.usage.reuse.loaded(ticket.home_bytes / lent_bytes)
 
-    def drop_queued(self, entry: Ticket) -> None:
+    def drop_queued(self, ticket: Ticket) -> None:
         """Takes a ticket out of the queue without a grant, which costs its tenant nothing; safe for
         a ticket that is not queued."""
-        if queued := self.queue.find(entry.ticket):
+        if queued := self.queue.find(ticket.id):
             start = queued.request.virtual_start_bytes
             self.accounts.not_served(queued.tenant, start, queued.work_bytes)
-            self.queue.drop(entry.ticket)
+            self.queue.drop(ticket.id)
 
-    def unqueue(self, entry: Ticket) -> None:
+    def unqueue(self, ticket: Ticket) -> None:
         """Takes a ticket out of the queue: nothing waits for it any more."""
-        self.drop_queued(entry)
-        self.ledger.touch(entry)
-        self.set_timer(entry, self.now)
+        self.drop_queued(ticket)
+        self.ledger.touch(ticket)
+        self.set_timer(ticket, self.now)
 
-    def close(self, entry: Ticket) -> None:
+    def close(self, ticket: Ticket) -> None:
         """Takes a ticket off the books and out of the queue; its id is never used again."""
-        self.drop_queued(entry)
-        self.compactions.note_waste(entry.ticket, is_enough=False)
-        self.move(entry, State.CLOSED)
-        if entry.ticket not in self.answers:
-            self.keep_answer(entry.ticket, TicketClosed(entry.ticket))
+        self.drop_queued(ticket)
+        self.compactions.note_waste(ticket.id, is_enough=False)
+        self.move(ticket, State.CLOSED)
+        if ticket.id not in self.answers:
+            self.keep_answer(ticket.id, TicketClosed(ticket.id))
 
 
 # -------------------------------------------------------------------------------------------------
 # Out of the queue with an answer (C7): a new ticket is closed, an asleep one sleeps on.
 
 
-def reject_queued(state: CoreState, entry: Ticket, error: RequestError) -> None:
+def reject_queued(state: CoreState, ticket: Ticket, error: RequestError) -> None:
     """Takes a ticket out of the queue with an error. A new ticket is closed; an asleep ticket
     sleeps on and may ask again."""
-    state.evicted_for.pop((entry.holder, entry.model), None)
-    state.note_refused(entry.holder, entry.model_name)
-    if entry.state is State.QUEUED:
-        state.answer_error_finally(entry.ticket, error)
-        state.close(entry)
+    state.evicted_for.pop((ticket.holder, ticket.model), None)
+    state.note_refused(ticket.holder, ticket.model_name)
+    if ticket.state is State.QUEUED:
+        state.answer_error_finally(ticket.id, error)
+        state.close(ticket)
     else:
-        state.unqueue(entry)
-        state.answer_error(entry.ticket, error)
+        state.unqueue(ticket)
+        state.answer_error(ticket.id, error)

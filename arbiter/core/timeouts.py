@@ -23,8 +23,8 @@ def fire_due(state: CoreState) -> None:
 
 def on_ticket_timer(state: CoreState, name: str) -> None:
     """Runs the time rule of a ticket that is still on the books."""
-    if entry := state.ledger.find(TicketId(name)):
-        on_timer(state, entry)
+    if ticket := state.ledger.find(TicketId(name)):
+        on_timer(state, ticket)
 
 
 def look_at_queue(state: CoreState, node: str) -> None:
@@ -38,50 +38,50 @@ def audit(state: CoreState, _: str) -> None:
     ever be missed. Raises LedgerBroken."""
     audit_books(state.ledger)
     loading_share.watch(state)
-    for entry in state.ledger.entries(State.RESIDENT, State.ASLEEP):
-        if ("ticket", entry.ticket) not in state.timers:
-            state.set_timer(entry, state.now)
+    for ticket in state.ledger.tickets(State.RESIDENT, State.ASLEEP):
+        if ("ticket", ticket.id) not in state.timers:
+            state.set_timer(ticket, state.now)
     state.mark_dirty(*state.queue.nodes)
     state.timers.set(("audit", ""), after(state.now, state.settings.timeouts.audit))
 
 
-def on_timer(state: CoreState, entry: Ticket) -> None:
+def on_timer(state: CoreState, ticket: Ticket) -> None:
     """Runs the time rules of a ticket: of its place in the queue, then of its state."""
-    if entry.ticket in state.queue:
-        admission.reject_expired(state, entry)
-        grants.age(state, entry)
-    match entry.state:
+    if ticket.id in state.queue:
+        admission.reject_expired(state, ticket)
+        grants.age(state, ticket)
+    match ticket.state:
         case State.LOADING:
-            _tend_loading(state, entry)
-        case State.RESIDENT if entry.lease:
-            _tend_lease(state, entry)
+            _tend_loading(state, ticket)
+        case State.RESIDENT if ticket.lease:
+            _tend_lease(state, ticket)
         case State.RESIDENT | State.ASLEEP:
-            idle.on_idle(state, entry)
+            idle.on_idle(state, ticket)
         case State.DRAINING:
-            eviction.on_draining_timer(state, entry)
+            eviction.on_draining_timer(state, ticket)
         case State.RECLAIMING:
-            reclaim.on_timer(state, entry)
+            reclaim.on_timer(state, ticket)
 
 
-def _tend_loading(state: CoreState, entry: Ticket) -> None:
+def _tend_loading(state: CoreState, ticket: Ticket) -> None:
     """Ends a load that hangs."""
-    load_by = entry.last_load.load_by
+    load_by = ticket.last_load.load_by
     if state.now < load_by:
-        state.set_timer(entry, load_by)
+        state.set_timer(ticket, load_by)
         return
     limit = f"did not finish within {in_seconds(state.settings.timeouts.load):.0f} s"
-    loads.on_load_failed(state, entry, limit, out_of_memory=False)
-    reclaim.notify_holder(state, entry.ticket, entry.holder, Reason.FAILED)
+    loads.on_load_failed(state, ticket, limit, out_of_memory=False)
+    reclaim.notify_holder(state, ticket.id, ticket.holder, Reason.FAILED)
 
 
-def _tend_lease(state: CoreState, entry: Ticket) -> None:
+def _tend_lease(state: CoreState, ticket: Ticket) -> None:
     """Gives a lease notice that its term ends, or that the arbiter shuts down."""
     if state.closing_by is not None:
-        eviction.revoke(state, entry, Reason.SHUTDOWN, None)
-    elif state.now >= (told_at := leases.notice_given_at(entry)):
-        eviction.revoke(state, entry, Reason.TERM, None)
+        eviction.revoke(state, ticket, Reason.SHUTDOWN, None)
+    elif state.now >= (told_at := leases.notice_given_at(ticket)):
+        eviction.revoke(state, ticket, Reason.TERM, None)
     else:
-        state.set_timer(entry, told_at)
+        state.set_timer(ticket, told_at)
 
 
 # -- shutdown (A20) --------------------------------------------------------------------------
@@ -96,15 +96,15 @@ def start_closing(state: CoreState) -> None:
     state.timers.set(("closing", ""), state.closing_by)
     state.log(EventKind.CLOSING, waiting=len(state.queue))
     admission.refuse_all(state)
-    for entry in state.ledger.entries(State.RESIDENT, State.ASLEEP):
-        on_timer(state, entry)
+    for ticket in state.ledger.tickets(State.RESIDENT, State.ASLEEP):
+        on_timer(state, ticket)
 
 
 def end_closing(state: CoreState) -> None:
     """Kills what is still in use when the wait for it is over (A20)."""
     assert state.closing_by is not None
-    for entry in state.ledger.entries(State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP):
-        reclaim.kill_and_notify(state, entry, Reason.SHUTDOWN)
+    for ticket in state.ledger.tickets(State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP):
+        reclaim.kill_and_notify(state, ticket, Reason.SHUTDOWN)
 
 
 RULES: dict[str, Callable[[CoreState, str], None]] = {

@@ -90,7 +90,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.reading({}, 0, 0)
 
     def feed(self, event: ev.Event) -> None:
-        before = {e.ticket: copy.copy(e) for e in self.core.tickets()}
+        before = {e.id: copy.copy(e) for e in self.core.tickets()}
         decisions = self.arbiter.handle(event, self.now)
         self.log.append((event, self.now, pickle.dumps(decisions)))
         for decision in decisions:
@@ -173,27 +173,27 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def judge_revoke(self, revoke: Revoke, before: Ticket | None) -> None:
         assert revoke.barrier_until >= self.now
-        entry = self.core.find(revoke.ticket)
-        if before is None or entry is None or entry.state is not State.DRAINING:
+        ticket = self.core.find(revoke.ticket)
+        if before is None or ticket is None or ticket.state is not State.DRAINING:
             return
         if before.state is State.DRAINING:
             return  # repeated to a holder that joined again
         assert before.state in (State.RESIDENT, State.LOADING)  # loaded by this very heartbeat
-        assert not entry.pinned or revoke.reason in (Reason.MANUAL, Reason.SHUTDOWN)
+        assert not ticket.pinned or revoke.reason in (Reason.MANUAL, Reason.SHUTDOWN)
         if revoke.reason in PICKED_IDLE:
-            assert entry.inflight == 0
+            assert ticket.inflight == 0
         if revoke.reason is Reason.SWAP:
-            resident = copy.copy(entry)
+            resident = copy.copy(ticket)
             resident.state = State.RESIDENT
-            most_urgent = min(e.priority for e in self.core.tickets() if e is not entry)
+            most_urgent = min(e.priority for e in self.core.tickets() if e is not ticket)
             assert most_urgent <= effective_priority(self.core.state, resident)
             if most_urgent == effective_priority(self.core.state, resident):
                 assert self.now >= min_residency_ends(self.core.state, resident)
-            assert self.now >= entry.declined_until
+            assert self.now >= ticket.declined_until
 
-    def state_of(self, ticket: TicketId) -> State | None:
-        entry = self.core.find(ticket)
-        return entry.state if entry else None
+    def state_of(self, ticket_id: TicketId) -> State | None:
+        ticket = self.core.find(ticket_id)
+        return ticket.state if ticket else None
 
     # -- anything that may happen ----------------------------------------------------------------
 
@@ -232,22 +232,22 @@ class LedgerMachine(RuleBasedStateMachine):
             self.growing.add(ticket)
         self.feed(ev.GrowthAsked(ticket, Bytes(more), seconds(10)))
 
-    @rule(ticket=TICKETS, less=st.integers(1, 6))
-    def give_back(self, ticket: TicketId, less: int) -> None:
-        has_less = dict(self.held.get(ticket, {}))
-        if self.state_of(ticket) is State.RESIDENT:
-            entry = self.core.find(ticket)
-            assert len(entry.home) <= 1
-            has_less = {d: max(0, b - less) for d, b in entry.home.items()}
+    @rule(ticket_id=TICKETS, less=st.integers(1, 6))
+    def give_back(self, ticket_id: TicketId, less: int) -> None:
+        has_less = dict(self.held.get(ticket_id, {}))
+        if self.state_of(ticket_id) is State.RESIDENT:
+            ticket = self.core.find(ticket_id)
+            assert len(ticket.home) <= 1
+            has_less = {d: max(0, b - less) for d, b in ticket.home.items()}
             # So soon after it grew again its message may be from before that: it stays charged as
             # granted until a heartbeat confirms it.
-            if entry.grown is None or self.now >= entry.grown.shrinks_from:
-                self.held[ticket] = has_less
+            if ticket.grown is None or self.now >= ticket.grown.shrinks_from:
+                self.held[ticket_id] = has_less
         has = tuple(types.DeviceBytes(d, Bytes(b)) for d, b in has_less.items())
-        self.feed(ev.GaveBack(ticket, has))
-        once = dict(entry.home) if (entry := self.core.find(ticket)) else {}
-        self.feed(ev.GaveBack(ticket, has))
-        assert once == (entry.home if entry else {}), "repeated, it gave back twice"
+        self.feed(ev.GaveBack(ticket_id, has))
+        once = dict(ticket.home) if (ticket := self.core.find(ticket_id)) else {}
+        self.feed(ev.GaveBack(ticket_id, has))
+        assert once == (ticket.home if ticket else {}), "repeated, it gave back twice"
 
     @rule(ticket=TICKETS, kind=st.sampled_from(["slept", "released", "withdrawn", "unload"]))
     def holder_leaves(self, ticket: TicketId, kind: str) -> None:
@@ -366,7 +366,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_match_the_model(self) -> None:
-        charged = {e.ticket: e for e in self.core.tickets(*CHARGED)}
+        charged = {e.id: e for e in self.core.tickets(*CHARGED)}
         assert charged.keys() == self.held.keys()
         for device, book in self.core.accounts().items():
             assert book.budget_bytes == self.budget[device]
@@ -381,18 +381,18 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_ticket_is_charged_the_larger_of_grant_and_measure(self) -> None:
-        for entry in self.core.tickets(*CHARGED):
-            granted = self.held[entry.ticket]
-            if entry.state in (State.LOADING, State.RESIDENT, State.DRAINING):
+        for ticket in self.core.tickets(*CHARGED):
+            granted = self.held[ticket.id]
+            if ticket.state in (State.LOADING, State.RESIDENT, State.DRAINING):
                 for device, size in granted.items():
-                    assert entry.charge(device) == max(size, entry.measured.get(device, 0))
-            if entry.state is State.ASLEEP:
-                assert entry.charge(HOST) >= entry.need.host_bytes
+                    assert ticket.charge(device) == max(size, ticket.measured.get(device, 0))
+            if ticket.state is State.ASLEEP:
+                assert ticket.charge(HOST) >= ticket.need.host_bytes
 
     @invariant()
     def queued_tickets_are_in_the_queue_once(self) -> None:
         line = self.core.queue()
-        queued = {e.ticket for e in self.core.tickets(State.QUEUED)}
+        queued = {e.id for e in self.core.tickets(State.QUEUED)}
         assert len(line) == len(set(line)) == len(self.core.request_queue)
         assert queued <= set(line) <= self.asked
 

@@ -156,8 +156,8 @@ def test_freeing_takes_idle_models_alone_and_all_of_them_return(
 ) -> None:
     world = filled(residents)
     idle, in_use = set(), set()
-    for entry in world.tickets(State.RESIDENT):
-        (in_use if entry.inflight else idle).add(str(entry.ticket))
+    for ticket in world.tickets(State.RESIDENT):
+        (in_use if ticket.inflight else idle).add(str(ticket.id))
     t, need, asker = len(residents) - 1, types.Need(gib(wanted)), HolderId("free")
     question = PlanQuestion("lease", "gpu", need, True, lease=TERMS)
     plan = world.arbiter.plan(question, world.state.now)
@@ -171,7 +171,7 @@ def test_freeing_takes_idle_models_alone_and_all_of_them_return(
         return
     grants = world.settle(t, decisions, "free")
     assert [grant.devices for grant in grants] == [plan.goes_to]
-    there = {str(entry.ticket) for entry in world.tickets(State.RESIDENT)} - {"free"}
+    there = {str(ticket.id) for ticket in world.tickets(State.RESIDENT)} - {"free"}
     assert in_use <= there
     went = idle - there
     assert went == {str(victim.ticket) for victim in plan.victims}

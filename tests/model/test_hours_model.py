@@ -53,10 +53,10 @@ class Day:
             if isinstance(decision, Grant):
                 self.check(decision.ticket)
                 self.do(ev.Loaded(decision.ticket, seconds(1)))
-        for entry in self.driver.tickets():
-            if entry.state.value == "draining":
-                self.do(ev.Released(entry.ticket, "asked"))
-                self.follow(self.driver.gone(self.t, entry.ticket))
+        for ticket in self.driver.tickets():
+            if ticket.state.value == "draining":
+                self.do(ev.Released(ticket.id, "asked"))
+                self.follow(self.driver.gone(self.t, ticket.id))
                 return
 
     def check(self, ticket: str) -> None:
@@ -77,7 +77,7 @@ class Day:
         )
 
     def use(self, how: str) -> None:
-        names = [e.ticket for e in self.driver.tickets() if e.state.value == "resident"]
+        names = [e.id for e in self.driver.tickets() if e.state.value == "resident"]
         self.follow(self.driver.beat(self.t, *names, inflight=int(how == "busy")))
 
     def wait(self, span_s: int) -> None:

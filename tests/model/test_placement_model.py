@@ -119,7 +119,7 @@ class Node:
         for holder in map(HolderId, HOLDERS):
             held = tuple(
                 ev.HeldTicket(
-                    e.ticket, e.model, types.Phase(e.state.value), 0, seconds(1),
+                    e.id, e.model, types.Phase(e.state.value), 0, seconds(1),
                     tuple(types.DeviceBytes(d, b) for d, b in e.home.items()), e.need,
                 )
                 for e in self.driver.charged_tickets_of(holder)
@@ -127,7 +127,7 @@ class Node:
             self.feed(ev.Renewed(holder, held))
 
     def tickets(self, state: State) -> list[TicketId]:
-        return [e.ticket for e in self.driver.tickets(state)]
+        return [e.id for e in self.driver.tickets(state)]
 
     # -- what may happen -------------------------------------------------------------------------
 
@@ -155,12 +155,12 @@ class Node:
 
     def wake(self, _: str, pick: int) -> None:
         if asleep := self.tickets(State.ASLEEP):
-            ticket = asleep[pick % len(asleep)]
-            entry = self.driver.find(ticket)
-            [slept_on] = entry.home
-            there = next(row for row in self.seen(ticket[0]) if row.device == slept_on)
-            fits = there.free_gib >= self.sizes[ticket[0]]
-            assert self.ask(ticket, entry.holder) == (slept_on if fits else None)
+            ticket_id = asleep[pick % len(asleep)]
+            ticket = self.driver.find(ticket_id)
+            [slept_on] = ticket.home
+            there = next(row for row in self.seen(ticket_id[0]) if row.device == slept_on)
+            fits = there.free_gib >= self.sizes[ticket_id[0]]
+            assert self.ask(ticket_id, ticket.holder) == (slept_on if fits else None)
 
 
 @pytest.mark.spec("C9")

@@ -39,7 +39,7 @@ class Tenants(RuleBasedStateMachine):
     def feed(self, event: ev.Event) -> None:
         told = len(self.driver.logged)
         before = {t: self.staying(t) for t in TENANTS}
-        owners = {e.ticket: e.client.tenant for e in self.driver.tickets()}
+        owners = {e.id: e.client.tenant for e in self.driver.tickets()}
         self.driver.at(self.now, event)
         # One event can grow a ticket and then evict it: what counts is held at the eviction.
         for tell in self.driver.logged[told:]:
@@ -57,10 +57,10 @@ class Tenants(RuleBasedStateMachine):
 
     def held(self, tenant: str) -> int:
         books = self.driver.accounts()
-        return sum(e.charge(CPU) for e in books[CPU].entries.values() if e.client.tenant == tenant)
+        return sum(e.charge(CPU) for e in books[CPU].tickets.values() if e.client.tenant == tenant)
 
     def staying(self, tenant: str) -> int:
-        entries = self.driver.account().entries.values()
+        entries = self.driver.account().tickets.values()
         mine = [e for e in entries if e.client.tenant == tenant and e.state not in LEAVING]
         return sum(e.charge(CPU) for e in mine)
 
@@ -101,7 +101,7 @@ class Tenants(RuleBasedStateMachine):
         ))  # fmt: skip
 
     def one(self, state: State, pick: int) -> TicketId | None:
-        tickets = [e.ticket for e in self.driver.tickets(state)]
+        tickets = [e.id for e in self.driver.tickets(state)]
         return tickets[pick % len(tickets)] if tickets else None
 
     @rule(pick=st.integers(0, 20), ends=st.sampled_from(["loaded", "loaded", "broke"]))
@@ -113,20 +113,20 @@ class Tenants(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20), inflight=st.integers(0, 1), tenant=st.sampled_from(TENANTS))
     def is_used(self, pick: int, inflight: int, tenant: str) -> None:
         """By anybody, which may change whose it is."""
-        ticket = self.one(State.RESIDENT, pick)
-        entry = self.driver.find(ticket) if ticket else None
-        if entry is None or entry.lease:
+        ticket_id = self.one(State.RESIDENT, pick)
+        ticket = self.driver.find(ticket_id) if ticket_id else None
+        if ticket is None or ticket.lease:
             return
         held = tuple(
             replace(
-                self.driver.held(e.ticket, inflight=inflight, t=self.now),
-                client=types.Client(tenant) if e is entry else e.client,
-                uses_count=e.uses_count + (e is entry),
+                self.driver.held(e.id, inflight=inflight, t=self.now),
+                client=types.Client(tenant) if e is ticket else e.client,
+                uses_count=e.uses_count + (e is ticket),
             )
-            for e in self.driver.tickets_of(entry.holder)
+            for e in self.driver.tickets_of(ticket.holder)
             if e.state.value in ("loading", "resident", "draining", "asleep")
         )
-        self.feed(ev.Renewed(entry.holder, held, usage=(ev.Usage(types.Client(tenant), 1),)))
+        self.feed(ev.Renewed(ticket.holder, held, usage=(ev.Usage(types.Client(tenant), 1),)))
 
     @rule(pick=st.integers(0, 20), how=st.sampled_from(["released", "slept", "dropped"]))
     def drained(self, pick: int, how: str) -> None:
@@ -154,11 +154,11 @@ class Tenants(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 20), tenant=st.sampled_from(TENANTS))
     def wake(self, pick: int, tenant: str) -> None:
-        if ticket := self.one(State.ASLEEP, pick):
-            entry = self.driver.find(ticket)
-            self.waiting[ticket] = tenant
+        if ticket_id := self.one(State.ASLEEP, pick):
+            ticket = self.driver.find(ticket_id)
+            self.waiting[ticket_id] = tenant
             self.feed(ev.Requested(
-                ticket, entry.holder, "text", entry.model, entry.need, "", True,
+                ticket_id, ticket.holder, "text", ticket.model, ticket.need, "", True,
                 client=types.Client(tenant),
             ))  # fmt: skip
 

@@ -41,7 +41,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
         self.bypassed: dict[str, int] = {}
 
     def feed(self, event: ev.Event) -> list[Decision]:
-        states = {e.ticket: e.state for e in self.driver.tickets()}
+        states = {e.id: e.state for e in self.driver.tickets()}
         decisions = self.driver.at(self.now, event)
         for decision in decisions:
             match decision:
@@ -85,7 +85,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
         ))  # fmt: skip
 
     def one(self, state: State, pick: int) -> TicketId | None:
-        tickets = [e.ticket for e in self.driver.tickets(state)]
+        tickets = [e.id for e in self.driver.tickets(state)]
         return tickets[pick % len(tickets)] if tickets else None
 
     @rule(pick=st.integers(0, 20), what=st.sampled_from(["loaded", "loaded", "broke", "left"]))
@@ -102,7 +102,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
         if ticket := self.one(State.RESIDENT, pick):
             holder = self.driver.find(ticket).holder
             held = tuple(
-                self.driver.held(e.ticket, inflight=inflight, t=self.now)
+                self.driver.held(e.id, inflight=inflight, t=self.now)
                 for e in self.driver.tickets_of(holder)
                 if e.state.value in ("loading", "resident", "draining", "asleep")
             )
@@ -136,21 +136,23 @@ class RequestQueueMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 20), priority=st.sampled_from(types.Priority))
     def wake(self, pick: int, priority: types.Priority) -> None:
-        if (ticket := self.one(State.ASLEEP, pick)) and ticket not in self.asked:
+        if (ticket_id := self.one(State.ASLEEP, pick)) and ticket_id not in self.asked:
             self.number += 1
-            self.asked[ticket], self.bypassed[ticket] = self.now, 0
-            self.order[ticket] = self.number
-            entry = self.driver.find(ticket)
+            self.asked[ticket_id], self.bypassed[ticket_id] = self.now, 0
+            self.order[ticket_id] = self.number
+            ticket = self.driver.find(ticket_id)
             self.feed(ev.Requested(
-                ticket, entry.holder, "text", entry.model, entry.need, "", True, priority=priority
+                ticket_id, ticket.holder, "text", ticket.model, ticket.need, "", True,
+                priority=priority,
             ))  # fmt: skip
 
     @rule(pick=st.integers(0, 20), priority=st.sampled_from(types.Priority))
     def raise_priority(self, pick: int, priority: types.Priority) -> None:
-        if ticket := self.one(State.QUEUED, pick):
-            entry = self.driver.find(ticket)
+        if ticket_id := self.one(State.QUEUED, pick):
+            ticket = self.driver.find(ticket_id)
             self.feed(ev.Requested(
-                ticket, entry.holder, "text", entry.model, entry.need, "", True, priority=priority
+                ticket_id, ticket.holder, "text", ticket.model, ticket.need, "", True,
+                priority=priority,
             ))  # fmt: skip
 
     @rule(tenths=st.integers(1, 120))

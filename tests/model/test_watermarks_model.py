@@ -34,29 +34,29 @@ class Host:
 
     def feed(self, event: ev.Event) -> None:
         self.now += 1
-        before = {e.ticket for e in self.driver.tickets(State.RECLAIMING)}
+        before = {e.id for e in self.driver.tickets(State.RECLAIMING)}
         out = self.driver.at(self.now, event)
         self.judge([d.ticket for d in out if isinstance(d, KillEngine) and d.ticket not in before])
 
     def judge(self, killed: list[TicketId]) -> None:
         book = self.driver.account(HOST)
-        going = [e for e in book.entries.values() if e.state in LEAVING and not e.reclaim_late]
+        going = [e for e in book.tickets.values() if e.state in LEAVING and not e.reclaim_late]
         stays = book.budget_bytes - book.free_bytes - sum(e.charge(HOST) for e in going)
-        fell = [e for e in going if e.ticket in killed and e.leaving is Reason.FIT]
+        fell = [e for e in going if e.id in killed and e.leaving is Reason.FIT]
         before = stays + sum(e.charge(HOST) for e in fell)
         if fell:
             assert before > HIGH, "nothing had to go"
-            last = next(e for e in fell if e.ticket == killed[-1])
+            last = next(e for e in fell if e.id == killed[-1])
             assert stays + last.charge(HOST) > LOW, "the last of them went for nothing"
             assert not any(self.must_stay(e) for e in fell)
         is_over = before > book.budget_bytes  # then it is made to fit first: between the marks
         if stays > (LOW if fell and not is_over else HIGH):
             sleepers = self.driver.tickets(State.ASLEEP)
-            newest = max(sleepers, key=lambda e: (e.since, e.ticket), default=None)
+            newest = max(sleepers, key=lambda e: (e.since, e.id), default=None)
             assert all(e is newest or self.must_stay(e) for e in sleepers)
 
-    def must_stay(self, entry: Ticket) -> bool:
-        return entry.model == FLOORED or entry.ticket in self.driver.queue()
+    def must_stay(self, ticket: Ticket) -> bool:
+        return ticket.model == FLOORED or ticket.id in self.driver.queue()
 
     def one(self, state: State, pick: int) -> Ticket | None:
         tickets = self.driver.tickets(state)
@@ -75,9 +75,9 @@ class Host:
         self.feed(ev.Joined(HolderId(f"h{self.number}"), NODE, "text", (held,)))
 
     def gone(self, pick: int, _: str) -> None:
-        if entry := self.one(State.RECLAIMING, pick) or self.one(State.ASLEEP, pick):
-            self.feed(ev.Released(entry.ticket, "idle"))
-            self.feed(ev.EngineGone(NODE, entry.ticket, True))
+        if ticket := self.one(State.RECLAIMING, pick) or self.one(State.ASLEEP, pick):
+            self.feed(ev.Released(ticket.id, "idle"))
+            self.feed(ev.EngineGone(NODE, ticket.id, True))
 
     def others(self, size: int, _: str) -> None:
         """Memory without a ticket: no watermark makes it go."""
@@ -89,7 +89,7 @@ class Host:
 
     def wanted(self, pick: int, _: str) -> None:
         if e := self.one(State.ASLEEP, pick):
-            self.feed(ev.Requested(e.ticket, e.holder, "text", e.model, e.need, "", True))
+            self.feed(ev.Requested(e.id, e.holder, "text", e.model, e.need, "", True))
 
 
 @pytest.mark.spec("C4")

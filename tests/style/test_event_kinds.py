@@ -34,7 +34,7 @@ def free_kinds(nodes: Iterable[ast.AST]) -> list[str]:
 def test_no_line_of_the_event_log_has_a_kind_of_its_own() -> None:
     found = {name_of(path): free_kinds(nodes_of(path)) for path in CODE}
     assert not {path: kinds for path, kinds in found.items() if kinds}
-    for planted in ('state.log("misspelt", entry)', 'log.tell(LogEvent("odd", {}))'):
+    for planted in ('state.log("misspelt", ticket)', 'log.tell(LogEvent("odd", {}))'):
         assert free_kinds(ast.walk(ast.parse(planted)))
 
 

@@ -76,12 +76,12 @@ def test_rules_change_records_through_named_methods() -> None:
 
 
 PLANTED = (
-    "entry.granted = {}",
-    "entry.inflight, entry.last_used = 0, now",
+    "ticket.granted = {}",
+    "ticket.inflight, ticket.last_used = 0, now",
     "victim.measured[device] = Bytes(0)",
     "state.ledger.books[device].free_bytes -= size",
-    "entry.revocation.unloading_since = None",
-    "del book.entries[ticket]",
+    "ticket.revocation.unloading_since = None",
+    "del book.tickets[ticket]",
     "self._state.ledger.dirty = set()",
 )
 
@@ -89,5 +89,5 @@ PLANTED = (
 @pytest.mark.parametrize("line", PLANTED)
 def test_direct_write_that_is_planted_in_a_rule_is_found(line: str) -> None:
     path = ROOT / "arbiter" / "core" / "eviction" / "eviction.py"
-    planted = f"{text_of(path)}\n\ndef planted(state, entry):\n    {line}\n"
+    planted = f"{text_of(path)}\n\ndef planted(state, ticket):\n    {line}\n"
     assert direct_writes(ast.walk(ast.parse(planted)), fields_of_records())

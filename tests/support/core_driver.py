@@ -206,7 +206,7 @@ class CoreDriver(CoreQueries):
     def beat(self, t: float, *names: str, holder: str = "h", inflight: int = 0) -> list[Decision]:
         """Renews every ticket of a holder; those of `names` have `inflight` requests in flight."""
         held = tuple(
-            self.held(e.ticket, inflight=inflight if e.ticket in names else e.inflight, t=t)
+            self.held(e.id, inflight=inflight if e.id in names else e.inflight, t=t)
             for e in self.tickets_of(holder)
             if e.state.value in ("loading", "resident", "draining", "asleep")
         )
@@ -217,19 +217,19 @@ class CoreDriver(CoreQueries):
         model: str = "", size: float | None = None, idle_s: float | None = None,
     ) -> ev.HeldTicket:  # fmt: skip
         """What a holder says of a ticket: by default what the arbiter believes."""
-        entry = self.find(name)
-        phase = phase or (types.Phase(entry.state.value) if entry else types.Phase.RESIDENT)
-        idle = Span(s(t) - entry.last_used if entry and not entry.inflight else 0)
+        ticket = self.find(name)
+        phase = phase or (types.Phase(ticket.state.value) if ticket else types.Phase.RESIDENT)
+        idle = Span(s(t) - ticket.last_used if ticket and not ticket.inflight else 0)
         idle = idle if idle_s is None else seconds(idle_s)
         size = self.sizes.get(name, size or 0) if size is None else size
         home = (types.DeviceBytes(CPU, gib(size)),)
         need = types.Need(gib(size), host_bytes=gib(self.host_sizes.get(name, 0)))
         model = model or name.rstrip("0123456789")
-        priority = entry.priority if entry else types.Priority.NORMAL
+        priority = ticket.priority if ticket else types.Priority.NORMAL
         return ev.HeldTicket(
             TicketId(name), model, phase, inflight, idle, home, need, "", priority,
-            uses_count=entry.uses_count if entry else 0,
-            client=entry.client if entry else types.ANYBODY,
+            uses_count=ticket.uses_count if ticket else 0,
+            client=ticket.client if ticket else types.ANYBODY,
         )  # fmt: skip
 
     def gone(self, t: float, name: str, bytes_back: bool = True) -> list[Decision]:

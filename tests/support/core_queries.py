@@ -37,23 +37,23 @@ class CoreQueries:
         return self.state.ledger.find(TicketId(name))
 
     def ticket(self, name: str) -> Ticket:
-        entry = self.find(name)
-        assert entry is not None, f"no open ticket {name!r}"
-        return entry
+        ticket = self.find(name)
+        assert ticket is not None, f"no open ticket {name!r}"
+        return ticket
 
     def tickets(self, *states: State) -> list[Ticket]:
-        return self.state.ledger.entries(*states)
+        return self.state.ledger.tickets(*states)
 
     def tickets_of(self, holder: str) -> list[Ticket]:
         return self.state.ledger.held_by(HolderId(holder))
 
     def tickets_of_model(self, model: str) -> list[str]:
         """Of a text model."""
-        return [e.ticket for e in self.state.ledger.of_model(types.ModelName("text", model))]
+        return [e.id for e in self.state.ledger.of_model(types.ModelName("text", model))]
 
     def state_of(self, name: str) -> str:
-        entry = self.find(name)
-        return entry.state.value if entry else "closed"
+        ticket = self.find(name)
+        return ticket.state.value if ticket else "closed"
 
     def queue(self) -> list[TicketId]:
         """In the order of their turns, node by node."""

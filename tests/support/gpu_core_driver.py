@@ -57,10 +57,10 @@ class GpuCoreDriver(CoreDriver):
         return tuple(ev.DeviceUnreadable(d, cause) for d, cause in self.unreadable.items())
 
     def measured(self, name: str) -> dict[DeviceId, int]:
-        entry = self.ticket(name)
-        return dict(entry.measured)
+        ticket = self.ticket(name)
+        return dict(ticket.measured)
 
     def device_of(self, name: str) -> DeviceId:
-        entry = self.ticket(name)
-        [device] = entry.home
+        ticket = self.ticket(name)
+        [device] = ticket.home
         return DeviceId(device)

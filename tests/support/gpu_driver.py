@@ -45,5 +45,5 @@ class GpuDriver(CoreDriver):
         self.beat(t, name, holder="k")
 
     def home(self, name: str) -> dict[str, float]:
-        entry = self.ticket(name)
-        return {d[-1]: size / gib(1) for d, size in entry.home.items()}
+        ticket = self.ticket(name)
+        return {d[-1]: size / gib(1) for d, size in ticket.home.items()}

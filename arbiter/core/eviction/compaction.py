@@ -34,12 +34,12 @@ def on_asked(state: CoreState, event: ev.CompactAsked) -> None:
     run = Compaction(event.request)
     state.compactions.begin(run)
     for name in event.models:
-        mine = [e for e in state.ledger.of_model(name) if not e.lease]
-        run.take_waiting(e.ticket for e in mine)
+        mine = [t for t in state.ledger.of_model(name) if not t.lease]
+        run.take_waiting(t.id for t in mine)
         if not mine:
             run.spare(name.model, None, "it is not loaded")
     if not event.models:
-        run.take_waiting(e.ticket for e in waste.wasteful_tickets(state))
+        run.take_waiting(t.id for t in waste.wasteful_tickets(state))
 
 
 def compact_or_evict(
@@ -56,9 +56,9 @@ def compact_or_evict(
     if not chosen or prefetches_that_make_room(state, book, short):
         return eviction.make_room(state, asker, device, short, priority)
     eviction.record_choice(state, book, asker, short, options, chosen, is_compaction=True)
-    run = state.compactions.begin_for(asker.ticket)
+    run = state.compactions.begin_for(asker.id)
     for option in chosen:
-        _free(state, run, book.entries[option.ticket], asker)
+        _free(state, run, book.tickets[option.ticket], asker)
     return True
 
 
@@ -67,7 +67,7 @@ def _begin_scheduled(state: CoreState) -> None:
     if not state.compactions.loads_count:  # as without a schedule
         return
     for device in state.compactions.take_devices_due(state.settings.compact_every_loads_count):
-        tickets = [e.ticket for e in waste.wasteful_tickets(state) if device in e.home]
+        tickets = [t.id for t in waste.wasteful_tickets(state) if device in t.home]
         name = f"loads of {device}"
         if tickets and name not in state.compactions.runs:
             state.compactions.begin(Compaction(name, waiting=tickets))
@@ -89,17 +89,17 @@ def advance(state: CoreState) -> None:
 
 
 def _note_freed(state: CoreState, run: Compaction) -> None:
-    for ticket, item in list(run.freeing.items()):
-        entry = state.ledger.find(ticket)
-        if entry is None and item.holder not in state.holders:
-            run.spare(item.name.model, ticket, "its replica has gone")
-        elif entry is None:
+    for ticket_id, item in list(run.freeing.items()):
+        ticket = state.ledger.find(ticket_id)
+        if ticket is None and item.holder not in state.holders:
+            run.spare(item.name.model, ticket_id, "its replica has gone")
+        elif ticket is None:
             run.end_freeing(item)
             _tell_freed(state, run, item)
-        elif entry.reclaim_late:
-            run.spare(entry.model, ticket, "its bytes have not come back")
-        elif entry.state not in GOES:
-            run.spare(entry.model, ticket, "it was in use after all")
+        elif ticket.reclaim_late:
+            run.spare(ticket.model, ticket_id, "its bytes have not come back")
+        elif ticket.state not in GOES:
+            run.spare(ticket.model, ticket_id, "it was in use after all")
 
 
 def _tell_freed(state: CoreState, run: Compaction, item: CompactedTicket) -> None:
@@ -138,34 +138,34 @@ def _is_coming(state: CoreState, item: CompactedTicket) -> bool:
     """Says whether a load is under way, or was asked for and not given up."""
     mine = _tickets_of(state, item)
     if mine:
-        return any(entry.state in COMES for entry in mine)
+        return any(ticket.state in COMES for ticket in mine)
     until = state.prefetched.get(item.name)
     return item.holder in state.holders and until is not None and state.now < until
 
 
 def _tickets_of(state: CoreState, item: CompactedTicket) -> list[Ticket]:
-    return [e for e in state.ledger.held_by(item.holder) if e.model_name == item.name]
+    return [t for t in state.ledger.held_by(item.holder) if t.model_name == item.name]
 
 
 def _free_next(state: CoreState, run: Compaction) -> None:
     """Frees the next model that may go, once no other is under way."""
     while run.waiting and not (run.freeing or run.freed or run.loading):
-        entry = state.ledger.find(run.waiting.pop(0))
-        if entry is None:
+        ticket = state.ledger.find(run.waiting.pop(0))
+        if ticket is None:
             continue
-        if why := waste.compaction_obstacle(state, entry):
-            run.spare(entry.model, entry.ticket, why)
+        if why := waste.compaction_obstacle(state, ticket):
+            run.spare(ticket.model, ticket.id, why)
         else:
-            _free(state, run, entry, None)
+            _free(state, run, ticket, None)
 
 
-def _free(state: CoreState, run: Compaction, entry: Ticket, asker: Ticket | None) -> None:
+def _free(state: CoreState, run: Compaction, ticket: Ticket, asker: Ticket | None) -> None:
     """Asks the holder to let go. The next load is granted what the model needed since its last."""
-    wasted = waste.wasted_bytes(state, entry)
-    run.begin_freeing(CompactedTicket(entry.ticket, entry.holder, entry.model_name, wasted))
-    state.compactions.note_waste(entry.ticket, is_enough=False)
-    state.estimates.compacted(entry.model_key, waste.settled_bytes(state, entry))
-    eviction.revoke(state, entry, Reason.COMPACT, asker)
+    wasted = waste.wasted_bytes(state, ticket)
+    run.begin_freeing(CompactedTicket(ticket.id, ticket.holder, ticket.model_name, wasted))
+    state.compactions.note_waste(ticket.id, is_enough=False)
+    state.estimates.compacted(ticket.model_key, waste.settled_bytes(state, ticket))
+    eviction.revoke(state, ticket, Reason.COMPACT, asker)
 
 
 def _finish(state: CoreState, run: Compaction) -> None:

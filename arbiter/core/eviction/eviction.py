@@ -78,7 +78,7 @@ def make_room(
         record_choice(state, book, asker, short, weighed.options, weighed.victims)
     reason = Reason.FREE if asker.frees else Reason.SWAP
     for option in weighed.victims:
-        victim = book.entries[option.ticket]
+        victim = book.tickets[option.ticket]
         note_evicted_for(state, asker, victim)
         revoke(state, victim, reason, asker)
     return bool(weighed.victims)
@@ -87,14 +87,14 @@ def make_room(
 def evict_own(state: CoreState, asker: Ticket, short: Bytes, priority: Priority) -> bool:
     """Revokes, among the asker's own tenant, on whatever device, the cheapest set that frees
     `short` (C10). Returns False when there is none."""
-    own = {e.ticket: e for e in quotas.tickets_of(state, asker.client.tenant)}
-    books = {d for e in own.values() for d in e.home if d in state.ledger.books}
+    own = {t.id: t for t in quotas.tickets_of(state, asker.client.tenant)}
+    books = {d for t in own.values() for d in t.home if d in state.ledger.books}
     options: dict[TicketId, PricedVictim] = {}
     for device in sorted(books):
-        for entry, option in ranked_victims(state, state.ledger.books[device]):
-            if entry.ticket in own and may_revoke(state, entry, asker, priority):
-                freed = quotas.device_bytes(state, entry)
-                options[entry.ticket] = replace(option, freed_bytes=freed)
+        for ticket, option in ranked_victims(state, state.ledger.books[device]):
+            if ticket.id in own and may_revoke(state, ticket, asker, priority):
+                freed = quotas.device_bytes(state, ticket)
+                options[ticket.id] = replace(option, freed_bytes=freed)
     chosen = choose(options.values(), short)
     for option in chosen:
         note_evicted_for(state, asker, own[option.ticket])
@@ -111,7 +111,7 @@ def victims_for(
         return prefetches
     priced = victims_no_more_urgent(state, book, priority)
     weighed = _weigh(state, book, asker, short, priority, priced)
-    return [book.entries[option.ticket] for option in weighed.victims]
+    return [book.tickets[option.ticket] for option in weighed.victims]
 
 
 def waits_for_cheaper_until(
@@ -146,17 +146,17 @@ def returning_bytes(book: DeviceAccount) -> Bytes:
     if not book.leaving:
         return Bytes(0)
     returning = (
-        e.charge(book.device) - (e.granted.get(book.device, 0) if _stays_on(book, e) else 0)
-        for e in book.leaving.values()
-        if is_counted_on(e)
+        t.charge(book.device) - (t.granted.get(book.device, 0) if _stays_on(book, t) else 0)
+        for t in book.leaving.values()
+        if is_counted_on(t)
     )
     return Bytes(sum(returning))
 
 
-def _stays_on(book: DeviceAccount, entry: Ticket) -> bool:
+def _stays_on(book: DeviceAccount, ticket: Ticket) -> bool:
     """Says whether these are host bytes reserved for a model on its way to sleep, which do not come
     back."""
-    return entry.state is State.DRAINING and book.device not in entry.home
+    return ticket.state is State.DRAINING and book.device not in ticket.home
 
 
 def _weigh(
@@ -178,12 +178,12 @@ def _weigh(
         is_enough = missing <= 0
         if is_enough and (beyond_count == EXACT_COUNT or option.rank != options[-1].rank):
             break
-        entry = book.entries[option.ticket]
-        if obstacle := find_obstacle(state, entry, asker, priority):
+        ticket = book.tickets[option.ticket]
+        if obstacle := find_obstacle(state, ticket, asker, priority):
             if obstacle is Obstacle.MIN_RESIDENCY:
                 soon.append(option)
             continue
-        if usable_bytes := slack.take(entry, option.freed_bytes):
+        if usable_bytes := slack.take(ticket, option.freed_bytes):
             beyond_count += 1 if is_enough else 0
             missing -= usable_bytes
             is_all = usable_bytes == option.freed_bytes
@@ -207,14 +207,14 @@ def _worth_waiting_until(
     """Returns until when an asker waits for `later`, victims of cheaper ranks whose minimum
     residency ends soon (C4): before the dearest of `chosen` could be back, counted from when the
     asker came, and before its deadline. None: it does not wait."""
-    queued = state.queue.find(asker.ticket)
+    queued = state.queue.find(asker.id)
     if queued is None or not later:
         return None
-    until = max(min_residency_ends(state, book.entries[option.ticket]) for option in later)
+    until = max(min_residency_ends(state, book.tickets[option.ticket]) for option in later)
     dearest = max(option.rank for option in chosen)
-    leaving = [book.entries[option.ticket] for option in chosen if option.rank == dearest]
+    leaving = [book.tickets[option.ticket] for option in chosen if option.rank == dearest]
     reload = max(
-        state.estimates.load_time(entry.model_key, entry.need.weights_bytes) for entry in leaving
+        state.estimates.load_time(ticket.model_key, ticket.need.weights_bytes) for ticket in leaving
     )
     turnover = state.estimates.turnover(asker.capability)
     load = state.estimates.load_time(asker.model_key, asker.need.weights_bytes)
@@ -237,13 +237,13 @@ def record_choice(
     state.evictions.add(
         EvictionRecord(
             state.now,
-            asker.ticket,
+            asker.id,
             asker.model,
             book.device,
             short,
             state.settings.evict,
             tuple(options),
-            tuple(book.entries[option.ticket].model for option in options),
+            tuple(book.tickets[option.ticket].model for option in options),
             frozenset(option.ticket for option in chosen),
             is_compaction,
         )
@@ -255,58 +255,60 @@ def _victims_as_far_as_possible(state: CoreState, book: DeviceAccount, short: By
     chosen: Victims = []
     missing = int(short)
     ranked = ranked_victims(state, book)
-    for entry, option in sorted(ranked, key=lambda pair: not _took_more(pair[0], book.device)):
-        if process_ram.is_all_it_holds(book, entry):
+    for ticket, option in sorted(ranked, key=lambda pair: not _took_more(pair[0], book.device)):
+        if process_ram.is_all_it_holds(book, ticket):
             continue
-        if missing > 0 and may_leave(state, entry) and not entry.allow_oversize:
-            chosen.append(entry)
+        if missing > 0 and may_leave(state, ticket) and not ticket.allow_oversize:
+            chosen.append(ticket)
             missing -= option.freed_bytes
     return chosen
 
 
-def _took_more(entry: Ticket, device: DeviceId) -> bool:
-    return entry.measured.get(device, 0) > entry.granted.get(device, 0)
+def _took_more(ticket: Ticket, device: DeviceId) -> bool:
+    return ticket.measured.get(device, 0) > ticket.granted.get(device, 0)
 
 
 # -- asking ---------------------------------------------------------------------------------------
 
 
-def revoke(state: CoreState, entry: Ticket, reason: Reason, asker: Ticket | None) -> None:
+def revoke(state: CoreState, ticket: Ticket, reason: Reason, asker: Ticket | None) -> None:
     """Asks the holder of a resident ticket for its bytes; an asleep ticket has nothing in flight
     and is killed."""
-    size = charged(entry)
-    asked_by = asker.ticket if asker else None
-    role = state.policies.roles.get(entry.role)
+    size = charged(ticket)
+    asked_by = asker.id if asker else None
+    role = state.policies.roles.get(ticket.role)
     state.log(
         EventKind.EVICTION,
-        entry,
+        ticket,
         size=size,
         reason=reason.value,
         waiting=asked_by,
         act=role.act if role else None,
-        cost_s=round(in_seconds(reload_span(state, entry)) + (role.evict_cost_s if role else 0), 3),
+        cost_s=round(
+            in_seconds(reload_span(state, ticket)) + (role.evict_cost_s if role else 0), 3
+        ),
     )
-    entry.note_revoked(state.now)
+    ticket.note_revoked(state.now)
     if asker is not None and not asker.lease and reason is Reason.SWAP:
-        state.trades.note_revoked(entry.ticket, asker.model_name)
-    if entry.state is State.ASLEEP:
-        kill_and_notify(state, entry, reason)
+        state.trades.note_revoked(ticket.id, asker.model_name)
+    if ticket.state is State.ASLEEP:
+        kill_and_notify(state, ticket, reason)
         return
     sleeps = (
         reason in (Reason.SWAP, Reason.FREE, Reason.FIT)
-        or state.floor_of(entry.model_name) is Floor.HOST
+        or state.floor_of(ticket.model_name) is Floor.HOST
     )
-    granted = grant_with_host_copy(state, entry) if sleeps else None
-    if sleeps and granted is None and entry.need.host_bytes:
-        release_copies(state, entry.node, Bytes(entry.need.host_bytes + entry.ram_bytes))
-    notice = entry.lease.terms.notice if entry.lease else state.settings.timeouts.barrier
+    granted = grant_with_host_copy(state, ticket) if sleeps else None
+    if sleeps and granted is None and ticket.need.host_bytes:
+        release_copies(state, ticket.node, Bytes(ticket.need.host_bytes + ticket.ram_bytes))
+    notice = ticket.lease.terms.notice if ticket.lease else state.settings.timeouts.barrier
     barrier_until = after(state.now, notice)
-    entry.begin_revocation(reason, Tier.ASLEEP if granted else Tier.GONE, barrier_until)
-    if inexact.is_at_home(state, entry):
-        entry.note_held_before_sleep(inexact.held_at_home(state, entry))
-    state.move(entry, State.DRAINING, granted)
-    state.set_timer(entry, after(barrier_until, state.settings.timeouts.answer))
-    send_revoke(state, entry)
+    ticket.begin_revocation(reason, Tier.ASLEEP if granted else Tier.GONE, barrier_until)
+    if inexact.is_at_home(state, ticket):
+        ticket.note_held_before_sleep(inexact.held_at_home(state, ticket))
+    state.move(ticket, State.DRAINING, granted)
+    state.set_timer(ticket, after(barrier_until, state.settings.timeouts.answer))
+    send_revoke(state, ticket)
 
 
 def release_copies(state: CoreState, node: NodeId, need: Bytes) -> None:
@@ -316,65 +318,66 @@ def release_copies(state: CoreState, node: NodeId, need: Bytes) -> None:
     if book is None:
         return
     missing = need - book.free_bytes - returning_bytes(book)
-    for entry, option in list(ranked_victims(state, book)):
-        if missing > 0 and entry.is_host_copy and may_leave(state, entry):
+    for ticket, option in list(ranked_victims(state, book)):
+        if missing > 0 and ticket.is_host_copy and may_leave(state, ticket):
             missing -= option.freed_bytes
-            revoke(state, entry, Reason.FIT, None)
+            revoke(state, ticket, Reason.FIT, None)
 
 
-def send_revoke(state: CoreState, entry: Ticket) -> None:
+def send_revoke(state: CoreState, ticket: Ticket) -> None:
     """Sends, perhaps once more, what the holder of a draining ticket is asked."""
-    revocation = entry.revocation
-    reason = entry.leaving_reason
+    revocation = ticket.revocation
+    reason = ticket.leaving_reason
     assert revocation is not None
-    state.decide(
-        Revoke(entry.ticket, entry.holder, reason, revocation.to, revocation.barrier_until)
-    )
+    state.decide(Revoke(ticket.id, ticket.holder, reason, revocation.to, revocation.barrier_until))
 
 
 # -- their answers --------------------------------------------------------------------------------
 
 
-def victim_declined(state: CoreState, entry: Ticket, kind: EventKind, inflight: int) -> None:
+def victim_declined(state: CoreState, ticket: Ticket, kind: EventKind, inflight: int) -> None:
     """Moves DRAINING -> RESIDENT: work in flight outlived the barrier, or arrived before a revoke
     that only takes idle models. The victim is left alone for a while; the asker keeps its place."""
-    reason = entry.leaving_reason
-    entry.note_busy(inflight, state.now, after(state.now, state.settings.timeouts.refusal))
-    took = since(entry.since, state.now)
-    state.move(entry, State.RESIDENT, granted=dict(entry.home))
-    entry.end_revocation()
-    entry.forget_revoked()
-    state.set_timer(entry, entry.declined_until)
-    state.log(kind, entry, took=took, reason=reason.value, inflight=inflight)
+    reason = ticket.leaving_reason
+    ticket.note_busy(inflight, state.now, after(state.now, state.settings.timeouts.refusal))
+    took = since(ticket.since, state.now)
+    state.move(ticket, State.RESIDENT, granted=dict(ticket.home))
+    ticket.end_revocation()
+    ticket.forget_revoked()
+    state.set_timer(ticket, ticket.declined_until)
+    state.log(kind, ticket, took=took, reason=reason.value, inflight=inflight)
 
 
-def on_draining_timer(state: CoreState, entry: Ticket) -> None:
+def on_draining_timer(state: CoreState, ticket: Ticket) -> None:
     """Runs the time rules of DRAINING: a victim whose holder does not answer, unload or sleep in
     time is killed."""
     timeouts = state.settings.timeouts
-    revocation = entry.revocation
+    revocation = ticket.revocation
     assert revocation is not None
     if revocation.sleep is not None:
-        await_confirmation(state, entry, after(revocation.sleep.at, timeouts.reclaim_overdue))
+        await_confirmation(state, ticket, after(revocation.sleep.at, timeouts.reclaim_overdue))
         return
     answer_by = after(revocation.barrier_until, timeouts.answer)
     if revocation.unloading_since is not None:
         unload_by = after(revocation.unloading_since, timeouts.unload)
         if state.now >= unload_by:  # it holds bytes with nothing in flight
-            state.log(EventKind.UNLOAD_OVERDUE, entry, took=since(entry.since, state.now))
-            kill_and_notify(state, entry, entry.leaving_reason)
+            state.log(EventKind.UNLOAD_OVERDUE, ticket, took=since(ticket.since, state.now))
+            kill_and_notify(state, ticket, ticket.leaving_reason)
             return
-        state.set_timer(entry, unload_by)
-    elif state.now >= answer_by and entry.lease:  # it was given notice, and is not asked again
+        state.set_timer(ticket, unload_by)
+    elif state.now >= answer_by and ticket.lease:  # it was given notice, and is not asked again
         state.log(
-            EventKind.LEASE_OVERDUE, entry, size=charged(entry), took=since(entry.since, state.now)
+            EventKind.LEASE_OVERDUE,
+            ticket,
+            size=charged(ticket),
+            took=since(ticket.since, state.now),
         )
-        kill_and_notify(state, entry, entry.leaving_reason)
+        kill_and_notify(state, ticket, ticket.leaving_reason)
         return
-    elif state.now >= answer_by and state.is_silent(entry.holder):  # neither answers nor beats
-        state.log(EventKind.REVOKE_UNANSWERED, entry, took=since(entry.since, state.now))
-        kill_and_notify(state, entry, entry.leaving_reason)
+    elif state.now >= answer_by and state.is_silent(ticket.holder):  # neither answers nor beats
+        state.log(EventKind.REVOKE_UNANSWERED, ticket, took=since(ticket.since, state.now))
+        kill_and_notify(state, ticket, ticket.leaving_reason)
         return
     state.set_timer(
-        entry, answer_by if state.now < answer_by else after(state.now, timeouts.answer)
+        ticket, answer_by if state.now < answer_by else after(state.now, timeouts.answer)
     )

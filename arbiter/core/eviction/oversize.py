@@ -21,31 +21,33 @@ from arbiter.units import Bytes
 ON_THE_MOVE = frozenset({State.LOADING, State.DRAINING})
 
 
-def may_exceed_budget(entry: Ticket) -> bool:
+def may_exceed_budget(ticket: Ticket) -> bool:
     """Says whether a ticket may be larger than any one device. Such a ticket may find room where a
     smaller ticket that must lie on one device does not, so a PlacementMemo proves nothing by it."""
-    return entry.split is not Split.NONE or entry.allow_oversize
+    return ticket.split is not Split.NONE or ticket.allow_oversize
 
 
-def evict_all_idle(state: CoreState, books: Iterable[DeviceAccount], entry: Ticket) -> Sizes | None:
+def evict_all_idle(
+    state: CoreState, books: Iterable[DeviceAccount], ticket: Ticket
+) -> Sizes | None:
     """Returns what the ticket is granted once no idle ticket is left on the device with the most to
     lend; None while idle tickets still leave."""
     book = max(books, key=lambda b: (on_demand_of(b), b.device), default=None)
     if book is None:
         return None
-    for other in list(book.entries.values()):
+    for other in list(book.tickets.values()):
         if may_leave(state, other):
-            note_evicted_for(state, entry, other)
-            revoke(state, other, Reason.SWAP, entry)
-    returning = [e for e in book.entries.values() if _returning_bytes(e)]
+            note_evicted_for(state, ticket, other)
+            revoke(state, other, Reason.SWAP, ticket)
+    returning = [t for t in book.tickets.values() if _returning_bytes(t)]
     return None if returning or book.free_bytes <= 0 else {book.device: Bytes(book.free_bytes)}
 
 
-def _returning_bytes(entry: Ticket) -> bool:
+def _returning_bytes(ticket: Ticket) -> bool:
     """Says whether the bytes of a ticket are awaited, or will be."""
-    if entry.state is State.RECLAIMING:
-        return not entry.reclaim_late
-    if entry.state in ON_THE_MOVE:
+    if ticket.state is State.RECLAIMING:
+        return not ticket.reclaim_late
+    if ticket.state in ON_THE_MOVE:
         return True
-    stays = entry.pinned or (entry.lease is not None and not entry.lease.terms.preemptible)
-    return entry.state is State.RESIDENT and entry.inflight == 0 and not stays
+    stays = ticket.pinned or (ticket.lease is not None and not ticket.lease.terms.preemptible)
+    return ticket.state is State.RESIDENT and ticket.inflight == 0 and not stays

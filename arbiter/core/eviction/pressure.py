@@ -140,17 +140,17 @@ def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureStat
     pressure_state.acts_at = after(state.now, state.settings.timeouts.pressure_tick)
     state.timers.set(("pressure", book.device), pressure_state.acts_at)
     drafted, victims = _drafted(state, book), candidates(state, book)
-    for entry in drafted:
-        entry.note_drafter_revoked(state.now)
-        state.decide(DropDrafter(entry.holder, entry.model))
-        state.log(EventKind.DRAFTER_REVOKED, entry, size=entry.drafter_bytes)
+    for ticket in drafted:
+        ticket.note_drafter_revoked(state.now)
+        state.decide(DropDrafter(ticket.holder, ticket.model))
+        state.log(EventKind.DRAFTER_REVOKED, ticket, size=ticket.drafter_bytes)
     if pressure_state.level is not Level.CRITICAL:
         del victims[0 if drafted else 1 :]
     for victim in victims:
         revoke(state, victim, Reason.PRESSURE, None)
     if not victims and not drafted and not pressure_state.nothing_left:
         pressure_state.nothing_left = True
-        held = Bytes(sum(charged(e) for e in book.entries.values()))
+        held = Bytes(sum(charged(t) for t in book.tickets.values()))
         level = pressure_state.level.name.lower()
         state.log(EventKind.PRESSURE_NOTHING_LEFT, size=held, device=book.device, level=level)
     if pressure_state.level is Level.CRITICAL:
@@ -160,10 +160,10 @@ def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureStat
 def _purge(state: CoreState, book: DeviceAccount) -> None:
     """Empties the caches of what stays resident. Under low pressure they keep what has not expired,
     and what has expired leaves by itself."""
-    held = {name: e for b in _one_memory(state, book) for name, e in b.entries.items()}
-    for ticket, entry in sorted(held.items()):
-        if entry.state is State.RESIDENT and entry.lease is None:
-            state.decide(PurgeCaches(ticket, entry.holder))
+    held = {name: t for b in _one_memory(state, book) for name, t in b.tickets.items()}
+    for ticket_id, ticket in sorted(held.items()):
+        if ticket.state is State.RESIDENT and ticket.lease is None:
+            state.decide(PurgeCaches(ticket_id, ticket.holder))
 
 
 def _drafted(state: CoreState, book: DeviceAccount) -> list[Ticket]:
@@ -171,14 +171,14 @@ def _drafted(state: CoreState, book: DeviceAccount) -> list[Ticket]:
     whose requests in flight outlive its barrier keeps the drafter, and is asked again."""
     patience = state.settings.timeouts.load
     return [
-        entry
-        for entry in book.entries.values()
-        if entry.drafter_bytes
-        and entry.state is State.RESIDENT
-        and not entry.pinned
+        ticket
+        for ticket in book.tickets.values()
+        if ticket.drafter_bytes
+        and ticket.state is State.RESIDENT
+        and not ticket.pinned
         and (
-            entry.drafter_revoked_at is None
-            or since(entry.drafter_revoked_at, state.now) >= patience
+            ticket.drafter_revoked_at is None
+            or since(ticket.drafter_revoked_at, state.now) >= patience
         )
     ]
 
@@ -188,8 +188,8 @@ def candidates(state: CoreState, book: DeviceAccount) -> list[Ticket]:
     priority, role, and the policy's price."""
     priced = [pair for b in _one_memory(state, book) for pair in ranked_victims(state, b)]
     priced.sort(key=lambda pair: (pair[1].rank[:3], pair[0].role_rank, pair[1].place))
-    by_ticket = {entry.ticket: entry for entry, _ in priced}
-    return [e for e in by_ticket.values() if may_leave(state, e) and not is_spared(state, e)]
+    by_ticket = {ticket.id: ticket for ticket, _ in priced}
+    return [t for t in by_ticket.values() if may_leave(state, t) and not is_spared(state, t)]
 
 
 def _one_memory(state: CoreState, book: DeviceAccount) -> list[DeviceAccount]:
@@ -206,11 +206,11 @@ def _acts_elsewhere(state: CoreState, book: DeviceAccount) -> bool:
     return book.kind is types.DeviceKind.HOST and any(s.kind is types.DeviceKind.CPU for s in specs)
 
 
-def is_spared(state: CoreState, entry: Ticket) -> bool:
+def is_spared(state: CoreState, ticket: Ticket) -> bool:
     """Says whether pressure never takes a ticket, because its role is spared."""
-    if entry.lease:
+    if ticket.lease:
         return False
-    spec = state.registry.specs.get(entry.capability)
+    spec = state.registry.specs.get(ticket.capability)
     return spec is not None and state.policies.roles[spec.role].is_spared
 
 
@@ -226,9 +226,9 @@ def evict_next(state: CoreState, busy: Ticket) -> None:
 # -- loads ----------------------------------------------------------------------------------------
 
 
-def is_closed_to(state: CoreState, entry: Ticket, device: DeviceId) -> bool:
+def is_closed_to(state: CoreState, ticket: Ticket, device: DeviceId) -> bool:
     """Says whether no load of a ticket may begin on a device now."""
-    return level_of(state, device) is Level.CRITICAL and not is_spared(state, entry)
+    return level_of(state, device) is Level.CRITICAL and not is_spared(state, ticket)
 
 
 def refusal_under_pressure(state: CoreState, holder: HolderId, role: str) -> UnderPressure | None:

@@ -61,8 +61,8 @@ class Ranking:
         if 2 * len(changed) > len(self._order):
             self._put_most(state, book, sorted(changed))
             return
-        for ticket in sorted(changed):
-            self._put(state, book, ticket)
+        for ticket_id in sorted(changed):
+            self._put(state, book, ticket_id)
 
     def _in_turn(self, state: CoreState) -> list[TicketId]:
         count = len(self._options)
@@ -87,35 +87,37 @@ class Ranking:
     def _put_most(self, state: CoreState, book: DeviceAccount, tickets: list[TicketId]) -> None:
         """Does what `_put` does for each of most tickets: one sort is less than a search for each
         old place and each new one."""
-        for ticket in tickets:
-            self._options.pop(ticket, None)
-            self._look_at(state, book, ticket)
+        for ticket_id in tickets:
+            self._options.pop(ticket_id, None)
+            self._look_at(state, book, ticket_id)
         self._order = sorted(option.place for option in self._options.values() if option)
 
-    def _put(self, state: CoreState, book: DeviceAccount, ticket: TicketId) -> None:
-        if old := self._options.pop(ticket, None):
+    def _put(self, state: CoreState, book: DeviceAccount, ticket_id: TicketId) -> None:
+        if old := self._options.pop(ticket_id, None):
             del self._order[bisect_left(self._order, old.place)]
-        if priced := self._look_at(state, book, ticket):
+        if priced := self._look_at(state, book, ticket_id):
             insort(self._order, priced.place)
 
     def _look_at(
-        self, state: CoreState, book: DeviceAccount, ticket: TicketId
+        self, state: CoreState, book: DeviceAccount, ticket_id: TicketId
     ) -> PricedVictim | None:
         """Returns the price of a ticket as it is now; None where it has left, or stays anyway."""
-        entry = book.entries.get(ticket)
-        if entry is None:
+        ticket = book.tickets.get(ticket_id)
+        if ticket is None:
             return None
-        may_leave = entry.state in MAY_LEAVE
-        self._options[ticket] = priced = price_victim(state, book, entry) if may_leave else None
-        fades_at = priority_fades_at(state, entry)
+        may_leave = ticket.state in MAY_LEAVE
+        self._options[ticket_id] = priced = price_victim(state, book, ticket) if may_leave else None
+        fades_at = priority_fades_at(state, ticket)
         if fades_at is not None and fades_at > state.now:
-            self._fading.set(("ticket", ticket), fades_at)
+            self._fading.set(("ticket", ticket_id), fades_at)
         return priced
 
     def all(self, state: CoreState, book: DeviceAccount) -> Iterator[PricedVictim]:
         """Yields all tickets charged on the device, cheapest first."""
-        for ticket in [ticket for ticket, option in self._options.items() if option is None]:
-            self._options[ticket] = priced = price_victim(state, book, book.entries[ticket])
+        for ticket_id in [
+            ticket_id for ticket_id, option in self._options.items() if option is None
+        ]:
+            self._options[ticket_id] = priced = price_victim(state, book, book.tickets[ticket_id])
             insort(self._order, priced.place)
         return self._at(0, len(self._order))
 
@@ -150,7 +152,7 @@ def ranking(state: CoreState, book: DeviceAccount) -> Ranking:
 def ranked_victims(state: CoreState, book: DeviceAccount) -> Iterator[tuple[Ticket, PricedVictim]]:
     """Yields all tickets charged on a device, lawful or not, with their prices."""
     options = ranking(state, book).all(state, book)
-    return ((book.entries[option.ticket], option) for option in options)
+    return ((book.tickets[option.ticket], option) for option in options)
 
 
 def victims_no_more_urgent(
@@ -161,22 +163,22 @@ def victims_no_more_urgent(
     return ranking(state, book).no_more_urgent(priority)
 
 
-def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> PricedVictim:
+def price_victim(state: CoreState, book: DeviceAccount, ticket: Ticket) -> PricedVictim:
     """Returns what losing a ticket costs, by the policy."""
-    priority = effective_priority(state, entry)
-    freed_bytes = entry.charge(book.device)
-    name = entry.model_name
+    priority = effective_priority(state, ticket)
+    freed_bytes = ticket.charge(book.device)
+    name = ticket.model_name
     counts = state.usage.counts(name, state.now)
-    role = state.policies.roles.get(entry.role)
+    role = state.policies.roles.get(ticket.role)
     price = state.policies.evict(
         Candidate(
-            entry.ticket,
-            entry.holder,
-            entry.role_rank,
+            ticket.id,
+            ticket.holder,
+            ticket.role_rank,
             freed_bytes,
-            entry.inflight,
-            entry.last_used,
-            reload_span(state, entry),
+            ticket.inflight,
+            ticket.last_used,
+            reload_span(state, ticket),
             priority,
             state.now,  # by place from here on too: by name all of these take twice the time
             book.budget_bytes,
@@ -188,35 +190,35 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
             role.evict_cost_s if role else 0.0,
         )
     )
-    rank = (entry.ticket in state.queue, entry.inflight > 0, -priority, *price.rank)
-    return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST_S, price.cost_s), price.why)
+    rank = (ticket.id in state.queue, ticket.inflight > 0, -priority, *price.rank)
+    return PricedVictim(ticket.id, freed_bytes, rank, max(COST_LEAST_S, price.cost_s), price.why)
 
 
-def reload_span(state: CoreState, entry: Ticket) -> Span:
+def reload_span(state: CoreState, ticket: Ticket) -> Span:
     """Returns how long it takes to have a ticket back: a wake if it would fall asleep, else a load;
     0 when never measured."""
-    key = entry.model_key
-    if entry.state is State.RESIDENT and entry.need.host_bytes and state.estimates.can_sleep(key):
+    key = ticket.model_key
+    if ticket.state is State.RESIDENT and ticket.need.host_bytes and state.estimates.can_sleep(key):
         if woken := state.estimates.wake_time(key):
             return woken
-    return state.estimates.load_time(key, entry.need.weights_bytes)
+    return state.estimates.load_time(key, ticket.need.weights_bytes)
 
 
 # -------------------------------------------------------------------------------------------------
 # How urgent a model is (C2): as its last request, for its keep-warm seconds; then batch.
 
 
-def effective_priority(state: CoreState, entry: Ticket) -> Priority:
+def effective_priority(state: CoreState, ticket: Ticket) -> Priority:
     """Returns the priority that counts now: that of the last request, or BATCH once it has
     faded."""
-    fades_at = priority_fades_at(state, entry)
-    return entry.priority if fades_at is None or state.now < fades_at else Priority.BATCH
+    fades_at = priority_fades_at(state, ticket)
+    return ticket.priority if fades_at is None or state.now < fades_at else Priority.BATCH
 
 
-def priority_fades_at(state: CoreState, entry: Ticket) -> Instant | None:
+def priority_fades_at(state: CoreState, ticket: Ticket) -> Instant | None:
     """Returns when a ticket begins to count as batch; None while it is in use. A model with
     unlimited keep-warm still falls to BATCH after `carry_most`, or it could never be evicted."""
-    if entry.inflight > 0:
+    if ticket.inflight > 0:
         return None
     most = state.settings.carry_most
-    return after(entry.last_used, most if entry.keep_warm < 0 else min(entry.keep_warm, most))
+    return after(ticket.last_used, most if ticket.keep_warm < 0 else min(ticket.keep_warm, most))

@@ -25,46 +25,46 @@ from arbiter.units import Bytes
 # -- how much -------------------------------------------------------------------------------------
 
 
-def settled_bytes(state: CoreState, entry: Ticket) -> Bytes:
+def settled_bytes(state: CoreState, ticket: Ticket) -> Bytes:
     """Returns what the model needed since its load, up to its first use: of this load, else of the
     last that was seen; 0 when none was."""
-    load = entry.load
-    return (load.settled_bytes if load else None) or state.estimates.settled(entry.model_key)
+    load = ticket.load
+    return (load.settled_bytes if load else None) or state.estimates.settled(ticket.model_key)
 
 
-def next_grant_bytes(state: CoreState, entry: Ticket) -> Bytes:
+def next_grant_bytes(state: CoreState, ticket: Ticket) -> Bytes:
     """Returns what the model would be granted once compacted."""
-    settled = settled_bytes(state, entry)
-    key = entry.model_key
-    return state.estimates.size_after_compaction(key, entry.need, entry.need_is_explicit, settled)
+    settled = settled_bytes(state, ticket)
+    key = ticket.model_key
+    return state.estimates.size_after_compaction(key, ticket.need, ticket.need_is_explicit, settled)
 
 
-def wasted_bytes(state: CoreState, entry: Ticket) -> Bytes:
+def wasted_bytes(state: CoreState, ticket: Ticket) -> Bytes:
     """Returns what a resident holds beyond what it would be granted once compacted; 0 where that is
     not known, because no load of it was seen to settle or no reading is its own."""
-    is_known = entry.state is State.RESIDENT and inexact.teaches(state, entry)
-    if not is_known or not settled_bytes(state, entry):
+    is_known = ticket.state is State.RESIDENT and inexact.teaches(state, ticket)
+    if not is_known or not settled_bytes(state, ticket):
         return Bytes(0)
-    shared = sum(entry.scratch_in_use(device) for device in entry.home)
-    return Bytes(max(0, entry.at_home_bytes - shared - next_grant_bytes(state, entry)))
+    shared = sum(ticket.scratch_in_use(device) for device in ticket.home)
+    return Bytes(max(0, ticket.at_home_bytes - shared - next_grant_bytes(state, ticket)))
 
 
-def note(state: CoreState, entry: Ticket) -> None:
+def note(state: CoreState, ticket: Ticket) -> None:
     """Notes, with each reading, whether a resident holds enough beyond its need."""
-    is_enough = wasted_bytes(state, entry) >= state.settings.compact_least_bytes
-    state.compactions.note_waste(entry.ticket, is_enough=is_enough)
+    is_enough = wasted_bytes(state, ticket) >= state.settings.compact_least_bytes
+    state.compactions.note_waste(ticket.id, is_enough=is_enough)
 
 
 def wasteful_tickets(state: CoreState) -> list[Ticket]:
     """Returns the residents that hold enough beyond their need, and forgets tickets that have
     left."""
     tickets = []
-    for ticket in list(state.compactions.wasteful):
-        entry = state.ledger.find(ticket)
-        if entry is not None and entry.state is State.RESIDENT:
-            tickets.append(entry)
+    for ticket_id in list(state.compactions.wasteful):
+        ticket = state.ledger.find(ticket_id)
+        if ticket is not None and ticket.state is State.RESIDENT:
+            tickets.append(ticket)
         else:
-            state.compactions.note_waste(ticket, is_enough=False)
+            state.compactions.note_waste(ticket_id, is_enough=False)
     return tickets
 
 
@@ -76,7 +76,7 @@ OBSTACLES: tuple[tuple[Callable[[CoreState, Ticket], bool], str], ...] = (
     (lambda _, e: e.state is State.ASLEEP, "it is asleep, and its copy in host RAM stays"),
     (lambda _, e: e.state is not State.RESIDENT, "it is not resident"),
     (lambda s, e: e.pinned or s.floor_of(e.model_name) is not Floor.COLD, "it is pinned"),
-    (lambda s, e: e.inflight > 0 or e.ticket in s.queue, "it is in use"),
+    (lambda s, e: e.inflight > 0 or e.id in s.queue, "it is in use"),
     (lambda s, e: s.now < e.declined_until, "it was in use when it was last asked to leave"),
     (lambda _, e: bool(e.growth or (e.grown and e.grown.beyond_load_bytes)), "it has grown"),
     (lambda _, e: len(e.home) != 1, "it lies on several devices"),
@@ -84,23 +84,25 @@ OBSTACLES: tuple[tuple[Callable[[CoreState, Ticket], bool], str], ...] = (
 )
 
 
-def compaction_obstacle(state: CoreState, entry: Ticket, asker: Ticket | None = None) -> str | None:
+def compaction_obstacle(
+    state: CoreState, ticket: Ticket, asker: Ticket | None = None
+) -> str | None:
     """Returns why a ticket may not be compacted now, for a queued ticket or for none; None when it
     may. Another queued ticket would take the room that it leaves, however much less urgent it is
     (C2)."""
-    why = next((text for holds, text in OBSTACLES if holds(state, entry)), None)
-    own = None if asker is None else asker.ticket
-    if why is None and any(w.request.ticket != own for w in state.queue.first(entry.node, 2)):
+    why = next((text for holds, text in OBSTACLES if holds(state, ticket)), None)
+    own = None if asker is None else asker.id
+    if why is None and any(w.request.ticket != own for w in state.queue.first(ticket.node, 2)):
         return "another ticket waits on its node, and would take its room"
     return why
 
 
-def _may_load_again(state: CoreState, entry: Ticket) -> bool:
+def _may_load_again(state: CoreState, ticket: Ticket) -> bool:
     """Says whether its holder could load it again, into what it leaves."""
-    book = state.ledger.books.get(next(iter(entry.home)))
-    fits = book is not None and next_grant_bytes(state, entry) <= on_demand_of(book)
-    is_heard = not state.is_silent(entry.holder) and state.closing_by is None
-    return fits and is_heard and may_load(state, entry.model_name)
+    book = state.ledger.books.get(next(iter(ticket.home)))
+    fits = book is not None and next_grant_bytes(state, ticket) <= on_demand_of(book)
+    is_heard = not state.is_silent(ticket.holder) and state.closing_by is None
+    return fits and is_heard and may_load(state, ticket.model_name)
 
 
 def may_load(state: CoreState, name: ModelName) -> bool:
@@ -125,25 +127,25 @@ def compaction_for(
         return [], []
     spare = quotas.ReserveSlack(state, book, asker.client.tenant)
     options = []
-    for entry in wasteful_tickets(state):
-        room = _room_made(state, book, entry)
-        if room <= 0 or compaction_obstacle(state, entry, asker) is not None:
+    for ticket in wasteful_tickets(state):
+        room = _room_made(state, book, ticket)
+        if room <= 0 or compaction_obstacle(state, ticket, asker) is not None:
             continue
-        if find_obstacle(state, entry, asker, priority) is not None:
+        if find_obstacle(state, ticket, asker, priority) is not None:
             continue
-        if usable := spare.take(entry, room):
-            options.append(replace(price_victim(state, book, entry), freed_bytes=usable))
+        if usable := spare.take(ticket, room):
+            options.append(replace(price_victim(state, book, ticket), freed_bytes=usable))
     options.sort(key=lambda option: option.place)
     is_enough = sum(option.freed_bytes for option in options) >= short
     return options, choose(options, short) if is_enough else []
 
 
-def _room_made(state: CoreState, book: DeviceAccount, entry: Ticket) -> Bytes:
+def _room_made(state: CoreState, book: DeviceAccount, ticket: Ticket) -> Bytes:
     """Returns what the books of a device gain. Another process of the same model would teach the
     peak again before the next load is granted, so then it is nothing."""
-    if entry.ticket not in book.entries or book.device not in entry.home:
+    if ticket.id not in book.tickets or book.device not in ticket.home:
         return Bytes(0)
     for other in state.ledger.books.values():
-        if other.copies[entry.model_name] > (entry.ticket in other.entries):
+        if other.copies[ticket.model_name] > (ticket.id in other.tickets):
             return Bytes(0)
-    return Bytes(entry.charge(book.device) - next_grant_bytes(state, entry))
+    return Bytes(ticket.charge(book.device) - next_grant_bytes(state, ticket))

@@ -42,7 +42,7 @@ def enforce(state: CoreState, node: Node) -> None:
 def _bytes_staying(book: DeviceAccount) -> int:
     """Bytes taken by tickets that are not leaving. Host RAM reserved for a draining ticket does not
     count, because that ticket may never sleep in it."""
-    going = sum(e.charge(book.device) for e in book.leaving.values() if is_counted_on(e))
+    going = sum(t.charge(book.device) for t in book.leaving.values() if is_counted_on(t))
     return book.budget_bytes - book.free_bytes - going
 
 
@@ -56,12 +56,12 @@ def _keep_host(state: CoreState, book: DeviceAccount, marks: Watermarks) -> None
         return
     missing = staying - share(book.budget_bytes, marks.low_fraction)
     ranked = list(ranked_victims(state, book))
-    asleep = [(e, option) for e, option in ranked if e.state is State.ASLEEP]
-    newest = max((e for e, _ in asleep), key=lambda e: (e.since, e.ticket), default=None)
-    for entry, option in [*(pair for pair in ranked if pair[0].is_host_copy), *asleep]:
-        if missing > 0 and entry is not newest and may_leave(state, entry):
+    asleep = [(t, option) for t, option in ranked if t.state is State.ASLEEP]
+    newest = max((t for t, _ in asleep), key=lambda t: (t.since, t.id), default=None)
+    for ticket, option in [*(pair for pair in ranked if pair[0].is_host_copy), *asleep]:
+        if missing > 0 and ticket is not newest and may_leave(state, ticket):
             missing -= option.freed_bytes
-            revoke(state, entry, Reason.FIT, None)
+            revoke(state, ticket, Reason.FIT, None)
 
 
 # -- on a device ----------------------------------------------------------------------------------
@@ -74,40 +74,40 @@ def _keep_device(state: CoreState, book: DeviceAccount, marks: Watermarks) -> No
         return
     missing = _bytes_staying(book) - share(book.budget_bytes, marks.low_fraction)
     spare = quotas.ReserveSlack(state, book, asking.client.tenant)
-    for entry, option in list(_evictable(state, book, asking)):
-        if missing > 0 and (worth := spare.take(entry, option.freed_bytes)):
+    for ticket, option in list(_evictable(state, book, asking)):
+        if missing > 0 and (worth := spare.take(ticket, option.freed_bytes)):
             missing -= worth
-            if asking.ticket in state.queue:
-                note_evicted_for(state, asking, entry)
-            revoke(state, entry, Reason.SWAP, asking)
+            if asking.id in state.queue:
+                note_evicted_for(state, asking, ticket)
+            revoke(state, ticket, Reason.SWAP, asking)
 
 
 def _first_asking(state: CoreState, book: DeviceAccount) -> Ticket | None:
     """Returns the first ticket that asks for bytes of a device. Tickets that want to grow are in
     service already, so they come before the queue."""
-    tickets = [*state.growing, *(w.request.ticket for w in state.queue.first(book.node, 1))]
-    entries = (state.ledger.find(ticket) for ticket in tickets)
-    on_node = (e for e in entries if e and e.node == book.node)
-    return next((e for e in on_node if _could_use(state, e, book)), None)
+    asking_ids = [*state.growing, *(w.request.ticket for w in state.queue.first(book.node, 1))]
+    asking = (state.ledger.find(ticket_id) for ticket_id in asking_ids)
+    on_node = (t for t in asking if t and t.node == book.node)
+    return next((t for t in on_node if _could_use(state, t, book)), None)
 
 
-def _could_use(state: CoreState, entry: Ticket, book: DeviceAccount) -> bool:
-    if entry.home:
-        return book.device in entry.home
-    queued = state.queue.find(entry.ticket)
-    return may_exceed(entry) or queued is None or queued.need_bytes <= on_demand_of(book)
+def _could_use(state: CoreState, ticket: Ticket, book: DeviceAccount) -> bool:
+    if ticket.home:
+        return book.device in ticket.home
+    queued = state.queue.find(ticket.id)
+    return may_exceed(ticket) or queued is None or queued.need_bytes <= on_demand_of(book)
 
 
 def _evictable(
     state: CoreState, book: DeviceAccount, asking: Ticket
 ) -> Iterator[tuple[Ticket, PricedVictim]]:
     """Yields victims, cheapest first, none more urgent than the asker."""
-    for entry, option in ranked_victims(state, book):
-        if entry is asking or not may_leave(state, entry):
+    for ticket, option in ranked_victims(state, book):
+        if ticket is asking or not may_leave(state, ticket):
             continue
-        if asking.ticket not in state.queue:
-            is_lawful = effective_priority(state, entry) >= asking.priority
+        if asking.id not in state.queue:
+            is_lawful = effective_priority(state, ticket) >= asking.priority
         else:
-            is_lawful = may_revoke(state, entry, asking, asking.priority)
+            is_lawful = may_revoke(state, ticket, asking, asking.priority)
         if is_lawful:
-            yield entry, option
+            yield ticket, option

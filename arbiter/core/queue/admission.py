@@ -40,11 +40,11 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
     """Answers a request, or queues its ticket. The ticket id is an idempotency key: asking again
     repeats the answer. Raises TicketClosed, to this asker alone, for a ticket that another holder
     has."""
-    if entry := state.ledger.find(event.ticket):
-        if entry.holder != event.holder:
+    if ticket := state.ledger.find(event.ticket):
+        if ticket.holder != event.holder:
             state.stale_count += 1
             raise TicketClosed(event.ticket)
-        _repeat_request(state, entry, event)
+        _repeat_request(state, ticket, event)
         return
     event = freeing.as_attainable(state, event)
     error = state.answers.get(event.ticket) or _why_not(state, event)
@@ -54,18 +54,18 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
         else:
             _refuse(state, event, error)
         return
-    entry = _new_entry(state, state.holders[event.holder], event)
+    ticket = _new_ticket(state, state.holders[event.holder], event)
     if event.lease and event.lease.on_host:
-        copy_grants.grant(state, entry)
+        copy_grants.grant(state, ticket)
         return
-    load = wait_estimate.sure_load_span(state, entry)
+    load = wait_estimate.sure_load_span(state, ticket)
     if event.deadline is not None and load > event.deadline:
-        _refuse(state, event, wait_estimate.too_late(entry, 0.0, load))
+        _refuse(state, event, wait_estimate.too_late(ticket, 0.0, load))
         return
-    entry.note_prefetch(prefetch.takes_free_room(state, entry.model_name))
-    state.ledger.open(entry)
-    state.note_active(entry.capability)
-    _enqueue(state, entry, event)
+    ticket.note_prefetch(prefetch.takes_free_room(state, ticket.model_name))
+    state.ledger.open(ticket)
+    state.note_active(ticket.capability)
+    _enqueue(state, ticket, event)
     if event.attempt > 1:
         retried(state, (event.holder, event.model))
 
@@ -78,92 +78,92 @@ def _refuse(state: CoreState, event: ev.Requested, error: RequestError) -> None:
         state.mark_dirty(*state.queue.nodes)
 
 
-def _repeat_request(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
-    entry.note_prefetch(entry.is_prefetch and entry.model_name in state.registry.optional)
-    if entry.state in (State.LOADING, State.RESIDENT):
-        state.decide(grant_of(entry))
-    elif entry.state in (State.ASLEEP, State.DRAINING):
-        quotas.take_over(state, entry, event.client)
-        if error := _why_no_wake(state, entry, event.deadline):
-            state.answer_error(entry.ticket, error)
-        elif entry.ticket not in state.queue:
-            _enqueue(state, entry, event)
-    elif entry.state is State.RECLAIMING:
-        state.answer_error_finally(entry.ticket, TicketClosed(entry.ticket))
+def _repeat_request(state: CoreState, ticket: Ticket, event: ev.Requested) -> None:
+    ticket.note_prefetch(ticket.is_prefetch and ticket.model_name in state.registry.optional)
+    if ticket.state in (State.LOADING, State.RESIDENT):
+        state.decide(grant_of(ticket))
+    elif ticket.state in (State.ASLEEP, State.DRAINING):
+        quotas.take_over(state, ticket, event.client)
+        if error := _why_no_wake(state, ticket, event.deadline):
+            state.answer_error(ticket.id, error)
+        elif ticket.id not in state.queue:
+            _enqueue(state, ticket, event)
+    elif ticket.state is State.RECLAIMING:
+        state.answer_error_finally(ticket.id, TicketClosed(ticket.id))
     else:
         state.stale_count += 1  # it waits already
-    if entry.ticket in state.queue:
-        _raise_priority(state, entry, event)
+    if ticket.id in state.queue:
+        _raise_priority(state, ticket, event)
 
 
-def _raise_priority(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
-    if event.priority < entry.priority:
-        entry.set_priority(event.priority)
-        state.queue.raise_priority(entry.ticket, event.priority)
+def _raise_priority(state: CoreState, ticket: Ticket, event: ev.Requested) -> None:
+    if event.priority < ticket.priority:
+        ticket.set_priority(event.priority)
+        state.queue.raise_priority(ticket.id, event.priority)
     until = None if event.deadline is None else after(state.now, event.deadline)
-    state.queue.extend_deadline(entry.ticket, until)
-    queued = state.queue.find(entry.ticket)
+    state.queue.extend_deadline(ticket.id, until)
+    queued = state.queue.find(ticket.id)
     assert queued is not None
-    hours.hold(state, entry, queued)
+    hours.hold(state, ticket, queued)
 
 
 def on_raised(state: CoreState, event: ev.PriorityRaised) -> None:
     """Lets a queued ticket ask with a more urgent priority; a less urgent one changes nothing.
     Raises UnknownTicket, TicketNotQueued."""
-    entry, queued = _find_queued(state, event.ticket)
-    if event.priority >= entry.priority:
+    ticket, queued = _find_queued(state, event.ticket)
+    if event.priority >= ticket.priority:
         return
-    entry.set_priority(event.priority)
-    state.queue.raise_priority(entry.ticket, event.priority)
-    hours.hold(state, entry, queued)
-    state.mark_dirty(entry.node)
-    state.log(EventKind.TICKET_RAISED, entry, priority=event.priority.name.lower())
+    ticket.set_priority(event.priority)
+    state.queue.raise_priority(ticket.id, event.priority)
+    hours.hold(state, ticket, queued)
+    state.mark_dirty(ticket.node)
+    state.log(EventKind.TICKET_RAISED, ticket, priority=event.priority.name.lower())
 
 
 def on_cancel_asked(state: CoreState, event: ev.CancelAsked) -> None:
     """Refuses a queued ticket; all requests that wait under it are answered. Raises UnknownTicket,
     TicketNotQueued."""
-    entry, _ = _find_queued(state, event.ticket)
-    note_gave_up(state, entry)
-    reject_queued(state, entry, RequestCancelled(event.ticket))
+    ticket, _ = _find_queued(state, event.ticket)
+    note_gave_up(state, ticket)
+    reject_queued(state, ticket, RequestCancelled(event.ticket))
 
 
-def _find_queued(state: CoreState, ticket: TicketId) -> tuple[Ticket, QueueEntry]:
-    entry, queued = state.ledger.find(ticket), state.queue.find(ticket)
-    if entry is None:
-        raise UnknownTicket(ticket)
+def _find_queued(state: CoreState, ticket_id: TicketId) -> tuple[Ticket, QueueEntry]:
+    ticket, queued = state.ledger.find(ticket_id), state.queue.find(ticket_id)
+    if ticket is None:
+        raise UnknownTicket(ticket_id)
     if queued is None:
-        raise TicketNotQueued(ticket, entry.state.value)
-    return entry, queued
+        raise TicketNotQueued(ticket_id, ticket.state.value)
+    return ticket, queued
 
 
 def reject_removed_models(state: CoreState) -> None:
     """Refuses queued tickets for models that are no longer in the table."""
-    for ticket in state.queue.tickets():
-        entry = state.ledger.find(ticket)
-        assert entry is not None
-        if entry.lease:
+    for ticket_id in state.queue.tickets():
+        ticket = state.ledger.find(ticket_id)
+        assert ticket is not None
+        if ticket.lease:
             continue
         try:
-            state.registry.find(entry.model_name)
+            state.registry.find(ticket.model_name)
         except (UnknownCapability, UnknownModel) as unknown:
-            reject_queued(state, entry, unknown)
+            reject_queued(state, ticket, unknown)
 
 
 def refuse_all(state: CoreState) -> None:
     """Refuses every queued ticket, because the arbiter closes."""
-    for ticket in state.queue.tickets():
-        entry = state.ledger.find(ticket)
-        assert entry is not None
-        reject_queued(state, entry, ArbiterClosing())
+    for ticket_id in state.queue.tickets():
+        ticket = state.ledger.find(ticket_id)
+        assert ticket is not None
+        reject_queued(state, ticket, ArbiterClosing())
 
 
-def _why_no_wake(state: CoreState, entry: Ticket, deadline: Span | None) -> RequestError | None:
+def _why_no_wake(state: CoreState, ticket: Ticket, deadline: Span | None) -> RequestError | None:
     if state.closing_by is not None:
         return ArbiterClosing()
-    if quarantined_bytes := kept_bytes(state, entry.holder):
-        return HolderQuarantined(entry.holder, quarantined_bytes)
-    return floors.refusal(state, entry.model_name, deadline)
+    if quarantined_bytes := kept_bytes(state, ticket.holder):
+        return HolderQuarantined(ticket.holder, quarantined_bytes)
+    return floors.refusal(state, ticket.model_name, deadline)
 
 
 def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
@@ -238,9 +238,9 @@ def _need_on(state: CoreState, holder: Holder, event: ev.Requested) -> types.Nee
     return event.need.on_gpu() if on_gpu else event.need
 
 
-def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
+def _new_ticket(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
     if event.lease:
-        return leases.new_entry(state, holder, event, event.lease)
+        return leases.new_ticket(state, holder, event, event.lease)
     name = event.model_name
     spec = state.registry.find(name)
     role = state.registry.specs[event.capability].role
@@ -269,57 +269,57 @@ def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
     )
 
 
-def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
+def _enqueue(state: CoreState, ticket: Ticket, event: ev.Requested) -> None:
     deadline = None if event.deadline is None else after(state.now, event.deadline)
-    entry.set_priority(types.Priority.BATCH if entry.is_prefetch else event.priority)
-    tenant = entry.client.tenant
-    work_bytes = entry.need.device_bytes / quotas.share_of(state, tenant)
-    if entry.is_prefetch:  # which no client asked for
+    ticket.set_priority(types.Priority.BATCH if ticket.is_prefetch else event.priority)
+    tenant = ticket.client.tenant
+    work_bytes = ticket.need.device_bytes / quotas.share_of(state, tenant)
+    if ticket.is_prefetch:  # which no client asked for
         work_bytes = 0.0
     queued = state.queue.add(
-        entry.ticket,
-        entry.model_name,
-        entry.node,
+        ticket.id,
+        ticket.model_name,
+        ticket.node,
         state.now,
         deadline,
-        entry.priority,
-        holder=entry.holder,
-        is_of_gang=bool(entry.gang),
-        is_first=entry.frees,
-        is_asleep=entry.state is not State.QUEUED,
+        ticket.priority,
+        holder=ticket.holder,
+        is_of_gang=bool(ticket.gang),
+        is_first=ticket.frees,
+        is_asleep=ticket.state is not State.QUEUED,
         quota_group=quotas.quota_group(state, tenant),
         virtual_start_bytes=state.accounts.virtual_start_of(tenant, work_bytes),
         tenant=tenant,
         work_bytes=work_bytes,
     )
-    state.ledger.touch(entry)
-    hours.hold(state, entry, queued)
-    foresee_need(state, entry)
-    state.fresh.append(entry.ticket)
-    if not (entry.is_prefetch or entry.lease):
-        state.usage.note_wanted(entry.model_name, state.now)
-    age(state, entry)
+    state.ledger.touch(ticket)
+    hours.hold(state, ticket, queued)
+    foresee_need(state, ticket)
+    state.fresh.append(ticket.id)
+    if not (ticket.is_prefetch or ticket.lease):
+        state.usage.note_wanted(ticket.model_name, state.now)
+    age(state, ticket)
     if deadline is not None:
-        state.set_timer(entry, deadline)
-    priority = entry.priority.name.lower()
+        state.set_timer(ticket, deadline)
+    priority = ticket.priority.name.lower()
     state.log(
         EventKind.TICKET_QUEUED,
-        entry,
+        ticket,
         position=len(state.queue),
-        attempt=entry.attempt,
+        attempt=ticket.attempt,
         priority=priority,
     )
 
 
-def reject_expired(state: CoreState, entry: Ticket) -> None:
+def reject_expired(state: CoreState, ticket: Ticket) -> None:
     """Runs the time rule of the queue: refuses what was not granted by its deadline."""
-    queued = state.queue.find(entry.ticket)
+    queued = state.queue.find(ticket.id)
     if queued is None or queued.deadline is None:
         return
     if state.now < queued.deadline:
-        state.set_timer(entry, queued.deadline)
+        state.set_timer(ticket, queued.deadline)
         return
-    note_gave_up(state, entry)
+    note_gave_up(state, ticket)
     waited = in_seconds(since(queued.request.asked_at, state.now))
-    again = retry_after_s(state, entry.model_name)
-    reject_queued(state, entry, DeadlineUnmet(entry.ticket, waited, again))
+    again = retry_after_s(state, ticket.model_name)
+    reject_queued(state, ticket, DeadlineUnmet(ticket.id, waited, again))

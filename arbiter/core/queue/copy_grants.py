@@ -13,16 +13,16 @@ from arbiter.errors import HostRamShort
 from arbiter.units import Bytes, host_device
 
 
-def grant(state: CoreState, entry: Ticket) -> None:
+def grant(state: CoreState, ticket: Ticket) -> None:
     """Answers the request for a copy's lease."""
-    book, need = state.ledger.books.get(host_device(entry.node)), entry.need.device_bytes
-    node = state.nodes.get(entry.node)
+    book, need = state.ledger.books.get(host_device(ticket.node)), ticket.need.device_bytes
+    node = state.nodes.get(ticket.node)
     is_readable = book is not None and node is not None and book.device in node.readings
     if book is None or not is_readable or not state.is_settled or book.free_bytes < need:
         free = book.free_bytes if book else Bytes(0)
-        state.answer_error_finally(entry.ticket, HostRamShort(entry.model, need, free))
-        release_copies(state, entry.node, need)
+        state.answer_error_finally(ticket.id, HostRamShort(ticket.model, need, free))
+        release_copies(state, ticket.node, need)
         return
-    state.ledger.open(entry)
-    charge_and_grant(state, entry, {book.device: need})
-    entry.note_use(1, entry.priority, state.now)  # by its agent, which is about to fill it
+    state.ledger.open(ticket)
+    charge_and_grant(state, ticket, {book.device: need})
+    ticket.note_use(1, ticket.priority, state.now)  # by its agent, which is about to fill it

@@ -31,7 +31,7 @@ def as_attainable(state: CoreState, event: ev.Requested) -> ev.Requested:
     node = state.nodes.get(holder.node) if holder else None
     if holder is None or node is None:
         return event
-    asker = leases.new_entry(state, holder, event, event.lease)
+    asker = leases.new_ticket(state, holder, event, event.lease)
     books = readable_devices(state, node)
     by = None if event.deadline is None else after(state.now, event.deadline)
     most = max((_attainable_bytes(state, book, asker, by) for book in books), default=0)
@@ -41,7 +41,7 @@ def as_attainable(state: CoreState, event: ev.Requested) -> ev.Requested:
 
 def rest_bytes(state: CoreState, asker: Ticket, books: Iterable[DeviceAccount]) -> Bytes:
     """Returns how much a queued lease of `arbiter free` can have now."""
-    queued = state.queue.find(asker.ticket)
+    queued = state.queue.find(asker.id)
     by = queued.deadline if queued else None
     rest = max((_attainable_bytes(state, book, asker, by) for book in books), default=0)
     return Bytes(max(0, rest))
@@ -54,10 +54,10 @@ def _attainable_bytes(
     reserved_bytes = quotas.kept(quotas.reserves(state), book, tenant)
     spare = quotas.ReserveSlack(state, book, tenant)
     idle = (
-        spare.take(entry, entry.charge(book.device))
-        for entry in book.entries.values()
-        if find_obstacle(state, entry, asker, Priority.URGENT) is None
-        and not leaves_too_late(state, entry, by)
+        spare.take(ticket, ticket.charge(book.device))
+        for ticket in book.tickets.values()
+        if find_obstacle(state, ticket, asker, Priority.URGENT) is None
+        and not leaves_too_late(state, ticket, by)
     )
     return min(on_demand_of(book), max(0, book.free_bytes - reserved_bytes) + sum(idle))
 
@@ -67,8 +67,8 @@ def staying(state: CoreState, asker: Ticket) -> Iterator[tuple[Ticket, str]]:
     reason."""
     node = state.nodes.get(asker.node)
     books = readable_devices(state, node) if node else ()
-    holding = {ticket: entry for book in books for ticket, entry in book.entries.items()}
-    for entry in holding.values():
-        why = obstacle_text(state, entry, asker, Priority.URGENT)
-        if why is not None and entry is not asker:
-            yield entry, why
+    holding = {ticket_id: ticket for book in books for ticket_id, ticket in book.tickets.items()}
+    for ticket in holding.values():
+        why = obstacle_text(state, ticket, asker, Priority.URGENT)
+        if why is not None and ticket is not asker:
+            yield ticket, why

@@ -24,7 +24,7 @@ EQUAL_WAYS = (2, 4, 8, 16)
 class Part:
     """Puts so many bytes of a ticket on a device."""
 
-    entry: Ticket
+    ticket: Ticket
     device: DeviceId
     size_bytes: Bytes
 
@@ -86,12 +86,12 @@ def _in_proportion(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> S
 # -- where the members of a gang go ---------------------------------------------------------------
 
 
-def members(state: CoreState, entry: Ticket) -> list[Ticket] | None:
+def members(state: CoreState, ticket: Ticket) -> list[Ticket] | None:
     """Returns all members of a gang, which are queued; None while one has not asked yet, or is
     gone."""
-    entries = [state.ledger.find(ticket) for ticket in entry.gang]
-    queued = [e for e in entries if e and e.state is State.QUEUED and e.holder == entry.holder]
-    return queued if len(queued) == len(entry.gang) else None
+    tickets = [state.ledger.find(ticket_id) for ticket_id in ticket.gang]
+    queued = [t for t in tickets if t and t.state is State.QUEUED and t.holder == ticket.holder]
+    return queued if len(queued) == len(ticket.gang) else None
 
 
 def assign(
@@ -101,13 +101,13 @@ def assign(
     empty when a process finds none. `at_most`: what each device could hold."""
     room = dict(at_most)
     parts = []
-    for entry, size in sorted(sizes, key=lambda pair: (-pair[1], pair[0].ticket)):
+    for ticket, size in sorted(sizes, key=lambda pair: (-pair[1], pair[0].id)):
         fit = [b.device for b in books if room[b.device] >= size]
         if not fit:
             return []
         device = min(fit, key=lambda d: (room[d] - size, d))
         room[device] = Bytes(room[device] - size)
-        parts.append(Part(entry, device, size))
+        parts.append(Part(ticket, device, size))
     return parts
 
 

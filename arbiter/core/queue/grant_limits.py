@@ -28,15 +28,15 @@ def asker_priority(state: CoreState, pass_: GrantPass, queued: QueueEntry) -> Pr
     if not queued.is_aged:
         return queued.request.priority
     if pass_.most_urgent is None:
-        entries = state.queue.at(pass_.node.node)
-        pass_.most_urgent = min(e.request.priority for e in entries if not e.is_held)
+        waiting = state.queue.at(pass_.node.node)
+        pass_.most_urgent = min(queued.request.priority for queued in waiting if not queued.is_held)
     return pass_.most_urgent
 
 
 def apply_quota(
     state: CoreState,
     pass_: GrantPass,
-    entry: Ticket,
+    ticket: Ticket,
     limits: Limits,
     priority: Priority,
     together: Iterable[DeviceId] = (),
@@ -45,50 +45,52 @@ def apply_quota(
     and revokes some of the tenant's own for it. A ticket deferred here holds up no other.
     `together`: the devices that it needs all of; without them any one of the node will do.
     No quota binds `arbiter free`, which an operator runs."""
-    tenant = entry.client.tenant
+    tenant = ticket.client.tenant
     need = limits.need_bytes
-    if entry.frees or (tenant not in state.tenants and not pass_.reserves):
+    if ticket.frees or (tenant not in state.tenants and not pass_.reserves):
         return Outcome.NOT_APPLICABLE
     most = sum(limits.most_by_device[d] for d in together) if together else limits.most_bytes
     if never := quotas.never(state, tenant, need, most, pass_.node):
-        reject_queued(state, entry, never)
+        reject_queued(state, ticket, never)
         return Outcome.REJECTED
     if not quotas.over_limit(state, tenant, need):
         return Outcome.NOT_APPLICABLE
     pass_.has_waiting = True
     if short := quotas.over_limit_after_drain(state, tenant, need):
-        evict_own(state, entry, short, priority)
+        evict_own(state, ticket, short, priority)
     state.timers.set(("queue", pass_.node.node), after(state.now, Span(SECOND)))
     return Outcome.DEFERRED
 
 
 def apply_exclusion(
-    state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry, priority: Priority
+    state: CoreState, pass_: GrantPass, ticket: Ticket, queued: QueueEntry, priority: Priority
 ) -> Outcome:
     """Keeps a ticket to its exclusion group (`swap_within_role`). A ticket deferred here lacks no
     bytes, so it holds up no ticket of another role. Once aged it holds up those of its own: another
     replica of the model that is to leave would keep the place."""
-    if entry.role in pass_.reserved_roles:
+    if ticket.role in pass_.reserved_roles:
         return pass_.defer(queued, ())
-    outcome = swap_within_role(state, entry, priority)
+    outcome = swap_within_role(state, ticket, priority)
     if outcome is not Outcome.DEFERRED:
         return outcome
     if queued.is_aged:
-        pass_.reserved_roles.add(entry.role)
+        pass_.reserved_roles.add(ticket.role)
     return pass_.defer(queued, ())
 
 
-def swap_within_role(state: CoreState, entry: Ticket, priority: Priority) -> Outcome:
+def swap_within_role(state: CoreState, ticket: Ticket, priority: Priority) -> Outcome:
     """Defers a ticket while another model of its role is awake on its node, and revokes that model
     if it lawfully may leave. Rejects the ticket where that model is pinned."""
-    others = excluded_by(state, entry.node, entry.role, entry.model_name)
-    stays = next((e for e in others if e.pinned and e.state is not State.DRAINING), None)
+    others = excluded_by(state, ticket.node, ticket.role, ticket.model_name)
+    stays = next((t for t in others if t.pinned and t.state is not State.DRAINING), None)
     if stays is not None:
-        reject_queued(state, entry, RolePinned(entry.model, entry.role, entry.node, stays.model))
+        reject_queued(
+            state, ticket, RolePinned(ticket.model, ticket.role, ticket.node, stays.model)
+        )
         return Outcome.REJECTED
-    residents = [e for e in others if e.state is State.RESIDENT]
-    if residents and all(may_revoke(state, e, entry, priority) for e in residents):
+    residents = [t for t in others if t.state is State.RESIDENT]
+    if residents and all(may_revoke(state, t, ticket, priority) for t in residents):
         for victim in residents:
-            note_evicted_for(state, entry, victim)
-            revoke(state, victim, Reason.SWAP, entry)
+            note_evicted_for(state, ticket, victim)
+            revoke(state, victim, Reason.SWAP, ticket)
     return Outcome.DEFERRED if others else Outcome.NOT_APPLICABLE

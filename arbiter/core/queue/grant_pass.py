@@ -52,7 +52,7 @@ def _run_node(state: CoreState, node: Node) -> PassEnd:
     for queued in state.queue.walk(node.node):
         pass_.memo.walk_past(queued)
         if not (queued.is_held or pass_.memo.can_skip(queued, state.estimates.version)):
-            _try_entry(state, pass_, queued)
+            _try_queued(state, pass_, queued)
         if pass_.order_changed:
             return PassEnd.ORDER_CHANGED
         if pass_.memo.can_stop(state, queued):
@@ -79,32 +79,32 @@ def _new_pass(state: CoreState, node: Node) -> GrantPass:
     )
 
 
-def _try_entry(state: CoreState, pass_: GrantPass, queued: QueueEntry) -> None:
+def _try_queued(state: CoreState, pass_: GrantPass, queued: QueueEntry) -> None:
     """Does what can be done for a queued ticket now. A DRAINING ticket is passed over: its drain
     ends asleep (then `wake`) or resident (then `return_to_service`)."""
-    entry = state.ledger.find(queued.request.ticket)
-    if entry is None or entry.ticket not in state.queue:
+    ticket = state.ledger.find(queued.request.ticket)
+    if ticket is None or ticket.id not in state.queue:
         return  # rejected or granted with its gang
-    if state.is_silent(entry.holder):  # it keeps its place; a grant would only lie there
+    if state.is_silent(ticket.holder):  # it keeps its place; a grant would only lie there
         return
-    match entry.state:
+    match ticket.state:
         case State.QUEUED:
-            _try_load(state, pass_, entry, queued)
+            _try_load(state, pass_, ticket, queued)
         case State.ASLEEP:
-            wake(state, pass_, entry, queued)
+            wake(state, pass_, ticket, queued)
         case State.RESIDENT:
-            return_to_service(state, entry)
+            return_to_service(state, ticket)
 
 
-def _try_load(state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry) -> None:
-    if pass_.node.has_lost_gpus and not entry.is_prefetch:
-        reject_queued(state, entry, GpusLost(entry.node))
+def _try_load(state: CoreState, pass_: GrantPass, ticket: Ticket, queued: QueueEntry) -> None:
+    if pass_.node.has_lost_gpus and not ticket.is_prefetch:
+        reject_queued(state, ticket, GpusLost(ticket.node))
     elif pass_.books and pass_.reserved_devices.issuperset(pass_.books):
         pass_.defer(queued, ())
-    elif entry.gang:
-        place_gang(state, pass_, entry, queued)
+    elif ticket.gang:
+        place_gang(state, pass_, ticket, queued)
     else:
-        place(state, pass_, entry, queued)
+        place(state, pass_, ticket, queued)
 
 
 # -- later ----------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def _set_next_pass(state: CoreState, pass_: GrantPass) -> None:
     subject = ("queue", pass_.node.node)
     soonest = state.timers.at(subject)
     for book in pass_.books.values():
-        if len(book.entries) > SCANNED_COUNT:
+        if len(book.tickets) > SCANNED_COUNT:
             soonest = min(soonest, after(state.now, Span(SECOND)))
         else:
             soonest = min(soonest, _stays_end(state, book, soonest))
@@ -134,12 +134,12 @@ def _stays_end(state: CoreState, book: DeviceAccount, soonest: Instant) -> Insta
     may before that."""
     now = state.now
     least = state.settings.min_residency
-    for entry in book.entries.values():
-        load = entry.load if entry.state is State.RESIDENT else None
+    for ticket in book.tickets.values():
+        load = ticket.load if ticket.state is State.RESIDENT else None
         is_sooner = load and after(load.resident_since, least) < soonest
-        stays_until = min_residency_ends(state, entry) if is_sooner else now
-        fades_at = priority_fades_at(state, entry) or now
-        for at in (entry.declined_until, fades_at, stays_until):
+        stays_until = min_residency_ends(state, ticket) if is_sooner else now
+        fades_at = priority_fades_at(state, ticket) or now
+        for at in (ticket.declined_until, fades_at, stays_until):
             if now < at < soonest:
                 soonest = at
     return soonest
@@ -147,10 +147,10 @@ def _stays_end(state: CoreState, book: DeviceAccount, soonest: Instant) -> Insta
 
 def _residents(pass_: GrantPass) -> list[Ticket]:
     return [
-        entry
+        ticket
         for book in pass_.books.values()
-        for entry in islice(book.entries.values(), SCANNED_COUNT)
-        if entry.state is State.RESIDENT
+        for ticket in islice(book.tickets.values(), SCANNED_COUNT)
+        if ticket.state is State.RESIDENT
     ]
 
 
@@ -158,9 +158,9 @@ def _pauses_end(state: CoreState, residents: list[Ticket], soonest: Instant) -> 
     """Returns when the first model may have no requests any more (C13); `soonest` where that is not
     before."""
     least = state.settings.collate_pause
-    for entry in residents:
-        if not entry.inflight and after(entry.last_used, least) < soonest:
-            at = pause_ends(state, entry)
+    for ticket in residents:
+        if not ticket.inflight and after(ticket.last_used, least) < soonest:
+            at = pause_ends(state, ticket)
             if state.now < at < soonest:
                 soonest = at
     return soonest
@@ -174,7 +174,7 @@ def _collations_end(
     now = state.now
     most = state.settings.collate_most
     have_given_up = state.trades.have_given_up
-    models = {entry.model_name for entry in residents}
+    models = {ticket.model_name for ticket in residents}
     for queued in state.queue.first(node, SCANNED_COUNT):
         asked_at = queued.request.asked_at
         if have_given_up:
@@ -185,7 +185,7 @@ def _collations_end(
         askers = state.trades.askers_among(queued.model, models, now)
         asker = state.ledger.find(queued.request.ticket) if askers else None
         if asker is not None:
-            traded = {entry.capability for entry in residents if entry.model_name in askers}
+            traded = {ticket.capability for ticket in residents if ticket.model_name in askers}
             bounds = [trade_bound(state, capability, asker) for capability in traded]
             soonest = min((at for at in bounds if now < at < soonest), default=soonest)
     return soonest

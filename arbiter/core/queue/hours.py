@@ -31,13 +31,13 @@ def on_read(state: CoreState, event: ev.HoursRead) -> None:
 def follow(state: CoreState) -> None:
     """Has all that depends on hours agree with them: pins, what leaves, and what is queued."""
     if state.registry.hours:
-        for entry in state.ledger.entries():
-            if not entry.lease and entry.model_name in state.registry.hours:
-                state.ledger.pin(entry, state.is_pinned(entry.model_name))
-                state.set_timer(entry, state.now)
+        for ticket in state.ledger.tickets():
+            if not ticket.lease and ticket.model_name in state.registry.hours:
+                state.ledger.pin(ticket, state.is_pinned(ticket.model_name))
+                state.set_timer(ticket, state.now)
         cap_pins(state, *state.nodes)
-    for ticket in state.queue.tickets():
-        waiter, queued = state.ledger.find(ticket), state.queue.find(ticket)
+    for ticket_id in state.queue.tickets():
+        waiter, queued = state.ledger.find(ticket_id), state.queue.find(ticket_id)
         if waiter is not None and queued is not None:
             _follow_queued(state, waiter, queued)
     state.mark_dirty(*state.nodes)
@@ -55,33 +55,33 @@ def closed(state: CoreState) -> set[ModelName]:
     return {name for name in state.registry.hours if state.opens_at(name) is not None}
 
 
-def _follow_queued(state: CoreState, entry: Ticket, queued: QueueEntry) -> None:
+def _follow_queued(state: CoreState, ticket: Ticket, queued: QueueEntry) -> None:
     remaining = None if queued.deadline is None else since(state.now, queued.deadline)
-    error = None if entry.lease else floors.outside_hours(state, entry.model_name, remaining)
+    error = None if ticket.lease else floors.outside_hours(state, ticket.model_name, remaining)
     if error is not None:
-        reject_queued(state, entry, error)
+        reject_queued(state, ticket, error)
     else:
-        hold(state, entry, queued)
+        hold(state, ticket, queued)
 
 
 # -- one ticket -----------------------------------------------------------------------------------
 
 
-def hold(state: CoreState, entry: Ticket, queued: QueueEntry) -> None:
+def hold(state: CoreState, ticket: Ticket, queued: QueueEntry) -> None:
     """Holds a queued ticket outside its hours, or lets it go."""
-    is_held = held_until(state, entry, queued) is not None
+    is_held = held_until(state, ticket, queued) is not None
     if queued.is_held and not is_held:
-        state.set_timer(entry, state.now)  # it ages from now on
-        state.mark_dirty(entry.node)
+        state.set_timer(ticket, state.now)  # it ages from now on
+        state.mark_dirty(ticket.node)
     state.queue.hold(queued, is_held=is_held, now=state.now)
 
 
-def held_until(state: CoreState, entry: Ticket, queued: QueueEntry) -> Instant | None:
+def held_until(state: CoreState, ticket: Ticket, queued: QueueEntry) -> Instant | None:
     """Returns when a queued ticket may go by its hours; None when it may now. A lease knows its own
     hour, and a prefetch is of the lowest priority but no batch work."""
-    if entry.lease:
+    if ticket.lease:
         return None
-    opens = [state.opens_at(entry.model_name)]
-    if queued.request.priority is Priority.BATCH and not entry.is_prefetch:
-        opens.append(state.hours_readings.opens_at(state.batch_hours_of(entry.model_name)))
+    opens = [state.opens_at(ticket.model_name)]
+    if queued.request.priority is Priority.BATCH and not ticket.is_prefetch:
+        opens.append(state.hours_readings.opens_at(state.batch_hours_of(ticket.model_name)))
     return max((at for at in opens if at is not None), default=None)

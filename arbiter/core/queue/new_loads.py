@@ -36,56 +36,56 @@ from arbiter.errors import TicketClosed
 from arbiter.units import Bytes, DeviceId
 
 
-def place(state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry) -> Outcome:
+def place(state: CoreState, pass_: GrantPass, ticket: Ticket, queued: QueueEntry) -> Outcome:
     """Grants a new load, or asks for the room it lacks."""
-    if entry.is_prefetch:
-        return _place_prefetch(state, pass_, entry, queued)
-    need = need_of(state, entry, queued, pass_.most_bytes)
+    if ticket.is_prefetch:
+        return _place_prefetch(state, pass_, ticket, queued)
+    need = need_of(state, ticket, queued, pass_.most_bytes)
     if need > pass_.open_bytes:
-        limits = pass_.limits(state, entry, need)
-        outcome = _place_beyond_one_device(state, pass_, entry, queued, limits)
+        limits = pass_.limits(state, ticket, need)
+        outcome = _place_beyond_one_device(state, pass_, ticket, queued, limits)
         if outcome is not Outcome.NOT_APPLICABLE:
             return outcome
-    if not queued.is_aged and pass_.memo.covers(need, entry.priority, queued.quota_group):
+    if not queued.is_aged and pass_.memo.covers(need, ticket.priority, queued.quota_group):
         return pass_.defer(queued, ())
     priority = asker_priority(state, pass_, queued)
-    limits = pass_.limits(state, entry, need)
-    outcome = apply_quota(state, pass_, entry, limits, priority)
+    limits = pass_.limits(state, ticket, need)
+    outcome = apply_quota(state, pass_, ticket, limits, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
-    outcome = apply_exclusion(state, pass_, entry, queued, priority)
+    outcome = apply_exclusion(state, pass_, ticket, queued, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
-    books = [b for b in pass_.books.values() if entry.frees or limits.may_ever_fit(b.device)]
-    devices = placement.devices_for(state, books, entry, need)
-    return _place_on_one(state, pass_, entry, queued, limits, devices)
+    books = [b for b in pass_.books.values() if ticket.frees or limits.may_ever_fit(b.device)]
+    devices = placement.devices_for(state, books, ticket, need)
+    return _place_on_one(state, pass_, ticket, queued, limits, devices)
 
 
 def _place_prefetch(
-    state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry
+    state: CoreState, pass_: GrantPass, ticket: Ticket, queued: QueueEntry
 ) -> Outcome:
     """Grants a prefetch into room that is free, or rejects it (C11): nothing leaves for it, and it
     never waits. A request for its model asks under a ticket of its own."""
-    need = need_of(state, entry, queued, pass_.most_bytes)
-    limits = pass_.limits(state, entry, need)
-    devices = placement.devices_for(state, pass_.books.values(), entry, need)
+    need = need_of(state, ticket, queued, pass_.most_bytes)
+    limits = pass_.limits(state, ticket, need)
+    devices = placement.devices_for(state, pass_.books.values(), ticket, need)
     usable = [device for device in devices if device not in pass_.reserved_devices]
     device = next((d for d in usable if limits.fits(d, need)), None)
     is_lawful = not (
-        quotas.over_limit(state, entry.client.tenant, need)
-        or excluded_by(state, entry.node, entry.role, entry.model_name)
+        quotas.over_limit(state, ticket.client.tenant, need)
+        or excluded_by(state, ticket.node, ticket.role, ticket.model_name)
     )
     if device and is_lawful:
-        return grant(state, pass_, entry, queued, {device: need})
-    prefetch.forget(state, entry.model_name)
-    reject_queued(state, entry, TicketClosed(entry.ticket))
+        return grant(state, pass_, ticket, queued, {device: need})
+    prefetch.forget(state, ticket.model_name)
+    reject_queued(state, ticket, TicketClosed(ticket.id))
     return Outcome.REJECTED
 
 
 def _place_on_one(
     state: CoreState,
     pass_: GrantPass,
-    entry: Ticket,
+    ticket: Ticket,
     queued: QueueEntry,
     limits: Limits,
     devices: list[DeviceId],
@@ -97,24 +97,24 @@ def _place_on_one(
     priority = asker_priority(state, pass_, queued)
     usable = [d for d in devices if d not in pass_.reserved_devices]
     if device := next((d for d in usable if limits.fits(d, need)), None):
-        return grant(state, pass_, entry, queued, {device: need})
+        return grant(state, pass_, ticket, queued, {device: need})
     promised = next((d for d in usable if limits.missing(d) <= 0), None)
-    promised = promised or _make_room_on_first(state, entry, usable, limits, priority)
+    promised = promised or _make_room_on_first(state, ticket, usable, limits, priority)
     if promised:
-        pass_.promised[promised][entry.client.tenant] += need
-    elif entry.frees:
-        return _take_rest(state, pass_, entry, queued, devices)
-    elif usable == devices and not _is_closed_to_it_only(state, pass_, entry, priority):
-        pass_.memo.note(need, entry.priority, queued.quota_group)
+        pass_.promised[promised][ticket.client.tenant] += need
+    elif ticket.frees:
+        return _take_rest(state, pass_, ticket, queued, devices)
+    elif usable == devices and not _is_closed_to_it_only(state, pass_, ticket, priority):
+        pass_.memo.note(need, ticket.priority, queued.quota_group)
     return pass_.defer(queued, devices)
 
 
 def _make_room_on_first(
-    state: CoreState, entry: Ticket, devices: list[DeviceId], limits: Limits, priority: Priority
+    state: CoreState, ticket: Ticket, devices: list[DeviceId], limits: Limits, priority: Priority
 ) -> DeviceId | None:
     """Revokes victims that suffice on the first of `devices` that has them, and returns it."""
     for device in devices:
-        if compact_or_evict(state, entry, device, limits.missing(device), priority):
+        if compact_or_evict(state, ticket, device, limits.missing(device), priority):
             return device
     return None
 
@@ -122,7 +122,7 @@ def _make_room_on_first(
 def _take_rest(
     state: CoreState,
     pass_: GrantPass,
-    entry: Ticket,
+    ticket: Ticket,
     queued: QueueEntry,
     devices: list[DeviceId],
 ) -> Outcome:
@@ -130,40 +130,40 @@ def _take_rest(
     have been in use after all."""
     if any(book.leaving for book in pass_.books.values()):
         return pass_.defer(queued, devices)
-    rest = freeing.rest_bytes(state, entry, pass_.books.values())
+    rest = freeing.rest_bytes(state, ticket, pass_.books.values())
     if rest >= queued.need_bytes:
         return pass_.defer(queued, devices)
     if not rest:
-        reject_queued(state, entry, leases.nothing_to_free())
+        reject_queued(state, ticket, leases.nothing_to_free())
         return Outcome.REJECTED
-    entry.need_less(rest)
-    state.queue.stats(entry.node).know(queued, rest, queued.version)
-    return place(state, pass_, entry, queued)
+    ticket.need_less(rest)
+    state.queue.stats(ticket.node).know(queued, rest, queued.version)
+    return place(state, pass_, ticket, queued)
 
 
 def _is_closed_to_it_only(
-    state: CoreState, pass_: GrantPass, entry: Ticket, priority: Priority
+    state: CoreState, pass_: GrantPass, ticket: Ticket, priority: Priority
 ) -> bool:
     """Says whether pressure keeps it from a device that others may use, or what leaves for others
     stays for it: that it found no room proves nothing of these."""
     return any(
-        pressure.is_closed_to(state, entry, device)
-        or _may_be_collated(state, entry, book, priority)
+        pressure.is_closed_to(state, ticket, device)
+        or _may_be_collated(state, ticket, book, priority)
         for device, book in pass_.books.items()
     )
 
 
 def _may_be_collated(
-    state: CoreState, entry: Ticket, book: DeviceAccount, priority: Priority
+    state: CoreState, ticket: Ticket, book: DeviceAccount, priority: Priority
 ) -> bool:
     """Says whether a model of a device may stay for this asker alone, because both trade places.
     Where all that is there is more urgent, it stays for every asker that is no more urgent."""
-    askers = state.trades.askers_among(entry.model_name, book.copies.keys(), state.now)
+    askers = state.trades.askers_among(ticket.model_name, book.copies.keys(), state.now)
     return bool(askers) and any(True for _ in victims_no_more_urgent(state, book, priority))
 
 
 def _place_beyond_one_device(
-    state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry, limits: Limits
+    state: CoreState, pass_: GrantPass, ticket: Ticket, queued: QueueEntry, limits: Limits
 ) -> Outcome:
     """Deals with a ticket that is larger than anything waiting can bring on one device (B6),
     perhaps for what other tenants have reserved (C10): over several devices, oversize, or never."""
@@ -172,50 +172,50 @@ def _place_beyond_one_device(
     if need <= limits.most_bytes:
         return Outcome.NOT_APPLICABLE  # no device is known yet, or the reserve is its own
     books = compute_books(state, pass_.node)
-    room = pass_.open_to(state, entry)
-    several = gangs.split(room, need, entry.split, most)
-    if several := several or gangs.split(books, need, entry.split, most):
-        parts = [gangs.Part(entry, device, size) for device, size in several.items()]
+    room = pass_.open_to(state, ticket)
+    several = gangs.split(room, need, ticket.split, most)
+    if several := several or gangs.split(books, need, ticket.split, most):
+        parts = [gangs.Part(ticket, device, size) for device, size in several.items()]
         return place_parts(state, pass_, queued, parts)
     if need <= pass_.most_bytes:  # the quota says what the other tenants leave
         return pass_.defer(queued, ()) if pass_.node.may_gain_devices else Outcome.NOT_APPLICABLE
-    if entry.allow_oversize:
-        return _place_oversize(state, pass_, entry, queued, limits, room)
+    if ticket.allow_oversize:
+        return _place_oversize(state, pass_, ticket, queued, limits, room)
     if pass_.node.may_gain_devices:
         return pass_.defer(queued, ())
-    if entry.pinned:
+    if ticket.pinned:
         flag_pinned_on(state, max(books, key=on_demand_of), need)
-    whole = gangs.most_bytes(entry.split, {b.device: on_demand_of(b) for b in books})
-    reject_queued(state, entry, never_fits(pass_.node, entry, need, whole))
+    whole = gangs.most_bytes(ticket.split, {b.device: on_demand_of(b) for b in books})
+    reject_queued(state, ticket, never_fits(pass_.node, ticket, need, whole))
     return Outcome.REJECTED
 
 
 def _place_oversize(
     state: CoreState,
     pass_: GrantPass,
-    entry: Ticket,
+    ticket: Ticket,
     queued: QueueEntry,
     limits: Limits,
     room: list[DeviceAccount],
 ) -> Outcome:
     """Grants all that a device can lend once everything idle has left it."""
     need = limits.need_bytes
-    if never := quotas.never(state, entry.client.tenant, need, limits.most_bytes, pass_.node):
-        reject_queued(state, entry, never)
+    if never := quotas.never(state, ticket.client.tenant, need, limits.most_bytes, pass_.node):
+        reject_queued(state, ticket, never)
         return Outcome.REJECTED
     priority = asker_priority(state, pass_, queued)
-    outcome = apply_exclusion(state, pass_, entry, queued, priority)
+    outcome = apply_exclusion(state, pass_, ticket, queued, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     pass_.defer(queued, [book.device for book in room])
-    home = oversize.evict_all_idle(state, room, entry)
+    home = oversize.evict_all_idle(state, room, ticket)
     if home is None:
         pass_.reserved_devices.update(book.device for book in room)
         return Outcome.DEFERRED
-    limits = pass_.limits(state, entry, Bytes(sum(home.values())))
-    outcome = apply_quota(state, pass_, entry, limits, priority)
+    limits = pass_.limits(state, ticket, Bytes(sum(home.values())))
+    outcome = apply_quota(state, pass_, ticket, limits, priority)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
-    grant(state, pass_, entry, queued, home)
-    state.log(EventKind.OVERSIZE, entry, size=need, granted_bytes=entry.home_bytes)
+    grant(state, pass_, ticket, queued, home)
+    state.log(EventKind.OVERSIZE, ticket, size=need, granted_bytes=ticket.home_bytes)
     return Outcome.GRANTED

@@ -72,21 +72,21 @@ class GrantPass:
     has_waiting: bool = False  # a ticket is left in the queue
     order_changed: bool = False  # a ticket has aged by a grant
 
-    def room(self, device: DeviceId, entry: Ticket) -> int:
+    def room(self, device: DeviceId, ticket: Ticket) -> int:
         """Returns what is free there or on its way back, promised to no ticket and reserved for no
         other tenant."""
         book, promised = self.books[device], self.promised[device]
-        tenant = entry.client.tenant
+        tenant = ticket.client.tenant
         reserved_bytes = quotas.kept(self.reserves, book, tenant, promised, has_left=True)
         return book.free_bytes + returning_bytes(book) - promised.total() - reserved_bytes
 
-    def limits(self, state: CoreState, entry: Ticket, need: Bytes) -> Limits:
+    def limits(self, state: CoreState, ticket: Ticket, need: Bytes) -> Limits:
         """Returns what this ticket may have as things are; stale once something was revoked."""
-        tenant = entry.client.tenant
+        tenant = ticket.client.tenant
         free = {}
         room = {}
         for device, book in self.books.items():
-            room[device] = self.room(device, entry)
+            room[device] = self.room(device, ticket)
             reserved_bytes = quotas.kept(self.reserves, book, tenant)
             free[device] = min(book.free_bytes - reserved_bytes, room[device])
         most: Sizes = {}
@@ -98,13 +98,13 @@ class GrantPass:
         """Returns what waiting can ever bring this tenant on each device that computes."""
         return quotas.at_most(state, tenant, compute_books(state, self.node))
 
-    def open_to(self, state: CoreState, entry: Ticket) -> list[DeviceAccount]:
+    def open_to(self, state: CoreState, ticket: Ticket) -> list[DeviceAccount]:
         """Returns where a load of it may begin, once there is room."""
         return [
             book
             for device, book in self.books.items()
             if device not in self.reserved_devices
-            and not pressure.is_closed_to(state, entry, device)
+            and not pressure.is_closed_to(state, ticket, device)
         ]
 
     def defer(self, queued: QueueEntry, devices: Iterable[DeviceId]) -> Outcome:
@@ -139,10 +139,10 @@ def count_bypasses(state: CoreState, pass_: GrantPass, sequence: int, home: Size
 
 def _could_use(state: CoreState, queued: QueueEntry, home: Sizes, most: Bytes) -> bool:
     """Says whether an asleep ticket, or a member of a gang, could have used these bytes."""
-    entry = state.ledger.find(queued.request.ticket)
-    assert entry is not None
-    if entry.state is State.ASLEEP:
-        return bool(entry.home.keys() & home.keys())
-    if entry.state is not State.QUEUED or gangs.members(state, entry) is None:
+    ticket = state.ledger.find(queued.request.ticket)
+    assert ticket is not None
+    if ticket.state is State.ASLEEP:
+        return bool(ticket.home.keys() & home.keys())
+    if ticket.state is not State.QUEUED or gangs.members(state, ticket) is None:
         return False  # it has bytes of its own to come, or does not compete
     return queued.need_bytes <= most

@@ -12,25 +12,25 @@ from arbiter.units import Bytes, DeviceId
 
 
 def devices_for(
-    state: CoreState, books: Iterable[DeviceAccount], entry: Ticket, need: Bytes
+    state: CoreState, books: Iterable[DeviceAccount], ticket: Ticket, need: Bytes
 ) -> list[DeviceId]:
     """Returns the devices that could ever hold a ticket and let loads begin, best first by the
     policy."""
     able = [
         book
         for book in books
-        if need <= on_demand_of(book) and not pressure.is_closed_to(state, entry, book.device)
+        if need <= on_demand_of(book) and not pressure.is_closed_to(state, ticket, book.device)
     ]
     if len(able) < 2:  # nothing to order, as on most nodes
         return [book.device for book in able]
-    last = state.last_home.get((entry.node, entry.model_name))
+    last = state.last_home.get((ticket.node, ticket.model_name))
     options = [
         PlacementOption(
             b.device,
             need,
             b.free_bytes,
-            copies_count=b.copies[entry.model_name],
-            tickets_count=len(b.entries),
+            copies_count=b.copies[ticket.model_name],
+            tickets_count=len(b.tickets),
             was_home=b.device == last,
         )
         for b in able
@@ -43,11 +43,11 @@ def most_on_demand(books: Iterable[DeviceAccount]) -> Bytes:
     return max((on_demand_of(book) for book in books), default=Bytes(0))
 
 
-def estimated_bytes(state: CoreState, entry: Ticket, most: Bytes) -> Bytes:
+def estimated_bytes(state: CoreState, ticket: Ticket, most: Bytes) -> Bytes:
     """Returns what a ticket will be granted. What was learned, of a failure for memory or of a peak
     with its headroom, never exceeds `most`, of `most_on_demand`: there is nothing beyond it to try,
     and the model has run there before."""
-    estimate = state.estimates.size(entry.model_key, entry.need, entry.need_is_explicit)
-    if estimate.source in ("corrected", "learned") and most >= entry.need.device_bytes:
+    estimate = state.estimates.size(ticket.model_key, ticket.need, ticket.need_is_explicit)
+    if estimate.source in ("corrected", "learned") and most >= ticket.need.device_bytes:
         return min(estimate.device_bytes, most)
     return estimate.device_bytes

@@ -72,30 +72,32 @@ class PlacementMemo:
         return stats.needs_at_least(need, state.estimates.version)
 
 
-def need_of(state: CoreState, entry: Ticket, queued: QueueEntry, most: Bytes) -> Bytes:
+def need_of(state: CoreState, ticket: Ticket, queued: QueueEntry, most: Bytes) -> Bytes:
     """Returns what a queued ticket will be granted; the estimates are asked anew only when they
     have changed. `most`: see placement.estimated_bytes."""
     version = state.estimates.version
     if queued.version != version:
-        need = placement.estimated_bytes(state, entry, most)
-        if oversize.may_exceed_budget(entry):
+        need = placement.estimated_bytes(state, ticket, most)
+        if oversize.may_exceed_budget(ticket):
             queued.note_need(need, queued.version)  # known, but proves nothing of others
         else:
-            state.queue.stats(entry.node).know(queued, need, version)
+            state.queue.stats(ticket.node).know(queued, need, version)
     return queued.need_bytes
 
 
-def foresee_need(state: CoreState, entry: Ticket) -> None:
+def foresee_need(state: CoreState, ticket: Ticket) -> None:
     """Notes a ticket's need as it joins, so that no pass has to walk to it to learn it. A ticket
     of which more must be known than its need is left to its turn."""
-    queued = state.queue.find(entry.ticket)
-    node = state.nodes.get(entry.node)
-    is_special = entry.gang or entry.is_prefetch or entry.role in state.settings.one_resident_roles
-    is_special = is_special or oversize.may_exceed_budget(entry)
-    if queued is None or node is None or is_special or entry.state is not State.QUEUED:
+    queued = state.queue.find(ticket.id)
+    node = state.nodes.get(ticket.node)
+    is_special = (
+        ticket.gang or ticket.is_prefetch or ticket.role in state.settings.one_resident_roles
+    )
+    is_special = is_special or oversize.may_exceed_budget(ticket)
+    if queued is None or node is None or is_special or ticket.state is not State.QUEUED:
         return
     books = compute_books(state, node)
     most = placement.most_on_demand(books)
-    need = placement.estimated_bytes(state, entry, most)
+    need = placement.estimated_bytes(state, ticket, most)
     if books and need <= most:
-        state.queue.stats(entry.node).know(queued, need, state.estimates.version)
+        state.queue.stats(ticket.node).know(queued, need, state.estimates.version)

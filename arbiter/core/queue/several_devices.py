@@ -23,35 +23,35 @@ from arbiter.errors import GpusLost, NeverFits, QuotaExceeded, TicketClosed
 from arbiter.units import Bytes
 
 
-def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, queued: QueueEntry) -> Outcome:
+def place_gang(state: CoreState, pass_: GrantPass, ticket: Ticket, queued: QueueEntry) -> Outcome:
     """Places all members of a gang when the first of them comes up in the queue (A13)."""
-    if gone := [t for t in entry.gang if t in state.answers]:
-        reject_queued(state, entry, TicketClosed(gone[0]))
+    if gone := [t for t in ticket.gang if t in state.answers]:
+        reject_queued(state, ticket, TicketClosed(gone[0]))
         return Outcome.REJECTED
-    members = gangs.members(state, entry)
+    members = gangs.members(state, ticket)
     if members is None and queued.is_aged:  # the other has not asked in all that time
-        reject_queued(state, entry, TicketClosed(entry.ticket))
+        reject_queued(state, ticket, TicketClosed(ticket.id))
         return Outcome.REJECTED
-    if members is None or any(state.queue.is_ahead(e.ticket, entry.ticket) for e in members):
+    if members is None or any(state.queue.is_ahead(m.id, ticket.id) for m in members):
         return Outcome.NOT_APPLICABLE
     books = compute_books(state, pass_.node)
-    sizes = [(e, placement.estimated_bytes(state, e, pass_.most_bytes)) for e in members]
-    most = pass_.most_for(state, entry.client.tenant)
-    if any(_is_held(state, e) for e in members):
+    sizes = [(m, placement.estimated_bytes(state, m, pass_.most_bytes)) for m in members]
+    most = pass_.most_for(state, ticket.client.tenant)
+    if any(_is_held(state, m) for m in members):
         return pass_.defer(queued, ())
     at_best = gangs.assign(sizes, books, most)
     if not at_best and pass_.node.may_gain_devices:
         return pass_.defer(queued, ())
     if not at_best:
-        return _reject_gang(state, pass_, entry.client.tenant, books, sizes, most)
-    room = pass_.open_to(state, entry)
-    free = {b.device: Bytes(min(b.free_bytes, pass_.room(b.device, entry))) for b in room}
+        return _reject_gang(state, pass_, ticket.client.tenant, books, sizes, most)
+    room = pass_.open_to(state, ticket)
+    free = {b.device: Bytes(min(b.free_bytes, pass_.room(b.device, ticket))) for b in room}
     now = gangs.assign(sizes, room, free) or gangs.assign(sizes, room, most)
     return place_parts(state, pass_, queued, now or at_best)
 
 
-def _is_held(state: CoreState, entry: Ticket) -> bool:
-    queued = state.queue.find(entry.ticket)
+def _is_held(state: CoreState, ticket: Ticket) -> bool:
+    queued = state.queue.find(ticket.id)
     return queued is not None and queued.is_held
 
 
@@ -81,49 +81,49 @@ def place_parts(
     """Grants all parts in this step, or none: no victim leaves for a part while another part finds
     no room."""
     needs = gangs.totals(parts)
-    first = parts[0].entry
+    first = parts[0].ticket
     priority = asker_priority(state, pass_, queued)
     limits = pass_.limits(state, first, Bytes(sum(needs.values())))
     outcome = apply_quota(state, pass_, first, limits, priority, needs)
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
-    is_shut = any(pressure.is_closed_to(state, p.entry, p.device) for p in parts)
+    is_shut = any(pressure.is_closed_to(state, p.ticket, p.device) for p in parts)
     if is_shut or not needs.keys() <= pass_.books.keys():
         return pass_.defer(queued, ())
     if needs.keys() & pass_.reserved_devices:
         return pass_.defer(queued, pass_.books)
-    for entry in {p.entry.ticket: p.entry for p in parts}.values():
-        outcome = apply_exclusion(state, pass_, entry, queued, priority)
+    for ticket in {p.ticket.id: p.ticket for p in parts}.values():
+        outcome = apply_exclusion(state, pass_, ticket, queued, priority)
         if outcome is not Outcome.NOT_APPLICABLE:
             return outcome
     if not all(limits.fits(device, size) for device, size in needs.items()):
         make_room_on_each(state, pass_, first, needs, priority)
         return pass_.defer(queued, pass_.books)
-    for ticket in {p.entry.ticket: None for p in parts}:
-        mine = [p for p in parts if p.entry.ticket == ticket]
-        member = state.queue.find(ticket)
+    for ticket_id in {p.ticket.id: None for p in parts}:
+        mine = [p for p in parts if p.ticket.id == ticket_id]
+        member = state.queue.find(ticket_id)
         assert member is not None
-        grant(state, pass_, mine[0].entry, member, {p.device: p.size_bytes for p in mine})
+        grant(state, pass_, mine[0].ticket, member, {p.device: p.size_bytes for p in mine})
     return Outcome.GRANTED
 
 
 def make_room_on_each(
-    state: CoreState, pass_: GrantPass, entry: Ticket, needs: Sizes, priority: Priority
+    state: CoreState, pass_: GrantPass, ticket: Ticket, needs: Sizes, priority: Priority
 ) -> None:
     """Revokes victims on every device, or on none while one device would still lack room. A victim
     on several devices leaves all of them, so what each lacks is computed anew."""
-    lacks = {d: Bytes(size - pass_.room(d, entry)) for d, size in needs.items()}
-    if not all(n <= 0 or victims_for(state, entry, d, n, priority) for d, n in lacks.items()):
+    lacks = {d: Bytes(size - pass_.room(d, ticket)) for d, size in needs.items()}
+    if not all(n <= 0 or victims_for(state, ticket, d, n, priority) for d, n in lacks.items()):
         return
     for device, size in sorted(needs.items()):
-        if (lacking := Bytes(size - pass_.room(device, entry))) > 0:
-            compact_or_evict(state, entry, device, lacking, priority)
-        pass_.promised[device][entry.client.tenant] += size
+        if (lacking := Bytes(size - pass_.room(device, ticket))) > 0:
+            compact_or_evict(state, ticket, device, lacking, priority)
+        pass_.promised[device][ticket.client.tenant] += size
 
 
-def never_fits(node: Node, entry: Ticket, need: Bytes, most: Bytes) -> NeverFits | GpusLost:
+def never_fits(node: Node, ticket: Ticket, need: Bytes, most: Bytes) -> NeverFits | GpusLost:
     """Returns the error for a ticket that no device of its node can ever hold: to be asked for
     again where devices that the node has lost may come back."""
     if node.lost:
         return GpusLost(node.node)
-    return NeverFits(entry.ticket, need, most)
+    return NeverFits(ticket.id, need, most)

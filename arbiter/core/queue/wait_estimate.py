@@ -40,75 +40,75 @@ def estimate_new(state: CoreState) -> None:
     how long they wait, and refuses tickets for which that is too long."""
     fresh = state.fresh
     state.fresh = []
-    for ticket in fresh:
-        entry = state.ledger.find(ticket)
-        queued = state.queue.find(ticket)
-        if entry is None or queued is None:
+    for ticket_id in fresh:
+        ticket = state.ledger.find(ticket_id)
+        queued = state.queue.find(ticket_id)
+        if ticket is None or queued is None:
             continue
-        predicted = estimated_wait(state, entry, queued)
+        predicted = estimated_wait(state, ticket, queued)
         if predicted is None:
             continue
         predicted_at = after(state.now, predicted)
         queued.expect(predicted_at)
-        state.log(EventKind.TICKET_WAITS, entry, took=predicted)
+        state.log(EventKind.TICKET_WAITS, ticket, took=predicted)
         if predicted:
-            state.decide(Queued(ticket, entry.holder, predicted))
-        doubtful = load_span(state, entry) - sure_load_span(state, entry)
+            state.decide(Queued(ticket_id, ticket.holder, predicted))
+        doubtful = load_span(state, ticket) - sure_load_span(state, ticket)
         if queued.deadline is not None and predicted_at - doubtful > queued.deadline:
-            reject_queued(state, entry, too_late(entry, 0.0, predicted))
+            reject_queued(state, ticket, too_late(ticket, 0.0, predicted))
 
 
-def too_late(entry: Ticket, waited_s: float, predicted: Span) -> DeadlineUnmet:
+def too_late(ticket: Ticket, waited_s: float, predicted: Span) -> DeadlineUnmet:
     """Returns the error for a ticket that would serve only after its deadline."""
     again_s = max(1.0, in_seconds(predicted))
-    return DeadlineUnmet(entry.ticket, waited_s, again_s, in_seconds(predicted))
+    return DeadlineUnmet(ticket.id, waited_s, again_s, in_seconds(predicted))
 
 
-def load_span(state: CoreState, entry: Ticket) -> Span:
+def load_span(state: CoreState, ticket: Ticket) -> Span:
     """Returns how long a ticket's wake or load takes; 0 when nothing is known."""
-    key = entry.model_key
-    woken = state.estimates.wake_time(key) if entry.state is not State.QUEUED else Span(0)
-    load = state.estimates.load_time(key, entry.need.weights_bytes)
+    key = ticket.model_key
+    woken = state.estimates.wake_time(key) if ticket.state is not State.QUEUED else Span(0)
+    load = state.estimates.load_time(key, ticket.need.weights_bytes)
     return woken or state.estimates.slowed_load_time(key, load, state.now)
 
 
-def sure_load_span(state: CoreState, entry: Ticket) -> Span:
+def sure_load_span(state: CoreState, ticket: Ticket) -> Span:
     """Returns the part of `load_span` for which a deadline may be refused: none of it where the
     model's loads are too long ago."""
-    is_sure = state.estimates.may_refuse(entry.model_key, state.now)
-    return load_span(state, entry) if is_sure or entry.state is not State.QUEUED else Span(0)
+    is_sure = state.estimates.may_refuse(ticket.model_key, state.now)
+    return load_span(state, ticket) if is_sure or ticket.state is not State.QUEUED else Span(0)
 
 
-def estimated_wait(state: CoreState, entry: Ticket, queued: QueueEntry) -> Span | None:
+def estimated_wait(state: CoreState, ticket: Ticket, queued: QueueEntry) -> Span | None:
     """Returns until a ticket serves; None where nothing can be said: no node, nothing read yet, or
     a lease that may not be interrupted holds the bytes, and seldom for the whole of its term."""
-    books = _possible_books(state, entry, queued)
+    books = _possible_books(state, ticket, queued)
     if not books:
         return None
-    ahead = _ahead(state, entry, queued, books[0])
-    room_at = _room_on_any_at(state, entry, queued, books, ahead)
+    ahead = _ahead(state, ticket, queued, books[0])
+    room_at = _room_on_any_at(state, ticket, queued, books, ahead)
     if room_at is None:
         return None
-    turnover = state.estimates.turnover(entry.capability)
+    turnover = state.estimates.turnover(ticket.capability)
     turns = _turns(state, queued, books, ahead)
     wait = max(
         since(state.now, room_at) + turns * (_turn(state, ahead) + turnover),
         _until_those_ahead_serve(state, ahead, turnover) if turns else Span(0),
-        _until_those_ahead_leave(state, entry, ahead, turnover),
-        _until_its_hours(state, entry, queued),
+        _until_those_ahead_leave(state, ticket, ahead, turnover),
+        _until_its_hours(state, ticket, queued),
     )
-    return Span(wait + load_span(state, entry))
+    return Span(wait + load_span(state, ticket))
 
 
-def _possible_books(state: CoreState, entry: Ticket, queued: QueueEntry) -> list[DeviceAccount]:
+def _possible_books(state: CoreState, ticket: Ticket, queued: QueueEntry) -> list[DeviceAccount]:
     """Returns the devices on which it may be granted: those where it was, of an asleep ticket."""
-    node = state.nodes.get(entry.node)
+    node = state.nodes.get(ticket.node)
     if node is None or not state.is_settled:
         return []
     books = compute_books(state, node)
-    if entry.state is State.ASLEEP:
-        return [book for book in books if book.device in entry.home]
-    most = quotas.at_most(state, entry.client.tenant, books)
+    if ticket.state is State.ASLEEP:
+        return [book for book in books if book.device in ticket.home]
+    most = quotas.at_most(state, ticket.client.tenant, books)
     return [book for book in books if queued.need_bytes <= most[book.device]]
 
 
@@ -125,18 +125,20 @@ class _Ahead:
     tickets: list[Ticket]  # of these
 
 
-def _ahead(state: CoreState, entry: Ticket, queued: QueueEntry, book: DeviceAccount) -> _Ahead:
+def _ahead(state: CoreState, ticket: Ticket, queued: QueueEntry, book: DeviceAccount) -> _Ahead:
     """Returns what goes before it. What is held outside its hours does not (C13), unless it is
     itself: then all may be let go at once."""
     count = state.queue.ahead_count(queued)
-    if queued.is_held or not state.queue.stats(entry.node).held_count:
-        sample = state.queue.first(entry.node, min(count, SAMPLED_COUNT))
+    if queued.is_held or not state.queue.stats(ticket.node).held_count:
+        sample = state.queue.first(ticket.node, min(count, SAMPLED_COUNT))
     else:
-        free = [w for w in state.queue.first(entry.node, count) if not w.is_held]
+        free = [w for w in state.queue.first(ticket.node, count) if not w.is_held]
         count, sample = len(free), free[:SAMPLED_COUNT]
     needs = [_lacking(state, w, book) for w in sample]
     tickets = [state.ledger.find(w.request.ticket) for w in sample]
-    return _Ahead(count, sample, needs, [ticket for ticket in tickets if ticket is not None])
+    return _Ahead(
+        count, sample, needs, [ticket_id for ticket_id in tickets if ticket_id is not None]
+    )
 
 
 def _turns(state: CoreState, queued: QueueEntry, books: list[DeviceAccount], ahead: _Ahead) -> int:
@@ -149,7 +151,7 @@ def _turns(state: CoreState, queued: QueueEntry, books: list[DeviceAccount], ahe
 
 def _turn(state: CoreState, ahead: _Ahead) -> Span:
     """Returns how long those before it load and stay, on average."""
-    loads = [load_span(state, ticket) for ticket in ahead.tickets]
+    loads = [load_span(state, ticket_id) for ticket_id in ahead.tickets]
     load = sum(loads) // len(loads) if loads else 0
     return Span(load + max(load, state.settings.min_residency))
 
@@ -161,17 +163,17 @@ def _until_those_ahead_serve(state: CoreState, ahead: _Ahead, turnover: Span) ->
 
 
 def _until_those_ahead_leave(
-    state: CoreState, entry: Ticket, ahead: _Ahead, turnover: Span
+    state: CoreState, ticket: Ticket, ahead: _Ahead, turnover: Span
 ) -> Span:
     """Returns how long it waits because what is before it will be resident, and goes on while it
     trades places with it (C13)."""
-    bounds = (collation_bound(state, ticket, entry) for ticket in ahead.tickets)
+    bounds = (collation_bound(state, ticket_id, ticket) for ticket_id in ahead.tickets)
     leaves_at = max(bounds, default=state.now)
     return Span(since(state.now, leaves_at) + turnover if leaves_at > state.now else 0)
 
 
-def _until_its_hours(state: CoreState, entry: Ticket, queued: QueueEntry) -> Span:
-    opens_at = hours.held_until(state, entry, queued)
+def _until_its_hours(state: CoreState, ticket: Ticket, queued: QueueEntry) -> Span:
+    opens_at = hours.held_until(state, ticket, queued)
     return Span(0) if opens_at is None else since(state.now, opens_at)
 
 
@@ -180,7 +182,7 @@ def _until_its_hours(state: CoreState, entry: Ticket, queued: QueueEntry) -> Spa
 
 def _room_on_any_at(
     state: CoreState,
-    entry: Ticket,
+    ticket: Ticket,
     queued: QueueEntry,
     books: list[DeviceAccount],
     ahead: _Ahead,
@@ -188,52 +190,52 @@ def _room_on_any_at(
     """Returns when one of its devices has room, those before it being spread over all of them; of
     an asleep ticket, when all have, because a wake needs those where it was. None: not known."""
     rooms = [
-        _room_at(state, book, entry, queued, ahead.needs[number :: len(books)])
+        _room_at(state, book, ticket, queued, ahead.needs[number :: len(books)])
         for number, book in enumerate(books)
     ]
     known = [at for at in rooms if at is not None]
-    if entry.state is State.ASLEEP:
+    if ticket.state is State.ASLEEP:
         return max(known) if len(known) == len(rooms) else None
     return min(known, default=None)
 
 
 def _lacking(state: CoreState, queued: QueueEntry, book: DeviceAccount) -> Bytes:
     """Returns what a ticket lacks on a device: to be awake again, or to be loaded there."""
-    entry = state.ledger.find(queued.request.ticket)
-    if entry is None:
+    ticket = state.ledger.find(queued.request.ticket)
+    if ticket is None:
         return queued.need_bytes
-    if entry.state is State.ASLEEP:
-        return Bytes(max(0, entry.home.get(book.device, 0) - entry.charge(book.device)))
-    return queued.need_bytes or placement.estimated_bytes(state, entry, on_demand_of(book))
+    if ticket.state is State.ASLEEP:
+        return Bytes(max(0, ticket.home.get(book.device, 0) - ticket.charge(book.device)))
+    return queued.need_bytes or placement.estimated_bytes(state, ticket, on_demand_of(book))
 
 
 def _room_at(
-    state: CoreState, book: DeviceAccount, entry: Ticket, queued: QueueEntry, ahead: list[Bytes]
+    state: CoreState, book: DeviceAccount, ticket: Ticket, queued: QueueEntry, ahead: list[Bytes]
 ) -> Instant | None:
     """Returns when enough of what is there may have left, the soonest lawful first, where what
     comes back goes to the tickets `ahead` of it for which it suffices; None where that takes the
     end of a lease."""
     need = _lacking(state, queued, book)
     room = _Room(need, ahead)
-    free, returning = _usable(state, book, entry)
+    free, returning = _usable(state, book, ticket)
     if room.suffices_with(free):
         return state.now
     leaves_at = state.now
     if returning:
-        drains = [_drain(state, e) for e in book.leaving.values()]
-        turnovers = [state.estimates.turnover(e.capability) for e in book.leaving.values()]
+        drains = [_drain(state, t) for t in book.leaving.values()]
+        turnovers = [state.estimates.turnover(t.capability) for t in book.leaving.values()]
         leaves_at = after(leaves_at, Span(max(drains) + max(turnovers)))
         if room.suffices_with(returning):
             return leaves_at
     cheapest = islice(ranked_victims(state, book), LOOKED_AT_COUNT)
-    staying = (e for e, _ in cheapest if e is not entry and e.ticket not in book.leaving)
-    others = [e for e in staying if not e.pinned]
-    leased = [e for e in others if e.lease and not e.lease.terms.preemptible]
+    staying = (t for t, _ in cheapest if t is not ticket and t.id not in book.leaving)
+    others = [t for t in staying if not t.pinned]
+    leased = [t for t in others if t.lease and not t.lease.terms.preemptible]
     gone = (
-        (_gone_at(state, e, queued), e.charge(book.device), e) for e in others if e not in leased
+        (_gone_at(state, t, queued), t.charge(book.device), t) for t in others if t not in leased
     )
-    spare = quotas.ReserveSlack(state, book, entry.client.tenant)
-    leaving = [(at, spare.take(e, size)) for at, size, e in sorted(gone, key=lambda x: x[:2])]
+    spare = quotas.ReserveSlack(state, book, ticket.client.tenant)
+    leaving = [(at, spare.take(t, size)) for at, size, t in sorted(gone, key=lambda x: x[:2])]
     short = Bytes(need - free - returning)
     if leased and short > sum(freed for _, freed in leaving):
         return None
@@ -241,13 +243,13 @@ def _room_at(
         leaves_at = max(leaves_at, other_at)
         if room.suffices_with(freed):
             break
-    return max(leaves_at, _cheaper_gone_at(state, book, entry, short, queued))
+    return max(leaves_at, _cheaper_gone_at(state, book, ticket, short, queued))
 
 
-def _usable(state: CoreState, book: DeviceAccount, entry: Ticket) -> tuple[Bytes, Bytes]:
+def _usable(state: CoreState, book: DeviceAccount, ticket: Ticket) -> tuple[Bytes, Bytes]:
     """Returns what of a device is free for a ticket, and how much more will be once those asked to
     leave have left: both without what is kept for other tenants."""
-    reserves, tenant = quotas.reserves(state), entry.client.tenant
+    reserves, tenant = quotas.reserves(state), ticket.client.tenant
     free = max(0, book.free_bytes)
     now = max(0, free - quotas.kept(reserves, book, tenant))
     later = free + returning_bytes(book) - quotas.kept(reserves, book, tenant, has_left=True)
@@ -255,7 +257,7 @@ def _usable(state: CoreState, book: DeviceAccount, entry: Ticket) -> tuple[Bytes
 
 
 def _cheaper_gone_at(
-    state: CoreState, book: DeviceAccount, entry: Ticket, short: Bytes, queued: QueueEntry
+    state: CoreState, book: DeviceAccount, ticket: Ticket, short: Bytes, queued: QueueEntry
 ) -> Instant:
     """Returns when the bytes of cheaper models than those that may leave the soonest may be back,
     if it waits for those (C4); else now."""
@@ -263,10 +265,10 @@ def _cheaper_gone_at(
         return state.now
     priority = queued.request.priority
     victims = victims_no_more_urgent(state, book, priority)
-    leave_at = waits_for_cheaper_until(state, book, entry, short, priority, victims)
+    leave_at = waits_for_cheaper_until(state, book, ticket, short, priority, victims)
     if leave_at is None:
         return state.now
-    return after(leave_at, state.estimates.turnover(entry.capability))
+    return after(leave_at, state.estimates.turnover(ticket.capability))
 
 
 class _Room:
@@ -290,51 +292,51 @@ class _Room:
         return self._free >= self._need
 
 
-def _gone_at(state: CoreState, entry: Ticket, queued: QueueEntry) -> Instant:
+def _gone_at(state: CoreState, ticket: Ticket, queued: QueueEntry) -> Instant:
     """Returns when the bytes of a ticket that may leave may be back."""
-    span = _drain(state, entry) + state.estimates.turnover(entry.capability)
-    return after(_lawful_at(state, entry, queued), Span(span))
+    span = _drain(state, ticket) + state.estimates.turnover(ticket.capability)
+    return after(_lawful_at(state, ticket, queued), Span(span))
 
 
-def _drain(state: CoreState, entry: Ticket) -> Span:
+def _drain(state: CoreState, ticket: Ticket) -> Span:
     """Returns how long a ticket that is asked to leave, or was, goes on with what is in flight: as
     long as its requests usually run, and no longer than the barrier."""
-    runs = state.estimates.run_times(entry.model_name) if entry.inflight else None
+    runs = state.estimates.run_times(ticket.model_name) if ticket.inflight else None
     if runs is None:
         return Span(0)
-    drained = since(entry.since, state.now) if entry.state is State.DRAINING else Span(0)
+    drained = since(ticket.since, state.now) if ticket.state is State.DRAINING else Span(0)
     return Span(max(0, min(runs.usual, state.settings.timeouts.barrier) - drained))
 
 
-def _lawful_at(state: CoreState, entry: Ticket, queued: QueueEntry) -> Instant:
+def _lawful_at(state: CoreState, ticket: Ticket, queued: QueueEntry) -> Instant:
     """Returns when a ticket may lawfully be asked to leave: a load in flight ends first, a more
     urgent priority fades first."""
-    if entry.state is State.LOADING:
-        predicted = entry.last_load.predicted
-        load = state.estimates.slowed_load_time(entry.model_key, predicted, state.now)
-        loaded_at = max(state.now, after(entry.since, load))
+    if ticket.state is State.LOADING:
+        predicted = ticket.last_load.predicted
+        load = state.estimates.slowed_load_time(ticket.model_key, predicted, state.now)
+        loaded_at = max(state.now, after(ticket.since, load))
         stays_until = after(loaded_at, state.settings.min_residency)
-        return max(stays_until, _collated_at(state, entry, queued))
+        return max(stays_until, _collated_at(state, ticket, queued))
     asker = queued.request.priority
     # A growth ends with its grant, long before the latest moment.
-    lawful_at = max(state.now, entry.declined_until)
-    victim_priority = effective_priority(state, entry)
+    lawful_at = max(state.now, ticket.declined_until)
+    victim_priority = effective_priority(state, ticket)
     if victim_priority < asker:
-        fades_at = priority_fades_at(state, entry) or after(state.now, state.settings.carry_most)
+        fades_at = priority_fades_at(state, ticket) or after(state.now, state.settings.carry_most)
         return max(lawful_at, fades_at)
     if victim_priority == asker:
-        collated_at = _collated_at(state, entry, queued)
-        return max(lawful_at, min_residency_ends(state, entry), collated_at)
+        collated_at = _collated_at(state, ticket, queued)
+        return max(lawful_at, min_residency_ends(state, ticket), collated_at)
     return lawful_at
 
 
-def _collated_at(state: CoreState, entry: Ticket, queued: QueueEntry) -> Instant:
+def _collated_at(state: CoreState, ticket: Ticket, queued: QueueEntry) -> Instant:
     """Returns when a model with which the asker trades places may leave at the latest (C13): while
     it has requests, once the asker has waited as long as it must. A model that still loads will
     have some."""
     asker = state.ledger.find(queued.request.ticket)
     if asker is None:
         return state.now
-    if entry.state is State.RESIDENT and collated_until(state, entry, asker) <= state.now:
+    if ticket.state is State.RESIDENT and collated_until(state, ticket, asker) <= state.now:
         return state.now
-    return collation_bound(state, entry, asker)
+    return collation_bound(state, ticket, asker)

@@ -43,11 +43,11 @@ class Compaction:
         """Adds tickets that are to be freed."""
         self.waiting += tickets
 
-    def spare(self, model: str, ticket: TicketId | None, why: str) -> None:
+    def spare(self, model: str, ticket_id: TicketId | None, why: str) -> None:
         """Notes that a model is left as it is."""
-        if ticket is not None:
-            self.freeing.pop(ticket, None)
-        self.spared.append(SparedModel(model, ticket, why))
+        if ticket_id is not None:
+            self.freeing.pop(ticket_id, None)
+        self.spared.append(SparedModel(model, ticket_id, why))
 
     def begin_freeing(self, item: CompactedTicket) -> None:
         """Notes that the holder of a model was asked to let go of it."""
@@ -112,12 +112,12 @@ class Compactions:
         """Forgets the loads of a device that has left."""
         self.loads_count.pop(device, None)
 
-    def note_waste(self, ticket: TicketId, *, is_enough: bool) -> None:
+    def note_waste(self, ticket_id: TicketId, *, is_enough: bool) -> None:
         """Notes whether a ticket holds enough beyond its need."""
         if is_enough:
-            self.wasteful[ticket] = None
+            self.wasteful[ticket_id] = None
         else:
-            self.wasteful.pop(ticket, None)
+            self.wasteful.pop(ticket_id, None)
 
     def is_loading(self, name: ModelName) -> bool:
         """Says whether a model is being loaded again."""

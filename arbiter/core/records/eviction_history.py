@@ -59,9 +59,9 @@ class EvictionRecord:
         ]
         return tuple(row for n, row in enumerate(rows) if n < WEIGHED_COUNT or row.is_chosen)
 
-    def concerns(self, ticket: TicketId) -> bool:
+    def concerns(self, ticket_id: TicketId) -> bool:
         """Says whether a ticket asked, left or was spared in this choice."""
-        return ticket == self.waiting or any(o.ticket == ticket for o in self.options)
+        return ticket_id == self.waiting or any(o.ticket == ticket_id for o in self.options)
 
 
 def in_words(why: object) -> str:
@@ -79,6 +79,6 @@ class EvictionHistory:
         """Keeps one more choice; the oldest beyond KEPT_COUNT is forgotten."""
         self._kept.append(choice)
 
-    def about(self, ticket: TicketId) -> Iterator[EvictionRecord]:
+    def about(self, ticket_id: TicketId) -> Iterator[EvictionRecord]:
         """Returns the choices in which a ticket asked, left or was spared."""
-        return (choice for choice in self._kept if choice.concerns(ticket))
+        return (choice for choice in self._kept if choice.concerns(ticket_id))

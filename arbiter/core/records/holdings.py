@@ -21,7 +21,7 @@ class Holdings:
     tickets: dict[str, dict[TicketId, None]] = field(default_factory=dict)  # of each tenant
     unsettled: dict[Client, Bytes] = field(default_factory=dict)  # held before it changed
 
-    def post(self, client: Client, ticket: TicketId, more: int, on_device: Counter[str]) -> None:
+    def post(self, client: Client, ticket_id: TicketId, more: int, on_device: Counter[str]) -> None:
         """Adds so many bytes of a ticket, or takes them off, on a device whose own count is
         given."""
         tenant = client.tenant
@@ -35,9 +35,9 @@ class Holdings:
         _add(on_device, tenant, more)
         own = self.tickets.setdefault(tenant, {})
         if more > 0:
-            own[ticket] = None
+            own[ticket_id] = None
         else:
-            own.pop(ticket, None)
+            own.pop(ticket_id, None)
 
 
 def _add(counts: Counter[Any], key: Any, more: int) -> None:

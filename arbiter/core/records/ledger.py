@@ -45,7 +45,7 @@ class DeviceAccount:
     free_bytes: Bytes
     charged_bytes: Bytes = Bytes(0)
     foreign_bytes: Bytes = Bytes(0)  # the part that eats into the budget
-    entries: dict[TicketId, Ticket] = field(default_factory=dict)  # those it is charged for
+    tickets: dict[TicketId, Ticket] = field(default_factory=dict)  # those it is charged for
     leaving: dict[TicketId, Ticket] = field(default_factory=dict)  # DRAINING and RECLAIMING
     loading: dict[TicketId, Ticket] = field(default_factory=dict)
     copies: Counter[ModelName] = field(default_factory=Counter)  # by capability and model
@@ -53,17 +53,17 @@ class DeviceAccount:
     held: Counter[str] = field(default_factory=Counter)  # bytes by tenant
     stale: set[TicketId] | None = None  # changed since they were ranked; None: no order is kept
 
-    def note_stale(self, ticket: TicketId) -> None:
+    def note_stale(self, ticket_id: TicketId) -> None:
         """Notes that what ranks a ticket has changed. The order is given up where no search has
         used it for long."""
         if self.stale is not None:
-            self.stale.add(ticket)
-            if len(self.stale) > len(self.entries) + UNREAD_COUNT:
+            self.stale.add(ticket_id)
+            if len(self.stale) > len(self.tickets) + UNREAD_COUNT:
                 self.stale = None
 
     def begin_order(self) -> None:
         """Begins to note what changes, with every ticket there as changed: an order is kept."""
-        self.stale = set(self.entries)
+        self.stale = set(self.tickets)
 
     def take_stale(self) -> set[TicketId]:
         """Returns what has changed since the order was brought up to date, which it is now."""
@@ -81,7 +81,7 @@ class Ledger:
         self.lent_bytes = Bytes(0)  # budgets of all devices that compute
         self.open_count: Counter[str] = Counter()  # tickets not closed, by capability
         self.holdings = Holdings()
-        self._entries: dict[TicketId, Ticket] = {}
+        self._tickets: dict[TicketId, Ticket] = {}
         self._held: dict[HolderId, dict[TicketId, Ticket]] = {}
         self._holding: dict[HolderId, dict[TicketId, Ticket]] = {}  # of those, past the queue
         self._leases: dict[TicketId, Ticket] = {}
@@ -92,22 +92,22 @@ class Ledger:
 
     # -- tickets -------------------------------------------------------------------------------
 
-    def open(self, entry: Ticket) -> None:
+    def open(self, ticket: Ticket) -> None:
         """Adds a new ticket, QUEUED, or in the state its holder rejoined with."""
-        assert entry.ticket not in self._entries
-        self._entries[entry.ticket] = entry
-        self._held.setdefault(entry.holder, {})[entry.ticket] = entry
-        if entry.state is not State.QUEUED:
-            self._holding.setdefault(entry.holder, {})[entry.ticket] = entry
-        if entry.lease:
-            self._leases[entry.ticket] = entry
-        self._of_model.setdefault(entry.model_name, {})[entry.ticket] = entry
-        self.open_count[entry.capability] += 1
-        self._count(entry, 1)
+        assert ticket.id not in self._tickets
+        self._tickets[ticket.id] = ticket
+        self._held.setdefault(ticket.holder, {})[ticket.id] = ticket
+        if ticket.state is not State.QUEUED:
+            self._holding.setdefault(ticket.holder, {})[ticket.id] = ticket
+        if ticket.lease:
+            self._leases[ticket.id] = ticket
+        self._of_model.setdefault(ticket.model_name, {})[ticket.id] = ticket
+        self.open_count[ticket.capability] += 1
+        self._count(ticket, 1)
 
     def move(
         self,
-        entry: Ticket,
+        ticket: Ticket,
         to: State,
         now: Instant,
         granted: Sizes | None = None,
@@ -116,79 +116,79 @@ class Ledger:
         """Changes the state of a ticket, which nothing else does. `granted` replaces what it was
         granted before, `home` the devices it is awake on. Raises LedgerBroken for a transition
         that is not in TRANSITIONS."""
-        if to not in TRANSITIONS[entry.state]:
-            raise LedgerBroken(f"{entry.ticket}: {entry.state.value} -> {to.value}")
-        if entry.state is State.QUEUED:
-            self._holding.setdefault(entry.holder, {})[entry.ticket] = entry
-        self._count(entry, -1)
-        entry.state = to
-        entry.since = now
-        self.dirty.add(entry.node)
+        if to not in TRANSITIONS[ticket.state]:
+            raise LedgerBroken(f"{ticket.id}: {ticket.state.value} -> {to.value}")
+        if ticket.state is State.QUEUED:
+            self._holding.setdefault(ticket.holder, {})[ticket.id] = ticket
+        self._count(ticket, -1)
+        ticket.state = to
+        ticket.since = now
+        self.dirty.add(ticket.node)
         if granted is not None:
-            entry.granted = granted
+            ticket.granted = granted
         if home is not None:
-            entry.home = home
-        self._count(entry, 1)
+            ticket.home = home
+        self._count(ticket, 1)
         if to is State.CLOSED:
-            self._forget(entry)
+            self._forget(ticket)
 
-    def weigh(self, entry: Ticket, measured: Sizes) -> None:
+    def weigh(self, ticket: Ticket, measured: Sizes) -> None:
         """Charges what the node agent saw this ticket's processes hold."""
-        if measured == entry.measured:
+        if measured == ticket.measured:
             return
-        self._count(entry, -1)
-        entry.measured = measured
-        self._count(entry, 1)
+        self._count(ticket, -1)
+        ticket.measured = measured
+        self._count(ticket, 1)
 
-    def pin(self, entry: Ticket, is_pinned: bool) -> None:
+    def pin(self, ticket: Ticket, is_pinned: bool) -> None:
         """Makes a ticket pinned or not, as the configuration says now."""
-        if entry.ticket not in self._entries:
-            entry.pinned = is_pinned
-        elif is_pinned is not entry.pinned:
-            self._count(entry, -1)
-            entry.pinned = is_pinned
-            self._count(entry, 1)
+        if ticket.id not in self._tickets:
+            ticket.pinned = is_pinned
+        elif is_pinned is not ticket.pinned:
+            self._count(ticket, -1)
+            ticket.pinned = is_pinned
+            self._count(ticket, 1)
 
-    def bill_to(self, entry: Ticket, client: Client) -> None:
+    def bill_to(self, ticket: Ticket, client: Client) -> None:
         """Puts what a ticket holds on this client's account from now on."""
-        if entry.ticket not in self._entries:
-            entry.client = client
+        if ticket.id not in self._tickets:
+            ticket.client = client
             return
-        self._count(entry, -1)
-        entry.client = client
-        self._count(entry, 1)
+        self._count(ticket, -1)
+        ticket.client = client
+        self._count(ticket, 1)
 
-    def share_scratch(self, entry: Ticket, lock: str, size: Bytes) -> None:
+    def share_scratch(self, ticket: Ticket, lock: str, size: Bytes) -> None:
         """Notes under which dispatch lock a ticket computes, and its part of the shared reserve."""
-        if entry.ticket not in self._entries:
-            entry.dispatch_lock = lock
-            entry.shared_scratch_bytes = size
-        elif (lock, size) != (entry.dispatch_lock, entry.shared_scratch_bytes):
-            self._count(entry, -1)
-            entry.dispatch_lock = lock
-            entry.shared_scratch_bytes = size
-            self._count(entry, 1)
+        if ticket.id not in self._tickets:
+            ticket.dispatch_lock = lock
+            ticket.shared_scratch_bytes = size
+        elif (lock, size) != (ticket.dispatch_lock, ticket.shared_scratch_bytes):
+            self._count(ticket, -1)
+            ticket.dispatch_lock = lock
+            ticket.shared_scratch_bytes = size
+            self._count(ticket, 1)
 
-    def touch(self, entry: Ticket) -> None:
+    def touch(self, ticket: Ticket) -> None:
         """Notes that something which ranks a ticket has changed, though not its bytes."""
-        for device in entry.devices:
+        for device in ticket.devices:
             if book := self.books.get(device):
-                book.note_stale(entry.ticket)
+                book.note_stale(ticket.id)
 
-    def resize(self, entry: Ticket, granted: Sizes, home: Sizes) -> None:
+    def resize(self, ticket: Ticket, granted: Sizes, home: Sizes) -> None:
         """Charges a resident that was granted more, or gave some back, of which `home` is what it
         has while it is awake."""
-        self._count(entry, -1)
-        entry.granted = granted
-        entry.home = home
-        self._count(entry, 1)
+        self._count(ticket, -1)
+        ticket.granted = granted
+        ticket.home = home
+        self._count(ticket, 1)
 
-    def leave(self, entry: Ticket, device: DeviceId) -> None:
+    def leave(self, ticket: Ticket, device: DeviceId) -> None:
         """The device is gone, and with it the ticket's bytes there."""
-        self._count(entry, -1)
-        entry.granted = {d: size for d, size in entry.granted.items() if d != device}
-        entry.measured = {d: size for d, size in entry.measured.items() if d != device}
-        self._count(entry, 1)
+        self._count(ticket, -1)
+        ticket.granted = {d: size for d, size in ticket.granted.items() if d != device}
+        ticket.measured = {d: size for d, size in ticket.measured.items() if d != device}
+        self._count(ticket, 1)
 
     def mark_dirty(self, *nodes: NodeId) -> None:
         """Has the next grant pass look at these nodes."""
@@ -198,18 +198,18 @@ class Ledger:
         """Forgets which nodes were dirty: a grant pass looks at all of them now."""
         self.dirty = set()
 
-    def find(self, ticket: TicketId) -> Ticket | None:
+    def find(self, ticket_id: TicketId) -> Ticket | None:
         """Returns the ticket of this id; None when it is not on the books."""
-        return self._entries.get(ticket)
+        return self._tickets.get(ticket_id)
 
     @property
     def tickets_count(self) -> int:
         """Tickets on the books, in any state."""
-        return len(self._entries)
+        return len(self._tickets)
 
-    def entries(self, *states: State) -> list[Ticket]:
+    def tickets(self, *states: State) -> list[Ticket]:
         """Returns all tickets in the order they were opened, or those in the given states."""
-        return [e for e in self._entries.values() if not states or e.state in states]
+        return [t for t in self._tickets.values() if not states or t.state in states]
 
     def held_by(self, holder: HolderId) -> list[Ticket]:
         """Returns all tickets of a holder, queued ones included."""
@@ -229,48 +229,48 @@ class Ledger:
         more."""
         return list(self._leases.values())
 
-    def _forget(self, entry: Ticket) -> None:
-        del self._entries[entry.ticket]
-        self._leases.pop(entry.ticket, None)
+    def _forget(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.id]
+        self._leases.pop(ticket.id, None)
         for index in (self._held, self._holding):
-            index.get(entry.holder, {}).pop(entry.ticket, None)
-            if not index.get(entry.holder):
-                index.pop(entry.holder, None)
-        del self._of_model[entry.model_name][entry.ticket]
-        if not self._of_model[entry.model_name]:
-            del self._of_model[entry.model_name]
-        self.open_count[entry.capability] -= 1
+            index.get(ticket.holder, {}).pop(ticket.id, None)
+            if not index.get(ticket.holder):
+                index.pop(ticket.holder, None)
+        del self._of_model[ticket.model_name][ticket.id]
+        if not self._of_model[ticket.model_name]:
+            del self._of_model[ticket.model_name]
+        self.open_count[ticket.capability] -= 1
 
-    def _count(self, entry: Ticket, sign: int) -> None:
+    def _count(self, ticket: Ticket, sign: int) -> None:
         """Puts the ticket's charge on its devices' books, or takes it off."""
-        for device in entry.devices:
+        for device in ticket.devices:
             if book := self.books.get(device):
-                self._post(book, entry, sign)
+                self._post(book, ticket, sign)
 
-    def _post(self, book: DeviceAccount, entry: Ticket, sign: int) -> None:
-        charge = entry.charge(book.device)
+    def _post(self, book: DeviceAccount, ticket: Ticket, sign: int) -> None:
+        charge = ticket.charge(book.device)
         if charge == 0:
             return
         book.charged_bytes = Bytes(book.charged_bytes + sign * charge)
         book.free_bytes = Bytes(book.free_bytes - sign * charge)
-        book.copies[entry.model_name] += sign
-        if entry.pinned:
+        book.copies[ticket.model_name] += sign
+        if ticket.pinned:
             book.pinned_bytes = Bytes(book.pinned_bytes + sign * charge)
         if book.kind is not DeviceKind.HOST:
-            self.holdings.post(entry.client, entry.ticket, sign * charge, book.held)
+            self.holdings.post(ticket.client, ticket.id, sign * charge, book.held)
         if sign > 0:
-            book.entries[entry.ticket] = entry
-            if entry.state in LEAVING:
-                book.leaving[entry.ticket] = entry
-            elif entry.state is State.LOADING:
-                book.loading[entry.ticket] = entry
+            book.tickets[ticket.id] = ticket
+            if ticket.state in LEAVING:
+                book.leaving[ticket.id] = ticket
+            elif ticket.state is State.LOADING:
+                book.loading[ticket.id] = ticket
         else:
-            del book.entries[entry.ticket]
-            book.leaving.pop(entry.ticket, None)
-            book.loading.pop(entry.ticket, None)
-            if not book.copies[entry.model_name]:
-                del book.copies[entry.model_name]
-        book.note_stale(entry.ticket)
+            del book.tickets[ticket.id]
+            book.leaving.pop(ticket.id, None)
+            book.loading.pop(ticket.id, None)
+            if not book.copies[ticket.model_name]:
+                del book.copies[ticket.model_name]
+        book.note_stale(ticket.id)
         self._note(book)
 
     # -- devices -------------------------------------------------------------------------------
@@ -286,16 +286,16 @@ class Ledger:
             old.free_bytes = Bytes(old.free_bytes + grown)
         else:
             self.books[book.device] = book
-            for entry in self._entries.values():
-                if book.device in entry.devices:
-                    self._post(book, entry, 1)
+            for ticket in self._tickets.values():
+                if book.device in ticket.devices:
+                    self._post(book, ticket, 1)
         self._lend(self.books[book.device], 1)
         self._note(self.books[book.device])
 
     def drop_device(self, device: DeviceId) -> None:
         """Removes a device on which nothing is charged any more."""
         book = self.books.pop(device)
-        assert not book.entries
+        assert not book.tickets
         self._lend(book, -1)
         self._touched.discard(device)
         if short := self._short.get(book.node):
@@ -336,7 +336,7 @@ class Ledger:
         Raises LedgerBroken."""
         touched = self._touched
         self._touched = set()
-        self.check({d for d in touched if len(self.books[d].entries) <= SUMMED_COUNT})
+        self.check({d for d in touched if len(self.books[d].tickets) <= SUMMED_COUNT})
         for device in touched:
             self._check_sum(self.books[device], self.books[device].charged_bytes)
 
@@ -344,9 +344,9 @@ class Ledger:
         """Checks these devices. Raises LedgerBroken where the identity does not hold."""
         for device in devices:
             book = self.books[device]
-            charged = sum(e.charge(device) for e in book.entries.values())
+            charged = sum(t.charge(device) for t in book.tickets.values())
             if charged != book.charged_bytes:
-                raise LedgerBroken(f"{device}: charged {book.charged_bytes}, entries {charged}")
+                raise LedgerBroken(f"{device}: charged {book.charged_bytes}, tickets {charged}")
             self._check_sum(book, charged)
 
     def _check_sum(self, book: DeviceAccount, charged: int) -> None:
@@ -370,14 +370,14 @@ def audit(ledger: Ledger) -> None:
     on_devices = _charged_on(ledger)
     for device, book in ledger.books.items():
         _audit_book(book, on_devices.get(device, set()))
-    if ledger.entries(State.CLOSED):
+    if ledger.tickets(State.CLOSED):
         raise LedgerBroken("a closed ticket is still on the books")
-    names = {e.model_name for e in ledger.entries()}
-    of_models = {e.ticket for name in names for e in ledger.of_model(name)}
-    if of_models != {e.ticket for e in ledger.entries()}:
+    names = {t.model_name for t in ledger.tickets()}
+    of_models = {t.id for name in names for t in ledger.of_model(name)}
+    if of_models != {t.id for t in ledger.tickets()}:
         raise LedgerBroken(f"index {sorted(of_models)} of tickets by model differs")
-    for holder in {e.holder for e in ledger.entries()}:
-        charged = {e.ticket for e in ledger.held_by(holder) if e.state in CHARGED}
+    for holder in {t.holder for t in ledger.tickets()}:
+        charged = {t.id for t in ledger.held_by(holder) if t.state in CHARGED}
         if charged != ledger.holding(holder).keys():
             raise LedgerBroken(f"{holder}: holding {sorted(charged)}, index differs")
 
@@ -385,23 +385,23 @@ def audit(ledger: Ledger) -> None:
 def _charged_on(ledger: Ledger) -> dict[DeviceId, set[TicketId]]:
     """Returns the tickets charged on each device, as the tickets say."""
     tickets: dict[DeviceId, set[TicketId]] = {}
-    for entry in ledger.entries():
-        for device in entry.devices:
-            if entry.charge(device) > 0:
-                tickets.setdefault(device, set()).add(entry.ticket)
+    for ticket in ledger.tickets():
+        for device in ticket.devices:
+            if ticket.charge(device) > 0:
+                tickets.setdefault(device, set()).add(ticket.id)
     return tickets
 
 
 def _audit_book(book: DeviceAccount, charged: set[TicketId]) -> None:
     device = book.device
-    if charged != book.entries.keys():
-        raise LedgerBroken(f"{device}: index {sorted(book.entries)} != {sorted(charged)}")
-    leaving = {t for t, e in book.entries.items() if e.state in LEAVING}
+    if charged != book.tickets.keys():
+        raise LedgerBroken(f"{device}: index {sorted(book.tickets)} != {sorted(charged)}")
+    leaving = {t.id for t in book.tickets.values() if t.state in LEAVING}
     if leaving != book.leaving.keys():
         raise LedgerBroken(f"{device}: leaving {sorted(book.leaving)} != {sorted(leaving)}")
-    loading = {t for t, e in book.entries.items() if e.state is State.LOADING}
+    loading = {t.id for t in book.tickets.values() if t.state is State.LOADING}
     if loading != book.loading.keys():
         raise LedgerBroken(f"{device}: loading {sorted(book.loading)} != {sorted(loading)}")
-    pinned = sum(e.charge(device) for e in book.entries.values() if e.pinned)
-    if pinned != book.pinned_bytes or book.copies.total() != len(book.entries):
-        raise LedgerBroken(f"{device}: pinned {book.pinned_bytes}, entries {pinned}")
+    pinned = sum(t.charge(device) for t in book.tickets.values() if t.pinned)
+    if pinned != book.pinned_bytes or book.copies.total() != len(book.tickets):
+        raise LedgerBroken(f"{device}: pinned {book.pinned_bytes}, tickets {pinned}")

@@ -135,7 +135,7 @@ class RequestQueue:
 
     def add(
         self,
-        ticket: TicketId,
+        ticket_id: TicketId,
         model: ModelName,
         node: NodeId,
         now: Instant,
@@ -156,7 +156,7 @@ class RequestQueue:
         self._sequence += 1
         is_warm = is_asleep or self._is_warm(node, model)
         request = QueuedRequest(
-            ticket, now, self._sequence, priority, is_warm, is_asleep, virtual_start_bytes
+            ticket_id, now, self._sequence, priority, is_warm, is_asleep, virtual_start_bytes
         )
         queued = QueueEntry(
             request,
@@ -171,20 +171,20 @@ class RequestQueue:
             tenant=tenant,
             work_bytes=work_bytes,
         )
-        self._queued[ticket] = queued
-        self._of_model.setdefault(model, {})[ticket] = None
-        self._here.setdefault((node, model), {})[ticket] = None
+        self._queued[ticket_id] = queued
+        self._of_model.setdefault(model, {})[ticket_id] = None
+        self._here.setdefault((node, model), {})[ticket_id] = None
         self._count_where(queued, 1)
         self._insert(queued)
         return queued
 
-    def drop(self, ticket: TicketId) -> None:
+    def drop(self, ticket_id: TicketId) -> None:
         """Takes a ticket out; safe for a ticket that is not queued."""
-        if queued := self._queued.pop(ticket, None):
+        if queued := self._queued.pop(ticket_id, None):
             self._remove(queued)
             model = queued.model
             place = (queued.node, model)
-            del self._of_model[model][ticket], self._here[place][ticket]
+            del self._of_model[model][ticket_id], self._here[place][ticket_id]
             if not self._here[place]:
                 del self._here[place]
             if not self._of_model[model]:
@@ -219,22 +219,22 @@ class RequestQueue:
 
     # -- moving up -----------------------------------------------------------------------------
 
-    def raise_priority(self, ticket: TicketId, priority: Priority) -> None:
+    def raise_priority(self, ticket_id: TicketId, priority: Priority) -> None:
         """Moves a ticket up, because a more urgent request waits for it too."""
-        queued = self._queued[ticket]
+        queued = self._queued[ticket_id]
         self._change(queued, queued.request._replace(priority=priority))
 
-    def extend_deadline(self, ticket: TicketId, deadline: Instant | None) -> None:
+    def extend_deadline(self, ticket_id: TicketId, deadline: Instant | None) -> None:
         """Lets a ticket wait until this deadline if that is later, because another request waits
         for it as well; None: as long as it takes."""
-        queued = self._queued[ticket]
+        queued = self._queued[ticket_id]
         if queued.deadline is not None and (deadline is None or deadline > queued.deadline):
             queued.deadline = deadline
 
-    def change_quota_group(self, ticket: TicketId, quota_group: str) -> None:
+    def change_quota_group(self, ticket_id: TicketId, quota_group: str) -> None:
         """Notes that a ticket is another tenant's; safe for a ticket that is not queued. The turn
         stays that of the tenant that asked."""
-        queued = self._queued.get(ticket)
+        queued = self._queued.get(ticket_id)
         if queued is None or queued.quota_group == quota_group:
             return
         self._remove(queued)
@@ -278,8 +278,8 @@ class RequestQueue:
 
     def _rewarm(self, node: NodeId, model: ModelName) -> None:
         is_warm = self._is_warm(node, model)
-        for ticket in list(self._here.get((node, model), ())):
-            queued = self._queued[ticket]
+        for ticket_id in list(self._here.get((node, model), ())):
+            queued = self._queued[ticket_id]
             request = queued.request
             if not request.is_asleep and request.is_warm != is_warm:
                 self._change(queued, request._replace(is_warm=is_warm))
@@ -310,13 +310,13 @@ class RequestQueue:
 
     # -- looking -------------------------------------------------------------------------------
 
-    def is_ahead(self, ticket: TicketId, other: TicketId) -> bool:
-        """Says whether `ticket` comes before `other`; both wait on one node."""
-        return (self._queued[ticket].key, ticket) < (self._queued[other].key, other)
+    def is_ahead(self, ticket_id: TicketId, other: TicketId) -> bool:
+        """Says whether `ticket_id` comes before `other`; both wait on one node."""
+        return (self._queued[ticket_id].key, ticket_id) < (self._queued[other].key, other)
 
-    def find(self, ticket: TicketId) -> QueueEntry | None:
+    def find(self, ticket_id: TicketId) -> QueueEntry | None:
         """Returns the entry of a ticket; None when it is not queued."""
-        return self._queued.get(ticket)
+        return self._queued.get(ticket_id)
 
     def at(self, node: NodeId) -> list[QueueEntry]:
         """Returns the entries of a node, first to last."""
@@ -335,8 +335,8 @@ class RequestQueue:
         is_first = node not in self._walked
         self._walked.add(node)
         try:
-            for _, ticket, _ in self._order.get(node, ()):
-                if queued := self._queued.get(ticket):
+            for _, ticket_id, _ in self._order.get(node, ()):
+                if queued := self._queued.get(ticket_id):
                     yield queued
         finally:
             if is_first:
@@ -392,5 +392,5 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._queued)
 
-    def __contains__(self, ticket: TicketId) -> bool:
-        return ticket in self._queued
+    def __contains__(self, ticket_id: TicketId) -> bool:
+        return ticket_id in self._queued

@@ -124,7 +124,7 @@ class Ticket:
     record, so that beginning or ending it sets or drops all of it.
     """
 
-    ticket: TicketId
+    id: TicketId
     holder: HolderId
     node: NodeId
     capability: str
@@ -255,7 +255,7 @@ class Ticket:
     @property
     def last_load(self) -> Load:
         """Returns its present or last load, which every ticket past the queue has."""
-        assert self.load is not None, f"{self.ticket} was never granted"
+        assert self.load is not None, f"{self.id} was never granted"
         return self.load
 
     def begin_load(self, load_by: Instant, predicted: Span) -> None:
@@ -407,7 +407,7 @@ class Ticket:
     @property
     def leaving_reason(self) -> Reason:
         """Returns why it drains or is reclaimed, which every ticket in these states has."""
-        assert self.leaving is not None, f"{self.ticket} does not leave"
+        assert self.leaving is not None, f"{self.id} does not leave"
         return self.leaving
 
     def note_unloading(self, now: Instant) -> None:

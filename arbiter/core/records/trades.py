@@ -26,18 +26,18 @@ class Trades:
     def __bool__(self) -> bool:
         return bool(self._left_at)
 
-    def note_revoked(self, ticket: TicketId, asker: ModelName) -> None:
+    def note_revoked(self, ticket_id: TicketId, asker: ModelName) -> None:
         """Notes for which model a ticket was asked to leave."""
-        self._revoked_for[ticket] = asker
+        self._revoked_for[ticket_id] = asker
 
-    def note_stayed(self, ticket: TicketId) -> None:
+    def note_stayed(self, ticket_id: TicketId) -> None:
         """Forgets that a ticket was asked to leave; safe for a ticket that was not."""
-        self._revoked_for.pop(ticket, None)
+        self._revoked_for.pop(ticket_id, None)
 
-    def note_left(self, ticket: TicketId, victim: ModelName, at: Instant) -> None:
+    def note_left(self, ticket_id: TicketId, victim: ModelName, at: Instant) -> None:
         """Notes the trade of a ticket that leaves, if it was asked to; the oldest pair beyond
         KEPT_COUNT is forgotten."""
-        if (asker := self._revoked_for.pop(ticket, None)) is not None:
+        if (asker := self._revoked_for.pop(ticket_id, None)) is not None:
             self._note_pair(victim, asker, at)
 
     def _note_pair(self, victim: ModelName, asker: ModelName, at: Instant) -> None:

@@ -60,7 +60,7 @@ class _Attempt:
 def plan(state: CoreState, question: PlanQuestion, now: Instant, step: Step) -> Plan:
     """Returns what the request would bring about at `now`. `state` stays as it is."""
     resident = _present(state, question)
-    if resident and resident.state is State.RESIDENT and resident.ticket not in state.queue:
+    if resident and resident.state is State.RESIDENT and resident.id not in state.queue:
         return _resident(state, question, resident)
     attempts = _attempts(state, question, resident)
     if not attempts:
@@ -91,15 +91,15 @@ def _rank(candidate: Plan) -> tuple[int, int, int]:
 def _present(state: CoreState, question: PlanQuestion) -> Ticket | None:
     """Returns the ticket of the model that a request would find, the readiest first."""
     order = (State.RESIDENT, State.LOADING, State.ASLEEP, State.QUEUED, State.DRAINING)
-    entries = [
-        e
-        for e in state.ledger.entries(*order)
-        if not e.lease
-        and e.model_name == question.name
-        and question.holder in (None, e.holder)
-        and question.node in (None, e.node)
+    tickets = [
+        t
+        for t in state.ledger.tickets(*order)
+        if not t.lease
+        and t.model_name == question.name
+        and question.holder in (None, t.holder)
+        and question.node in (None, t.node)
     ]
-    return min(entries, key=lambda e: order.index(e.state), default=None)
+    return min(tickets, key=lambda t: order.index(t.state), default=None)
 
 
 def _attempts(state: CoreState, question: PlanQuestion, resident: Ticket | None) -> list[_Attempt]:
@@ -131,7 +131,8 @@ def _freeze(state: CoreState) -> bytes:
     """Returns the state as bytes, from which each copy is made, without what no request reads: the
     evictions and answers remembered for people, but for the answers that gangs wait for."""
     bare = copy.copy(state)
-    gangs = [e.gang for t in state.queue.tickets() if (e := state.ledger.find(t)) and e.gang]
+    queued = (state.ledger.find(ticket_id) for ticket_id in state.queue.tickets())
+    gangs = [t.gang for t in queued if t and t.gang]
     named = [t for gang in gangs for t in gang if t in state.answers]
     bare.answers = OrderedDict((t, state.answers[t]) for t in named)
     bare.evictions = EvictionHistory()
@@ -192,17 +193,17 @@ def _try(
     if attempt.is_new:
         role = LEASE if question.lease else question.capability
         step(copied, ev.Joined(attempt.holder, attempt.node, role, ()), now)
-    ticket, need = (resident.ticket, resident.need) if resident else (TICKET, question.need)
-    request = _request(question, attempt, ticket, need)
+    ticket_id, need = (resident.id, resident.need) if resident else (TICKET, question.need)
+    request = _request(question, attempt, ticket_id, need)
     decisions = step(copied, request, now)
     return _Outcome(state, copied, question, attempt, request.ticket, decisions).plan()
 
 
 def _request(
-    question: PlanQuestion, attempt: _Attempt, ticket: TicketId, need: types.Need
+    question: PlanQuestion, attempt: _Attempt, ticket_id: TicketId, need: types.Need
 ) -> ev.Requested:
     return ev.Requested(
-        ticket,
+        ticket_id,
         attempt.holder,
         question.capability,
         question.model,
@@ -237,18 +238,18 @@ class _Outcome:
                 return self._granted(decision)
             if isinstance(decision, Refuse) and decision.ticket == self.ticket:
                 return self._refused(decision.error)
-        entry = self.copied.ledger.find(self.ticket)
-        assert entry is not None, "a request was neither answered nor queued"
+        ticket = self.copied.ledger.find(self.ticket)
+        assert ticket is not None, "a request was neither answered nor queued"
         if victims := tuple(self._victims()):
-            return self._evicting(entry, victims)
+            return self._evicting(ticket, victims)
         sentences = explain(self.copied, self.ticket, self.copied.now).said
         return self._with_seat(
-            Answer.NOT_BEFORE, sentences=sentences, wait=self._wait(entry), entry=entry
+            Answer.NOT_BEFORE, sentences=sentences, wait=self._wait(ticket), ticket=ticket
         )
 
     def _granted(self, grant: Grant) -> Plan:
-        entry = self.copied.ledger.find(self.ticket)
-        assert entry is not None
+        ticket = self.copied.ledger.find(self.ticket)
+        assert ticket is not None
         on = ", ".join(f"{human(d.size_bytes)} on {d.device}" for d in grant.devices)
         return self._with_seat(
             Answer.NOW,
@@ -256,7 +257,7 @@ class _Outcome:
             wait=Span(0),
             load=grant.predicted,
             goes_to=grant.devices,
-            entry=entry,
+            ticket=ticket,
         )
 
     def _refused(self, error: RequestError) -> Plan:
@@ -265,14 +266,14 @@ class _Outcome:
         answer = Answer.NOT_BEFORE if passes else Answer.NEVER
         return self._with_seat(answer, sentences=(f"{error}.",), wait=wait, code=error.code)
 
-    def _evicting(self, entry: Ticket, victims: tuple[PlanVictim, ...]) -> Plan:
+    def _evicting(self, ticket: Ticket, victims: tuple[PlanVictim, ...]) -> Plan:
         return self._with_seat(
             Answer.AFTER_EVICTING,
             sentences=tuple(victim_sentence(v) for v in victims),
-            wait=self._wait(entry),
-            goes_to=self._promised(entry),
+            wait=self._wait(ticket),
+            goes_to=self._promised(ticket),
             victims=victims,
-            entry=entry,
+            ticket=ticket,
         )
 
     def _with_seat(
@@ -285,16 +286,16 @@ class _Outcome:
         goes_to: tuple[types.DeviceBytes, ...] = (),
         victims: tuple[PlanVictim, ...] = (),
         code: str | None = None,
-        entry: Ticket | None = None,
+        ticket: Ticket | None = None,
     ) -> Plan:
         if load is None:
-            load = wait_estimate.load_span(self.copied, entry) if entry else Span(0)
-        stays = self._stays(entry)
+            load = wait_estimate.load_span(self.copied, ticket) if ticket else Span(0)
+        stays = self._stays(ticket)
         return Plan(
             answer,
             self.question.capability,
             self.question.model,
-            self._need(entry),
+            self._need(ticket),
             self.attempt.node,
             goes_to,
             victims,
@@ -307,49 +308,49 @@ class _Outcome:
             stays=stays,
         )
 
-    def _stays(self, entry: Ticket | None) -> tuple[StayingTicket, ...]:
+    def _stays(self, ticket: Ticket | None) -> tuple[StayingTicket, ...]:
         """Returns what `arbiter free` would leave where it is; nothing for any other request."""
         terms, copied = self.question.lease, self.copied
         if terms is None or not terms.frees:
             return ()
         request = _request(self.question, self.attempt, self.ticket, self.question.need)
-        asker = entry or leases.new_entry(
+        asker = ticket or leases.new_ticket(
             copied, copied.holders[self.attempt.holder], request, terms
         )
         return tuple(
-            StayingTicket(e.ticket, e.model, self._listed(e), why)
-            for e, why in freeing.staying(copied, asker)
-            if not e.leaving
+            StayingTicket(t.id, t.model, self._listed(t), why)
+            for t, why in freeing.staying(copied, asker)
+            if not t.leaving
         )
 
-    def _need(self, entry: Ticket | None) -> Bytes:
+    def _need(self, ticket: Ticket | None) -> Bytes:
         """Returns what it would be granted, as far as the pass has computed it."""
         queued = self.copied.queue.find(self.ticket)
-        if entry is not None and entry.home:
-            return entry.home_bytes
-        declared_bytes = entry.need.device_bytes if entry else self.question.need.device_bytes
+        if ticket is not None and ticket.home:
+            return ticket.home_bytes
+        declared_bytes = ticket.need.device_bytes if ticket else self.question.need.device_bytes
         return (queued.need_bytes if queued else None) or declared_bytes
 
-    def _wait(self, entry: Ticket) -> Span | None:
+    def _wait(self, ticket: Ticket) -> Span | None:
         """Returns until its load may begin, as the core would tell its holder."""
         queued = self.copied.queue.find(self.ticket)
         if not self.copied.is_settled:
             return since(self.copied.now, self.copied.settled_at)
         if queued is None:
             return None
-        until_served = wait_estimate.estimated_wait(self.copied, entry, queued)
+        until_served = wait_estimate.estimated_wait(self.copied, ticket, queued)
         if until_served is None:
             return None
-        return Span(max(0, until_served - wait_estimate.load_span(self.copied, entry)))
+        return Span(max(0, until_served - wait_estimate.load_span(self.copied, ticket)))
 
-    def _promised(self, entry: Ticket) -> tuple[types.DeviceBytes, ...]:
+    def _promised(self, ticket: Ticket) -> tuple[types.DeviceBytes, ...]:
         """Returns where room is made: its home when it wakes, else the devices of its evictions."""
-        if entry.home:
-            return tuple(types.DeviceBytes(d, size) for d, size in sorted(entry.home.items()))
+        if ticket.home:
+            return tuple(types.DeviceBytes(d, size) for d, size in sorted(ticket.home.items()))
         devices = sorted({c.device for c in self.copied.evictions.about(self.ticket)})
         if len(devices) != 1:  # an exclusion group, or several parts, whose sizes only a grant says
             return ()
-        return (types.DeviceBytes(devices[0], self._need(entry)),)
+        return (types.DeviceBytes(devices[0], self._need(ticket)),)
 
     def _victims(self) -> Iterator[PlanVictim]:
         events = [d for d in self.decisions if isinstance(d, LogEvent)]
@@ -358,31 +359,31 @@ class _Outcome:
             for d in events
             if d.kind is EventKind.EVICTION and d.data.get("waiting") == self.ticket
         ]
-        for ticket in [*revoked, *self._abandoned()]:
-            before = self.state.ledger.find(ticket) if ticket else None
+        for ticket_id in [*revoked, *self._abandoned()]:
+            before = self.state.ledger.find(ticket_id) if ticket_id else None
             if before is not None:
                 yield self._victim(before)
 
     def _abandoned(self) -> list[TicketId]:
         """Returns prefetches that would be given up for it."""
-        was = {e.ticket for e in self.state.ledger.entries(State.LOADING) if e.is_prefetch}
-        ending = self.copied.ledger.entries(State.RECLAIMING)
-        return [e.ticket for e in ending if e.ticket in was and e.leaving is Reason.WITHDRAWN]
+        was = {t.id for t in self.state.ledger.tickets(State.LOADING) if t.is_prefetch}
+        ending = self.copied.ledger.tickets(State.RECLAIMING)
+        return [t.id for t in ending if t.id in was and t.leaving is Reason.WITHDRAWN]
 
-    def _listed(self, entry: Ticket) -> tuple[types.DeviceBytes, ...]:
+    def _listed(self, ticket: Ticket) -> tuple[types.DeviceBytes, ...]:
         """Returns what a ticket is charged on devices that compute."""
         books = self.copied.ledger.books
-        devices = [d for d in sorted(entry.devices) if d in books and books[d].kind in COMPUTE]
-        return tuple(types.DeviceBytes(d, entry.charge(d)) for d in devices)
+        devices = [d for d in sorted(ticket.devices) if d in books and books[d].kind in COMPUTE]
+        return tuple(types.DeviceBytes(d, ticket.charge(d)) for d in devices)
 
     def _victim(self, before: Ticket) -> PlanVictim:
         state = self.state
-        left = self.copied.ledger.find(before.ticket)
+        left = self.copied.ledger.find(before.id)
         sleeps = left is not None and left.revocation and left.revocation.to is Tier.ASLEEP
         is_compacted = left is not None and left.leaving is Reason.COMPACT
         goes = COMPACTED if is_compacted else (Tier.ASLEEP if sleeps else Tier.GONE).value
         return PlanVictim(
-            before.ticket,
+            before.id,
             before.capability,
             before.model,
             before.state.value,
@@ -404,7 +405,7 @@ def _is_beyond_bound(error: RequestError) -> bool:
 
 def _resident(state: CoreState, question: PlanQuestion, resident: Ticket) -> Plan:
     home = tuple(types.DeviceBytes(d, size) for d, size in sorted(resident.home.items()))
-    sentences = (f"It is resident ({resident.ticket}), and serves at once.",)
+    sentences = (f"It is resident ({resident.id}), and serves at once.",)
     none: tuple[PlanVictim, ...] = ()
     return Plan(
         Answer.NOW,

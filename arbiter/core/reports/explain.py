@@ -87,32 +87,32 @@ class Explanation:
     said: tuple[str, ...]  # the same for a person, a sentence each
 
 
-def explain(state: CoreState, ticket: TicketId, now: Instant) -> Explanation:
+def explain(state: CoreState, ticket_id: TicketId, now: Instant) -> Explanation:
     """Returns the explanation of a ticket. Raises UnknownTicket for a ticket that is neither on the
     books nor remembered."""
-    entry = state.ledger.find(ticket)
-    past = tuple(_past(choice, ticket, now) for choice in state.evictions.about(ticket))[::-1]
-    if entry is None:
-        return _closed(state, ticket, past)
-    ahead, shortages = _waiting(state, entry) if ticket in state.queue else ((), ())
+    ticket = state.ledger.find(ticket_id)
+    past = tuple(_past(choice, ticket_id, now) for choice in state.evictions.about(ticket_id))[::-1]
+    if ticket is None:
+        return _closed(state, ticket_id, past)
+    ahead, shortages = _waiting(state, ticket) if ticket_id in state.queue else ((), ())
     sentences = (
-        *_current_sentences(state, entry, ahead, shortages, now),
-        *(_eviction_sentence(p, ticket) for p in past),
+        *_current_sentences(state, ticket, ahead, shortages, now),
+        *(_eviction_sentence(p, ticket_id) for p in past),
     )
-    in_state = since(entry.since, now)
+    in_state = since(ticket.since, now)
     return Explanation(
-        ticket, entry.model, entry.state.value, in_state, ahead, shortages, past, sentences
+        ticket_id, ticket.model, ticket.state.value, in_state, ahead, shortages, past, sentences
     )
 
 
-def _closed(state: CoreState, ticket: TicketId, past: tuple[PastEviction, ...]) -> Explanation:
-    answer = state.answers.get(ticket)
+def _closed(state: CoreState, ticket_id: TicketId, past: tuple[PastEviction, ...]) -> Explanation:
+    answer = state.answers.get(ticket_id)
     if answer is None and not past:
-        raise UnknownTicket(ticket)
-    model = next((w.model for p in past for w in p.weighed if w.ticket == ticket), "")
+        raise UnknownTicket(ticket_id)
+    model = next((w.model for p in past for w in p.weighed if w.ticket == ticket_id), "")
     last = (f"It is closed: {answer}.",) if answer else ("It is closed.",)
-    sentences = (*last, *(_eviction_sentence(p, ticket) for p in past))
-    return Explanation(ticket, model, State.CLOSED.value, Span(0), (), (), past, sentences)
+    sentences = (*last, *(_eviction_sentence(p, ticket_id) for p in past))
+    return Explanation(ticket_id, model, State.CLOSED.value, Span(0), (), (), past, sentences)
 
 
 # -- now ------------------------------------------------------------------------------------------
@@ -121,59 +121,59 @@ def _closed(state: CoreState, ticket: TicketId, past: tuple[PastEviction, ...]) 
 def _waits_for_cheaper(
     state: CoreState,
     book: DeviceAccount,
-    entry: Ticket,
+    ticket: Ticket,
     short: Bytes,
     priced: list[tuple[PricedVictim, Ticket]],
 ) -> Span:
     """Returns for how long it waits for cheaper victims. The prices are those of this reading: the
     device's own order of victims is renewed by what asks for them, and no reading may do that."""
-    priority = _asker_priority(state, entry)
-    victims = [o for o, e in priced if e.state in MAY_LEAVE]
-    until = short and waits_for_cheaper_until(state, book, entry, short, priority, victims)
+    priority = _asker_priority(state, ticket)
+    victims = [o for o, t in priced if t.state in MAY_LEAVE]
+    until = short and waits_for_cheaper_until(state, book, ticket, short, priority, victims)
     return since(state.now, until) if until else Span(0)
 
 
-def _waiting(state: CoreState, entry: Ticket) -> tuple[tuple[TicketId, ...], tuple[Shortage, ...]]:
-    tickets = [w.request.ticket for w in state.queue.at(entry.node)]  # it competes with these only
-    ahead = tuple(tickets[: tickets.index(entry.ticket)])
-    node = state.nodes.get(entry.node)
+def _waiting(state: CoreState, ticket: Ticket) -> tuple[tuple[TicketId, ...], tuple[Shortage, ...]]:
+    tickets = [w.request.ticket for w in state.queue.at(ticket.node)]  # it competes with these only
+    ahead = tuple(tickets[: tickets.index(ticket.id)])
+    node = state.nodes.get(ticket.node)
     books = compute_books(state, node) if node else []
-    needs = _needs(state, entry, books)
+    needs = _needs(state, ticket, books)
     return ahead, tuple(
-        _shortage(state, entry, b, needs[b.device]) for b in books if b.device in needs
+        _shortage(state, ticket, b, needs[b.device]) for b in books if b.device in needs
     )
 
 
-def _needs(state: CoreState, entry: Ticket, books: list[DeviceAccount]) -> Sizes:
+def _needs(state: CoreState, ticket: Ticket, books: list[DeviceAccount]) -> Sizes:
     """Returns what a queued ticket needs on each device that it may go to: on all of them where it
     wakes, or is larger than any one; else on one of them."""
-    if entry.home:  # it wakes where its process lives; some of that is charged already
-        return {d: Bytes(max(0, size - entry.charge(d))) for d, size in entry.home.items()}
-    need = placement.estimated_bytes(state, entry, placement.most_on_demand(books))
-    most = quotas.at_most(state, entry.client.tenant, books)
+    if ticket.home:  # it wakes where its process lives; some of that is charged already
+        return {d: Bytes(max(0, size - ticket.charge(d))) for d, size in ticket.home.items()}
+    need = placement.estimated_bytes(state, ticket, placement.most_on_demand(books))
+    most = quotas.at_most(state, ticket.client.tenant, books)
     is_one = need <= max(most.values(), default=need)
-    several = None if is_one else gangs.split(books, need, entry.split, most)
+    several = None if is_one else gangs.split(books, need, ticket.split, most)
     return several or {book.device: need for book in books}
 
 
-def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount, need: Bytes) -> Shortage:
+def _shortage(state: CoreState, ticket: Ticket, book: DeviceAccount, need: Bytes) -> Shortage:
     """Returns what a queued ticket lacks on a device, and what each other ticket there holds."""
     coming = returning_bytes(book)
-    priority = _asker_priority(state, entry)
-    tenant = entry.client.tenant
+    priority = _asker_priority(state, ticket)
+    tenant = ticket.client.tenant
     reserved_bytes = quotas.kept(quotas.reserves(state), book, tenant, has_left=True)
     short = Bytes(max(0, need - book.free_bytes - coming + reserved_bytes))
-    others = (e for e in book.entries.values() if e is not entry)
+    others = (t for t in book.tickets.values() if t is not ticket)
     priced = sorted(
-        ((price_victim(state, book, e), e) for e in others), key=lambda pair: pair[0].place
+        ((price_victim(state, book, t), t) for t in others), key=lambda pair: pair[0].place
     )
     charged_tickets = tuple(
-        _charged_ticket(state, e, book.device, o, obstacle_text(state, e, entry, priority))
-        for o, e in priced
+        _charged_ticket(state, t, book.device, o, obstacle_text(state, t, ticket, priority))
+        for o, t in priced
     )
-    spare = quotas.ReserveSlack(state, book, entry.client.tenant)
-    lawful = (book.entries[x.ticket] for x in charged_tickets if x.obstacle is None)
-    leavable = Bytes(sum(spare.take(e, e.charge(book.device)) for e in lawful))
+    spare = quotas.ReserveSlack(state, book, ticket.client.tenant)
+    lawful = (book.tickets[x.ticket] for x in charged_tickets if x.obstacle is None)
+    leavable = Bytes(sum(spare.take(t, t.charge(book.device)) for t in lawful))
     return Shortage(
         book.device,
         need,
@@ -184,20 +184,20 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount, need: Bytes)
         reserved_bytes,
         charged_tickets,
         leavable,
-        _waits_for_cheaper(state, book, entry, short, priced),
+        _waits_for_cheaper(state, book, ticket, short, priced),
     )
 
 
 def _charged_ticket(
-    state: CoreState, entry: Ticket, device: DeviceId, option: PricedVictim, obstacle: str | None
+    state: CoreState, ticket: Ticket, device: DeviceId, option: PricedVictim, obstacle: str | None
 ) -> ChargedTicket:
     return ChargedTicket(
-        entry.ticket,
-        entry.model,
-        entry.state.value,
-        entry.charge(device),
-        entry.inflight,
-        Span(0) if entry.inflight else since(entry.last_used, state.now),
+        ticket.id,
+        ticket.model,
+        ticket.state.value,
+        ticket.charge(device),
+        ticket.inflight,
+        Span(0) if ticket.inflight else since(ticket.last_used, state.now),
         tuple(map(str, option.rank)),
         option.cost_s,
         obstacle,
@@ -205,81 +205,81 @@ def _charged_ticket(
     )
 
 
-def _asker_priority(state: CoreState, entry: Ticket) -> Priority:
+def _asker_priority(state: CoreState, ticket: Ticket) -> Priority:
     """Returns the priority with which a ticket asks: an aged ticket asks with that of the most
     urgent it holds up."""
-    queued = state.queue.find(entry.ticket)
+    queued = state.queue.find(ticket.id)
     assert queued is not None
-    held_up = state.queue.at(entry.node) if queued.is_aged else ()
-    return min([queued.request.priority, *(e.request.priority for e in held_up if not e.is_held)])
+    held_up = state.queue.at(ticket.node) if queued.is_aged else ()
+    return min([queued.request.priority, *(w.request.priority for w in held_up if not w.is_held)])
 
 
 def _current_sentences(
     state: CoreState,
-    entry: Ticket,
+    ticket: Ticket,
     ahead: tuple[TicketId, ...],
     shortages: tuple[Shortage, ...],
     now: Instant,
 ) -> list[str]:
-    for_s = in_seconds(since(entry.since, now))
-    sentences = [f"{entry.model} ({entry.ticket}) is {entry.state.value} for {for_s:.1f} s."]
-    sentences += _waste_sentences(state, entry)
-    sentences += _hours_sentences(state, entry, now)
-    if entry.ticket not in state.queue:
+    for_s = in_seconds(since(ticket.since, now))
+    sentences = [f"{ticket.model} ({ticket.id}) is {ticket.state.value} for {for_s:.1f} s."]
+    sentences += _waste_sentences(state, ticket)
+    sentences += _hours_sentences(state, ticket, now)
+    if ticket.id not in state.queue:
         return sentences
     if not state.is_settled:
         sentences.append("Nothing is granted yet: holders of the last epoch are waited for.")
-    if state.is_silent(entry.holder):
-        sentences.append(_silence_sentence(state, entry, now))
-    tenant = entry.client.tenant
-    if too_much := quotas.over_limit(state, tenant, _needs_bytes(state, entry)):
+    if state.is_silent(ticket.holder):
+        sentences.append(_silence_sentence(state, ticket, now))
+    tenant = ticket.client.tenant
+    if too_much := quotas.over_limit(state, tenant, _needs_bytes(state, ticket)):
         sentences.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
-    node = state.nodes.get(entry.node)
+    node = state.nodes.get(ticket.node)
     if node is not None and node.may_gain_devices:
         size = "until they do, no ticket is refused for its size"
-        sentences.append(f"Devices of {entry.node} have not answered yet: {size}.")
+        sentences.append(f"Devices of {ticket.node} have not answered yet: {size}.")
     if ahead:
         sentences.append(f"{len(ahead)} wait before it: {', '.join(ahead[:5])}.")
-    sentences += _exclusion_sentences(state, entry)
+    sentences += _exclusion_sentences(state, ticket)
     sentences += [
         f"No load begins on {s.device} while memory there is critical."
         for s in shortages
-        if pressure.is_closed_to(state, entry, s.device)
+        if pressure.is_closed_to(state, ticket, s.device)
     ]
-    return sentences + _shortages_sentences(entry, shortages)
+    return sentences + _shortages_sentences(ticket, shortages)
 
 
-def _needs_bytes(state: CoreState, entry: Ticket) -> Bytes:
+def _needs_bytes(state: CoreState, ticket: Ticket) -> Bytes:
     """Returns what a queued ticket will be charged beyond what it is charged now."""
-    if entry.home:
-        return Bytes(sum(size - entry.charge(d) for d, size in entry.home.items()))
-    node = state.nodes.get(entry.node)
+    if ticket.home:
+        return Bytes(sum(size - ticket.charge(d) for d, size in ticket.home.items()))
+    node = state.nodes.get(ticket.node)
     books = compute_books(state, node) if node else []
-    return placement.estimated_bytes(state, entry, placement.most_on_demand(books))
+    return placement.estimated_bytes(state, ticket, placement.most_on_demand(books))
 
 
-def _exclusion_sentences(state: CoreState, entry: Ticket) -> list[str]:
+def _exclusion_sentences(state: CoreState, ticket: Ticket) -> list[str]:
     """Says which models of its exclusion group keep a queued ticket waiting, whatever is free
     (A11)."""
-    if entry.node not in state.nodes:
+    if ticket.node not in state.nodes:
         return []
-    others = excluded_by(state, entry.node, entry.role, entry.model_name)
-    only = f"of role {entry.role} one model is awake on a node"
+    others = excluded_by(state, ticket.node, ticket.role, ticket.model_name)
+    only = f"of role {ticket.role} one model is awake on a node"
     return [
-        f"It waits until {e.model} ({e.ticket}) has left, because {only}."
-        if (why := obstacle_text(state, e, entry, _asker_priority(state, entry))) is None
-        else f"{e.model} ({e.ticket}) stays, and {only}: {why}."
-        for e in others
+        f"It waits until {t.model} ({t.id}) has left, because {only}."
+        if (why := obstacle_text(state, t, ticket, _asker_priority(state, ticket))) is None
+        else f"{t.model} ({t.id}) stays, and {only}: {why}."
+        for t in others
     ]
 
 
-def _hours_sentences(state: CoreState, entry: Ticket, now: Instant) -> list[str]:
+def _hours_sentences(state: CoreState, ticket: Ticket, now: Instant) -> list[str]:
     """Says that a ticket waits for hours to begin, or that its model leaves outside of them
     (C13)."""
-    name = entry.model_name
+    name = ticket.model_name
     own = state.registry.hours.get(name, "")
-    if queued := state.queue.find(entry.ticket):
-        goes_at = hours.held_until(state, entry, queued)
+    if queued := state.queue.find(ticket.id):
+        goes_at = hours.held_until(state, ticket, queued)
         if goes_at is None:
             return []
         left_s = in_seconds(since(now, goes_at))
@@ -288,27 +288,27 @@ def _hours_sentences(state: CoreState, entry: Ticket, now: Instant) -> list[str]
                 f"Batch work waits for its hours, {state.batch_hours_of(name)}: {left_s:.0f} s."
             ]
         return [f"It waits for the hours of its model, {own}: {left_s:.0f} s."]
-    if entry.lease or state.opens_at(name) is None:
+    if ticket.lease or state.opens_at(name) is None:
         return []
     return [f"It is outside the hours of its model, {own}, and leaves once it is idle."]
 
 
-def _waste_sentences(state: CoreState, entry: Ticket) -> list[str]:
+def _waste_sentences(state: CoreState, ticket: Ticket) -> list[str]:
     """Says that a ticket is being compacted, or what a compaction would give back, and what keeps
     it from that now (D7)."""
-    if entry.leaving is Reason.COMPACT:
+    if ticket.leaving is Reason.COMPACT:
         return ["It is unloaded to be loaded again, because it held more than it needs."]
-    wasted = wasted_bytes(state, entry)
+    wasted = wasted_bytes(state, ticket)
     if not wasted:
         return []
     held = f"It holds {human(wasted)} more than a new load of it would"
-    if why := compaction_obstacle(state, entry):
+    if why := compaction_obstacle(state, ticket):
         return [f"{held}, and is not compacted now: {why}."]
-    return [f"{held}; `arbiter compact {entry.model}` gives that back."]
+    return [f"{held}; `arbiter compact {ticket.model}` gives that back."]
 
 
-def _silence_sentence(state: CoreState, entry: Ticket, now: Instant) -> str:
-    holder = state.holders.get(entry.holder)
+def _silence_sentence(state: CoreState, ticket: Ticket, now: Instant) -> str:
+    holder = state.holders.get(ticket.holder)
     if holder is None:
         return "The holder has not joined; nothing is granted to it until it does."
     silence_s = in_seconds(since(holder.heard_at, now))
@@ -316,12 +316,12 @@ def _silence_sentence(state: CoreState, entry: Ticket, now: Instant) -> str:
     return f"{sent}; nothing is granted to it until it does."
 
 
-def _shortages_sentences(entry: Ticket, shortages: tuple[Shortage, ...]) -> list[str]:
+def _shortages_sentences(ticket: Ticket, shortages: tuple[Shortage, ...]) -> list[str]:
     if not shortages:
         return ["No node agent has introduced a device it could go to."]
     sentences = [line for shortage in shortages for line in _shortage_sentences(shortage)]
-    if len(entry.home) > 1 and any(s.short_bytes for s in shortages):
-        home = f"It wakes on {len(entry.home)} devices"
+    if len(ticket.home) > 1 and any(s.short_bytes for s in shortages):
+        home = f"It wakes on {len(ticket.home)} devices"
         sentences.append(f"{home}: no ticket leaves before all of them can have room.")
     return sentences
 
@@ -353,9 +353,9 @@ def _shortage_sentences(s: Shortage) -> list[str]:
 # -- then -----------------------------------------------------------------------------------------
 
 
-def _past(choice: EvictionRecord, ticket: TicketId, now: Instant) -> PastEviction:
-    part = "asked" if ticket == choice.waiting else "spared"
-    if any(w.ticket == ticket and w.is_chosen for w in choice.weighed):
+def _past(choice: EvictionRecord, ticket_id: TicketId, now: Instant) -> PastEviction:
+    part = "asked" if ticket_id == choice.waiting else "spared"
+    if any(w.ticket == ticket_id and w.is_chosen for w in choice.weighed):
         part = "went"
     return PastEviction(
         since(choice.at, now),
@@ -370,7 +370,7 @@ def _past(choice: EvictionRecord, ticket: TicketId, now: Instant) -> PastEvictio
     )
 
 
-def _eviction_sentence(past: PastEviction, ticket: TicketId) -> str:
+def _eviction_sentence(past: PastEviction, ticket_id: TicketId) -> str:
     ago = f"{in_seconds(past.ago):.1f} s ago"
     chosen = ", ".join(_priced(w) for w in past.weighed if w.is_chosen)
     spared = ", ".join(_priced(w) for w in past.weighed if not w.is_chosen) or "none"

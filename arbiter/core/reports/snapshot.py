@@ -246,7 +246,7 @@ def view_of(state: CoreState, now: Instant) -> StateView:
         is_closing=state.closing_by is not None,
         stale_count=state.stale_count,
         devices=tuple(_device(state, book, now) for _, book in sorted(state.ledger.books.items())),
-        tickets=tuple(_ticket(state, entry, now) for entry in state.ledger.entries()),
+        tickets=tuple(_ticket(state, ticket, now) for ticket in state.ledger.tickets()),
         queue=tuple(_queue(state, now)),
         cooldowns=tuple(_cooldowns(state, now)),
         holders=tuple(
@@ -359,7 +359,7 @@ def _device(state: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
     node = state.nodes[book.node]
     reading = node.readings.get(book.device)
     spec = node.devices[book.device]
-    measured = sum(e.measured.get(book.device, 0) for e in book.entries.values())
+    measured = sum(t.measured.get(book.device, 0) for t in book.tickets.values())
     fits = max(0, book.free_bytes) if is_readable(state, node, book.device, now) else 0
     return DeviceView(
         book.device,
@@ -384,34 +384,34 @@ def _device(state: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
     )
 
 
-def _ticket(state: CoreState, entry: Ticket, now: Instant) -> TicketView:
-    is_idle = entry.inflight == 0 and entry.state.value in ("resident", "asleep")
+def _ticket(state: CoreState, ticket: Ticket, now: Instant) -> TicketView:
+    is_idle = ticket.inflight == 0 and ticket.state.value in ("resident", "asleep")
     return TicketView(
-        entry.ticket,
-        entry.holder,
-        entry.node,
-        entry.capability,
-        entry.model,
-        entry.state.value,
-        in_state=since(entry.since, now),
-        inflight=entry.inflight,
-        idle=since(entry.last_used, now) if is_idle else None,
-        pinned=entry.pinned,
-        keep_warm=entry.keep_warm,
-        need_bytes=entry.need.device_bytes,
-        charged=_listed({d: entry.charge(d) for d in entry.devices}),
-        measured=_listed(entry.measured),
-        leaving=entry.leaving.value if entry.leaving else None,
-        lease=entry.lease.terms if entry.lease else None,
-        left=since(now, entry.lease.ends) if entry.lease else None,
-        tenant=entry.client.tenant,
-        client=entry.client.name,
-        drafter_bytes=entry.drafter_bytes,
-        ram_bytes=entry.ram_bytes,
-        settled_bytes=(entry.load.settled_bytes if entry.load else None) or Bytes(0),
-        wasted_bytes=wasted_bytes(state, entry),
-        granted=_listed(entry.granted),
-        stay_warm=Span(max(0, since(now, entry.warm_until))),
+        ticket.id,
+        ticket.holder,
+        ticket.node,
+        ticket.capability,
+        ticket.model,
+        ticket.state.value,
+        in_state=since(ticket.since, now),
+        inflight=ticket.inflight,
+        idle=since(ticket.last_used, now) if is_idle else None,
+        pinned=ticket.pinned,
+        keep_warm=ticket.keep_warm,
+        need_bytes=ticket.need.device_bytes,
+        charged=_listed({d: ticket.charge(d) for d in ticket.devices}),
+        measured=_listed(ticket.measured),
+        leaving=ticket.leaving.value if ticket.leaving else None,
+        lease=ticket.lease.terms if ticket.lease else None,
+        left=since(now, ticket.lease.ends) if ticket.lease else None,
+        tenant=ticket.client.tenant,
+        client=ticket.client.name,
+        drafter_bytes=ticket.drafter_bytes,
+        ram_bytes=ticket.ram_bytes,
+        settled_bytes=(ticket.load.settled_bytes if ticket.load else None) or Bytes(0),
+        wasted_bytes=wasted_bytes(state, ticket),
+        granted=_listed(ticket.granted),
+        stay_warm=Span(max(0, since(now, ticket.warm_until))),
     )
 
 
@@ -422,18 +422,20 @@ def _listed(sizes: Sizes) -> tuple[DeviceBytes, ...]:
 def _queue(state: CoreState, now: Instant) -> list[QueueView]:
     rows = []
     waiting_count: Counter[NodeId] = Counter()
-    for ticket in state.queue.tickets():
-        waiting = state.queue.find(ticket)
-        entry = state.ledger.find(ticket)
-        assert waiting and entry
-        waiting_count[entry.node] += 1
-        position = waiting_count[entry.node]
+    for ticket_id in state.queue.tickets():
+        waiting = state.queue.find(ticket_id)
+        ticket = state.ledger.find(ticket_id)
+        assert waiting and ticket
+        waiting_count[ticket.node] += 1
+        position = waiting_count[ticket.node]
         remaining = None if waiting.deadline is None else since(now, waiting.deadline)
         waited = since(waiting.request.asked_at, now)
         at = waiting.predicted_at
         predicted = None if at is None else Span(max(0, since(now, at)))
         priority = waiting.request.priority.name.lower()
-        row = QueueView(position, ticket, *entry.model_name, waited, remaining, predicted, priority)
+        row = QueueView(
+            position, ticket_id, *ticket.model_name, waited, remaining, predicted, priority
+        )
         rows.append(row)
     return rows
 

@@ -10,16 +10,16 @@ from arbiter.core.state import CoreState, Node
 from arbiter.units import Instant
 
 
-def note_use(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
+def note_use(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> None:
     """Takes the agent's word on how many engines have a copy open. Any other lease is never in
     use."""
-    if not entry.is_host_copy:
+    if not ticket.is_host_copy:
         return
-    if (entry.inflight == 0) != (held.inflight == 0):
-        state.mark_dirty(entry.node)  # it may leave now, or no longer
-    last_used = state.now if held.inflight else entry.last_used
-    entry.note_use(held.inflight, entry.priority, Instant(last_used))
-    state.ledger.touch(entry)
+    if (ticket.inflight == 0) != (held.inflight == 0):
+        state.mark_dirty(ticket.node)  # it may leave now, or no longer
+    last_used = state.now if held.inflight else ticket.last_used
+    ticket.note_use(held.inflight, ticket.priority, Instant(last_used))
+    state.ledger.touch(ticket)
 
 
 def note_copies(state: CoreState, node: Node, event: ev.Measured) -> None:

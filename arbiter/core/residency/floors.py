@@ -60,13 +60,13 @@ def _act_on(state: CoreState, name: ModelName, before: Floor, floor: Floor, *, s
         floor=floor.value,
         source=source,
     )
-    entries = _entries(state, name)
-    for entry in entries:
-        state.ledger.pin(entry, state.is_pinned(name))
-        is_to_be_awake = entry.state in AWAKE or entry.ticket in state.queue
-        entry.settle_when_idle(floor is Floor.COLD or (floor is Floor.HOST and is_to_be_awake))
-        state.set_timer(entry, state.now)
-        cap_pins(state, entry.node)
+    tickets = _tickets(state, name)
+    for ticket in tickets:
+        state.ledger.pin(ticket, state.is_pinned(name))
+        is_to_be_awake = ticket.state in AWAKE or ticket.id in state.queue
+        ticket.settle_when_idle(floor is Floor.COLD or (floor is Floor.HOST and is_to_be_awake))
+        state.set_timer(ticket, state.now)
+        cap_pins(state, ticket.node)
     if floor is Floor.DEVICE:
         _end_prefetch(state, name)
         load(state, name)
@@ -74,13 +74,13 @@ def _act_on(state: CoreState, name: ModelName, before: Floor, floor: Floor, *, s
             state.timers.set(("floors", ""), failure.until)
         return
     if floor is Floor.COLD or before is Floor.DEVICE:
-        _withdraw_load(state, name, entries)
+        _withdraw_load(state, name, tickets)
     if error := _not_resident(state, name):
-        for entry in [e for e in entries if e.ticket in state.queue]:
-            reject_queued(state, entry, error)
+        for ticket in [t for t in tickets if t.id in state.queue]:
+            reject_queued(state, ticket, error)
 
 
-def _withdraw_load(state: CoreState, name: ModelName, entries: list[Ticket]) -> None:
+def _withdraw_load(state: CoreState, name: ModelName, tickets: list[Ticket]) -> None:
     """Ends what was to load without a request: a ticket in the queue for which no request waits
     would else be granted, and have others evicted for it. Which tickets these are is known to the
     holders only. A model that the table pins stays wanted."""
@@ -88,36 +88,36 @@ def _withdraw_load(state: CoreState, name: ModelName, entries: list[Ticket]) -> 
     pending = state.asked_loads.pop(name, None)
     if state.is_pinned(name):
         return
-    holders = [entry.holder for entry in entries if entry.ticket in state.queue]
+    holders = [ticket.holder for ticket in tickets if ticket.id in state.queue]
     for holder in dict.fromkeys([*holders, *([pending.holder] if pending else [])]):
         state.decide(WithdrawLoad(holder, name.model))
 
 
-def on_rebuilt(state: CoreState, entry: Ticket) -> None:
+def on_rebuilt(state: CoreState, ticket: Ticket) -> None:
     """Has a ticket of the last epoch go down to its floor in a capability managed from outside:
     that the floor was lowered while the model was in use, nothing but the floor tells any more."""
-    name = entry.model_name
-    if not entry.lease and state.opens_at(name) is None and _not_resident(state, name):
-        entry.settle_when_idle(True)
+    name = ticket.model_name
+    if not ticket.lease and state.opens_at(name) is None and _not_resident(state, name):
+        ticket.settle_when_idle(True)
 
 
-def stop_settling_at_floor(state: CoreState, entry: Ticket) -> None:
+def stop_settling_at_floor(state: CoreState, ticket: Ticket) -> None:
     """Forgets that the floor of a ticket was lowered once the ticket has come down to it."""
     if (
-        entry.settles
-        and entry.state is State.ASLEEP
-        and state.floor_of(entry.model_name) is Floor.HOST
+        ticket.settles
+        and ticket.state is State.ASLEEP
+        and state.floor_of(ticket.model_name) is Floor.HOST
     ):
-        entry.settle_when_idle(False)
+        ticket.settle_when_idle(False)
 
 
-def settle(state: CoreState, entry: Ticket) -> None:
+def settle(state: CoreState, ticket: Ticket) -> None:
     """Revokes an idle ticket that is above its floor. A holder that is busy after all declines,
     and is asked again once it is no longer left alone."""
-    if state.now < entry.declined_until:
-        state.set_timer(entry, entry.declined_until)
+    if state.now < ticket.declined_until:
+        state.set_timer(ticket, ticket.declined_until)
     else:
-        revoke(state, entry, Reason.MANUAL, None)
+        revoke(state, ticket, Reason.MANUAL, None)
 
 
 def refusal(
@@ -161,13 +161,13 @@ def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
     if error := refusal(state, event.model_name):
         raise error
     name = event.model_name
-    for entry in _entries(state, name):
-        if entry.state is State.RESIDENT:
-            entry.note_wanted(state.now)
-            entry.try_unload(0)
-            state.ledger.touch(entry)
-        elif entry.state in COMING:
-            entry.settle_when_idle(False)  # takes back an unload, or a lowered floor, until now
+    for ticket in _tickets(state, name):
+        if ticket.state is State.RESIDENT:
+            ticket.note_wanted(state.now)
+            ticket.try_unload(0)
+            state.ledger.touch(ticket)
+        elif ticket.state in COMING:
+            ticket.settle_when_idle(False)  # takes back an unload, or a lowered floor, until now
     _end_prefetch(state, name)
     load(state, name)
 
@@ -176,8 +176,8 @@ def _end_prefetch(state: CoreState, name: ModelName) -> None:
     """Notes that what loads from now on was asked for, also where a prefetch had begun it or was to
     begin it: others leave for it, and it waits."""
     state.prefetched.pop(name, None)
-    for entry in _entries(state, name):
-        entry.note_prefetch(entry.is_prefetch and name in state.registry.optional)
+    for ticket in _tickets(state, name):
+        ticket.note_prefetch(ticket.is_prefetch and name in state.registry.optional)
 
 
 def load(state: CoreState, name: ModelName) -> None:
@@ -187,16 +187,16 @@ def load(state: CoreState, name: ModelName) -> None:
     asked for once grants are made. Outside its hours nothing is loaded (C13)."""
     if state.opens_at(name) is not None:
         return
-    entries = _entries(state, name)
-    coming = [e.holder for e in entries if e.state in COMING]
+    tickets = _tickets(state, name)
+    coming = [t.holder for t in tickets if t.state in COMING]
     stays = state.floor_of(name) is Floor.DEVICE
-    if any(e.state is State.RESIDENT for e in entries) or (coming and not stays):
+    if any(t.state is State.RESIDENT for t in tickets) or (coming and not stays):
         return
     if not state.is_settled:
         state.wanted[name] = None
         state.timers.set(("floors", ""), state.settled_at)
         return
-    asleep = [e.holder for e in entries if e.state is State.ASLEEP]
+    asleep = [t.holder for t in tickets if t.state is State.ASLEEP]
     able = [h.holder for h in state.holders.values() if h.capability == name.capability]
     if not able:
         state.wanted[name] = None
@@ -270,15 +270,15 @@ def _is_fresh(state: CoreState, pending: AskedLoad) -> bool:
 
 def return_freed(state: CoreState) -> None:
     """Loads again what left for a lease of `arbiter free`, once that lease is over (A15)."""
-    for ticket in list(state.freed_for):
-        entry = state.ledger.find(ticket)
-        if entry is not None and entry.state is not State.RECLAIMING:
+    for ticket_id in list(state.freed_for):
+        ticket = state.ledger.find(ticket_id)
+        if ticket is not None and ticket.state is not State.RECLAIMING:
             continue
-        names = [name for name in state.freed_for.pop(ticket) if is_known(state, name)]
+        names = [name for name in state.freed_for.pop(ticket_id) if is_known(state, name)]
         if state.closing_by is not None or not names:
             continue
         models = ", ".join(name.path for name in names)
-        state.decide(LogEvent(EventKind.FREED_RETURN, {"models": models}, ticket))
+        state.decide(LogEvent(EventKind.FREED_RETURN, {"models": models}, ticket_id))
         for name in names:
             load(state, name)
 
@@ -297,9 +297,9 @@ def _on_device(state: CoreState) -> list[ModelName]:
     return [name for name in (*configured, *chosen) if state.opens_at(name) is None]
 
 
-def _entries(state: CoreState, name: ModelName) -> list[Ticket]:
+def _tickets(state: CoreState, name: ModelName) -> list[Ticket]:
     """Returns the tickets that serve this model by name."""
-    return [e for e in state.ledger.of_model(name) if not e.lease]
+    return [t for t in state.ledger.of_model(name) if not t.lease]
 
 
 # -- removal --------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def forget_removed(state: CoreState) -> None:
     restart a holder that is not back yet may have one."""
     if not state.removing or not state.registry.is_set or not state.gave_up_waiting:
         return
-    gone = [name for name in state.removing if not _entries(state, name)]
+    gone = [name for name in state.removing if not _tickets(state, name)]
     if not gone:
         return
     state.estimates.forget_model(*gone)

@@ -76,14 +76,14 @@ def _ask_again(state: CoreState, event: ev.Joined) -> None:
     """Repeats revokes that may have been lost with the old connection; a holder ignores what it
     drains already."""
     serving = {held.ticket for held in event.tickets if held.phase is types.Phase.RESIDENT}
-    for entry in state.ledger.held_by(event.holder):
-        if entry.state is not State.DRAINING or entry.ticket not in serving:
+    for ticket in state.ledger.held_by(event.holder):
+        if ticket.state is not State.DRAINING or ticket.id not in serving:
             continue
-        revocation = entry.revocation
+        revocation = ticket.revocation
         if (
             revocation and state.now < revocation.barrier_until
         ):  # else its answer is awaited a moment yet
-            send_revoke(state, entry)
+            send_revoke(state, ticket)
 
 
 def on_renewed(state: CoreState, event: ev.Renewed) -> None:
@@ -112,9 +112,9 @@ def _tell_runs(state: CoreState, holder: Holder, event: ev.Renewed) -> None:
     for run in event.runs:
         what = {**about, "model": run.model, "outcome": run.outcome, "request_id": run.request}
         state.decide(LogEvent(EventKind.CAPABILITY_RUN, {**what}, run.ticket, took=run.took))
-        entry = state.ledger.find(run.ticket) if run.ticket and run.ran is not None else None
-        if entry is not None and run.ran is not None and run.outcome == ANSWERED:
-            state.estimates.ran(entry.model_key, run.ran)
+        ticket = state.ledger.find(run.ticket) if run.ticket and run.ran is not None else None
+        if ticket is not None and run.ran is not None and run.outcome == ANSWERED:
+            state.estimates.ran(ticket.model_key, run.ran)
     if event.runs_dropped_count:
         state.decide(
             LogEvent(EventKind.RUNS_DROPPED, {**about, "dropped": event.runs_dropped_count})
@@ -127,14 +127,14 @@ def on_lost(state: CoreState, holder: HolderId) -> None:
     if state.holders.pop(holder, None):
         state.log(EventKind.HOLDER_LOST, holder=holder)
     forget_evicted_for(state, holder)
-    for ticket in [t for t, load in state.broken_loads.items() if load.holder == holder]:
-        del state.broken_loads[ticket]  # no account of its cause will come
-    for entry in state.ledger.held_by(holder):
-        if entry.state is State.QUEUED:
-            state.answer_error_finally(entry.ticket, StaleEpoch(state.epoch, state.epoch))
-            state.close(entry)
-        elif entry.state is not State.RECLAIMING:
-            reclaim(state, entry, Reason.LOST)
+    for ticket_id in [t for t, load in state.broken_loads.items() if load.holder == holder]:
+        del state.broken_loads[ticket_id]  # no account of its cause will come
+    for ticket in state.ledger.held_by(holder):
+        if ticket.state is State.QUEUED:
+            state.answer_error_finally(ticket.id, StaleEpoch(state.epoch, state.epoch))
+            state.close(ticket)
+        elif ticket.state is not State.RECLAIMING:
+            reclaim(state, ticket, Reason.LOST)
     floors.on_holder_lost(state, holder)
 
 
@@ -168,117 +168,117 @@ def _compare(state: CoreState, holder: HolderId, tickets: tuple[ev.HeldTicket, .
     on_timer(state, holder)
     mine = state.ledger.holding(holder)
     for held in tickets:
-        entry = mine.get(held.ticket)
-        if entry is None or not _is_nothing_new(entry, held, state.now):
+        ticket = mine.get(held.ticket)
+        if ticket is None or not _is_nothing_new(ticket, held, state.now):
             _apply(state, holder, held)
     listed = {held.ticket for held in tickets}
-    for entry in [e for ticket, e in mine.items() if ticket not in listed]:
-        if entry.state in HOLDING and _is_confirmed(state, entry):
-            reclaim(state, entry, Reason.LOST)
+    for ticket in [t for ticket_id, t in mine.items() if ticket_id not in listed]:
+        if ticket.state in HOLDING and _is_confirmed(state, ticket):
+            reclaim(state, ticket, Reason.LOST)
 
 
-def _is_nothing_new(entry: Ticket, held: ev.HeldTicket, now: Instant) -> bool:
+def _is_nothing_new(ticket: Ticket, held: ev.HeldTicket, now: Instant) -> bool:
     """Says whether a ticket is idle as before and not used since: most of most heartbeats."""
     return (
-        held.inflight == 0 == entry.inflight
-        and since(entry.last_used, now) - held.idle < KEPT_WARM
-        and held.uses_count == entry.uses_count
-        and held.priority is entry.priority
+        held.inflight == 0 == ticket.inflight
+        and since(ticket.last_used, now) - held.idle < KEPT_WARM
+        and held.uses_count == ticket.uses_count
+        and held.priority is ticket.priority
         and held.phase is types.Phase.RESIDENT
-        and entry.state is State.RESIDENT
-        and not entry.is_prefetch
-        and (entry.grown is None or not _is_about_size(entry, held))
+        and ticket.state is State.RESIDENT
+        and not ticket.is_prefetch
+        and (ticket.grown is None or not _is_about_size(ticket, held))
     )
 
 
-def _is_about_size(entry: Ticket, held: ev.HeldTicket) -> bool:
-    return entry.less_since is not None or growth.is_less(entry, held.devices)
+def _is_about_size(ticket: Ticket, held: ev.HeldTicket) -> bool:
+    return ticket.less_since is not None or growth.is_less(ticket, held.devices)
 
 
-def _is_confirmed(state: CoreState, entry: Ticket) -> bool:
+def _is_confirmed(state: CoreState, ticket: Ticket) -> bool:
     """Says whether a heartbeat can know of the present state: a heartbeat that was under way when
     it changed says nothing about it."""
-    return since(entry.since, state.now) >= state.settings.timeouts.unconfirmed
+    return since(ticket.since, state.now) >= state.settings.timeouts.unconfirmed
 
 
 def _apply(state: CoreState, holder: HolderId, held: ev.HeldTicket) -> None:
-    entry = state.ledger.find(held.ticket)
-    if entry is None or entry.holder != holder or entry.state is State.RECLAIMING:
+    ticket = state.ledger.find(held.ticket)
+    if ticket is None or ticket.holder != holder or ticket.state is State.RECLAIMING:
         _end_unnamed(state, holder, held.ticket)
         return
-    if entry.lease:  # it has no phases: it is held or not, and the agent knows its bytes
-        copy_readings.note_use(state, entry, held)
+    if ticket.lease:  # it has no phases: it is held or not, and the agent knows its bytes
+        copy_readings.note_use(state, ticket, held)
         return
-    match entry.state:
+    match ticket.state:
         case State.LOADING:
-            _apply_loading(state, entry, held)
+            _apply_loading(state, ticket, held)
         case State.RESIDENT:
-            _apply_resident(state, entry, held)
+            _apply_resident(state, ticket, held)
         case State.DRAINING:
-            _apply_draining(state, entry, held)
+            _apply_draining(state, ticket, held)
 
 
-def _end_unnamed(state: CoreState, holder: HolderId, ticket: TicketId) -> None:
+def _end_unnamed(state: CoreState, holder: HolderId, ticket_id: TicketId) -> None:
     """Tells a holder that it holds on to a ticket that is not its own any more: it missed the
     news."""
     state.stale_count += 1
-    notify_holder(state, ticket, holder, Reason.LOST)
+    notify_holder(state, ticket_id, holder, Reason.LOST)
 
 
-def _apply_loading(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
+def _apply_loading(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> None:
     # A request that waits for the load counts as in flight.
-    entry.note_prefetch(entry.is_prefetch and held.inflight == 0)
-    is_wake = entry.wakes_count > 0  # then an old heartbeat may still say resident
-    if held.phase is types.Phase.RESIDENT and (not is_wake or _is_confirmed(state, entry)):
-        on_loaded(state, entry, since(entry.since, state.now))
-        loading_share.watch_loaded(state, entry)
-        use(state, entry, held)
-    elif is_wake and held.phase is types.Phase.ASLEEP and _is_confirmed(state, entry):
-        let_sleep(state, entry)
+    ticket.note_prefetch(ticket.is_prefetch and held.inflight == 0)
+    is_wake = ticket.wakes_count > 0  # then an old heartbeat may still say resident
+    if held.phase is types.Phase.RESIDENT and (not is_wake or _is_confirmed(state, ticket)):
+        on_loaded(state, ticket, since(ticket.since, state.now))
+        loading_share.watch_loaded(state, ticket)
+        use(state, ticket, held)
+    elif is_wake and held.phase is types.Phase.ASLEEP and _is_confirmed(state, ticket):
+        let_sleep(state, ticket)
 
 
-def _apply_resident(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
+def _apply_resident(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> None:
     if held.phase is types.Phase.RESIDENT:
-        use(state, entry, held)
-        growth.on_heartbeat(state, entry, held.devices)
-        idle.on_heartbeat(state, entry)
-    elif held.phase is types.Phase.ASLEEP and _is_confirmed(state, entry):
+        use(state, ticket, held)
+        growth.on_heartbeat(state, ticket, held.devices)
+        idle.on_heartbeat(state, ticket)
+    elif held.phase is types.Phase.ASLEEP and _is_confirmed(state, ticket):
         # It fell asleep unasked, so no host RAM is on the books for it.
-        kill_and_notify(state, entry, Reason.FAILED)
+        kill_and_notify(state, ticket, Reason.FAILED)
 
 
-def _apply_draining(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
-    entry.note_inflight(held.inflight)
-    revocation = entry.revocation
+def _apply_draining(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> None:
+    ticket.note_inflight(held.inflight)
+    revocation = ticket.revocation
     assert revocation is not None
     barrier_is_over = state.now >= after(revocation.barrier_until, state.settings.timeouts.answer)
     is_unloading = held.phase is types.Phase.UNLOADING or (
         held.phase is types.Phase.DRAINING and held.inflight == 0
     )
     if held.phase is types.Phase.ASLEEP:
-        on_slept(state, entry)
+        on_slept(state, ticket)
     elif is_unloading:
-        entry.note_unloading(state.now)
+        ticket.note_unloading(state.now)
     elif barrier_is_over:
-        victim_declined(state, entry, EventKind.BARRIER_DROPPED, held.inflight)
-        use(state, entry, held)
+        victim_declined(state, ticket, EventKind.BARRIER_DROPPED, held.inflight)
+        use(state, ticket, held)
 
 
-def use(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
+def use(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> None:
     """Takes the holder's last word on use: a hint for ranking, and the start of keep-warm."""
-    if entry.is_prefetch:
-        entry.note_prefetch(held.inflight == 0 and held.uses_count == 0)
-    priority = types.Priority.BATCH if entry.is_prefetch else held.priority
-    if (entry.inflight == 0, entry.priority) != (held.inflight == 0, priority):
-        state.mark_dirty(entry.node)  # it may be a victim now
-    entry.note_use(held.inflight, priority, Instant(state.now - held.idle))
-    entry.note_warm_until(after(state.now, held.stay_warm))
-    if held.uses_count > entry.uses_count:
-        state.note_uses(entry, entry.note_uses_count(held.uses_count))
-        quotas.take_over(state, entry, held.client)
-    state.ledger.touch(entry)
+    if ticket.is_prefetch:
+        ticket.note_prefetch(held.inflight == 0 and held.uses_count == 0)
+    priority = types.Priority.BATCH if ticket.is_prefetch else held.priority
+    if (ticket.inflight == 0, ticket.priority) != (held.inflight == 0, priority):
+        state.mark_dirty(ticket.node)  # it may be a victim now
+    ticket.note_use(held.inflight, priority, Instant(state.now - held.idle))
+    ticket.note_warm_until(after(state.now, held.stay_warm))
+    if held.uses_count > ticket.uses_count:
+        state.note_uses(ticket, ticket.note_uses_count(held.uses_count))
+        quotas.take_over(state, ticket, held.client)
+    state.ledger.touch(ticket)
     if held.inflight == 0:
-        state.set_timer(entry, state.now)
+        state.set_timer(ticket, state.now)
 
 
 # -- after a restart ------------------------------------------------------------------------------
@@ -291,30 +291,30 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     home: Sizes = {d.device: d.size_bytes for d in held.devices}
     is_late = ticket_state is State.LOADING and _is_lent(state, event.node, held.ticket, home)
     granted = {} if is_late else _granted_in(event, held, ticket_state, home)
-    entry = _ticket_of_report(state, event, held, home, granted)
+    ticket = _ticket_of_report(state, event, held, home, granted)
     if held.lease:
-        leases.bind(state, entry, held.lease)
-        lessees.restore(state, entry, held.lease_history)
-    apply_configuration(state, entry)
-    floors.on_rebuilt(state, entry)
-    state.ledger.open(entry)
-    if entry.pinned:
-        cap_pins(state, entry.node)
+        leases.bind(state, ticket, held.lease)
+        lessees.restore(state, ticket, held.lease_history)
+    apply_configuration(state, ticket)
+    floors.on_rebuilt(state, ticket)
+    state.ledger.open(ticket)
+    if ticket.pinned:
+        cap_pins(state, ticket.node)
     if ticket_state is State.LOADING:
-        state.queue.loading(entry.node, entry.model_name, 1)
-    claim_unclaimed(state, entry)
-    state.set_timer(entry, state.now)
-    state.log(EventKind.TICKET_REJOINED, entry, size=charged(entry), phase=held.phase.value)
+        state.queue.loading(ticket.node, ticket.model_name, 1)
+    claim_unclaimed(state, ticket)
+    state.set_timer(ticket, state.now)
+    state.log(EventKind.TICKET_REJOINED, ticket, size=charged(ticket), phase=held.phase.value)
     if is_late:
-        state.log(EventKind.LOAD_FAILED, entry, cause=LENT_MEANWHILE, out_of_memory=False)
-        reclaim(state, entry, Reason.LOST)  # its agent begins no engine under it any more
+        state.log(EventKind.LOAD_FAILED, ticket, cause=LENT_MEANWHILE, out_of_memory=False)
+        reclaim(state, ticket, Reason.LOST)  # its agent begins no engine under it any more
 
 
 def _ticket_of_report(
     state: CoreState, event: ev.Joined, held: ev.HeldTicket, home: Sizes, granted: Sizes
 ) -> Ticket:
     """Makes a ticket from what its holder reports as it joins."""
-    entry = Ticket(
+    ticket = Ticket(
         held.ticket,
         event.holder,
         event.node,
@@ -342,17 +342,17 @@ def _ticket_of_report(
         ),
         grown=Grown(Bytes(0), shrinks_from=state.now),  # an earlier epoch may have let it grow
     )
-    if entry.state is State.DRAINING:
+    if ticket.state is State.DRAINING:
         barrier_until = after(state.now, state.settings.timeouts.barrier)
-        entry.begin_revocation(Reason.SWAP, _tier_of(held), barrier_until)
-    return entry
+        ticket.begin_revocation(Reason.SWAP, _tier_of(held), barrier_until)
+    return ticket
 
 
-def _is_lent(state: CoreState, node: NodeId, ticket: TicketId, home: Sizes) -> bool:
+def _is_lent(state: CoreState, node: NodeId, ticket_id: TicketId, home: Sizes) -> bool:
     """Says whether bytes that an earlier epoch granted to a load are lent to others by now. Where a
     reading finds no engine of the load, it had not begun, so no book kept them for it."""
     node_state = state.nodes.get(node)
-    if node_state is None or node_state.heard_at is None or ticket in node_state.unclaimed:
+    if node_state is None or node_state.heard_at is None or ticket_id in node_state.unclaimed:
         return False
     books = ((state.ledger.books.get(device), size) for device, size in home.items())
     return any(book is not None and book.free_bytes < size for book, size in books)
@@ -372,21 +372,21 @@ def _granted_in(event: ev.Joined, held: ev.HeldTicket, ticket_state: State, home
     return {**home, **host_reservation} if ticket_state is State.DRAINING else home
 
 
-def apply_configuration(state: CoreState, entry: Ticket) -> None:
+def apply_configuration(state: CoreState, ticket: Ticket) -> None:
     """Applies what the configuration says of a model now. A model that was removed leaves once it
     is idle."""
-    if entry.lease:
+    if ticket.lease:
         return
     try:
-        spec = state.registry.find(entry.model_name)
+        spec = state.registry.find(ticket.model_name)
     except (UnknownCapability, UnknownModel):
         if state.registry.is_set:
-            state.ledger.pin(entry, False)
-            entry.expire_at_once()
+            state.ledger.pin(ticket, False)
+            ticket.expire_at_once()
         return
-    role = state.registry.specs[entry.capability].role
+    role = state.registry.specs[ticket.capability].role
     rank = state.policies.roles[role].rank
-    entry.configure(role, rank, allow_oversize=spec.allow_oversize, keep_warm=spec.keep_warm)
-    state.ledger.touch(entry)
-    state.ledger.pin(entry, state.is_pinned(entry.model_name))
-    state.ledger.share_scratch(entry, spec.dispatch_lock, spec.shared_scratch_bytes)
+    ticket.configure(role, rank, allow_oversize=spec.allow_oversize, keep_warm=spec.keep_warm)
+    state.ledger.touch(ticket)
+    state.ledger.pin(ticket, state.is_pinned(ticket.model_name))
+    state.ledger.share_scratch(ticket, spec.dispatch_lock, spec.shared_scratch_bytes)

@@ -16,7 +16,7 @@ LOOKED_EVERY = Span(10 * SECOND)  # a share of ten minutes moves by less than 0.
 
 def loading_fraction(state: CoreState, book: DeviceAccount, now: Instant) -> float:
     """Returns the share of the last ten minutes in which a device was loading."""
-    under_way = [entry.since for entry in book.loading.values()]
+    under_way = [ticket.since for ticket in book.loading.values()]
     return state.loading_times.fraction(book.device, now, under_way)
 
 
@@ -26,9 +26,9 @@ def watch(state: CoreState) -> None:
         _look_at(state, book)
 
 
-def watch_loaded(state: CoreState, entry: Ticket) -> None:
+def watch_loaded(state: CoreState, ticket: Ticket) -> None:
     """Notes the same of the devices on which a load has ended."""
-    for device in entry.home:
+    for device in ticket.home:
         if book := state.ledger.books.get(device):
             _look_at(state, book)
 

@@ -97,7 +97,7 @@ def _most_used(state: CoreState, capability: str) -> ModelName | None:
 
 
 def _is_resident(state: CoreState, name: ModelName) -> bool:
-    return any(e.state is State.RESIDENT for e in state.ledger.of_model(name))
+    return any(t.state is State.RESIDENT for t in state.ledger.of_model(name))
 
 
 def _habitual(state: CoreState, name: ModelName) -> Prefetch | None:

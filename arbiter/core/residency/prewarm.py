@@ -39,6 +39,6 @@ def on_speech(state: CoreState, event: ev.SpeechStarted) -> None:
         if holder.capability in pipeline
         for stage in pipeline[pipeline.index(holder.capability) + 1 :]
     }
-    for entry in state.ledger.entries(State.RESIDENT):
-        if entry.model_name.capability in later and not entry.lease:
-            state.decide(WarmPrefixes(entry.ticket, entry.holder))
+    for ticket in state.ledger.tickets(State.RESIDENT):
+        if ticket.model_name.capability in later and not ticket.lease:
+            state.decide(WarmPrefixes(ticket.id, ticket.holder))

@@ -102,18 +102,18 @@ def _withdraw_device(state: CoreState, device: DeviceId) -> None:
     """Removes a device that the agent no longer sees: its tickets end, and so do asleep tickets
     that can wake only there. Their bytes on other devices stay charged until the agent sees them
     back."""
-    for entry in state.ledger.entries(*CHARGED):
-        if device in entry.devices or device in entry.home:
-            _lose(state, entry, device)
+    for ticket in state.ledger.tickets(*CHARGED):
+        if device in ticket.devices or device in ticket.home:
+            _lose(state, ticket, device)
     state.forget_device(device)
 
 
-def _lose(state: CoreState, entry: Ticket, device: DeviceId) -> None:
-    if entry.state is not State.RECLAIMING:
-        reclaim(state, entry, Reason.LOST)
-    state.ledger.leave(entry, device)
-    if not any(entry.charge(other) for other in entry.devices):
-        mark_reclaimed(state, entry)
+def _lose(state: CoreState, ticket: Ticket, device: DeviceId) -> None:
+    if ticket.state is not State.RECLAIMING:
+        reclaim(state, ticket, Reason.LOST)
+    state.ledger.leave(ticket, device)
+    if not any(ticket.charge(other) for other in ticket.devices):
+        mark_reclaimed(state, ticket)
 
 
 def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
@@ -124,17 +124,17 @@ def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
         return
     state.log(EventKind.NODE_LOST, node=event.node)
     state.queue.have_copies(event.node, frozenset())
-    for entry in state.ledger.entries():
-        if entry.node == event.node and entry.state is not State.QUEUED:
-            _leave_with_device(state, entry)
+    for ticket in state.ledger.tickets():
+        if ticket.node == event.node and ticket.state is not State.QUEUED:
+            _leave_with_device(state, ticket)
     for device in node.devices:
         state.forget_device(device)
 
 
-def _leave_with_device(state: CoreState, entry: Ticket) -> None:
-    if entry.state is not State.RECLAIMING:
-        reclaim(state, entry, Reason.LOST)
-    mark_reclaimed(state, entry)
+def _leave_with_device(state: CoreState, ticket: Ticket) -> None:
+    if ticket.state is not State.RECLAIMING:
+        reclaim(state, ticket, Reason.LOST)
+    mark_reclaimed(state, ticket)
 
 
 def on_engine_gone(state: CoreState, event: ev.EngineGone) -> None:
@@ -143,24 +143,24 @@ def on_engine_gone(state: CoreState, event: ev.EngineGone) -> None:
     if event.bytes_back and (node := state.nodes.get(event.node)):
         if node.unclaimed.pop(event.ticket, None):
             _charge_foreign(state, node)
-    entry = state.live(event.ticket, *CHARGED)
-    if entry is None:
+    ticket = state.live(event.ticket, *CHARGED)
+    if ticket is None:
         return
-    if entry.state is State.LOADING:
-        _died_loading(state, entry)
-    elif entry.state is not State.RECLAIMING:
-        reclaim(state, entry, Reason.LOST)
+    if ticket.state is State.LOADING:
+        _died_loading(state, ticket)
+    elif ticket.state is not State.RECLAIMING:
+        reclaim(state, ticket, Reason.LOST)
     if event.bytes_back:
-        mark_reclaimed(state, entry)
-        if entry.lease and (node := state.nodes.get(event.node)):
+        mark_reclaimed(state, ticket)
+        if ticket.lease and (node := state.nodes.get(event.node)):
             _charge_foreign(state, node)  # what its lessee has not given back
 
 
-def _died_loading(state: CoreState, entry: Ticket) -> None:
+def _died_loading(state: CoreState, ticket: Ticket) -> None:
     """Ends a load whose engine died. Its holder's account of why may still come."""
-    reclaim(state, entry, Reason.FAILED)
-    learn_failure(state, entry, ENGINE_DIED, out_of_memory=False)
-    state.broken_loads[entry.ticket] = entry
+    reclaim(state, ticket, Reason.FAILED)
+    learn_failure(state, ticket, ENGINE_DIED, out_of_memory=False)
+    state.broken_loads[ticket.id] = ticket
     if len(state.broken_loads) > state.settings.remembered_count:
         state.broken_loads.popitem(last=False)
 
@@ -207,7 +207,7 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
 
 
 def _seen(state: CoreState, node: Node, event: ev.Measured) -> dict[TicketId, Sizes]:
-    by_engine = {e.ticket: _sizes(e) for e in event.engines}
+    by_engine = {engine.ticket: _sizes(engine) for engine in event.engines}
     return inexact.shared(state, node, by_engine)
 
 
@@ -226,9 +226,9 @@ def _note_unreadable(
             state.log(EventKind.DEVICE_READABLE, node=node.node, device=device)
 
 
-def _as_known(node: Node, entry: Ticket) -> Sizes:
+def _as_known(node: Node, ticket: Ticket) -> Sizes:
     """The ticket's last measured bytes on unreadable devices."""
-    return {d: size for d, size in entry.measured.items() if d in node.unreadable}
+    return {d: size for d, size in ticket.measured.items() if d in node.unreadable}
 
 
 def _sizes(reading: ev.EngineReading) -> Sizes:
@@ -236,52 +236,52 @@ def _sizes(reading: ev.EngineReading) -> Sizes:
 
 
 def _weigh_all(state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
-    charged = {t: e for d in node.devices for t, e in state.ledger.books[d].entries.items()}
-    for ticket in seen_bytes:  # may hold bytes though it was granted none
-        if (entry := state.ledger.find(ticket)) and entry.state in CHARGED:
-            charged[ticket] = entry
-    for entry in charged.values():
-        sizes = seen_bytes.get(entry.ticket, {})
-        state.ledger.weigh(entry, _as_known(node, entry) | sizes if node.unreadable else sizes)
-        process_ram.note(state, entry)
-        confirm_sleep(state, entry)
-        doubt_asleep(state, entry)
+    charged = {t.id: t for d in node.devices for t in state.ledger.books[d].tickets.values()}
+    for ticket_id in seen_bytes:  # may hold bytes though it was granted none
+        if (ticket := state.ledger.find(ticket_id)) and ticket.state in CHARGED:
+            charged[ticket_id] = ticket
+    for ticket in charged.values():
+        sizes = seen_bytes.get(ticket.id, {})
+        state.ledger.weigh(ticket, _as_known(node, ticket) | sizes if node.unreadable else sizes)
+        process_ram.note(state, ticket)
+        confirm_sleep(state, ticket)
+        doubt_asleep(state, ticket)
 
 
 def _learn_all(state: CoreState, readings: tuple[ev.EngineReading, ...]) -> None:
     for reading in readings:
-        entry = state.ledger.find(reading.ticket)
-        if entry is None or entry.lease or not reading.exact:
+        ticket = state.ledger.find(reading.ticket)
+        if ticket is None or ticket.lease or not reading.exact:
             continue  # what a stranger holds says nothing of its next run
-        if entry.state is State.RESIDENT:
-            _learn(state, entry)
+        if ticket.state is State.RESIDENT:
+            _learn(state, ticket)
 
 
-def _learn(state: CoreState, entry: Ticket) -> None:
+def _learn(state: CoreState, ticket: Ticket) -> None:
     """Learns the peak of a ticket while it serves, and logs once for each load how far off the
     estimate was. What a ticket holds while it is grown says nothing of its next load."""
-    if (entry.grown and entry.grown.beyond_load_bytes) or not inexact.teaches(state, entry):
+    if (ticket.grown and ticket.grown.beyond_load_bytes) or not inexact.teaches(state, ticket):
         return
-    shared = sum(entry.scratch_in_use(device) for device in entry.home)
-    held = Bytes(entry.at_home_bytes - shared)
-    entry.note_reading(held)
-    load = entry.last_load
-    key = entry.model_key
+    shared = sum(ticket.scratch_in_use(device) for device in ticket.home)
+    held = Bytes(ticket.at_home_bytes - shared)
+    ticket.note_reading(held)
+    load = ticket.last_load
+    key = ticket.model_key
     if load.readings_count < LEARNED_AFTER or held == 0:
         return
     state.estimates.saw_peak(key, load.peak_bytes)
-    if settled := entry.note_settled():
+    if settled := ticket.note_settled():
         state.estimates.saw_settled(key, settled)
-    waste.note(state, entry)
-    if load.readings_count == LEARNED_AFTER and entry.wakes_count == 0:
-        if not entry.need_is_explicit:
-            state.estimates.saw_overhead(key, entry.need, load.peak_bytes)
+    waste.note(state, ticket)
+    if load.readings_count == LEARNED_AFTER and ticket.wakes_count == 0:
+        if not ticket.need_is_explicit:
+            state.estimates.saw_overhead(key, ticket.need, load.peak_bytes)
         state.log(
             EventKind.ESTIMATE_ERROR,
-            entry,
+            ticket,
             size=load.peak_bytes,
             took=load.took,
-            error_bytes=load.peak_bytes - entry.home_bytes,
+            error_bytes=load.peak_bytes - ticket.home_bytes,
             error_ns=load.took - load.predicted if load.predicted else None,
         )
 
@@ -293,29 +293,29 @@ def _note_unclaimed(state: CoreState, node: Node, seen_bytes: dict[TicketId, Siz
     holder to wait for, because it was lost or could not be written."""
     before = node.unclaimed
     node.unclaimed = {}
-    for ticket, sizes in seen_bytes.items():
-        entry = state.ledger.find(ticket)
-        if entry is not None and entry.state in CHARGED:
+    for ticket_id, sizes in seen_bytes.items():
+        ticket = state.ledger.find(ticket_id)
+        if ticket is not None and ticket.state in CHARGED:
             continue
-        engine = before.get(ticket) or Unclaimed(sizes, state.now)
-        node.unclaimed[ticket] = engine
+        engine = before.get(ticket_id) or Unclaimed(sizes, state.now)
+        node.unclaimed[ticket_id] = engine
         engine.measured = sizes
-        has_ended = ticket in state.answers  # in this epoch, so no holder names it any more
+        has_ended = ticket_id in state.answers  # in this epoch, so no holder names it any more
         claimed_by = after(engine.first_seen, state.settings.timeouts.rejoin)
         if not state.gave_up_waiting or (not has_ended and state.now < claimed_by):
             continue
         if not engine.is_ending:
             engine.is_ending = True
-            state.log(EventKind.UNCLAIMED_ENGINE, unclaimed=ticket, node=node.node)
-        state.decide(KillEngine(node.node, ticket))
+            state.log(EventKind.UNCLAIMED_ENGINE, unclaimed=ticket_id, node=node.node)
+        state.decide(KillEngine(node.node, ticket_id))
 
 
-def claim_unclaimed(state: CoreState, entry: Ticket) -> None:
+def claim_unclaimed(state: CoreState, ticket: Ticket) -> None:
     """Charges to a ticket what was foreign until its holder rejoined."""
-    node = state.nodes.get(entry.node)
-    engine = node.unclaimed.pop(entry.ticket, None) if node else None
+    node = state.nodes.get(ticket.node)
+    engine = node.unclaimed.pop(ticket.id, None) if node else None
     if node and engine:
-        state.ledger.weigh(entry, engine.measured)
+        state.ledger.weigh(ticket, engine.measured)
         _charge_foreign(state, node)
 
 
@@ -326,18 +326,18 @@ def _charge_foreign(state: CoreState, node: Node) -> None:
         if spec.kind in (DeviceKind.CPU, DeviceKind.HOST):  # budgets of one RAM
             used = Bytes(used + node.pool_bytes)
         eats = foreign_in_budget(used, spec.total_bytes, spec.kind, state.settings)
-        unclaimed = sum(e.measured.get(device, 0) for e in node.unclaimed.values())
+        unclaimed = sum(lost.measured.get(device, 0) for lost in node.unclaimed.values())
         state.ledger.set_foreign(device, Bytes(eats + unclaimed + _scratch_kept(state, device)))
 
 
 def _scratch_kept(state: CoreState, device: DeviceId) -> Bytes:
     """Returns the scratch on a device beyond what the reserves cover: it is on no ticket, and not
     free."""
-    entries = [e for e in state.ledger.books[device].entries.values() if e.dispatch_lock]
-    if not entries:
+    tickets = [t for t in state.ledger.books[device].tickets.values() if t.dispatch_lock]
+    if not tickets:
         return Bytes(0)
     reserve = shared_scratch(state.registry.specs.values())
-    return beyond(reserve, ((e.dispatch_lock, e.scratch_in_use(device)) for e in entries))
+    return beyond(reserve, ((t.dispatch_lock, t.scratch_in_use(device)) for t in tickets))
 
 
 def on_timer(state: CoreState, name: NodeId) -> None:

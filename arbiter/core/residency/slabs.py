@@ -18,10 +18,10 @@ def note_slabs(state: CoreState, node: Node, event: ev.Measured) -> None:
     it does so as well, because that needs no weights."""
     node.slabs, node.contents = event.slabs, event.contents
     for slab in event.slabs:
-        entry = state.ledger.find(slab.ticket) if slab.ticket else None
+        ticket = state.ledger.find(slab.ticket) if slab.ticket else None
         has_work = slab.allocated_bytes > slab.limit_bytes or slab.must_erase
-        if entry and entry.state in (State.RESIDENT, State.ASLEEP) and has_work:
-            state.decide(PurgeCaches(entry.ticket, entry.holder, only_slabs=True))
+        if ticket and ticket.state in (State.RESIDENT, State.ASLEEP) and has_work:
+            state.decide(PurgeCaches(ticket.id, ticket.holder, only_slabs=True))
     for gone in event.dropped:
         state.log(
             EventKind.SLAB_DROPPED,

@@ -52,31 +52,33 @@ def cap_pins(state: CoreState, *nodes: NodeId) -> None:
     for name in nodes:
         node = state.nodes.get(name)
         books = compute_books(state, node) if node else []
-        holding = {ticket: entry for book in books for ticket, entry in book.entries.items()}
-        pins = [entry for entry in holding.values() if is_to_be_pinned(state, entry)]
+        holding = {
+            ticket_id: ticket for book in books for ticket_id, ticket in book.tickets.items()
+        }
+        pins = [ticket for ticket in holding.values() if is_to_be_pinned(state, ticket)]
         room = {b.device: _most_pinned_bytes(state, b) for b in books}
-        for entry in sorted(pins, key=lambda e: (e.opened, e.ticket)):
-            sizes = {device: entry.charge(device) for device in room}
+        for ticket in sorted(pins, key=lambda e: (e.opened, e.id)):
+            sizes = {device: ticket.charge(device) for device in room}
             over = next((d for d, size in sizes.items() if size > room[d]), None)
             if over is None:
                 room = {d: Bytes(left - sizes[d]) for d, left in room.items()}
-            elif entry.pinned:
+            elif ticket.pinned:
                 most = _most_pinned_bytes(state, state.ledger.books[over])
-                state.log(EventKind.PIN_OVER_CAP, entry, size=sizes[over], device=over, cap=most)
-            state.ledger.pin(entry, over is None)
+                state.log(EventKind.PIN_OVER_CAP, ticket, size=sizes[over], device=over, cap=most)
+            state.ledger.pin(ticket, over is None)
 
 
 def _most_pinned_bytes(state: CoreState, book: DeviceAccount) -> Bytes:
     return share(book.budget_bytes, state.settings.pinned_most_fraction)
 
 
-def is_to_be_pinned(state: CoreState, entry: Ticket) -> bool:
+def is_to_be_pinned(state: CoreState, ticket: Ticket) -> bool:
     """Says whether a ticket is to be pinned as far as its devices have room for pins. What is being
     reclaimed is not, though it stays charged."""
-    if entry.lease or entry.state is State.RECLAIMING:
+    if ticket.lease or ticket.state is State.RECLAIMING:
         return False
     try:
-        return state.is_pinned(entry.model_name)
+        return state.is_pinned(ticket.model_name)
     except (UnknownCapability, UnknownModel):
         return False
 

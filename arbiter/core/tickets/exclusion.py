@@ -14,7 +14,7 @@ def excluded_by(state: CoreState, node: NodeId, role: str, name: ModelName) -> l
     if role not in state.settings.one_resident_roles:
         return []
     books = (state.ledger.books[d] for d in sorted(state.nodes[node].devices))
-    entries = {e.ticket: e for b in books for e in b.entries.values()}
+    tickets = {t.id: t for b in books for t in b.tickets.values()}
     return [
-        e for e in entries.values() if e.state in AWAKE and e.role == role and e.model_name != name
+        t for t in tickets.values() if t.state in AWAKE and t.role == role and t.model_name != name
     ]

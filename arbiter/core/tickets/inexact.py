@@ -19,39 +19,39 @@ def shared(
     because the agent does not know which engines sleep."""
     if not node.inexact:
         return seen_bytes
-    exact = {ticket: dict(sizes) for ticket, sizes in seen_bytes.items()}
+    exact = {ticket_id: dict(sizes) for ticket_id, sizes in seen_bytes.items()}
     for device in node.inexact:
-        entries = {t: e for t in seen_bytes if (e := state.ledger.find(t)) and e.state in CHARGED}
-        granted = {ticket: entry.granted.get(device, 0) for ticket, entry in entries.items()}
-        total = sum(exact[t].get(device, 0) for t in entries)
+        seen = [t for ticket_id in seen_bytes if (t := state.ledger.find(ticket_id))]
+        granted = {t.id: t.granted.get(device, 0) for t in seen if t.state in CHARGED}
+        total = sum(exact[ticket_id].get(device, 0) for ticket_id in granted)
         all_granted = sum(granted.values())
-        for ticket, size in granted.items() if all_granted else ():
-            exact[ticket][device] = Bytes(total * size // all_granted)
-    return {ticket: {d: size for d, size in s.items() if size} for ticket, s in exact.items()}
+        for ticket_id, size in granted.items() if all_granted else ():
+            exact[ticket_id][device] = Bytes(total * size // all_granted)
+    return {ticket_id: {d: size for d, size in s.items() if size} for ticket_id, s in exact.items()}
 
 
-def is_at_home(state: CoreState, entry: Ticket) -> bool:
+def is_at_home(state: CoreState, ticket: Ticket) -> bool:
     """Says whether a ticket computes on such a device."""
-    node = state.nodes.get(entry.node)
-    return node is not None and not node.inexact.isdisjoint(entry.home)
+    node = state.nodes.get(ticket.node)
+    return node is not None and not node.inexact.isdisjoint(ticket.home)
 
 
-def held_at_home(state: CoreState, entry: Ticket) -> Bytes:
+def held_at_home(state: CoreState, ticket: Ticket) -> Bytes:
     """Returns what is measured on the ticket's devices: its own bytes, or those of all engines
     where only a total is known."""
-    if not is_at_home(state, entry):
-        return entry.at_home_bytes
-    homes = _homes(state, entry)
-    return Bytes(sum(e.measured.get(b.device, 0) for b in homes for e in b.entries.values()))
+    if not is_at_home(state, ticket):
+        return ticket.at_home_bytes
+    homes = _homes(state, ticket)
+    return Bytes(sum(t.measured.get(b.device, 0) for b in homes for t in b.tickets.values()))
 
 
-def teaches(state: CoreState, entry: Ticket) -> bool:
+def teaches(state: CoreState, ticket: Ticket) -> bool:
     """Says whether a ticket's measured bytes are its own: where other engines hold bytes of such a
     device, the share is inferred."""
-    if not is_at_home(state, entry):
+    if not is_at_home(state, ticket):
         return True
-    return all(book.entries.keys() <= {entry.ticket} for book in _homes(state, entry))
+    return all(book.tickets.keys() <= {ticket.id} for book in _homes(state, ticket))
 
 
-def _homes(state: CoreState, entry: Ticket) -> list[DeviceAccount]:
-    return [book for device in entry.home if (book := state.ledger.books.get(device))]
+def _homes(state: CoreState, ticket: Ticket) -> list[DeviceAccount]:
+    return [book for device in ticket.home if (book := state.ledger.books.get(device))]

@@ -74,7 +74,7 @@ def nothing_to_free() -> LeaseRefused:
 def _over_cap(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> QuotaExceeded | None:
-    has = Bytes(sum(_weight(state, e) for e in _of(state, terms.tenant)))
+    has = Bytes(sum(_weight(state, t) for t in _of(state, terms.tenant)))
     wants = event.need.device_bytes
     bound = tenant_cap(state)
     if has + wants <= bound:
@@ -82,10 +82,10 @@ def _over_cap(
     return QuotaExceeded(terms.tenant, has, wants, bound, "bytes")
 
 
-def _weight(state: CoreState, entry: Ticket) -> Bytes:
+def _weight(state: CoreState, ticket: Ticket) -> Bytes:
     """Returns what counts against the tenant's cap. Queued leases count as well, or a tenant could
     fill the whole queue; the RAM of a process beside a GPU does not count."""
-    return entry.need.device_bytes if entry.state is State.QUEUED else device_bytes(state, entry)
+    return ticket.need.device_bytes if ticket.state is State.QUEUED else device_bytes(state, ticket)
 
 
 def tenant_cap(state: CoreState) -> Bytes:
@@ -98,21 +98,21 @@ def tenant_cap(state: CoreState) -> Bytes:
 
 def _of(state: CoreState, tenant: str) -> Iterator[Ticket]:
     """Yields a tenant's leases."""
-    for entry in state.ledger.leases():
-        if entry.lease and entry.lease.terms.tenant == tenant:
-            yield entry
+    for ticket in state.ledger.leases():
+        if ticket.lease and ticket.lease.terms.tenant == tenant:
+            yield ticket
 
 
 def _kept(state: CoreState, tenant: str) -> Bytes:
     """Returns the bytes of leases that are over and whose process has not given them back."""
-    return Bytes(sum(device_bytes(state, e) for e in _of(state, tenant) if e.reclaim_late))
+    return Bytes(sum(device_bytes(state, t) for t in _of(state, tenant) if t.reclaim_late))
 
 
-def new_entry(
+def new_ticket(
     state: CoreState, holder: Holder, event: ev.Requested, terms: types.LeaseConditions
 ) -> Ticket:
     """Returns the ticket of a lease that was asked for."""
-    entry = Ticket(
+    ticket = Ticket(
         event.ticket,
         event.holder,
         holder.node,
@@ -125,12 +125,12 @@ def new_entry(
         opened=state.now,
         since=state.now,
     )
-    bind(state, entry, terms)
-    entry.set_priority(event.priority)  # of its waiting
-    return entry
+    bind(state, ticket, terms)
+    ticket.set_priority(event.priority)  # of its waiting
+    return ticket
 
 
-def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
+def bind(state: CoreState, ticket: Ticket, terms: types.LeaseConditions) -> None:
     """Puts a lease on these terms from now on, as far as they are lawful: after a restart the
     holder alone knows them."""
     settings = state.settings
@@ -140,26 +140,26 @@ def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
         notice=max(Span(0), min(terms.notice, settings.lease_notice_most)),
     )
     rank = state.policies.roles[types.LEASE].rank
-    entry.bind_lease(terms, after(state.now, terms.term), _priority_of(terms), rank)
-    state.ledger.bill_to(entry, types.Client(terms.tenant))
+    ticket.bind_lease(terms, after(state.now, terms.term), _priority_of(terms), rank)
+    state.ledger.bill_to(ticket, types.Client(terms.tenant))
 
 
 # -- holding --------------------------------------------------------------------------------------
 
 
-def begin(state: CoreState, entry: Ticket) -> None:
+def begin(state: CoreState, ticket: Ticket) -> None:
     """Moves LOADING -> RESIDENT in the same step: there is nothing to load. The term begins."""
-    assert entry.lease is not None
-    terms = entry.lease.terms
-    state.move(entry, State.RESIDENT)
-    entry.end_load(Span(0), state.now)
-    entry.bind_lease(terms, after(state.now, terms.term), _priority_of(terms), entry.role_rank)
-    lessees.note_begun(state, entry)
-    state.evicted_for.pop((entry.holder, entry.model), None)
-    state.set_timer(entry, notice_given_at(entry))
-    size = entry.home_bytes
+    assert ticket.lease is not None
+    terms = ticket.lease.terms
+    state.move(ticket, State.RESIDENT)
+    ticket.end_load(Span(0), state.now)
+    ticket.bind_lease(terms, after(state.now, terms.term), _priority_of(terms), ticket.role_rank)
+    lessees.note_begun(state, ticket)
+    state.evicted_for.pop((ticket.holder, ticket.model), None)
+    state.set_timer(ticket, notice_given_at(ticket))
+    size = ticket.home_bytes
     tenant = terms.tenant
-    state.log(EventKind.LEASE_GRANTED, entry, size=size, took=terms.term, tenant=tenant)
+    state.log(EventKind.LEASE_GRANTED, ticket, size=size, took=terms.term, tenant=tenant)
 
 
 def _priority_of(terms: types.LeaseConditions) -> types.Priority:
@@ -167,8 +167,8 @@ def _priority_of(terms: types.LeaseConditions) -> types.Priority:
     return types.Priority.BATCH if terms.preemptible else types.Priority.NORMAL
 
 
-def notice_given_at(entry: Ticket) -> Instant:
+def notice_given_at(ticket: Ticket) -> Instant:
     """Returns when a lease is given notice that its term ends."""
-    assert entry.lease is not None
-    told_at = entry.lease.ends - entry.lease.terms.notice
-    return Instant(max(entry.last_load.resident_since, told_at))
+    assert ticket.lease is not None
+    told_at = ticket.lease.ends - ticket.lease.terms.notice
+    return Instant(max(ticket.last_load.resident_since, told_at))

@@ -16,17 +16,17 @@ from arbiter.core.types import DeviceBytes, LeaseHistory
 from arbiter.units import Bytes, DeviceId, TicketId
 
 
-def note_begun(state: CoreState, entry: Ticket) -> None:
+def note_begun(state: CoreState, ticket: Ticket) -> None:
     """Notes what is foreign on its devices as a lease begins."""
-    if node := state.nodes.get(entry.node):
-        entry.note_lessee(_foreign(node, entry), is_measured=False)
+    if node := state.nodes.get(ticket.node):
+        ticket.note_lessee(_foreign(node, ticket), is_measured=False)
 
 
 def note_reading(state: CoreState, node: Node, measured: Container[TicketId]) -> None:
     """Notes a reading, after the measured bytes of tickets. `measured`: the tickets it names."""
-    for entry in state.ledger.leases():
-        if entry.node == node.node:
-            entry.note_lessee(_foreign(node, entry), entry.ticket in measured)
+    for ticket in state.ledger.leases():
+        if ticket.node == node.node:
+            ticket.note_lessee(_foreign(node, ticket), ticket.id in measured)
 
 
 def taken_bytes(state: CoreState, node: Node, device: DeviceId) -> Bytes:
@@ -35,42 +35,42 @@ def taken_bytes(state: CoreState, node: Node, device: DeviceId) -> Bytes:
     if device in node.inexact:
         return Bytes(0)
     before, lent = None, 0
-    for entry in _unmeasured(state, device):
-        assert entry.lease is not None
-        least = entry.lease.foreign_before.get(device)
+    for ticket in _unmeasured(state, device):
+        assert ticket.lease is not None
+        least = ticket.lease.foreign_before.get(device)
         if least is not None:
             before = least if before is None else min(before, least)
-            lent += entry.charge(device)
+            lent += ticket.charge(device)
     if before is None:
         return Bytes(0)
     return Bytes(max(0, min(node.readings[device].foreign_bytes - before, lent)))
 
 
-def history_of(state: CoreState, entry: Ticket) -> LeaseHistory:
+def history_of(state: CoreState, ticket: Ticket) -> LeaseHistory:
     """Returns what the next epoch must know of a lease."""
-    before = entry.lease.foreign_before if entry.lease else {}
+    before = ticket.lease.foreign_before if ticket.lease else {}
     return LeaseHistory(
         tuple(DeviceBytes(device, size) for device, size in before.items()),
-        tuple(state.freed_for.get(entry.ticket, ())),
+        tuple(state.freed_for.get(ticket.id, ())),
     )
 
 
-def restore(state: CoreState, entry: Ticket, history: LeaseHistory) -> None:
+def restore(state: CoreState, ticket: Ticket, history: LeaseHistory) -> None:
     """Takes what an earlier epoch knew of a lease that rejoins."""
     before = {foreign.device: foreign.size_bytes for foreign in history.foreign_before}
-    entry.note_lessee(before, is_measured=False)
+    ticket.note_lessee(before, is_measured=False)
     if history.returning:
-        state.freed_for[entry.ticket] = dict.fromkeys(history.returning)
+        state.freed_for[ticket.id] = dict.fromkeys(history.returning)
 
 
 def _unmeasured(state: CoreState, device: DeviceId) -> Iterator[Ticket]:
     """Yields leases that are charged on a device for a process that no agent reads. A lease that
     only asks is on no device."""
-    for entry in state.ledger.books[device].entries.values():
-        if entry.lease and not entry.lease.is_measured:
-            yield entry
+    for ticket in state.ledger.books[device].tickets.values():
+        if ticket.lease and not ticket.lease.is_measured:
+            yield ticket
 
 
-def _foreign(node: Node, entry: Ticket) -> Sizes:
-    readings = {device: node.readings.get(device) for device in entry.home}
+def _foreign(node: Node, ticket: Ticket) -> Sizes:
+    readings = {device: node.readings.get(device) for device in ticket.home}
     return {device: reading.foreign_bytes for device, reading in readings.items() if reading}

@@ -88,10 +88,10 @@ def _most_on(state: CoreState, book: DeviceAccount, tenant: str) -> Bytes:
     if not others:
         return on_demand_of(book)
     fixed: dict[str, int] = {}
-    for entry in book.entries.values() if book.pinned_bytes else ():
-        if entry.pinned:
-            own = entry.client.tenant
-            fixed[own] = fixed.get(own, 0) + entry.charge(book.device)
+    for ticket in book.tickets.values() if book.pinned_bytes else ():
+        if ticket.pinned:
+            own = ticket.client.tenant
+            fixed[own] = fixed.get(own, 0) + ticket.charge(book.device)
     unused_reserves = (max(0, t.reserved_bytes - fixed.get(t.tenant, 0)) for t in others)
     return Bytes(max(0, book.budget_bytes - sum(fixed.values()) - sum(unused_reserves)))
 
@@ -99,7 +99,7 @@ def _most_on(state: CoreState, book: DeviceAccount, tenant: str) -> Bytes:
 def pinned(state: CoreState, tenant: str) -> Bytes:
     """Returns the pinned bytes of a tenant on devices that compute."""
     own = tickets_of(state, tenant)
-    return Bytes(sum(device_bytes(state, e) for e in own if e.pinned))
+    return Bytes(sum(device_bytes(state, t) for t in own if t.pinned))
 
 
 def too_much(state: CoreState, tenant: str, need: Bytes) -> QuotaExceeded:
@@ -162,8 +162,8 @@ def kept(
 def _held(book: DeviceAccount, tenant: str, has_left: bool) -> int:
     if not has_left:
         return book.held[tenant]
-    leaving = (e for e in book.leaving.values() if e.client.tenant == tenant)
-    return book.held[tenant] - sum(e.charge(book.device) for e in leaving)
+    leaving = (t for t in book.leaving.values() if t.client.tenant == tenant)
+    return book.held[tenant] - sum(t.charge(book.device) for t in leaving)
 
 
 def requeue_relieved_tenants(state: CoreState) -> None:
@@ -189,24 +189,24 @@ def over_limit_after_drain(state: CoreState, tenant: str, more: Bytes) -> Bytes:
     """Returns the same once all that was asked to leave has left; what is kept in quarantine
     stays."""
     own = tickets_of(state, tenant)
-    going = (e for e in own if e.state in LEAVING and is_counted_on(e))
+    going = (t for t in own if t.state in LEAVING and is_counted_on(t))
     return Bytes(
-        max(0, over_limit(state, tenant, more) - sum(device_bytes(state, e) for e in going))
+        max(0, over_limit(state, tenant, more) - sum(device_bytes(state, t) for t in going))
     )
 
 
 def tickets_of(state: CoreState, tenant: str) -> list[Ticket]:
     """Returns the tickets of a tenant with bytes on a device that computes."""
-    entries = (
-        state.ledger.find(ticket) for ticket in state.ledger.holdings.tickets.get(tenant, ())
+    tickets = (
+        state.ledger.find(ticket_id) for ticket_id in state.ledger.holdings.tickets.get(tenant, ())
     )
-    return [entry for entry in entries if entry]
+    return [ticket for ticket in tickets if ticket]
 
 
-def device_bytes(state: CoreState, entry: Ticket) -> Bytes:
+def device_bytes(state: CoreState, ticket: Ticket) -> Bytes:
     """Returns what a ticket is charged on devices that compute."""
-    books = (state.ledger.books.get(d) for d in entry.devices)
-    return Bytes(sum(entry.charge(b.device) for b in books if b and b.kind in COMPUTE))
+    books = (state.ledger.books.get(d) for d in ticket.devices)
+    return Bytes(sum(ticket.charge(b.device) for b in books if b and b.kind in COMPUTE))
 
 
 # -- leaving --------------------------------------------------------------------------------------
@@ -222,11 +222,11 @@ class ReserveSlack:
         self._tenant = tenant
         self._left: dict[str, int] = {}
 
-    def take(self, entry: Ticket, freed: Bytes) -> Bytes:
+    def take(self, ticket: Ticket, freed: Bytes) -> Bytes:
         """Returns what a victim would free beside those taken so far."""
         if not self._state.tenants:
             return freed
-        own = entry.client.tenant
+        own = ticket.client.tenant
         limits = limits_of(self._state, own)
         if own == self._tenant or limits is None or not limits.reserved_bytes:
             return freed
@@ -238,39 +238,41 @@ class ReserveSlack:
         return Bytes(taken)
 
 
-def is_reserved(state: CoreState, entry: Ticket, tenant: str) -> bool:
+def is_reserved(state: CoreState, ticket: Ticket, tenant: str) -> bool:
     """Says whether the leaving of a ticket would give this tenant nothing, wherever it is."""
-    return all(not usable_bytes for usable_bytes in _usable_bytes(state, entry, tenant))
+    return all(not usable_bytes for usable_bytes in _usable_bytes(state, ticket, tenant))
 
 
-def _is_partly_reserved(state: CoreState, entry: Ticket, tenant: str) -> bool:
+def _is_partly_reserved(state: CoreState, ticket: Ticket, tenant: str) -> bool:
     """Says whether without a ticket its tenant would hold less than its reserve, and nothing free
     makes up for it."""
-    books = [b for d in entry.home if (b := state.ledger.books.get(d))]
-    sizes = [entry.charge(book.device) for book in books]
-    return sizes != _usable_bytes(state, entry, tenant)
+    books = [b for d in ticket.home if (b := state.ledger.books.get(d))]
+    sizes = [ticket.charge(book.device) for book in books]
+    return sizes != _usable_bytes(state, ticket, tenant)
 
 
-def _usable_bytes(state: CoreState, entry: Ticket, tenant: str) -> list[Bytes]:
+def _usable_bytes(state: CoreState, ticket: Ticket, tenant: str) -> list[Bytes]:
     """Returns what a ticket's leaving is worth to this tenant, on each of its devices."""
-    books = (state.ledger.books.get(d) for d in entry.home)
-    return [ReserveSlack(state, b, tenant).take(entry, entry.charge(b.device)) for b in books if b]
+    books = (state.ledger.books.get(d) for d in ticket.home)
+    return [
+        ReserveSlack(state, b, tenant).take(ticket, ticket.charge(b.device)) for b in books if b
+    ]
 
 
 # -- whose a ticket is ----------------------------------------------------------------------------
 
 
-def take_over(state: CoreState, entry: Ticket, client: Client) -> None:
+def take_over(state: CoreState, ticket: Ticket, client: Client) -> None:
     """Puts a ticket on the account of the client that used it, as far as that is lawful."""
-    if client == entry.client or entry.lease:
+    if client == ticket.client or ticket.lease:
         return
-    if client.tenant == entry.client.tenant or _may_change_hands(state, entry, client.tenant):
-        state.ledger.bill_to(entry, client)
-        state.queue.change_quota_group(entry.ticket, quota_group(state, client.tenant))
+    if client.tenant == ticket.client.tenant or _may_change_hands(state, ticket, client.tenant):
+        state.ledger.bill_to(ticket, client)
+        state.queue.change_quota_group(ticket.id, quota_group(state, client.tenant))
 
 
-def _may_change_hands(state: CoreState, entry: Ticket, to: str) -> bool:
+def _may_change_hands(state: CoreState, ticket: Ticket, to: str) -> bool:
     if not state.tenants:
         return True
-    size = device_bytes(state, entry)
-    return over_limit(state, to, size) == 0 and not _is_partly_reserved(state, entry, to)
+    size = device_bytes(state, ticket)
+    return over_limit(state, to, size) == 0 and not _is_partly_reserved(state, ticket, to)

@@ -76,7 +76,7 @@ def test_every_policy_evicts_only_lawful_victims_and_an_irreducible_set(
         driver.resident(number, model, size, priority=priority)
         driver.beat(number, model, inflight=data.draw(st.integers(0, 1)))
     now = data.draw(st.sampled_from([5, 30]))
-    before = {e.ticket: e for e in driver.tickets()}
+    before = {e.id: e for e in driver.tickets()}
     urgent = {t: effective_priority(driver.state, e) for t, e in before.items()}
     asker, need = data.draw(st.sampled_from(Priority)), data.draw(st.integers(5, 60))
     free = driver.free()
@@ -88,10 +88,10 @@ def test_every_policy_evicts_only_lawful_victims_and_an_irreducible_set(
     assert all(sum(freed) - one + free < need for one in freed)
     for entry in victims:
         assert not entry.pinned
-        assert urgent[entry.ticket] >= asker
+        assert urgent[entry.id] >= asker
     if any(e.inflight for e in victims):
         idle = [e for e in before.values() if not e.inflight and not e.pinned]
-        left = [e for e in idle if e not in victims and urgent[e.ticket] >= asker]
+        left = [e for e in idle if e not in victims and urgent[e.id] >= asker]
         assert sum(e.charge(CPU) / GIB for e in left) < max(freed)
 
 

@@ -72,7 +72,7 @@ def test_named_models_are_found_without_a_walk_over_all_tickets(
 ) -> None:
     d = driver()
     settle(d, 0, "a", 20)
-    monkeypatch.setattr(Ledger, "entries", lambda *_: pytest.fail("it walks all tickets"))
+    monkeypatch.setattr(Ledger, "tickets", lambda *_: pytest.fail("it walks all tickets"))
     assert revoked(ask_compaction(d, 6, "a")) == [("a", "compact", "gone")]
 
 

@@ -65,8 +65,8 @@ def test_low_pressure_evicts_one_idle_model_with_each_tick_lowest_first() -> Non
 
 
 def drafter_bytes(d: CoreDriver) -> int:
-    [entry] = [e for e in d.tickets_of("h") if e.ticket == "d"]
-    return entry.drafter_bytes
+    [ticket] = [e for e in d.tickets_of("h") if e.id == "d"]
+    return ticket.drafter_bytes
 
 
 @pytest.mark.spec("F9")

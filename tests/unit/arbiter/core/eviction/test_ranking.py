@@ -144,15 +144,15 @@ def test_kept_ranking_equals_a_fresh_ranking(policy: str) -> None:
     prices drift by until their turn comes: costs a hundredth, recency more."""
     driver = filled_driver(policy)
     book = driver.account()
-    assert len(book.entries) > SWEPT_COUNT
+    assert len(book.tickets) > SWEPT_COUNT
     list(ranked_victims(driver.state, book))
     for t, model in enumerate(MANY[::3], start=200):
         driver.beat(t, f"{model}-t", inflight=t % 2)
         kept = list(ranked_victims(driver.state, book))
-        anew = {e.ticket: price_victim(driver.state, book, e) for e, _ in kept}
+        anew = {e.id: price_victim(driver.state, book, e) for e, _ in kept}
         places = [priced.place for _, priced in kept]
-        assert places == sorted(places) and anew.keys() == book.entries.keys()
-        costs = {e.ticket: priced.cost_s for e, priced in kept}
+        assert places == sorted(places) and anew.keys() == book.tickets.keys()
+        costs = {e.id: priced.cost_s for e, priced in kept}
         assert costs == pytest.approx({t: p.cost_s for t, p in anew.items()}, rel=0.01)
         if policy in EXACT:
             assert places == sorted(priced.place for priced in anew.values())
@@ -168,8 +168,8 @@ def test_ticket_that_loads_or_leaves_is_priced_only_for_a_reader_that_wants_all(
     driver.at(301, ev.Released(TicketId(went[0]), "swap"))
     assert granted(driver.gone(302, went[0])) == ["a"]
     offered = {o.ticket for o in victims_no_more_urgent(driver.state, book, URGENT)}
-    assert offered == book.entries.keys() - {"a"}
-    assert {e.ticket for e, _ in ranked_victims(driver.state, book)} == book.entries.keys()
+    assert offered == book.tickets.keys() - {"a"}
+    assert {e.id for e, _ in ranked_victims(driver.state, book)} == book.tickets.keys()
 
 
 @pytest.mark.spec("C3")
@@ -196,10 +196,10 @@ def test_unread_ranking_is_dropped() -> None:
     driver = filled_driver("time_of_day")
     book = driver.account()
     list(ranked_victims(driver.state, book))
-    for n in range(len(book.entries) + UNREAD_COUNT + 1):
+    for n in range(len(book.tickets) + UNREAD_COUNT + 1):
         book.note_stale(TicketId(f"gone{n}"))
     assert book.stale is None
-    assert [e.ticket for e, _ in ranked_victims(driver.state, book)]
+    assert [e.id for e, _ in ranked_victims(driver.state, book)]
 
 
 def old_urgent_ones() -> CoreDriver:
@@ -247,5 +247,5 @@ def test_learned_prices_are_brought_up_to_date_by_turnovers_within_one_second() 
     book = driver.account()
     list(ranked_victims(driver.state, book))
     driver.turn_over(0.5)
-    for entry, priced in ranked_victims(driver.state, book):
-        assert priced == price_victim(driver.state, book, entry)
+    for ticket, priced in ranked_victims(driver.state, book):
+        assert priced == price_victim(driver.state, book, ticket)

@@ -215,9 +215,9 @@ def asleep_over_two(settings: Settings = PLAIN) -> GpuDriver:
     d = GpuDriver(80, 80, settings=settings)
     assert granted(d.want(0, "a", 100, how=Split.EQUAL)) == ["a"]
     d.done(0, "a")
-    entry = d.ticket("a")
-    d.move(entry, State.DRAINING, d.now)
-    d.move(entry, State.ASLEEP, d.now, granted={})
+    ticket = d.ticket("a")
+    d.move(ticket, State.DRAINING, d.now)
+    d.move(ticket, State.ASLEEP, d.now, granted={})
     return d
 
 

@@ -17,9 +17,9 @@ from tests.support.core_driver import CPU, CoreDriver
 def test_an_illegal_move_is_a_bug() -> None:
     driver = CoreDriver()
     driver.ask(0, "a", 1)
-    entry = driver.ticket("a")
+    ticket = driver.ticket("a")
     with pytest.raises(LedgerBroken, match="loading -> queued"):
-        driver.move(entry, State.QUEUED, Instant(0))
+        driver.move(ticket, State.QUEUED, Instant(0))
 
 
 def test_every_state_can_be_left_towards_closed() -> None:
@@ -60,10 +60,10 @@ def test_tickets_of_a_model_are_found_until_they_are_closed() -> None:
 def test_an_index_that_lost_a_ticket_is_found_by_the_audit() -> None:
     driver = CoreDriver()
     driver.ask(0, "a", 1)
-    entry = driver.account().entries.pop(TicketId("a"))
+    ticket = driver.account().tickets.pop(TicketId("a"))
     book = driver.account()
-    book.charged_bytes -= entry.charge(CPU)
-    book.free_bytes += entry.charge(CPU)
+    book.charged_bytes -= ticket.charge(CPU)
+    book.free_bytes += ticket.charge(CPU)
     with pytest.raises(LedgerBroken, match="index"):
         driver.audit()
 
@@ -75,9 +75,9 @@ def test_audit_weighs_a_ticket_as_often_among_many_devices(monkeypatch: pytest.M
     weighed: list[TicketId] = []
     charge = Ticket.charge
 
-    def count(entry: Ticket, device: DeviceId) -> Bytes:
-        weighed.append(entry.ticket)
-        return charge(entry, device)
+    def count(ticket: Ticket, device: DeviceId) -> Bytes:
+        weighed.append(ticket.id)
+        return charge(ticket, device)
 
     monkeypatch.setattr(Ticket, "charge", count)
     driver.audit()

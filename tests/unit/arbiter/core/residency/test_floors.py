@@ -186,8 +186,8 @@ def test_model_with_a_device_floor_is_not_loaded_before_holders_of_the_last_epoc
     assert d.join(1, "g") == []
     d.join(2, "h", d.held("a", Phase.RESIDENT, size=30))
     assert d.fire_timer(5) == d.fire_timer(30) == []
-    entry = d.find("a")
-    assert entry is not None and entry.pinned
+    ticket = d.find("a")
+    assert ticket is not None and ticket.pinned
 
 
 @pytest.mark.spec("D1", "A18")
@@ -386,7 +386,7 @@ def test_no_event_walks_all_tickets_while_a_removed_model_is_in_use(
     d.resident(0, "a", 10)
     d.beat(1, "a", inflight=1)
     d.at(2, ev.CapabilitiesSet(()))
-    monkeypatch.setattr(Ledger, "entries", lambda *_: pytest.fail("it walks all tickets"))
+    monkeypatch.setattr(Ledger, "tickets", lambda *_: pytest.fail("it walks all tickets"))
     d.beat(3, "a", inflight=1)
     assert d.state_of("a") == "resident"
 

@@ -74,20 +74,20 @@ def test_a_use_looks_at_no_ticket_of_other_models(monkeypatch: pytest.MonkeyPatc
     d = driver()
     use(d, 10)
     d.resident(11, "a2", 30, model="a")
-    looked, entries = [], Ledger.entries
+    looked, tickets = [], Ledger.tickets
 
     def note(ledger: Ledger, *states: State) -> list[Ticket]:
         looked.append(states)
-        return entries(ledger, *states)
+        return tickets(ledger, *states)
 
-    monkeypatch.setattr(Ledger, "entries", note)
+    monkeypatch.setattr(Ledger, "tickets", note)
     assert d.at(12, ev.Renewed(HolderId("k"), (used(d, "e1x", 12),))) == []
     assert looked == []
 
 
 def test_a_prefetch_looks_at_no_ticket_of_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
     d = driver()
-    monkeypatch.setattr(Ledger, "entries", lambda *_: pytest.fail("it walks all tickets"))
+    monkeypatch.setattr(Ledger, "tickets", lambda *_: pytest.fail("it walks all tickets"))
     assert use(d, 5) == [LoadModel(HolderId("h"), "a")]
 
 

@@ -109,8 +109,8 @@ def test_shared_scratch_is_not_learned_as_the_tickets_own() -> None:
     serve(made, 0, "a", 20, seen=26)
     made.read(1)
     made.read(2)
-    entry = made.ticket("a")
-    assert entry.last_load.peak_bytes == 20 * GIB
+    ticket = made.ticket("a")
+    assert ticket.last_load.peak_bytes == 20 * GIB
 
 
 @pytest.mark.spec("B2")

@@ -72,7 +72,7 @@ def capped() -> CoreDriver:
 
 
 def pinned(driver: CoreDriver) -> list[str]:
-    return [entry.ticket for entry in driver.tickets() if entry.pinned]
+    return [ticket.id for ticket in driver.tickets() if ticket.pinned]
 
 
 @pytest.mark.spec("C8")

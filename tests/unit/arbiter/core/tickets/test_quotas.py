@@ -289,8 +289,8 @@ def test_ticket_is_billed_to_its_last_user_unless_that_breaks_a_limit() -> None:
 
 
 def used(driver: CoreDriver, t: float, name: str, client: types.Client) -> list[Decision]:
-    entry = driver.ticket(name)
-    held = replace(driver.held(name, t=t), client=client, uses_count=entry.uses_count + 1)
+    ticket = driver.ticket(name)
+    held = replace(driver.held(name, t=t), client=client, uses_count=ticket.uses_count + 1)
     return driver.at(t, ev.Renewed(HolderId("h"), (held,)))
 
 
