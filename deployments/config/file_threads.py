@@ -2,7 +2,8 @@
 
 The event loop's own threads are few, five where Ray gives the process no CPU of its own, and Ray is
 asked in them, as for the arbiter. So files are read in others: of each model in one, and what it
-waits for delays no other model.
+waits for delays no other model. Threads that have done their work stay for the next, a few of them:
+each request with an adapter looks at its files, and the start of a thread costs more than that.
 
     made = await in_thread(config.source, plan, model, capability)
 """
@@ -18,17 +19,23 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+IDLE_MOST_COUNT = 2  # threads without work, which the next name takes
+
+
+def _idle_pool() -> ThreadPoolExecutor:
+    return _idle.pop() if _idle else ThreadPoolExecutor(1, "model-files")
 
 
 @dataclass(slots=True)
 class _Thread:
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "model-files"))
+    pool: ThreadPoolExecutor = field(default_factory=_idle_pool)
     # In this order. Not the pool's own queue, which keeps what was cancelled until its turn comes:
     # that is never where a server hangs, and each client that gives up would leave some there.
     waiting: dict[Future[Any], Callable[[], Any]] = field(default_factory=dict)
 
 
 _threads: dict[str, _Thread] = {}  # by name, while each has work
+_idle: list[ThreadPoolExecutor] = []
 _lock = threading.Lock()  # of these, because work ends in its own thread
 
 
@@ -36,13 +43,13 @@ def in_thread(
     name: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> asyncio.Future[T]:
     """Begins the work in the thread of that name, once what was begun there before is done. `name`:
-    of a model's files, as its source. The thread ends with its last work. What is cancelled before
-    it has begun leaves nothing behind. Raises what the work raises, and OSError where the process
-    gets no thread."""
+    of a model's files, as its source. What is cancelled before it has begun leaves nothing behind.
+    Raises what the work raises, and OSError where the process gets no thread."""
     answer: Future[T] = Future()
     with _lock:
-        is_idle = name not in _threads
-        thread = _threads.setdefault(name, _Thread())
+        if is_idle := name not in _threads:
+            _threads[name] = _Thread()
+        thread = _threads[name]
         thread.waiting[answer] = partial(work, *args, **kwargs)
     answer.add_done_callback(partial(_forget, thread))
     if is_idle:
@@ -57,12 +64,14 @@ def _forget(thread: _Thread, cancelled: Future[Any]) -> None:
 
 
 def _begin_next(name: str, thread: _Thread) -> None:
-    """Begins the first work that is not cancelled; ends the thread where there is none."""
+    """Begins the first work that is not cancelled; where there is none, the thread is free."""
     while True:
         with _lock:
             answer = next(iter(thread.waiting), None)
             if answer is None:
                 del _threads[name]
+                if len(_idle) < IDLE_MOST_COUNT:
+                    return _idle.append(thread.pool)
                 break
             work = thread.waiting.pop(answer)
         if answer.set_running_or_notify_cancel():
