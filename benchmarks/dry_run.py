@@ -36,7 +36,7 @@ def measured(nodes: int, samples: int) -> report.Sample:
         began = time.thread_time()
         made = scene.core.plan(question, Instant(scene.now))
         took.append((time.thread_time() - began) * 1e3)
-        assert made.answer is Answer.AFTER_EVICTING, made.said
+        assert made.answer is Answer.AFTER_EVICTING, made.sentences
     return report.Sample(tuple(took))
 
 

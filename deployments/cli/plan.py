@@ -59,7 +59,7 @@ def lines(reply: dict[str, Any]) -> Iterator[RenderableType]:
         yield ""
         yield _victims(reply["victims"])
         return
-    for sentence in reply["said"]:
+    for sentence in reply["sentences"]:
         yield cell(sentence)
 
 

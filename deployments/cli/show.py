@@ -175,7 +175,7 @@ def explain(
     with front(url) as f:
         explanation = f.get(f"/arbiter/explain/{quote(ticket, safe='')}")
     rungs = [_rungs(explanation["rungs"])] if "rungs" in explanation else []
-    show(as_json, explanation, *rungs, *(cell(sentence) for sentence in explanation["said"]))
+    show(as_json, explanation, *rungs, *(cell(sentence) for sentence in explanation["sentences"]))
 
 
 def _rungs(rungs: list[dict[str, Any]]) -> RenderableType:

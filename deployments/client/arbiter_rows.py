@@ -101,11 +101,11 @@ class Plan:
     wait_s: float | None  # until its load may begin; None: nothing is known
     load_s: float
     victims: tuple[str, ...]  # the models that would leave
-    said: tuple[str, ...]  # the same for a person, a sentence each
+    sentences: tuple[str, ...]  # the same for a person, a sentence each
     plain: Row
 
     def __str__(self) -> str:
-        return " ".join(self.said)
+        return " ".join(self.sentences)
 
 
 def status(reply: Row) -> Status:
@@ -146,7 +146,7 @@ def plan(reply: Row) -> Plan:
         reply["wait_s"],
         reply["load_s"],
         tuple(row["model"] for row in reply["victims"]),
-        tuple(reply["said"]),
+        tuple(reply["sentences"]),
         reply,
     )
 

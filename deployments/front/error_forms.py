@@ -95,7 +95,7 @@ class ErrorFormatter:
         await self._send(message)
 
     async def _refuse(self, start: Message) -> None:
-        body = self._form(start["status"], said(self._body), self._request_id)
+        body = self._form(start["status"], message_of(self._body), self._request_id)
         headers = [pair for pair in start["headers"] if pair[0].lower() != b"content-length"]
         length = (b"content-length", b"%d" % len(body))
         await self._send({**start, "headers": [*headers, length]})
@@ -105,7 +105,7 @@ class ErrorFormatter:
         """Writes the event for an error in a stream whose status was sent. Anthropic's events have
         names, so one without is our own last word."""
         data = event.removeprefix(b"data: ").strip()
-        body = self._form(_status_of(data), said(data), self._request_id)
+        body = self._form(_status_of(data), message_of(data), self._request_id)
         return b"event: error\ndata: " + body + b"\n\n"
 
 
@@ -120,7 +120,7 @@ def _is_our_error(piece: bytes) -> bool:
         return False
 
 
-def said(body: bytes) -> str:
+def message_of(body: bytes) -> str:
     """The message of an error in any of the forms."""
     try:
         error: Any = json.loads(body)["error"]

@@ -175,7 +175,7 @@ def plain(task: str, config: TaskConfig, ladder: Ladder) -> dict[str, Any]:
     """A ladder as JSON, with a sentence for each rung."""
     rows = [*_rows(ladder.rungs, first=1), *_rows(ladder.left_out, first=None)]
     settings = config.model_dump(mode="json", exclude={"ladder"})
-    return {"task": task, **settings, "rungs": rows, "said": [_sentence(row) for row in rows]}
+    return {"task": task, **settings, "rungs": rows, "sentences": [_sentence(row) for row in rows]}
 
 
 def _rows(rungs: tuple[Rung, ...], first: int | None) -> list[dict[str, Any]]:

@@ -60,4 +60,4 @@ def of_plan(
 
 def never(plan: Mapping[str, Any]) -> str | None:
     """Why the model cannot be loaded at all; None: it can, now or later."""
-    return " ".join(plan["said"]) if plan["answer"] == "never" else None
+    return " ".join(plan["sentences"]) if plan["answer"] == "never" else None

@@ -417,7 +417,7 @@ async def test_model_counts_as_batch_once_its_priority_has_been_carried_for_long
         assert await a.ask.remote("a") == 200
         batch = b.ask.remote("b", priority=Priority.BATCH)
         [queued] = (await d.until(lambda s: s["queue"]))["queue"]
-        why = (await call_arbiter("explain", queued["ticket"]))["said"]
+        why = (await call_arbiter("explain", queued["ticket"]))["sentences"]
         assert any("more urgent (normal before batch)" in line for line in why), why
         assert await asyncio.wait_for(batch, 90) == 200
         [eviction] = await d.events("eviction")
@@ -487,7 +487,7 @@ async def test_explain_answers_and_a_recording_replays_to_the_same_decisions(
         then = await call_arbiter("explain", victim)
         (past,) = then["past"]
         assert (past["part"], past["waiting"]) == ("went", asked)
-        assert "it was asked to leave" in then["said"][-1]
+        assert "it was asked to leave" in then["sentences"][-1]
         with pytest.raises(UnknownTicket):
             await call_arbiter("explain", TicketId("nobody"))
     found = compared(log, ["time_of_day"])

@@ -67,8 +67,8 @@ async def test_hoarding_engine_is_compacted_by_hand_and_before_another_model_lea
             ("a", "compact")
         ] * 2
         [asked] = [e["ticket"] for e in await d.events("model_load") if e["model"] == "c"]
-        said = (await call_arbiter("explain", asked))["said"]
-        assert any("to be loaded again smaller: a" in line for line in said)
+        sentences = (await call_arbiter("explain", asked))["sentences"]
+        assert any("to be loaded again smaller: a" in line for line in sentences)
         assert await chat.ask.remote("a") == 200
         await d.books_are_true()
 

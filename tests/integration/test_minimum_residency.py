@@ -77,8 +77,8 @@ async def test_above_the_loading_share_that_is_shown_an_equal_request_waits_long
         assert loading_s - 0.5 <= device["loading_fraction"] * 600 <= most_s
         waiting = b.ask.remote("b")
         [queued] = (await d.until(lambda s: s["queue"]))["queue"]
-        said = " ".join((await call_arbiter("explain", queued["ticket"]))["said"])
-        assert "longer because loads took" in said
+        sentences = " ".join((await call_arbiter("explain", queued["ticket"]))["sentences"])
+        assert "longer because loads took" in sentences
         assert await waiting == 200
         [evicted_s] = [
             e["unix_s"] for e in await d.events("eviction") if e["waiting"] == queued["ticket"]

@@ -69,8 +69,8 @@ async def test_reserved_bytes_are_kept_from_other_tenants_and_used_by_theirs_at_
         assert await holder.ask.remote("d", client=SAVER) == 200
         await d.until(lambda s: [t["model"] for t in s["tickets"] if t["idle_s"]] == ["d"])
         [queued] = (await d.state())["queue"]
-        said = (await call_arbiter("explain", TicketId(queued["ticket"])))["said"]
-        assert any("within the reserve of saver" in line for line in said), said
+        sentences = (await call_arbiter("explain", TicketId(queued["ticket"])))["sentences"]
+        assert any("within the reserve of saver" in line for line in sentences), sentences
         await holder.let_go.remote("a")
         await d.unload("a")
         assert await asyncio.wait_for(waiting, 90) == 200

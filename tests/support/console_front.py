@@ -121,8 +121,11 @@ class ScriptedArbiter:
 def explained(ticket: str) -> dict[str, Any]:
     if ticket == "gone-1":
         raise UnknownTicket(TicketId(ticket))
-    said = [f"{ticket} is resident for 12.0 s.", "300.0 MiB were missing on n1/gpu:0 for next."]
-    return {"ticket": ticket, "said": said}
+    sentences = [
+        f"{ticket} is resident for 12.0 s.",
+        "300.0 MiB were missing on n1/gpu:0 for next.",
+    ]
+    return {"ticket": ticket, "sentences": sentences}
 
 
 def planned(question: Any) -> dict[str, Any]:
@@ -136,7 +139,7 @@ def planned(question: Any) -> dict[str, Any]:
         "answer": "after_evicting", "capability": question.capability, "model": question.model,
         "need_bytes": question.need.device_bytes, "node": "n1", "goes_to_bytes": {},
         "victims": [victim], "wait_s": 0.0, "load_s": 2.0, "is_resident": False,
-        "starts_replica": False, "code": None, "said": ["talk (talk-1) leaves: 300.0 MiB."],
+        "starts_replica": False, "code": None, "sentences": ["talk (talk-1) leaves: 300.0 MiB."],
         "stays": [],
     }  # fmt: skip
 

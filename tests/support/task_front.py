@@ -54,7 +54,7 @@ class ScriptedArbiter:
         self.planned.append(question.model)
         if question.model not in self.plans:
             raise UnknownModel(question.model, "chat", ())
-        usual = {"is_resident": False, "starts_replica": False, "answer": "now", "said": []}
+        usual = {"is_resident": False, "starts_replica": False, "answer": "now", "sentences": []}
         return usual | self.plans[question.model]
 
     def forecasts(self) -> Forecasts:

@@ -76,7 +76,7 @@ def plan(state: CoreState, question: PlanQuestion, now: Instant, step: Step) -> 
     if best.answer is Answer.NOW or len(attempts) <= ATTEMPTS_COUNT:
         return best
     left_out = f"Of {len(attempts)} nodes only the {ATTEMPTS_COUNT} with the most room were tried."
-    return replace(best, said=(*best.said, left_out))
+    return replace(best, sentences=(*best.sentences, left_out))
 
 
 def _rank(candidate: Plan) -> tuple[int, int, int]:
@@ -242,7 +242,7 @@ class _Outcome:
         assert ticket is not None, "a request was neither answered nor queued"
         if victims := tuple(self._victims()):
             return self._evicting(ticket, victims)
-        sentences = explain(self.copied, self.ticket, self.copied.now).said
+        sentences = explain(self.copied, self.ticket, self.copied.now).sentences
         return self._with_seat(
             Answer.NOT_BEFORE, sentences=sentences, wait=self._wait(ticket), ticket=ticket
         )
@@ -304,7 +304,7 @@ class _Outcome:
             is_resident=False,
             starts_replica=self.attempt.is_new and not self.question.lease,
             code=code,
-            said=(*sentences, *map(stays_sentence, stays)),
+            sentences=(*sentences, *map(stays_sentence, stays)),
             stays=stays,
         )
 
@@ -420,7 +420,7 @@ def _resident(state: CoreState, question: PlanQuestion, resident: Ticket) -> Pla
         is_resident=True,
         starts_replica=False,
         code=None,
-        said=sentences,
+        sentences=sentences,
     )
 
 
@@ -440,5 +440,5 @@ def _waiting(
         is_resident=False,
         starts_replica=False,
         code=None,
-        said=sentences,
+        sentences=sentences,
     )

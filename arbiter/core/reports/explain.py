@@ -84,7 +84,7 @@ class Explanation:
     ahead: tuple[TicketId, ...]  # before it in its node's queue; empty when it does not wait
     shortages: tuple[Shortage, ...]
     past: tuple[PastEviction, ...]  # newest first
-    said: tuple[str, ...]  # the same for a person, a sentence each
+    sentences: tuple[str, ...]  # the same for a person, a sentence each
 
 
 def explain(state: CoreState, ticket_id: TicketId, now: Instant) -> Explanation:

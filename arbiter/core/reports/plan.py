@@ -86,7 +86,7 @@ class Plan:
     is_resident: bool  # it serves at once
     starts_replica: bool  # a replica must start first, which takes a second or two more
     code: str | None  # of the refusal
-    said: tuple[str, ...]  # the same for a person, a sentence each
+    sentences: tuple[str, ...]  # the same for a person, a sentence each
     stays: tuple[StayingTicket, ...] = ()  # of `arbiter free`: pinned, in use, not to be had
 
 

@@ -26,8 +26,8 @@ async function ask(path, options = {}) {
 	const key = sessionStorage.getItem("key");
 	const answer = await fetch(`/arbiter/${path}`, { ...options, headers: key ? { authorization: `Bearer ${key}` } : {} });
 	if (answer.ok) return answer;
-	const said = await answer.json().catch(() => 0);
-	throw Object.assign(Error(said?.error?.message || `${answer.status} ${answer.statusText}`), { needsKey: [401, 403].includes(answer.status) });
+	const body = await answer.json().catch(() => 0);
+	throw Object.assign(Error(body?.error?.message || `${answer.status} ${answer.statusText}`), { needsKey: [401, 403].includes(answer.status) });
 }
 
 const send = (method) => async (path, body) => (await ask(path, { method, body: body && JSON.stringify(body) })).json();

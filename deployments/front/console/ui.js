@@ -46,8 +46,8 @@ export function table(label, rows, of, empty, by) {
 	return html`<div class="scroll" role="region" aria-label=${label} tabindex="0"><table>
 		<thead><tr>${of.map(([title, , number]) => html`<th class=${number && "number"}>${title || html`<span class="hidden">acts</span>`}</th>`)}</tr></thead>
 		<tbody>${rows.map((row) => html`<tr key=${by && row[by]}>${of.map(([title, cell, number]) => {
-			const said = cell(row);
-			return html`<td data-head=${title} class=${`${number ? "number" : ""} ${!said || said === "–" ? "empty" : ""}`}>${said}</td>`;
+			const v = cell(row);
+			return html`<td data-head=${title} class=${`${number ? "number" : ""} ${!v || v === "–" ? "empty" : ""}`}>${v}</td>`;
 		})}</tr>`)}</tbody></table></div>`;
 }
 
@@ -56,9 +56,9 @@ export const button = (label, of, onClick) => html`<button class="small" aria-la
 // `look` is shown first, and asked before anything happens; `run` is the act.
 export const propose = (title, look, label, run) => show({ title, look, label, run });
 
-const explain = (id) => propose(`Explain ${id}`, async () => said((await get(`explain/${encodeURIComponent(id)}`)).said));
+const explain = (id) => propose(`Explain ${id}`, async () => list((await get(`explain/${encodeURIComponent(id)}`)).sentences));
 
-const said = (lines) => html`<ul>${lines.map((line) => html`<li>${line}</li>`)}</ul>`;
+const list = (lines) => html`<ul>${lines.map((line) => html`<li>${line}</li>`)}</ul>`;
 
 const ANSWERS = { now: "Yes, now.", after_evicting: "Yes, after evicting:", not_before: "Not yet.", never: "No." };
 
@@ -66,7 +66,7 @@ export const planned = (plan) => html`<p><b>${ANSWERS[plan.answer]}</b> ${plan.m
 		${plan.wait_s > 0 && ` It may begin in ${span(plan.wait_s)}.`}${plan.load_s > 0 && ` Its load takes ${span(plan.load_s)}.`}</p>
 	${table("What would go", plan.victims, [text("goes", "model"), ["frees", (v) => bytes(Object.values(v.freed_bytes).reduce((a, b) => a + b, 0)), 1],
 		text("how", "goes"), took("back in", "reload_s"), took("idle", "idle_s"), ["used by", (v) => v.client || v.tenant]])}
-	${said([...plan.said, ...(plan.stays || []).map((s) => `${s.model} stays: ${s.why}`)])}`;
+	${list([...plan.sentences, ...(plan.stays || []).map((s) => `${s.model} stays: ${s.why}`)])}`;
 
 export const planOf = async (body) => planned(await post("plan", body));
 

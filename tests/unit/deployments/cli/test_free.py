@@ -16,7 +16,7 @@ VICTIM = {
 }  # fmt: skip
 PLAN = {
     "answer": "after_evicting", "model": "hold", "need_bytes": 8 * GIB, "load_s": 0.0,
-    "wait_s": 0.0, "goes_to_bytes": {"n/gpu:0": 8 * GIB}, "starts_replica": False, "said": [],
+    "wait_s": 0.0, "goes_to_bytes": {"n/gpu:0": 8 * GIB}, "starts_replica": False, "sentences": [],
     "victims": [VICTIM],
     "stays": [
         {"ticket": "p1", "model": "p", "charged_bytes": {"n/gpu:0": GIB}, "why": "it is pinned"}

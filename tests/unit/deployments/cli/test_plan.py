@@ -50,7 +50,7 @@ def test_the_other_answers_come_with_their_cause(
     made = planned(size)
     front.says("POST", "/arbiter/plan", made)
     lines = run("plan", "large").stdout.splitlines()
-    assert lines[0].startswith(begins) and lines[1:] == made["said"]
+    assert lines[0].startswith(begins) and lines[1:] == made["sentences"]
     assert json.loads(run("plan", "large", "--json").stdout) == made
 
 

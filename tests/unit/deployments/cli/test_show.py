@@ -189,7 +189,7 @@ def test_explain_prints_a_sentence_a_line(front: ScriptedFront, run: Run) -> Non
     driver.ask(1, "b", 50)
     why = plain(driver.arbiter.explain(TicketId("b"), s(2)))
     front.says("GET", "/arbiter/explain/b%2F1", why)
-    assert run("explain", "b/1").stdout.splitlines() == why["said"]
+    assert run("explain", "b/1").stdout.splitlines() == why["sentences"]
     assert json.loads(run("explain", "b/1", "--json").stdout) == why
 
 

@@ -63,8 +63,10 @@ def test_explanation_of_a_task_is_a_table_and_a_sentence_for_each_rung(
     rung = {"model": "large", "position": 1, "turn": 1, "is_remote": False, "state": "cold"}
     left = {**rung, "model": "far", "position": 2, "turn": None, "state": "remote"}
     rows = [{**rung, **seconds, "why": "w"}, {**left, **seconds, "why": "w"}]
-    said = ["1. large (rung 1): w.", "Left out: far (rung 2): w."]
-    front.says("GET", "/arbiter/explain/task%3Asum", {"task": "sum", "rungs": rows, "said": said})
+    sentences = ["1. large (rung 1): w.", "Left out: far (rung 2): w."]
+    front.says(
+        "GET", "/arbiter/explain/task%3Asum", {"task": "sum", "rungs": rows, "sentences": sentences}
+    )
     shown = run("explain", "task:sum").stdout
     assert "large" in shown and "0.25 s" in shown and "unknown" in shown
-    assert all(sentence in shown for sentence in said)
+    assert all(sentence in shown for sentence in sentences)

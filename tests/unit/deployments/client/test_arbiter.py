@@ -50,7 +50,7 @@ STATE = {
 }  # fmt: skip
 PLAN = {
     "answer": "after_evicting", "model": "unknown", "need_bytes": 4, "wait_s": 0.5, "load_s": 1.0,
-    "victims": [{"model": MODEL}], "said": ["It leaves.", "Then there is room."],
+    "victims": [{"model": MODEL}], "sentences": ["It leaves.", "Then there is room."],
 }  # fmt: skip
 
 

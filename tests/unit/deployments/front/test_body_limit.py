@@ -16,7 +16,7 @@ from deployments.front import application, body_limit, keys
 from deployments.front.auth import Authenticator
 from deployments.front.body_limit import SMALL_BYTES, BodyLimit, BoundedBody
 from deployments.front.dependencies import FrontState
-from deployments.front.error_forms import form_of, said
+from deployments.front.error_forms import form_of, message_of
 from deployments.front.keys import Keyring, Scope
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
@@ -149,7 +149,7 @@ async def test_body_beyond_what_the_front_holds_of_all_is_429_and_harms_no_other
         large = small + b" " * (2 * SMALL_BYTES)
         refused = await post(large)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert "`front.bodies_bytes`" in said(refused.content)
+        assert "`front.bodies_bytes`" in message_of(refused.content)
         assert form_of(path) or refused.json()["error"]["code"] == "queue_full"
         assert front.bodies.size_bytes == 4 * SMALL_BYTES
         assert (await post(small)).status_code == 404, "it is taken, and there is no such model"

@@ -37,7 +37,7 @@ async def test_resident_model_is_told_by_the_state_and_a_cold_one_by_the_dry_run
 
 @pytest.mark.spec("J5")
 async def test_model_that_can_never_be_loaded_says_why_and_one_of_another_table_nothing() -> None:
-    never = {"wait_s": None, "load_s": 0.0, "answer": "never", "said": ["It is too large."]}
+    never = {"wait_s": None, "load_s": 0.0, "answer": "never", "sentences": ["It is too large."]}
     arbiter = ScriptedArbiter(resident=(), plans={"cold": never})
     seen = await arbiter.forecasts().read(table(), ("warm", "cold"))
     assert seen["cold"].never == "It is too large."

@@ -112,9 +112,9 @@ async def test_no_key_without_cloud_and_no_local_only_request_leaves(
     poor = {"authorization": f"Bearer {key(tmp_path, Scope.INFER, Scope.VIEW)}"}
     answer = await client.post(CHAT, json={"model": "task:sum", **HELLO}, headers=poor)
     assert answer.headers["x-arbiter-served-by"] == "cold"
-    said = (await client.get("/arbiter/explain/task:sum", headers=poor)).json()
-    assert [(row["model"], row["turn"]) for row in said["rungs"]] == [("cold", 1), (FAR, None)]
-    assert "scope `cloud`" in said["said"][1]
+    sentences = (await client.get("/arbiter/explain/task:sum", headers=poor)).json()
+    assert [(row["model"], row["turn"]) for row in sentences["rungs"]] == [("cold", 1), (FAR, None)]
+    assert "scope `cloud`" in sentences["sentences"][1]
     secret = [{"role": "user", "content": "AKIAIOSFODNN7EXAMPLE is the key"}]
     assert await by(client, messages=secret) == "cold"
     assert remote.seen == []

@@ -214,16 +214,18 @@ async def test_explanation_names_each_rung_with_its_seconds_and_its_reason(
     client: AsyncClient, front: FrontState
 ) -> None:
     front.service.configure(table(sum={"ladder": ["cold", "voice", "warm"], "budget_s": 5}))
-    said = (await client.get("/arbiter/explain/task:sum")).json()
-    rows = [(r["turn"], r["position"], r["model"], r["state"], r["total_s"]) for r in said["rungs"]]
+    sentences = (await client.get("/arbiter/explain/task:sum")).json()
+    rows = [
+        (r["turn"], r["position"], r["model"], r["state"], r["total_s"]) for r in sentences["rungs"]
+    ]
     assert rows == [
         (1, 3, "warm", "resident", 0.5),
         (2, 1, "cold", "cold", 8.0),
         (None, 2, "voice", "cold", None),
     ]
-    assert "it serves at once" in said["said"][0]
-    assert "8.0 s, more than the budget of 5.0 s" in said["said"][1]
-    assert said["said"][2].startswith("Left out: voice")
+    assert "it serves at once" in sentences["sentences"][0]
+    assert "8.0 s, more than the budget of 5.0 s" in sentences["sentences"][1]
+    assert sentences["sentences"][2].startswith("Left out: voice")
 
 
 # -- the configuration ----------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import pytest
 from deployments.tasks.predict import NOTHING, Prediction, never, of_plan, of_presence
 
 
-def plan(**said: Any) -> dict[str, Any]:
+def plan(**changed: Any) -> dict[str, Any]:
     usual = {"is_resident": False, "starts_replica": False, "wait_s": 0.0, "load_s": 3.0}
-    return usual | {"answer": "now", "said": ["Now."]} | said
+    return usual | {"answer": "now", "sentences": ["Now."]} | changed
 
 
 @pytest.mark.spec("J5")
@@ -39,4 +39,4 @@ def test_model_on_its_way_takes_what_is_left_of_it() -> None:
 @pytest.mark.spec("J5")
 def test_what_can_never_be_loaded_says_why() -> None:
     assert never(plan()) is None
-    assert never(plan(answer="never", said=["Too large.", "Shrink it."])) == "Too large. Shrink it."
+    assert never(plan(answer="never", sentences=["Too large.", "Shrink it."])) == "Too large. Shrink it."

@@ -48,8 +48,8 @@ def test_collated_model_leaves_once_it_had_no_request_for_as_long_as_its_load_to
 def test_explain_says_that_both_trade_places_and_for_how_long() -> None:
     driver = traded()
     driver.ask(14, "a2", 60)
-    said = driver.arbiter.explain(TicketId("a2"), s(15)).said
-    assert any("both trade places" in line and "waited 30 s" in line for line in said)
+    sentences = driver.arbiter.explain(TicketId("a2"), s(15)).sentences
+    assert any("both trade places" in line and "waited 30 s" in line for line in sentences)
 
 
 def test_a_model_that_never_left_for_it_is_asked_after_its_minimum_residency() -> None:
@@ -159,8 +159,10 @@ def test_above_the_bound_requests_as_urgent_wait_out_a_longer_residency() -> Non
         "device": CPU, "fraction": 0.333, "most": 0.3,
     }  # fmt: skip
     assert driver.ask(243, "c", 60) == []  # its own load is over, and twice that is not
-    said = driver.arbiter.explain(TicketId("c"), s(243)).said
-    assert any("longer because loads took 37% of the last ten minutes" in line for line in said)
+    sentences = driver.arbiter.explain(TicketId("c"), s(243)).sentences
+    assert any(
+        "longer because loads took 37% of the last ten minutes" in line for line in sentences
+    )
     assert driver.beat(268, "b") == []
     assert revoked(driver.fire_timer(268.7)) == [("b", "swap", "gone")]  # 20 s x (1 / 0.3 - 1)
 

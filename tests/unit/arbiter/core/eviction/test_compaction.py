@@ -280,7 +280,7 @@ def test_a_dry_run_says_that_a_model_would_be_compacted() -> None:
     question = PlanQuestion("text", "c", types.Need(gib(20)), True)
     plan = d.arbiter.plan(question, d.now)
     assert [(v.ticket, v.goes) for v in plan.victims] == [("a", "compacted")]
-    assert "is unloaded and loaded again, smaller" in plan.said[0]
+    assert "is unloaded and loaded again, smaller" in plan.sentences[0]
 
 
 @pytest.mark.spec("A15")
@@ -298,7 +298,7 @@ def test_arbiter_free_takes_whole_models_which_return_after_it() -> None:
 
 
 def said(d: CoreDriver, name: str) -> tuple[str, ...]:
-    return d.arbiter.explain(TicketId(name), d.now).said
+    return d.arbiter.explain(TicketId(name), d.now).sentences
 
 
 def load_again_for(d: CoreDriver, t: float) -> list[Decision]:

@@ -78,7 +78,7 @@ def test_what_is_pinned_or_in_use_stays_and_the_rest_is_granted() -> None:
     assert {(t.model, t.why) for t in plan.stays} == {
         ("d", "it is pinned"), ("c", "it is in use (2 in flight)"),
     }  # fmt: skip
-    assert "c (c) stays with 20.0 GiB: it is in use (2 in flight)." in plan.said
+    assert "c (c) stays with 20.0 GiB: it is in use (2 in flight)." in plan.sentences
     assert revoked(free(driver, 0.1, 75)) == [("a", "free", "gone")]
     assert granted(leave(driver, 0.2, "a")) == ["free"]
     assert driver.ticket("free").home == {CPU: gib(50)}

@@ -245,7 +245,7 @@ def test_explain_of_a_wake_over_two_devices_gives_what_each_of_them_lacks() -> N
     assert [(x.need_bytes, x.short_bytes) for x in explanation.shortages] == [
         (gib(50), gib(30))
     ] * 2
-    assert explanation.said[2:] == (
+    assert explanation.sentences[2:] == (
         "Tickets that may leave hold 60.0 GiB: c.",
         "On g/gpu:1 it needs 50.0 GiB, 20.0 GiB are free, 0.0 MiB on their way back: "
         "30.0 GiB short.",

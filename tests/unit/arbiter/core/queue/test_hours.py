@@ -50,7 +50,7 @@ def with_hours(
 
 
 def said(driver: CoreDriver, ticket: str, t: float) -> str:
-    return " ".join(driver.arbiter.explain(TicketId(ticket), s(t)).said)
+    return " ".join(driver.arbiter.explain(TicketId(ticket), s(t)).sentences)
 
 
 # -- a model --------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_a_dry_run_says_not_before_the_hours(priority: str, code: str | None) ->
     plan = driver.arbiter.plan(question, Instant(s(100)))
     assert (plan.answer, plan.code) == (Answer.NOT_BEFORE, code)
     assert plan.wait is not None and in_seconds(plan.wait) == 500
-    assert any("500 s" in line for line in plan.said)
+    assert any("500 s" in line for line in plan.sentences)
 
 
 @pytest.mark.spec("C8", "C13")

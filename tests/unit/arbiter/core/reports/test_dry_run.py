@@ -29,7 +29,7 @@ def test_what_fits_is_granted_now() -> None:
     driver.resident(0, "a", 30)
     plan = ask(driver, 5, 50)
     assert (plan.answer, plan.goes_to, plan.wait) == (Answer.NOW, on_cpu(50), 0)
-    assert plan.said == ("Now: 50.0 GiB on n/cpu:0; nothing leaves for it.",)
+    assert plan.sentences == ("Now: 50.0 GiB on n/cpu:0; nothing leaves for it.",)
     assert not plan.starts_replica and driver.find("dry run") is None
 
 
@@ -66,7 +66,9 @@ def test_each_victim_comes_with_bytes_reload_seconds_and_its_user() -> None:
     assert (victim.ticket, victim.freed, victim.goes) == ("a", on_cpu(60), "gone")
     assert in_seconds(victim.reload) == pytest.approx(4)
     assert (victim.tenant, victim.client, victim.inflight) == ("acme", "ann", 0)
-    assert plan.said == ("a (a) leaves: 60.0 GiB, idle for 26 s, last used by ann; back in 4.0 s.",)
+    assert plan.sentences == (
+        "a (a) leaves: 60.0 GiB, idle for 26 s, last used by ann; back in 4.0 s.",
+    )
     assert driver.state_of("a") == "resident"
 
 
@@ -78,13 +80,13 @@ def test_a_model_within_its_minimum_residency_delays_the_load_until_it_ends() ->
     plan = ask(driver, 25, 50)
     assert (plan.answer, plan.victims) == (Answer.NOT_BEFORE, ())
     assert plan.wait is not None and in_seconds(plan.wait) >= 15
-    assert any("protected for another 15.0 s" in said for said in plan.said)
+    assert any("protected for another 15.0 s" in sentences for sentences in plan.sentences)
 
 
 def test_more_than_the_budget_is_never_granted() -> None:
     plan = ask(CoreDriver(device=80), 1, 90)
     assert (plan.answer, plan.code, plan.wait) == (Answer.NEVER, "never_fits", None)
-    assert "90.0 GiB" in plan.said[0] and "80.0 GiB" in plan.said[0]
+    assert "90.0 GiB" in plan.sentences[0] and "80.0 GiB" in plan.sentences[0]
 
 
 def test_a_model_that_is_not_in_the_table_is_never_granted() -> None:
@@ -136,7 +138,7 @@ def test_of_many_nodes_those_with_the_most_room_are_tried() -> None:
     driver.beat(2, "b", holder="h5", inflight=1)
     plan = ask(driver, 30, 55, "a")  # no other can ever lend as much
     assert (plan.answer, plan.node) == (Answer.AFTER_EVICTING, "n5")
-    assert plan.said[-1] == "Of 6 nodes only the 4 with the most room were tried."
+    assert plan.sentences[-1] == "Of 6 nodes only the 4 with the most room were tried."
 
 
 def test_something_unknown_is_asked_for_as_a_lease_would() -> None:

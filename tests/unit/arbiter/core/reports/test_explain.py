@@ -38,8 +38,8 @@ def test_explain_of_a_queued_ticket_gives_shortfall_holders_and_their_obstacles(
     assert stays["vad"] == "it is pinned"
     assert stays["a"] == "it is more urgent (urgent before normal)"
     assert stays["b"] is None  # busy ones are asked: a swap waits behind a barrier
-    assert "30.0 GiB short" in " ".join(explanation.said)
-    assert any("may leave hold only 10.0 GiB: b" in line for line in explanation.said)
+    assert "30.0 GiB short" in " ".join(explanation.sentences)
+    assert any("may leave hold only 10.0 GiB: b" in line for line in explanation.sentences)
 
 
 @pytest.mark.spec("K3", "C10")
@@ -53,7 +53,7 @@ def test_explain_counts_what_comes_back_to_a_reserve_as_kept_for_its_tenant() ->
     explanation = why(driver, 2, "c")
     [shortage] = explanation.shortages
     assert (shortage.coming_bytes, shortage.short_bytes) == (30 * GIB, 20 * GIB)
-    assert "30.0 GiB of both reserved for others" in " ".join(explanation.said)
+    assert "30.0 GiB of both reserved for others" in " ".join(explanation.sentences)
 
 
 @pytest.mark.spec("K3")
@@ -66,7 +66,7 @@ def test_explain_of_a_queued_ticket_gives_those_ahead_and_bytes_coming_back() ->
     explanation = why(driver, 21, "c")
     assert explanation.ahead == ("b",)
     assert explanation.shortages[0].coming_bytes == 80 * GIB
-    assert "80.0 GiB are on their way back" in " ".join(explanation.said)
+    assert "80.0 GiB are on their way back" in " ".join(explanation.sentences)
 
 
 def test_explain_gives_the_remaining_minimum_residency_of_a_resident() -> None:
@@ -125,8 +125,8 @@ def test_explain_says_for_how_long_the_holder_was_silent() -> None:
     driver.beat(0, "a", inflight=1)
     driver.ask(1, "b", 60)
     driver.fire_timer(4000)
-    said = why(driver, 4000, "b").said
-    assert any("no heartbeat for 4000 s; nothing is granted to it" in line for line in said)
+    sentences = why(driver, 4000, "b").sentences
+    assert any("no heartbeat for 4000 s; nothing is granted to it" in line for line in sentences)
 
 
 @pytest.mark.spec("A11", "K3")
@@ -136,7 +136,7 @@ def test_explain_names_the_model_of_its_exclusion_group_for_which_a_ticket_waits
     driver.ask(20, "b", 10)
     only = "of role text one model is awake on a node"
     stays = f"a (a) stays, and {only}: it is more urgent (high before normal)."
-    assert stays in why(driver, 20, "b").said
+    assert stays in why(driver, 20, "b").sentences
 
 
 @pytest.mark.spec("C5", "K3")
@@ -147,7 +147,7 @@ def test_explain_says_that_memory_is_critical_where_a_ticket_waits_for_it() -> N
     driver.ask(20, "e1", 10, holder="e", model="e1", capability="embedding")
     driver.at(21, ev.PressurePushed(CPU, Level.CRITICAL, None, seconds(60)))
     critical = f"No load begins on {CPU} while memory there is critical."
-    assert critical in why(driver, 22, "e1").said
+    assert critical in why(driver, 22, "e1").sentences
 
 
 @pytest.mark.spec("K3")
@@ -166,7 +166,7 @@ def test_explain_of_a_victim_gives_asker_price_and_spared_candidates() -> None:
     assert cheap.cost_s < dear.cost_s
     assert why(driver, 125, "b").past[0].part == "spared"
     assert why(driver, 125, "c").past[0].part == "asked"
-    assert "5.0 s ago 30.0 GiB were missing" in why(driver, 125, "a").said[-1]
+    assert "5.0 s ago 30.0 GiB were missing" in why(driver, 125, "a").sentences[-1]
 
 
 @pytest.mark.spec("K3", "N4")
@@ -181,7 +181,7 @@ def test_explain_of_a_learned_price_says_in_words_what_it_comes_from() -> None:
     went, spared = past.weighed
     assert "last used 1 turnovers ago; 0.37 uses a turnover of late" in went.why
     assert "last used 0 turnovers ago" in spared.why and "5.9 uses in the last hours" in spared.why
-    assert went.why in why(driver, 125, "c").said[-1]
+    assert went.why in why(driver, 125, "c").sentences[-1]
     [shortage] = why(driver, 125, "c").shortages
     assert all("wanted soon with" in row.why for row in shortage.charged_tickets)
 
@@ -198,10 +198,10 @@ def test_explain_of_a_ticket_that_waits_for_cheaper_ones_says_so_and_for_how_lon
     assert revoked(driver.ask(20.5, "b", 30)) == []
     book = driver.account()
     book.note_stale(TicketId("a"))
-    said = why(driver, 20.5, "b").said
+    sentences = why(driver, 20.5, "b").sentences
     assert book.stale == {"a"}, "no reading renews the device's own order of victims"
-    assert "Tickets that may leave hold 40.0 GiB: a." in said
-    assert "It waits 1.5 s, until cheaper tickets may leave." in said
+    assert "Tickets that may leave hold 40.0 GiB: a." in sentences
+    assert "It waits 1.5 s, until cheaper tickets may leave." in sentences
 
 
 def test_explain_of_a_closed_ticket_uses_history_and_of_an_unknown_one_fails() -> None:
@@ -248,7 +248,7 @@ def test_explain_counts_what_was_learned_of_a_ticket_against_the_maximum_of_its_
     driver.resident(4, "b", 30, tenant="x")
     driver.beat(4, "b", inflight=1)
     driver.ask(5, "a2", 10, explicit=False, tenant="x")
-    assert "With it x would hold 10.0 GiB more than it may have." in why(driver, 5, "a2").said
+    assert "With it x would hold 10.0 GiB more than it may have." in why(driver, 5, "a2").sentences
 
 
 @pytest.mark.spec("K3", "B1")
@@ -259,7 +259,7 @@ def test_explain_names_devices_that_have_not_answered_yet() -> None:
     driver.introduce(2)
     driver.join(2, "h")
     driver.ask(3, "a", 100)
-    assert any("have not answered yet" in line for line in why(driver, 3, "a").said)
+    assert any("have not answered yet" in line for line in why(driver, 3, "a").sentences)
 
 
 @pytest.mark.spec("K3", "B5")

@@ -90,8 +90,8 @@ def test_a_resident_that_waits_for_growth_leaves_for_more_urgent_tickets_only(
     d = waits_to_grow()
     d.beat(21, "a", inflight=inflight)
     assert d.ask(22, "c", 35) == []
-    said = d.arbiter.explain(TicketId("c"), d.now).said
-    assert any("it waits for more memory itself, for another 8.0 s at most" in x for x in said)
+    sentences = d.arbiter.explain(TicketId("c"), d.now).sentences
+    assert any("it waits for more memory itself, for another 8.0 s at most" in x for x in sentences)
     asked = d.ask(23, "d", 35, priority=types.Priority.HIGH)
     assert revoked(asked) == [("a", "swap", "gone")]
 

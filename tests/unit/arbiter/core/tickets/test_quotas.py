@@ -254,8 +254,8 @@ def test_model_within_its_reserve_is_not_evicted_for_others() -> None:
     driver.resident(0, "a", 25, tenant="x")
     driver.resident(1, "b", 30, tenant="y")
     assert revoked(driver.ask(2, "d", 30, tenant="z", priority=types.Priority.LOW)) == []
-    said = driver.arbiter.explain(TicketId("d"), s(3)).said
-    assert any("within the reserve of x" in line for line in said)
+    sentences = driver.arbiter.explain(TicketId("d"), s(3)).sentences
+    assert any("within the reserve of x" in line for line in sentences)
 
 
 def test_what_is_promised_to_a_tenant_is_not_kept_for_its_reserve_as_well() -> None:
