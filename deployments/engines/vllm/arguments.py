@@ -23,6 +23,9 @@ _PICKLED_FORMATS = ("pt", "npcache")
 _LEAST_PART = 0.01
 _GPU_WORKER = "deployments.engines.vllm.gpu_worker.SleepingGpuWorker"
 _CPU_WORKER = "deployments.engines.vllm.cpu_worker.SleepingCpuWorker"
+SHARES_COPY = (
+    "shares_copy"  # in vLLM's `additional_config`: the CPU worker sleeps in the node's copy
+)
 
 
 def on_cpu() -> bool:

@@ -3,8 +3,10 @@
 vLLM's own sleep is a no-op on CPU. Asleep, the checkpoint lies in memfds named `host-copy-*`,
 written and never mapped, so the kernel shows the process's private bytes fall and the host's rise;
 weights, KV cache and LoRA slots are given back. Waking maps the memfds, repacks the weights from
-them and closes them: no disk is read. KV cache and slots keep their addresses and only their pages
-go, to come back as zeros when they are touched: a wake costs the weights, however large the cache.
+them and closes them: no disk is read. A model whose files are links into a copy that the node
+shares (D4) writes none, and wakes from that. KV cache and slots keep their addresses and only their
+pages go, to come back as zeros when they are touched: a wake costs the weights, however large the
+cache.
 """
 
 import gc
@@ -28,6 +30,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from arbiter import heap
 from deployments.engines import linux
 from deployments.engines.vllm import drafter
+from deployments.engines.vllm.arguments import SHARES_COPY
 
 _SENDFILE_BYTES = 1 << 30  # sendfile(2) moves at most 2 GiB at a time
 _KERNEL = "deployments.engines.vllm.lora_cpu.SegmentedPunica"
@@ -50,6 +53,7 @@ class SleepingCpuWorker(CPUWorker):
             torch._dynamo.config.disable = True
         self.emptied: list[tuple[torch.UntypedStorage, int]] = []
         self.copies: list[int] = []
+        self.shares_copy = bool(self.vllm_config.additional_config.get(SHARES_COPY))
         self.filling = linux.Prefault()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
@@ -98,7 +102,8 @@ class SleepingCpuWorker(CPUWorker):
         if self.emptied:
             return
         self.filling.stop()
-        self.copies = [copy_to_memory(path, self.versions[path]) for path in self._checkpoint()]
+        if not self.shares_copy:
+            self.copies = [copy_to_memory(path, self.versions[path]) for path in self._checkpoint()]
         self._drop_adapters()
         for layer in self.model_runner.model.modules():
             if hasattr(layer, "cpu_linear"):
@@ -115,7 +120,10 @@ class SleepingCpuWorker(CPUWorker):
         for storage, size in self.emptied:
             storage.resize_(size)
         self.emptied = []
-        names = [f"/proc/self/fd/{copy}" for copy in self.copies]
+        if self.shares_copy:
+            names = [str(path) for path in self.versions]
+        else:
+            names = [f"/proc/self/fd/{copy}" for copy in self.copies]
         self._reload(safetensors_weights_iterator(names, use_tqdm_on_load=False))
         for copy in self.copies:
             os.close(copy)

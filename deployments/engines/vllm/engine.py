@@ -50,6 +50,7 @@ from deployments.engines.vllm import (
 )
 from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
 from deployments.engines.vllm.arguments import (
+    SHARES_COPY,
     arguments,
     compute_threads,
     on_cpu,
@@ -78,6 +79,9 @@ _DEAD_S = 0.5  # for so long a frontend whose core is dead still answers its req
 def build(config: Config) -> "VllmEngine":
     """Forks vLLM's core from this process, which is single threaded because the zygote has just
     forked it, and returns the frontend to load. Raises EngineLoadFailed, and what vLLM raises."""
+    if "host_copy" in config and not on_cpu():
+        why = "host_copy: on a GPU vLLM sleeps in copies of its own; give it `host_copy: private`"
+        raise EngineLoadFailed("BadConfig", why, False)
     os.environ.update(VLLM_SERVER_DEV_MODE="0", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0")
     own_sockets.make_private(os.environ["ARBITER_ENGINE"])
     args = arguments(config)
@@ -88,6 +92,8 @@ def build(config: Config) -> "VllmEngine":
     if on_cpu():
         # vLLM would start each process of a parallel model by spawn, which imports everything anew.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        if "shared_copy" in config:
+            vllm_config.additional_config = {**vllm_config.additional_config, SHARES_COPY: True}
     kv_offload.configure_connector(vllm_config, config)
     picture_slab.configure_connector(vllm_config, config)
     core = fork_core(
@@ -98,14 +104,16 @@ def build(config: Config) -> "VllmEngine":
         images=(images := adapter_images.hold_slab(config)),
     )
     gate = _gate(config, vllm_config)
-    # Each process of a CPU would have a copy of all weights in host RAM, which counts one.
+    # Each process of a CPU would have a copy of all weights in host RAM, which counts one. A model
+    # that shares a copy has no room for one of its own.
     is_whole = not on_cpu() or processes_count(config) == 1
+    lacks_copy = "host_copy" in config and "shared_copy" not in config
     return VllmEngine(
         args,
         vllm_config,
         core,
         gate,
-        can_sleep=is_whole and config.get("can_sleep", True),
+        can_sleep=is_whole and not lacks_copy and config.get("can_sleep", True),
         has_slab=images is not None or kv_offload.has_slab(vllm_config),
         most_tokens=int(config.get("grows_to", {}).get("max_model_len", 0)),
         adapters=AdapterService(config, gate) if "adapters" in config else None,

@@ -252,9 +252,9 @@ def test_model_that_shares_a_host_copy_has_no_host_ram_of_its_own(tmp_path: Path
 @pytest.mark.spec("D4")
 def test_host_copy_is_refused_where_it_cannot_be_shared(tmp_path: Path) -> None:
     safetensors(tmp_path, "a.safetensors", 100)
-    text = capability(str(tmp_path), host_copy="shared").model_copy(update={"engine": "vllm"})
-    with pytest.raises(ConfigError, match="'vllm' keeps host copies private"):
-        load_plan.plan("m", text)
+    voice = capability(str(tmp_path), host_copy="shared").model_copy(update={"engine": "vits"})
+    with pytest.raises(ConfigError, match="'vits' keeps host copies private"):
+        load_plan.plan("m", voice)
     with pytest.raises(ConfigError, match="'hub/id', which is no folder"):
         load_plan.plan("m", capability("hub/id", host_copy="shared", need={"weights": 1}))
     with pytest.raises(ValueError, match="host_copy"):

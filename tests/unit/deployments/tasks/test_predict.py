@@ -39,4 +39,7 @@ def test_model_on_its_way_takes_what_is_left_of_it() -> None:
 @pytest.mark.spec("J5")
 def test_what_can_never_be_loaded_says_why() -> None:
     assert never(plan()) is None
-    assert never(plan(answer="never", sentences=["Too large.", "Shrink it."])) == "Too large. Shrink it."
+    assert (
+        never(plan(answer="never", sentences=["Too large.", "Shrink it."]))
+        == "Too large. Shrink it."
+    )
