@@ -66,7 +66,7 @@ def opened(model: Path, max_rank: int, slab: int) -> Any:
     import torch
     from vllm import EngineArgs, LLMEngine
 
-    from deployments.engines.vllm.adapter_images import LentSlab, open_images
+    from deployments.engines.vllm.adapters.adapter_images import LentSlab, open_images
 
     arguments = EngineArgs(
         model=str(model),
@@ -76,7 +76,7 @@ def opened(model: Path, max_rank: int, slab: int) -> Any:
         kv_cache_memory_bytes=KV_BYTES,
         enforce_eager=True,
         distributed_executor_backend="uni",
-        worker_cls="deployments.engines.vllm.cpu_worker.SleepingCpuWorker",
+        worker_cls="deployments.engines.vllm.worker.cpu_worker.SleepingCpuWorker",
         enable_lora=True,
         max_loras=SLOTS,
         max_cpu_loras=SLOTS,
@@ -114,7 +114,7 @@ def timed(samples: int, prepare: Callable[[int], Any], call: Callable[[Any], Any
 def measure(case: Case, samples: int, seed: int) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
-    from deployments.engines.vllm.adapter_images import key_of
+    from deployments.engines.vllm.adapters.adapter_images import key_of
 
     model = Path(load_plan.resolve(f"made:{case.model}"))
     slab = create("tiers", Bytes(GIB))

@@ -3,9 +3,9 @@
     python -m benchmarks.admission --model mid-chat --pairs 10
 
 Engine processes alone, no Ray. Both sides are the same engine with the same corrected LoRA kernel
-(vLLM's own mixes up adapters on the CPU build, deployments.engines.vllm.lora_cpu) and the same
-adapters; plain vLLM gets each request at once (benchmarks.ungated). Pair by pair, in alternating
-order, after one pair that warms both; the ratio is ours by theirs.
+(vLLM's own mixes up adapters on the CPU build, deployments.engines.vllm.adapters.lora_cpu) and the
+same adapters; plain vLLM gets each request at once (benchmarks.ungated). Pair by pair, in
+alternating order, after one pair that warms both; the ratio is ours by theirs.
 
 queued: all requests at once, on both sides.
 window: all at once to ours; a window of 32 in the order of arrival before plain vLLM.

@@ -2,7 +2,7 @@
 
 from vllm.device_allocator.cumem import CuMemAllocator
 
-from deployments.engines.vllm.gpu_worker import SleepingGpuWorker
+from deployments.engines.vllm.worker.gpu_worker import SleepingGpuWorker
 
 
 class DamagedGpuWorker(SleepingGpuWorker):

@@ -67,8 +67,8 @@ def engine(model: str, fd: int) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    from deployments.engines.vllm import kv_offload
     from deployments.engines.vllm.arguments import arguments
+    from deployments.engines.vllm.kv import kv_offload
 
     args = {
         "max_model_len": 4096,
@@ -87,7 +87,7 @@ def engine(model: str, fd: int) -> Any:
 def watched(made: Any) -> Clock:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from deployments.engines.vllm import kv_offload
+    from deployments.engines.vllm.kv import kv_offload
 
     scheduler, clock = made.engine_core.engine_core.scheduler, Clock()
     worker: Any = get_kv_transfer_group()

@@ -58,7 +58,9 @@ NEAR = {
     "arbiter/client/gang_request.py": "deployments/replica/test_use_all.py",
     "arbiter/errors/base.py": "arbiter/test_errors.py",
     "arbiter/server/configuration.py": "arbiter/server/test_lasting_state.py",
-    "deployments/engines/vllm/batch_admission.py": "deployments/engines/vllm/test_batch_gate.py",
+    "deployments/engines/vllm/batching/batch_admission.py": (
+        "deployments/engines/vllm/batching/test_batch_gate.py"
+    ),
     "deployments/replica/held_model.py": "deployments/replica/test_residency.py",
 }
 # Only the plugins that these tests use: each other one costs every start a part of a second.

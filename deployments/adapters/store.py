@@ -8,7 +8,8 @@ The copies of a tenant's own adapters lie in `<store>/@<tenant>/`, which leaves 
 (arbiter.node.tenant_folders): files of equal content are copied once for each of their owners.
 
 `<store>/.known/` says which entry, in which state, became which copy: the next engine finds the
-copy, or the images made of it (deployments.engines.vllm.adapter_images), and reads no weights.
+copy, or the images made of it (deployments.engines.vllm.adapters.adapter_images), and reads no
+weights.
 """
 
 import asyncio

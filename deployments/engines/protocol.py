@@ -21,8 +21,8 @@ leaves them out.
         async def health(self) -> None: ...                     # raise when it cannot serve
         async def purge(self) -> None: ...                      # only where it has caches
 
-An engine with a prefix cache may serve `POST /prewarm` too, as deployments.engines.vllm.prewarm
-does; another answers 404.
+An engine with a prefix cache may serve `POST /prewarm` too, as
+deployments.engines.vllm.routes.prewarm does; another answers 404.
 
     build = Echo
 

@@ -33,7 +33,8 @@ MAX_MESSAGES = 10_000
 # Texts of one embedding (OpenAI's bound), rerank, score or classify (Jina's; Cohere advises 1,000).
 MAX_DOCUMENTS = 2_048
 # Prompts of one completion. Each takes a place among the 2,000 that wait for an engine
-# (deployments.engines.vllm.batch_gate.MAX_WAITING), which other tenants' requests need, too.
+# (deployments.engines.vllm.batching.batch_gate.MAX_WAITING), which other tenants' requests need,
+# too.
 MAX_PROMPTS = 128
 # Sequences of one completion: its prompts times `n`. As many as one prompt may have choices, and as
 # vLLM computes at once by default.

@@ -9,7 +9,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from deployments.engines.vllm.core_process import ForkedCore
+from deployments.engines.vllm.engine_core.core_process import ForkedCore
 
 
 def test_adapter_is_loaded_added_and_activated_by_methods_that_can_be_replaced() -> None:

@@ -1,4 +1,4 @@
-"""The seams of vLLM 0.32 by which a drafter leaves in place (deployments/engines/vllm/drafter)."""
+"""The seams of vLLM 0.32 by which a drafter leaves in place (deployments.engines.vllm.worker)."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""The seams of vLLM 0.32 by which KV blocks lie in a slab (deployments/engines/vllm/kv_offload)."""
+"""The seams of vLLM 0.32 by which KV blocks lie in a slab (deployments.engines.vllm.kv)."""
 
 import inspect
 from types import SimpleNamespace
@@ -20,9 +20,9 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
-from deployments.engines.vllm import connector_steps
-from deployments.engines.vllm.kv_offload import RowCopier, SlabManager, SlabSpec
-from deployments.engines.vllm.staged_copier import StagedCopier
+from deployments.engines.vllm.kv import connector_steps
+from deployments.engines.vllm.kv.kv_offload import RowCopier, SlabManager, SlabSpec
+from deployments.engines.vllm.kv.staged_copier import StagedCopier
 
 
 def test_our_classes_have_every_method_that_vllm_leaves_open() -> None:

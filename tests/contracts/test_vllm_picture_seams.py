@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from deployments.config.config_file import check_file
-from deployments.engines.vllm.picture_connector import PictureConnector, PicturesInUse
+from deployments.engines.vllm.pictures.picture_connector import PictureConnector, PicturesInUse
 from tests.support.engine_host import ROOT
 
 

@@ -51,12 +51,12 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from deployments.engines.protocol import COULD_GROW
 from deployments.engines.sentence_transformers import spread
+from deployments.engines.vllm.adapters.lora_cpu import SegmentedPunica
 from deployments.engines.vllm.arguments import arguments
-from deployments.engines.vllm.context_growth import ContextGrowth
-from deployments.engines.vllm.cpu_worker import SleepingCpuWorker
-from deployments.engines.vllm.kept_blocks import KeptBlocks
-from deployments.engines.vllm.lora_cpu import SegmentedPunica
-from deployments.engines.vllm.pictures import NamedMessages
+from deployments.engines.vllm.kv.kept_blocks import KeptBlocks
+from deployments.engines.vllm.pictures.picture_identity import NamedMessages
+from deployments.engines.vllm.routes.context_growth import ContextGrowth
+from deployments.engines.vllm.worker.cpu_worker import SleepingCpuWorker
 from models import vllm_classes
 from tests.support.pictures import png
 
@@ -112,7 +112,7 @@ def test_death_of_a_core_can_be_passed_to_the_frontend() -> None:
 
 
 def test_frontend_knows_its_requests_and_asks_its_core_between_steps() -> None:
-    """What deployments.engines.vllm.core_watch stands on."""
+    """What deployments.engines.vllm.engine_core.core_watch stands on."""
     assert callable(OutputProcessor.has_unfinished_requests)
     assert names(core_client.AsyncMPClient.call_utility_async) == ["self", "method", "args"]
     loop = inspect.getsource(EngineCoreProc)  # `run_busy_loop` is wrapped
@@ -312,7 +312,7 @@ def test_anthropics_blocks_become_parts_in_one_replaceable_method() -> None:
 
 
 def test_scheduler_passes_over_what_may_not_run_yet_and_preempts_between_steps() -> None:
-    """What deployments.engines.vllm.batch_hold stands on."""
+    """What deployments.engines.vllm.batching.batch_hold stands on."""
     source = inspect.getsource(Scheduler.schedule)
     assert "self.current_step += 1" in source
     assert "self.current_step < request.next_decode_eligible_step" in source
@@ -327,7 +327,7 @@ def test_scheduler_passes_over_what_may_not_run_yet_and_preempts_between_steps()
 
 
 def test_block_pool_tells_a_collector_what_it_evicts_and_a_step_what_requests_are_given() -> None:
-    """What deployments.engines.vllm.kept_blocks stands on."""
+    """What deployments.engines.vllm.kv.kept_blocks stands on."""
     told = {name for name in vars(KeptBlocks) if not name.startswith("_")} - {"note"}
     assert told <= vars(KVCacheMetricsCollector).keys()
     calls = re.findall(r"self\.metrics_collector\.(\w+)\(", inspect.getsource(BlockPool))

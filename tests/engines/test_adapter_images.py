@@ -17,7 +17,7 @@ from arbiter.pool import Removal, SlabView
 from arbiter.pool.layout import SHARED, tenant_digest
 from arbiter.units import MIB, Bytes, Content
 from benchmarks import adapter_zipf
-from deployments.engines.vllm.adapter_tiers import HOT_USES
+from deployments.engines.vllm.adapters.adapter_tiers import HOT_USES
 from deployments.messages import ADAPTERS, TENANT_HEADER
 from tests.support.engine_host import (
     Child,

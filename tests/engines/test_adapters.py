@@ -14,7 +14,7 @@ import pytest
 from arbiter.core.types import Priority
 from deployments import messages
 from deployments.config.safetensors_header import linear_shapes
-from deployments.engines.vllm.batch_gate import AHEAD, MAX_WAITING
+from deployments.engines.vllm.batching.batch_gate import AHEAD, MAX_WAITING
 from tests.support.adapters import write
 from tests.support.engine_host import Child, Connection, ZygoteUnderTest, served, until
 

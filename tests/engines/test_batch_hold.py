@@ -13,8 +13,8 @@ from vllm.v1.request import RequestStatus
 
 from arbiter.core.types import Priority
 from deployments import messages
-from deployments.engines.vllm.batch_admission import BYPASSES
-from deployments.engines.vllm.batch_hold import BatchHold
+from deployments.engines.vllm.batching.batch_admission import BYPASSES
+from deployments.engines.vllm.batching.batch_hold import BatchHold
 from tests.support.engine_host import Child, ZygoteUnderTest, served, until
 
 VLLM = "deployments.engines.vllm.engine:build"

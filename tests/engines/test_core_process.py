@@ -18,7 +18,7 @@ from tests.support.engine_host import ROOT
 
 FORK = """
 import os, pynvml
-from deployments.engines.vllm import core_process
+from deployments.engines.vllm.engine_core import core_process
 
 def asks_nvml(*_):
     code = 1
@@ -37,7 +37,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(core.pid, 0)[1]))
 
 FAILS = """
 import os
-from deployments.engines.vllm import core_process
+from deployments.engines.vllm.engine_core import core_process
 
 def fails(*_):
     raise AssertionError  # as vLLM's kernels do, without a word

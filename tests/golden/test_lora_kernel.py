@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deployments.engines.vllm.lora_cpu import SegmentedPunica, segments
+from deployments.engines.vllm.adapters.lora_cpu import SegmentedPunica, segments
 
 D_IN, D_OUT, SLOTS, RANK = 24, 20, 5, 8
 

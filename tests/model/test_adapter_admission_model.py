@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arbiter.core.types import Priority
-from deployments.engines.vllm.batch_admission import BASE, BYPASSES, View, WaitingRequest, plan
-from deployments.engines.vllm.token_counters import FairShare
+from deployments.engines.vllm.batching.batch_admission import (
+    BASE,
+    BYPASSES,
+    View,
+    WaitingRequest,
+    plan,
+)
+from deployments.engines.vllm.batching.token_counters import FairShare
 from tests.support.examples import examples
 
 NAMES = st.sampled_from([BASE, *"abcdefgh"])

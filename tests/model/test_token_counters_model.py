@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from arbiter.core.types import Priority
-from deployments.engines.vllm.batch_admission import (
+from deployments.engines.vllm.batching.batch_admission import (
     AGEING_S,
     BASE,
     TURN_S,
@@ -18,7 +18,7 @@ from deployments.engines.vllm.batch_admission import (
     WaitingRequest,
     plan,
 )
-from deployments.engines.vllm.token_counters import (
+from deployments.engines.vllm.batching.token_counters import (
     ANSWER_WEIGHT,
     MOST_IDLE,
     PROMPT_WEIGHT,

@@ -1,7 +1,8 @@
 """vLLM whose core has hung when it goes without a step for a second."""
 
 from deployments.engines.protocol import Config
-from deployments.engines.vllm import core_watch, engine
+from deployments.engines.vllm import engine
+from deployments.engines.vllm.engine_core import core_watch
 
 
 def build(config: Config) -> engine.VllmEngine:

@@ -9,14 +9,14 @@ import torch
 
 from arbiter.pool import Rows, Slab, SlabFile, SlabView, create, layout
 from arbiter.units import MIB, Bytes, Content
-from deployments.engines.vllm.picture_cache import (
+from deployments.engines.vllm.pictures.picture_cache import (
     ENTRIES,
     TERM_S,
     Copies,
     PictureCache,
     RequestedPicture,
 )
-from deployments.engines.vllm.picture_connector import Copier, row_bytes
+from deployments.engines.vllm.pictures.picture_connector import Copier, row_bytes
 from tests.support.slabs import NAMESPACE, Clock
 
 WIDTH, DTYPE = 24, torch.bfloat16

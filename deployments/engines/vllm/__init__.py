@@ -1,1 +1,1 @@
-"""vLLM: engine, engine core process, adapters, batch admission, and the CPU worker."""
+"""Text, vision and pooling models through vLLM: the engine, and its parts by subject in folders."""

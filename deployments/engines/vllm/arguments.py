@@ -15,17 +15,18 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 
 from deployments.engines import command_line, pickles
 from deployments.engines.protocol import Config, EngineLoadFailed
-from deployments.engines.vllm import kv_offload, merged_weights, picture_slab
+from deployments.engines.vllm.adapters import merged_weights
+from deployments.engines.vllm.kv import kv_offload
+from deployments.engines.vllm.pictures import picture_slab
 
 _PICKLED_FORMATS = ("pt", "npcache")
 # vLLM does not start unless this part of a GPU is free, whatever it is to take: by default 0.92, so
 # that no model would load beside another. What is free is the arbiter's to judge.
 _LEAST_PART = 0.01
-_GPU_WORKER = "deployments.engines.vllm.gpu_worker.SleepingGpuWorker"
-_CPU_WORKER = "deployments.engines.vllm.cpu_worker.SleepingCpuWorker"
-SHARES_COPY = (
-    "shares_copy"  # in vLLM's `additional_config`: the CPU worker sleeps in the node's copy
-)
+_GPU_WORKER = "deployments.engines.vllm.worker.gpu_worker.SleepingGpuWorker"
+_CPU_WORKER = "deployments.engines.vllm.worker.cpu_worker.SleepingCpuWorker"
+# In vLLM's `additional_config`: the CPU worker sleeps in the node's copy of the model's files.
+SHARES_COPY = "shares_copy"
 
 
 def on_cpu() -> bool:

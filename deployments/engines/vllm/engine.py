@@ -39,16 +39,8 @@ from deployments.engines.protocol import (
     Scope,
     Send,
 )
-from deployments.engines.vllm import (
-    adapter_images,
-    callers,
-    core_watch,
-    kv_offload,
-    own_sockets,
-    picture_slab,
-    pooling,
-)
-from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
+from deployments.engines.vllm.adapters import adapter_images
+from deployments.engines.vllm.adapters.adapter_service import AdapterService, AdmittingLLM
 from deployments.engines.vllm.arguments import (
     SHARES_COPY,
     arguments,
@@ -57,12 +49,17 @@ from deployments.engines.vllm.arguments import (
     parser,
     processes_count,
 )
-from deployments.engines.vllm.batch_gate import AHEAD, BatchGate
-from deployments.engines.vllm.callers import HeldHead
-from deployments.engines.vllm.context_growth import ContextGrowth
-from deployments.engines.vllm.core_process import Core, await_core, fork_core
-from deployments.engines.vllm.pictures import Pictures
-from deployments.engines.vllm.prewarm import NO_CACHE, Prewarmer
+from deployments.engines.vllm.batching import callers
+from deployments.engines.vllm.batching.batch_gate import AHEAD, BatchGate
+from deployments.engines.vllm.batching.callers import HeldHead
+from deployments.engines.vllm.engine_core import core_watch, own_sockets
+from deployments.engines.vllm.engine_core.core_process import Core, await_core, fork_core
+from deployments.engines.vllm.kv import kv_offload
+from deployments.engines.vllm.pictures import picture_slab
+from deployments.engines.vllm.pictures.picture_identity import Pictures
+from deployments.engines.vllm.routes import pooling
+from deployments.engines.vllm.routes.context_growth import ContextGrowth
+from deployments.engines.vllm.routes.prewarm import NO_CACHE, Prewarmer
 from deployments.routing.pieces import Kept
 
 # What a replica may call. vLLM also registers routes that pause, scale or reload an engine, or run

@@ -27,7 +27,7 @@ MODULES = (
     "anyio.streams.memory",
     "anyio.streams.stapled",
     "compressed_tensors",
-    "deployments.engines.vllm.core_process",
+    "deployments.engines.vllm.engine_core.core_process",
     "transformers.models.auto.tokenization_auto",
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
@@ -52,8 +52,8 @@ MODULES = (
     "vllm.v1.pool.flash_maxsim",
 )
 ON_CPU = (
-    "deployments.engines.vllm.lora_cpu",
-    "deployments.engines.vllm.cpu_worker",
+    "deployments.engines.vllm.adapters.lora_cpu",
+    "deployments.engines.vllm.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",
 )
 

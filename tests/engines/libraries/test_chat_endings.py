@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from deployments.engines.vllm.chat_endings import ENDINGS, LOOSE_COUNT, common, endings
+from deployments.engines.vllm.routes.chat_endings import ENDINGS, LOOSE_COUNT, common, endings
 from models import make_models
 from models.chat_facts import FACTS
 from models.chat_tokens import TEMPLATE as SMALL

@@ -23,8 +23,8 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from arbiter.pool import Removal, Rows, Slab, SlabView
 from arbiter.pool.layout import tenant_digest
 from arbiter.units import Bytes, Content
-from deployments.engines.vllm import adapter_images
-from deployments.engines.vllm.adapter_images import (
+from deployments.engines.vllm.adapters import adapter_images
+from deployments.engines.vllm.adapters.adapter_images import (
     COLD,
     HOT,
     WARM,

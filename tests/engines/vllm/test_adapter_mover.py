@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from deployments.engines.vllm.adapter_images import COLD, HOT, WARM
-from deployments.engines.vllm.adapter_mover import AdapterMover
-from deployments.engines.vllm.adapter_tiers import HOT_USES
-from deployments.engines.vllm.batch_gate import BatchGate
+from deployments.engines.vllm.adapters.adapter_images import COLD, HOT, WARM
+from deployments.engines.vllm.adapters.adapter_mover import AdapterMover
+from deployments.engines.vllm.adapters.adapter_tiers import HOT_USES
+from deployments.engines.vllm.batching.batch_gate import BatchGate
 
 NAMES = {letter: letter * 32 for letter in "abcdef"}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from deployments.adapters.catalogue import CatalogueEntry
-from deployments.engines.vllm import adapters
-from deployments.engines.vllm.adapters import AdapterService
-from deployments.engines.vllm.batch_gate import BatchGate
+from deployments.engines.vllm.adapters import adapter_service
+from deployments.engines.vllm.adapters.adapter_service import AdapterService
+from deployments.engines.vllm.batching.batch_gate import BatchGate
 from tests.support.hung_folders import hung_folders
 
 
@@ -27,7 +27,7 @@ class Llm:
 async def test_stale_pins_are_dropped_once_by_requests_that_find_them_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "linear_shapes", lambda _: {})
+    monkeypatch.setattr(adapter_service, "linear_shapes", lambda _: {})
     given = {"folder": str(tmp_path / "none"), "store": str(tmp_path), "max_rank": 8}
     service = AdapterService({"model": "tiny", "adapters": given}, BatchGate(4, 32))
     service.llm = llm = Llm()  # type: ignore[assignment]
@@ -43,7 +43,7 @@ async def test_stale_pins_are_dropped_once_by_requests_that_find_them_at_once(
 async def test_adapter_folder_that_hangs_stops_only_those_that_ask_for_its_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "linear_shapes", lambda _: {})
+    monkeypatch.setattr(adapter_service, "linear_shapes", lambda _: {})
     given = {"folder": str(tmp_path / "none"), "store": str(tmp_path), "max_rank": 8}
     service = AdapterService({"model": "tiny", "adapters": given}, BatchGate(4, 32))
     with hung_folders(monkeypatch) as server:

@@ -16,8 +16,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.request import RequestStatus
 
-from deployments.engines.vllm import connector_steps
-from deployments.engines.vllm.kv_offload import SlabManager
+from deployments.engines.vllm.kv import connector_steps
+from deployments.engines.vllm.kv.kv_offload import SlabManager
 
 pytestmark = pytest.mark.spec("G4", "N1")
 STEPS, MOST_RUNNING = 300, 6

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from deployments.engines.vllm.cpu_worker import copy_to_memory, version
+from deployments.engines.vllm.worker.cpu_worker import copy_to_memory, version
 
 pytestmark = pytest.mark.spec("D1", "D5")
 BYTES = bytes(range(256)) * 20
 
 
 def test_copy_has_the_bytes_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.engines.vllm.cpu_worker._SENDFILE_BYTES", 3_000)
+    monkeypatch.setattr("deployments.engines.vllm.worker.cpu_worker._SENDFILE_BYTES", 3_000)
     (path := tmp_path / "model.safetensors").write_bytes(BYTES)
     copy = copy_to_memory(path, version(path))
     assert os.pread(copy, 2 * len(BYTES), 0) == BYTES
@@ -39,7 +39,7 @@ def test_file_that_is_cut_while_it_is_copied_ends_the_sleep(
 def test_file_that_grows_while_it_is_copied_ends_the_sleep_and_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deployments.engines.vllm.cpu_worker._SENDFILE_BYTES", 3_000)
+    monkeypatch.setattr("deployments.engines.vllm.worker.cpu_worker._SENDFILE_BYTES", 3_000)
     (path := tmp_path / "model.safetensors").write_bytes(BYTES)
     loaded, send, sent = version(path), os.sendfile, list[int]()
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.worker.gpu_worker import Worker
 
-from deployments.engines.vllm import gpu_worker
-from deployments.engines.vllm.gpu_worker import SleepingGpuWorker
-from deployments.engines.vllm.staged_copier import StagedCopier
+from deployments.engines.vllm.kv.staged_copier import StagedCopier
+from deployments.engines.vllm.worker import gpu_worker
+from deployments.engines.vllm.worker.gpu_worker import SleepingGpuWorker
 
 fall_asleep = SleepingGpuWorker.sleep
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.engines.vllm.batch_gate import BatchGate
-from deployments.engines.vllm.core_watch import CoreWatch
+from deployments.engines.vllm.batching.batch_gate import BatchGate
 from deployments.engines.vllm.engine import VllmEngine
+from deployments.engines.vllm.engine_core.core_watch import CoreWatch
 
 
 class Llm:

@@ -9,8 +9,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from deployments.engines.vllm import kept_blocks
-from deployments.engines.vllm.kept_blocks import TENANTS_TOLD, KeptSince, watch_blocks
+from deployments.engines.vllm.kv import kept_blocks
+from deployments.engines.vllm.kv.kept_blocks import TENANTS_TOLD, KeptSince, watch_blocks
 
 pytestmark = pytest.mark.spec("G3")
 BEGAN_S = 1_000.0

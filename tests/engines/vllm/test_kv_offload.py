@@ -20,10 +20,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from arbiter.pool import Removal, SlabFile, SlabView, Term, layout
-from deployments.engines.vllm import kv_offload, lent_slab
-from deployments.engines.vllm.kept_blocks import KeptSince
-from deployments.engines.vllm.kv_offload import RowCopier, SlabManager
-from deployments.engines.vllm.lent_slab import mapped_rows
+from deployments.engines.vllm.kv import kv_offload
+from deployments.engines.vllm.kv.kept_blocks import KeptSince
+from deployments.engines.vllm.kv.kv_offload import RowCopier, SlabManager
+from deployments.engines.vllm.slabs import lent_slab
+from deployments.engines.vllm.slabs.lent_slab import mapped_rows
 from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, keys, rows_of, set_limit, slab_file
 
 FULL = 4 * EXTENT // ROW

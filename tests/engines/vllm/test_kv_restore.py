@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from arbiter.pool import Removal, Rows, SavedRows, SlabView, slab_file
 from arbiter.pool.layout import NO_TENANT
 from arbiter.units import MIB, Bytes, Content
-from deployments.engines.vllm.kv_offload import SlabManager
-from deployments.engines.vllm.kv_restore import Restorer
+from deployments.engines.vllm.kv.kv_offload import SlabManager
+from deployments.engines.vllm.kv.kv_restore import Restorer
 from tests.support import slabs
 from tests.support.slabs import (
     EXTENT,

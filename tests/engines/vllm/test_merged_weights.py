@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.engines.protocol import EngineLoadFailed
-from deployments.engines.vllm import merged_weights
+from deployments.engines.vllm.adapters import merged_weights
 from tests.support.adapters import write
 
 pytestmark = pytest.mark.spec("F7")

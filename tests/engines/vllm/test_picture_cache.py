@@ -11,7 +11,7 @@ import torch
 
 from arbiter.pool import Removal, SlabView, layout
 from arbiter.units import Bytes, Content
-from deployments.engines.vllm.picture_cache import (
+from deployments.engines.vllm.pictures.picture_cache import (
     ENTRIES,
     ROW_EMBEDDINGS,
     TERM_S,

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from arbiter.pool import layout
 from arbiter.units import Bytes
-from deployments.engines.vllm.picture_cache import TERM_S, Copies
+from deployments.engines.vllm.pictures.picture_cache import TERM_S, Copies
 from tests.support.examples import examples
 from tests.support.picture_slabs import (
     CAPACITY,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.engines.vllm.picture_cache import Copies, PictureCache
-from deployments.engines.vllm.picture_connector import (
+from deployments.engines.vllm.pictures.picture_cache import Copies, PictureCache
+from deployments.engines.vllm.pictures.picture_connector import (
     IMAGE,
     PictureConnector,
     PicturesInUse,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.engines.vllm import picture_slab
+from deployments.engines.vllm.pictures import picture_slab
 
 
 def configured(**changes: Any) -> Any:

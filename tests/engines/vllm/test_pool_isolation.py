@@ -33,10 +33,14 @@ from vllm.v1.request import Request
 from arbiter.pool import Removal, Rows, SavedRows, Slab, SlabView, layout, slab_file
 from arbiter.pool.tenants import owner_digest
 from arbiter.units import DEFAULT_TENANT, MIB, Bytes, Content
-from deployments.engines.vllm.kv_offload import SlabManager
-from deployments.engines.vllm.kv_restore import Restorer
-from deployments.engines.vllm.picture_cache import ROW_EMBEDDINGS, PictureCache, RequestedPicture
-from deployments.engines.vllm.pictures import Pictures
+from deployments.engines.vllm.kv.kv_offload import SlabManager
+from deployments.engines.vllm.kv.kv_restore import Restorer
+from deployments.engines.vllm.pictures.picture_cache import (
+    ROW_EMBEDDINGS,
+    PictureCache,
+    RequestedPicture,
+)
+from deployments.engines.vllm.pictures.picture_identity import Pictures
 from tests.support import slabs
 from tests.support.slabs import EXTENT, ROW, TERM_S, run_and_kill, set_limit
 

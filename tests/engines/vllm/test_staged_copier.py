@@ -18,8 +18,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from deployments.engines.vllm import staged_copier
-from deployments.engines.vllm.staged_copier import Addresses, StagedCopier
+from deployments.engines.vllm.kv import staged_copier
+from deployments.engines.vllm.kv.staged_copier import Addresses, StagedCopier
 
 BLOCKS, PAGE, ROWS = 16, 64, 32
 NO_BYTE = 77  # of rows that were never written

@@ -15,7 +15,7 @@ from arbiter.errors import UnknownModel
 from deployments import messages
 from deployments.config.fields import KvTerm
 from deployments.config.schema import Table, parse_table
-from deployments.engines.vllm.batch_gate import MAX_WAITING
+from deployments.engines.vllm.batching.batch_gate import MAX_WAITING
 from deployments.front.model_names import ModelNames
 from deployments.front.request import BadRequest, ParsedRequest, inference_call, json_object, parse
 from deployments.front.schemas import MAX_PROMPTS, MAX_SEQUENCES, PRIVATE

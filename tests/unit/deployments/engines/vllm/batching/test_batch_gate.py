@@ -9,9 +9,9 @@ import pytest
 from arbiter.core.types import Priority
 from arbiter.errors import QueueFull
 from deployments import messages
-from deployments.engines.vllm import batch_gate
-from deployments.engines.vllm.batch_admission import BASE, WaitingRequest
-from deployments.engines.vllm.batch_gate import AdaptersBusy, BatchGate, RequestExpired
+from deployments.engines.vllm.batching import batch_gate
+from deployments.engines.vllm.batching.batch_admission import BASE, WaitingRequest
+from deployments.engines.vllm.batching.batch_gate import AdaptersBusy, BatchGate, RequestExpired
 
 
 async def asking(gate: BatchGate, adapter: str, **more: Any) -> "asyncio.Task[WaitingRequest]":

@@ -32,16 +32,13 @@ from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import Bytes, human
 from deployments.engines import linux, nvidia
 from deployments.engines.protocol import EngineLoadFailed, load_failure
-from deployments.engines.vllm import (
-    adapter_images,
-    batch_hold,
-    drafter,
-    kv_offload,
-    picture_connector,
-    picture_slab,
-)
-from deployments.engines.vllm.kept_blocks import KeptSince, watch_blocks
-from deployments.engines.vllm.picture_cache import PictureCache
+from deployments.engines.vllm.adapters import adapter_images
+from deployments.engines.vllm.batching import batch_hold
+from deployments.engines.vllm.kv import kv_offload
+from deployments.engines.vllm.kv.kept_blocks import KeptSince, watch_blocks
+from deployments.engines.vllm.pictures import picture_connector, picture_slab
+from deployments.engines.vllm.pictures.picture_cache import PictureCache
+from deployments.engines.vllm.worker import drafter
 
 logger = init_logger(__name__)
 

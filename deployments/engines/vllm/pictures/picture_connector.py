@@ -30,14 +30,14 @@ from vllm.v1.request import Request
 from arbiter.pool import Rows, Slab, SlabFile, layout
 from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import Bytes, Content
-from deployments.engines.vllm.lent_slab import mapped_rows, whole_pages
-from deployments.engines.vllm.picture_cache import (
+from deployments.engines.vllm.pictures.picture_cache import (
     ROW_EMBEDDINGS,
     Copies,
     Copy,
     PictureCache,
     RequestedPicture,
 )
+from deployments.engines.vllm.slabs.lent_slab import mapped_rows, whole_pages
 
 logger = init_logger(__name__)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.engines.vllm import pictures
+from deployments.engines.vllm.pictures import picture_identity
 
 
 @pytest.mark.spec("H8")
@@ -16,9 +16,9 @@ def test_content_of_a_model_changes_with_its_files_and_not_with_their_times(
     large, small = tmp_path / "model.safetensors", tmp_path / "config.json"
     large.write_bytes(bytes(5 << 20))
     small.write_text("{}")
-    before = pictures.content_hash(tmp_path)
+    before = picture_identity.content_hash(tmp_path)
     os.utime(large, (1, 1))
-    assert pictures.content_hash(tmp_path) == before
+    assert picture_identity.content_hash(tmp_path) == before
     places = {"begin": 0, "middle": 32 * ((5 << 20) - (64 << 10)) // 63, "end": (5 << 20) - 1}
     if change in places or change == "size":
         with large.open("r+b") as stream:
@@ -28,4 +28,4 @@ def test_content_of_a_model_changes_with_its_files_and_not_with_their_times(
         large.rename(tmp_path / "other.safetensors")
     else:
         small.write_text('{"a": 1}')
-    assert pictures.content_hash(tmp_path) != before
+    assert picture_identity.content_hash(tmp_path) != before

@@ -29,11 +29,11 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from arbiter import heap
 from deployments.engines import linux
-from deployments.engines.vllm import drafter
 from deployments.engines.vllm.arguments import SHARES_COPY
+from deployments.engines.vllm.worker import drafter
 
 _SENDFILE_BYTES = 1 << 30  # sendfile(2) moves at most 2 GiB at a time
-_KERNEL = "deployments.engines.vllm.lora_cpu.SegmentedPunica"
+_KERNEL = "deployments.engines.vllm.adapters.lora_cpu.SegmentedPunica"
 
 
 class SleepingCpuWorker(CPUWorker):

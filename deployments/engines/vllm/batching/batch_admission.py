@@ -5,8 +5,9 @@ Pure: `plan` sees which requests run and which wait, and names those that enter.
 
 While the slots hold all adapters, or none is asked for, the order is: the most urgent priority; the
 tenant that was served least; its adapter that was served least; arrival
-(deployments.engines.vllm.token_counters). A request past its deadline never enters. Once BYPASSES
-requests have entered past a less urgent priority, the first request of that priority is next.
+(deployments.engines.vllm.batching.token_counters). A request past its deadline never enters. Once
+BYPASSES requests have entered past a less urgent priority, the first request of that priority is
+next.
 
 Beyond the slots, requests of adapters that already run enter before those of the same tenant that
 need a slot, which fills the batch; a free slot goes to the adapter with the longest queue. This is
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from arbiter.core.types import Priority
-from deployments.engines.vllm.token_counters import PROMPT_WEIGHT, FairShare
+from deployments.engines.vllm.batching.token_counters import PROMPT_WEIGHT, FairShare
 
 BASE = ""  # the bare base model takes no slot
 

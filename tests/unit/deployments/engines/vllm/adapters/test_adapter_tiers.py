@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.engines.vllm.adapter_tiers import (
+from deployments.engines.vllm.adapters.adapter_tiers import (
     HOT_USES,
     MOST_STAGED,
     WINDOW_S,

@@ -9,8 +9,8 @@ import pytest
 
 from arbiter.pool import Rows, Slab
 from arbiter.units import Bytes
-from deployments.engines.vllm import next_extent
-from deployments.engines.vllm.next_extent import SOON_S, NextExtent
+from deployments.engines.vllm.slabs import next_extent
+from deployments.engines.vllm.slabs.next_extent import SOON_S, NextExtent
 from tests.support.slabs import EXTENT, TERM_S, Clock, set_limit, slab_file, writer
 from tests.support.waits import wait_in_thread
 

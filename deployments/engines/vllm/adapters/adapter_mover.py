@@ -14,10 +14,10 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from deployments.engines.vllm.adapter_images import COLD, HOT, WARM
-from deployments.engines.vllm.adapter_tiers import RecentUses, View, kept, moves
-from deployments.engines.vllm.batch_admission import BASE
-from deployments.engines.vllm.batch_gate import BatchGate
+from deployments.engines.vllm.adapters.adapter_images import COLD, HOT, WARM
+from deployments.engines.vllm.adapters.adapter_tiers import RecentUses, View, kept, moves
+from deployments.engines.vllm.batching.batch_admission import BASE
+from deployments.engines.vllm.batching.batch_gate import BatchGate
 
 COUNTS_S = REPORT_S = 1.0
 # Adapters of waiting requests whose images are to be made: more than that many are not made before

@@ -18,8 +18,8 @@ from arbiter.errors import RequestError
 from deployments import messages
 from deployments.engines import asgi
 from deployments.engines.protocol import Scope, Send
-from deployments.engines.vllm.batch_admission import WaitingRequest
-from deployments.engines.vllm.batch_gate import BatchGate
+from deployments.engines.vllm.batching.batch_admission import WaitingRequest
+from deployments.engines.vllm.batching.batch_gate import BatchGate
 
 
 @dataclass(slots=True)

@@ -49,18 +49,18 @@ from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import Content
 from deployments import messages
 from deployments.engines.protocol import Config
-from deployments.engines.vllm.connector_steps import skip_known_blocks
-from deployments.engines.vllm.kept_blocks import KeptSince
-from deployments.engines.vllm.kv_restore import Restorer
-from deployments.engines.vllm.lent_slab import (
+from deployments.engines.vllm.kv.connector_steps import skip_known_blocks
+from deployments.engines.vllm.kv.kept_blocks import KeptSince
+from deployments.engines.vllm.kv.kv_restore import Restorer
+from deployments.engines.vllm.kv.staged_copier import StagedCopier
+from deployments.engines.vllm.slabs.lent_slab import (
     hold_configured,
     mapped_rows,
     refuse_embeddings,
     weights_digest,
     whole_pages,
 )
-from deployments.engines.vllm.next_extent import NextExtent
-from deployments.engines.vllm.staged_copier import StagedCopier
+from deployments.engines.vllm.slabs.next_extent import NextExtent
 
 logger = init_logger(__name__)
 

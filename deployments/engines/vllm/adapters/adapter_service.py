@@ -2,7 +2,7 @@
 
 Each request takes three steps, and fails alone at any of them, with the reason: the service finds
 its adapter in the catalogue, copies and checks it, before vLLM sees the request; the request waits
-for a place in the batch (deployments.engines.vllm.batch_gate); vLLM loads the adapter by
+for a place in the batch (deployments.engines.vllm.batching.batch_gate); vLLM loads the adapter by
 `add_lora`, whose failure harms no other request. Only then does the request reach vLLM's
 `generate`, where a bad adapter would end the engine for all (`EngineDeadError` for every request,
 seen with vLLM 0.32).
@@ -30,11 +30,11 @@ from deployments.adapters.validate import Rules
 from deployments.config.safetensors_header import linear_shapes
 from deployments.engines import asgi
 from deployments.engines.protocol import Config, Receive, Scope, Send
-from deployments.engines.vllm import callers
-from deployments.engines.vllm.adapter_images import COLD, HOT
-from deployments.engines.vllm.adapter_mover import AdapterMover
-from deployments.engines.vllm.batch_admission import BASE, WaitingRequest
-from deployments.engines.vllm.batch_gate import BatchGate
+from deployments.engines.vllm.adapters.adapter_images import COLD, HOT
+from deployments.engines.vllm.adapters.adapter_mover import AdapterMover
+from deployments.engines.vllm.batching import callers
+from deployments.engines.vllm.batching.batch_admission import BASE, WaitingRequest
+from deployments.engines.vllm.batching.batch_gate import BatchGate
 
 REBALANCE_S = 60.0  # F3, where the configuration says nothing
 
@@ -54,7 +54,7 @@ _ASKED: ContextVar[AdapterRequest | None] = ContextVar("asked", default=None)
 class AdmittingLLM(AsyncLLM):
     """vLLM's frontend, whose `generate`, where every route ends, first waits for a place in the
     batch and for the adapter's load. The core orders its steps by the same priority
-    (deployments.engines.vllm.batch_hold)."""
+    (deployments.engines.vllm.batching.batch_hold)."""
 
     gate: BatchGate
     served_name: str

@@ -25,7 +25,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from arbiter.core.types import Priority
-from deployments.engines.vllm.batch_admission import BYPASSES
+from deployments.engines.vllm.batching.batch_admission import BYPASSES
 
 _BATCH = int(Priority.BATCH)
 

@@ -35,7 +35,7 @@ from arbiter.pool.layout import SHARED, Count, Removal
 from arbiter.pool.tenants import caps_by_digest, owner_digest
 from arbiter.units import Content
 from deployments.engines.protocol import Config
-from deployments.engines.vllm.lent_slab import hold, whole_pages
+from deployments.engines.vllm.slabs.lent_slab import hold, whole_pages
 
 logger = init_logger(__name__)
 

@@ -18,9 +18,9 @@ from arbiter.pool import SlabUnusable, SlabView, create, layout
 from arbiter.units import Bytes, Content
 from deployments.config import model_files
 from deployments.engines.protocol import Config
-from deployments.engines.vllm import lent_slab
-from deployments.engines.vllm.picture_cache import ENTRIES, ROW_EMBEDDINGS, TERM_S
-from deployments.engines.vllm.picture_connector import PictureConnector, PicturesInUse
+from deployments.engines.vllm.pictures.picture_cache import ENTRIES, ROW_EMBEDDINGS, TERM_S
+from deployments.engines.vllm.pictures.picture_connector import PictureConnector, PicturesInUse
+from deployments.engines.vllm.slabs import lent_slab
 
 logger = init_logger(__name__)
 

@@ -5,8 +5,8 @@ import logging
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.worker.gpu_worker import Worker
 
-from deployments.engines.vllm.kv_offload import copier_of
-from deployments.engines.vllm.staged_copier import StagedCopier
+from deployments.engines.vllm.kv.kv_offload import copier_of
+from deployments.engines.vllm.kv.staged_copier import StagedCopier
 
 logger = logging.getLogger(__name__)
 # Of vLLM's last check of a sleep (0.32): all is done by then but a line of its log.

@@ -12,8 +12,8 @@ from math import inf
 
 from arbiter.core.types import Priority
 from arbiter.errors import QueueFull, RequestError
-from deployments.engines.vllm.batch_admission import BASE, View, WaitingRequest, plan
-from deployments.engines.vllm.token_counters import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShare
+from deployments.engines.vllm.batching.batch_admission import BASE, View, WaitingRequest, plan
+from deployments.engines.vllm.batching.token_counters import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShare
 
 # Requests that wait for their turn in one engine. The front bounds what comes in; this bounds what
 # one engine keeps, because with 2,000 waiting a plan takes 0.7 ms for 32 adapters, 5 ms for 1,000

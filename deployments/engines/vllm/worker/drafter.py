@@ -13,7 +13,7 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from deployments.engines import linux
-from deployments.engines.vllm.kv_offload import RowCopier, copier_of
+from deployments.engines.vllm.kv.kv_offload import RowCopier, copier_of
 
 _FITS_NOTHING = -1  # longest input of a drafter; the runner looks before each draft
 

@@ -1,7 +1,7 @@
 """POST /prewarm: computes the KV of a chat's stable prefix by a request of one token (G1).
 
 vLLM itself renders the prefix with several endings, as it will render the real request, and what
-all the renderings begin with is computed (deployments.engines.vllm.chat_endings).
+all the renderings begin with is computed (deployments.engines.vllm.routes.chat_endings).
 """
 
 import itertools
@@ -22,7 +22,7 @@ from deployments import prefixes
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Receive, Scope, Send
-from deployments.engines.vllm.chat_endings import Chat, common, endings
+from deployments.engines.vllm.routes.chat_endings import Chat, common, endings
 
 NO_CACHE = {"skipped": "prefix caching is off", "has_no_cache": True}
 _GREEDY = SamplingParams(temperature=0, max_tokens=1)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from deployments.engines.vllm.core_watch import CoreWatch
+from deployments.engines.vllm.engine_core.core_watch import CoreWatch
 
 pytestmark = pytest.mark.spec("H9")
 MOST_S = 300.0

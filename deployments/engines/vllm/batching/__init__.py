@@ -1,0 +1,1 @@
+"""Which waiting requests enter vLLM's batch next, and which of them its steps leave out."""

@@ -1,0 +1,1 @@
+"""What this engine serves beside vLLM's own routes, and what it adds to their answers."""

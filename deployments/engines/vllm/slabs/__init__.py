@@ -1,0 +1,1 @@
+"""Slabs as KV blocks, pictures and adapter images use them: held open, mapped and grown."""
