@@ -34,7 +34,7 @@ logger = logging.getLogger("arbiter.agent")
 
 # A file's ctime may stay as it was through a second change within one tick of the kernel's clock,
 # or through a mapping that was not written back: so it is believed once it is as old as this.
-# deployments/replica/loaded_files.py has the sources.
+# deployments/replica/model_files/loaded_files.py has the sources.
 SETTLED_S = 60.0
 SWEEP_S = 60.0  # between two looks for copies of replaced files; a load looks by itself
 LOOK_S = 10.0  # a sweep waits for its looks; those of a file server that is away take minutes

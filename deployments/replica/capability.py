@@ -17,14 +17,15 @@ from arbiter.core.types import Client
 from arbiter.errors import RequestError, RolePinned, TicketClosed
 from arbiter.protocol.ray_internals import own_node
 from deployments import messages, prefixes
-from deployments.replica import acquired, resize
-from deployments.replica.deadline import left_s, until_deadline
+from deployments.replica.calls import acquired
+from deployments.replica.calls.deadline import left_s, until_deadline
+from deployments.replica.calls.sessions import Sessions
+from deployments.replica.calls.stream_batching import SLOW_S, StreamBatching
+from deployments.replica.calls.wait_progress import is_at_hand, with_progress
 from deployments.replica.held_model import HolderState
+from deployments.replica.lifecycle import resize
 from deployments.replica.residency import Residency
-from deployments.replica.sessions import Sessions
-from deployments.replica.stream_batching import SLOW_S, StreamBatching
 from deployments.replica.use import Use
-from deployments.replica.wait_progress import is_at_hand, with_progress
 from deployments.routing.rank import AdapterSlots, ModelPresence
 
 logger = logging.getLogger("ray.serve")

@@ -19,7 +19,7 @@ from arbiter.units import HolderId, Span, TicketId, in_seconds, seconds
 from deployments.config.load_plan import ModelPlan
 from deployments.prefixes import PrefixEnd
 from deployments.replica.engine_client import EngineLink
-from deployments.replica.loaded_files import LoadedFiles
+from deployments.replica.model_files.loaded_files import LoadedFiles
 from deployments.routing.pieces import Kept
 
 logger = logging.getLogger("arbiter.residency")

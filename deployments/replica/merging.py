@@ -24,8 +24,8 @@ from deployments.adapters.validate import Rules
 from deployments.config import safetensors_header
 from deployments.config.file_threads import in_thread
 from deployments.config.model_files import adapted_folder
-from deployments.replica import unloading
 from deployments.replica.held_model import HeldModel, HolderState, new_ticket
+from deployments.replica.lifecycle import unloading
 from deployments.replica.residency import Residency
 
 logger = logging.getLogger("arbiter.residency")

@@ -8,8 +8,9 @@ A request for a resident model costs a counter here and no message anywhere. Eve
 task per model (single flight) that every request for the model waits for. All state lives on one
 event loop, and no step between looking at it and changing it awaits.
 
-This file has the requests' way in and the arbiter's commands. loading.py makes a model resident,
-unloading.py ends that, resize.py changes its size; held_model.py has the table of its states.
+This file has the requests' way in and the arbiter's commands. In lifecycle/, loading.py makes
+a model resident, unloading.py ends that, and resize.py changes its size; held_model.py has the
+table of its states.
 """
 
 import asyncio
@@ -30,10 +31,11 @@ from arbiter.errors import DeadlineUnmet, EngineLost, LoadFailed, RequestError, 
 from arbiter.protocol import messages
 from arbiter.units import HolderId, TicketId
 from deployments.config.load_plan import ModelPlan, Plans
-from deployments.replica import loaded_files, loading, resize, unloading
 from deployments.replica.background import BackgroundTasks, detached_task
 from deployments.replica.engine_client import LoadRefused
 from deployments.replica.held_model import LEAVING, UNDER_WAY, HeldModel, HolderState, new_ticket
+from deployments.replica.lifecycle import loading, resize, unloading
+from deployments.replica.model_files import loaded_files
 from deployments.replica.use import Use
 
 logger = logging.getLogger("arbiter.residency")

@@ -11,7 +11,7 @@ import ray
 from arbiter.client.admin import call_arbiter
 from arbiter.errors import EngineLost, LoadFailed
 from arbiter.units import MIB, TicketId
-from deployments.replica import watchdog
+from deployments.replica.lifecycle import watchdog
 from deployments.replica.residency import Residency
 from tests.support.live_arbiter import CONTEXT, capability, embedded, gone, live_arbiter, model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.replica import remote_files
+from deployments.replica.model_files import remote_files
 from tests.support.engine_host import until
 from tests.support.live_arbiter import capability, live_arbiter, model
 from tests.support.tools import tool

@@ -12,8 +12,9 @@ from arbiter.core.decisions import Reason
 from arbiter.core.events import SpeechStarted
 from arbiter.core.types import ANYBODY, Client, Priority
 from deployments.prefixes import PrefixEnd
-from deployments.replica import prefix_warmer, resize, unloading
-from deployments.replica.prefix_warmer import MonotonicClock
+from deployments.replica.lifecycle import resize, unloading
+from deployments.replica.prefixes import prefix_warmer
+from deployments.replica.prefixes.prefix_warmer import MonotonicClock
 from deployments.replica.residency import Residency
 from tests.support.waits import WITHIN_S
 

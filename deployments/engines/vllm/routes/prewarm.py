@@ -37,7 +37,7 @@ class Prewarmer:
         self._numbers = itertools.count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers what deployments.replica.prefix_warmer.Warmed has."""
+        """Answers what deployments.replica.prefixes.prefix_warmer.Warmed has."""
         body = await asgi.read_body(receive)
         if body is None:
             return

@@ -15,10 +15,11 @@ from arbiter.errors import EngineLost, RolePinned, TicketClosed
 from arbiter.units import NodeId, TicketId
 from deployments import messages
 from deployments.engines.protocol import COULD_GROW
-from deployments.replica import capability, stream_batching
+from deployments.replica import capability
+from deployments.replica.calls import stream_batching
+from deployments.replica.calls.stream_batching import StreamBatching
 from deployments.replica.capability import Capability
 from deployments.replica.held_model import HolderState
-from deployments.replica.stream_batching import StreamBatching
 from deployments.replica.use import Use
 
 JSON = messages.ResponseHead(200, {"content-type": "application/json"})

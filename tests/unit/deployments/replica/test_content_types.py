@@ -8,8 +8,8 @@ import pytest
 from arbiter.errors import EngineLost
 from arbiter.units import TicketId
 from deployments import messages
+from deployments.replica.calls.stream_batching import StreamBatching
 from deployments.replica.capability import Capability
-from deployments.replica.stream_batching import StreamBatching
 
 AUDIO = messages.ResponseHead(200, {"content-type": "audio/wav"}, is_chunked=True)
 IMAGE = messages.ResponseHead(200, {"content-type": "image/png"})

@@ -12,9 +12,9 @@ from arbiter.errors import LoadFailed, NeverFits
 from arbiter.protocol import messages
 from arbiter.units import Bytes, TicketId
 from deployments.config.load_plan import ModelPlan
-from deployments.replica import resize, unloading
 from deployments.replica.engine_client import LoadRefused
 from deployments.replica.held_model import TRANSITIONS, HeldModel, HolderState
+from deployments.replica.lifecycle import resize, unloading
 from tests.support import scripted_growth as growing
 from tests.support import scripted_holder as base
 

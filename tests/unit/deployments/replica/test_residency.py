@@ -25,9 +25,9 @@ from arbiter.protocol import messages
 from arbiter.units import Bytes, Span, TicketId, seconds
 from deployments.config import load_plan
 from deployments.config.load_plan import ModelPlan, Plans, plan
-from deployments.replica import loading, unloading
 from deployments.replica.engine_client import EngineLink, LoadRefused
 from deployments.replica.held_model import HolderState
+from deployments.replica.lifecycle import loading, unloading
 from tests.support.scripted_holder import (
     MODEL,
     TABLE,
@@ -434,7 +434,7 @@ async def test_load_time_counts_from_the_grant_without_waiting_for_a_zygote(
     clock = SimpleNamespace(
         monotonic=lambda: now.s, monotonic_ns=lambda: int(now.s * 1e9), time=time.time
     )
-    for module in ("held_model", "loading"):
+    for module in ("held_model", "lifecycle.loading"):
         monkeypatch.setattr(f"deployments.replica.{module}.time", clock)
     async with holder(loaded=False) as (residency, arbiter, engine):
 

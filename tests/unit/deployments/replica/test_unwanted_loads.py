@@ -9,9 +9,9 @@ from arbiter.core.decisions import Reason, Tier
 from arbiter.errors import DeadlineUnmet
 from arbiter.protocol import messages
 from arbiter.units import TicketId, seconds
-from deployments.replica import loading
 from deployments.replica.engine_client import LoadRefused
 from deployments.replica.held_model import HolderState
+from deployments.replica.lifecycle import loading
 from tests.support.scripted_holder import holder, revoke, until, use
 
 

@@ -19,8 +19,8 @@ from arbiter.units import Bytes, TicketId
 from deployments import prefixes
 from deployments.messages import FullResponse, InferenceCall
 from deployments.prefixes import DECLARED, PrefixEnd
-from deployments.replica import prefix_warmer
-from deployments.replica.sessions import OPENING_MOST, Sessions
+from deployments.replica.calls.sessions import OPENING_MOST, Sessions
+from deployments.replica.prefixes import prefix_warmer
 from tests.support.scripted_holder import (
     ScriptedClient,
     ScriptedEngine,

@@ -12,9 +12,16 @@ from arbiter.core.decisions import Reason
 from arbiter.core.types import Need
 from arbiter.units import MIB, Bytes, TicketId
 from deployments.config.load_plan import ModelPlan
-from deployments.replica import loaded_files, watchdog
 from deployments.replica.held_model import HeldModel, HolderState
-from deployments.replica.loaded_files import LoadedFiles, is_stale, look, pieces, read_whole
+from deployments.replica.lifecycle import watchdog
+from deployments.replica.model_files import loaded_files
+from deployments.replica.model_files.loaded_files import (
+    LoadedFiles,
+    is_stale,
+    look,
+    pieces,
+    read_whole,
+)
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("D5")

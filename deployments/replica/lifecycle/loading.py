@@ -22,10 +22,11 @@ from arbiter.node.zygote_client import ZygoteError
 from arbiter.protocol.messages import Granted, SlabRequest, SpawnSpec
 from arbiter.units import Span, in_seconds, seconds
 from deployments.config.load_plan import parts
-from deployments.replica import loaded_files, unloading, watchdog
 from deployments.replica.engine_client import EngineLink, LoadRefused, why
 from deployments.replica.held_model import EngineSpawner, HeldModel, HolderState
-from deployments.replica.prefix_warmer import PrefixWarmer
+from deployments.replica.lifecycle import unloading, watchdog
+from deployments.replica.model_files import loaded_files
+from deployments.replica.prefixes.prefix_warmer import PrefixWarmer
 from deployments.replica.residency_api import ResidencyApi
 
 logger = logging.getLogger("arbiter.residency")

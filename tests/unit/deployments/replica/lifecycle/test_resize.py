@@ -17,8 +17,8 @@ from arbiter.units import Bytes, Span, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.load_plan import ModelPlan, plan
 from deployments.config.schema import ConfigError, parse_table
-from deployments.replica import resize
 from deployments.replica.held_model import HeldModel, HolderState, RequestsInFlight
+from deployments.replica.lifecycle import resize
 from tests.support.scripted_growth import GROWN, MODEL, TABLE, resident
 from tests.support.scripted_holder import ON, revoke, until, use
 

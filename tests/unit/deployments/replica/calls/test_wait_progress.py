@@ -12,7 +12,7 @@ from arbiter.protocol.messages import Granted
 from arbiter.units import Bytes, HolderId, TicketId, seconds
 from deployments.config.load_plan import ModelPlan
 from deployments.messages import Progress
-from deployments.replica import wait_progress
+from deployments.replica.calls import wait_progress
 from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.use import Use
 

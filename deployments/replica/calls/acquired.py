@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from deployments.messages import ACQUIRE_S, ResponseHead
+from deployments.replica.calls.wait_progress import LOOK_S
 from deployments.replica.use import Use
-from deployments.replica.wait_progress import LOOK_S
 
 SAY_S = 15.0  # between two comments: below the usual 30-60 s after which proxies cut a connection
 HEAD = ResponseHead(200, {"content-type": "text/event-stream", "cache-control": "no-store"})

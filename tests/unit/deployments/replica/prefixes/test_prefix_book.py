@@ -3,7 +3,7 @@
 import pytest
 
 from deployments.prefixes import DECLARED, Prefix
-from deployments.replica.prefix_book import (
+from deployments.replica.prefixes.prefix_book import (
     FRESH,
     KEPT,
     MOST_COUNT,

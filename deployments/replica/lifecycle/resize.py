@@ -33,10 +33,10 @@ from arbiter.units import Bytes, Span, in_seconds
 from deployments.config.load_plan import ModelPlan
 from deployments.engines.protocol import COULD_GROW
 from deployments.messages import Progress, ResponseHead
-from deployments.replica import loading, unloading
 from deployments.replica.background import detached_task
 from deployments.replica.engine_client import LoadRefused, why
 from deployments.replica.held_model import BeforeGrowth, HeldModel, HolderState
+from deployments.replica.lifecycle import loading, unloading
 from deployments.replica.residency_api import ResidencyApi
 
 logger = logging.getLogger("arbiter.residency")

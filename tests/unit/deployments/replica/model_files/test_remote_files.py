@@ -10,8 +10,9 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.errors import LoadFailed
-from deployments.replica import loaded_files, remote_files, resize
-from deployments.replica.remote_files import SharedLooks, fresh_stat, is_remote
+from deployments.replica.lifecycle import resize
+from deployments.replica.model_files import loaded_files, remote_files
+from deployments.replica.model_files.remote_files import SharedLooks, fresh_stat, is_remote
 from tests.support.few_threads import few_threads, is_free
 from tests.support.scripted_growth import resident
 from tests.support.scripted_holder import holder, until, use

@@ -8,7 +8,7 @@ import pytest
 from arbiter.errors import EngineLost
 from arbiter.units import TicketId
 from deployments.messages import ResponseHead
-from deployments.replica.stream_batching import Part, StreamBatching
+from deployments.replica.calls.stream_batching import Part, StreamBatching
 
 HEAD = ResponseHead(200, {})
 

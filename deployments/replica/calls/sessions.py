@@ -11,7 +11,7 @@ from arbiter.core.types import Client, Priority
 from arbiter.errors import QueueFull, RequestError
 from deployments import messages, prefixes
 from deployments.replica.background import BackgroundTasks
-from deployments.replica.deadline import until_deadline
+from deployments.replica.calls.deadline import until_deadline
 from deployments.replica.residency_api import ResidencyApi
 from deployments.replica.use import Use
 

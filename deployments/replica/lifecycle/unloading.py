@@ -8,9 +8,9 @@ from arbiter.core.decisions import Reason, Tier
 from arbiter.errors import EngineLost, LoadFailed, RequestError
 from arbiter.protocol.messages import RevokeCommand
 from arbiter.units import Span, in_seconds, seconds
-from deployments.replica import loaded_files
 from deployments.replica.engine_client import EngineLink, LoadRefused
 from deployments.replica.held_model import HeldModel, HolderState
+from deployments.replica.model_files import loaded_files
 from deployments.replica.residency_api import ResidencyApi
 
 logger = logging.getLogger("arbiter.residency")

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from arbiter.core.decisions import Reason
 from arbiter.errors import EngineLost
-from deployments.replica import file_events, loaded_files
 from deployments.replica.background import detached_task, log_failure
 from deployments.replica.engine_client import LoadRefused
 from deployments.replica.held_model import HeldModel, HolderState
-from deployments.replica.loaded_files import LoadedFiles
+from deployments.replica.model_files import file_events, loaded_files
+from deployments.replica.model_files.loaded_files import LoadedFiles
 
 logger = logging.getLogger("arbiter.residency")
 

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from deployments.config.file_threads import in_thread
-from deployments.replica import remote_files
-from deployments.replica.remote_files import SharedLooks
+from deployments.replica.model_files import remote_files
+from deployments.replica.model_files.remote_files import SharedLooks
 
 logger = logging.getLogger("arbiter.residency")
 

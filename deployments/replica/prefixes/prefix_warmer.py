@@ -22,7 +22,7 @@ from deployments import messages, prefixes
 from deployments.prefixes import Prefix, PrefixEnd
 from deployments.replica.background import detached_task, log_failure
 from deployments.replica.held_model import HeldModel, HolderState
-from deployments.replica.prefix_book import FRESH, KnownPrefix, PrefixBook, WarmCause
+from deployments.replica.prefixes.prefix_book import FRESH, KnownPrefix, PrefixBook, WarmCause
 
 logger = logging.getLogger("arbiter.residency")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deployments import messages
-from deployments.replica import acquired
+from deployments.replica.calls import acquired
 from deployments.replica.held_model import HolderState
 from tests.support import scripted_holder as base
 

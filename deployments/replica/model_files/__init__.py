@@ -1,0 +1,1 @@
+"""Whether a model's files are still those that it was loaded from."""
