@@ -32,7 +32,7 @@ from benchmarks import report, servers
 from benchmarks.calls import FACT, LOOK, PICTURE, TOKENS, Call, answer
 from benchmarks.first_token import until
 from benchmarks.gpu_models import DRAFTED, ONE, TWO, UNSIZED, configured, make_all
-from deployments.front import keys
+from deployments.front.access import keys
 from models.make_models import default_folder
 from models.train_vision import QUESTIONS
 

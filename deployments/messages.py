@@ -64,7 +64,7 @@ class InferenceCall:
     priority: Priority = Priority.NORMAL
     tenant: str = "default"
     client_id: str = ""  # as the client calls itself
-    key: str = ""  # of its KV (deployments.front.kv_use); empty: it has none
+    key: str = ""  # of its KV (deployments.front.inference.kv_use); empty: it has none
     pieces: bytes = b""  # hashes of its prompt (deployments.routing.pieces)
     kv_stays_s: float = math.inf  # for which a slab keeps its KV after it
     stay_warm_s: float = 0.0  # after the call, before the model's keep-warm begins to count

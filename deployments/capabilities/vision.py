@@ -1,7 +1,7 @@
 """Vision: chat about pictures, by vLLM's multimodal models in the child.
 
-The front lets only pictures within bounds pass (deployments.front.pictures); the engine gives each
-an identity of its own (deployments.engines.vllm.pictures.picture_identity).
+The front lets only pictures within bounds pass (deployments.front.inference.pictures); the engine
+gives each an identity of its own (deployments.engines.vllm.pictures.picture_identity).
 """
 
 from deployments.replica.capability import Capability

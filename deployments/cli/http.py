@@ -239,7 +239,7 @@ def address(url: str | None) -> str:
 def api_key(url: str) -> str:
     """`ARBITER_KEY`; else, for a front on this machine only, the key that its first start left for
     the owner: a key with every scope is not sent to whatever address was typed."""
-    from deployments.front import keys
+    from deployments.front.access import keys
 
     if key := os.environ.get("ARBITER_KEY"):
         return key

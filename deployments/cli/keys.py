@@ -20,7 +20,7 @@ KeysFile = Annotated[
 
 
 def _scopes() -> list[str]:
-    from deployments.front.keys import Scope
+    from deployments.front.access.keys import Scope
 
     return [scope.value for scope in Scope]
 
@@ -28,7 +28,7 @@ def _scopes() -> list[str]:
 @contextmanager
 def _troubles() -> Iterator[None]:
     """What is wrong with a key or the file, in words."""
-    from deployments.front.keys import KeyTrouble
+    from deployments.front.access.keys import KeyTrouble
 
     try:
         yield
@@ -52,7 +52,7 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Make a key, shown once. From the first one on, every request needs a key."""
-    from deployments.front import keys
+    from deployments.front.access import keys
 
     scopes = frozenset(keys.Scope(word) for word in scope or [keys.Scope.INFER])
     with _troubles():
@@ -65,7 +65,7 @@ def add(
 @app.command("list")
 def list_(file: KeysFile = None, as_json: AsJson = False) -> None:
     """Every key but for its secret."""
-    from deployments.front import keys
+    from deployments.front.access import keys
 
     with _troubles():
         entries = [key for key in keys.load(file or keys.keys_path()).values() if not key.removed]
@@ -91,7 +91,7 @@ def remove(
     as_json: AsJson = False,
 ) -> None:
     """Revoke a key; effective immediately."""
-    from deployments.front import keys
+    from deployments.front.access import keys
 
     path = file or keys.keys_path()
     with _troubles():

@@ -19,7 +19,7 @@ from deployments.client.connection import Connection, Files, Read, Request, of_j
 from deployments.client.fields import Json
 from deployments.client.jobs import AGAIN_STATUS, AWAY_S, FINISHED
 from deployments.client.typed_errors import error_of_code, error_of_event, error_of_response
-from deployments.front.request import BadRequest
+from deployments.front.inference.request import BadRequest
 
 T = TypeVar("T")
 

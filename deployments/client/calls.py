@@ -26,8 +26,8 @@ from deployments.client.fields import (
     VadFields,
 )
 from deployments.client.media import Audio, AudioLike, Picture, PictureLike, audio_of, picture_of
-from deployments.front.request import check_body
-from deployments.front.schemas import OF_THE_TABLE, SCHEMAS
+from deployments.front.inference.request import check_body
+from deployments.front.inference.schemas import OF_THE_TABLE, SCHEMAS
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 EMBED, RERANK = "/v1/embeddings", "/v1/rerank"

@@ -1,6 +1,6 @@
 """The optional fields of each call: those of the front's request models, for type checkers and
-editors. tests/unit/deployments/client holds them to deployments.front.schemas, which checks their
-values on both sides.
+editors. tests/unit/deployments/client holds them to deployments.front.inference.schemas, which
+checks their values on both sides.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,8 +14,8 @@ from typing import Any
 from arbiter import response_errors
 from arbiter.errors import RequestError
 from arbiter.response_errors import ResponseError
-from deployments.front.auth import Denied
-from deployments.front.request import BadRequest
+from deployments.front.access.auth import Denied
+from deployments.front.inference.request import BadRequest
 from deployments.messages import NotServedHere
 
 # Codes of the front's that say no more than their status does: of the engines, too.

@@ -9,11 +9,12 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from deployments import prefixes
-from deployments.front.body_limit import BodyLimit
 from deployments.front.dependencies import FrontState, check_site
-from deployments.front.error_forms import ErrorForms
-from deployments.front.http_errors import HANDLERS
-from deployments.front.other_sites import OtherSites
+from deployments.front.inference.schemas import SCHEMAS
+from deployments.front.middleware.body_limit import BodyLimit
+from deployments.front.middleware.error_forms import ErrorForms
+from deployments.front.middleware.http_errors import HANDLERS
+from deployments.front.middleware.other_sites import OtherSites
 from deployments.front.routes import (
     arbiter,
     async_jobs,
@@ -39,7 +40,6 @@ from deployments.front.routes import (
     tenants,
     view,
 )
-from deployments.front.schemas import SCHEMAS
 from deployments.jobs import responses as stored
 
 OWN = (prefixes.PATH, stored.PATH)  # routes of their own

@@ -11,17 +11,17 @@ from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
 
 from deployments.config.schema import Table
-from deployments.front.auth import Authenticator
-from deployments.front.body_limit import HeldBodies
+from deployments.front.access.auth import Authenticator
+from deployments.front.access.keys import Caller, Keyring, Scope, keys_path
+from deployments.front.access.per_tenant import PerTenant
 from deployments.front.capability_apps import CapabilityApps
-from deployments.front.forecasts import Forecasts
-from deployments.front.keys import Caller, Keyring, Scope, keys_path
-from deployments.front.metrics_page import MetricsPage
-from deployments.front.per_tenant import PerTenant
-from deployments.front.serve_status import Applications
-from deployments.front.service import InferenceService
-from deployments.front.tasks import Tasks
-from deployments.front.viewing import Viewing
+from deployments.front.inference.service import InferenceService
+from deployments.front.inference.tasks import Tasks
+from deployments.front.middleware.body_limit import HeldBodies
+from deployments.front.status.forecasts import Forecasts
+from deployments.front.status.metrics_page import MetricsPage
+from deployments.front.status.serve_status import Applications
+from deployments.front.status.viewing import Viewing
 from deployments.jobs.client import JobsClient
 
 # Readers of files, of results and of what jobs and responses in the background have told, each for

@@ -11,12 +11,13 @@ from fastapi import FastAPI
 from ray import serve
 
 from deployments.config.schema import parse_table
-from deployments.front import application, arbiter_gateway, by_handle
-from deployments.front.auth import Authenticator
+from deployments.front import application, by_handle
+from deployments.front.access.auth import Authenticator
+from deployments.front.access.keys import Keyring, ensure_first, keys_path
 from deployments.front.dependencies import FrontState
-from deployments.front.front_socket import FrontSocket
-from deployments.front.keys import Keyring, ensure_first, keys_path
 from deployments.front.plain_proxies import PlainProxies
+from deployments.front.sockets.front_socket import FrontSocket
+from deployments.front.status import arbiter_gateway
 from deployments.messages import ResponseHead
 
 

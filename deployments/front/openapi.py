@@ -4,7 +4,7 @@ refuse a request.
 
 from typing import Any
 
-from deployments.front.schemas import PathKind, Schema
+from deployments.front.inference.schemas import PathKind, Schema
 
 _TAKES = {
     PathKind.TEXT: ("application/json",),

@@ -31,9 +31,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from arbiter.errors import EngineLost, RequestError
 from arbiter.protocol import ray_internals
 from deployments import messages
-from deployments.front import front_client, front_socket, side_stream
-from deployments.front.front_client import NoFront
-from deployments.front.http_middleware import HttpMiddleware
+from deployments.front.middleware.http_middleware import HttpMiddleware
+from deployments.front.sockets import front_client, front_socket, side_stream
+from deployments.front.sockets.front_client import NoFront
 
 # A front starts in two seconds, and on a busy machine in ten times as long.
 TAKEN_S = 30.0

@@ -15,8 +15,8 @@ from typing import Any
 
 from arbiter.errors import RequestError
 from deployments.config.jobs_section import JobsConfig
-from deployments.front.forecasts import Forecasts
-from deployments.front.service import InferenceService
+from deployments.front.inference.service import InferenceService
+from deployments.front.status.forecasts import Forecasts
 from deployments.jobs import validation
 from deployments.jobs.batch_store import Batch, BatchState, BatchStore, FinishedLine, Line
 from deployments.jobs.bodies import Bodies

@@ -14,11 +14,11 @@ from arbiter.core.types import Priority
 from arbiter.errors import DeadlineUnmet, EngineLost, RequestError, error_fields
 from deployments import messages
 from deployments.config.task_section import PREFIX
-from deployments.front.forecasts import Forecasts
-from deployments.front.keys import Caller, Scope
-from deployments.front.request import ParsedRequest, parse
-from deployments.front.service import AnyCall, InferenceService, Parts
-from deployments.front.tasks import Tasks, task_of
+from deployments.front.access.keys import Caller, Scope
+from deployments.front.inference.request import ParsedRequest, parse
+from deployments.front.inference.service import AnyCall, InferenceService, Parts
+from deployments.front.inference.tasks import Tasks, task_of
+from deployments.front.status.forecasts import Forecasts
 from deployments.jobs.sse import Events, data_of
 from deployments.tasks.climb import TaskCall
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from deployments import messages
-from deployments.front.service import Parts
+from deployments.front.inference.service import Parts
 from deployments.jobs.calls import Answer, StreamCut
 from deployments.jobs.sse import Events, data_of
 from deployments.jobs.store import EventPage, Job, JobState

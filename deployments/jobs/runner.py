@@ -20,8 +20,8 @@ from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from deployments import messages
 from deployments.config.jobs_section import JobsConfig
-from deployments.front.forecasts import Forecasts
-from deployments.front.service import InferenceService
+from deployments.front.inference.service import InferenceService
+from deployments.front.status.forecasts import Forecasts
 from deployments.jobs import responses
 from deployments.jobs.calls import AGAIN_MOST_S, Answer, RetryLater, StreamCut, attempt, refused
 from deployments.jobs.errors import Conflict, StorageFailed, StorageFull, Superseded

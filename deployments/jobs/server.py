@@ -15,7 +15,7 @@ from ray.serve import Application
 from arbiter.client.admin import call_arbiter
 from arbiter.errors import ArbiterUnavailable
 from deployments.config.schema import Table, parse_table
-from deployments.front.service import InferenceService
+from deployments.front.inference.service import InferenceService
 from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.database import state_path
 from deployments.jobs.errors import NewerStateFile

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.config.jobs_section import JobsConfig
-from deployments.front.service import InferenceService
+from deployments.front.inference.service import InferenceService
 from deployments.jobs import operator_rows, removal
 from deployments.jobs.batch_runner import BatchRunner
 from deployments.jobs.batch_store import Batch, BatchStore, NewBatch

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from arbiter.errors import RequestError
-from deployments.front.request import parse
-from deployments.front.service import InferenceService
+from deployments.front.inference.request import parse
+from deployments.front.inference.service import InferenceService
 from deployments.jobs import responses as stored
 from deployments.jobs.batch_store import Batch, Line, LineError
 from deployments.jobs.bodies import PIECE_BYTES

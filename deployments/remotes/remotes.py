@@ -26,8 +26,8 @@ from arbiter.protocol.messages import Egress, EgressEnd
 from arbiter.units import Bytes, seconds
 from deployments import messages
 from deployments.config.remotes_section import RemoteConfig, RemoteModel, RemotesConfig
-from deployments.front.keys import Caller, Scope
-from deployments.front.request import ParsedRequest
+from deployments.front.access.keys import Caller, Scope
+from deployments.front.inference.request import ParsedRequest
 from deployments.remotes.body import KNOWN, RebuiltBody, rebuild
 from deployments.remotes.breaker import Breaker, Failure
 from deployments.remotes.offers import Offer, RemoteCall, RemoteFailed, RemoteRefused

@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from deployments import messages
 from deployments.config.fields import parse_size
-from deployments.front.keys import Scope
+from deployments.front.access.keys import Scope
 from tests.browser.conftest import VIEWS, WITHIN_MS, Tab, eventually, watched
 from tests.support.arbiter_states import Books, size
 from tests.support.console_front import ConsoleFront, listening, table_of

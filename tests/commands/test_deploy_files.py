@@ -19,8 +19,8 @@ import yaml
 from deploy import start
 from deployments.cli.main import main
 from deployments.config.schema import parse_table
-from deployments.front.auth import host_name
-from deployments.front.keys import keys_path
+from deployments.front.access.auth import host_name
+from deployments.front.access.keys import keys_path
 from deployments.monitoring import files as monitoring
 from deployments.start_variables import VARIABLES
 from tests.support.tools import tool

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from deployments.front.body_limit import MAX_FILE_FORM_BYTES
+from deployments.front.middleware.body_limit import MAX_FILE_FORM_BYTES
 from tests.support.tls_proxies import ANSWERED_S, NAME, Proxy, block, proxy_before
 
 UPLOAD_BYTES = 40 << 20  # nginx takes 1 MiB where nothing is said

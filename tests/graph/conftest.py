@@ -25,7 +25,7 @@ import pytest
 import yaml
 from openai import OpenAI
 
-from deployments.front import keys
+from deployments.front.access import keys
 from deployments.start_variables import VARIABLES
 from models import make_models
 from tests.support import ray_dashboard, s3_server, whisper_base

@@ -12,8 +12,8 @@ import pytest
 from openai import BadRequestError, InternalServerError, NotFoundError, OpenAI
 
 from deployments.environment import Environment
-from deployments.front import keys
-from deployments.front.keys import Scope
+from deployments.front.access import keys
+from deployments.front.access.keys import Scope
 from models.make_models import TINY, default_folder, make
 from tests.graph.conftest import BUCKET_KEY, HUB_ORG, Graph, s3_port, until
 from tests.support import s3_server

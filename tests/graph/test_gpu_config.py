@@ -15,7 +15,7 @@ import yaml
 from arbiter.units import MIB
 from deployments.client import Client
 from deployments.config.fields import parse_size
-from deployments.front import keys
+from deployments.front.access import keys
 from tests.graph.conftest import (
     BIN,
     ROOT,

@@ -15,7 +15,7 @@ import trustme
 from anyio.from_thread import start_blocking_portal
 from openai import APIError, APIStatusError, OpenAI
 
-from deployments.front import keys
+from deployments.front.access import keys
 from tests.graph.conftest import HUB_TOKEN, REMOTE_KEY, Graph, until
 from tests.support.graph_processes import logs_naming
 from tests.support.graph_remotes import CLOUD, HELLO, all_events, client_of, egress, owner_reads

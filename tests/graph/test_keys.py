@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from openai import AuthenticationError, OpenAI, PermissionDeniedError
 
-from deployments.front import keys
-from deployments.front.keys import Scope
+from deployments.front.access import keys
+from deployments.front.access.keys import Scope
 from tests.graph.conftest import Graph, until
 from tests.support.graph_processes import logs_naming
 

@@ -18,8 +18,8 @@ import pytest
 from openai import APIError, BadRequestError, OpenAI, PermissionDeniedError
 from tokenizers import Tokenizer
 
-from deployments.front import keys
-from deployments.front.keys import Scope
+from deployments.front.access import keys
+from deployments.front.access.keys import Scope
 from models.make_models import default_folder
 from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import queue

@@ -11,8 +11,8 @@ import ollama
 import pytest
 from openai import APIStatusError, OpenAI
 
-from deployments.front import keys
-from deployments.front.keys import Scope
+from deployments.front.access import keys
+from deployments.front.access.keys import Scope
 from tests.graph.conftest import Graph, until
 from tests.support.graph_remotes import (
     CLOUD,

@@ -15,9 +15,9 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response
 
-from deployments.front import keys
+from deployments.front.access import keys
+from deployments.front.access.keys import Scope
 from deployments.front.dependencies import READERS_MOST
-from deployments.front.keys import Scope
 from deployments.jobs import sse
 from tests.graph.conftest import Graph, until
 from tests.support import speech

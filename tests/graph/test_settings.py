@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import APIStatusError, OpenAI
 
-from deployments.front import keys
+from deployments.front.access import keys
 from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import CHAT, by_hand, level, read_command
 

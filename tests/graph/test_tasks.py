@@ -14,8 +14,8 @@ import pytest
 import yaml
 from openai import OpenAI
 
-from deployments.front import keys
-from deployments.front.keys import Scope
+from deployments.front.access import keys
+from deployments.front.access.keys import Scope
 from tests.graph.conftest import Graph, command_of, until
 from tests.support.graph_commands import EMBEDDING, run_command
 from tests.support.graph_tasks import (

@@ -17,7 +17,7 @@ from arbiter.protocol import messages
 from arbiter.units import seconds
 from deployments.config import boot
 from deployments.config.schema import parse_table
-from deployments.front import keys
+from deployments.front.access import keys
 from tests.support import pages
 from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
 from tests.support.waits import WITHIN_S, eventually

@@ -9,7 +9,7 @@ import pytest
 
 from arbiter.metrics.counters import Counters
 from arbiter.metrics.table import AGE, UP
-from deployments.front.metrics_page import exposition
+from deployments.front.status.metrics_page import exposition
 from deployments.monitoring.files import write
 from tests.support.metrics import busy_core, scrape
 from tests.support.ports import free_port

@@ -18,8 +18,8 @@ from ray.serve.context import _get_serve_request_context, _serve_request_context
 
 from deployments import messages
 from deployments.app import ROUTING
-from deployments.front.model_names import ModelNames
-from deployments.front.request import inference_call, parse
+from deployments.front.inference.model_names import ModelNames
+from deployments.front.inference.request import inference_call, parse
 from deployments.replica.capability import Capability
 from deployments.routing.pieces import PIECE_CHARACTERS, split
 from deployments.routing.rank import OVERLOAD_COUNT

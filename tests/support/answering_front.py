@@ -18,12 +18,13 @@ from arbiter.units import TicketId
 from deployments import messages
 from deployments.client import AsyncClient
 from deployments.config.schema import parse_table
-from deployments.front import application, by_handle, keys
-from deployments.front.auth import Authenticator
+from deployments.front import application, by_handle
+from deployments.front.access import keys
+from deployments.front.access.auth import Authenticator
+from deployments.front.access.keys import Keyring
 from deployments.front.dependencies import FrontState
-from deployments.front.keys import Keyring
-from deployments.front.serve_status import Applications
-from deployments.front.service import InferenceService, Send
+from deployments.front.inference.service import InferenceService, Send
+from deployments.front.status.serve_status import Applications
 from deployments.jobs.client import JobsClient
 from deployments.jobs.service import JobsService
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from deployments.cli import http
 from deployments.cli.main import app
-from deployments.front import keys
+from deployments.front.access import keys
 from tests.support.scripted_front import ScriptedFront
 
 Run = Callable[..., Result]

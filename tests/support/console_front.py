@@ -18,12 +18,14 @@ from arbiter.units import TicketId
 from deployments import messages
 from deployments.config import boot, runtime_settings
 from deployments.config.schema import Table, parse_table
-from deployments.front import application, arbiter_gateway, keys, metrics_page
-from deployments.front.auth import Authenticator
+from deployments.front import application
+from deployments.front.access import keys
+from deployments.front.access.auth import Authenticator
+from deployments.front.access.keys import Keyring, Scope
 from deployments.front.dependencies import FrontState
-from deployments.front.keys import Keyring, Scope
+from deployments.front.inference.service import InferenceService
 from deployments.front.routes import free, leases, plan, queue, residency, tenants
-from deployments.front.service import InferenceService
+from deployments.front.status import arbiter_gateway, metrics_page
 from tests.support.arbiter_states import Books, size
 
 CALLERS = (

@@ -6,7 +6,7 @@ import subprocess
 import urllib.request
 from typing import Any
 
-from deployments.front import keys
+from deployments.front.access import keys
 from tests.graph.conftest import BIN, Graph
 
 CHAT, EMBEDDING = "tiny-chat", "all-minilm-l6-v2"

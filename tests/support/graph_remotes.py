@@ -6,8 +6,8 @@ from typing import Any
 
 from openai import OpenAI
 
-from deployments.front import keys
-from deployments.front.keys import Scope
+from deployments.front.access import keys
+from deployments.front.access.keys import Scope
 from tests.graph.conftest import Graph
 
 SECRET_WORD = "periwinkle"

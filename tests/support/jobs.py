@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from arbiter.errors import RequestError
 from deployments import messages
 from deployments.config.schema import Table, parse_table
-from deployments.front.service import InferenceService
+from deployments.front.inference.service import InferenceService
 from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.file_store import NewFile
 from deployments.jobs.service import JobsService

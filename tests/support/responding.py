@@ -12,11 +12,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from deployments import messages
-from deployments.front import application, keys
-from deployments.front.auth import Authenticator
+from deployments.front import application
+from deployments.front.access import keys
+from deployments.front.access.auth import Authenticator
+from deployments.front.access.keys import Keyring, Scope
 from deployments.front.dependencies import FrontState
-from deployments.front.keys import Keyring, Scope
-from deployments.front.service import InferenceService
+from deployments.front.inference.service import InferenceService
 from deployments.jobs.client import JobsClient
 from deployments.jobs.errors import StorageFailed
 from deployments.jobs.service import JobsService

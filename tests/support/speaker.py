@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 
 from deployments import messages
 from deployments.config.schema import Table, parse_table
-from deployments.front.service import Send
+from deployments.front.inference.service import Send
 
 SPEAK = "/v1/hum"
 FORM = {"content-type": "multipart/form-data; boundary=b"}

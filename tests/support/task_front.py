@@ -11,9 +11,9 @@ from arbiter.core.reports.plan import PlanQuestion
 from arbiter.errors import ArbiterUnavailable, EngineLost, UnknownModel
 from arbiter.units import TicketId
 from deployments import messages
-from deployments.front.arbiter_gateway import ArbiterState, typed
-from deployments.front.forecasts import Forecasts
-from deployments.front.service import Send
+from deployments.front.inference.service import Send
+from deployments.front.status.arbiter_gateway import ArbiterState, typed
+from deployments.front.status.forecasts import Forecasts
 from deployments.messages import FullResponse, InferenceCall, ResponseHead
 from tests.support.speaker import Response
 

@@ -95,7 +95,8 @@ def _defaults(config: Config) -> dict[str, Any]:
         "disable_fastapi_docs": True,
         "scheduling_policy": "priority",  # that of the caller; see batch_hold.py
         "enable_prompt_tokens_details": True,  # a client sees what it saved by a prefix
-        # None exists: an engine fetches nothing, should a URL get past deployments.front.pictures
+        # None exists: an engine fetches nothing, should a URL get past the front
+        # (deployments.front.inference.pictures).
         "allowed_media_domains": ["media.invalid"],
         **_adapter_arguments(config),
         **_drafter_arguments(config),

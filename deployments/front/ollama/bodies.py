@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from deployments.front.schemas import (
+from deployments.front.inference.schemas import (
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_NAME,
@@ -244,7 +244,7 @@ def _content(message: Message) -> str | list[Mapping[str, Any]]:
 
 
 def _as_uri(image: str) -> str:
-    """What is none of these is refused as every other picture (deployments.front.pictures)."""
+    """What is none of these is refused as every other picture (`inference.pictures`)."""
     kinds = (kind for start, kind in _KINDS.items() if image.startswith(start))
     return f"data:image/{next(kinds, 'png')};base64,{image}"
 

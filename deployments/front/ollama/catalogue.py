@@ -9,8 +9,8 @@ from deployments.config.capability_section import CapabilityConfig
 from deployments.config.load_plan import plan
 from deployments.config.remotes_section import RemoteModel
 from deployments.config.schema import ConfigError, Table
-from deployments.front.model_cards import Facts, remote_facts
-from deployments.front.model_names import Target
+from deployments.front.inference.model_names import Target
+from deployments.front.status.model_cards import Facts, remote_facts
 
 Fields = dict[str, Any]
 

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from deployments.front import arbiter_gateway
-from deployments.front.auth import Denied
+from deployments.front.access.auth import Denied
+from deployments.front.access.keys import Caller, Scope
 from deployments.front.dependencies import (
     VIEWERS_MOST,
     FrontState,
@@ -17,10 +17,10 @@ from deployments.front.dependencies import (
     State,
     Viewer,
 )
-from deployments.front.keys import Caller, Scope
+from deployments.front.inference.relay import SSE, ClosingStream, while_allowed
+from deployments.front.inference.tasks import task_of
 from deployments.front.openapi import refusals
-from deployments.front.relay import SSE, ClosingStream, while_allowed
-from deployments.front.tasks import task_of
+from deployments.front.status import arbiter_gateway
 
 router = APIRouter(prefix="/arbiter", dependencies=[Depends(Require(Scope.VIEW))])
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from deployments.front import async_calls
+from deployments.front.access.keys import Scope
 from deployments.front.dependencies import Inferrer, State
-from deployments.front.keys import Scope
+from deployments.front.inference.relay import ClosingStream, after_first, event_stream
+from deployments.front.jobs import async_calls
 from deployments.front.openapi import refusals
-from deployments.front.relay import ClosingStream, after_first, event_stream
 from deployments.jobs.errors import Conflict
 from deployments.jobs.store import Job
 

@@ -6,9 +6,9 @@ from fastapi import APIRouter
 
 from deployments.config import voice_files
 from deployments.config.capability_section import CapabilityConfig
-from deployments.front import model_cards
 from deployments.front.dependencies import Inferrer, State
 from deployments.front.openapi import refusals
+from deployments.front.status import model_cards
 
 ROLE = "tts"
 router = APIRouter(prefix="/v1/audio")

@@ -7,8 +7,8 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from deployments.front.dependencies import Inferrer, State
+from deployments.front.inference.request import BadRequest
 from deployments.front.openapi import refusals
-from deployments.front.request import BadRequest
 from deployments.front.routes.files import EXPIRES_LEAST_S, EXPIRES_MOST_S, page
 from deployments.front.routes.json_route import JsonRoute
 from deployments.jobs.batch_store import Batch, NewBatch

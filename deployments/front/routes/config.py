@@ -8,8 +8,8 @@ from pydantic import Field
 from deployments.config import runtime_settings
 from deployments.config.fields import Strict
 from deployments.front.dependencies import Admin, State, Viewer
+from deployments.front.inference.request import BadRequest
 from deployments.front.openapi import refusals
-from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
 
 GENERATION_MOST_DIGITS = 18  # more is no generation of a file, and slow or impossible to read

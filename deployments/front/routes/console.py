@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header
 from fastapi.responses import PlainTextResponse, Response
 
+from deployments.front.inference.request import BadRequest
 from deployments.front.openapi import refusals
-from deployments.front.request import BadRequest
 
 router = APIRouter()
 FOLDER = Path(__file__).parents[1] / "console"

@@ -9,12 +9,12 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from starlette.datastructures import FormData, UploadFile
 
-from deployments.front.body_limit import FORM_BYTES
 from deployments.front.dependencies import FrontState, Inferrer, State
+from deployments.front.inference.relay import ClosingStream, after_first
+from deployments.front.inference.request import FORM, BadRequest
+from deployments.front.middleware.body_limit import FORM_BYTES
 from deployments.front.openapi import refusals
-from deployments.front.relay import ClosingStream, after_first
-from deployments.front.request import FORM, BadRequest
-from deployments.front.uploads import read_form
+from deployments.front.routes.uploads import read_form
 from deployments.jobs.bodies import PIECE_BYTES, folder_of
 from deployments.jobs.database import state_path, storage_error
 from deployments.jobs.file_store import PURPOSES, File, NewFile

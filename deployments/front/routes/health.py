@@ -3,9 +3,9 @@
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from deployments.front import arbiter_gateway
 from deployments.front.dependencies import State
 from deployments.front.openapi import refusals
+from deployments.front.status import arbiter_gateway
 
 router = APIRouter()
 

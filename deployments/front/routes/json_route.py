@@ -12,7 +12,7 @@ from deployments.front.dependencies import Require, check_site
 
 class JsonRoute(APIRoute):
     """`curl -d` and urllib declare a form where they send JSON. The check of Origin, not the
-    content type, keeps other sites out (deployments.front.auth).
+    content type, keeps other sites out (deployments.front.access.auth).
 
     Origin, Host and key are checked before the body is read, because FastAPI asks for them after
     it: a sender without a key would take a place of the front for as long as its body lasts."""

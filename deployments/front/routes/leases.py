@@ -11,12 +11,12 @@ from arbiter.protocol.json_codec import plain
 from arbiter.protocol.lease_schema import LeaseBody
 from arbiter.protocol.messages import LEASE_NAME
 from arbiter.units import TicketId
-from deployments.front import arbiter_gateway
+from deployments.front.access.keys import Scope
 from deployments.front.dependencies import Admin, Lessee
-from deployments.front.keys import Scope
+from deployments.front.inference.request import BadRequest
 from deployments.front.openapi import refusals
-from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
+from deployments.front.status import arbiter_gateway
 
 router = APIRouter(
     prefix="/arbiter/leases", route_class=JsonRoute, responses=refusals(400, 401, 403, 503)

@@ -19,19 +19,19 @@ from arbiter.errors import UnknownModel
 from deployments import messages
 from deployments.config.file_threads import in_thread
 from deployments.config.schema import Table
-from deployments.front import arbiter_gateway, model_cards
+from deployments.front.access.keys import Caller
 from deployments.front.dependencies import FrontState, Inferrer, State
-from deployments.front.keys import Caller
-from deployments.front.model_cards import Facts
+from deployments.front.inference.relay import ClosingStream, WholeResponse, whole
+from deployments.front.inference.request import BadRequest
+from deployments.front.inference.service import Parts
+from deployments.front.inference.tasks import task_of
 from deployments.front.ollama import bodies, catalogue
 from deployments.front.ollama.answers import Answer, Spoken, embedded, in_chat, in_generate, now
 from deployments.front.openapi import refusals
-from deployments.front.relay import ClosingStream, WholeResponse, whole
-from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
 from deployments.front.routes.openai import call_for
-from deployments.front.service import Parts
-from deployments.front.tasks import task_of
+from deployments.front.status import arbiter_gateway, model_cards
+from deployments.front.status.model_cards import Facts
 from deployments.remotes.offers import SERVED_BY
 
 router = APIRouter(

@@ -12,18 +12,19 @@ from fastapi.responses import Response, StreamingResponse
 from arbiter.core.types import Priority
 from arbiter.protocol.ray_internals import own_node
 from deployments.config.task_section import PREFIX
-from deployments.front import model_cards, side_stream
-from deployments.front.accepted import submit
-from deployments.front.async_calls import prefers_async
+from deployments.front.access.keys import Caller, Scope
 from deployments.front.dependencies import FrontState, Inferrer, State
-from deployments.front.error_forms import form_of
-from deployments.front.keys import Caller, Scope
+from deployments.front.inference.relay import WholeResponse, relay
+from deployments.front.inference.request import parse
+from deployments.front.inference.schemas import OF_THE_TABLE, SCHEMAS
+from deployments.front.inference.service import AnyCall, Parts
+from deployments.front.inference.tasks import base_of, task_of
+from deployments.front.jobs.accepted import submit
+from deployments.front.jobs.async_calls import prefers_async
+from deployments.front.middleware.error_forms import form_of
 from deployments.front.openapi import described, refusals
-from deployments.front.relay import WholeResponse, relay
-from deployments.front.request import parse
-from deployments.front.schemas import OF_THE_TABLE, SCHEMAS
-from deployments.front.service import AnyCall, Parts
-from deployments.front.tasks import base_of, task_of
+from deployments.front.sockets import side_stream
+from deployments.front.status import model_cards
 from deployments.messages import ACQUIRE, InferenceCall
 
 router = APIRouter(prefix="/v1")

@@ -16,12 +16,12 @@ from deployments.config import load_plan
 from deployments.config.fields import Strict
 from deployments.config.file_threads import in_thread
 from deployments.config.schema import ConfigError, Table
-from deployments.front import model_cards, plan_questions
-from deployments.front.arbiter_gateway import STATE_WAIT_S
 from deployments.front.dependencies import State, Viewer
+from deployments.front.inference.request import BadRequest
 from deployments.front.openapi import refusals
-from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
+from deployments.front.status import model_cards, plan_questions
+from deployments.front.status.arbiter_gateway import STATE_WAIT_S
 
 router = APIRouter(
     prefix="/arbiter", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 503)

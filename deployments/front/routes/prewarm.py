@@ -7,10 +7,10 @@ from fastapi.responses import JSONResponse, Response
 
 from deployments import prefixes
 from deployments.front.dependencies import Inferrer, State
+from deployments.front.inference.relay import whole
+from deployments.front.inference.schemas import SCHEMAS
 from deployments.front.openapi import described
-from deployments.front.relay import whole
 from deployments.front.routes.openai import call_for
-from deployments.front.schemas import SCHEMAS
 
 # A replica that runs answers within milliseconds. A client that opens a session does not wait for
 # a replica that Serve has to start.

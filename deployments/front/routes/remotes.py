@@ -5,9 +5,9 @@ from typing import Any
 from fastapi import APIRouter
 
 from arbiter.client.admin import call_arbiter
-from deployments.front.arbiter_gateway import STATE_WAIT_S
 from deployments.front.dependencies import State, Viewer
 from deployments.front.openapi import refusals
+from deployments.front.status.arbiter_gateway import STATE_WAIT_S
 
 router = APIRouter(prefix="/arbiter", responses=refusals(401, 403, 503))
 

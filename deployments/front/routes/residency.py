@@ -14,12 +14,12 @@ from arbiter.protocol.messages import ModelSize, Resize
 from arbiter.units import Bytes, TicketId, seconds
 from deployments.config.fields import Strict
 from deployments.config.schema import Table
-from deployments.front import arbiter_gateway
-from deployments.front.arbiter_gateway import ArbiterState
 from deployments.front.dependencies import Admin, State, Viewer
+from deployments.front.inference.request import BadRequest
 from deployments.front.openapi import refusals
-from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
+from deployments.front.status import arbiter_gateway
+from deployments.front.status.arbiter_gateway import ArbiterState
 from deployments.monitoring.view import ORDER
 
 router = APIRouter(

@@ -6,16 +6,16 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from deployments.front import async_calls
-from deployments.front.accepted import accepted
+from deployments.front.access.keys import Scope
 from deployments.front.dependencies import Inferrer, State
-from deployments.front.keys import Scope
+from deployments.front.inference.relay import ClosingStream, after_first, closing_json, event_stream
+from deployments.front.inference.request import BadRequest
+from deployments.front.inference.schemas import SCHEMAS
+from deployments.front.jobs import async_calls
+from deployments.front.jobs.accepted import accepted
+from deployments.front.jobs.stored_responses import COMPLETE, StoredResponses
 from deployments.front.openapi import described, refusals
-from deployments.front.relay import ClosingStream, after_first, closing_json, event_stream
-from deployments.front.request import BadRequest
 from deployments.front.routes.openai import call_for, respond
-from deployments.front.schemas import SCHEMAS
-from deployments.front.stored_responses import COMPLETE, StoredResponses
 from deployments.jobs import responses
 
 router = APIRouter()

@@ -5,10 +5,10 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 
 from arbiter.client.admin import call_arbiter
+from deployments.front.access.keys import TENANT
 from deployments.front.dependencies import Admin, State
-from deployments.front.keys import TENANT
+from deployments.front.inference.request import BadRequest
 from deployments.front.openapi import refusals
-from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
 
 router = APIRouter(

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from deployments.front.dependencies import FrontState, SeenEvent, State, Viewer
-from deployments.front.listed_tiers import in_order, tiers_of
 from deployments.front.openapi import refusals
 from deployments.front.routes.arbiter import EVENT_STREAM, viewed
+from deployments.front.status.listed_tiers import in_order, tiers_of
 from deployments.monitoring.view import Facts, to_plain
 
 router = APIRouter(prefix="/arbiter/view", responses=refusals(401, 403))

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from arbiter.server.store import Store
-from deployments.front import keys
-from deployments.front.body_limit import MAX_FILE_FORM_BYTES
-from deployments.front.keys import Keyring, Scope
+from deployments.front.access import keys
+from deployments.front.access.keys import Keyring, Scope
+from deployments.front.middleware.body_limit import MAX_FILE_FORM_BYTES
 from tests.support.pages import NOT_RUN, PAGES, ROOT, Block, as_checkout, blocks, run, to_paste
 
 ALL = [block for page in PAGES for block in blocks(page)]

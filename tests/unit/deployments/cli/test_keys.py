@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.front.keys import Keyring, Scope
+from deployments.front.access.keys import Keyring, Scope
 from tests.support.command_line import Run
 
 

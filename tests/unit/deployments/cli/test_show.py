@@ -15,8 +15,8 @@ from arbiter.protocol.json_codec import plain
 from arbiter.units import GIB, Bytes, Content, Span, TicketId
 from deployments.cli import http
 from deployments.config.schema import parse_table
-from deployments.front import arbiter_gateway
 from deployments.front.routes.residency import picture
+from deployments.front.status import arbiter_gateway
 from tests.support.command_line import Run
 from tests.support.core_driver import NODE, PLAIN, CoreDriver, s
 from tests.support.scripted_front import ScriptedFront

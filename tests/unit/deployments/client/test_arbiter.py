@@ -26,9 +26,9 @@ from deployments.client.arbiter_rows import (
 )
 from deployments.client.connection import Connection
 from deployments.client.typed_errors import FrontUnreachable
-from deployments.front import arbiter_gateway
-from deployments.front.auth import Denied
+from deployments.front.access.auth import Denied
 from deployments.front.routes import leases, plan, residency
+from deployments.front.status import arbiter_gateway
 from tests.support.answering_front import MODEL, AnsweringFront, both
 from tests.support.ports import free_port
 

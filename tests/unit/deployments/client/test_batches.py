@@ -10,7 +10,7 @@ import pytest
 
 from arbiter.errors import UnknownModel
 from deployments.client import AsyncClient, Audio, Client, FrontUnreachable, Line, batches
-from deployments.front.request import BadRequest
+from deployments.front.inference.request import BadRequest
 from deployments.jobs import batch_runner
 from tests.support.answering_front import MODEL, AnsweringFront, both, whole
 from tests.support.scripted_front import ScriptedFront

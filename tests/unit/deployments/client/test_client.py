@@ -19,8 +19,8 @@ from arbiter.units import TicketId
 from deployments import messages
 from deployments.client import AsyncClient, Audio, Client, FrontUnreachable, Picture
 from deployments.client.answers import Choice, Delta, Span, ToolCall, Usage
-from deployments.front.auth import Denied
-from deployments.front.request import BadRequest
+from deployments.front.access.auth import Denied
+from deployments.front.inference.request import BadRequest
 from tests.support.answering_front import (
     MODEL,
     OTHER,

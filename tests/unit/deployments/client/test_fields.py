@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from deployments.client import fields
-from deployments.front import schemas
+from deployments.front.inference import schemas
 
 # What the methods take by other names, or set themselves.
 TAKEN = {

@@ -12,7 +12,7 @@ from arbiter.units import TicketId
 from deployments import messages
 from deployments.engines import side_streams
 from deployments.engines.side_streams import SideStream
-from deployments.front import side_stream
+from deployments.front.sockets import side_stream
 from deployments.replica.engine_client import EngineLink
 from tests.support.streaming_engine import StreamingEngine, serving
 

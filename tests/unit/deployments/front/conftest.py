@@ -7,13 +7,15 @@ import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 
-from deployments.front import application, arbiter_gateway, keys, metrics_page
-from deployments.front.auth import Authenticator
+from deployments.front import application
+from deployments.front.access import keys
+from deployments.front.access.auth import Authenticator
+from deployments.front.access.keys import Keyring
 from deployments.front.dependencies import FrontState
-from deployments.front.keys import Keyring
+from deployments.front.inference.service import InferenceService
 from deployments.front.routes import free, leases, plan, queue, residency, tenants
-from deployments.front.serve_status import Applications
-from deployments.front.service import InferenceService
+from deployments.front.status import arbiter_gateway, metrics_page
+from deployments.front.status.serve_status import Applications
 from tests.support.front_application import Arbiter
 from tests.support.speaker import Speaker, table
 

@@ -17,15 +17,21 @@ from arbiter.errors import ArbiterUnavailable, UnknownTicket
 from arbiter.units import TicketId
 from deployments import messages
 from deployments.config.schema import parse_table
-from deployments.front import application, arbiter_gateway, keys
-from deployments.front.auth import Authenticator
-from deployments.front.body_limit import MAX_BODY_BYTES, MAX_CONFIG_BYTES, MAX_STEERING_BYTES
+from deployments.front import application
+from deployments.front.access import keys
+from deployments.front.access.auth import Authenticator
+from deployments.front.access.keys import Keyring, Scope
 from deployments.front.dependencies import VIEWERS_MOST, FrontState, check_site, front_state
-from deployments.front.keys import Keyring, Scope
-from deployments.front.relay import WholeResponse
+from deployments.front.inference.relay import WholeResponse
+from deployments.front.inference.schemas import SCHEMAS, PathKind
+from deployments.front.inference.service import InferenceService
+from deployments.front.middleware.body_limit import (
+    MAX_BODY_BYTES,
+    MAX_CONFIG_BYTES,
+    MAX_STEERING_BYTES,
+)
 from deployments.front.routes import openai, view
-from deployments.front.schemas import SCHEMAS, PathKind
-from deployments.front.service import InferenceService
+from deployments.front.status import arbiter_gateway
 from tests.support.front_application import Arbiter, error
 from tests.support.speaker import BODY, FORM, SPEAK, Speaker, table
 from tests.support.speaker import Response as Answer

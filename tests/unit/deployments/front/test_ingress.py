@@ -8,9 +8,9 @@ from httpx import ASGITransport, AsyncClient
 
 from arbiter.errors import ArbiterUnavailable, QueueFull
 from deployments.config.schema import ConfigError, Table
-from deployments.front import arbiter_gateway
 from deployments.front.capability_apps import CapabilityApps
 from deployments.front.ingress import Front
+from deployments.front.status import arbiter_gateway
 
 CHAT = {"role": "text", "engine": "m:f", "models": {"tiny": {"source": "x"}}}
 

@@ -20,8 +20,9 @@ from arbiter.errors import EngineLost
 from arbiter.protocol import ray_internals
 from arbiter.units import TicketId
 from deployments import messages
-from deployments.front import proxy, side_stream
+from deployments.front import proxy
 from deployments.front.proxy import middlewares
+from deployments.front.sockets import side_stream
 from deployments.replica.engine_client import EngineLink
 from tests.support.streaming_engine import StreamingEngine, serving
 from tests.support.waits import eventually

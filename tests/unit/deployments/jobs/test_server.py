@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deployments.config import boot
-from deployments.front.service import InferenceService
+from deployments.front.inference.service import InferenceService
 from deployments.jobs import server
 from deployments.jobs.server import JobsServer
 from tests.support.jobs import Capability, begin, ended, line, table

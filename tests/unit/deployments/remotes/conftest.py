@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from deployments.config.remotes_section import RemotesConfig
-from deployments.front.keys import Caller, Scope
-from deployments.front.request import ParsedRequest, parse
+from deployments.front.access.keys import Caller, Scope
+from deployments.front.inference.request import ParsedRequest, parse
 from deployments.remotes.remotes import Remotes
 from tests.support.remote_server import CountingBook, GoodRemote, good_remote
 

@@ -13,8 +13,8 @@ from PIL import Image
 from arbiter.errors import ArbiterUnavailable, EgressUnsettled, RequestError, UnknownModel
 from arbiter.protocol.messages import DaySpent, Egress
 from deployments import messages
-from deployments.front.keys import Caller, Scope
-from deployments.front.request import ParsedRequest, parse
+from deployments.front.access.keys import Caller, Scope
+from deployments.front.inference.request import ParsedRequest, parse
 from deployments.remotes import remotes as remotes_module
 from deployments.remotes import spending
 from deployments.remotes.offers import SERVED_BY, RemoteFailed, RemoteRefused

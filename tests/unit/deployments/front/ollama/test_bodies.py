@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from deployments.front.inference.schemas import STAY_WARM_MOST_S
 from deployments.front.ollama import bodies
-from deployments.front.schemas import STAY_WARM_MOST_S
 
 
 def chat(**more: Any) -> dict[str, Any]:

@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.front import async_calls, dependencies, keys
-from deployments.front.arbiter_gateway import Presence
+from deployments.front import dependencies
+from deployments.front.access import keys
+from deployments.front.jobs import async_calls
+from deployments.front.status.arbiter_gateway import Presence
 from tests.support.jobs import CHAT, chat
 from tests.support.responding import SOUND, Front, fail_at_the_second_look
 from tests.support.waits import eventually

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.front.request import BadRequest
+from deployments.front.inference.request import BadRequest
 from deployments.front.routes.config import _generation
 
 

@@ -14,10 +14,11 @@ import pytest
 from openai import AsyncOpenAI
 
 from deployments.config.jobs_section import JobsConfig
-from deployments.front import application, keys
-from deployments.front.auth import Authenticator
+from deployments.front import application
+from deployments.front.access import keys
+from deployments.front.access.auth import Authenticator
+from deployments.front.access.keys import Keyring, Scope
 from deployments.front.dependencies import READERS_MOST, FrontState
-from deployments.front.keys import Keyring, Scope
 from deployments.jobs import bodies
 from deployments.jobs.client import JobsClient
 from deployments.jobs.errors import StorageFull

@@ -12,8 +12,9 @@ from httpx import ASGITransport, AsyncClient, Response
 from deployments.adapters import catalogue
 from deployments.adapters.safe_files import is_folder
 from deployments.config.schema import parse_table
-from deployments.front import arbiter_gateway, model_names
-from deployments.front import tasks as tasks_of_front
+from deployments.front.inference import model_names
+from deployments.front.inference import tasks as tasks_of_front
+from deployments.front.status import arbiter_gateway
 from tests.support.answering_front import AnsweringFront, whole
 from tests.support.arbiter_states import Books
 

@@ -12,12 +12,13 @@ from httpx import ASGITransport, AsyncClient
 
 from deployments.config import load_plan, voice_files
 from deployments.config.schema import parse_table
-from deployments.front import application, arbiter_gateway, model_cards
-from deployments.front.auth import Authenticator
+from deployments.front import application
+from deployments.front.access.auth import Authenticator
+from deployments.front.access.keys import Keyring
 from deployments.front.dependencies import FrontState
-from deployments.front.keys import Keyring
-from deployments.front.serve_status import Applications
-from deployments.front.service import InferenceService
+from deployments.front.inference.service import InferenceService
+from deployments.front.status import arbiter_gateway, model_cards
+from deployments.front.status.serve_status import Applications
 from deployments.jobs.bodies import Bodies
 from deployments.jobs.client import JobsClient
 from deployments.jobs.database import Database

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from httpx import AsyncClient
 
-from deployments.front import keys
-from deployments.front.keys import Scope
+from deployments.front.access import keys
+from deployments.front.access.keys import Scope
 from tests.support.front_application import Arbiter
 
 

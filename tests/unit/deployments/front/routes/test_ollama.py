@@ -9,7 +9,7 @@ from httpx import AsyncClient
 from deployments import messages
 from deployments.config.schema import parse_table
 from deployments.front.dependencies import FrontState
-from deployments.front.service import InferenceService
+from deployments.front.inference.service import InferenceService
 from tests.support.speaker import Response, Speaker
 
 JSON = messages.ResponseHead(200, {"content-type": "application/json"}, is_chunked=True)

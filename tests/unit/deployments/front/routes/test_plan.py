@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from httpx import AsyncClient
 
-from deployments.front import keys
-from deployments.front.keys import Scope
+from deployments.front.access import keys
+from deployments.front.access.keys import Scope
 from tests.support.front_application import Arbiter, error
 
 

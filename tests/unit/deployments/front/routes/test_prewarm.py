@@ -12,13 +12,14 @@ from httpx import ASGITransport, AsyncClient
 
 from deployments import messages, prefixes
 from deployments.config.schema import parse_table
-from deployments.front import application, keys
-from deployments.front.auth import Authenticator
+from deployments.front import application
+from deployments.front.access import keys
+from deployments.front.access.auth import Authenticator
+from deployments.front.access.keys import Keyring
 from deployments.front.dependencies import FrontState
-from deployments.front.keys import Keyring
+from deployments.front.inference.service import InferenceService, Send
 from deployments.front.routes import prewarm
-from deployments.front.serve_status import Applications
-from deployments.front.service import InferenceService, Send
+from deployments.front.status.serve_status import Applications
 
 pytestmark = pytest.mark.spec("G1")
 

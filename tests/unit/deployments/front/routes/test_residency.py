@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from deployments.config.schema import parse_table
-from deployments.front.arbiter_gateway import typed
 from deployments.front.routes.residency import picture
+from deployments.front.status.arbiter_gateway import typed
 
 TABLE = {"capabilities": {"chat": {"role": "text", "engine": "vllm", "models": {
     name: {"source": "x"} for name in "ab"

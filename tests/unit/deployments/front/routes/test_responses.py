@@ -17,12 +17,12 @@ from arbiter.core.types import Priority
 from arbiter.errors import EngineLost
 from arbiter.units import TicketId
 from deployments import messages
-from deployments.front import stored_responses
-from deployments.front.async_calls import COMMENT
+from deployments.front.access.keys import Scope
 from deployments.front.dependencies import READERS_MOST
-from deployments.front.keys import Scope
-from deployments.front.request import parse
-from deployments.front.stored_responses import StoredResponses
+from deployments.front.inference.request import parse
+from deployments.front.jobs import stored_responses
+from deployments.front.jobs.async_calls import COMMENT
+from deployments.front.jobs.stored_responses import StoredResponses
 from deployments.jobs import bodies, calls, sse
 from deployments.jobs import client as jobs_client
 from deployments.jobs.errors import StorageFailed, StorageFull

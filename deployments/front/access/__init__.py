@@ -1,0 +1,1 @@
+"""Who may ask, for which tenant, and how many requests at once."""

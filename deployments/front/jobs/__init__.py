@@ -1,0 +1,1 @@
+"""Calls that outlive their client, and responses that are stored: the front's part in both."""

@@ -1,0 +1,97 @@
+"""The body of an event stream, read from its engine's socket by the process that has the client.
+
+Serve's proxy marks each request with a token of this node, and a front that knows the token asks
+for the stream where the proxy can reach it. So the pieces of a stream go from the engine's process
+to the proxy's, while replica and front hold the call: they count it, cancel it, and say how it
+ended.
+"""
+
+import asyncio
+import functools
+import hmac
+import os
+import secrets
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from arbiter.protocol import ray_internals
+from deployments.front.sockets.response_reader import ResponseReader
+from deployments.messages import SIDE_STREAM_PATH
+
+# A header of a request on its way from proxy to front: the token. What a client sends in it is
+# dropped.
+READER = "x-arbiter-reader"
+
+
+class SideStreamLost(Exception):
+    """The stream broke off or could not be opened. The replica knows why."""
+
+
+def reader_token() -> str:
+    """The same for all processes of this user in this node's part of this cluster; empty outside of
+    one."""
+    folder = ray_internals.session_folder()
+    return _token_in(folder) if folder is not None else ""
+
+
+@functools.cache
+def _token_in(folder: Path) -> str:
+    path = folder / "serve-arbiter-reader"
+    token = secrets.token_hex(16)
+    draft = path.with_suffix(f".{token}")
+    with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(token)
+    try:
+        os.link(draft, path)  # whole from its first moment, and the first one stays
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(draft)
+    with path.open() as token_file:  # others may write to the folder, so the open file is asked
+        return token_file.read() if os.fstat(token_file.fileno()).st_uid == os.getuid() else ""
+
+
+def is_reader(header: str | None) -> bool:
+    """Whether the process that sent this token reads side streams on this node."""
+    ours = reader_token() if header else ""
+    return bool(ours) and hmac.compare_digest(header or "", ours)
+
+
+async def read(place: str) -> AsyncGenerator[bytes, None]:
+    """The bytes that wait at a socket, `PATH WORD`. Raises SideStreamLost."""
+    path, _, which = place.rpartition(" ")
+    loop = asyncio.get_running_loop()
+    try:
+        transport, incoming = await loop.create_unix_connection(_Incoming, path)
+    except OSError as error:
+        raise SideStreamLost(place) from error
+    transport.write(f"GET {SIDE_STREAM_PATH}{which} HTTP/1.1\r\nhost: engine\r\n\r\n".encode())
+    try:
+        while (piece := await incoming.take()) is not None:
+            yield piece
+    finally:
+        transport.close()
+
+
+class _Incoming(ResponseReader):
+    """One response, of which only the body of a status 200 counts."""
+
+    async def take(self) -> bytes | None:
+        """All bytes there are; waits for some. None: the end. Raises SideStreamLost."""
+        while not (held := self.take_held()):
+            if self.is_complete:
+                return None
+            if self.is_lost:
+                raise SideStreamLost
+            await self.news()
+        return held
+
+    def on_headers_complete(self) -> None:
+        self.is_lost = self.parser.get_status_code() != 200
+
+    def on_body(self, piece: bytes) -> None:
+        if not self.is_lost:
+            super().on_body(piece)
+
+    def on_message_complete(self) -> None:
+        self.is_complete = not self.is_lost

@@ -1,0 +1,1 @@
+"""What the front reads of arbiter, models and Serve, and how it shows that."""

@@ -1,0 +1,182 @@
+"""Forecasts: how long each model would take here, as the front saw it last.
+
+    seen = await forecasts.read(table, ("small-chat", "tiny-chat"))
+
+The arbiter's state and its dry run of what must be loaded are read in the background while tasks
+are asked for, so that a request which finds its model resident waits for no call to the arbiter.
+What is used is at most `STALE_S` old. The first request after a rest waits for one reading, for
+`WAIT_S` at most; without one nothing is predicted, and the ladder's own order counts.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from arbiter.client.admin import call_arbiter
+from arbiter.core.reports.plan import PlanQuestion
+from arbiter.core.types import Priority
+from arbiter.errors import ArbiterUnavailable, UnknownCapability, UnknownModel
+from arbiter.units import DEFAULT_TENANT
+from deployments.config import load_plan
+from deployments.config.capability_section import CapabilityConfig
+from deployments.config.file_threads import in_thread
+from deployments.config.schema import ConfigError, Table
+from deployments.front.status import arbiter_gateway, model_cards, plan_questions
+from deployments.front.status.arbiter_gateway import NEVER_SEEN, ArbiterState, ModelTimes, Presence
+from deployments.tasks import predict
+from deployments.tasks.predict import NOTHING, Prediction
+
+logger = logging.getLogger("ray.serve")
+
+# A state is read, and each rung that must be loaded is planned, in some milliseconds (22 ms for
+# each with 500 models resident, benchmarks/dry_run.py): a hundredth of the arbiter's time while
+# tasks are in use.
+FRESH_S = 0.5  # then the next request has it read again, and does not wait
+STALE_S = 2.0  # a model may have left by then: the next request waits
+WAIT_S = 1.0  # a restart of the arbiter takes 1-2 s; a request does without
+FILES_S = 0.5  # of it, for files of models, once; a file server that hangs is not waited for again
+FORGOTTEN_S = 60.0  # after its last use a model is no longer planned
+
+ReadState = Callable[[], Awaitable[ArbiterState]]
+Plan = Callable[[PlanQuestion], Awaitable[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """When one model could begin with a request, and how long it would take."""
+
+    predicted: Prediction
+    context: int | None = None  # tokens that it reads; None: not known
+    never: str | None = None  # why no request can have it loaded
+    run_long_s: float | None = None  # of its longest newest requests
+
+
+UNSEEN = Forecast(NOTHING)
+
+
+async def read_state() -> ArbiterState:
+    """Raises ArbiterUnavailable."""
+    return await arbiter_gateway.state(WAIT_S)
+
+
+async def ask_plan(question: PlanQuestion) -> Mapping[str, Any]:
+    """Raises RequestError."""
+    answer: Mapping[str, Any] = await call_arbiter("plan", question, within_s=WAIT_S)
+    return answer
+
+
+class Forecasts:
+    """One per front, on its event loop."""
+
+    def __init__(
+        self,
+        state: ReadState = read_state,
+        plan: Plan = ask_plan,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state, self._plan, self._clock = state, plan, clock
+        self._table: Table | None = None
+        self._asked_s: dict[str, float] = {}  # model to its last use
+        self._found: dict[str, Forecast] = {}
+        self._files: dict[str, asyncio.Future[_Files]] = {}  # of the table's models, read once
+        self._read_s = float("-inf")
+        self._reading: asyncio.Task[None] | None = None
+
+    async def read(self, table: Table, models: Iterable[str]) -> Mapping[str, Forecast]:
+        """Forecasts of these models of the table, at most STALE_S old; UNSEEN for a model of which
+        nothing came within WAIT_S."""
+        if table is not self._table:
+            self._table, self._found, self._files, self._reading = table, {}, {}, None
+        now_s = self._clock()
+        names = tuple(models)
+        self._asked_s |= dict.fromkeys(names, now_s)
+        age_s = now_s - self._read_s
+        is_known = all(model in self._found for model in names)
+        if age_s > FRESH_S or not is_known:
+            reading = self._begin(table)
+            if age_s > STALE_S or not is_known:
+                await asyncio.wait({reading}, timeout=WAIT_S)
+        return {model: self._found.get(model, UNSEEN) for model in names}
+
+    def _begin(self, table: Table) -> "asyncio.Task[None]":
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.ensure_future(self._read(table))
+        return self._reading
+
+    async def _read(self, table: Table) -> None:
+        now_s = self._clock()
+        self._asked_s = {m: s for m, s in self._asked_s.items() if now_s - s < FORGOTTEN_S}
+        homes = {model: table.homes[model] for model in self._asked_s if model in table.homes}
+        reads = self._files  # those of this table, also where a new one comes meanwhile
+        forecasts = dict.fromkeys(homes, UNSEEN)
+        try:
+            state = await self._state()
+            present, times = state.presences(homes), state.times()
+            begun = [_begin_files(reads, table, m) for m in homes if m not in reads]
+            if begun:
+                await asyncio.wait(begun, timeout=FILES_S)
+            for model, home in homes.items():
+                reading = reads.get(model)
+                files = reading.result() if reading and reading.done() else UNREAD
+                took = times.get((home, model), NEVER_SEEN)
+                forecasts[model] = await self._of(home, files, present[model], took)
+        except ArbiterUnavailable:
+            pass  # the ladder's own order counts for what is not predicted
+        if table is self._table:
+            self._found, self._read_s = forecasts, self._clock()
+
+    async def _of(
+        self, home: str, files: "_Files", presence: Presence, times: ModelTimes
+    ) -> Forecast:
+        """Raises ArbiterUnavailable."""
+        by_presence = predict.of_presence(presence.state, presence.estimate_s, times.run_s)
+        usual = Forecast(by_presence, files.context, None, times.run_long_s)
+        is_coming = presence.state in ("resident", "loading", "queued")
+        if (is_coming and presence.estimate_s is not None) or files.plan is None:
+            return usual
+        question = plan_questions.of_model(home, files.plan, Priority.NORMAL, DEFAULT_TENANT)
+        try:
+            plan = await self._plan(question)
+        except (UnknownCapability, UnknownModel):  # the arbiter does not have this table yet
+            return replace(usual, predicted=NOTHING)
+        predicted = predict.of_plan(presence.state, plan, times.load_s, times.run_s)
+        return replace(usual, predicted=predicted, never=predict.never(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What the files of a model say."""
+
+    context: int | None
+    plan: load_plan.ModelPlan | None  # None: they are on another node, or not read yet
+
+
+UNREAD = _Files(None, None)
+
+
+def _begin_files(
+    reads: "dict[str, asyncio.Future[_Files]]", table: Table, model: str
+) -> "asyncio.Future[_Files]":
+    capability = table.capabilities[table.homes[model]]
+    source = capability.models[model].source
+    reads[model] = begun = in_thread(source, _files, model, capability)
+
+    def forget_failed(ended: "asyncio.Future[_Files]") -> None:
+        """So that the next look reads them again."""
+        if error := ended.exception():
+            logger.error("no forecast of a load of %s: its files: %r", model, error)
+            del reads[model]
+
+    begun.add_done_callback(forget_failed)
+    return begun
+
+
+def _files(model: str, capability: CapabilityConfig) -> _Files:
+    context = model_cards.context(capability.models[model])
+    try:
+        return _Files(context, load_plan.plan(model, capability))
+    except (ConfigError, OSError):
+        return _Files(context, None)
