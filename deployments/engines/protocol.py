@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from deployments.routing.pieces import Kept
+from deployments.routing.pieces import KeptKv
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -130,7 +130,7 @@ class ForgetsTenants(Protocol):
 class TellsKept(Protocol):
     """An engine whose prefix cache loses first what was used longest ago."""
 
-    def kept_kv(self) -> Kept:
+    def kept_kv(self) -> KeptKv:
         """Says of which requests it holds most of the KV, by when they came. Called awake and
         asleep, and waits for nothing."""
 

@@ -221,7 +221,7 @@ class Capability:
         return {
             "models": {name: int(p) for name, p in presences.items() if p},
             "adapters": self.slotted.names({held.ticket for held in models.values()}),
-            "kept": {name: asdict(held.kept) for name, held in models.items() if held.kept},
+            "kept": {name: asdict(held.kept_kv) for name, held in models.items() if held.kept_kv},
         }
 
     async def check_health(self) -> None:

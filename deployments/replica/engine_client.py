@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from arbiter.errors import ENGINE_DIED, EngineLost
 from arbiter.units import Span, TicketId, seconds
 from deployments.messages import SIDE_STREAM, ResponseHead
-from deployments.routing.pieces import Kept
+from deployments.routing.pieces import KeptKv
 
 if TYPE_CHECKING:  # a tenth of a second, spent while the first engine starts
     import aiohttp
@@ -78,7 +78,7 @@ class EngineLink:
             error = facts["error"]
             raise LoadRefused(f"{error['type']}: {error['message']}", error["out_of_memory"])
 
-    async def health(self) -> Kept | None:
+    async def health(self) -> KeptKv | None:
         """What KV of its requests the engine has kept, None where it does not say (see
         protocol.TellsKept). Raises LoadRefused when the engine says that it cannot serve."""
         with self._typed():
@@ -86,7 +86,7 @@ class EngineLink:
                 facts = await answer.json()
         if answer.status != 200:
             raise LoadRefused(facts["error"]["message"], False)
-        return Kept(**facts["kept"]) if "kept" in facts else None
+        return KeptKv(**facts["kept"]) if "kept" in facts else None
 
     async def sleep(self) -> None:
         """Raises LoadRefused when the engine cannot."""

@@ -20,7 +20,7 @@ from deployments.config.load_plan import ModelPlan
 from deployments.prefixes import PrefixEnd
 from deployments.replica.engine_client import EngineLink
 from deployments.replica.model_files.loaded_files import LoadedFiles
-from deployments.routing.pieces import Kept
+from deployments.routing.pieces import KeptKv
 
 logger = logging.getLogger("arbiter.residency")
 
@@ -208,7 +208,7 @@ class HeldModel:
     gang: Gang | None = None  # until the grant: the tickets requested together
     slab_caps: tuple[tuple[str, float], ...] = ()  # of tenants, as its engine was told them
     files: LoadedFiles = field(default_factory=LoadedFiles)
-    kept: Kept | None = None  # what its engine has said that it holds of KV
+    kept_kv: KeptKv | None = None  # by the last report of its engine
     outdated: asyncio.Event = field(default_factory=asyncio.Event)  # its files were replaced
     uses: RequestsInFlight = field(default_factory=RequestsInFlight)
     demand: Demand = field(default_factory=Demand)

@@ -3,7 +3,7 @@
 Only an engine's tokenizer knows where the blocks of a prompt end, and a front has none. A piece of
 PIECE_CHARACTERS is about as long as a block of the CPU build (128 tokens), and its hash, like a
 block's, covers all that comes before it, the tenant and the adapter: two prompts share as many
-leading hashes as leading pieces. An engine reports by instants what it has evicted (`Kept`). An
+leading hashes as leading pieces. An engine reports by instants what it has evicted (`KeptKv`). An
 error here costs a prefill, never an answer.
 """
 
@@ -74,7 +74,7 @@ def split(hashes: bytes) -> list[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptKv:
     """What an engine reports of the KV that it has retained, by the arrival of the requests that
     made it. Wall-clock seconds."""
 
@@ -104,7 +104,7 @@ class SeenPieces:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], OrderedDict[bytes, Sent]] = {}
-        self._kept: dict[tuple[str, str], Kept] = {}
+        self._kept: dict[tuple[str, str], KeptKv] = {}
         self._models: dict[str, frozenset[str]] = {}  # by replica, as it said last
 
     def note(self, replica: str, model: str, pieces: Sequence[bytes], sent: Sent) -> None:
@@ -143,10 +143,10 @@ class SeenPieces:
         kept = self._kept_of(replica, model)
         return sent.at_s > kept.since_s and _is_kept(sent, kept, _capped_s(kept, tenant), now_s)
 
-    def _kept_of(self, replica: str, model: str) -> Kept:
+    def _kept_of(self, replica: str, model: str) -> KeptKv:
         return self._kept.get((replica, model), _NOTHING_KNOWN)
 
-    def update(self, replica: str, models: Collection[str], kept: Mapping[str, Kept]) -> None:
+    def update(self, replica: str, models: Collection[str], kept: Mapping[str, KeptKv]) -> None:
         """Takes a replica's report: the models that it has, and by model what KV their engines have
         kept. What it was sent for a model that it has lost is forgotten. A model that it has not
         reported yet may be on its way there, so that one is not. `since_s` of a model only grows,
@@ -177,16 +177,16 @@ class SeenPieces:
                 del by_replica[key]
 
 
-_NOTHING_KNOWN = Kept()
+_NOTHING_KNOWN = KeptKv()
 
 
-def _capped_s(kept: Kept, tenant: str) -> float:
+def _capped_s(kept: KeptKv, tenant: str) -> float:
     """Since when the slab has a tenant's rows; -inf where the tenant is not at its cap."""
     if not kept.capped_since_s:
         return -inf
     return kept.capped_since_s.get(tenant_digest(tenant).hex(), -inf)
 
 
-def _is_kept(sent: Sent, kept: Kept, capped_s: float, now_s: float) -> bool:
+def _is_kept(sent: Sent, kept: KeptKv, capped_s: float, now_s: float) -> bool:
     """Whether the KV of what was sent then, which is after `kept.since_s`, is still there."""
     return sent.at_s > kept.device_since_s or (sent.at_s > capped_s and sent.until_s > now_s)

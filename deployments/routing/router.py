@@ -14,7 +14,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from arbiter.protocol.messages import node_of
 from deployments import messages
-from deployments.routing.pieces import Kept, split
+from deployments.routing.pieces import KeptKv, split
 from deployments.routing.rank import ReplicaState, RouteRequest, RoutingHistory, rank
 
 NO_CALL = RouteRequest("", "")
@@ -80,7 +80,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         self._history.forget_others({replica.replica_id.unique_id for replica in replicas})
         for replica in replicas:
             name, stats = replica.replica_id.unique_id, replica.routing_stats
-            kept = {model: Kept(**times) for model, times in stats.get("kept", {}).items()}
+            kept = {model: KeptKv(**times) for model, times in stats.get("kept", {}).items()}
             self._history.seen.update(name, stats.get("models", ()), kept)
 
     def _state_of(

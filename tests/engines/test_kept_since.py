@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from arbiter.units import DEFAULT_TENANT, MIB
-from deployments.routing.pieces import Kept, SeenPieces, Sent, pieces_of, split
+from deployments.routing.pieces import KeptKv, SeenPieces, Sent, pieces_of, split
 from deployments.routing.rank import HELD_SHARE
 from tests.support.engine_host import Child, ZygoteUnderTest, served, until
 from tests.support.slabs import lent_slab, path_of
@@ -83,7 +83,7 @@ class Told:
         """The prompts of which the engine holds enough, as it says of itself."""
         status, said = self.child.call("GET", "/control/health")
         assert status == 200, said
-        self.seen.update("r", ["m"], {"m": Kept(**said["kept"])})
+        self.seen.update("r", ["m"], {"m": KeptKv(**said["kept"])})
         shares = {n: self.seen.share("r", "m", _pieces(n), tenant, time.time()) for n in seeds}
         return [n for n, share in shares.items() if share >= HELD_SHARE]
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from deployments.engines import linux
 from deployments.engines.asgi import refuse, respond
 from deployments.engines.protocol import Config, Receive, Scope, Send
-from deployments.routing.pieces import Kept
+from deployments.routing.pieces import KeptKv
 
 # Every page is touched.
 TOUCHED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
@@ -91,9 +91,9 @@ class FakeEngine:
     async def health(self) -> None:
         assert not self.args.get("sick"), "told to be sick"
 
-    def kept_kv(self) -> Kept:
+    def kept_kv(self) -> KeptKv:
         file = Path(self.args.get("kept", os.devnull))
-        return Kept(float(file.read_text() or 0) if file.exists() else 0.0)
+        return KeptKv(float(file.read_text() or 0) if file.exists() else 0.0)
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = json.loads((await receive())["body"] or b"{}")

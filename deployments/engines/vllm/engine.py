@@ -60,7 +60,7 @@ from deployments.engines.vllm.pictures.picture_identity import Pictures
 from deployments.engines.vllm.routes import pooling
 from deployments.engines.vllm.routes.context_growth import ContextGrowth
 from deployments.engines.vllm.routes.prewarm import NO_CACHE, Prewarmer
-from deployments.routing.pieces import Kept
+from deployments.routing.pieces import KeptKv
 
 # What a replica may call. vLLM also registers routes that pause, scale or reload an engine, or run
 # any of its calls by name; those stay out of reach.
@@ -369,7 +369,7 @@ class VllmEngine:
         if self.llm.output_processor.has_unfinished_requests():
             self.watch.check()
 
-    def kept_kv(self) -> Kept:
+    def kept_kv(self) -> KeptKv:
         return self.core.kept.facts()
 
     async def _ask_core(self) -> None:

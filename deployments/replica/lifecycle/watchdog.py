@@ -111,7 +111,7 @@ async def watch_engine(held: HeldModel, close: Close) -> None:
             async with asyncio.timeout(HUNG_S):
                 kept = await link.health()
             if held.link is link:
-                held.kept = kept
+                held.kept_kv = kept
         except EngineLost:
             if held.link is link and not link.is_held:
                 return  # the lifeline says so as well

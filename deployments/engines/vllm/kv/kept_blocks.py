@@ -21,7 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from arbiter.pool.layout import TENANT_BYTES
-from deployments.routing.pieces import Kept
+from deployments.routing.pieces import KeptKv
 from deployments.routing.rank import HELD_SHARE
 
 _DEVICE, _SLAB, _TENANTS = 0, 1, 2
@@ -55,14 +55,14 @@ class KeptSince:
             self._names[place * TENANT_BYTES : (place + 1) * TENANT_BYTES] = tenant
             self._times[_TENANTS + place] = used_s  # last: a name without a time is not told
 
-    def facts(self) -> Kept:
+    def facts(self) -> KeptKv:
         device_s, slab_s = self._times[_DEVICE], self._times[_SLAB]
         names = (
             bytes(self._names[at : at + TENANT_BYTES]).hex()
             for at in range(0, len(self._names), TENANT_BYTES)
         )
         capped_s = {name: s for name, s in zip(names, self._times[_TENANTS:], strict=True) if s}
-        return Kept(min(device_s, slab_s), device_s, capped_s)
+        return KeptKv(min(device_s, slab_s), device_s, capped_s)
 
 
 class KeptBlocks:

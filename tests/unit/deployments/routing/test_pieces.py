@@ -14,7 +14,7 @@ from deployments.routing.pieces import (
     HASH_BYTES,
     PIECE_CHARACTERS,
     PIECES_OF_A_PROMPT,
-    Kept,
+    KeptKv,
     SeenPieces,
     Sent,
     pieces_of,
@@ -166,14 +166,14 @@ def test_what_was_sent_before_an_engine_kept_it_counts_no_more_and_what_was_sent
     seen.note("a", "m", [b"1", b"2"], Sent(10.0))
     seen.note("a", "m", [b"1", b"3"], Sent(20.0))
     seen.note("b", "m", [b"1", b"2"], Sent(10.0))
-    seen.update("a", ["m"], {"m": Kept(5.0)})
+    seen.update("a", ["m"], {"m": KeptKv(5.0)})
     assert [share(seen, "a", "m", [b"1", piece]) for piece in (b"2", b"3")] == [1.0, 1.0]
-    seen.update("a", ["m"], {"m": Kept(10.0), "n": Kept(99.0)})
+    seen.update("a", ["m"], {"m": KeptKv(10.0), "n": KeptKv(99.0)})
     assert [share(seen, "a", "m", [b"1", piece]) for piece in (b"2", b"3")] == [0.5, 1.0]
     assert share(seen, "b", "m", [b"1", b"2"]) == 1.0, "another replica's engine"
     assert [has_kept(seen, "a", "m", at_s) for at_s in (10.0, 10.1)] == [False, True]
     assert has_kept(seen, "b", "m", 0.0)
-    seen.update("a", ["m"], {"m": Kept(20.0)})
+    seen.update("a", ["m"], {"m": KeptKv(20.0)})
     assert share(seen, "a", "m", [b"1", b"3"]) == 0.0
     seen.note("a", "m", [b"1", b"2"], Sent(21.0))
     assert share(seen, "a", "m", [b"1", b"2"]) == 1.0, "it was sent anew"
@@ -181,7 +181,7 @@ def test_what_was_sent_before_an_engine_kept_it_counts_no_more_and_what_was_sent
 
 def test_replica_that_keeps_nothing_holds_nothing_whatever_it_is_sent() -> None:
     seen = SeenPieces()
-    seen.update("a", ["m"], {"m": Kept(inf)})
+    seen.update("a", ["m"], {"m": KeptKv(inf)})
     seen.note("a", "m", [b"1"], Sent(10.0))
     assert share(seen, "a", "m", [b"1"]) == 0.0
 
@@ -189,8 +189,8 @@ def test_replica_that_keeps_nothing_holds_nothing_whatever_it_is_sent() -> None:
 def test_what_a_replica_has_lost_it_has_not_again_when_an_engine_begins_anew() -> None:
     seen = SeenPieces()
     seen.note("a", "m", [b"1"], Sent(10.0))
-    seen.update("a", ["m"], {"m": Kept(20.0)})
-    seen.update("a", ["m"], {"m": Kept(0.0)})
+    seen.update("a", ["m"], {"m": KeptKv(20.0)})
+    seen.update("a", ["m"], {"m": KeptKv(0.0)})
     seen.update("a", ["m"], {})
     assert share(seen, "a", "m", [b"1"]) == 0.0
     seen.forget_others([])
@@ -203,14 +203,14 @@ def test_later_time_of_two_that_are_noted_of_one_prompt_counts() -> None:
     seen = SeenPieces()
     seen.note("a", "m", [b"1"], Sent(10.0))
     seen.note("a", "m", [b"1"], Sent(9.0))
-    seen.update("a", ["m"], {"m": Kept(9.5)})
+    seen.update("a", ["m"], {"m": KeptKv(9.5)})
     assert share(seen, "a", "m", [b"1"]) == 1.0
 
 
 def test_engine_that_keeps_kv_after_another_kept_none_holds_what_it_is_sent() -> None:
     seen = SeenPieces()
-    seen.update("a", ["m"], {"m": Kept(inf)})
-    seen.update("a", ["m"], {"m": Kept(20.0)})
+    seen.update("a", ["m"], {"m": KeptKv(inf)})
+    seen.update("a", ["m"], {"m": KeptKv(20.0)})
     seen.note("a", "m", [b"1"], Sent(30.0))
     assert share(seen, "a", "m", [b"1"]) == 1.0
     assert not has_kept(seen, "a", "m", 10.0)
@@ -220,7 +220,7 @@ def test_call_that_waited_to_be_sent_is_lost_with_those_as_old() -> None:
     seen = SeenPieces()
     seen.note("a", "m", [b"1"], Sent(10.0))
     seen.note("a", "m", [b"2"], Sent(5.0))
-    seen.update("a", ["m"], {"m": Kept(7.0)})
+    seen.update("a", ["m"], {"m": KeptKv(7.0)})
     assert [share(seen, "a", "m", [piece]) for piece in (b"1", b"2")] == [1.0, 0.0]
 
 
@@ -235,9 +235,9 @@ def test_what_the_device_has_lost_is_held_by_the_slab_until_the_latest_of_its_te
     def shares(now_s: float) -> list[float]:
         return [seen.share("a", "m", prompt, "acme", now_s) for prompt in (first, second)]
 
-    seen.update("a", ["m"], {"m": Kept(5.0, 5.0)})
+    seen.update("a", ["m"], {"m": KeptKv(5.0, 5.0)})
     assert shares(9_999.0) == [1.0, 1.0], "the device has it"
-    seen.update("a", ["m"], {"m": Kept(5.0, 40.0)})
+    seen.update("a", ["m"], {"m": KeptKv(5.0, 40.0)})
     assert [shares(now_s) for now_s in (309.0, 310.0, 3_619.0, 3_620.0)] == [
         [1.0, 1.0], [0.5, 1.0], [0.5, 1.0], [0.0, 0.0],
     ]  # fmt: skip
@@ -255,11 +255,11 @@ def test_what_a_tenant_lost_for_its_cap_says_nothing_of_what_others_were_sent() 
         return [seen.share("a", "m", prompt, tenant, 50.0) for prompt, tenant in pairs]
 
     acme = tenant_digest("acme").hex()
-    seen.update("a", ["m"], {"m": Kept(5.0, 5.0, {acme: 20.0})})
+    seen.update("a", ["m"], {"m": KeptKv(5.0, 5.0, {acme: 20.0})})
     assert held() == [1.0, 1.0], "the device has it"
-    seen.update("a", ["m"], {"m": Kept(5.0, 40.0, {acme: 20.0})})
+    seen.update("a", ["m"], {"m": KeptKv(5.0, 40.0, {acme: 20.0})})
     assert held() == [0.0, 1.0]
-    seen.update("a", ["m"], {"m": Kept(5.0, 40.0)})
+    seen.update("a", ["m"], {"m": KeptKv(5.0, 40.0)})
     assert held() == [0.0, 1.0], "an engine that begins anew has not brought it back"
     seen.note("a", "m", [b"own"], Sent(21.0))
     assert held() == [1.0, 1.0]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.routing.pieces import Kept
+from deployments.routing.pieces import KeptKv
 from deployments.routing.rank import (
     FOLLOW_S,
     HELD_SHARE,
@@ -183,16 +183,16 @@ def test_conversation_stays_where_it_was_until_the_engine_there_has_evicted_its_
 
     memory.note_sent(TALK, "a", 10.0)
     memory.note_sent(hello, "a", 20.0)
-    memory.seen.update("a", HERE, {"m": Kept(9.0)})
+    memory.seen.update("a", HERE, {"m": KeptKv(9.0)})
     assert [first(TALK), first(hello)] == ["a", "a"]
-    memory.seen.update("a", HERE, {"m": Kept(15.0)})
+    memory.seen.update("a", HERE, {"m": KeptKv(15.0)})
     assert [first(TALK), first(hello)] == ["b", "a"]
     memory.note_sent(TALK, "a", 30.0, 16.0)
     assert first(TALK) == "a"
     memory.note_sent(TALK, "a", 31.0, 14.0)
     assert first(TALK) == "a", "the later time counts"
     memory.note_sent(TALK, "b", 32.0, 14.0)
-    memory.seen.update("b", HERE, {"m": Kept(15.0)})
+    memory.seen.update("b", HERE, {"m": KeptKv(15.0)})
     assert memory.sticky(TALK, 40.0) is None, "of another replica, its own"
 
 

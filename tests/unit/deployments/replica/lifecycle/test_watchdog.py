@@ -30,7 +30,7 @@ from deployments.replica.model_files.loaded_files import (
     files,
     pieces,
 )
-from deployments.routing.pieces import Kept
+from deployments.routing.pieces import KeptKv
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("D5")
@@ -275,11 +275,11 @@ class TellsKept:
     def __init__(self) -> None:
         self.asked = 0
 
-    async def health(self) -> Kept:
+    async def health(self) -> KeptKv:
         self.asked += 1
         if self.asked == 3:
             await asyncio.Event().wait()
-        return Kept(10.0 * self.asked)
+        return KeptKv(10.0 * self.asked)
 
 
 @pytest.mark.spec("G3")
@@ -292,7 +292,7 @@ async def test_replica_learns_what_its_engine_has_evicted_with_its_health(
     held.link = link
     watching = asyncio.ensure_future(watchdog.watch_engine(held, lambda *_: None))
     await eventually(lambda: engine.asked == 3)
-    assert held.kept == Kept(20.0)
+    assert held.kept_kv == KeptKv(20.0)
     watching.cancel()
 
 
