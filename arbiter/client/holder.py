@@ -50,9 +50,9 @@ class HolderClient:
         return self.session.epoch
 
     @property
-    def runs(self) -> RequestLog:
+    def request_log(self) -> RequestLog:
         """The finished requests, on their way to the event log."""
-        return self.session.runs
+        return self.session.request_log
 
     def check(self) -> None:
         """Raises the bug that ended the session: a holder without a session must be replaced."""

@@ -57,7 +57,7 @@ class Session:
         self.lost = asyncio.Event()
         self.outbox_empty = asyncio.Event()
         self.outbox_empty.set()
-        self.runs = RequestLog()
+        self.request_log = RequestLog()
         self._held_tickets, self._on_command, self._on_joined = held_tickets, on_command, on_joined
         self._handle: Any = None  # of the arbiter's actor
         self._keepalive: Any = None  # our pending call; the arbiter watches that we own it
@@ -245,15 +245,15 @@ class Session:
             epoch, arbiter = self.epoch, self.arbiter
             if epoch is None or arbiter is None:
                 continue
-            runs, dropped = self.runs.untold()
-            counted = self.runs.usage(), self.runs.times()
+            runs, dropped = self.request_log.untold()
+            counted = self.request_log.usage(), self.request_log.times()
             renewed = ev.Renewed(self.holder, self._held_tickets(), runs, dropped, *counted)
             try:
                 await self.call(arbiter, "renew", epoch, renewed, within_s=ANSWER_S)
             except (StaleEpoch, rpc.ConnectionLost, rpc.RemoteError):
                 self.lose(epoch)
             else:
-                self.runs.forget_told(renewed)
+                self.request_log.forget_told(renewed)
 
     # -- the outbox ------------------------------------------------------------------------------
 

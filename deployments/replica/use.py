@@ -91,10 +91,10 @@ class Use:
 
     def _tell(self, ticket: TicketId | None, error: BaseException | None) -> None:
         """Notes the finished request for the event log; the next heartbeat carries it."""
-        now_ns, runs = time.monotonic_ns(), self._residency.client().runs
+        now_ns, log = time.monotonic_ns(), self._residency.client().request_log
         ran = None if self._serves_ns is None else Span(now_ns - self._serves_ns)
         took, outcome = Span(now_ns - self._began_ns), outcome_of(error)
-        runs.note(ticket, self._model, took, outcome, self._request, self._client, ran)
+        log.note(ticket, self._model, took, outcome, self._request, self._client, ran)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class ScriptedClient:
         self.requests: list[ev.Requested] = []
         self.told: list[ev.Event] = []
         self.answers: dict[str, asyncio.Future[Exception | None]] = {}
-        self.runs = RequestLog()
+        self.request_log = RequestLog()
 
     async def joined(self, within_s: float = 0.0) -> None:
         if self.unreachable_s:

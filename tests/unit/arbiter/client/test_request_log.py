@@ -83,7 +83,7 @@ async def test_runs_go_with_the_heartbeat_and_again_when_it_was_lost(
 
     client = joined_client(FakeArbiter(renew=renew))
     monkeypatch.setattr(client.session, "lose", lambda epoch: None)  # stays in the epoch
-    noted(client.runs, "r")
+    noted(client.request_log, "r")
     async with asyncio.timeout(60):
         await twice.wait()
     assert [[run.request for run in each.runs] for each in heard] == [["r"], ["r"]]

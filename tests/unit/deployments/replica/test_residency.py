@@ -502,7 +502,7 @@ async def test_every_way_out_of_a_use_leaves_nothing_in_flight() -> None:
             async with asyncio.timeout(0.01):
                 await stream()
         assert held.uses.inflight == 0
-        runs, _ = residency.client().runs.untold()
+        runs, _ = residency.client().request_log.untold()
         assert [run.outcome for run in runs] == ["deadline_unmet", "left", "left", "left"]
 
 

@@ -29,7 +29,7 @@ class OnlyLog:
     """A client of which a warm request may touch nothing but the log of finished requests."""
 
     def __init__(self) -> None:
-        self.runs, self.touched = RequestLog(), []  # type: ignore[var-annotated]
+        self.request_log, self.touched = RequestLog(), []  # type: ignore[var-annotated]
 
     def __getattr__(self, name: str) -> Any:
         self.touched.append(name)
@@ -45,5 +45,5 @@ async def test_warm_request_touches_nothing_of_the_client_but_its_log() -> None:
         async with residency.use("a") as use:
             parts = [part async for part in use.stream("POST", "/v1/x", {}, b"")]
         assert len(parts) == 2 and only.touched == []
-        assert len(only.runs.untold()[0]) == 1
+        assert len(only.request_log.untold()[0]) == 1
         residency._client = arbiter

@@ -31,7 +31,7 @@ class Holder:
     def __init__(self, *held: HeldModel) -> None:
         self.models = {s.model: s for s in held}
         self.go_on = asyncio.Event()
-        self.runs = RequestLog()
+        self.request_log = RequestLog()
 
     def client(self) -> "Holder":
         return self
@@ -109,7 +109,7 @@ async def test_client_that_leaves_as_its_model_becomes_resident_is_not_in_flight
             await asyncio.sleep(0)
     await steps.aclose()
     assert mine.uses.inflight == 0
-    runs, _ = holder.runs.untold()
+    runs, _ = holder.request_log.untold()
     assert [run.outcome for run in runs] == ["left"]
 
 

@@ -183,7 +183,7 @@ async def test_prewarm_is_in_no_account(clock: HandClock) -> None:
     async with warming() as (residency, arbiter, _):
         await use(residency)
         await settle(lambda: told(arbiter))
-        assert [usage.requests_count for usage in arbiter.runs.usage()] == [1]
+        assert [usage.requests_count for usage in arbiter.request_log.usage()] == [1]
 
 
 @pytest.mark.spec("G6")
@@ -262,7 +262,7 @@ async def test_engine_that_knows_no_prewarm_is_never_asked(clock: HandClock) -> 
         await use(residency)
         sessions = Sessions(residency, _nothing)
         assert sessions.open(call()).head.status == 202
-        await settle(lambda: len(arbiter.runs.untold()[0]) == 2)
+        await settle(lambda: len(arbiter.request_log.untold()[0]) == 2)
         await no_more()
         assert engine.prewarms == [] and told(arbiter) == []
 
@@ -299,7 +299,7 @@ async def test_session_loads_the_model_as_batch_work_and_warms_its_own_prefix(
         causes = [(e.prefix, e.cause) for e in told(arbiter)]
         assert causes == [("k", "session"), (DECLARED, "load")]
         assert engine.prewarms[0]["messages"] == more
-        [usage] = arbiter.runs.usage()
+        [usage] = arbiter.request_log.usage()
         assert (usage.client, usage.requests_count) == (Client("default", "cli"), 1)
 
 
