@@ -61,7 +61,7 @@ class AdaptedCapability(Capability):
         config = use.config
         if call.served in ("", call.model) or "adapters" not in config:
             return
-        self.slotted.note(use.ticket, call.served, config["adapters"]["slots"])
+        self.adapter_slots.note(use.ticket, call.served, config["adapters"]["slots"])
         if not self._has_fetcher(call.model, use):
             made = await in_thread(config["model"], AdapterFetcher, config)
             if not self._has_fetcher(call.model, use):  # no other call was first meanwhile

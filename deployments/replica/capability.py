@@ -59,8 +59,8 @@ class Capability:
     def __init__(self, capability: str) -> None:
         self._capability, self._node = capability, str(own_node())
         replica = serve.get_replica_context().replica_id.unique_id
-        self._pace = StreamBatching()
-        self.slotted = AdapterSlots()
+        self._stream_batching = StreamBatching()
+        self.adapter_slots = AdapterSlots()
         self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
         self._sessions = Sessions(self._residency, self.prepare)
 
@@ -160,7 +160,7 @@ class Capability:
                 async for step in last_steps:
                     yield step
             if call.stable is not None:
-                use.begins_with(call.stable, call.body, call.tenant)
+                use.note_stable_prefix(call.stable, call.body, call.tenant)
             if call.stay_warm_s:
                 use.stay_warm(call.stay_warm_s)
             waited_s = time.monotonic() - began_s
@@ -198,7 +198,7 @@ class Capability:
         if call.reader_node and call.reader_node == self._node:
             headers[messages.SIDE_STREAM] = secrets.token_hex(16)
         stream = use.stream("POST", call.path, headers, call.body)
-        return self._pace.follow(stream, wants_progress=call.wants_progress)
+        return self._stream_batching.follow(stream, wants_progress=call.wants_progress)
 
     async def served_by(self, call: messages.InferenceCall) -> str:
         """The held model that answers the call; another than the call's only where that is
@@ -220,7 +220,7 @@ class Capability:
         }
         return {
             "models": {name: int(p) for name, p in presences.items() if p},
-            "adapters": self.slotted.names({held.ticket for held in models.values()}),
+            "adapters": self.adapter_slots.names({held.ticket for held in models.values()}),
             "kept": {name: asdict(held.kept_kv) for name, held in models.items() if held.kept_kv},
         }
 

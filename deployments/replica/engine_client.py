@@ -58,20 +58,20 @@ class EngineLink:
         self._watch: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
-    async def hold(self, lost: Callable[[], None]) -> None:
+    async def open_lifeline(self, lost: Callable[[], None]) -> None:
         """Opens the lifeline; `lost` is called once, when it breaks from the other end."""
-        with self._typed():
+        with self._engine_lost_if_broken():
             self._lifeline = await self._session.get("/control/lifeline")
         self._watch = asyncio.ensure_future(self._until_broken(self._lifeline, lost))
 
     @property
-    def is_held(self) -> bool:
-        """The lifeline is open: the engine lives, as far as this process knows."""
+    def is_alive(self) -> bool:
+        """Whether the lifeline is open: the engine lives, as far as this process knows."""
         return self._watch is not None and not self._watch.done()
 
     async def ready(self) -> None:
         """Waits for the load. Raises LoadRefused."""
-        with self._typed():
+        with self._engine_lost_if_broken():
             async with self._session.get("/control/ready") as answer:
                 facts = await answer.json()
         if answer.status != 200:
@@ -79,9 +79,9 @@ class EngineLink:
             raise LoadRefused(f"{error['type']}: {error['message']}", error["out_of_memory"])
 
     async def health(self) -> KeptKv | None:
-        """What KV of its requests the engine has kept, None where it does not say (see
+        """Returns what KV of its requests the engine has kept, None where it does not say (see
         protocol.TellsKept). Raises LoadRefused when the engine says that it cannot serve."""
-        with self._typed():
+        with self._engine_lost_if_broken():
             async with self._session.get("/control/health") as answer:
                 facts = await answer.json()
         if answer.status != 200:
@@ -89,15 +89,15 @@ class EngineLink:
         return KeptKv(**facts["kept"]) if "kept" in facts else None
 
     async def sleep(self) -> None:
-        """Raises LoadRefused when the engine cannot."""
+        """Has the engine sleep. Raises LoadRefused when it cannot."""
         await self._control("/control/sleep")
 
     async def purge(self) -> None:
-        """Empties its caches, where it has any. Raises LoadRefused."""
+        """Has the engine empty its caches, where it has any. Raises LoadRefused."""
         await self._control("/control/purge")
 
     async def shrink_slabs(self) -> None:
-        """Has its slabs give back and erase what their owner says. Raises LoadRefused."""
+        """Has the engine's slabs give back and erase what their owner says. Raises LoadRefused."""
         await self._control("/control/shrink_slabs")
 
     async def cap_slabs(self, caps: dict[str, float]) -> None:
@@ -105,11 +105,12 @@ class EngineLink:
         await self._control("/control/cap_slabs", {"caps": caps})
 
     async def forget_tenant(self, tenant: str) -> None:
-        """Has it unload the tenant's own adapters. Raises LoadRefused."""
+        """Has the engine unload the tenant's own adapters. Raises LoadRefused."""
         await self._control("/control/forget_tenant", {"tenant": tenant})
 
     async def drop_drafter(self) -> bool:
-        """False: its drafter only leaves with a restart. Raises LoadRefused."""
+        """Has the engine give its drafter's memory back. False: the drafter only leaves with a
+        restart. Raises LoadRefused."""
         return bool((await self._control("/control/drop_drafter"))["dropped"])
 
     async def wake(self) -> WakeResult:
@@ -123,10 +124,10 @@ class EngineLink:
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
-        """The engine's answer: its head, then its bytes as they come; none where the head says at
-        which socket they are. Closing this generator closes the connection, which cancels the work
-        in the engine."""
-        with self._typed():
+        """Yields the engine's answer: its head, then its bytes as they come; none where the head
+        says at which socket they are. Closing this generator closes the connection, which cancels
+        the work in the engine."""
+        with self._engine_lost_if_broken():
             async with self._session.request(method, path, headers=headers, data=body) as answer:
                 passed_on = {
                     k.lower(): v for k, v in answer.headers.items() if k.lower() not in _HOP
@@ -148,11 +149,12 @@ class EngineLink:
             self._closing = asyncio.ensure_future(self._session.close())
 
     async def closed(self) -> None:
+        """Waits until what `cut` began has closed."""
         if self._closing:
             await self._closing
 
     async def _control(self, path: str, body: Any = None) -> dict[str, Any]:
-        with self._typed():
+        with self._engine_lost_if_broken():
             async with self._session.post(path, json=body) as answer:
                 reply: dict[str, Any] = await answer.json()
         if answer.status != 200:
@@ -160,8 +162,8 @@ class EngineLink:
         return reply
 
     @contextlib.contextmanager
-    def _typed(self) -> Any:
-        """A broken connection means that the engine is gone: raises EngineLost."""
+    def _engine_lost_if_broken(self) -> Any:
+        """Raises EngineLost for a broken connection, which means that the engine is gone."""
         try:
             yield
         except self._broken as error:
@@ -180,8 +182,8 @@ class EngineLink:
         lost()
 
 
-def why(error: Exception, after_s: float) -> tuple[str, bool]:
-    """The cause of a failed load in words, and whether the engine ran out of memory."""
+def failure_cause(error: Exception, after_s: float) -> tuple[str, bool]:
+    """Returns the cause of a failed load in words, and whether the engine ran out of memory."""
     if isinstance(error, LoadRefused):
         return error.cause, error.out_of_memory
     if isinstance(error, TimeoutError) and error.errno is None:  # a file server's has one

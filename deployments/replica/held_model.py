@@ -79,7 +79,8 @@ PHASES = {
 
 
 def new_ticket(model: str) -> TicketId:
-    """Sockets and logs carry it, so it holds only plain characters of the model's name."""
+    """Makes a ticket's id, with only plain characters of the model's name, because sockets and logs
+    carry it."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", model).strip("-")[:_NAME_MOST] or "model"
     return TicketId(f"{name}-{uuid.uuid4().hex[:10]}")
 
@@ -125,7 +126,7 @@ class RequestsInFlight:
             await self.emptied.wait()
 
     async def ended_within(self, within: Span) -> bool:
-        """False: a request in flight outlived the time."""
+        """Waits until no request is in flight. False: one outlived the time."""
         try:
             async with asyncio.timeout(in_seconds(within)):
                 await self.all_ended()
@@ -183,7 +184,7 @@ class Growth:
     is_restart: bool = False  # its process is being replaced; the arbiter sees it in use
 
 
-class Warms(Protocol):
+class WarmerApi(Protocol):
     """What a held model tells and asks its PrefixWarmer."""
 
     def on_move(self, before: HolderState, to: HolderState) -> None: ...
@@ -214,10 +215,10 @@ class HeldModel:
     demand: Demand = field(default_factory=Demand)
     load: LoadNotes = field(default_factory=LoadNotes)
     growth: Growth = field(default_factory=Growth)
-    warmer: Warms | None = None  # of its stable prefixes; None: its engine has no use for it
+    warmer: WarmerApi | None = None  # of its stable prefixes; None: its engine has no use for it
 
     def move(self, to: HolderState) -> None:
-        """The only way from one state to another; see TRANSITIONS."""
+        """Changes the state, which nothing else does; see TRANSITIONS."""
         lawful = TRANSITIONS[self.state]
         assert to in lawful, f"{self.ticket}: no way from {self.state.value} to {to.value}"
         logger.debug("%s: %s -> %s", self.ticket, self.state.value, to.value)
@@ -235,12 +236,12 @@ class HeldModel:
     def model(self) -> str:
         return self.plan.model
 
-    def enter(self, priority: Priority, client: Client = ANYBODY) -> None:
+    def begin_request(self, priority: Priority, client: Client = ANYBODY) -> None:
         """Puts one more request in flight."""
-        self.note(priority, client)
+        self.note_request(priority, client)
         self.uses.begin()
 
-    def note(
+    def note_request(
         self, priority: Priority, client: Client = ANYBODY, until_s: float | None = None
     ) -> bool:
         """Notes an arriving request. True when the arbiter, which has the ticket in its queue
@@ -255,19 +256,19 @@ class HeldModel:
         demand.until_s = until_s if is_later or not is_busy else demand.until_s
         return (is_raised or is_later or is_first) and self.state is HolderState.QUEUED
 
-    def granted(self, grant: Granted) -> None:
-        """The load or wake may begin."""
+    def on_grant(self, grant: Granted) -> None:
+        """Takes the arbiter's grant: the load or wake may begin."""
         self.move(HolderState.LOADING)
         self.devices, self.gang = grant.devices, None
         self.load.predicted, self.load.granted_ns = grant.predicted, time.monotonic_ns()
         self.load.serves_at_ns = 0
 
-    def expected(self, predicted: Span) -> None:
-        """The arbiter says how long the queued ticket waits and loads. A waiting request whose
-        deadline is sooner fails at once (A21)."""
+    def on_wait_estimate(self, predicted: Span) -> None:
+        """Takes the arbiter's estimate of how long the queued ticket waits and loads. A waiting
+        request whose deadline is sooner fails at once (A21)."""
         self.load.serves_at_ns = time.monotonic_ns() + predicted
         for waiter, until_s in list(self.demand.waiters.items()):
-            if not waiter.done() and (error := self.unmet(until_s)):
+            if not waiter.done() and (error := self.deadline_unmet(until_s)):
                 waiter.set_exception(error)
 
     @property
@@ -285,33 +286,33 @@ class HeldModel:
         """Begins a request's wait for the work on the model. The result is True once the request is
         in flight, and False where the model's state must be looked at again. Raises DeadlineUnmet
         where the work is known to end too late for the request."""
-        if late := self.unmet(until_s):
+        if late := self.deadline_unmet(until_s):
             raise late
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.demand.waiters[waiter] = until_s
         return waiter
 
-    def unmet(self, until_s: float | None) -> DeadlineUnmet | None:
+    def deadline_unmet(self, until_s: float | None) -> DeadlineUnmet | None:
         """The refusal of a request that waits until then; None: in time, or not known."""
         left_s = self.left_s
         if until_s is None or left_s is None or time.monotonic() + left_s <= until_s:
             return None
         return DeadlineUnmet(self.ticket, 0.0, max(1.0, left_s), left_s)
 
-    def leave(self) -> None:
+    def end_request(self) -> None:
         """Takes one request out of flight."""
         self.uses.end()
 
-    def admit(self) -> None:
-        """RESIDENT: the waiting requests are in flight from this very step on, so that no revoke
-        finds the model idle between its load and its first use."""
+    def admit_waiting(self) -> None:
+        """Puts the waiting requests in flight. A model that has become RESIDENT does so in the same
+        step, so that no revoke finds it idle between its load and its first use."""
         for waiter in self._take_waiters():
             self.uses.begin()
             waiter.set_result(True)
 
-    def turn_back(self, error: Exception | None = None) -> None:
-        """The waiting requests fail with the error; without an error they look again at what there
-        is. So does a request that may wait for longer than the refused ticket did."""
+    def turn_back_waiting(self, error: Exception | None = None) -> None:
+        """Ends the wait of all requests. They fail with the error; without an error they look again
+        at what there is. So does a request that may wait for longer than the refused ticket did."""
         for waiter, until_s in self._take_waiters().items():
             if error is None or _is_in_time(error, until_s):
                 waiter.set_result(False)
@@ -325,7 +326,7 @@ class HeldModel:
         return taken
 
     def request(self, holder: HolderId, capability: str) -> Requested:
-        """What the arbiter is asked for."""
+        """Returns the event that asks the arbiter for the model's ticket."""
         plan, demand, deadline = self.plan, self.demand, None
         if demand.until_s is not None and not demand.is_wanted:
             deadline = seconds(max(0.001, demand.until_s - time.monotonic()))
@@ -345,8 +346,9 @@ class HeldModel:
             gang=self.gang.tickets if self.gang else (),
         )
 
-    def account(self) -> HeldTicket:
-        """What the heartbeat says of it. Requests that wait for its load count as in flight."""
+    def heartbeat_entry(self) -> HeldTicket:
+        """Returns what the heartbeat says of the model. Requests that wait for its load count as in
+        flight."""
         uses, is_restart = self.uses, self.growth.is_restart
         waiting = len(self.demand.waiters) if self.state is HolderState.LOADING else 0
         inflight = max(uses.inflight + waiting, int(is_restart))

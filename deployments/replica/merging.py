@@ -129,7 +129,7 @@ class Merging:
         share = self._share.of(copy.name)
         return share is None or share >= STAYS_ABOVE * self._begins_at
 
-    async def _look(self, copy: MergedCopy) -> None:
+    async def _end_if_useless(self, copy: MergedCopy) -> None:
         """Has a copy end that is of no use any more. What a file server does not say, or not within
         LOOK_S, is asked again."""
         owner, served = copy.name
@@ -149,13 +149,13 @@ class Merging:
         requests later."""
         self._share.forget()
         self._copy = copy
-        self._residency.background.begin(self._live(copy))
+        self._residency.background.begin(self._run(copy))
 
-    async def _live(self, copy: MergedCopy) -> None:
+    async def _run(self, copy: MergedCopy) -> None:
         """Runs a copy from the first step to the end of its engine."""
         try:
-            shelf = await in_thread(self.config["model"], self._checked)
-            published = await shelf.take(copy.entry)
+            checked = await in_thread(self.config["model"], self._checked)
+            published = await checked.take(copy.entry)
             served = copy.name[1]
             plans = self._residency.plans
             plan = await plans.merged(self._model, served, published.path)
@@ -174,17 +174,17 @@ class Merging:
     async def _until_over(self, copy: MergedCopy, held: HeldModel) -> None:
         """Requests that the copy has begun are finished with the values with which they began."""
         while held.state is not HolderState.CLOSED:
-            await self._look(copy)
+            await self._end_if_useless(copy)
             if copy.over.is_set() and held.state is HolderState.RESIDENT:
                 unloading.retire(self._residency, held)
                 await held.uses.all_ended()
                 return unloading.end(self._residency, held, Reason.MANUAL)
             if copy.over.is_set() and held.state in (HolderState.QUEUED, HolderState.LOADING):
                 return unloading.end(self._residency, held, Reason.MANUAL)
-            await _passed(copy.over)
+            await _over_or_next_look(copy.over)
 
 
-async def _passed(over: asyncio.Event) -> None:
+async def _over_or_next_look(over: asyncio.Event) -> None:
     """Returns when the copy is over, or it is time to look again."""
     if over.is_set():
         return await asyncio.sleep(LOOK_S)

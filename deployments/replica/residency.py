@@ -78,7 +78,7 @@ class Residency:
         if self._client is None:
             # Raises RuntimeError without a loop: a session's tasks would be of another loop.
             asyncio.get_running_loop()
-            mine = self.capability, self.holder, self.account, self._on_command
+            mine = self.capability, self.holder, self.held_tickets, self._on_command
             # A context of its own, as in background.detached_task.
             self._client = contextvars.Context().run(HolderClient, *mine)
         return self._client
@@ -102,9 +102,9 @@ class Residency:
         """Gives a resident model what its `grow_to` says (A14); resize.give_back is the reverse."""
         await resize.grow(self, model)
 
-    def account(self) -> tuple[ev.HeldTicket, ...]:
+    def held_tickets(self) -> tuple[ev.HeldTicket, ...]:
         """Every ticket with bytes, for the heartbeat."""
-        return tuple(held.account() for held in self.tickets.values())
+        return tuple(held.heartbeat_entry() for held in self.tickets.values())
 
     async def close(self) -> None:
         """Releases everything; requests in flight hear EngineLost."""
@@ -119,7 +119,7 @@ class Residency:
 
     # -- a request's way in --------------------------------------------------------------------
 
-    async def enter(
+    async def begin_request(
         self, model: str, deadline_s: float | None, priority: types.Priority, client: types.Client
     ) -> HeldModel:
         """The held model, once it serves, with this request in flight: its ticket is requested or
@@ -132,13 +132,13 @@ class Residency:
                     held = self.models.get(model) or await self._open(model)
                     if held.state is HolderState.RESIDENT:
                         if await self._is_current(held):
-                            held.enter(priority, client)
+                            held.begin_request(priority, client)
                             return held
                         continue
-                    if held.note(priority, client, until_s):
+                    if held.note_request(priority, client, until_s):
                         self.client().tell(held.request(self.holder, self.capability))
                     if held.state is HolderState.ASLEEP:
-                        self.begin(held, loading.wake(self, held))
+                        self.begin_work(held, loading.wake(self, held))
                     if await self._wait(held, until_s):
                         return held
         except TimeoutError:
@@ -162,7 +162,7 @@ class Residency:
         except (asyncio.CancelledError, DeadlineUnmet):
             if waiter is not None and _is_answered(waiter):
                 if waiter.result():
-                    held.leave()
+                    held.end_request()
                 raise
             if waiter is not None:
                 held.demand.waiters.pop(waiter, None)
@@ -207,12 +207,12 @@ class Residency:
     def open(self, held: HeldModel) -> HeldModel:
         """Begins its load; no other held model has its name."""
         self.models[held.model] = held
-        self.begin(held, loading.load(self, held))
+        self.begin_work(held, loading.load(self, held))
         return held
 
     # -- the work on one model -----------------------------------------------------------------
 
-    def begin(self, held: HeldModel, work: Coroutine[Any, Any, None]) -> None:
+    def begin_work(self, held: HeldModel, work: Coroutine[Any, Any, None]) -> None:
         """See ResidencyApi. An asleep model is queued: a request that comes now waits for the same
         wake."""
         if held.state is HolderState.ASLEEP:
@@ -246,7 +246,7 @@ class Residency:
                 self._on_caches(command)
             case messages.WaitEstimate(ticket, predicted):
                 for held in [h for h in self.models.values() if h.ticket == ticket]:
-                    held.expected(predicted)
+                    held.on_wait_estimate(predicted)
             case messages.ReloadCommand() | messages.WithdrawCommand():
                 self._on_unasked_load(command)
             case messages.Resize():
@@ -339,7 +339,7 @@ class Residency:
             held = self._held(plan)
             if held.state in LEAVING:
                 if await held.wait(None):
-                    return held.leave()  # it serves on
+                    return held.end_request()  # it serves on
                 return await self._bring_back(model, withdrawn_count)
         except RequestError as error:
             logger.warning("%s is not brought back: %s", model, error)
@@ -348,7 +348,7 @@ class Residency:
                 model, None if again_s is None else max(again_s, RETRY_PLAN_S)
             )
         if held.state is HolderState.ASLEEP:
-            self.begin(held, loading.wake(self, held))
+            self.begin_work(held, loading.wake(self, held))
         held.demand.is_wanted = held.state in (HolderState.QUEUED, HolderState.LOADING)
 
 

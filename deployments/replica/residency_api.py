@@ -23,12 +23,12 @@ class ResidencyApi(Protocol):
 
     def client(self) -> HolderClient: ...
 
-    async def enter(
+    async def begin_request(
         self, model: str, deadline_s: float | None, priority: Priority, client: Client
     ) -> HeldModel:
         """Waits until the model serves, and puts the request in flight. Raises RequestError."""
 
-    def begin(self, held: HeldModel, work: Coroutine[Any, Any, None]) -> None:
+    def begin_work(self, held: HeldModel, work: Coroutine[Any, Any, None]) -> None:
         """Makes it the model's work: there is one at a time, on a task of its own."""
 
     def was_removed_since(self, tenant: str, began_ns: int) -> bool:

@@ -11,7 +11,7 @@ from arbiter.errors import EngineLost, RequestError, TicketClosed
 from arbiter.units import Span, TicketId, in_seconds
 from deployments.messages import ResponseHead
 from deployments.prefixes import PrefixEnd
-from deployments.replica.held_model import HeldModel, HolderState, Warms
+from deployments.replica.held_model import HeldModel, HolderState, WarmerApi
 from deployments.replica.residency_api import ResidencyApi
 
 
@@ -60,12 +60,12 @@ class Use:
         self._began_ns = time.monotonic_ns()
         held = self._residency.models.get(self._model)
         is_warm = held is not None and held.state is HolderState.RESIDENT
-        # Where the kernel tells of no change of the model's files, `enter` looks at them first.
+        # Where the kernel tells of no change of the model's files, the residency looks first.
         if held is not None and is_warm and not held.files.is_untold:
-            held.enter(self._priority, self._client)
+            held.begin_request(self._priority, self._client)
         else:
             try:
-                held = await self._residency.enter(
+                held = await self._residency.begin_request(
                     self._model, self._deadline_s, self._priority, self._client
                 )
             except (RequestError, asyncio.CancelledError) as error:
@@ -86,7 +86,7 @@ class Use:
         held, self._held = self._held, None
         if held is not None:
             self._ticket = held.ticket
-            held.leave()
+            held.end_request()
             self._tell(held.ticket, error)
 
     def _tell(self, ticket: TicketId | None, error: BaseException | None) -> None:
@@ -132,21 +132,21 @@ class Use:
         uses = self._held.uses
         uses.warm_until_ns = max(uses.warm_until_ns, until_ns)
 
-    def only_holds(self) -> None:
-        """Notes that this use runs nothing itself, so its length says nothing of a request's."""
+    def exclude_from_run_times(self) -> None:
+        """Keeps this use, which runs no request itself, out of the run times of requests."""
         self._serves_ns = None
 
-    def begins_with(self, cut: PrefixEnd, chat: bytes, tenant: str) -> None:
+    def note_stable_prefix(self, cut: PrefixEnd, chat: bytes, tenant: str) -> None:
         """Notes that a request with this body begins with a stable prefix."""
         if warmer := self._warmer_for(tenant):
             warmer.on_use(cut, chat, tenant)
 
-    def opens_session(self, cut: PrefixEnd | None, chat: bytes, tenant: str) -> None:
+    def warm_for_session(self, cut: PrefixEnd | None, chat: bytes, tenant: str) -> None:
         """Has the prefix warmed once the engine is idle; None: what the configuration declares."""
         if warmer := self._warmer_for(tenant):
             warmer.on_session(cut, chat, tenant)
 
-    def _warmer_for(self, tenant: str) -> Warms | None:
+    def _warmer_for(self, tenant: str) -> WarmerApi | None:
         """None where nothing is warmed, or no more for a tenant that was removed meanwhile."""
         if self._held is None or self._residency.was_removed_since(tenant, self._began_ns):
             return None

@@ -57,12 +57,12 @@ async def _bring(
     gang = Gang(tuple(held.ticket for held in held_models)) if len(held_models) > 1 else None
     for held in held_models:
         held.gang = gang
-        held.note(priority, client, until_s)
+        held.note_request(priority, client, until_s)
         residency.open(held)
 
     async def serve(model: str) -> None:
         left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-        (await residency.enter(model, left_s, priority, client)).leave()
+        (await residency.begin_request(model, left_s, priority, client)).end_request()
 
     try:
         async with asyncio.TaskGroup() as entering:

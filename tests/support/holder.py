@@ -102,7 +102,7 @@ class Holder:
     async def chat(self, name: str, cut: PrefixEnd, body: bytes) -> None:
         """One call that begins with a stable prefix."""
         async with self.residency.use(name) as engine:
-            engine.begins_with(cut, body, "default")
+            engine.note_stable_prefix(cut, body, "default")
             async for _ in engine.stream("POST", "/v1/chat/completions", {}, body):
                 continue
 

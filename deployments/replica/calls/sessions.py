@@ -60,7 +60,7 @@ class Sessions:
                 await until_deadline(call, began_s, self._prepare(call, use))
                 if call.stay_warm_s:
                     use.stay_warm(call.stay_warm_s)
-                use.opens_session(call.stable, call.body, call.tenant)
+                use.warm_for_session(call.stable, call.body, call.tenant)
         except RequestError as error:
             self._tell_failure(call, error)
 

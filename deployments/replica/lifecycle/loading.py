@@ -22,7 +22,7 @@ from arbiter.node.zygote_client import ZygoteError
 from arbiter.protocol.messages import Granted, SlabRequest, SpawnSpec
 from arbiter.units import Span, in_seconds, seconds
 from deployments.config.load_plan import parts
-from deployments.replica.engine_client import EngineLink, LoadRefused, why
+from deployments.replica.engine_client import EngineLink, LoadRefused, failure_cause
 from deployments.replica.held_model import EngineSpawner, HeldModel, HolderState
 from deployments.replica.lifecycle import unloading, watchdog
 from deployments.replica.model_files import loaded_files
@@ -31,7 +31,7 @@ from deployments.replica.residency_api import ResidencyApi
 
 logger = logging.getLogger("arbiter.residency")
 
-SAY_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the end from the agent
+REPORT_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the end from the agent
 
 
 async def load(residency: ResidencyApi, held: HeldModel) -> None:
@@ -57,7 +57,7 @@ async def _load_once(residency: ResidencyApi, held: HeldModel) -> None:
     """Raises RequestError: TicketClosed when the ticket is over, ArbiterUnavailable when no arbiter
     confirmed it, LoadFailed."""
     granted = await _acquire(residency, held)
-    _hold(residency, held, granted)
+    _take_grant(residency, held, granted)
     try:
         async with asyncio.timeout(in_seconds(granted.load_within)):
             waited = await start_engine(residency, held, residency.client().spawn)
@@ -67,7 +67,7 @@ async def _load_once(residency: ResidencyApi, held: HeldModel) -> None:
     except (OSError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
         if isinstance(error, (TicketClosed, ArbiterUnavailable)):
             raise  # no fault of the model, which need not cool down
-        raise await _broke(residency, held, error) from error
+        raise await _report_failure(residency, held, error) from error
     serve(residency, held, took_s)
 
 
@@ -86,7 +86,7 @@ async def _acquire(residency: ResidencyApi, held: HeldModel) -> Granted:
         raise
 
 
-async def start_engine(residency: ResidencyApi, held: HeldModel, opens: EngineSpawner) -> Span:
+async def start_engine(residency: ResidencyApi, held: HeldModel, spawn: EngineSpawner) -> Span:
     """Starts the model's process and waits for its load. Returns how long of that it waited for a
     copy of its files in host RAM and for a zygote, which is no part of what a load takes. Raises
     LoadRefused, EngineLost, ZygoteError, TicketClosed, OSError where the model's files cannot be
@@ -102,9 +102,9 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: EngineSp
     before = held.files
     held.files = await loaded_files.look(plan.config.get("model", ""))  # before the engine reads
     held.files.is_untold |= before.is_untold and before.model == held.files.model
-    spawned = await opens(held.ticket, spec)
+    spawned = await spawn(held.ticket, spec)
     held.link = link = EngineLink(held.model, held.ticket, spawned.path)
-    await link.hold(lambda: unloading.lose(residency, held, link))
+    await link.open_lifeline(lambda: unloading.on_engine_lost(residency, held, link))
     await link.ready()
     return spawned.waited
 
@@ -113,7 +113,7 @@ async def were_replaced(held: HeldModel) -> bool:
     """Whether the model's files changed since its engine began to read them. Raises EngineLost: the
     look takes a moment, in which an end of the engine is noticed by nothing else."""
     is_outdated = await loaded_files.were_replaced(held.files)
-    if held.link is None or not held.link.is_held:
+    if held.link is None or not held.link.is_alive:
         raise EngineLost(held.model, held.ticket)
     return is_outdated
 
@@ -126,7 +126,7 @@ def _slabs(residency: ResidencyApi, held: HeldModel) -> tuple[SlabRequest, ...]:
 
 
 async def wake(residency: ResidencyApi, held: HeldModel) -> None:
-    """ASLEEP -> RESIDENT under the same ticket. `Residency.begin` has queued it."""
+    """ASLEEP -> RESIDENT under the same ticket. `Residency.begin_work` has queued it."""
     if await loaded_files.is_stale(held.files):
         return unloading.end_outdated(residency, held)
     try:
@@ -137,9 +137,9 @@ async def wake(residency: ResidencyApi, held: HeldModel) -> None:
     except RequestError as error:
         held.move(HolderState.ASLEEP)
         held.demand.is_wanted = False
-        return held.turn_back(error)
+        return held.turn_back_waiting(error)
     began_s = time.monotonic()
-    _hold(residency, held, granted)
+    _take_grant(residency, held, granted)
     assert held.link is not None
     try:
         async with asyncio.timeout(in_seconds(granted.load_within)):
@@ -147,7 +147,7 @@ async def wake(residency: ResidencyApi, held: HeldModel) -> None:
             took_s = time.monotonic() - began_s
             is_outdated = await were_replaced(held)
     except (TimeoutError, LoadRefused, EngineLost) as error:
-        failed = await _broke(residency, held, error)
+        failed = await _report_failure(residency, held, error)
         return unloading.end(residency, held, Reason.FAILED, failed)
     if is_outdated:
         return unloading.end_outdated(residency, held)
@@ -156,8 +156,8 @@ async def wake(residency: ResidencyApi, held: HeldModel) -> None:
     serve(residency, held, took_s, woken.verified)
 
 
-def _hold(residency: ResidencyApi, held: HeldModel, granted: Granted) -> None:
-    held.granted(granted)
+def _take_grant(residency: ResidencyApi, held: HeldModel, granted: Granted) -> None:
+    held.on_grant(granted)
     residency.tickets[held.ticket] = held
 
 
@@ -169,7 +169,7 @@ def serve(residency: ResidencyApi, held: HeldModel, took_s: float, verified: boo
     held.move(HolderState.RESIDENT)
     held.uses.last_end_ns, held.demand.is_wanted = time.monotonic_ns(), False
     residency.client().tell(ev.Loaded(held.ticket, seconds(took_s), verified))
-    held.admit()
+    held.admit_waiting()
     residency.tell_caps(held)
     if held.watch is None:
         held.watch = watchdog.start_watchdog(
@@ -179,11 +179,11 @@ def serve(residency: ResidencyApi, held: HeldModel, took_s: float, verified: boo
         )
 
 
-async def _broke(residency: ResidencyApi, held: HeldModel, error: Exception) -> LoadFailed:
+async def _report_failure(residency: ResidencyApi, held: HeldModel, error: Exception) -> LoadFailed:
     """Tells the arbiter why, and only then cuts the engine off: its end alone says less."""
-    cause, out_of_memory = why(error, held.load.granted_s)
+    cause, out_of_memory = failure_cause(error, held.load.granted_s)
     client = residency.client()
     client.tell(ev.LoadBroke(held.ticket, cause, out_of_memory))
-    await client.flush(SAY_S)
+    await client.flush(REPORT_S)
     unloading.cut_off(residency, held)
     return LoadFailed(held.model, cause, out_of_memory)

@@ -34,7 +34,7 @@ from deployments.config.load_plan import ModelPlan
 from deployments.engines.protocol import COULD_GROW
 from deployments.messages import Progress, ResponseHead
 from deployments.replica.background import detached_task
-from deployments.replica.engine_client import LoadRefused, why
+from deployments.replica.engine_client import LoadRefused, failure_cause
 from deployments.replica.held_model import BeforeGrowth, HeldModel, HolderState
 from deployments.replica.lifecycle import loading, unloading
 from deployments.replica.residency_api import ResidencyApi
@@ -65,7 +65,7 @@ async def grow(residency: ResidencyApi, model: str) -> None:
         held = residency.models.get(model)
         if held is None or (held.growth.work is None and held.plan.grown is None):
             return
-        await _alone(residency, held, _grow)
+        await _one_at_a_time(residency, held, _grow)
 
 
 async def give_back(residency: ResidencyApi, model: str) -> None:
@@ -74,7 +74,7 @@ async def give_back(residency: ResidencyApi, model: str) -> None:
     held = residency.models.get(model)
     if held is None or (held.growth.work is None and held.growth.before is None):
         return
-    await _alone(residency, held, _shrink)
+    await _one_at_a_time(residency, held, _shrink)
 
 
 async def drop_drafter(residency: ResidencyApi, model: str) -> None:
@@ -82,7 +82,7 @@ async def drop_drafter(residency: ResidencyApi, model: str) -> None:
     has no drafter, or has grown. Raises as `give_back` does."""
     held = residency.models.get(model)
     if held is not None and held.plan.alone is not None:
-        await _alone(residency, held, _drop_drafter)
+        await _one_at_a_time(residency, held, _drop_drafter)
 
 
 async def on_command(residency: ResidencyApi, command: Resize) -> None:
@@ -97,7 +97,7 @@ async def on_command(residency: ResidencyApi, command: Resize) -> None:
         await changes[command.size](residency, command.model)
 
 
-async def _alone(residency: ResidencyApi, held: HeldModel, change: "Change") -> None:
+async def _one_at_a_time(residency: ResidencyApi, held: HeldModel, change: "Change") -> None:
     """One change of size at a time; it goes on when the request that asked for it leaves."""
     task = held.growth.work or _begin(residency, held, change)
     await asyncio.wait({task})
@@ -262,11 +262,11 @@ async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
             await loading.start_engine(residency, held, residency.client().respawn)
             is_outdated = await loading.were_replaced(held)
     except (OSError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
-        if isinstance(error, ArbiterUnavailable) and old.is_held:
+        if isinstance(error, ArbiterUnavailable) and old.is_alive:
             held.link, held.plan, held.files = before
             _serve(held)
             raise
-        failed = LoadFailed(held.model, why(error, time.monotonic() - began_s)[0], False)
+        failed = LoadFailed(held.model, failure_cause(error, time.monotonic() - began_s)[0], False)
         unloading.end(residency, held, Reason.FAILED, failed)
         raise failed from error
     finally:
@@ -283,4 +283,4 @@ async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
 def _serve(held: HeldModel) -> None:
     held.move(HolderState.RESIDENT)
     held.uses.last_end_ns = time.monotonic_ns()
-    held.admit()
+    held.admit_waiting()

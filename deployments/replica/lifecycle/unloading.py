@@ -34,7 +34,7 @@ def revoke(residency: ResidencyApi, held: HeldModel, command: RevokeCommand) -> 
         residency.client().tell(ev.Busy(held.ticket, 0))
     else:
         held.move(HolderState.DRAINING)
-        residency.begin(held, drain(residency, held, command))
+        residency.begin_work(held, drain(residency, held, command))
 
 
 async def drain(residency: ResidencyApi, held: HeldModel, command: RevokeCommand) -> None:
@@ -48,7 +48,7 @@ async def drain(residency: ResidencyApi, held: HeldModel, command: RevokeCommand
         return end(residency, held, command.reason)
     held.move(HolderState.ASLEEP)
     client.tell(ev.Slept(held.ticket))
-    held.turn_back()
+    held.turn_back_waiting()
 
 
 async def serve_on(residency: ResidencyApi, held: HeldModel) -> None:
@@ -59,9 +59,9 @@ async def serve_on(residency: ResidencyApi, held: HeldModel) -> None:
         return  # it ended meanwhile
     held.move(HolderState.RESIDENT)
     if not is_outdated:
-        return held.admit()
+        return held.admit_waiting()
     outdate(residency, held)
-    held.turn_back()
+    held.turn_back_waiting()
 
 
 async def _fell_asleep(held: HeldModel, within: Span) -> bool:
@@ -83,7 +83,7 @@ async def _fell_asleep(held: HeldModel, within: Span) -> bool:
     return True
 
 
-def lose(residency: ResidencyApi, held: HeldModel, link: EngineLink) -> None:
+def on_engine_lost(residency: ResidencyApi, held: HeldModel, link: EngineLink) -> None:
     """The engine's lifeline broke. A load or wake under way notices by itself."""
     if held.link is link and held.state not in (HolderState.LOADING, HolderState.CLOSED):
         logger.warning("the engine of %s is gone", held.ticket)
@@ -104,7 +104,7 @@ def end(
         if work and work is not asyncio.current_task():
             work.cancel()
     close(residency, held)
-    held.turn_back(error)
+    held.turn_back_waiting(error)
     if reason in (Reason.LOST, Reason.FAILED, Reason.REPLACED):
         residency.bring_back_after(held.model, 0.0 if error is None else error.retry_after_s)
 

@@ -113,7 +113,7 @@ async def watch_engine(held: HeldModel, close: Close) -> None:
             if held.link is link:
                 held.kept_kv = kept
         except EngineLost:
-            if held.link is link and not link.is_held:
+            if held.link is link and not link.is_alive:
                 return  # the lifeline says so as well
             # Else it was replaced, or only a connection failed, as for want of descriptors.
         except (TimeoutError, LoadRefused) as error:

@@ -97,7 +97,7 @@ async def test_calls_that_come_at_once_share_one_fetcher_whose_model_files_are_r
     monkeypatch.setattr(adapted_capability, "AdapterFetcher", Noted)
     capability = object.__new__(AdaptedCapability)  # of no cluster
     capability._fetchers, capability._merging = {}, {}
-    capability.slotted = AdapterSlots()
+    capability.adapter_slots = AdapterSlots()
     config["adapters"]["slots"] = 2
     use: Any = SimpleNamespace(ticket="t", config=config)
     call: Any = SimpleNamespace(model="chat", served="chat:law", tenant="")

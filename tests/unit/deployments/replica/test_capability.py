@@ -61,7 +61,7 @@ class ExampleCapability(Capability):
     paths = frozenset({"/v1/thing"})
 
     def __init__(self, engine: "DyingEngine") -> None:
-        self._pace = StreamBatching()
+        self._stream_batching = StreamBatching()
         self._residency = engine  # type: ignore[assignment]
 
     def __del__(self) -> None:  # type: ignore[override]

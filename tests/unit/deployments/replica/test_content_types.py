@@ -48,7 +48,7 @@ class Plain(Capability):
     """Lists no paths: the table does."""
 
     def __init__(self, engine: Engine) -> None:
-        self._pace = StreamBatching()
+        self._stream_batching = StreamBatching()
         self._residency = engine  # type: ignore[assignment]
 
     def __del__(self) -> None:  # type: ignore[override]

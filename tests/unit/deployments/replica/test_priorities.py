@@ -18,24 +18,24 @@ def resident() -> HeldModel:
 @pytest.mark.spec("C2")
 def test_a_holder_reports_the_most_urgent_in_flight_and_then_the_last() -> None:
     held = resident()
-    held.enter(HIGH)
-    held.enter(BATCH)
-    assert held.account().priority is HIGH
-    held.leave()
-    held.leave()
-    assert held.account().priority is HIGH
-    held.enter(LOW)
-    assert held.account().priority is LOW
+    held.begin_request(HIGH)
+    held.begin_request(BATCH)
+    assert held.heartbeat_entry().priority is HIGH
+    held.end_request()
+    held.end_request()
+    assert held.heartbeat_entry().priority is HIGH
+    held.begin_request(LOW)
+    assert held.heartbeat_entry().priority is LOW
 
 
 @pytest.mark.spec("C2")
 def test_only_a_more_urgent_request_for_a_queued_ticket_is_reported() -> None:
     held = resident()
     held.state = HolderState.QUEUED
-    assert not held.note(NORMAL)  # it is not asked for yet
+    assert not held.note_request(NORMAL)  # it is not asked for yet
     held.demand.waiters[None] = None  # type: ignore[index]
-    assert not held.note(LOW)
-    assert held.note(URGENT)
+    assert not held.note_request(LOW)
+    assert held.note_request(URGENT)
     assert held.request(HolderId("h"), "text").priority is URGENT
 
 
@@ -44,6 +44,6 @@ def test_first_request_for_a_model_that_was_brought_in_unasked_is_reported() -> 
     held = resident()
     held.state = HolderState.QUEUED
     held.demand.is_wanted = True
-    assert held.note(NORMAL)
+    assert held.note_request(NORMAL)
     held.demand.waiters[None] = None  # type: ignore[index]
-    assert not held.note(NORMAL)
+    assert not held.note_request(NORMAL)

@@ -593,7 +593,7 @@ async def test_requests_waiting_for_a_load_count_as_in_flight() -> None:
             lambda: residency.models.get("a") and residency.models["a"].state is HolderState.LOADING
         )
         await until(lambda: len(residency.models["a"].demand.waiters) == 2)
-        [told] = residency.account()
+        [told] = residency.held_tickets()
         assert (told.phase, told.inflight, told.idle) == (types.Phase.LOADING, 2, Span(0))
         engine.loaded.set()
         await asyncio.gather(*uses)
@@ -605,9 +605,9 @@ async def test_end_of_a_replaced_engine_does_not_affect_its_successor() -> None:
         ticket = await use(residency)
         held = residency.models["a"]
         old, held.link = held.link, EngineLink("a", ticket, arbiter.path)
-        unloading.lose(residency, held, old)
+        unloading.on_engine_lost(residency, held, old)
         assert held.state is HolderState.RESIDENT and "Released" not in arbiter.kinds()
-        unloading.lose(residency, held, held.link)
+        unloading.on_engine_lost(residency, held, held.link)
         assert held.state is HolderState.CLOSED and arbiter.told[-1] == ev.Released(ticket, "lost")
         old.cut()
         await old.closed()

@@ -46,7 +46,7 @@ async def test_wake_is_withdrawn_when_the_only_request_is_refused_before_it_wait
         arbiter.grants_at_once = False
         held = residency.models["a"]
         held.demand.is_wanted = True  # a wake under way without a request
-        residency.begin(held, loading.wake(residency, held))
+        residency.begin_work(held, loading.wake(residency, held))
         await until(lambda: "a" in arbiter.answers and len(arbiter.asked) == 2)
         held.demand.is_wanted = False
         residency._on_command(messages.WaitEstimate(held.ticket, seconds(60)))

@@ -68,7 +68,7 @@ async def test_refused_gang_member_takes_the_others_out_of_the_queue() -> None:
         with pytest.raises(NeverFits):
             await asyncio.wait_for(seen, 60)
         await until(lambda: ev.Withdrawn(arbiter.requests[0].ticket) in arbiter.told)
-        assert not residency.models and residency.account() == ()
+        assert not residency.models and residency.held_tickets() == ()
 
 
 async def test_gang_member_stays_in_the_queue_when_a_load_without_a_request_is_withdrawn(

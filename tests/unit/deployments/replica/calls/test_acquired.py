@@ -21,7 +21,7 @@ def events(parts: list[messages.ResponseHead | bytes]) -> list[dict[str, Any]]:
 @pytest.mark.spec("A7", "J7")
 async def test_model_is_in_use_until_the_term_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acquired, "LOOK_S", 0.01)
-    monkeypatch.setattr(acquired, "SAY_S", 0.0)
+    monkeypatch.setattr(acquired, "COMMENT_EVERY_S", 0.0)
     async with base.holder() as (residency, _, _):
         async with residency.use("a") as use:
             assert residency.models["a"].uses.inflight == 1
@@ -38,7 +38,7 @@ async def test_use_outlasts_a_barrier_and_ends_with_its_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(acquired, "LOOK_S", 0.01)
-    monkeypatch.setattr(acquired, "SAY_S", 0.0)
+    monkeypatch.setattr(acquired, "COMMENT_EVERY_S", 0.0)
     async with base.holder() as (residency, _, engine):
         async with residency.use("a") as use, aclosing(acquired.events(use, b"{}")) as parts:
             heard = [await anext(parts), await anext(parts)]

@@ -26,7 +26,7 @@ def held(model: str, life: HolderState = HolderState.QUEUED) -> HeldModel:
 
 
 class Holder:
-    """Stands for Residency: `enter` waits until the test lets it."""
+    """Stands for Residency: `begin_request` waits until the test lets it."""
 
     def __init__(self, *held: HeldModel) -> None:
         self.models = {s.model: s for s in held}
@@ -36,7 +36,7 @@ class Holder:
     def client(self) -> "Holder":
         return self
 
-    async def enter(self, model: str, *how: object) -> HeldModel:
+    async def begin_request(self, model: str, *how: object) -> HeldModel:
         await self.go_on.wait()
         self.models[model].uses.inflight += 1
         return self.models[model]
@@ -54,7 +54,7 @@ async def test_progress_gives_the_queue_position_and_then_the_load_estimate() ->
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
     async with aclosing(wait_progress.with_progress(use, holder.models, "b")) as steps:
         assert await anext(steps) == Progress("queued", 1, None)
-        mine.granted(Granted(mine.ticket, (), seconds(60), seconds(20), None))  # type: ignore[arg-type]
+        mine.on_grant(Granted(mine.ticket, (), seconds(60), seconds(20), None))  # type: ignore[arg-type]
         loading = await anext(steps)
         assert (loading.phase, loading.position) == ("loading", 0)
         assert loading.estimate_s is not None
@@ -80,7 +80,7 @@ async def test_abandoned_wait_leaves_no_request_in_flight() -> None:
 
 async def test_load_without_history_has_no_estimate() -> None:
     mine = held("b")
-    mine.granted(Granted(mine.ticket, (), seconds(60), seconds(0), None))  # type: ignore[arg-type]
+    mine.on_grant(Granted(mine.ticket, (), seconds(60), seconds(0), None))  # type: ignore[arg-type]
     assert wait_progress.look({"b": mine}, "b") == Progress("loading", 0, None)
 
 
@@ -88,9 +88,9 @@ async def test_load_without_history_has_no_estimate() -> None:
 def test_a_model_that_is_to_stay_warm_does_not_count_as_idle() -> None:
     mine = held("b", HolderState.RESIDENT)
     mine.uses.last_end_ns = time.monotonic_ns() - 10**10
-    assert mine.account().idle >= seconds(10) and mine.account().stay_warm == 0
+    assert mine.heartbeat_entry().idle >= seconds(10) and mine.heartbeat_entry().stay_warm == 0
     mine.uses.warm_until_ns = time.monotonic_ns() + 10**10
-    account = mine.account()
+    account = mine.heartbeat_entry()
     assert (account.idle, account.phase, account.inflight) == (0, Phase.RESIDENT, 0)
     assert 0 < account.stay_warm <= 10**10
     assert mine.request(HolderId("h"), "c").model == "b"
@@ -118,8 +118,8 @@ async def test_request_cancelled_as_its_model_becomes_resident_is_not_in_flight(
     mine = held("b")
 
     class Cancelling(Holder):
-        async def enter(self, model: str, *how: object) -> HeldModel:
-            found = await super().enter(model, *how)
+        async def begin_request(self, model: str, *how: object) -> HeldModel:
+            found = await super().begin_request(model, *how)
             task.cancel()
             return found
 

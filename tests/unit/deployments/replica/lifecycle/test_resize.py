@@ -34,7 +34,7 @@ async def test_growing_model_serves_until_granted_then_requests_await_the_new_pr
             await until(lambda: held.state is HolderState.DRAINING)
             waiting = asyncio.ensure_future(use(residency))
         await until(lambda: growth.spawned)
-        [told] = residency.account()
+        [told] = residency.held_tickets()
         assert (told.phase, told.inflight, told.devices) == (types.Phase.RESIDENT, 1, GROWN)
         revoke(residency, Reason.SWAP)
         assert growth.arbiter.kinds()[-1] == "Busy" and not waiting.done()
@@ -52,7 +52,7 @@ async def test_shrunk_model_reports_its_bytes_once_the_smaller_process_runs() ->
         await resize.give_back(residency, "a")
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
         assert growth.arbiter.told[-1] == ev.GaveBack(residency.models["a"].ticket, ON)
-        assert residency.account()[0].devices == ON
+        assert residency.held_tickets()[0].devices == ON
         await resize.give_back(residency, "a")
         assert len(growth.spawned) == 2
 
@@ -91,7 +91,7 @@ async def test_drafter_leaves_in_place_while_a_request_is_in_flight() -> None:
             assert held.state is HolderState.RESIDENT and not growth.spawned
         less = (replace(ON[0], size_bytes=Bytes(ON[0].size_bytes - 2)),)
         assert growth.arbiter.told[-1] == ev.GaveBack(held.ticket, less)
-        assert residency.account()[0].devices == less
+        assert residency.held_tickets()[0].devices == less
         assert await use(residency) == held.ticket
         await resize.drop_drafter(residency, "a")  # it has none
         assert engine.acts.count("/control/drop_drafter") == 1
@@ -116,7 +116,7 @@ async def test_model_goes_on_without_its_drafter_under_its_ticket() -> None:
         less = (replace(ON[0], size_bytes=Bytes(ON[0].size_bytes - 2)),)
         assert growth.spawned == [{"alone": True}]
         assert growth.arbiter.told[-1] == ev.GaveBack(held.ticket, less)
-        assert residency.account()[0].devices == less
+        assert residency.held_tickets()[0].devices == less
         assert await use(residency) == held.ticket
         residency._on_command(messages.Resize("a", messages.ModelSize.ALONE))  # it has none
         residency._on_command(messages.Resize("a", messages.ModelSize.FIRST))  # as it was loaded
@@ -159,7 +159,7 @@ async def test_growth_requested_while_giving_back_follows_it() -> None:
         await asyncio.gather(giving, again)
         larger = {"kv_cache_memory_bytes": 7}
         assert growth.spawned == [larger, {}, larger]
-        assert residency.account()[0].devices == GROWN
+        assert residency.held_tickets()[0].devices == GROWN
 
 
 async def test_model_refused_growth_goes_on_with_its_bytes() -> None:
@@ -178,7 +178,7 @@ async def test_growth_is_refused_rather_than_cutting_off_long_requests() -> None
                 await resize.grow(residency, "a")
             assert await use(residency)  # the barrier is down again
         assert growth.arbiter.told[-1] == ev.GaveBack(residency.models["a"].ticket, ON)
-        assert not growth.spawned and residency.account()[0].devices == ON
+        assert not growth.spawned and residency.held_tickets()[0].devices == ON
 
 
 async def test_model_revoked_as_its_growth_is_granted_gives_it_back_and_goes_on() -> None:
@@ -196,7 +196,7 @@ async def test_model_revoked_as_its_growth_is_granted_gives_it_back_and_goes_on(
                 await resize.grow(residency, "a")
             assert await use(residency) == held.ticket
         assert ev.GaveBack(held.ticket, ON) in growth.arbiter.told
-        assert not growth.spawned and residency.account()[0].devices == ON
+        assert not growth.spawned and residency.held_tickets()[0].devices == ON
 
 
 async def test_model_grown_again_has_one_timer_for_giving_back() -> None:
@@ -268,7 +268,7 @@ async def test_model_that_would_give_back_without_an_arbiter_goes_on_grown() -> 
         assert await use(residency) == held.ticket and len(growth.spawned) == 1
         growth.arbiter.unreachable_s = 0.0
         await resize.give_back(residency, "a")
-        assert len(growth.spawned) == 2 and residency.account()[0].devices == ON
+        assert len(growth.spawned) == 2 and residency.held_tickets()[0].devices == ON
 
 
 @pytest.mark.spec("A18")
@@ -301,7 +301,7 @@ async def test_model_whose_process_died_unconfirmed_ends() -> None:
 
         async def unconfirmed(*_: object) -> str:
             engine.dead.set()
-            await until(lambda: not link.is_held)
+            await until(lambda: not link.is_alive)
             raise ArbiterUnavailable(10.0)
 
         growth.arbiter.respawn = unconfirmed

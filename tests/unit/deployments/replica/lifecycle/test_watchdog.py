@@ -270,7 +270,7 @@ async def test_watch_that_ends_by_a_bug_is_logged(
 class TellsKept:
     """An engine that has evicted more each time that it is asked."""
 
-    is_held = True
+    is_alive = True
 
     def __init__(self) -> None:
         self.asked = 0
@@ -299,7 +299,7 @@ async def test_replica_learns_what_its_engine_has_evicted_with_its_health(
 class HangsLater:
     """An engine of which one question fails for want of a connection, and the next has no end."""
 
-    is_held = True
+    is_alive = True
 
     def __init__(self) -> None:
         self.asked = 0
@@ -323,7 +323,7 @@ async def test_engine_that_hangs_after_a_failed_connection_is_ended(
     watching = watchdog.watch_engine(held, lambda _, reason: ends.append(reason))
     await asyncio.wait_for(watching, 60)
     assert ends == [Reason.LOST] and engine.asked == 2
-    engine.is_held, engine.asked = False, 0
+    engine.is_alive, engine.asked = False, 0
     await asyncio.wait_for(watchdog.watch_engine(held, lambda _, reason: ends.append(reason)), 60)
     assert ends == [Reason.LOST], "its lifeline tells of its end"
 

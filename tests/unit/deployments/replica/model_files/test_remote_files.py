@@ -82,7 +82,7 @@ async def test_growth_whose_files_cannot_be_looked_at_is_a_failed_load(
         monkeypatch.setattr(loaded_files, "look", look)
         with pytest.raises(LoadFailed, match="/models/a"):
             await resize.grow(residency, "a")
-        assert not growth.spawned and not residency.account()
+        assert not growth.spawned and not residency.held_tickets()
 
 
 @pytest.mark.spec("A18")

@@ -128,7 +128,7 @@ async def test_sweep_warms_again_after_four_minutes_without_a_use_and_not_after_
         clock.advance(200)
         cut = PrefixEnd(1, key=residency.models["a"].plan.prefixes[0].key)
         async with residency.use("a") as open_use:
-            open_use.begins_with(cut, b"", "default")
+            open_use.note_stable_prefix(cut, b"", "default")
         clock.advance(40)
         await no_more()
         assert len(engine.prewarms) == 2
@@ -172,7 +172,7 @@ async def test_prewarmed_model_counts_as_idle_since_its_last_request(clock: Hand
         ended_ns, served = held.uses.last_end_ns, held.uses.served_count
         engine.warms.clear()
         await settle(lambda: engine.prewarms)
-        assert held.account().inflight == 0 and held.account().idle >= 0
+        assert held.heartbeat_entry().inflight == 0 and held.heartbeat_entry().idle >= 0
         engine.warms.set()
         await settle(lambda: told(arbiter))
         assert (held.uses.last_end_ns, held.uses.served_count) == (ended_ns, served)
@@ -310,7 +310,7 @@ async def test_prefix_of_a_request_is_warmed_by_the_sweep_and_not_by_itself(
     async with warming(stable_prefixes=[]) as (residency, arbiter, engine):
         of_request = call(cut=PrefixEnd(1, key="k"))
         async with residency.use("a") as open_use:
-            open_use.begins_with(of_request.stable, of_request.body, "acme")
+            open_use.note_stable_prefix(of_request.stable, of_request.body, "acme")
         await no_more()
         assert engine.prewarms == []
         clock.advance(240)
@@ -324,7 +324,7 @@ async def test_removed_tenants_prefix_is_warmed_no_more(clock: HandClock) -> Non
         for key, tenant in (("k", "acme"), ("l", "other")):
             of_request = call(cut=PrefixEnd(1, key=key))
             async with residency.use("a") as open_use:
-                open_use.begins_with(of_request.stable, of_request.body, tenant)
+                open_use.note_stable_prefix(of_request.stable, of_request.body, tenant)
         residency._on_command(messages.ForgetTenantCommand("acme"))
         clock.advance(240)
         await settle(lambda: told(arbiter))
@@ -342,7 +342,7 @@ async def test_request_that_came_before_its_tenant_was_removed_leaves_no_prefix(
             async with residency.use("a") as open_use:
                 if key == "old":
                     residency._on_command(messages.ForgetTenantCommand("acme"))
-                open_use.begins_with(of_request.stable, of_request.body, "acme")
+                open_use.note_stable_prefix(of_request.stable, of_request.body, "acme")
         clock.advance(240)
         await settle(lambda: told(arbiter))
         await no_more()
@@ -360,7 +360,7 @@ async def test_prefix_larger_than_any_context_is_not_kept(
             of_request = call(cut=PrefixEnd(1, key=key), messages=[told_of])
             Sessions(residency, _nothing).open(of_request)
             async with residency.use("a") as open_use:
-                open_use.begins_with(of_request.stable, of_request.body, "default")
+                open_use.note_stable_prefix(of_request.stable, of_request.body, "default")
         await settle(lambda: told(arbiter))
         await no_more()
         assert [event.prefix for event in told(arbiter)] == ["small"]
@@ -387,8 +387,8 @@ async def test_prefix_that_is_too_large_is_read_once(
 
         async def use_it() -> None:
             async with residency.use("a") as open_use:
-                open_use.begins_with(large.stable, large.body, "acme")
-                open_use.opens_session(large.stable, large.body, "acme")
+                open_use.note_stable_prefix(large.stable, large.body, "acme")
+                open_use.warm_for_session(large.stable, large.body, "acme")
 
         for _ in range(3):
             await use_it()
