@@ -148,7 +148,7 @@ class Residency:
 
     async def _is_current(self, held: HeldModel) -> bool:
         """Whether it still serves, from the files that are there now."""
-        if await loaded_files.is_outdated(held.files):
+        if await loaded_files.changed_before_request(held.files):
             unloading.outdate(self, held)
         return held.state is HolderState.RESIDENT
 

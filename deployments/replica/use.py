@@ -61,7 +61,7 @@ class Use:
         held = self._residency.models.get(self._model)
         is_warm = held is not None and held.state is HolderState.RESIDENT
         # Where the kernel tells of no change of the model's files, the residency looks first.
-        if held is not None and is_warm and not held.files.is_untold:
+        if held is not None and is_warm and not held.files.is_unwatched:
             held.begin_request(self._priority, self._client)
         else:
             try:

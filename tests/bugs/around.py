@@ -178,7 +178,7 @@ BUGS = [
     Bug("any kind of file is read", "deployments/adapters/safe_files.py", "open_plain",
         "not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)",
         "False"),
-    Bug("what lies in the files is not looked at", "deployments/replica/model_files/loaded_files.py", "is_stale",
+    Bug("what lies in the files is not looked at", "deployments/replica/model_files/loaded_files.py", "changed_in_sleep",
         "loaded.pieces not in ('', pieces_now)",
         "loaded.pieces in (None, pieces_now)"),
     Bug("the end of a large file is not read", "deployments/replica/model_files/loaded_files.py", "pieces",

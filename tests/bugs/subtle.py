@@ -214,7 +214,7 @@ BUGS = [
     Bug("a growth has a barrier of its own", "deployments/replica/lifecycle/resize.py", "_restart",
         "residency.client().timeouts.barrier",
         "Span(10 * 10**9)"),
-    Bug("a wake believes the times of a file just written", "deployments/replica/model_files/loaded_files.py", "is_stale",
+    Bug("a wake believes the times of a file just written", "deployments/replica/model_files/loaded_files.py", "changed_in_sleep",
         "loaded.unsettled()",
         "()"),
     Bug("a large file is read once and never again", "deployments/replica/model_files/loaded_files.py", "read_whole",

@@ -62,7 +62,7 @@ async def _load_once(residency: ResidencyApi, held: HeldModel) -> None:
         async with asyncio.timeout(in_seconds(granted.load_within)):
             waited = await start_engine(residency, held, residency.client().spawn)
             took_s = held.load.granted_s - in_seconds(waited)
-            if await were_replaced(held):
+            if await files_changed_during_load(held):
                 raise LoadRefused(FILES_REPLACED, False)
     except (OSError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
         if isinstance(error, (TicketClosed, ArbiterUnavailable)):
@@ -101,7 +101,7 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, spawn: EngineSp
     )
     before = held.files
     held.files = await loaded_files.look(plan.config.get("model", ""))  # before the engine reads
-    held.files.is_untold |= before.is_untold and before.model == held.files.model
+    held.files.is_unwatched |= before.is_unwatched and before.model == held.files.model
     spawned = await spawn(held.ticket, spec)
     held.link = link = EngineLink(held.model, held.ticket, spawned.path)
     await link.open_lifeline(lambda: unloading.on_engine_lost(residency, held, link))
@@ -109,10 +109,10 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, spawn: EngineSp
     return spawned.waited
 
 
-async def were_replaced(held: HeldModel) -> bool:
+async def files_changed_during_load(held: HeldModel) -> bool:
     """Whether the model's files changed since its engine began to read them. Raises EngineLost: the
     look takes a moment, in which an end of the engine is noticed by nothing else."""
-    is_outdated = await loaded_files.were_replaced(held.files)
+    is_outdated = await loaded_files.changed_during_load(held.files)
     if held.link is None or not held.link.is_alive:
         raise EngineLost(held.model, held.ticket)
     return is_outdated
@@ -127,7 +127,7 @@ def _slabs(residency: ResidencyApi, held: HeldModel) -> tuple[SlabRequest, ...]:
 
 async def wake(residency: ResidencyApi, held: HeldModel) -> None:
     """ASLEEP -> RESIDENT under the same ticket. `Residency.begin_work` has queued it."""
-    if await loaded_files.is_stale(held.files):
+    if await loaded_files.changed_in_sleep(held.files):
         return unloading.end_outdated(residency, held)
     try:
         request = held.request(residency.holder, residency.capability)
@@ -145,7 +145,7 @@ async def wake(residency: ResidencyApi, held: HeldModel) -> None:
         async with asyncio.timeout(in_seconds(granted.load_within)):
             woken = await held.link.wake()
             took_s = time.monotonic() - began_s
-            is_outdated = await were_replaced(held)
+            is_outdated = await files_changed_during_load(held)
     except (TimeoutError, LoadRefused, EngineLost) as error:
         failed = await _report_failure(residency, held, error)
         return unloading.end(residency, held, Reason.FAILED, failed)

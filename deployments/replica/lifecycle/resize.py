@@ -260,7 +260,7 @@ async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
     try:
         async with asyncio.timeout(in_seconds(within)):
             await loading.start_engine(residency, held, residency.client().respawn)
-            is_outdated = await loading.were_replaced(held)
+            is_outdated = await loading.files_changed_during_load(held)
     except (OSError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
         if isinstance(error, ArbiterUnavailable) and old.is_alive:
             held.link, held.plan, held.files = before

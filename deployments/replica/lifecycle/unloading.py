@@ -54,7 +54,7 @@ async def drain(residency: ResidencyApi, held: HeldModel, command: RevokeCommand
 async def serve_on(residency: ResidencyApi, held: HeldModel) -> None:
     """DRAINING -> RESIDENT, because what is in flight outlived the barrier. The watchdog does not
     look at a model that drains, so its files are looked at before a request gets it."""
-    is_outdated = await loaded_files.have_changed(held.files)
+    is_outdated = await loaded_files.changed_while_draining(held.files)
     if held.state is not HolderState.DRAINING:
         return  # it ended meanwhile
     held.move(HolderState.RESIDENT)

@@ -49,7 +49,7 @@ async def watch_files(held: HeldModel, outdate: Outdate, close: Close) -> None:
     """Returns when the files are others and the model has ended: no new request gets it, and it
     goes when those in flight are done."""
     async with asyncio.TaskGroup() as looks:
-        moved = looks.create_task(_until_moved(held, outdate))
+        moved = looks.create_task(_until_changed(held, outdate))
         both = [moved, looks.create_task(_until_other_bytes(held))]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         for look in both:
@@ -60,20 +60,20 @@ async def watch_files(held: HeldModel, outdate: Outdate, close: Close) -> None:
     close(held, Reason.REPLACED)
 
 
-async def _until_moved(held: HeldModel, outdate: Outdate) -> None:
+async def _until_changed(held: HeldModel, outdate: Outdate) -> None:
     """Looks when the kernel tells of a change, and outdates the model before another request gets
     it; and every LOOK_S, because the kernel does not know of all. Returns too where others have
     found it outdated."""
 
     def look() -> None:
-        if _is_whole(held) and loaded_files.differ(held.files):
+        if _is_whole(held) and loaded_files.has_changed_now(held.files):
             outdate(held)
             held.outdated.set()
 
-    async with file_events.told(held.files.model, look) as has_room:
-        held.files.is_untold = held.files.is_untold or not has_room
+    async with file_events.watched(held.files.model, look) as has_room:
+        held.files.is_unwatched = held.files.is_unwatched or not has_room
         while not held.outdated.is_set():
-            if await loaded_files.has_moved(held.files) and _is_whole(held):
+            if await loaded_files.has_changed(held.files) and _is_whole(held):
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(held.outdated.wait(), LOOK_S)

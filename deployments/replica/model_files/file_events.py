@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.asynccontextmanager
-async def told(model: str, on_change: Callable[[], None]) -> AsyncIterator[bool]:
+async def watched(model: str, on_change: Callable[[], None]) -> AsyncIterator[bool]:
     """Yields whether the kernel has room for the watches. Calls `on_change` on the loop before a
     request that came in after the change has begun: a change of a file or folder in the model's
     folder, or of a model in one file."""

@@ -63,7 +63,7 @@ class LoadedFiles:
     seen_ns: int = 0  # wall clock, as the files' times
     whole: dict[str, str] = field(default_factory=dict)  # hash of all bytes of each large file
     settled: set[str] = field(default_factory=set)  # large files whose ctime can be trusted
-    is_untold: bool = False  # the kernel tells of no change
+    is_unwatched: bool = False  # the kernel tells of no change
     looks: SharedLooks = field(default_factory=SharedLooks)
 
     def large(self) -> list[tuple[str, int]]:
@@ -135,52 +135,54 @@ def pieces(size_bytes: int) -> list[tuple[int, int]]:
 async def look(model: str) -> LoadedFiles:
     """Looks at the files before an engine reads them; later changes are noticed. Raises OSError."""
     seen = LoadedFiles(model, seen_ns=time.time_ns())
-    seen.is_untold = await in_thread(model, remote_files.is_remote, model)
+    seen.is_unwatched = await in_thread(model, remote_files.is_remote, model)
     seen.rows = await in_thread(model, files, model)
     with contextlib.suppress(OSError):  # unknown: names, sizes and times must do
         seen.pieces = await in_thread(model, contents, model, seen.rows)
     return seen
 
 
-async def has_moved(loaded: LoadedFiles) -> bool:
+async def has_changed(loaded: LoadedFiles) -> bool:
     """True if names, sizes, times or inodes differ. A model whose plan names no folder never
     has; nor do files that cannot be looked at now."""
     try:
-        return await in_thread(loaded.model, differ, loaded)
+        return await in_thread(loaded.model, has_changed_now, loaded)
     except OSError as error:  # no thread for the look
         logger.warning("%s: its files are not looked at now: %s", loaded.model, error)
         return False
 
 
-async def were_replaced(loaded: LoadedFiles) -> bool:
+async def changed_during_load(loaded: LoadedFiles) -> bool:
     """Whether they changed since the look before the load: its engine may have read some old files
     and some new ones, or half of one."""
-    if loaded.is_untold:
-        return await in_thread(loaded.model, _differ_there, loaded)
-    return await has_moved(loaded)
+    if loaded.is_unwatched:
+        return await in_thread(loaded.model, _has_changed_on_server, loaded)
+    return await has_changed(loaded)
 
 
-async def is_outdated(loaded: LoadedFiles) -> bool:
+async def changed_before_request(loaded: LoadedFiles) -> bool:
     """Looks before a request at files of which the kernel does not tell; of others False."""
-    return loaded.is_untold and await loaded.looks.ask(loaded.model, lambda: _differ_there(loaded))
+    return loaded.is_unwatched and await loaded.looks.ask(
+        loaded.model, lambda: _has_changed_on_server(loaded)
+    )
 
 
-async def have_changed(loaded: LoadedFiles) -> bool:
+async def changed_while_draining(loaded: LoadedFiles) -> bool:
     """Looks before a model serves on that was not watched meanwhile. False where its server is away
     for longer than a look may take."""
-    look = _differ_there if loaded.is_untold else differ
+    look = _has_changed_on_server if loaded.is_unwatched else has_changed_now
     return await loaded.looks.ask(loaded.model, lambda: look(loaded))
 
 
-def differ(loaded: LoadedFiles) -> bool:
-    """`has_moved` at once, of files of which this machine's kernel has told."""
+def has_changed_now(loaded: LoadedFiles) -> bool:
+    """`has_changed` at once, of files of which this machine's kernel has told."""
     try:
         return _are_others(loaded, files(loaded.model))
     except OSError:
         return False  # not looked; the next look tells
 
 
-def _differ_there(loaded: LoadedFiles) -> bool:
+def _has_changed_on_server(loaded: LoadedFiles) -> bool:
     """Whether the files differ from those loaded, as their server has them now."""
     try:
         return _are_others(loaded, files(loaded.model, remote_files.fresh_stat))
@@ -194,11 +196,11 @@ def _are_others(loaded: LoadedFiles, now: Files) -> bool:
     return was != is_now
 
 
-async def is_stale(loaded: LoadedFiles) -> bool:
+async def changed_in_sleep(loaded: LoadedFiles) -> bool:
     """Compares before a wake: by rows, by pieces, and by all bytes of the files that are not
     settled. A large unsettled file that was never read whole counts as changed, because nothing
     tells that it is not: its model is loaded anew, from files that lie in the page cache still."""
-    if await has_moved(loaded):
+    if await has_changed(loaded):
         return True
     try:
         pieces_now = await in_thread(loaded.model, contents, loaded.model, loaded.rows)

@@ -247,9 +247,9 @@ async def test_files_replaced_while_a_model_grows_are_loaded_anew_before_any_ans
 async def test_files_of_which_the_kernel_does_not_tell_are_looked_at_also_after_a_growth() -> None:
     async with resident() as (residency, _, _):
         held = residency.models["a"]
-        held.files.is_untold = True  # there was no room for another watch
+        held.files.is_unwatched = True  # there was no room for another watch
         await resize.grow(residency, "a")
-        assert held.files.is_untold
+        assert held.files.is_unwatched
 
 
 def with_folder(plan: ModelPlan | None, folder: Path) -> ModelPlan:

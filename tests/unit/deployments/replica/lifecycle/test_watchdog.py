@@ -77,11 +77,13 @@ async def test_other_bytes_with_the_same_name_size_and_times_are_noticed_before_
     plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
     held = HeldModel(plan, TicketId("a-1"))
     held.files = await loaded_files.look(str(model))
-    assert not await loaded_files.is_stale(held.files)
+    assert not await loaded_files.changed_in_sleep(held.files)
     monkeypatch.setattr(loaded_files, "files", lambda _: held.files.rows)  # as a coarse clock
-    assert not await loaded_files.is_stale(held.files)
+    assert not await loaded_files.changed_in_sleep(held.files)
     (model / "deep" / "model.safetensors").write_bytes(b"12345679")
-    assert not await loaded_files.has_moved(held.files) and await loaded_files.is_stale(held.files)
+    assert not await loaded_files.has_changed(held.files) and await loaded_files.changed_in_sleep(
+        held.files
+    )
 
 
 def test_the_same_bytes_have_the_same_hash_whatever_their_times(model: Path) -> None:
@@ -121,9 +123,9 @@ async def loaded(model: Path) -> HeldModel:
 async def test_replaced_file_is_noticed_beside_an_unreadable_link(model: Path) -> None:
     (model / "loop").symlink_to("loop")
     held = await loaded(model)
-    assert not await loaded_files.is_stale(held.files)
+    assert not await loaded_files.changed_in_sleep(held.files)
     (model / "config.json").write_text("{ }")
-    assert await loaded_files.is_stale(held.files)
+    assert await loaded_files.changed_in_sleep(held.files)
 
 
 def rewritten(model: Path) -> None:
@@ -173,10 +175,10 @@ async def test_request_that_comes_in_after_a_change_finds_the_model_outdated(
     looks: list[bool] = []
 
     async def noted(loaded: LoadedFiles) -> bool:
-        looks.append(await asyncio.to_thread(loaded_files.differ, loaded))
+        looks.append(await asyncio.to_thread(loaded_files.has_changed_now, loaded))
         return looks[-1]
 
-    monkeypatch.setattr(loaded_files, "has_moved", noted)
+    monkeypatch.setattr(loaded_files, "has_changed", noted)
     monkeypatch.setattr(watchdog, "LOOK_S", 600)
     held, outdated, loop = await loaded(linked), asyncio.Event(), asyncio.get_running_loop()
     watching = asyncio.ensure_future(
@@ -205,7 +207,7 @@ async def test_change_is_found_by_a_look_where_the_kernel_tells_of_none(
     watching = asyncio.ensure_future(
         watchdog.watch_files(held, lambda _: None, lambda _, reason: ends.set())
     )
-    await eventually(lambda: held.files.is_untold)  # so each request looks, too
+    await eventually(lambda: held.files.is_unwatched)  # so each request looks, too
     rewritten(model)
     await asyncio.wait_for(watching, 60)
     assert ends.is_set()
@@ -232,12 +234,12 @@ async def test_failed_file_check_changes_nothing_and_the_watch_goes_on(
     monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
     held, found = await loaded(model), asyncio.Event()
     server = Broken(how, monkeypatch)
-    assert not await loaded_files.has_moved(held.files)
+    assert not await loaded_files.has_changed(held.files)
     watching = asyncio.ensure_future(
         watchdog.watch_files(held, lambda _: found.set(), lambda _, reason: None)
     )
     (model / "config.json").write_text("{ }")
-    assert not await loaded_files.has_moved(held.files) and not found.is_set()
+    assert not await loaded_files.has_changed(held.files) and not found.is_set()
     server.is_broken = False
     async with asyncio.timeout(60):
         await found.wait()
@@ -249,10 +251,10 @@ async def test_unreadable_files_before_a_wake_do_not_count_as_changed(
 ) -> None:
     held = await loaded(model)
     server = Broken("open", monkeypatch)
-    assert not await loaded_files.is_stale(held.files)
+    assert not await loaded_files.changed_in_sleep(held.files)
     unread = await loaded(model)
     server.is_broken = False
-    assert not await loaded_files.is_stale(unread.files) and unread.files.pieces == ""
+    assert not await loaded_files.changed_in_sleep(unread.files) and unread.files.pieces == ""
 
 
 async def test_watch_that_ends_by_a_bug_is_logged(
@@ -334,6 +336,6 @@ async def test_watch_goes_on_where_a_look_gets_no_thread(
     held = await loaded(model)
     with monkeypatch.context() as scarce:
         scarce.setattr(ThreadPoolExecutor, "submit", Mock(side_effect=RuntimeError("no thread")))
-        assert not await loaded_files.has_moved(held.files)
+        assert not await loaded_files.has_changed(held.files)
     (model / "config.json").write_text("{ }")
-    assert await loaded_files.has_moved(held.files)
+    assert await loaded_files.has_changed(held.files)

@@ -17,7 +17,7 @@ from deployments.replica.lifecycle import watchdog
 from deployments.replica.model_files import loaded_files
 from deployments.replica.model_files.loaded_files import (
     LoadedFiles,
-    is_stale,
+    changed_in_sleep,
     look,
     pieces,
     read_whole,
@@ -62,9 +62,9 @@ async def test_byte_changed_in_the_middle_of_a_large_file_is_noticed_before_a_wa
     weights: Path,
 ) -> None:
     loaded = await look(str(weights.parent))
-    assert not await read_whole(loaded) and not await is_stale(loaded)
+    assert not await read_whole(loaded) and not await changed_in_sleep(loaded)
     change_a_byte(weights)
-    assert await is_stale(loaded)
+    assert await changed_in_sleep(loaded)
 
 
 async def test_byte_changed_right_after_the_file_was_written_is_noticed_without_its_times(
@@ -72,18 +72,18 @@ async def test_byte_changed_right_after_the_file_was_written_is_noticed_without_
 ) -> None:
     loaded = await look(str(weights.parent))
     hide_times(loaded, monkeypatch)
-    assert not await read_whole(loaded) and not await is_stale(loaded)
+    assert not await read_whole(loaded) and not await changed_in_sleep(loaded)
     change_a_byte(weights)
-    assert not await loaded_files.has_moved(loaded) and await is_stale(loaded)
+    assert not await loaded_files.has_changed(loaded) and await changed_in_sleep(loaded)
 
 
 async def test_large_file_just_written_and_never_read_whole_counts_as_changed(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = await look(str(weights.parent))
-    assert await is_stale(loaded)
+    assert await changed_in_sleep(loaded)
     all_settled(monkeypatch)
-    assert not await is_stale(await look(str(weights.parent)))
+    assert not await changed_in_sleep(await look(str(weights.parent)))
 
 
 async def test_settled_file_is_not_read_whole_before_a_wake(
@@ -119,7 +119,7 @@ async def test_byte_changed_while_asleep_ends_the_model_where_times_tell_nothing
     )
     await eventually(lambda: held.files.whole)
     change_a_byte(weights)
-    assert not await is_stale(held.files) and not ends
+    assert not await changed_in_sleep(held.files) and not ends
     held.state = HolderState.ASLEEP
     await asyncio.wait_for(watching, 90)
     assert ends == [Reason.REPLACED]

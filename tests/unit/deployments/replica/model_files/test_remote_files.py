@@ -47,7 +47,7 @@ async def test_request_after_a_change_of_remote_files_loads_them_and_others_do_n
         first = await use(residency)
         residency.models["a"].files = seen = await loaded_files.look(str(tmp_path))
         assert await use(residency) == first and not looked
-        seen.is_untold = True
+        seen.is_unwatched = True
         assert await use(residency) == first and looked
         (tmp_path / "weights").write_bytes(b"new, and longer")
         assert await use(residency) != first
