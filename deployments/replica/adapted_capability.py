@@ -50,7 +50,7 @@ class AdaptedCapability(Capability):
         return messages.FullResponse(head, body)
 
     async def served_by(self, call: messages.InferenceCall) -> str:
-        """The copy into which the call's adapter was merged, while there is one."""
+        """Returns the copy into which the call's adapter was merged, while there is one."""
         merging = self._merging.get(call.model)
         if merging is None or call.path == messages.ACQUIRE:
             return call.model
@@ -70,12 +70,14 @@ class AdaptedCapability(Capability):
         await self._fetchers[call.model][1].bring(call.served, call.tenant)
 
     def _has_fetcher(self, model: str, use: Use) -> bool:
-        """A new engine may have another configuration."""
+        """Whether there is a fetcher for the model's present engine: a new one may have another
+        configuration."""
         return model in self._fetchers and self._fetchers[model][0] == use.ticket
 
     def _follow(self, model: str, config: dict[str, Any]) -> None:
-        """A merged copy outlives the model's engine, which may be idle beside it, but not the
-        settings under which it was made."""
+        """Replaces the merging of a model whose settings have changed. A merged copy outlives the
+        model's engine, which may be idle beside it, but not the settings under which it was
+        made."""
         merging = self._merging.get(model)
         if merging is not None and merging.config == config:
             return

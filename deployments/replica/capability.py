@@ -100,7 +100,7 @@ class Capability:
     async def _answer_without_model(
         self, call: messages.InferenceCall
     ) -> messages.FullResponse | None:
-        """The response to a call that waits for no model; None: the call needs a model."""
+        """Returns the response to a call that waits for no model; None: the call needs a model."""
         if call.path == messages.ACQUIRE:
             return None
         if self.paths and prefixes.served_path(call.path) not in self.paths:
@@ -110,9 +110,9 @@ class Capability:
     async def _with_growth(
         self, call: messages.InferenceCall
     ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
-        """The engine's answer. Where the engine refuses for want of memory that its configuration
-        lets it grow to, the model grows and the engine is asked again, GROWTHS times at most (A14).
-        Raises RequestError."""
+        """Yields the engine's answer. Where the engine refuses for want of memory that its
+        configuration lets it grow to, the model grows and the engine is asked again, GROWTHS times
+        at most (A14). Raises RequestError."""
         began_s = time.monotonic()
         for growths_left in range(GROWTHS, -1, -1):
             async with aclosing(self._with_model(call, began_s)) as parts:
@@ -201,8 +201,8 @@ class Capability:
         return self._stream_batching.follow(stream, wants_progress=call.wants_progress)
 
     async def served_by(self, call: messages.InferenceCall) -> str:
-        """The held model that answers the call; another than the call's only where that is
-        resident."""
+        """Returns the name of the held model that answers the call; another than the call's only
+        where that is resident."""
         return call.model
 
     async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
@@ -212,8 +212,8 @@ class Capability:
         """Sees each answer of the engine that is no stream."""
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What this replica has, for deployments.routing; Serve asks each second and passes changes
-        on."""
+        """Returns what this replica has, for deployments.routing; Serve asks each second and passes
+        changes on."""
         models = self._residency.models
         presences = {
             name: PRESENCE.get(held.state, ModelPresence.COLD) for name, held in models.items()
@@ -234,7 +234,7 @@ class Capability:
 
 
 def _engine_headers(call: messages.InferenceCall, began_s: float) -> dict[str, str]:
-    """The headers for the engine, whose own queue goes by priority and deadline too."""
+    """Returns the headers for the engine, whose own queue goes by priority and deadline too."""
     headers = call.headers | {messages.PRIORITY_HEADER: str(int(call.priority))}
     if (remaining_s := left_s(call, began_s)) is not None:
         headers[messages.DEADLINE_HEADER] = f"{remaining_s:.3f}"
@@ -258,6 +258,6 @@ def _with_wait(
 
 
 def _wrong_route(call: messages.InferenceCall, paths: frozenset[str]) -> messages.FullResponse:
-    """404, as OpenAI answers a chat request for a model that is no chat model."""
+    """Returns a 404, as OpenAI answers a chat request for a model that is no chat model."""
     error = messages.NotServedHere(call.model, call.path, tuple(sorted(paths)))
     return messages.FullResponse(*messages.refusal(error))

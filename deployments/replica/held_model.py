@@ -293,7 +293,7 @@ class HeldModel:
         return waiter
 
     def deadline_unmet(self, until_s: float | None) -> DeadlineUnmet | None:
-        """The refusal of a request that waits until then; None: in time, or not known."""
+        """Returns the refusal of a request that waits until then; None: in time, or not known."""
         left_s = self.left_s
         if until_s is None or left_s is None or time.monotonic() + left_s <= until_s:
             return None
@@ -376,7 +376,7 @@ def _is_later(until_s: float | None, than_s: float | None) -> bool:
 
 
 def _is_in_time(error: Exception, until_s: float | None) -> bool:
-    """The ticket was refused for another request's deadline."""
+    """Whether the ticket was refused for another request's deadline, and this one's is later."""
     if not isinstance(error, DeadlineUnmet):
         return False
     return until_s is None or time.monotonic() + (error.predicted_s or 0.0) < until_s

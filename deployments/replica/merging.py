@@ -39,7 +39,7 @@ Name = tuple[str, str]  # of an adapter: the tenant that it belongs to, and its 
 
 
 class TrafficShare:
-    """Which part of the last requests each name had. `window`: how many requests."""
+    """Counts which part of the last requests each name had. `window`: how many requests."""
 
     def __init__(self, window: int) -> None:
         self._last: deque[object] = deque(maxlen=window)
@@ -55,7 +55,8 @@ class TrafficShare:
         self._counts[name] += 1
 
     def of(self, name: object) -> float | None:
-        """None until there were as many requests as the window holds."""
+        """Returns a name's part of the last requests; None until there were as many as the window
+        holds."""
         if len(self._last) < (self._last.maxlen or 0):
             return None
         return self._counts[name] / len(self._last)
@@ -89,7 +90,7 @@ class Merging:
         self._copy: MergedCopy | None = None
 
     def forget_tenant(self, tenant: str) -> None:
-        """A copy of its own adapter leaves."""
+        """Ends the copy of a removed tenant's own adapter."""
         if self._copy is not None and self._copy.name[0] == tenant:
             self.end()
 
@@ -113,12 +114,13 @@ class Merging:
         return held.model if is_there and held.state is HolderState.RESIDENT else self._model
 
     def end(self) -> None:
-        """No request goes to its copy any more, which leaves."""
+        """Keeps requests away from its copy, which leaves then."""
         if self._copy is not None:
             self._copy.over.set()
 
     async def _found(self, served: str, tenant: str) -> CatalogueEntry | None:
-        """None for the model itself, and for a name whose request the model's engine refuses."""
+        """Returns the adapter's entry; None for the model itself, and for a name whose request the
+        model's engine refuses."""
         if served == self._model:
             return None
         with contextlib.suppress(RequestError):
@@ -130,7 +132,7 @@ class Merging:
         return share is None or share >= STAYS_ABOVE * self._begins_at
 
     async def _end_if_useless(self, copy: MergedCopy) -> None:
-        """Has a copy end that is of no use any more. What a file server does not say, or not within
+        """Ends a copy that is of no use any more. What a file server does not say, or not within
         LOOK_S, is asked again."""
         owner, served = copy.name
         with contextlib.suppress(OSError):

@@ -92,10 +92,11 @@ class Residency:
         request: str = "",
         client: types.Client = types.ANYBODY,
     ) -> Use:
-        """One use of a model, to be entered by `async with`: that waits until the model serves.
-        `deadline_s`: seconds from then that it may wait; None: as long as it takes. `request`: the
-        request's id, for the event log. Entering raises UnknownModel, UnknownCapability,
-        DeadlineUnmet, LoadFailed, ArbiterUnavailable, or what else the arbiter refuses with."""
+        """Returns one use of a model, to be entered by `async with`: that waits until the model
+        serves. `deadline_s`: seconds from then that it may wait; None: as long as it takes.
+        `request`: the request's id, for the event log. Entering raises UnknownModel,
+        UnknownCapability, DeadlineUnmet, LoadFailed, ArbiterUnavailable, or what else the arbiter
+        refuses with."""
         return Use(self, model, deadline_s, priority, request, client)
 
     async def grow(self, model: str) -> None:
@@ -103,7 +104,7 @@ class Residency:
         await resize.grow(self, model)
 
     def held_tickets(self) -> tuple[ev.HeldTicket, ...]:
-        """Every ticket with bytes, for the heartbeat."""
+        """Returns every ticket with bytes, for the heartbeat."""
         return tuple(held.heartbeat_entry() for held in self.tickets.values())
 
     async def close(self) -> None:
@@ -122,9 +123,9 @@ class Residency:
     async def begin_request(
         self, model: str, deadline_s: float | None, priority: types.Priority, client: types.Client
     ) -> HeldModel:
-        """The held model, once it serves, with this request in flight: its ticket is requested or
-        its wake begun if need be. Raises RequestError; EngineLost when it left again ATTEMPTS_COUNT
-        times before this request could enter."""
+        """Returns the held model once it serves, with this request in flight: its ticket is
+        requested or its wake begun if need be. Raises RequestError; EngineLost when it left again
+        ATTEMPTS_COUNT times before this request could enter."""
         until_s = None if deadline_s is None else time.monotonic() + deadline_s
         try:
             async with asyncio.timeout(deadline_s):
@@ -147,7 +148,7 @@ class Residency:
         raise EngineLost(model)
 
     async def _is_current(self, held: HeldModel) -> bool:
-        """Whether it still serves, from the files that are there now."""
+        """Whether the model still serves, from the files that are there now."""
         if await loaded_files.changed_before_request(held.files):
             unloading.outdate(self, held)
         return held.state is HolderState.RESIDENT
@@ -171,8 +172,9 @@ class Residency:
             raise
 
     def _abandon(self, held: HeldModel) -> None:
-        """The last waiting request has left (A8). A queued ticket is withdrawn. Of a load under way
-        the arbiter decides: it knows how much is left. A model wanted without requests goes on."""
+        """Ends what the last waiting request had begun, which has left (A8). A queued ticket is
+        withdrawn. Of a load under way the arbiter decides: it knows how much is left. A model
+        wanted without requests goes on."""
         if held.demand.is_wanted or held.model in self._pinned:
             return
         if held.state is HolderState.QUEUED:
@@ -190,7 +192,8 @@ class Residency:
             unloading.close(self, held)
 
     async def _open(self, model: str) -> HeldModel:
-        """A held model with its load under way; another request may have opened it meanwhile."""
+        """Returns a held model with its load under way; another request may have opened it
+        meanwhile."""
         return self._held(await self.plan(model))
 
     def _held(self, plan: ModelPlan) -> HeldModel:
@@ -213,8 +216,8 @@ class Residency:
     # -- the work on one model -----------------------------------------------------------------
 
     def begin_work(self, held: HeldModel, work: Coroutine[Any, Any, None]) -> None:
-        """See ResidencyApi. An asleep model is queued: a request that comes now waits for the same
-        wake."""
+        """See ResidencyApi. An asleep model is queued first: a request that comes now waits for the
+        same wake."""
         if held.state is HolderState.ASLEEP:
             held.move(HolderState.QUEUED)
             held.load.serves_at_ns = 0  # of a wake that was refused before
@@ -222,8 +225,8 @@ class Residency:
         held.work.add_done_callback(lambda ended: self._note_end(held, ended))
 
     def _note_end(self, held: HeldModel, ended: asyncio.Task[None]) -> None:
-        """The work deals with what the world breaks. Any other error is a bug, which ends this
-        model and leaves the others alone."""
+        """Notes the end of a model's work, which deals with what the world breaks. Any other error
+        is a bug, which ends this model and leaves the others alone."""
         if held.work is not ended:
             return
         if ended.cancelled():

@@ -29,7 +29,7 @@ class ResidencyApi(Protocol):
         """Waits until the model serves, and puts the request in flight. Raises RequestError."""
 
     def begin_work(self, held: HeldModel, work: Coroutine[Any, Any, None]) -> None:
-        """Makes it the model's work: there is one at a time, on a task of its own."""
+        """Makes this the model's work: there is one at a time, on a task of its own."""
 
     def was_removed_since(self, tenant: str, began_ns: int) -> bool:
         """Whether a tenant was removed after a request of it came. On the monotonic clock."""

@@ -16,7 +16,7 @@ from deployments.replica.residency_api import ResidencyApi
 
 
 def outcome_of(error: BaseException | None) -> str:
-    """The word of the event log for how a use ended."""
+    """Returns the word of the event log for how a use ended."""
     if error is None:
         return "answered"
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -108,7 +108,7 @@ class Use:
 
     @property
     def is_open(self) -> bool:
-        """False: it was released, or its engine has ended."""
+        """Whether the use has neither been released nor lost its engine."""
         return self._held is not None and self._held.state is not HolderState.CLOSED
 
     @property
@@ -142,12 +142,14 @@ class Use:
             warmer.on_use(cut, chat, tenant)
 
     def warm_for_session(self, cut: PrefixEnd | None, chat: bytes, tenant: str) -> None:
-        """Has the prefix warmed once the engine is idle; None: what the configuration declares."""
+        """Has a session's prefix warmed once the engine is idle; None: what the configuration
+        declares."""
         if warmer := self._warmer_for(tenant):
             warmer.on_session(cut, chat, tenant)
 
     def _warmer_for(self, tenant: str) -> WarmerApi | None:
-        """None where nothing is warmed, or no more for a tenant that was removed meanwhile."""
+        """Returns the model's warmer; None where nothing is warmed, or no more for a tenant that
+        was removed meanwhile."""
         if self._held is None or self._residency.was_removed_since(tenant, self._began_ns):
             return None
         return self._held.warmer
@@ -159,7 +161,7 @@ class Use:
 
 
 async def whole(stream: AsyncGenerator[ResponseHead | bytes, None]) -> tuple[ResponseHead, bytes]:
-    """An engine's answer to its end. Raises EngineLost."""
+    """Returns an engine's answer, read to its end. Raises EngineLost."""
     head, *rest = [part async for part in stream]
     assert isinstance(head, ResponseHead), "an answer begins with its head"
     return head, b"".join(part for part in rest if isinstance(part, bytes))

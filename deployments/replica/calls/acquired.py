@@ -18,8 +18,8 @@ HEAD = ResponseHead(200, {"content-type": "text/event-stream", "cache-control": 
 
 
 async def events(use: Use, body: bytes) -> AsyncGenerator[ResponseHead | bytes, None]:
-    """An event that says the ticket, then comments, then an event with the reason of the end. Ends
-    when the term is over, or the engine is. A barrier does not end it, and drops (A9)."""
+    """Yields an event that says the ticket, then comments, then an event with the reason of the
+    end. Ends when the term is over, or the engine is. A barrier does not end it, and drops (A9)."""
     term_s = float(json.loads(body).get("term_s", ACQUIRE_S))
     use.exclude_from_run_times()
     end_s = said_s = time.monotonic()

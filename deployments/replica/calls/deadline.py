@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def left_s(call: InferenceCall, began_s: float) -> float | None:
-    """Seconds left of it, possibly negative; None: the call has none. `began_s`: when its replica
-    first saw it, monotonic."""
+    """Returns the seconds left of a call's deadline, possibly negative; None: the call has none.
+    `began_s`: when its replica first saw it, monotonic."""
     return None if call.deadline_s is None else call.deadline_s - (time.monotonic() - began_s)
 
 

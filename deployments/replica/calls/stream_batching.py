@@ -84,12 +84,13 @@ class _Inlet:
         self._reading.add_done_callback(lambda _: self._wakeup.set())
 
     async def has_begun(self, within_s: float) -> bool:
-        """False: neither head nor end came within that time."""
+        """Waits until head or end has come. False: neither came within that time."""
         await self._wait(lambda: self._head is not None, self.now_s() + within_s)
         return self._head is not None or self._reading.done()
 
     async def take(self) -> Part | None:
-        """The head, or all bytes there are; waits for some. None: the end. Raises what broke it."""
+        """Returns the head, or all bytes there are, and waits for some. None: the end. Raises what
+        broke the stream."""
         await self._wait(lambda: bool(self._head or self._held))
         if self._head is not None:
             head, self._head = self._head, None

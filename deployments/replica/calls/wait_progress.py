@@ -17,13 +17,13 @@ LOOK_S = 0.25
 
 
 def is_at_hand(models: Mapping[str, HeldModel], model: str) -> bool:
-    """True: a request for the model enters without waiting."""
+    """Whether a request for the model begins without waiting."""
     held = models.get(model)
     return held is not None and held.state is HolderState.RESIDENT
 
 
 def look(models: Mapping[str, HeldModel], model: str) -> Progress:
-    """How far the model is now."""
+    """Returns how far the model is now."""
     held = models.get(model)
     if held is not None and held.state is HolderState.LOADING:
         return Progress("loading", 0, held.left_s)
@@ -62,5 +62,5 @@ async def with_progress(
 
 
 def _words(progress: Progress) -> tuple[str, int, bool]:
-    """What is worth telling again; an estimate that only grows shorter is not."""
+    """Returns what is worth telling again; an estimate that only grows shorter is not."""
     return progress.phase, progress.position, progress.estimate_s is None

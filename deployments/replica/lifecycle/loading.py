@@ -35,8 +35,9 @@ REPORT_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the 
 
 
 async def load(residency: ResidencyApi, held: HeldModel) -> None:
-    """QUEUED -> RESIDENT. A load that failed for memory, whose engine died without a word, or whose
-    files were replaced meanwhile, is tried once more where it is still wanted."""
+    """Takes a model from QUEUED to RESIDENT. A load that failed for memory, whose engine died
+    without a word, or whose files were replaced meanwhile, is tried once more where it is still
+    wanted."""
     try:
         try:
             await _load_once(residency, held)
@@ -72,7 +73,7 @@ async def _load_once(residency: ResidencyApi, held: HeldModel) -> None:
 
 
 async def _acquire(residency: ResidencyApi, held: HeldModel) -> Granted:
-    """The grant of the model's ticket, once those of its gang are granted too. Raises
+    """Waits for the grant of the model's ticket, once those of its gang are granted too. Raises
     RequestError."""
     client, gang = residency.client(), held.gang
     request = held.request(residency.holder, residency.capability)
@@ -126,7 +127,8 @@ def _slabs(residency: ResidencyApi, held: HeldModel) -> tuple[SlabRequest, ...]:
 
 
 async def wake(residency: ResidencyApi, held: HeldModel) -> None:
-    """ASLEEP -> RESIDENT under the same ticket. `Residency.begin_work` has queued it."""
+    """Takes a model from ASLEEP to RESIDENT under the same ticket. `Residency.begin_work` has
+    queued it."""
     if await loaded_files.changed_in_sleep(held.files):
         return unloading.end_outdated(residency, held)
     try:
@@ -162,7 +164,7 @@ def _take_grant(residency: ResidencyApi, held: HeldModel, granted: Granted) -> N
 
 
 def serve(residency: ResidencyApi, held: HeldModel, took_s: float, verified: bool = True) -> None:
-    """LOADING -> RESIDENT, with the waiting requests in flight."""
+    """Takes a model from LOADING to RESIDENT, with the waiting requests in flight."""
     if held.warmer is None and held.plan.warms:
         held.warmer = warmer = PrefixWarmer(held, residency.holder, residency.client().tell)
         held.uses.on_begin = warmer.interrupt
@@ -180,7 +182,8 @@ def serve(residency: ResidencyApi, held: HeldModel, took_s: float, verified: boo
 
 
 async def _report_failure(residency: ResidencyApi, held: HeldModel, error: Exception) -> LoadFailed:
-    """Tells the arbiter why, and only then cuts the engine off: its end alone says less."""
+    """Tells the arbiter why a load or wake failed, and only then cuts the engine off, whose end
+    alone says less. Returns the error for those who wait."""
     cause, out_of_memory = failure_cause(error, held.load.granted_s)
     client = residency.client()
     client.tell(ev.LoadBroke(held.ticket, cause, out_of_memory))

@@ -45,12 +45,12 @@ ROOM_BARRIERS = 3  # how many victims may be drained, one after the other, to ma
 
 
 def asks_for_more(part: object) -> bool:
-    """An answer by which an engine says that it would do with more memory."""
+    """Whether a part is an answer by which an engine says that it could use more memory."""
     return isinstance(part, ResponseHead) and COULD_GROW in part.headers
 
 
 def unmarked(part: Progress | ResponseHead | bytes) -> Progress | ResponseHead | bytes:
-    """The part without the mark by which an engine asks for growth."""
+    """Returns the part without the mark by which an engine asks for growth."""
     if not isinstance(part, ResponseHead) or COULD_GROW not in part.headers:
         return part
     headers = {name: value for name, value in part.headers.items() if name != COULD_GROW}
@@ -86,8 +86,8 @@ async def drop_drafter(residency: ResidencyApi, model: str) -> None:
 
 
 async def on_command(residency: ResidencyApi, command: Resize) -> None:
-    """A person asks for the change, or memory is short; what comes of it is in the events and the
-    log."""
+    """Makes the change that a person asks for, or that short memory does; what comes of it is in
+    the events and the log."""
     changes = {
         ModelSize.GROWN: grow,
         ModelSize.FIRST: give_back,
@@ -98,7 +98,8 @@ async def on_command(residency: ResidencyApi, command: Resize) -> None:
 
 
 async def _one_at_a_time(residency: ResidencyApi, held: HeldModel, change: "Change") -> None:
-    """One change of size at a time; it goes on when the request that asked for it leaves."""
+    """Waits for the model's change of size: the one under way, else the given one, which begins. It
+    goes on when the request that asked for it leaves."""
     task = held.growth.work or _begin(residency, held, change)
     await asyncio.wait({task})
     if task.cancelled():
@@ -119,8 +120,8 @@ class Change(Protocol):
 
 
 def _note_end(residency: ResidencyApi, held: HeldModel, task: asyncio.Task[None]) -> None:
-    """The change dealt with what the world breaks. Any other error is a bug, which ends this model,
-    so that no request waits for it."""
+    """Notes the end of a change, which dealt with what the world breaks. Any other error is a bug,
+    which ends this model, so that no request waits for it."""
     held.growth.work = None
     error = None if task.cancelled() else task.exception()
     if isinstance(error, RequestError):
@@ -195,8 +196,9 @@ async def _drop_drafter(residency: ResidencyApi, held: HeldModel) -> None:
 
 
 async def _dropped_in_place(residency: ResidencyApi, held: HeldModel) -> bool:
-    """The engine goes on with what it has in flight. An engine that fails over it ends, and its
-    ticket with it. Raises TicketClosed."""
+    """Has the engine give its drafter's memory back while it goes on with what it has in flight.
+    False: only a restart does. An engine that fails over it ends, and its ticket with it. Raises
+    TicketClosed."""
     if held.state is not HolderState.RESIDENT or held.link is None:
         raise TicketClosed(held.ticket)
     try:
@@ -240,8 +242,8 @@ async def _restart(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
 
 
 async def _is_emptied(held: HeldModel, barrier: Span) -> bool:
-    """False: a request in flight outlived the barrier. Raises TicketClosed when the engine died
-    meanwhile, or the arbiter ended the ticket."""
+    """Waits for the requests in flight to end. False: one outlived the barrier. Raises TicketClosed
+    when the engine died meanwhile, or the arbiter ended the ticket."""
     is_empty = await held.uses.ended_within(barrier)
     if held.state is not HolderState.DRAINING:
         raise TicketClosed(held.ticket)
@@ -249,9 +251,9 @@ async def _is_emptied(held: HeldModel, barrier: Span) -> bool:
 
 
 async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, within: Span) -> None:
-    """One process goes and another takes its place, socket and ticket. Raises LoadFailed;
-    TicketClosed where the files were replaced meanwhile; ArbiterUnavailable when the node agent
-    found no arbiter to ask, and the model goes on."""
+    """Replaces the engine's process by another, which takes its place, socket and ticket. Raises
+    LoadFailed; TicketClosed where the files were replaced meanwhile; ArbiterUnavailable when the
+    node agent found no arbiter to ask, and the model goes on."""
     old, began_s = held.link, time.monotonic()
     before = held.link, held.plan, held.files
     held.move(HolderState.LOADING)

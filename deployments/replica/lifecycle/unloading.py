@@ -38,7 +38,8 @@ def revoke(residency: ResidencyApi, held: HeldModel, command: RevokeCommand) -> 
 
 
 async def drain(residency: ResidencyApi, held: HeldModel, command: RevokeCommand) -> None:
-    """New requests wait behind the barrier until this returns."""
+    """Lets the requests in flight end, while new ones wait behind the barrier, and then has the
+    model sleep or end. A model whose requests outlive the barrier serves on."""
     client = residency.client()
     if not await held.uses.ended_within(command.barrier):
         client.tell(ev.BarrierDropped(held.ticket, held.uses.inflight))
@@ -52,8 +53,9 @@ async def drain(residency: ResidencyApi, held: HeldModel, command: RevokeCommand
 
 
 async def serve_on(residency: ResidencyApi, held: HeldModel) -> None:
-    """DRAINING -> RESIDENT, because what is in flight outlived the barrier. The watchdog does not
-    look at a model that drains, so its files are looked at before a request gets it."""
+    """Takes a model from DRAINING back to RESIDENT, because what is in flight outlived the barrier.
+    The watchdog does not look at a model that drains, so its files are looked at before a request
+    gets it."""
     is_outdated = await loaded_files.changed_while_draining(held.files)
     if held.state is not HolderState.DRAINING:
         return  # it ended meanwhile
@@ -65,7 +67,7 @@ async def serve_on(residency: ResidencyApi, held: HeldModel) -> None:
 
 
 async def _fell_asleep(held: HeldModel, within: Span) -> bool:
-    """False: the engine did not, and must end."""
+    """Has the engine sleep. False: it did not, and must end."""
     assert held.link is not None
     try:
         async with asyncio.timeout(in_seconds(within)):
@@ -84,7 +86,7 @@ async def _fell_asleep(held: HeldModel, within: Span) -> bool:
 
 
 def on_engine_lost(residency: ResidencyApi, held: HeldModel, link: EngineLink) -> None:
-    """The engine's lifeline broke. A load or wake under way notices by itself."""
+    """Ends a model whose engine's lifeline broke. A load or wake under way notices by itself."""
     if held.link is link and held.state not in (HolderState.LOADING, HolderState.CLOSED):
         logger.warning("the engine of %s is gone", held.ticket)
         end(residency, held, Reason.LOST)
@@ -110,7 +112,8 @@ def end(
 
 
 def retire(residency: ResidencyApi, held: HeldModel) -> None:
-    """No request that comes from here on gets this model; those in flight finish with it."""
+    """Keeps requests that come from here on away from this model; those in flight finish with
+    it."""
     if held.state is HolderState.RESIDENT:
         held.move(HolderState.DRAINING)
         del residency.models[held.model]

@@ -80,7 +80,8 @@ async def _until_changed(held: HeldModel, outdate: Outdate) -> None:
 
 
 def _is_whole(held: HeldModel) -> bool:
-    """No load, wake, drain or unload is under way, which would see new files or end by itself."""
+    """Whether no load, wake, drain or unload is under way, which would see new files or end by
+    itself."""
     return held.state in (HolderState.RESIDENT, HolderState.ASLEEP)
 
 

@@ -61,7 +61,8 @@ def _watch_all(inotify: int, root: Path) -> bool:
 
 
 def _watch(inotify: int, path: Path, changes: int) -> bool:
-    """What is not there, or closed to us, needs no room."""
+    """Watches one file or folder. False: the kernel has no room. What is not there, or closed to
+    us, needs none."""
     if _libc.inotify_add_watch(inotify, os.fsencode(path), changes) >= 0:
         return True
     return ctypes.get_errno() != errno.ENOSPC

@@ -67,12 +67,13 @@ class LoadedFiles:
     looks: SharedLooks = field(default_factory=SharedLooks)
 
     def large(self) -> list[tuple[str, int]]:
-        """Names of files of which `contents` reads pieces only, each with its ctime in ns."""
+        """Returns the names of files of which `contents` reads pieces only, each with its ctime in
+        ns."""
         rows = [row for row in self.rows if len(row) > 1 and int(row[1]) > WHOLE_BYTES]
         return [(str(name), int(ctime_ns)) for name, _, _, ctime_ns, _ in rows]
 
     def unsettled(self) -> list[str]:
-        """Large files that may have changed and kept their times."""
+        """Returns the large files that may have changed and kept their times."""
         since_ns = self.seen_ns - round(SETTLED_S * 1e9)
         return [n for n, ctime_ns in self.large() if ctime_ns > since_ns and n not in self.settled]
 
@@ -86,8 +87,8 @@ class LoadedFiles:
 def files(
     model: str, look_at: Callable[[Path], os.stat_result] = lambda path: path.stat()
 ) -> Files:
-    """Name, size, mtime, ctime and inode of each file in a model's folder, or of a model in one
-    file; empty for a name that is neither, like a hub id, whose revisions have folders of their
+    """Returns name, size, mtime, ctime and inode of each file in a model's folder, or of a model in
+    one file; empty for a name that is neither, like a hub id, whose revisions have folders of their
     own. Follows symlinks. Of a file that cannot be looked at, its name alone. Raises OSError where
     the folder cannot be."""
     root = Path(model)
@@ -109,8 +110,9 @@ def files(
 
 
 def contents(model: str, rows: Files) -> str:
-    """A hash of small files and of pieces of large ones, as far as `files` could look at them.
-    Equal for equal bytes, whatever their times. Raises OSError for a file that cannot be read."""
+    """Returns a hash of small files and of pieces of large ones, as far as `files` could look at
+    them. Equal for equal bytes, whatever their times. Raises OSError for a file that cannot be
+    read."""
     digest = hashlib.blake2b()
     for name, size, *_ in (row for row in rows if len(row) > 1):
         try:
@@ -125,7 +127,7 @@ def contents(model: str, rows: Files) -> str:
 
 
 def pieces(size_bytes: int) -> list[tuple[int, int]]:
-    """Which parts of a file `contents` reads, as start and length."""
+    """Returns which parts of a file `contents` reads, as start and length."""
     if size_bytes <= WHOLE_BYTES:
         return [(0, size_bytes)]
     last = size_bytes - PIECE_BYTES
@@ -143,8 +145,8 @@ async def look(model: str) -> LoadedFiles:
 
 
 async def has_changed(loaded: LoadedFiles) -> bool:
-    """True if names, sizes, times or inodes differ. A model whose plan names no folder never
-    has; nor do files that cannot be looked at now."""
+    """Whether names, sizes, times or inodes differ from those of the load. False for a model whose
+    plan names no folder, and for files that cannot be looked at now."""
     try:
         return await in_thread(loaded.model, has_changed_now, loaded)
     except OSError as error:  # no thread for the look
@@ -153,8 +155,8 @@ async def has_changed(loaded: LoadedFiles) -> bool:
 
 
 async def changed_during_load(loaded: LoadedFiles) -> bool:
-    """Whether they changed since the look before the load: its engine may have read some old files
-    and some new ones, or half of one."""
+    """Whether the files changed since the look before the load: the engine may have read some old
+    files and some new ones, or half of one."""
     if loaded.is_unwatched:
         return await in_thread(loaded.model, _has_changed_on_server, loaded)
     return await has_changed(loaded)
@@ -168,14 +170,14 @@ async def changed_before_request(loaded: LoadedFiles) -> bool:
 
 
 async def changed_while_draining(loaded: LoadedFiles) -> bool:
-    """Looks before a model serves on that was not watched meanwhile. False where its server is away
-    for longer than a look may take."""
+    """Looks at the files of a model that drained, unwatched, and is to serve on. False where their
+    server is away for longer than a look may take."""
     look = _has_changed_on_server if loaded.is_unwatched else has_changed_now
     return await loaded.looks.ask(loaded.model, lambda: look(loaded))
 
 
 def has_changed_now(loaded: LoadedFiles) -> bool:
-    """`has_changed` at once, of files of which this machine's kernel has told."""
+    """Answers as `has_changed` does, at once, for files of which this machine's kernel has told."""
     try:
         return _are_others(loaded, files(loaded.model))
     except OSError:
@@ -246,7 +248,7 @@ async def _hash_of(loaded: LoadedFiles, name: str, pause_s: float) -> str:
 
 
 def _feed(digest: Any, stream: BinaryIO) -> bool:
-    """False at the end of the stream."""
+    """Hashes one more chunk. False at the end of the stream."""
     chunk = stream.read(CHUNK_BYTES)
     digest.update(chunk)
     return bool(chunk)

@@ -28,7 +28,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_remote(path: str) -> bool:
-    """False for what cannot be asked, such as a hub id."""
+    """Whether a path lies on a file server or behind FUSE. False for what cannot be asked, such as
+    a hub id."""
     buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
     if _libc.statfs(os.fsencode(path), buffer) != 0:
         return False
@@ -36,7 +37,7 @@ def is_remote(path: str) -> bool:
 
 
 def fresh_stat(path: Path) -> os.stat_result:
-    """`path.stat()` as the server has it now. Raises OSError."""
+    """Returns `path.stat()` as the server has it now. Raises OSError."""
     buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
     arguments = os.fsencode(path), _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, buffer
     if _libc.statx(_AT_FDCWD, *arguments) != 0:
@@ -46,15 +47,16 @@ def fresh_stat(path: Path) -> os.stat_result:
 
 
 class SharedLooks:
-    """One look at a time, in a thread. Each caller gets the answer of a look that began after it
-    asked; those that ask while a look is under way share the next."""
+    """Runs one look at a time, in a thread. Each caller gets the answer of a look that began after
+    it asked; those that ask while a look is under way share the next."""
 
     def __init__(self) -> None:
         self._running: asyncio.Task[bool] | None = None
         self._next: asyncio.Task[bool] | None = None
 
     async def ask(self, model: str, look: Callable[[], bool]) -> bool:
-        """False where it takes longer than LOOK_MOST_S. `model`: whose files are looked at."""
+        """Returns what the look finds. False where it takes longer than LOOK_MOST_S. `model`: whose
+        files are looked at."""
         if self._next is None:
             self._next = detached_task(self._look(model, look, self._running))
         mine = self._next

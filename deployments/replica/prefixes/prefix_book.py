@@ -50,7 +50,8 @@ class PrefixBook:
         self._too_large: dict[str, str] = {}  # keys, each with its tenant; the last used last
 
     def on_load(self, now_ns: int) -> None:
-        """The engine is new: what requests brought is forgotten, what is declared is warmed."""
+        """Begins anew with a new engine: what requests brought is forgotten, what is declared is
+        warmed."""
         self._known = {key: entry for key, entry in self._known.items() if entry.is_declared}
         for entry in self._known.values():
             _ask(entry, WarmCause.LOAD, now_ns)
@@ -88,7 +89,7 @@ class PrefixBook:
         }
 
     def on_use(self, key: str, now_ns: int) -> None:
-        """A request that begins with it runs, and warms it in passing."""
+        """Notes that a request which begins with the prefix runs, and warms it in passing."""
         entry = self._known[key] = self._known.pop(key)  # the last of the dictionary
         entry.touched_ns = entry.used_ns = now_ns
         entry.cause, entry.has_failed = None, False
@@ -118,14 +119,14 @@ class PrefixBook:
         self.ask_untouched(WarmCause.SWEEP, UNTOUCHED, now_ns)
 
     def next(self) -> KnownPrefix | None:
-        """The most recently used of those that are to be warmed."""
+        """Returns the most recently used of those that are to be warmed."""
         waiting = [entry for entry in self._known.values() if entry.cause is not None]
         return max(waiting, key=lambda entry: entry.used_ns, default=None)
 
     @staticmethod
     def on_warmed(entry: KnownPrefix) -> None:
-        """Touched since it was asked for: so the next sweep finds it due, however long its engine
-        took."""
+        """Notes a pre-warm that succeeded. It counts as of when it was asked for: so the next sweep
+        finds the prefix due, however long its engine took."""
         entry.touched_ns, entry.cause = entry.asked_ns, None
 
     @staticmethod
@@ -134,7 +135,8 @@ class PrefixBook:
 
     @staticmethod
     def on_interrupt(entry: KnownPrefix) -> None:
-        """A real request came. It is tried again once the engine is idle, a few times."""
+        """Notes that a real request interrupted the pre-warm, which is tried again once the engine
+        is idle, TRIES times at most."""
         entry.tries += 1
         if entry.tries >= TRIES:
             entry.cause = None

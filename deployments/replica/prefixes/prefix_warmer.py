@@ -41,7 +41,7 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The machine's own."""
+    """The machine's own monotonic clock."""
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
@@ -91,7 +91,8 @@ class PrefixWarmer:
     # -- what happens to the model -------------------------------------------------------------
 
     def on_move(self, before: HolderState, to: HolderState) -> None:
-        """The model changes its state. Out of LOADING it has a new engine, or an empty cache."""
+        """Follows the model's change of state. Out of LOADING it has a new engine, or an empty
+        cache."""
         if to is HolderState.RESIDENT:
             if before is HolderState.LOADING:
                 self._has_cache = True
@@ -103,7 +104,7 @@ class PrefixWarmer:
             self._task.cancel()
 
     def interrupt(self) -> None:
-        """A request begins, or the engine is about to go."""
+        """Ends the pre-warm under way: a request begins, or the engine is about to go."""
         if self._current is not None:
             self._current.cancel()
 
@@ -115,12 +116,13 @@ class PrefixWarmer:
     # -- who asks for what ---------------------------------------------------------------------
 
     def on_use(self, cut: PrefixEnd, chat: bytes, tenant: str) -> None:
-        """A request begins with a prefix; `chat`: its body."""
+        """Notes that a request begins with a prefix; `chat`: its body."""
         if self._knows(cut, chat, tenant):
             self._book.on_use(cut.key, self._clock.now_ns())
 
     def on_session(self, cut: PrefixEnd | None, chat: bytes, tenant: str) -> None:
-        """A client opens a session whose chats begin with a prefix, or with what is declared."""
+        """Warms for a session that a client opens, whose chats begin with a prefix, or with what is
+        declared."""
         now_ns = self._clock.now_ns()
         if cut is not None and self._knows(cut, chat, tenant):
             self._book.ask(cut.key, WarmCause.SESSION, now_ns)
@@ -133,7 +135,7 @@ class PrefixWarmer:
         self.interrupt()
 
     def on_speech(self) -> None:
-        """A person begins to speak, whose words this model may have to answer."""
+        """Warms for a person who begins to speak, whose words this model may have to answer."""
         self._book.ask_untouched(WarmCause.SPEECH, Span(0), self._clock.now_ns())
         self._news.set()
 
