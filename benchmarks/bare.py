@@ -109,7 +109,7 @@ def tts(task: Task) -> str:
     import numpy as np
     import onnxruntime
 
-    from deployments.engines.espeak import Espeak
+    from deployments.engines.audio.espeak import Espeak
 
     [file] = Path(task.model).glob("*.onnx")
     voice = json.loads(file.with_suffix(".onnx.json").read_text())
@@ -211,8 +211,8 @@ def by_itself(capability: str) -> Measured:
     """With no graph: espeak-ng reads the sentence that is heard."""
     from benchmarks import calls
     from benchmarks.first_token import shipped, table_of
-    from deployments.engines import sound
-    from deployments.engines.espeak import Espeak
+    from deployments.engines.audio import sound
+    from deployments.engines.audio.espeak import Espeak
     from tests.support.speech import wav
 
     espeak = Espeak()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deployments.engines import sound
+from deployments.engines.audio import sound
 from models import shapes
 from tests.support.drawings import uri
 from tests.support.speech import SENTENCES, form, wav

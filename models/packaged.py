@@ -97,7 +97,7 @@ def folder_of(package: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-# The names of Silero's TorchScript, and those of deployments.engines.silero.
+# The names of Silero's TorchScript, and those of deployments.engines.audio.silero.
 _RENAMED = {
     "stft.forward_basis_buffer": "stft.weight",
     "decoder.rnn": "rnn",

@@ -43,10 +43,10 @@ ENGINES = ",".join(
         "vllm.preload",
         "sentence_transformers",
         "diffusers.preload",
-        "faster_whisper",
-        "vits",
-        "kokoro",
-        "silero",
+        "audio.faster_whisper",
+        "audio.vits",
+        "audio.kokoro",
+        "audio.silero",
     )
 )
 

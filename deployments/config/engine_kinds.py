@@ -156,8 +156,8 @@ ENGINES: dict[str, EngineKind] = {
         copies=SAFETENSORS,
     ),
     "faster_whisper": EngineKind(
-        "deployments.engines.faster_whisper:build",
-        ("deployments.engines.faster_whisper",),
+        "deployments.engines.audio.faster_whisper:build",
+        ("deployments.engines.audio.faster_whisper",),
         context_bytes=Bytes(50 * MIB),
         gpu_context_bytes=GPU_CONTEXT,  # not measured
         working_bytes=Bytes(96 * MIB),  # of a minute of sound, with the times of its words
@@ -165,22 +165,22 @@ ENGINES: dict[str, EngineKind] = {
         copies=("**/*.bin",),
     ),
     "vits": EngineKind(
-        "deployments.engines.vits:build",
-        ("deployments.engines.vits",),  # not onnxruntime, whose import starts a thread
+        "deployments.engines.audio.vits:build",
+        ("deployments.engines.audio.vits",),  # not onnxruntime, whose import starts a thread
         context_bytes=Bytes(84 * MIB),
         working_bytes=Bytes(128 * MIB),  # of one long clause
         estimate=file_and_engine(".onnx"),
     ),
     "kokoro": EngineKind(
-        "deployments.engines.kokoro:build",
-        ("deployments.engines.kokoro",),
+        "deployments.engines.audio.kokoro:build",
+        ("deployments.engines.audio.kokoro",),
         context_bytes=Bytes(120 * MIB),  # with the styles of fifty voices
         working_bytes=Bytes(320 * MIB),  # of one long clause
         estimate=file_and_engine(".onnx"),
     ),
     "silero": EngineKind(
-        "deployments.engines.silero:build",
-        ("deployments.engines.silero",),
+        "deployments.engines.audio.silero:build",
+        ("deployments.engines.audio.silero",),
         context_bytes=Bytes(16 * MIB),
         working_bytes=Bytes(32 * MIB),
     ),

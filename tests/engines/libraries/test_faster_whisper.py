@@ -5,7 +5,7 @@ from typing import Any
 import ctranslate2
 import pytest
 
-from deployments.engines import faster_whisper
+from deployments.engines.audio import faster_whisper
 from deployments.engines.protocol import EngineLoadFailed
 
 pytestmark = pytest.mark.spec("H3")

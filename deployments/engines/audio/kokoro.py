@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from deployments.config.voice_files import ESPEAK_DEFAULT, kokoro_files
-from deployments.engines.espeak import Espeak
+from deployments.engines.audio.espeak import Espeak
+from deployments.engines.audio.vits import SpeechEngine
+from deployments.engines.audio.voices import Voice, named, open_session, phonemes_of
 from deployments.engines.one_thread import compute_threads
 from deployments.engines.protocol import Config, EngineLoadFailed
-from deployments.engines.vits import SpeechEngine
-from deployments.engines.voices import Voice, named, open_session, phonemes_of
 
 RATE_HZ = 24_000
 PAD = 0  # before and after a text

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.engines import faster_whisper, silero, sound
+from deployments.engines.audio import faster_whisper, silero, sound
 from tests.support.speech import form
 
 MINUTES, AT_ONCE = 2, 4

@@ -11,9 +11,9 @@ import numpy as np
 
 from deployments.config.voice_files import ESPEAK_DEFAULT, describing, speakers, voice_file
 from deployments.engines.asgi import BadField
-from deployments.engines.espeak import Espeak, NoSuchVoice
+from deployments.engines.audio.espeak import Espeak, NoSuchVoice
+from deployments.engines.audio.ready_graphs import open_graph
 from deployments.engines.protocol import EngineLoadFailed
-from deployments.engines.ready_graphs import open_graph
 
 # A clause that is spoken at once: memory grows with it, and the first one is waited for.
 CLAUSE_CHARACTERS = 150

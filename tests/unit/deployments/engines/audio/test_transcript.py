@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.engines import faster_whisper, transcript
-from deployments.engines.sound import HEARD_HZ, PART
-from deployments.engines.transcript import WRITE, Transcript, TranscriptionRequest
+from deployments.engines.audio import faster_whisper, transcript
+from deployments.engines.audio.sound import HEARD_HZ, PART
+from deployments.engines.audio.transcript import WRITE, Transcript, TranscriptionRequest
 
 SECOND = HEARD_HZ
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deployments.engines.sound import HEARD_HZ
+from deployments.engines.audio.sound import HEARD_HZ
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from deployments.engines.asgi import BadField
-from deployments.engines.espeak import Espeak
-from deployments.engines.kokoro import read_styles, read_vocabulary
-from deployments.engines.protocol import EngineLoadFailed
-from deployments.engines.vits import PhraseCache, parse
-from deployments.engines.voices import (
+from deployments.engines.audio.espeak import Espeak
+from deployments.engines.audio.kokoro import read_styles, read_vocabulary
+from deployments.engines.audio.vits import PhraseCache, parse
+from deployments.engines.audio.voices import (
     CLAUSE_CHARACTERS,
     EspeakVoice,
     VitsVoice,
     clauses_of,
     named,
 )
+from deployments.engines.protocol import EngineLoadFailed
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_broken_or_huge_files_of_a_voice_are_named(
         read_styles(file)
     np.savez(file, ann=np.zeros((5, 1, 256), np.float32))
     assert read_styles(file)["ann"].shape == (5, 1, 256)
-    monkeypatch.setattr("deployments.engines.kokoro.MOST_STYLES_BYTES", 5_000)
+    monkeypatch.setattr("deployments.engines.audio.kokoro.MOST_STYLES_BYTES", 5_000)
     with pytest.raises(EngineLoadFailed, match="more than 5000"):
         read_styles(file)
     for text in ("{}", "[]", '{"vocab": {"a": "x"}}', "no json"):

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 
 from deployments.config.model_section import ESPEAK
-from deployments.engines import asgi, sound
+from deployments.engines import asgi
 from deployments.engines.asgi import BadField
-from deployments.engines.espeak import Espeak
+from deployments.engines.audio import sound
+from deployments.engines.audio.espeak import Espeak
+from deployments.engines.audio.voices import EspeakVoice, VitsVoice, Voice, clauses_of
 from deployments.engines.one_thread import OneThread, compute_threads
 from deployments.engines.protocol import Config, Receive, Scope, Send
-from deployments.engines.voices import EspeakVoice, VitsVoice, Voice, clauses_of
 
 SPEECH = "/v1/audio/speech"
 MAX_CHARACTERS = 4_096  # OpenAI's bound

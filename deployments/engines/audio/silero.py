@@ -21,11 +21,12 @@ from silero_vad.utils_vad import get_speech_timestamps_from_probs
 from torch import Tensor, nn
 from torch.nn.functional import pad as padded
 
-from deployments.engines import asgi, forms, sound
+from deployments.engines import asgi, forms
 from deployments.engines.asgi import BadField
+from deployments.engines.audio import sound
+from deployments.engines.audio.sound import HEARD_HZ
 from deployments.engines.one_thread import OneThread
 from deployments.engines.protocol import Config, Receive, Scope, Send
-from deployments.engines.sound import HEARD_HZ
 
 PATHS = ("/v1/vad", "/v1/audio/vad")
 MAX_SECONDS = 7_200.0

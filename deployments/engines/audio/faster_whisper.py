@@ -23,12 +23,13 @@ import ctranslate2
 import numpy as np
 from faster_whisper import WhisperModel
 
-from deployments.engines import asgi, forms, sound
+from deployments.engines import asgi, forms
 from deployments.engines.asgi import BadField
+from deployments.engines.audio import sound
+from deployments.engines.audio.sound import HEARD_HZ
+from deployments.engines.audio.transcript import WRITE, Transcript, TranscriptionRequest, events
 from deployments.engines.one_thread import OneThread, compute_threads
 from deployments.engines.protocol import Config, EngineLoadFailed, Receive, Scope, Send
-from deployments.engines.sound import HEARD_HZ
-from deployments.engines.transcript import WRITE, Transcript, TranscriptionRequest, events
 from deployments.environment import Environment
 
 logger = logging.getLogger("arbiter.engine")
@@ -202,13 +203,13 @@ class WhisperEngine:
             async for _ in self.worker.each(file.parts()):
                 continue
             return [(0, file.count)]
-        from deployments.engines import silero  # and with it torch, where a client asks for it
+        from deployments.engines.audio import silero  # and torch, where a client asks for it
 
         parts = [p async for p in self.worker.each(self._probabilities(file.parts()))]
         return joined(silero.spans([p for part in parts for p in part], file.count))
 
     def _probabilities(self, parts: Iterator[np.ndarray]) -> Iterator[list[float]]:
-        from deployments.engines import silero
+        from deployments.engines.audio import silero
 
         if self.vad is None:
             self.vad = silero.load(self.vad_folder)

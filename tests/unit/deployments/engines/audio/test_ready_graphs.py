@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.engines import ready_graphs
+from deployments.engines.audio import ready_graphs
 from deployments.engines.one_thread import MOST_THREADS, compute_threads
 
 

@@ -12,7 +12,7 @@ import av
 import numpy as np
 import pytest
 
-from deployments.engines import sound
+from deployments.engines.audio import sound
 from tests.support import archives
 from tests.support.speech import CONTAINERS, contained, seconds_of
 
