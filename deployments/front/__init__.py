@@ -1,1 +1,1 @@
-"""The HTTP front: OpenAI's routes, health, and a window on the arbiter."""
+"""The HTTP front: every API's routes, keys, health, and a window on the arbiter."""

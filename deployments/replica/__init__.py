@@ -1,1 +1,1 @@
-"""What every capability replica shares: tickets, loading, unloading, use."""
+"""What every capability replica shares: a model's life, its uses, its files and its prefixes."""
