@@ -7,7 +7,6 @@ thing. Only processes of this user are answered.
 """
 
 import asyncio
-import errno
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from arbiter.protocol.accepting import SHORT_PAUSE_S, is_shortage
 from arbiter.protocol.peer_credentials import peer_uid
 from arbiter.units import TicketId
 
@@ -22,10 +22,6 @@ logger = logging.getLogger("arbiter.agent")
 
 ANSWER_S = 10.0  # a line that takes longer is not coming
 LINE_MOST_BYTES = 1_024
-# What accept says while the process or the machine is short of descriptors or memory, and how long
-# asyncio's own servers wait then (ACCEPT_RETRY_DELAY).
-_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-SHORT_PAUSE_S = 1.0
 
 Finds = Callable[[TicketId, str], Sequence[int]]
 
@@ -61,7 +57,7 @@ class LendingSocket:
             except ConnectionAbortedError:
                 continue  # it has gone again
             except OSError as error:
-                if error.errno not in _SHORT:
+                if not is_shortage(error):
                     raise
                 logger.warning(
                     "engines that ask at %s for what they are lent wait: %s; raise the limits of"

@@ -30,6 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from arbiter.protocol.accepting import SHORT_PAUSE_S, is_shortage
 from arbiter.protocol.peer_credentials import peer_uid
 from deployments.engines import linux, nvidia
 from deployments.engines.protocol import MAX_LINE_BYTES, BadSpawn, Spawn, parse_spawn
@@ -77,7 +78,17 @@ class Zygote:
             self._read(source)
 
     def _accept(self) -> None:
-        conn, _ = self.server.accept()
+        """Raises OSError where the socket itself is at fault."""
+        try:
+            conn, _ = self.server.accept()
+        except ConnectionAbortedError:
+            return  # it has gone again
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            print(f"connections to {self.path} wait: {error}; raise ulimit -n", file=sys.stderr)
+            time.sleep(SHORT_PAUSE_S)  # the connection stays, and would be ready again at once
+            return
         if peer_uid(conn) != os.getuid():
             conn.close()
             return

@@ -1,17 +1,20 @@
 """The zygote and its children, with an engine that is light: what the node agent relies on."""
 
+import errno
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from arbiter.protocol.accepting import SHORT_PAUSE_S
 from deployments.engines import zygote as module
 from deployments.engines.linux import allowed_environment
 from tests.support import nvml
@@ -121,6 +124,33 @@ def test_connection_of_another_user_is_closed(
         server._accept()
         assert stranger.recv(1) == b""
     assert not server.buffers
+
+
+@pytest.mark.spec("L4")
+def test_zygote_goes_on_after_connections_that_it_could_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o700)
+    server, accept = module.Zygote(tmp_path / "z.sock"), socket.socket.accept
+    fails, paused = [errno.ECONNABORTED, errno.EMFILE, errno.ENFILE], list[float]()
+
+    def short(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if fails:
+            number = fails.pop(0)
+            raise OSError(number, os.strerror(number))
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", short)
+    monkeypatch.setattr(time, "sleep", paused.append)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+        agent.connect(str(tmp_path / "z.sock"))
+        for _ in range(4):
+            server._accept()
+    assert len(server.buffers) == 1 and paused == [SHORT_PAUSE_S] * 2
+    assert "Too many open files" in capsys.readouterr().err
+    server.server.close()
+    with pytest.raises(OSError, match="Bad file"):
+        server._accept()
 
 
 def test_peer_uid_comes_from_the_kernel() -> None:

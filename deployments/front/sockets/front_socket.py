@@ -6,6 +6,7 @@ here instead, as plain HTTP. The proxy goes to Serve where there is no socket.
 """
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any, cast
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arbiter.protocol import ray_internals
+
+logger = logging.getLogger("ray.serve")
 
 NAME = "serve-arbiter-front.sock"
 HEAD_S = 5.0  # from a connection to its request: the proxy connects when it has one to send
@@ -104,6 +107,11 @@ class FrontSocket:
                 try:
                     conn, _ = listening.accept()
                 except BlockingIOError:
+                    return
+                except ConnectionAbortedError:
+                    continue  # it has gone again
+                except OSError as error:  # the proxy answers what waits that the front was lost
+                    logger.warning("connections to %s end unanswered: %s", self._path, error)
                     return
                 await asyncio.get_running_loop().connect_accepted_socket(self._connected, conn)
 

@@ -1,6 +1,8 @@
 """Requests over the front's own socket: as through Serve, with nothing of it in between."""
 
 import asyncio
+import errno
+import os
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -317,6 +319,37 @@ async def test_front_that_ends_answers_what_it_has_not_accepted_or_read_yet() ->
     assert (await all_of(accepted)).startswith(b"HTTP/1.1 201")
     await asyncio.wait_for(closing, 60)
     assert len(application.asked) == 4
+
+
+@pytest.mark.spec("J9")
+@pytest.mark.usefixtures("proxy")
+async def test_front_that_ends_short_of_descriptors_answers_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    application, fails = Application(), [errno.ECONNABORTED, None, errno.EMFILE]
+    application.go.set()
+    front = FrontSocket(application)
+    await front.open()
+    accepted = raw()
+    while not front._state.connections:
+        await asyncio.sleep(0)
+    first, second = raw(says=REQUEST), raw(says=REQUEST)
+    accept = socket.socket.accept
+
+    def short(listening: socket.socket) -> tuple[socket.socket, Any]:
+        if number := fails.pop(0):
+            raise OSError(number, os.strerror(number))
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", short)
+    closing = asyncio.ensure_future(front.close())
+    assert (await all_of(first)).startswith(b"HTTP/1.1 201")
+    with pytest.raises(ConnectionResetError):  # for which the proxy answers front_lost
+        await all_of(second)
+    accepted.send(REQUEST)
+    assert (await all_of(accepted)).startswith(b"HTTP/1.1 201")
+    await asyncio.wait_for(closing, 60)
+    assert "Too many open files" in caplog.text
 
 
 @pytest.mark.spec("J9")
