@@ -70,9 +70,14 @@ class EngineProcesses:
             self._reports.note_ended(ticket)
         for child in self.children.by_ticket.values():
             self._watch(child)
+        self._recover_lent(set(self.children.by_ticket))
+
+    def _recover_lent(self, tickets: set[TicketId]) -> None:
+        """Finds the slabs and copies again that these engines have open."""
         for child in self.children.refresh():
-            self._pool.recover(child.ticket, child.members)
-            self._copies.recover(child.ticket, child.members)
+            if child.ticket in tickets:
+                self._pool.recover(child.ticket, child.members)
+                self._copies.recover(child.ticket, child.members)
 
     @property
     def are_ending(self) -> bool:
@@ -339,13 +344,18 @@ class EngineProcesses:
 
     async def _adopt(self) -> None:
         """Watches children that were forked just before an earlier agent died: it left no note of
-        them."""
+        them. Kills those whose ticket was killed before they were found."""
+        adopted: set[TicketId] = set()
         for row in await self.supervisor.zygote.list():
             is_known = row.ticket in self.children.by_ticket or row.ticket in self._spawning
             if is_known:
                 continue
             if child := self.children.open(row.ticket, row.pid, (), zygote=self.supervisor.known):
                 self._watch(child)
+                adopted.add(child.ticket)
+        self._recover_lent(adopted)
+        for ticket in filter(self.children.may_not_start, adopted):
+            self.kill(ticket)
 
     def _kill_orphans(self) -> None:
         """Kills the orphans: a zygote forked them and died before it could say so, and no ticket

@@ -323,6 +323,34 @@ async def test_engine_is_handed_its_slabs_by_descriptor_and_no_other_is(folder: 
         await running.close()
 
 
+@pytest.mark.spec("A10", "E1")
+async def test_engine_of_which_an_earlier_agent_left_no_note_keeps_its_slab_and_ends_if_killed(
+    folder: Path,
+) -> None:
+    """The earlier agent died between the fork and its note."""
+    running, ended = agent_in(folder), TicketId("ended")
+    engines, kv = running._engines, SlabRequest(Content.KV, "chat/m", "key")
+    pids = dict[TicketId, int]()
+    try:
+        async with asyncio.timeout(START_S):
+            await running.spawn(TicketId("other"), FAKE_ENGINE)  # the zygote is up
+            for ticket in (T, ended):
+                spec = await engines._with_slabs(ticket, replace(FAKE_ENGINE, slabs=(kv,)))
+                path = engines.children.socket(ticket)
+                pids[ticket] = await engines.supervisor.zygote.spawn(ticket, spec, path)
+            await eventually(lambda: all(map(slabs_open_in, pids.values())))
+            running._pool._slabs.clear()
+            await running.kill(ended)  # there is no process of it that the agent knows of
+            await engines._adopt()
+            await eventually(
+                lambda: is_gone(pids[ended]) and ended not in engines.children.by_ticket
+            )
+            assert {s.ticket for s in running._pool.readings()} == {T, None}
+            assert not is_gone(pids[T])
+    finally:
+        await running.close()
+
+
 @pytest.mark.spec("E4")
 async def test_idle_copy_of_weights_leaves_behind_adapters_and_before_kv_where_ram_is_short(
     no_arbiter: None, folder: Path, monkeypatch: pytest.MonkeyPatch
