@@ -206,6 +206,8 @@ async def _dropped_in_place(residency: ResidencyApi, held: HeldModel) -> bool:
     except (LoadRefused, EngineLost) as error:
         logger.warning("%s: its drafter did not leave: %s", held.ticket, error)
         raise TicketClosed(held.ticket) from error
+    if held.state is not HolderState.RESIDENT and held.work is not None:
+        await asyncio.wait({held.work})  # of a revoke: the model may yet keep its place
     if held.state is not HolderState.RESIDENT:
         raise TicketClosed(held.ticket)
     return dropped

@@ -97,6 +97,27 @@ async def test_drafter_leaves_in_place_while_a_request_is_in_flight() -> None:
         assert engine.acts.count("/control/drop_drafter") == 1
 
 
+@pytest.mark.spec("F9", "A9")
+async def test_model_revoked_while_its_drafter_leaves_that_keeps_its_place_gives_it_back() -> None:
+    async with resident() as (residency, growth, engine):
+        held, engine.drops_drafter = with_drafter(residency.models["a"]), True
+        link: Any = held.link
+        drop = link.drop_drafter
+
+        async def and_revoke() -> bool:
+            dropped: bool = await drop()
+            revoke(residency, Reason.SWAP, barrier_s=0.01)
+            return dropped
+
+        link.drop_drafter = and_revoke
+        async with residency.use("a"):  # which outlives the barrier
+            await resize.drop_drafter(residency, "a")
+        less = (replace(ON[0], size_bytes=Bytes(ON[0].size_bytes - 2)),)
+        assert growth.arbiter.kinds()[-2:] == ["BarrierDropped", "GaveBack"]
+        assert growth.arbiter.told[-1] == ev.GaveBack(held.ticket, less)
+        assert residency.account()[0].devices == less and not growth.spawned
+
+
 @pytest.mark.spec("F9")
 async def test_engine_that_fails_over_its_drafter_is_not_restarted_and_keeps_its_bytes() -> None:
     async with resident() as (residency, growth, engine):
