@@ -279,7 +279,7 @@ class Encoder:
     def __init__(self, form: str, rate_hz: int, *, whole: bool = False) -> None:
         """`whole`: nothing comes before the end, and the header says the length."""
         written = WRITTEN[form]
-        self._rate_hz, self._whole = rate_hz, whole
+        self._rate_hz, self._whole, self._count = rate_hz, whole, 0
         self._sink: Any = io.BytesIO() if whole else _Sink()
         options = {"page_duration": PAGE_US} if written.container == "ogg" else {}
         self._container = av.open(
@@ -295,6 +295,7 @@ class Encoder:
         """`samples`: float32 in [-1, 1], shape [n], of which n may be 0. Returns what is ready."""
         if not samples.size:  # FFmpeg takes no frame without samples
             return b""
+        self._count += samples.size
         pcm = (np.clip(samples, -1.0, 1.0) * 32_767.0).astype(np.int16)
         frame = av.AudioFrame.from_ndarray(pcm[None], format="s16", layout="mono")
         frame.sample_rate = self._rate_hz
@@ -302,11 +303,13 @@ class Encoder:
         return b"" if self._whole else self._sink.take()
 
     def end(self) -> bytes:
-        """Returns the rest; no call may follow."""
+        """Returns the rest; no call may follow. Silence makes up LEAST_S: without a sample some
+        formats have no byte, and others only a header, which no reader takes for a file."""
+        missing_count = int(LEAST_S * self._rate_hz) - self._count
+        silence = self.add(np.zeros(max(0, missing_count), np.float32))
         self._mux(None)
-        self._container.start_encoding()  # writes the header, where no sample has
         self._container.close()
-        return self._sink.getvalue() if self._whole else self._sink.take()
+        return self._sink.getvalue() if self._whole else silence + self._sink.take()
 
     def _mux(self, frame: Any) -> None:
         for packet in self._stream.encode(frame):
