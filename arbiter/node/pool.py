@@ -39,7 +39,6 @@ SWEEP_S = 300.0  # G4
 END_S = 6.0
 _LEAST_BYTES = 2 * EXTENT_BYTES  # a pool that holds less serves nothing
 _STEP_BYTES = 2 * EXTENT_BYTES  # what a writer may grow by until the next turn
-_NAME_MOST = 239  # characters of what a slab is for, in its name; the kernel allows 249 in all
 _LINK_PREFIX = f"/memfd:{NAME}-"  # of what /proc/PID/fd shows for a slab's file
 
 
@@ -453,7 +452,7 @@ class Pool:
 def _label(request: SlabRequest) -> str:
     """Names the request in the file's name, so that an agent that starts anew knows what its
     engines have open."""
-    return f"{request.content}.{request.key}.{request.owner}"[:_NAME_MOST]
+    return f"{request.content}.{request.key}.{request.owner}"
 
 
 def _request(target: str) -> SlabRequest:

@@ -12,6 +12,10 @@ from deployments.config.arbiter_section import in_zone
 from deployments.config.fields import Strict
 from deployments.config.model_section import ESPEAK, ModelConfig, check_name
 
+# Of an application and in labels of metrics; and in the name of a slab's memory file, of which the
+# kernel takes 249 bytes, by which arbiter/node/pool.py finds also the slab of the longest names.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
 # HTTP paths that a capability may add: no placeholders, nothing of the front's own.
 _PATH = re.compile(r"(/[a-z0-9][a-z0-9._-]*){1,8}")
 _RESERVED = re.compile(r"/(arbiter|health|ready|docs|openapi\.json|v1/models)(/.*)?")
@@ -131,3 +135,13 @@ def _of_merged_copy(base: types.ModelSpec) -> types.ModelSpec:
         floor=types.Floor.COLD,
         is_optional=True,
     )
+
+
+def plainly_named(capabilities: dict[str, CapabilityConfig]) -> dict[str, CapabilityConfig]:
+    """The capabilities, if their names are names. Raises ValueError."""
+    for name in capabilities:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"capability name {name!r}: use at most 64 letters, digits, and . _ - inside"
+            )
+    return capabilities

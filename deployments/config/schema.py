@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from arbiter.core import events as ev
 from deployments.config.arbiter_section import ArbiterConfig
-from deployments.config.capability_section import CapabilityConfig
+from deployments.config.capability_section import CapabilityConfig, plainly_named
 from deployments.config.fields import Strict
 from deployments.config.front_section import FrontConfig
 from deployments.config.jobs_section import JobsConfig
@@ -29,7 +29,7 @@ class Table(Strict):
     front: FrontConfig = FrontConfig()
     arbiter: ArbiterConfig = ArbiterConfig()
     jobs: JobsConfig = JobsConfig()
-    capabilities: dict[str, CapabilityConfig]
+    capabilities: Annotated[dict[str, CapabilityConfig], AfterValidator(plainly_named)]
     remotes: RemotesConfig = RemotesConfig()  # J5
     tasks: Annotated[dict[str, TaskConfig], AfterValidator(named)] = Field({})  # J5
 

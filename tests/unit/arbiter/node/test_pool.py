@@ -25,6 +25,7 @@ from arbiter.pool import Removal, Rows, SavedRows, Slab, slab_file
 from arbiter.pool.layout import tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
+from deployments.config.capability_section import MERGED
 from tests.support.slabs import path_of
 
 SPACE = b"n" * 32
@@ -319,7 +320,8 @@ def test_next_agent_finds_the_slabs_that_engines_have_open(
 def test_next_agent_finds_the_slab_of_a_model_with_a_long_name(
     pool: Pool, engine: Callable[[str], int]
 ) -> None:
-    request = replace(CHAT, owner=f"image-description/{'m' * 128}", key="k" * 16)
+    owner = f"{'c' * 64}/{'m' * 128}{MERGED}"  # the longest names of the table
+    request = SlabRequest(Content.TEMPORARY, owner, "k" * 16)
     fd = pool.lend(A, request)
     write(fd, "x")
     pid = engine(path_of(fd or 0))

@@ -238,6 +238,15 @@ def test_what_are_no_hours_is_refused_by_its_key(
         with_hours(arbiter, **model)
 
 
+@pytest.mark.spec("E1")
+@pytest.mark.parametrize("name", ["c" * 65, "ü", "a/b", ""])
+def test_name_of_a_capability_that_no_slab_could_bear_is_refused(name: str) -> None:
+    chat = {"role": "text", "engine": "vllm", "models": {"m": {"source": "x"}}}
+    assert parse_table({"capabilities": {"c" * 64: chat}})
+    with pytest.raises(ConfigError, match=r"user_config\.capabilities: .*at most 64 letters"):
+        parse_table({"capabilities": {name: chat}})
+
+
 @pytest.mark.parametrize("value", ["inf", "1e308"])
 @pytest.mark.parametrize("field", ["load_timeout_s", "bypass_s", "lease_term_most_s"])
 def test_a_time_that_does_not_fit_is_refused_by_name(field: str, value: str) -> None:
