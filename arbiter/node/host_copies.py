@@ -115,6 +115,8 @@ class HostCopies:
         self._copies: list[HostCopy] = []
         self._counts: Counter[str] = Counter()  # of loads and files, also of copies that have left
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by folder
+        # Engines that are yet to be lent a copy, by owner; without those whose model was removed.
+        self._asking: set[tuple[str, TicketId]] = set()
         self._looks: dict[CopyRequest, asyncio.Future[bool]] = {}  # of sweeps, under way
         self._threads = ThreadPoolExecutor(LOADS_MOST, "host-copies")
         self._socket = LendingSocket(folder / "copies.sock", self._lent)
@@ -130,18 +132,25 @@ class HostCopies:
     async def lend(self, ticket: TicketId, request: CopyRequest) -> dict[str, Any] | None:
         """Lends a copy to the engine of `ticket`, until that ends; returns what the engine is told
         of it. None: there is no room or no such file, and the engine reads the files itself."""
-        async with self._making[request.folder]:
-            try:
+        asking = request.owner.path, ticket
+        self._asking.add(asking)
+        try:
+            async with self._making[request.folder]:
                 copy = await self._find_or_make(request)
-            except OSError as error:
-                logger.warning("no host copy of %s: %s", request.owner.path, error)
-                copy = None
+        except OSError as error:
+            logger.warning("no host copy of %s: %s", request.owner.path, error)
+            copy = None
+        finally:
+            was_removed = asking not in self._asking
+            self._asking.discard(asking)
         if copy is None or copy.files is None:
             self._counts.update(misses=1, refused=1)
             return None
         copy.users.add(ticket)
         self._counts["hits" if copy.loads_count else "misses"] += 1
         copy.loads_count += 1
+        if was_removed:
+            copy.leave_model(request.owner)
         for other in [c for c in self._copies if c is not copy and request.owner in c.models]:
             other.leave_model(request.owner)
             self._drop_if_left(other)
@@ -277,7 +286,9 @@ class HostCopies:
         return not any(copy in self._copies for copy in copies)
 
     def drop_owner(self, owner: str) -> None:
-        """Takes a model that has left the table off its copies (D9)."""
+        """Takes a model that has left the table off its copies, also off those that are yet to be
+        lent (D9)."""
+        self._asking = {asking for asking in self._asking if asking[0] != owner}
         for copy in list(self._copies):
             for model in [m for m in copy.models if m.path == owner]:
                 copy.leave_model(model)

@@ -519,6 +519,30 @@ async def test_copy_leaves_with_the_last_model_of_its_bytes(
     assert not node.copies.readings()
 
 
+@pytest.mark.spec("D9")
+async def test_copy_of_a_model_that_was_removed_while_it_was_made_leaves_with_its_engine(
+    node: Node, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, may_fill = copy_files.make, threading.Event()
+
+    def make(*args: Any) -> Any:
+        assert may_fill.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(copy_files, "make", make)
+    loads = [asyncio.ensure_future(node.lend(t, request(model))) for t in ("t1", "t2")]
+    await eventually(lambda: node.arbiter.held)
+    node.copies.drop_owner(ONE.path)
+    may_fill.set()
+    assert all(await asyncio.gather(*loads))
+    for ticket in ("t1", "t2"):
+        node.back(ticket)
+    assert not node.copies.readings()
+    assert await node.lend("t3", request(model))  # the table has it again
+    node.back("t3")
+    assert node.copies.readings()
+
+
 @pytest.mark.parametrize(("for_group", "mode"), [(False, 0o600), (True, 0o660)])
 async def test_group_may_open_a_copy_where_its_model_says_so(
     node: Node, model: Path, for_group: bool, mode: int
