@@ -3,8 +3,9 @@
     python deploy/start.py [--host ADDRESS] FILE
 
 A container must listen on all of its addresses, so `--host` replaces the address in the file, in a
-copy beside the state, of which the next start makes a new one. `serve run` takes the place of this
-process, so that signals reach it.
+copy beside the state, of which the next start makes a new one. The copy is named by address and
+port, so that systems beside each other have one each. `serve run` takes the place of this process,
+so that signals reach it.
 """
 
 import argparse
@@ -25,8 +26,9 @@ def listening_on(file: Path, host: str | None) -> Path:
     if host is None:
         return file
     config = yaml.safe_load(file.read_text())
-    config["http_options"] = (config.get("http_options") or {}) | {"host": host}
-    copy = default_path().with_name("serve_config.yaml")
+    config["http_options"] = http = (config.get("http_options") or {}) | {"host": host}
+    port = http.get("port", 8000)  # Serve's default
+    copy = default_path().with_name(f"serve_config.{host}.{port}.yaml")
     copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     copy.write_text(yaml.safe_dump(config, sort_keys=False))
     return copy

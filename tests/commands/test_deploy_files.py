@@ -195,6 +195,17 @@ def test_start_listens_where_it_is_told_and_changes_nothing_else(
 
 
 @pytest.mark.spec("M3")
+def test_systems_beside_each_other_have_a_copy_each(tmp_path: Path, state: Path) -> None:
+    copies = set()
+    for port in (8000, 8001):
+        file = tmp_path / f"{port}.yaml"
+        file.write_text(yaml.safe_dump(CONFIG | {"http_options": {"port": port}}))
+        copies.add(start.listening_on(file, "0.0.0.0"))
+    ports = [yaml.safe_load(copy.read_text())["http_options"]["port"] for copy in copies]
+    assert sorted(ports) == [8000, 8001]
+
+
+@pytest.mark.spec("M3")
 def test_start_makes_the_models_checks_the_file_and_becomes_serve_run(
     monkeypatch: pytest.MonkeyPatch, state: Path
 ) -> None:
