@@ -148,7 +148,7 @@ async def wake(residency: ResidencyApi, held: HeldModel) -> None:
             woken = await held.link.wake()
             took_s = time.monotonic() - began_s
             is_outdated = await files_changed_during_load(held)
-    except (TimeoutError, LoadRefused, EngineLost) as error:
+    except (OSError, LoadRefused, EngineLost) as error:
         failed = await _report_failure(residency, held, error)
         return unloading.end(residency, held, Reason.FAILED, failed)
     if is_outdated:

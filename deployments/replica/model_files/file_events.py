@@ -26,9 +26,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextlib.asynccontextmanager
 async def watched(model: str, on_change: Callable[[], None]) -> AsyncIterator[bool]:
-    """Yields whether the kernel has room for the watches. Calls `on_change` on the loop before a
-    request that came in after the change has begun: a change of a file or folder in the model's
-    folder, or of a model in one file."""
+    """Yields whether the watches are set, for which the kernel may have no room. Calls `on_change`
+    on the loop before a request that came in after the change has begun: a change of a file or
+    folder in the model's folder, or of a model in one file."""
     loop, inotify = asyncio.get_running_loop(), _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if inotify < 0:
         yield False
@@ -39,8 +39,10 @@ async def watched(model: str, on_change: Callable[[], None]) -> AsyncIterator[bo
             os.read(inotify, _READ_BYTES)  # which it was does not matter
         on_change()
 
+    has_room = False
     try:
-        has_room = await in_thread(model, _watch_all, inotify, Path(model))
+        with contextlib.suppress(OSError):  # no thread to set the watches in
+            has_room = await in_thread(model, _watch_all, inotify, Path(model))
         loop.add_reader(inotify, read)
         yield has_room
     finally:

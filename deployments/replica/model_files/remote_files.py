@@ -4,12 +4,15 @@ program behind FUSE. They are looked at before each request, past what the kerne
 
 import asyncio
 import ctypes
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from deployments.config.file_threads import in_thread
 from deployments.replica.background import detached_task
+
+logger = logging.getLogger("arbiter.residency")
 
 # statfs(2) and linux/magic.h; virtiofs and most cloud storage are FUSE.
 _REMOTE = {
@@ -55,8 +58,8 @@ class SharedLooks:
         self._next: asyncio.Task[bool] | None = None
 
     async def ask(self, model: str, look: Callable[[], bool]) -> bool:
-        """Returns what the look finds. False where it takes longer than LOOK_MOST_S. `model`: whose
-        files are looked at."""
+        """Returns what the look finds. False where it takes longer than LOOK_MOST_S, or gets no
+        thread. `model`: whose files are looked at."""
         if self._next is None:
             self._next = detached_task(self._look(model, look, self._running))
         mine = self._next
@@ -69,4 +72,8 @@ class SharedLooks:
         if former is not None:
             await asyncio.wait({former})
         self._running, self._next = self._next, None
-        return await in_thread(model, look)
+        try:
+            return await in_thread(model, look)
+        except OSError as error:  # no thread for the look
+            logger.warning("%s: its files are not looked at now: %s", model, error)
+            return False

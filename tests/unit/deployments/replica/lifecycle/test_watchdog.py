@@ -339,3 +339,20 @@ async def test_watch_goes_on_where_a_look_gets_no_thread(
         assert not await loaded_files.has_changed(held.files)
     (model / "config.json").write_text("{ }")
     assert await loaded_files.has_changed(held.files)
+
+
+@pytest.mark.spec("D5", "H9")
+async def test_watch_that_begins_where_there_is_no_thread_goes_on(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
+    held, found = await loaded(model), asyncio.Event()
+    with monkeypatch.context() as scarce:
+        scarce.setattr(ThreadPoolExecutor, "submit", Mock(side_effect=RuntimeError("no thread")))
+        watching = asyncio.ensure_future(
+            watchdog.watch_files(held, lambda _: found.set(), lambda _, reason: None)
+        )
+        await eventually(lambda: held.files.is_untold or watching.done())
+    (model / "config.json").write_text("{ }")
+    await asyncio.wait_for(watching, 60)
+    assert found.is_set()

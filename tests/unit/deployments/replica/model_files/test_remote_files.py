@@ -4,18 +4,22 @@ import asyncio
 import errno
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from arbiter.core import events as ev
+from arbiter.core.decisions import Reason, Tier
 from arbiter.errors import LoadFailed
-from deployments.replica.lifecycle import resize
+from deployments.replica.held_model import HolderState
+from deployments.replica.lifecycle import loading, resize
 from deployments.replica.model_files import loaded_files, remote_files
 from deployments.replica.model_files.remote_files import SharedLooks, fresh_stat, is_remote
 from tests.support.few_threads import few_threads, is_free
 from tests.support.scripted_growth import resident
-from tests.support.scripted_holder import holder, until, use
+from tests.support.scripted_holder import holder, revoke, until, use
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("D5")
@@ -142,3 +146,37 @@ async def test_requests_go_on_where_the_server_of_the_files_is_away(
     look.may_end.set()
     monkeypatch.setattr(remote_files, "LOOK_MOST_S", 60)
     assert await looks.ask("m", look)
+
+
+async def test_requests_and_drains_go_on_where_a_look_gets_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with holder() as (residency, arbiter, _):
+        ticket = await use(residency)
+        residency.models["a"].files = seen = await loaded_files.look(str(tmp_path))
+        seen.is_untold = True
+        submit = Mock(side_effect=RuntimeError("no thread"))
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+        async with residency.use("a"):
+            revoke(residency, Reason.SWAP, barrier_s=0.01)
+            await until(lambda: "BarrierDropped" in arbiter.kinds())
+            assert await use(residency) == ticket, "the request that waited at the barrier"
+        assert submit.call_count and "Released" not in arbiter.kinds()
+
+
+@pytest.mark.spec("A12", "D1")
+async def test_wake_whose_files_cannot_be_looked_at_is_a_failed_load_to_the_arbiter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def were_replaced(_: object) -> bool:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), "/models/a")
+
+    async with holder() as (residency, arbiter, _):
+        ticket = await use(residency)
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: residency.models["a"].state is HolderState.ASLEEP)
+        monkeypatch.setattr(loading, "were_replaced", were_replaced)
+        with pytest.raises(LoadFailed, match="/models/a"):
+            await use(residency)
+        [broke] = [event for event in arbiter.told if isinstance(event, ev.LoadBroke)]
+        assert broke.ticket == ticket
