@@ -57,8 +57,10 @@ async def with_progress(
     finally:
         if not has_entered:  # the caller does not know of the use, which may just have begun
             arrival.cancel()
-            await asyncio.gather(arrival, return_exceptions=True)
-            use.release(asyncio.CancelledError())
+            try:
+                await asyncio.gather(arrival, return_exceptions=True)
+            finally:  # also where this is cancelled again
+                use.release(asyncio.CancelledError())
 
 
 def _words(progress: Progress) -> tuple[str, int, bool]:

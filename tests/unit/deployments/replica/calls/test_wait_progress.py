@@ -78,6 +78,26 @@ async def test_abandoned_wait_leaves_no_request_in_flight() -> None:
     assert mine.uses.inflight == 0
 
 
+async def test_wait_that_is_cancelled_again_as_its_model_serves_leaves_no_request_in_flight() -> (
+    None
+):
+    mine, loop, waits = held("b"), asyncio.get_running_loop(), asyncio.Event()
+    holder = Holder(mine)
+    use = Use(holder, "b", None, None)  # type: ignore[arg-type]
+
+    async def follow() -> None:
+        async for _ in wait_progress.with_progress(use, holder.models, "b"):
+            waits.set()
+
+    following = asyncio.ensure_future(follow())
+    await waits.wait()
+    holder.go_on.set()
+    following.cancel()
+    loop.call_soon(following.cancel)  # when it has heard of the first, and the use has begun
+    await asyncio.wait({following})
+    assert following.cancelled() and mine.uses.inflight == 0
+
+
 async def test_load_without_history_has_no_estimate() -> None:
     mine = held("b")
     mine.on_grant(Granted(mine.ticket, (), seconds(60), seconds(0), None))  # type: ignore[arg-type]
