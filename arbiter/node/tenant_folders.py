@@ -25,10 +25,14 @@ def remove(folders: tuple[str, ...], tenant: str, until_s: float) -> int:
 
 def sweep(folders: tuple[str, ...]) -> None:
     """Removes what an agent that was killed was removing. Another agent of this machine may be
-    removing it now, which is as well. Blocks."""
+    removing it now, which is as well. A folder whose file server is away waits for the next sweep.
+    Blocks."""
     for folder in folders:
-        for renamed in Path(folder).glob(f"{_REMOVING}*"):
-            _erase(renamed)
+        try:
+            for renamed in Path(folder).glob(f"{_REMOVING}*"):
+                _erase(renamed)
+        except OSError as error:
+            logger.warning("copies of removed tenants in %s stay for now: %s", folder, error)
 
 
 def _empty(home: Path, until_s: float) -> int:

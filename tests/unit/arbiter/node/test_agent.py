@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -465,6 +467,26 @@ async def test_node_whose_zygote_does_not_stay_up_says_why(no_arbiter: None, fol
     await eventually(has_failed, START_S)
     assert "does not start" in (await running.readiness())["cause"]
     await running.close()
+
+
+@pytest.mark.spec("E6")
+async def test_agent_begins_where_the_server_of_tenants_copies_is_away(
+    no_arbiter: None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    away, glob = folder / "away", Path.glob
+
+    def looked(path: Path, pattern: str) -> Iterator[Path]:
+        if path == away:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", looked)
+    running = agent_in(folder, BROKEN_ZYGOTE, tenant_folders=(str(away),))
+    await running.close()
+    assert str(away) in caplog.text
 
 
 @pytest.mark.spec("E6")
