@@ -6,23 +6,16 @@ before one pixel is decoded.
 """
 
 import io
-import struct
-import zlib
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from deployments.engines.asgi import BadField
 from deployments.image_fields import Format
-from deployments.picture_bounds import SEVERAL_IN_JPEG, opened
+from deployments.picture_bounds import BROKEN, SEVERAL_IN_JPEG, opened
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 4096 * 4096  # of an upload: 48 MiB decoded, before it is reduced to the model's size
-# What pillow's decoders raise for broken files.
-_BROKEN = (
-    *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError),
-    *(struct.error, zlib.error, Image.DecompressionBombError),
-)
 
 
 def open_upload(raw: bytes, field: str, most_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -37,7 +30,7 @@ def open_upload(raw: bytes, field: str, most_pixels: int = MAX_PIXELS) -> Image.
                 return _reduced_grey(upright)
             is_transparent = upright.has_transparency_data
             return upright.convert("RGBA" if is_transparent else "RGB")
-    except _BROKEN as error:
+    except BROKEN as error:
         formats = ", ".join(FORMATS)
         raise BadField(field, f"`{field}` is no sound {formats} file: {error}") from error
 

@@ -22,6 +22,7 @@ from deployments import messages
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Asgi, Receive, Scope, Send
+from deployments.picture_bounds import BROKEN
 
 FACTS = "/pictures"  # GET: what the cache holds; DELETE: empties it of what no step reads
 # An idle engine looks so often for pictures past their term, to give their memory back.
@@ -94,7 +95,7 @@ class Pictures:
         try:
             data = base64.b64decode(url.partition(",")[2], validate=True)
             pixels = self._reader.load_bytes(data).media
-        except (ValueError, SyntaxError) as error:
+        except BROKEN as error:
             raise _bad(place, f"cannot be decoded: {error}") from error
         digest = hashlib.sha256(f"{self._model} {pixels.mode} {pixels.size} ".encode())
         digest.update(hashlib.sha256(tenant).digest())

@@ -51,6 +51,21 @@ def test_jpeg_that_repeats_its_scans_is_refused(kind: str, more: dict[str, Any])
         pictures.size_of(bomb, "here")
 
 
+@pytest.mark.spec("H2", "L3")
+def test_grey_of_sixteen_bits_which_engines_would_read_as_white_is_refused() -> None:
+    buffer = io.BytesIO()
+    Image.new("I;16", (8, 8), 30_000).save(buffer, "PNG")
+    with pytest.raises(pictures.BadPart, match="16 bits"):
+        pictures.size_of(buffer.getvalue(), "here")
+
+
+@pytest.mark.spec("L3")
+def test_refusal_of_what_is_no_picture_has_no_address_of_this_process() -> None:
+    with pytest.raises(pictures.BadPart, match="PNG, JPEG, WEBP, GIF, BMP") as caught:
+        pictures.size_of(SVG, "here")
+    assert "0x" not in str(caught.value)
+
+
 def picture(url: Any, **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}, **more}
 
