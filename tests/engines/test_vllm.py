@@ -145,6 +145,22 @@ def test_routes_that_command_the_engine_are_out_of_reach(chat: Child, path: str)
     assert chat.call("POST", path, {})[0] == 404
 
 
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#"}, {"type": "string", "minLength": -4}], ids=["no text", "no grammar"]
+)
+def test_schema_that_no_text_can_follow_is_400_and_harms_no_other_request(
+    chat: Child, schema: dict[str, Any], stream: bool
+) -> None:
+    """Both pass vLLM's own checks."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = GREEDY | {"response_format": form, "stream": stream}
+    status, said = chat.call("POST", "/v1/chat/completions", body)
+    assert (status, said["error"]["param"]) == (400, "response_format")
+    assert chat.call("POST", "/v1/chat/completions", GREEDY)[0] == 200
+
+
 @pytest.mark.spec("D1", "D6")
 def test_a_wake_reads_no_disk_and_changes_no_bit(chat: Child, tiny: Path) -> None:
     names = ("tiny", "a0", "a3")

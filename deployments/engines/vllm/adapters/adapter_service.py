@@ -29,6 +29,7 @@ from deployments.adapters.store import CheckedAdapters, EngineCatalogue, Store
 from deployments.adapters.validate import Rules
 from deployments.config.safetensors_header import linear_shapes
 from deployments.engines import asgi
+from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.engines.vllm.adapters.adapter_images import COLD, HOT
 from deployments.engines.vllm.adapters.adapter_mover import AdapterMover
@@ -77,6 +78,8 @@ class AdmittingLLM(AsyncLLM):
             )
             async with aclosing(generated) as outputs:
                 async for output in outputs:
+                    if sampling_params.structured_outputs is not None:
+                        _check_followed(output)
                     self.gate.answered(place, count.added(output))
                     yield output
 
@@ -101,6 +104,16 @@ class AdmittingLLM(AsyncLLM):
         finally:
             if self.adapters is not None:
                 self.adapters.after_request()
+
+
+def _check_followed(output: Any) -> None:
+    """Raises BadField where the core gave a request up: its schema or grammar passed vLLM's checks
+    and cannot be compiled, or has no text. vLLM would answer 500."""
+    if any(choice.finish_reason == "error" for choice in output.outputs):
+        raise BadField(
+            "response_format",
+            "the engine can write nothing that follows the schema or grammar of this request",
+        )
 
 
 class AdapterService:
