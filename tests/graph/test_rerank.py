@@ -54,14 +54,19 @@ def test_texts_are_classified_with_the_probabilities_of_transformers(graph: Grap
             assert row["label"] == LABELS[int(probabilities.argmax())]
 
 
-@pytest.mark.spec("H1")
-def test_pooling_by_vllm_gives_the_vectors_of_the_embedding_engine(graph: Graph) -> None:
+@pytest.mark.spec("H1", "H7")
+def test_pooling_by_vllm_gives_the_vectors_of_the_embedding_engine_and_ranks_by_them(
+    graph: Graph,
+) -> None:
     texts = [QUERY, FITTING, FOREIGN]
     pooled, plain = (
         np.array([row["embedding"] for row in said(graph, "/v1/embeddings", asked)["data"]])
         for asked in ({"model": name, "input": texts} for name in (MODEL, EMBED))
     )
     np.testing.assert_allclose(pooled, plain, atol=1e-4)
+    rows = said(graph, "/v1/rerank", JINA | {"documents": texts[1:]})["results"]
+    scores = {row["index"]: row["relevance_score"] for row in rows}
+    np.testing.assert_allclose([scores[0], scores[1]], plain[1:] @ plain[0], atol=1e-4)
 
 
 @pytest.mark.spec("H7", "L3")

@@ -10,7 +10,7 @@ from models.train_vision import QUESTIONS, answer
 from tests.graph.conftest import Graph, until
 from tests.support.drawings import FACTS, drawing, uri
 
-MODEL, CHAT = "tiny-describe", "tiny-chat"
+MODEL, CHAT, DRAW = "tiny-describe", "tiny-chat", "tiny-draw"
 NUMBERS = range(0, len(FACTS), 16)
 SVG = '<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>'
 
@@ -40,6 +40,22 @@ def test_drawings_are_described_and_questions_about_them_answered(client: OpenAI
     for kind in ("shape", "colour", "background"):
         question = QUESTIONS[kind][-1]
         assert told(client, sent(100), question) == answer(kind, FACTS[100])
+
+
+@pytest.mark.spec("H2", "H5", "M1")
+def test_what_is_drawn_is_described_in_the_words_in_which_it_was_asked_for(client: OpenAI) -> None:
+    """No two prompts are alike in shape or colours, so that a description of another picture, or of
+    none, is wrong."""
+    prompts = [fact.caption for fact in FACTS[::32]]
+
+    def drawn(prompt: str) -> str:
+        [made] = client.images.generate(model=DRAW, prompt=prompt, extra_body={"x_seed": 1}).data
+        return f"data:image/png;base64,{made.b64_json}"
+
+    found = [told(client, drawn(prompt)) for prompt in prompts]
+    assert len(set(prompts)) == len(prompts) == 7
+    right = [prompt == said for prompt, said in zip(prompts, found, strict=True)]
+    assert sum(right) >= len(prompts) - 1, found
 
 
 @pytest.mark.spec("H2", "J3")
