@@ -83,6 +83,23 @@ def test_partial_pictures_are_streamed_to_the_client(client: OpenAI) -> None:
     assert pic.shows(pic.picture(last.model_dump())) == GREEN
 
 
+@pytest.mark.spec("H5", "J3")
+def test_stream_of_a_picture_tells_of_the_load_before_its_steps(graph: Graph) -> None:
+    until(lambda: unload_all(graph), 60, "nothing is loaded")
+    body = {"model": DRAW, "prompt": GREEN.caption, "stream": True, **SEED}
+    request = urllib.request.Request(
+        f"{graph.url}/v1/images/generations",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        said = answer.read()
+    text = said.decode()
+    assert text.startswith(": phase=") and text.index(": phase=") < text.index(": picture=0 step=1")
+    [(name, last)] = pic.events(said)
+    assert name == "image_generation.completed" and pic.shows(pic.picture(last)) == GREEN
+
+
 @pytest.mark.spec("H5", "J1")
 def test_a_picture_is_edited_whole_and_in_part(client: OpenAI) -> None:
     whole = client.images.edit(
@@ -122,9 +139,11 @@ def test_variations_of_a_picture_come_without_a_prompt(client: OpenAI) -> None:
 
 
 @pytest.mark.spec("J1")
-async def test_the_asynchronous_client_generates_edits_and_streams(aclient: AsyncOpenAI) -> None:
+async def test_the_asynchronous_client_generates_edits_varies_and_streams(
+    aclient: AsyncOpenAI,
+) -> None:
     async with aclient as client:
-        drawn, edited, stream = await asyncio.gather(
+        drawn, edited, stream, varied = await asyncio.gather(
             client.images.generate(model=DRAW, prompt=GREEN.caption, extra_body=SEED),
             client.images.edit(
                 model=DRAW,
@@ -140,8 +159,13 @@ async def test_the_asynchronous_client_generates_edits_and_streams(aclient: Asyn
                 partial_images=1,
                 extra_body=SEED | {"x_strength": 1.0},
             ),
+            client.images.create_variation(
+                model=DRAW,
+                image=("red.png", pic.drawn(RED)),
+                extra_body=SEED | {"x_strength": 0.2},
+            ),
         )
-        assert shown(drawn) == shown(edited) == [GREEN]
+        assert shown(drawn) == shown(edited) == [GREEN] and shown(varied) == [RED]
         kinds = [event.type async for event in stream]
     assert kinds == ["image_edit.partial_image", "image_edit.completed"]
 

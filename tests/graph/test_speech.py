@@ -148,6 +148,10 @@ async def test_transcripts_come_to_the_async_client_too(later: AsyncOpenAI, fox:
     stream = await later.audio.transcriptions.create(model=ASR, file=("a.wav", fox), stream=True)
     events = [event async for event in stream]
     assert plain(events[-1].text) == plain(FOX)
+    text, english = whisper_base.SPOKEN["es"]
+    file = ("a.wav", whisper_base.spoken(text, "es"))
+    translated = await later.audio.translations.create(model=MULTILINGUAL, file=file)
+    assert english <= set(plain(translated.text).split())
 
 
 @pytest.mark.spec("J1", "H3", "L3")
