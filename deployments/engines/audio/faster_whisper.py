@@ -133,7 +133,7 @@ class WhisperEngine:
             text = f"{self.name} knows English only; translation takes a multilingual Whisper model"
             raise BadField("model", text)
         language = form.text("language").lower() or (None if multilingual else "en")
-        if language is not None and language not in self.model.supported_languages:
+        if language is not None and not self._knows(language):
             languages = "ISO 639-1, as `de`" if multilingual else f"{self.name} knows `en` only"
             raise BadField("language", f"{language!r} is no language of this model: {languages}")
         request = TranscriptionRequest(
@@ -156,6 +156,11 @@ class WhisperEngine:
             text = f"`timestamp_granularities` takes `response_format` {TIMED}, not {request.form}"
             raise BadField("timestamp_granularities", text)
         return request
+
+    def _knows(self, language: str) -> bool:
+        """The library lists what any Whisper knows; what this one does has a token."""
+        token = self.model.hf_tokenizer.token_to_id(f"<|{language}|>")
+        return language in self.model.supported_languages and token is not None
 
     async def _answer(self, request: TranscriptionRequest, raw: bytes, send: Send) -> None:
         """Raises BadField before the head is sent."""

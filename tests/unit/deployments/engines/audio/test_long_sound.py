@@ -44,6 +44,7 @@ class Deaf:
 
     supported_languages = ("en",)
     model = SimpleNamespace(is_multilingual=False)
+    hf_tokenizer = SimpleNamespace(token_to_id={"<|en|>": 7}.get)
 
     def __init__(self) -> None:
         self.heard = 0
