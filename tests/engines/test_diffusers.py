@@ -243,6 +243,19 @@ def test_pipeline_that_is_loaded_anew_is_gone_before_the_next_is_read(
     assert left == [True]
 
 
+@pytest.mark.spec("H5")
+def test_edits_and_masks_take_the_modules_that_are_loaded_and_not_a_byte_more(
+    drawing: Path,
+) -> None:
+    made = pipeline.Pipeline(str(drawing), {"vae_tiling": True}, 1, 1)
+    made.load()
+    modules = {k: v for k, v in made.pipe.components.items() if isinstance(v, torch.nn.Module)}
+    assert {"unet", "vae", "text_encoder"} <= modules.keys()
+    for other in (made._image2image, made._inpainting):
+        assert all(other.components[name] is module for name, module in modules.items())
+    assert made.pipe.vae.use_tiling is True
+
+
 @pytest.mark.spec("H5", "A8")
 async def test_a_drawing_without_clients_ends_between_two_steps(drawing: Path) -> None:
     engine = module.build(config(drawing, can_sleep=False))

@@ -17,6 +17,13 @@ def test_packaged_model_has_the_expected_files_and_a_licence(model: packaged.Pac
     assert said.startswith(f"{model.name}: ") and "licence: " in said
 
 
+@pytest.mark.parametrize("model", packaged.MODELS, ids=lambda model: model.name)
+def test_licence_of_a_packaged_model_is_in_the_page_of_models(model: packaged.Packaged) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    [row] = [line for line in page.splitlines() if line.startswith(f"| `{model.name}` |")]
+    assert f"| {model.licence} |" in row
+
+
 def test_other_file_in_the_place_of_a_model_is_refused() -> None:
     vad = packaged.MODELS[-1]
     with pytest.raises(packaged.WrongFile, match=r"sha256 .* expected 0000"):
