@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from deployments.config.engine_kinds import ENGINES
-from deployments.engines.vllm.lent_slab import weights_digest
+from deployments.engines.vllm.slabs.lent_slab import weights_digest
 from tests.support import pictures as pic
 from tests.support.engine_host import Child, ZygoteUnderTest, device_bytes, host_bytes, served
 from tests.support.host_copies import Copies
