@@ -4,7 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from deployments.engines.vllm import engine
 from tests.support import nvml
 from tests.support.engine_host import ROOT
 
+# Each runs in a fork of one process that has imported vLLM, which takes a core ten seconds.
 FORK = """
 import os, pynvml
 from deployments.engines.vllm.engine_core import core_process
@@ -51,14 +52,54 @@ except core_process.EngineLoadFailed as error:
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(core.pid, 0)[1]))
 """
 
+BOTH = """
+import os, sys
+from pathlib import Path
+from deployments.engines.vllm import core_process
 
-def test_core_that_fails_writes_its_traceback_before_it_ends() -> None:
-    env = {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", FAILS], env=os.environ | env, check=False, capture_output=True
-    )
-    assert (done.returncode, done.stdout.strip()) == (1, b"AssertionError")
-    assert done.stderr.endswith(b"in fails\nAssertionError\n")
+for script in map(Path, sys.argv[1:]):
+    if (pid := os.fork()) == 0:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(script.with_suffix("." + name), os.O_WRONLY | os.O_CREAT), number)
+        exec(script.read_text())
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    script.with_suffix(".code").write_text(str(ended))
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """What came of each script on a node of two GPUs."""
+    folder = tmp_path_factory.mktemp("cores")
+    nvml.build(folder)
+    fake = nvml.FakeNvml(folder / "nvml")
+    env = {"LD_LIBRARY_PATH": str(folder), nvml.FOLDER: str(fake.folder), "PYTHONPATH": str(ROOT)}
+    scripts = {"fork": FORK, "fails": FAILS}
+    for name, text in scripts.items():
+        (folder / f"{name}.py").write_text(text)
+    command = [sys.executable, "-c", BOTH, *(str(folder / f"{name}.py") for name in scripts)]
+    subprocess.run(command, env=os.environ | env, check=True)
+
+    def read(name: str, suffix: str) -> str:
+        return (folder / f"{name}.{suffix}").read_text()
+
+    return {
+        name: Done(int(read(name, "code")), read(name, "out"), read(name, "err"))
+        for name in scripts
+    }
+
+
+def test_core_that_fails_writes_its_traceback_before_it_ends(done: dict[str, Done]) -> None:
+    failed = done["fails"]
+    assert (failed.code, failed.out.strip()) == (1, "AssertionError")
+    assert failed.err.endswith("in fails\nAssertionError\n")
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -80,11 +121,5 @@ def test_shared_host_copy_is_refused_on_a_gpu_in_words(monkeypatch: pytest.Monke
 
 
 @pytest.mark.spec("B5")
-def test_core_can_ask_nvml_although_its_frontend_did(tmp_path: Path) -> None:
-    nvml.build(tmp_path)
-    fake = nvml.FakeNvml(tmp_path / "nvml")
-    env = {"LD_LIBRARY_PATH": str(tmp_path), nvml.FOLDER: str(fake.folder), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", FORK], env=os.environ | env, check=False, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_core_can_ask_nvml_although_its_frontend_did(done: dict[str, Done]) -> None:
+    assert done["fork"].code == 0, done["fork"].err[-2000:]
