@@ -19,15 +19,17 @@ def names() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_idle_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Other tests of this process may have left some, and these end with the test."""
-    idle: list[ThreadPoolExecutor] = []
-    monkeypatch.setattr(file_threads, "_idle", idle)
-    before = len(names())
+def no_idle_threads() -> Iterator[None]:
+    """Those of the tests before in this process end first, and those of a test with it."""
+    end_idle()
     yield
-    for pool in idle:
-        pool.shutdown()
-    assert len(names()) == before
+    end_idle()
+    assert not names()
+
+
+def end_idle() -> None:
+    while file_threads._idle:
+        file_threads._idle.pop().shutdown()
 
 
 async def test_next_model_takes_a_thread_that_is_done_and_few_of_them_stay() -> None:

@@ -115,7 +115,7 @@ async def test_model_revoked_while_its_drafter_leaves_that_keeps_its_place_gives
         less = (replace(ON[0], size_bytes=Bytes(ON[0].size_bytes - 2)),)
         assert growth.arbiter.kinds()[-2:] == ["BarrierDropped", "GaveBack"]
         assert growth.arbiter.told[-1] == ev.GaveBack(held.ticket, less)
-        assert residency.account()[0].devices == less and not growth.spawned
+        assert residency.held_tickets()[0].devices == less and not growth.spawned
 
 
 @pytest.mark.spec("F9")

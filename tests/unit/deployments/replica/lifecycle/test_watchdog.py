@@ -352,7 +352,7 @@ async def test_watch_that_begins_where_there_is_no_thread_goes_on(
         watching = asyncio.ensure_future(
             watchdog.watch_files(held, lambda _: found.set(), lambda _, reason: None)
         )
-        await eventually(lambda: held.files.is_untold or watching.done())
+        await eventually(lambda: held.files.is_unwatched or watching.done())
     (model / "config.json").write_text("{ }")
     await asyncio.wait_for(watching, 60)
     assert found.is_set()

@@ -154,7 +154,7 @@ async def test_requests_and_drains_go_on_where_a_look_gets_no_thread(
     async with holder() as (residency, arbiter, _):
         ticket = await use(residency)
         residency.models["a"].files = seen = await loaded_files.look(str(tmp_path))
-        seen.is_untold = True
+        seen.is_unwatched = True
         submit = Mock(side_effect=RuntimeError("no thread"))
         monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
         async with residency.use("a"):
@@ -168,14 +168,14 @@ async def test_requests_and_drains_go_on_where_a_look_gets_no_thread(
 async def test_wake_whose_files_cannot_be_looked_at_is_a_failed_load_to_the_arbiter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def were_replaced(_: object) -> bool:
+    async def changed(_: object) -> bool:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), "/models/a")
 
     async with holder() as (residency, arbiter, _):
         ticket = await use(residency)
         revoke(residency, Reason.SWAP, Tier.ASLEEP)
         await until(lambda: residency.models["a"].state is HolderState.ASLEEP)
-        monkeypatch.setattr(loading, "were_replaced", were_replaced)
+        monkeypatch.setattr(loading, "files_changed_during_load", changed)
         with pytest.raises(LoadFailed, match="/models/a"):
             await use(residency)
         [broke] = [event for event in arbiter.told if isinstance(event, ev.LoadBroke)]
