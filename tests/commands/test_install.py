@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from deployments.progress import ProgramFailed
-from tools.install import TORCH, configured_sources, install, install_cpu_torch, pip
+from tools.install import (
+    OPTIONAL,
+    TORCH,
+    configured_sources,
+    drop_broken,
+    install,
+    install_cpu_torch,
+    pip,
+)
 
 WHEEL = {
     "METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
@@ -55,6 +63,22 @@ def test_torch_of_another_version_is_replaced(
         with pytest.raises(ProgramFailed):
             install_cpu_torch(broken_off / "bin" / "python", notes.append)
         assert "is there" not in notes
+
+
+def test_what_is_there_and_does_not_import_is_removed(
+    broken_off: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = sysconfig.get_path("purelib", vars={"base": str(broken_off)})
+    fails, imports, _absent = OPTIONAL
+    Path(home, f"{fails}.py").write_text("raise RuntimeError('built for another torch')")
+    Path(home, f"{imports}.py").write_text("")
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr("tools.install.pip", lambda _python, _note, *words: asked.append(words))
+    drop_broken(broken_off / "bin" / "python", print)
+    assert asked == [("uninstall", "-y", fails)]
+    Path(home, f"{fails}.py").write_text("")
+    drop_broken(broken_off / "bin" / "python", print)
+    assert len(asked) == 1
 
 
 def test_uv_is_told_what_pip_is_configured_with(
