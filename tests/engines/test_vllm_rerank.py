@@ -111,6 +111,20 @@ def test_rerank_takes_the_forms_of_jina_cohere_and_tei(by_cosine: Child) -> None
     assert row["text"] == long and 0 < row["score"] < 1
 
 
+@pytest.mark.spec("H7", "J1")
+def test_text_that_is_too_long_is_cut_at_the_end_that_teis_clients_name(by_cosine: Child) -> None:
+    """What answers the question is the last of it."""
+    long = f"{'Paris is the capital of France. ' * 60} {'Unload the model to free memory. ' * 30}"
+
+    def score(**fields: str) -> float:
+        asked: Any = {"query": QUERY, "texts": [long], "truncate": True}
+        [row] = said(by_cosine, "/rerank", **asked, **fields)
+        return float(row["score"])
+
+    assert score() == score(truncation_direction="Right")
+    assert score(truncation_direction="Left") > score() + 0.2
+
+
 @pytest.mark.spec("H7")
 def test_cross_encoder_scores_as_transformers_does(cross: Child, cross_model: Path) -> None:
     raw = logits(cross_model, [QUERY] * 4, DOCUMENTS)[:, 0]

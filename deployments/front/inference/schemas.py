@@ -330,6 +330,9 @@ class Reranks(Body):
     return_text: bool | None = Field(None, description="with `texts`; absent: false")
     raw_scores: bool | None = Field(None, description="with `texts`: before the activation")
     truncate: bool | None = Field(None, description="with `texts`: cut what is too long")
+    truncation_direction: Literal["Left", "left", "Right", "right"] | None = Field(
+        None, description="with `truncate`: the end that is cut off; absent: Right"
+    )
 
     @field_validator("documents")
     @classmethod

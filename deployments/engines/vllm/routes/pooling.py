@@ -88,8 +88,9 @@ def to_vllm(fields: dict[str, Any]) -> Form:
     """Changes the fields of any form of rerank to vLLM's; returns how it is to be answered."""
     if "texts" in fields:
         fields["documents"] = fields.pop("texts")
+        side = str(fields.pop("truncation_direction", None) or "Right").lower()
         if fields.pop("truncate", False):
-            fields["truncate_prompt_tokens"] = CUT_TO_FIT
+            fields |= {"truncate_prompt_tokens": CUT_TO_FIT, "truncation_side": side}
         if fields.pop("raw_scores", False):
             fields["use_activation"] = False
         return Form(is_tei=True, with_text=fields.pop("return_text", None) is True)

@@ -53,6 +53,7 @@ async def test_each_form_is_taken(path: str, body: dict[str, Any]) -> None:
         (RERANK, ASKED | {"documents": ["a"] * 2_049}, "documents"),
         (RERANK, ASKED | {"documents": ["a"], "top_n": 0}, "top_n"),
         ("/rerank", ASKED | {"texts": [7]}, "texts"),
+        ("/rerank", ASKED | {"texts": ["a"], "truncation_direction": 7}, "truncation_direction"),
         (SCORE, {"model": "m", "text_2": "a"}, "text_1"),
         (SCORE, {"model": "m", "text_1": "a", "text_2": []}, "text_2"),
         (SCORE, {"model": "m", "text_1": ["a", "b"], "text_2": ["b", "c", "d"]}, "text_2"),
