@@ -1,8 +1,8 @@
 """`arbiter init`: writes a configuration for this machine.
 
-What it has comes from the entries of the shipped configurations, of serve_config.gpu.yaml where
-there are GPUs and of serve_config.yaml where there are none, and from the models that a person
-names.
+What it has comes from the entries of the shipped configurations, of serve_config.gpu.yaml or, for a
+large card, serve_config.gpu80.yaml where there are GPUs, of serve_config.yaml where there are none,
+and from the models that a person names.
 """
 
 import re
@@ -21,7 +21,7 @@ from deployments.cli.output import AsJson, CommandError, show, table, working
 if TYPE_CHECKING:
     from deployments.cli.model_sources import Source
 
-FILES = {True: "serve_config.gpu.yaml", False: "serve_config.yaml"}
+LARGE_GPU = 78 * GIB  # what NVML reports of the cards that are sold with 80 GB
 PIPELINE = ("vad", "asr", "chat", "tts")
 LENT = 0.9  # of a device; the rest is kept back (`arena`)
 HOST_PART, HOST_MOST, HOST_LEAST = 0.25, 64 * GIB, 1 * GIB  # of RAM, for weights asleep
@@ -140,7 +140,7 @@ def written(
     """Makes the text of a configuration for this machine. Raises CommandError."""
     from deployments.cli.model_sources import look
 
-    entries = config_text.shipped(FILES[bool(machine.gpus)])
+    entries = config_text.shipped(_shipped_name(machine))
     if unknown := [name for name in chosen if name not in entries]:
         raise CommandError(f"--capabilities: no {unknown[0]!r}; there is: {', '.join(entries)}")
     selected = [_named(one, entries) for one in models]
@@ -205,6 +205,14 @@ def _fitted(
         list(capabilities.values()),
     )
     return WrittenConfig(text, needs, left_out)
+
+
+def _shipped_name(machine: Machine) -> str:
+    """The shipped configuration for the largest of its devices."""
+    if not machine.gpus:
+        return "serve_config.yaml"
+    is_large = max(machine.gpus) >= LARGE_GPU
+    return "serve_config.gpu80.yaml" if is_large else "serve_config.gpu.yaml"
 
 
 def _room(machine: Machine) -> int:

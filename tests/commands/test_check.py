@@ -24,7 +24,7 @@ from deployments.config.load_plan import plan
 from tests.support.command_line import Run
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("serve_config.yaml", "serve_config.gpu.yaml")
+SHIPPED = ("serve_config.yaml", "serve_config.gpu.yaml", "serve_config.gpu80.yaml")
 Config = dict[str, Any]
 
 

@@ -36,7 +36,9 @@ def test_our_classes_have_every_method_that_vllm_leaves_open() -> None:
                 assert list(inspect.signature(function).parameters) == asked, name
 
 
-@pytest.mark.parametrize("file", ["serve_config.yaml", "serve_config.gpu.yaml"])
+@pytest.mark.parametrize(
+    "file", ["serve_config.yaml", "serve_config.gpu.yaml", "serve_config.gpu80.yaml"]
+)
 def test_shipped_models_name_managers_that_vllm_can_make(file: str) -> None:
     table = check_file(ROOT / file)
     for capability in table.capabilities.values():

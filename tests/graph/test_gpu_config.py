@@ -1,11 +1,12 @@
-"""serve_config.gpu.yaml as it is shipped, but for its engines and sizes, and the commands of the
-operator on it, run as commands."""
+"""The configurations for GPUs as they are shipped, but for their engines and sizes, and the
+commands of the operator on the first, run as commands."""
 
 import json
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def with_fake_engines(config: dict[str, Any], folder: Path) -> dict[str, Any]:
             model["need"] = need | {"context": 24 * MIB}
             model["source"], model["engine_args"] = "fake", {"bytes": need["weights"]}
     (gate := folder / GATE).touch()
-    table["capabilities"]["chat"]["models"][OTHER]["engine_args"]["gate"] = str(gate)
+    if other := table["capabilities"]["chat"]["models"].get(OTHER):
+        other["engine_args"]["gate"] = str(gate)
     return config
 
 
@@ -206,6 +208,22 @@ def test_the_command_replaces_the_arbiter_and_keeps_engines(gpus: Graph) -> None
     assert report["before"] == report["after"] and report["epoch"] > epoch
     assert (ticket(gpus, CHAT), gpus.engines()) == (before, engines)
     assert gpus.post("/v1/chat/completions", HELLO)[0] == 200
+
+
+@pytest.mark.spec("H0")
+def test_the_configuration_for_a_larger_gpu_deploys_over_it_and_serves(gpus: Graph) -> None:
+    """And the first again, which the tests below ask."""
+    larger = yaml.safe_load((ROOT / "serve_config.gpu80.yaml").read_text())
+    larger = with_fake_engines(larger, gpus.folder)
+    larger["http_options"] = gpus.config["http_options"]
+    for config, model in ((larger, "qwen3-30b-a3b"), (gpus.config, CHAT)):
+        gpus.deploy(config)
+        until(partial(serves, gpus, model), 90, f"{model} is served")
+
+
+def serves(graph: Graph, model: str) -> bool:
+    status, answer = graph.post("/v1/chat/completions", HELLO | {"model": model})
+    return (status, answer.get("model")) == (200, model)
 
 
 @pytest.mark.spec("A20")

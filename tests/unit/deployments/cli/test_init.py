@@ -125,10 +125,23 @@ def test_machine_with_two_gpus_gets_the_models_of_a_hub(
 
 
 @pytest.mark.spec("M2")
-def test_each_shipped_model_for_gpus_fits_one_card_of_24_gb() -> None:
-    card, drivers_own = Bytes(24_564 * MIB), 645 * MIB  # an RTX 4090; what an H200 keeps to itself
+def test_machine_with_a_gpu_of_80_gb_gets_the_models_for_it(
+    made: Callable[..., dict[str, Any]], machine: Callable[..., None]
+) -> None:
+    machine(79, ram_gib=128)
+    assert made()["capabilities"] == shipped("serve_config.gpu80.yaml")["capabilities"]
+
+
+@pytest.mark.spec("M2")
+@pytest.mark.parametrize(
+    ("file", "card_mib"),
+    [("serve_config.gpu.yaml", 24_564), ("serve_config.gpu80.yaml", 81_559)],
+    ids=["RTX 4090", "H100"],
+)
+def test_each_shipped_model_for_gpus_fits_one_card(file: str, card_mib: int) -> None:
+    card, drivers_own = Bytes(card_mib * MIB), 645 * MIB  # what an H200 keeps to itself
     room = lendable(card, DeviceKind.GPU, Settings()) - drivers_own
-    table = check_file(config_text.ROOT / "serve_config.gpu.yaml")
+    table = check_file(config_text.ROOT / file)
     for capability in table.capabilities.values():
         for name, model in capability.models.items():
             assert model.need is not None
@@ -340,7 +353,9 @@ def test_file_that_is_there_is_replaced_only_by_force(run: Run, tmp_path: Path) 
     assert yaml.safe_load(file.read_text())["http_options"]["port"] == 8123
 
 
-@pytest.mark.parametrize("name", ["serve_config.yaml", "serve_config.gpu.yaml"])
+@pytest.mark.parametrize(
+    "name", ["serve_config.yaml", "serve_config.gpu.yaml", "serve_config.gpu80.yaml"]
+)
 def test_shipped_configuration_is_cut_into_entries_without_loss(name: str) -> None:
     entries = config_text.shipped(name)
     text = (config_text.ROOT / name).read_text()

@@ -153,7 +153,7 @@ def test_model_belongs_to_one_capability(tmp_path: Path) -> None:
 
 @pytest.mark.spec("M2")
 def test_shipped_configurations_have_one_entry_per_capability() -> None:
-    for name in ("serve_config.yaml", "serve_config.gpu.yaml"):
+    for name in ("serve_config.yaml", "serve_config.gpu.yaml", "serve_config.gpu80.yaml"):
         config = yaml.safe_load(SHIPPED.with_name(name).read_text())
         assert [one["name"] for one in config["applications"]] == ["front"]
         assert len(front_table(config)["capabilities"]) == 8
