@@ -29,6 +29,7 @@ from deployments.front.access import keys
 from deployments.start_variables import VARIABLES
 from models import make_models
 from tests.support import ray_dashboard, s3_server, whisper_base
+from tests.support.bin import fork_worker
 from tests.support.ports import free_port
 from tests.support.waits import pauses
 
@@ -36,6 +37,7 @@ T = TypeVar("T")
 s3_port = functools.cache(free_port)  # where the graph looks for buckets
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+SERVE = ROOT / "tests" / "support" / "bin" / "serve_run.py"
 KEEP_WARM_S, DOWNSCALE_S = 6, 4
 # Whose replicas are seen to leave, or to stay where idle ones leave. Those of the others start anew
 # less often: two seconds each.
@@ -239,9 +241,10 @@ def itself_as_remote(port: int, key_file: Path) -> dict[str, Any]:
 
 
 def as_users(variables: dict[str, str]) -> dict[str, str]:
-    """The environment of a shell, whatever the cluster of other tests was told of tokens."""
+    """The environment of a shell, whatever the cluster of other tests was told."""
     env = os.environ | variables
-    env.pop("RAY_AUTH_MODE", None)
+    for name in ("RAY_AUTH_MODE", fork_worker.SOCKET):
+        env.pop(name, None)
     return env
 
 
@@ -312,12 +315,13 @@ def served(folder: Path, config: dict[str, Any], **variables: str) -> Iterator[G
     file = folder / "serve_config.yaml"
     file.write_text(yaml.safe_dump(config))
     log = (folder / "serve.log").open("wb")
-    # The variables of `arbiter serve`, so that what is tested is what users run.
+    # The variables of `arbiter serve`, so that what is tested is what users run, but that a worker
+    # of Ray starts by one interpreter, not two (in test_plain_serve_run.py as ever).
     # Of Ray's reporter of processes no test reads anything.
     ours = {"RAY_ADDRESS": "local", "REPORTER_UPDATE_INTERVAL_MS": "60000"}
     env = as_users(VARIABLES | ours | variables)
     process = subprocess.Popen(
-        [BIN / "serve", "run", file],
+        [sys.executable, SERVE, "run", file],
         cwd=ROOT,
         env=env,
         stdout=log,

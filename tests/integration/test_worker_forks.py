@@ -1,12 +1,17 @@
 """Workers of the tests' cluster: forks, yet what Ray would have started (tests.support)."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from ray._raylet import ActorClassID
+
+from tests.support.bin.fork_worker import OWN, SOCKET, WORKER
+from tests.support.worker_forks import LAUNCHER
 
 pytestmark = pytest.mark.usefixtures("cluster")
 PRESTARTED = 4  # workers of no job, which are no forks
@@ -51,3 +56,21 @@ def test_worker_with_a_runtime_environment_is_started_anew_and_has_it() -> None:
     runtime_env = {"env_vars": {NAME: "yes"}}
     [answer] = seen([Worker.options(runtime_env=runtime_env).remote()])  # type: ignore[attr-defined]
     assert answer["own"] == "yes" and not answer["is_fork"]
+
+
+def test_worker_without_a_fork_is_started_at_once_but_with_a_runtime_environment_by_ray(
+    tmp_path: Path,
+) -> None:
+    for script in (WORKER, OWN):
+        (tmp_path / script).write_text("import sys; print(sys.argv)")
+    env = {name: value for name, value in os.environ.items() if name != SOCKET}
+
+    def started(*arguments: str) -> str:
+        command = [sys.executable, str(LAUNCHER), *arguments]
+        return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+
+    worker, environment = str(tmp_path / WORKER), "--serialized-runtime-env-context={}"
+    given = [worker, "--a=b c", "--language=PYTHON"]
+    assert started("-s", *given) == f"{given[:2]}\n"
+    own = [str(tmp_path / OWN), *given, environment]
+    assert started(*given, environment) == f"{own}\n"

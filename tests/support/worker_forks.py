@@ -4,8 +4,8 @@ A worker of Ray imports Ray and then what its actor is made of: a second of a co
 with Ray start two. `forking_workers` has the raylets that start meanwhile ask this module's server
 for each: Ray runs `bin/fork_worker.py` in place of its own `setup_worker.py`. A fork has the
 environment, folder, standard files and group of processes that the worker would have had. A worker
-with a runtime environment of its own, as for code that is not imported yet, starts as ever; so does
-any worker while the server does not answer.
+with a runtime environment of its own, as for code that is not imported yet, is no fork; nor is any
+worker while the server does not answer.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.bin.fork_worker import FORKED, OWN, SOCKET
+from tests.support.bin.fork_worker import FORKED, SOCKET
 
 # Ray's own configuration has them once for a process; so the workers of one job are forked.
 READ_AT_IMPORT, ANY_JOB = ("RAY_JOB_ID", "RAY_RAYLET_PID"), "ffffffff"
@@ -42,10 +42,9 @@ ROOT = Path(__file__).parents[2]
 @contextlib.contextmanager
 def forking_workers(path: Path) -> Iterator[None]:
     """`path`: of the server's socket."""
-    from ray._private import node, ray_constants
+    from ray._private import ray_constants
 
     script = ray_constants.SETUP_WORKER_FILENAME
-    own = Path(node.__file__).parent / "workers" / script
     with subprocess.Popen(
         [sys.executable, "-m", __name__, str(path)],
         cwd=ROOT,
@@ -54,13 +53,13 @@ def forking_workers(path: Path) -> Iterator[None]:
     ) as server:
         assert server.stdin is not None and server.stdout is not None
         assert server.stdout.readline()  # it listens
-        os.environ |= {SOCKET: str(path), OWN: str(own)}
+        os.environ[SOCKET] = str(path)
         ray_constants.SETUP_WORKER_FILENAME = str(LAUNCHER)
         try:
             yield
         finally:
             ray_constants.SETUP_WORKER_FILENAME = script
-            del os.environ[SOCKET], os.environ[OWN]
+            del os.environ[SOCKET]
             server.stdin.close()
 
 

@@ -1,4 +1,7 @@
-"""What Ray runs in place of its own setup_worker.py: asks tests.support.worker_forks for a worker.
+"""What Ray runs in place of its own setup_worker.py, which imports Ray, half a second of a core,
+before it becomes a worker that imports it again. This one becomes the worker at once, or asks
+tests.support.worker_forks for it where that serves. A worker with a runtime environment of its own
+is left to Ray's script.
 
 With the standard library only; started a thousand times.
 """
@@ -8,16 +11,14 @@ import os
 import socket
 import sys
 
-SOCKET, OWN = "WORKER_FORKS_SOCKET", "WORKER_FORKS_OWN"  # where the server is, and Ray's own script
+SOCKET = "WORKER_FORKS_SOCKET"  # where the server is; without it nothing is forked
 RUNTIME_ENVIRONMENT, LANGUAGE = "--serialized-runtime-env-context", "--language"
+WORKER, OWN = "default_worker.py", "setup_worker.py"  # Ray's scripts, side by side
 FORKED = b"y"
 
 
-def is_forked(arguments: list[str]) -> bool:
-    """False where the worker needs more than a fork, or no server listens."""
-    if any(a.startswith(RUNTIME_ENVIRONMENT) for a in arguments):
-        return False
-    worker = [a for a in arguments if not a.startswith(LANGUAGE)]
+def is_forked(worker: list[str]) -> bool:
+    """False where no server listens, or it has no fork for this worker."""
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.connect(os.environ[SOCKET])
@@ -29,5 +30,16 @@ def is_forked(arguments: list[str]) -> bool:
         return False
 
 
-if __name__ == "__main__" and not is_forked(sys.argv[1:]):
-    os.execv(sys.executable, [sys.executable, os.environ[OWN], *sys.argv[1:]])
+def start(arguments: list[str]) -> None:
+    """`arguments`: as Ray gives them to its own script."""
+    worker = [a for a in arguments if not a.startswith(LANGUAGE)]
+    if any(a.startswith(RUNTIME_ENVIRONMENT) for a in arguments):
+        [script] = [a for a in arguments if os.path.basename(a) == WORKER]
+        worker = [os.path.join(os.path.dirname(script), OWN), *arguments]
+    elif SOCKET in os.environ and is_forked(worker):
+        return
+    os.execv(sys.executable, [sys.executable, *worker])
+
+
+if __name__ == "__main__":
+    start(sys.argv[1:])
