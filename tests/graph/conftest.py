@@ -187,7 +187,7 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     # Small-chat needs nearly all of it, so that hardly another model is beside it.
     table["arbiter"]["arenas"] = {"cpu": "1.6 GiB", "host": "1 GiB"}
     table["arbiter"]["collate_s"] = 0  # of each trade here: two seconds and more
-    table["arbiter"]["replay_s"] = 20
+    table["arbiter"]["replay_s"] = 60
     for name, capability in table["capabilities"].items():
         capability["keep_warm_s"] = KEEP_WARM_S
         capability["downscale_to_zero_s"] = DOWNSCALE_S if name in WATCHED else 60
