@@ -65,6 +65,9 @@ RESTS = (
     "RAY_task_events_report_interval_ms",
 )
 
+# Each process that a test starts would report its series, which Ray keeps when it has ended.
+NOT_EXPORTED = {"RAY_enable_metrics_collection": "0"}
+
 # Read by Ray when it starts. Workers and zygotes import the repository; no token file is left in
 # anybody's home. Workers import nothing of Serve ahead, unlike those of `make serve`: most here
 # become arbiters, agents and holders.
@@ -74,6 +77,7 @@ ENVIRONMENT = {
     "RAY_worker_maximum_startup_concurrency": "4",
     "RAY_AUTH_MODE": "disabled",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
+    **NOT_EXPORTED,
     **{name: VARIABLES[name] for name in RESTS},
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }

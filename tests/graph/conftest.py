@@ -28,6 +28,7 @@ from openai import OpenAI
 from deployments.front.access import keys
 from deployments.start_variables import VARIABLES
 from models import make_models
+from tests.conftest import NOT_EXPORTED
 from tests.support import ray_dashboard, s3_server, whisper_base
 from tests.support.bin import fork_worker
 from tests.support.ports import free_port
@@ -243,7 +244,7 @@ def itself_as_remote(port: int, key_file: Path) -> dict[str, Any]:
 def as_users(variables: dict[str, str]) -> dict[str, str]:
     """The environment of a shell, whatever the cluster of other tests was told."""
     env = os.environ | variables
-    for name in ("RAY_AUTH_MODE", fork_worker.SOCKET):
+    for name in ("RAY_AUTH_MODE", fork_worker.SOCKET, *NOT_EXPORTED):
         env.pop(name, None)
     return env
 
