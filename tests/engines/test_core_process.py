@@ -55,7 +55,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(core.pid, 0)[1]))
 BOTH = """
 import os, sys
 from pathlib import Path
-from deployments.engines.vllm import core_process
+from deployments.engines.vllm.engine_core import core_process
 
 for script in map(Path, sys.argv[1:]):
     if (pid := os.fork()) == 0:
