@@ -12,9 +12,8 @@ from deployments.front.inference import schemas
 TAKEN = {
     "model", "messages", "prompt", "input", "query", "documents", "file", "stream",
     "stream_options", "partial_images", "encoding_format", "granularities", "stream_format",
-    "return_documents", "texts", "return_text", "raw_scores", "truncate",
+    "return_documents", "texts", "return_text", "raw_scores", "truncate", "truncation_direction",
 }  # fmt: skip
-OF_TEI = {"texts", "return_text", "raw_scores", "truncate"}
 
 
 @pytest.mark.spec("J7")
