@@ -74,7 +74,7 @@ async def test_above_the_loading_share_that_is_shown_an_equal_request_waits_long
         [device] = [x for x in (await d.state())["devices"] if x["loading_fraction"]]
         # From grant to load on the arbiter's clock; the holder's is what took_s says.
         most_s = loads[-1]["unix_s"] - grants[0]["unix_s"] + 0.1
-        assert loading_s - 0.5 <= device["loading_fraction"] * 600 <= most_s
+        assert loading_s - 0.5 <= device["loading_fraction"] * 600 <= most_s, (loads, grants)
         waiting = b.ask.remote("b")
         [queued] = (await d.until(lambda s: s["queue"]))["queue"]
         sentences = " ".join((await call_arbiter("explain", queued["ticket"]))["sentences"])
