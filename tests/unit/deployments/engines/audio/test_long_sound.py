@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.engines.audio import faster_whisper, silero, sound
+from deployments.engines.audio import faster_whisper, hearing, silero, sound
 from tests.support.speech import form
 
 MINUTES, AT_ONCE = 2, 4
@@ -94,8 +94,8 @@ async def test_long_files_that_are_heard_at_once_are_not_in_memory_whole(
     build: Callable[[], Any], path: str, long: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sound, "KEPT", sound.HEARD_HZ)  # so that two minutes count as long
-    monkeypatch.setattr(faster_whisper, "PIECE_S", 12)
-    monkeypatch.setattr(faster_whisper, "CUT_S", 2)
+    monkeypatch.setattr(hearing.Hearing, "piece_s", 12)
+    monkeypatch.setattr(hearing, "CUT_S", 2)
     engine = build()
     tracemalloc.start()
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.engines.audio import faster_whisper, transcript
+from deployments.engines.audio import hearing, transcript
 from deployments.engines.audio.sound import HEARD_HZ, PART
 from deployments.engines.audio.transcript import WRITE, Transcript, TranscriptionRequest
 
@@ -51,7 +51,7 @@ def transcribed(**more: Any) -> Transcript:
 def pieces(samples: np.ndarray, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Begin and end of each, whose samples are those of that place in the file."""
     parts = np.split(samples, range(PART, len(samples), PART))
-    found = list(faster_whisper.pieces(parts, spans))
+    found = list(hearing.pieces(parts, spans))
     assert all(np.array_equal(samples[b : b + len(piece)], piece) for b, piece in found)
     return [(begin, begin + len(piece)) for begin, piece in found]
 
@@ -76,8 +76,8 @@ def test_sound_without_a_quiet_place_is_cut_all_the_same() -> None:
 
 def test_spans_with_a_short_pause_between_them_are_heard_together() -> None:
     spans = [(0, SECOND), (2 * SECOND, 3 * SECOND), (6 * SECOND, 7 * SECOND)]
-    assert faster_whisper.joined(spans) == [(0, 3 * SECOND), (6 * SECOND, 7 * SECOND)]
-    assert faster_whisper.joined([]) == []
+    assert hearing.joined(spans) == [(0, 3 * SECOND), (6 * SECOND, 7 * SECOND)]
+    assert hearing.joined([]) == []
 
 
 @pytest.mark.spec("H3", "J1")
