@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,6 +32,7 @@ from tests.support.engine_host import (
     tree,
     until,
 )
+from tests.support.speech import transcribe, wav
 
 VLLM = "deployments.engines.vllm.engine:build"
 MIB = 1 << 20
@@ -159,6 +161,12 @@ def test_schema_that_no_text_can_follow_is_400_and_harms_no_other_request(
     status, said = chat.call("POST", "/v1/chat/completions", body)
     assert (status, said["error"]["param"]) == (400, "response_format")
     assert chat.call("POST", "/v1/chat/completions", GREEDY)[0] == 200
+
+
+@pytest.mark.spec("J1", "L3")
+def test_model_that_hears_nothing_refuses_sound(chat: Child) -> None:
+    answer = transcribe(chat, wav(np.zeros(16_000, np.float32), 16_000))
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "model")
 
 
 @pytest.mark.spec("D1", "D6")

@@ -14,7 +14,7 @@ import os
 from argparse import Namespace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from torch import float32
@@ -28,6 +28,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from arbiter.core.types import Priority
+from arbiter.errors import RequestError
 from arbiter.units import Content
 from deployments import messages, prefixes
 from deployments.engines import asgi, linux
@@ -62,13 +63,22 @@ from deployments.engines.vllm.routes.context_growth import ContextGrowth
 from deployments.engines.vllm.routes.prewarm import NO_CACHE, Prewarmer
 from deployments.routing.pieces import KeptKv
 
+if TYPE_CHECKING:
+    from deployments.engines.vllm.routes.whisper import WhisperHearing
+
+HEARD = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 # What a replica may call. vLLM also registers routes that pause, scale or reload an engine, or run
 # any of its calls by name; those stay out of reach.
-ROUTES = frozenset(
-    "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages "
-    "/v1/messages/count_tokens /v1/models "
-    "/tokenize /detokenize /pooling /metrics /adapters /admission /pictures /slab".split()
-) | frozenset(pooling.HANDLERS)
+ROUTES = (
+    frozenset(
+        "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages "
+        "/v1/messages/count_tokens /v1/models "
+        "/tokenize /detokenize /pooling /metrics /adapters /admission /pictures /slab".split()
+    )
+    | HEARD
+    | frozenset(pooling.HANDLERS)
+)
+WHISPER = "whisper"
 _PROBE = "The answer is"
 _DEAD_S = 0.5  # for so long a frontend whose core is dead still answers its requests
 
@@ -125,6 +135,17 @@ def _refuse_float32_adapters(vllm_config: VllmConfig) -> None:
         raise EngineLoadFailed("BadConfig", why, False)
 
 
+def _hearing(llm: AdmittingLLM, name: str) -> "WhisperHearing":
+    """Raises EngineLoadFailed."""
+    from deployments.engines.vllm.routes.whisper import WhisperHearing  # and FFmpeg, for such a one
+
+    kind = llm.model_config.hf_config.model_type
+    if kind != WHISPER:
+        why = f"a model of type {kind!r} hears in another way than Whisper, which this engine knows"
+        raise EngineLoadFailed("BadConfig", why, False)
+    return WhisperHearing(llm, name)
+
+
 def _gate(config: Config, vllm_config: VllmConfig) -> BatchGate:
     """Makes the gate of the batch. Without adapters only tenants, priorities and deadlines matter,
     and a request waits for as long as its caller does."""
@@ -173,6 +194,9 @@ class VllmEngine:
         self.probe_params: PoolingParams | None = None
         # of a model that generates,
         self.prewarmer: Prewarmer | None = None
+        # of a model that hears,
+        self.is_hearing = False
+        self.hearing: WhisperHearing | None = None
         # of a model that sees,
         self.pictures: Pictures | None = None
         self.expiring: asyncio.Task[None] | None = None
@@ -199,10 +223,12 @@ class VllmEngine:
     async def _make_api(self, llm: AdmittingLLM) -> FastAPI:
         """vLLM's own application for what the model can do."""
         tasks = await llm.get_supported_tasks()
-        self.is_pooling = "generate" not in tasks
+        self.is_hearing = "transcription" in tasks and "generate" not in tasks
+        self.is_pooling = "generate" not in tasks and not self.is_hearing
         if self.is_pooling:
             self.probe_params = PoolingParams(task=llm.model_config.get_pooling_task(tasks))
-        api = build_app(self.args, tasks, llm.model_config) if self.is_pooling else text_api()
+        is_text = "generate" in tasks
+        api = text_api() if is_text else build_app(self.args, tasks, llm.model_config)
         self.args.fingerprint_value, self.args.fingerprint_mode = fingerprint(self), "custom"
         api.state.args = self.args
         # vLLM's error handler tells a server to exit when the core is dead: `_core_died` does that.
@@ -211,7 +237,11 @@ class VllmEngine:
         return api
 
     def _add_services(self, llm: AdmittingLLM, api: FastAPI) -> None:
-        """Makes what stands between the host and vLLM's application, as the model needs it."""
+        """Makes what stands between the host and vLLM's application, as the model needs it. Raises
+        EngineLoadFailed."""
+        if self.is_hearing:
+            self.hearing = _hearing(llm, self.args.served_model_name[0])
+            return
         if self.args.ec_manager_config and llm.model_config.is_multimodal_model:
             self.pictures = Pictures(llm, has_cache=picture_slab.has_slab(self.config))
             self.pictures.adopt(api.state)
@@ -248,11 +278,25 @@ class VllmEngine:
         assert self.api is not None and self.llm is not None
         if scope["path"] == kv_offload.FACTS:
             return await self._slab(scope, send)
+        if scope["path"] in HEARD:
+            return await self._transcribe(scope, receive, send)
         if self.is_pooling and scope["path"] in pooling.HANDLERS:
             return await pooling.serve(self.api, scope, receive, send)
         if self.pictures is not None:
             return await self.pictures.serve(self._infer, scope, receive, send)
         await self._infer(scope, receive, send)
+
+    async def _transcribe(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.hearing is None:
+            text = "this model hears no sound; transcription takes a model of Whisper's class"
+            return await asgi.refuse(send, 400, text, param="model")
+        held = HeldHead(callers.begin(scope), send)
+        try:
+            await self.hearing.answer(scope, receive, held)
+        except RequestError as error:
+            if held.has_begun:
+                raise
+            await asgi.refuse_request(send, error)
 
     async def _infer(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
@@ -358,7 +402,8 @@ class VllmEngine:
             pooled = [out async for out in self.llm.encode(_PROBE, self.probe_params, number)]
             return str([round(x, 4) for x in pooled[-1].outputs.data.flatten()[:8].tolist()])
         one = SamplingParams(temperature=0, max_tokens=1, logprobs=4)
-        output = [out async for out in self.llm.generate(_PROBE, one, number)][-1].outputs[0]
+        prompt = _PROBE if self.hearing is None else self.hearing.probe_prompt()
+        output = [out async for out in self.llm.generate(prompt, one, number)][-1].outputs[0]
         ranked = {token: round(p.logprob, 3) for token, p in output.logprobs[0].items()}
         return f"{list(output.token_ids)} {ranked}"
 

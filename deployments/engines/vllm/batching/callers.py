@@ -95,10 +95,10 @@ class HeldHead:
     def __init__(self, caller: Caller, send: Send) -> None:
         self._caller, self._send = caller, send
         self._head: Any = None
-        self._passes = False
+        self.has_begun = False  # the client has a head
 
     async def __call__(self, message: Any) -> None:
-        if self._passes:
+        if self.has_begun:
             return await self._send(message)
         if message["type"] == "http.response.start":
             self._head = message
@@ -107,7 +107,7 @@ class HeldHead:
                 self._head = None
                 await asgi.refuse_request(self._send, refused)
         elif self._head is not None:
-            self._passes = True
+            self.has_begun = True
             await self._send(self._head)
             await self._send(message)
 
