@@ -460,16 +460,22 @@ async def test_loads_are_counted_by_whether_they_found_a_copy_also_of_one_that_h
     assert (weights.hits_count, weights.misses_count, weights.refused_count) == (2, 2, 1)
 
 
-async def test_load_that_ended_while_the_copy_was_filled_leaves_it_for_the_next(
-    node: Node, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, may_fill = copy_files.make, threading.Event()
+@pytest.fixture
+def may_fill(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No copy is filled before it is set."""
+    real, may = copy_files.make, threading.Event()
 
     def make(*args: Any) -> Any:
-        assert may_fill.wait(20)
+        assert may.wait(20)
         return real(*args)
 
     monkeypatch.setattr(copy_files, "make", make)
+    return may
+
+
+async def test_load_that_ended_while_the_copy_was_filled_leaves_it_for_the_next(
+    node: Node, model: Path, may_fill: threading.Event
+) -> None:
     first = asyncio.ensure_future(node.lend("t1", request(model)))
     second = asyncio.ensure_future(node.lend("t2", request(model)))
     await eventually(lambda: node.arbiter.held)
@@ -521,15 +527,8 @@ async def test_copy_leaves_with_the_last_model_of_its_bytes(
 
 @pytest.mark.spec("D9")
 async def test_copy_of_a_model_that_was_removed_while_it_was_made_leaves_with_its_engine(
-    node: Node, model: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, model: Path, may_fill: threading.Event
 ) -> None:
-    real, may_fill = copy_files.make, threading.Event()
-
-    def make(*args: Any) -> Any:
-        assert may_fill.wait(20)
-        return real(*args)
-
-    monkeypatch.setattr(copy_files, "make", make)
     loads = [asyncio.ensure_future(node.lend(t, request(model))) for t in ("t1", "t2")]
     await eventually(lambda: node.arbiter.held)
     node.copies.drop_owner(ONE.path)

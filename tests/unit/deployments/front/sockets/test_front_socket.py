@@ -17,6 +17,7 @@ from arbiter.protocol import ray_internals
 from deployments.front.proxy import FrontBySocket, middlewares
 from deployments.front.sockets import front_client, front_socket
 from deployments.front.sockets.front_socket import FrontSocket
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("N1")
 WITHIN_S = 60.0  # for what takes some thousandths of a second
@@ -300,16 +301,21 @@ async def all_of(conn: socket.socket) -> bytes:
 REQUEST = b"POST /v1/x HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}"
 
 
-@pytest.mark.spec("J9")
-@pytest.mark.usefixtures("proxy")
-async def test_front_that_ends_answers_what_it_has_not_accepted_or_read_yet() -> None:
-    application = Application()
+async def with_a_connection(application: Application) -> tuple[FrontSocket, socket.socket]:
+    """A front that answers each request, and a connection that it has accepted."""
     application.go.set()
     front = FrontSocket(application)
     await front.open()
     accepted = raw()
-    while not front._state.connections:
-        await asyncio.sleep(0)
+    await eventually(lambda: front._state.connections)
+    return front, accepted
+
+
+@pytest.mark.spec("J9")
+@pytest.mark.usefixtures("proxy")
+async def test_front_that_ends_answers_what_it_has_not_accepted_or_read_yet() -> None:
+    application = Application()
+    front, accepted = await with_a_connection(application)
     waiting = [raw(says=REQUEST) for _ in range(3)]
     closing = asyncio.ensure_future(front.close())
     for conn in waiting:
@@ -327,12 +333,7 @@ async def test_front_that_ends_short_of_descriptors_answers_what_it_has(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     application, fails = Application(), [errno.ECONNABORTED, None, errno.EMFILE]
-    application.go.set()
-    front = FrontSocket(application)
-    await front.open()
-    accepted = raw()
-    while not front._state.connections:
-        await asyncio.sleep(0)
+    front, accepted = await with_a_connection(application)
     first, second = raw(says=REQUEST), raw(says=REQUEST)
     accept = socket.socket.accept
 

@@ -101,23 +101,30 @@ async def test_cards_do_without_an_arbiter(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
-@pytest.mark.spec("J1", "J9")
-async def test_cards_of_a_model_whose_file_server_hangs_delay_no_call_of_ray_and_no_other_card(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def hang(monkeypatch: pytest.MonkeyPatch, source: str) -> tuple[threading.Event, threading.Event]:
+    """The arbiter answers, and the file server of that source does not. Returns whether it was
+    asked, and what lets it answer."""
+    begun, may_end = threading.Event(), threading.Event()
+
     async def answers(method: str, *args: object, within_s: float = 0) -> dict[str, Any]:
         return STATE
 
-    may_end, begun = threading.Event(), threading.Event()
-
     def context(config: ModelConfig) -> int | None:
-        if config.source == "away":
+        if config.source == source:
             begun.set()
             assert may_end.wait(60)
         return 512
 
     monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
     monkeypatch.setattr(model_cards, "context", context)
+    return begun, may_end
+
+
+@pytest.mark.spec("J1", "J9")
+async def test_cards_of_a_model_whose_file_server_hangs_delay_no_call_of_ray_and_no_other_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end = hang(monkeypatch, "away")
     monkeypatch.setattr(model_cards, "FILES_S", 60.0)
     made = table(models={"hot": {"source": "away"}, "cold": {"source": "here"}})
     with few_threads():
@@ -137,18 +144,7 @@ async def test_cards_of_a_model_whose_file_server_hangs_delay_no_call_of_ray_and
 async def test_list_of_models_does_without_the_context_of_a_model_whose_file_server_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def answers(method: str, *args: object, within_s: float = 0) -> dict[str, Any]:
-        return STATE
-
-    is_back = threading.Event()
-
-    def context(config: ModelConfig) -> int | None:
-        if config.source == "hung":
-            assert is_back.wait(60)
-        return 512
-
-    monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
-    monkeypatch.setattr(model_cards, "context", context)
+    _, is_back = hang(monkeypatch, "hung")
     monkeypatch.setattr(model_cards, "FILES_S", 0.01)
     made = table(models={"hot": {"source": "hung"}, "cold": {"source": "near"}})
     try:
