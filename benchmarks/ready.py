@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from benchmarks import first_token, report
-from deployments.cli.serve import RULE
+from deployments.cli.cluster.serve import RULE
 
 PORT = 18_430
 READY_S = 180.0

@@ -1,1 +1,1 @@
-"""The `arbiter` command, one module per subject; `main` puts them together."""
+"""The `arbiter` command; a folder for each group of `arbiter --help`, put together by `main`."""

@@ -15,24 +15,14 @@ from typer.core import TyperGroup
 
 from arbiter.errors import ArbiterError
 from arbiter.leases import URL
-from deployments.cli import (
-    check,
-    cluster,
-    free,
-    init,
-    jobs,
-    keys,
-    lease,
-    metrics,
-    plan,
-    replay,
-    serve,
-    show,
-    steer,
-    tasks,
-)
-from deployments.cli import top as watch
+from deployments.cli import keys, replay
+from deployments.cli.cluster import check, init, lifecycle, serve
+from deployments.cli.leases import free, lease
 from deployments.cli.output import CommandError, discard_stdout, say
+from deployments.cli.see import metrics, plan, show
+from deployments.cli.see.top import command as top
+from deployments.cli.steer import commands as steer
+from deployments.cli.steer import jobs, tasks
 
 PANELS = ("See", "Steer", "Leases", "Cluster", "Keys", "Record and replay")
 
@@ -72,7 +62,7 @@ app = typer.Typer(
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "See": (
         show.status,
-        watch.top,
+        top.top,
         show.events,
         show.explain,
         plan.plan,
@@ -94,7 +84,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         steer.forget,
     ),
     "Leases": (lease.lease, free.free, show.leases, steer.drain, steer.cleanup),
-    "Cluster": (init.init, check.check, serve.serve, cluster.upgrade, cluster.down),
+    "Cluster": (init.init, check.check, serve.serve, lifecycle.upgrade, lifecycle.down),
     "Record and replay": (replay.record, replay.whatif),
 }
 for panel, commands in COMMANDS.items():

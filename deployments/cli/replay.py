@@ -9,7 +9,7 @@ import typer
 from rich.console import RenderableType
 
 from arbiter.units import GIB
-from deployments.cli.cluster import Address, connected
+from deployments.cli.cluster.lifecycle import Address, connected
 from deployments.cli.output import AsJson, among, show, table, working
 
 if TYPE_CHECKING:

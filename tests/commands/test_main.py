@@ -11,7 +11,7 @@ import pytest
 
 from arbiter.errors import ArbiterClosing
 from deployments.cli import main as command
-from deployments.cli import show
+from deployments.cli.see import show
 from tests.support.command_line import Run
 from tests.support.scripted_front import ScriptedFront
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.cli import serve
+from deployments.cli.cluster import serve
 from deployments.start_variables import VARIABLES
 from tests.support import scripted_serve_run
 from tests.support.command_line import Run

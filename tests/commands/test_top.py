@@ -10,11 +10,12 @@ from textual.widgets import DataTable, Static, TabbedContent
 
 from arbiter.core.reports.snapshot import CooldownView
 from arbiter.units import seconds
-from deployments.cli import top_rows, top_watch
 from deployments.cli.output import CommandError
-from deployments.cli.top_rows import Selection
-from deployments.cli.top_screen import Screen
-from deployments.cli.top_watch import Watch
+from deployments.cli.see.top import rows as top_rows
+from deployments.cli.see.top import watch as top_watch
+from deployments.cli.see.top.rows import Selection
+from deployments.cli.see.top.screen import Screen
+from deployments.cli.see.top.watch import Watch
 from deployments.monitoring.followed import FollowedStream
 from deployments.monitoring.story import event_row
 from deployments.monitoring.view import Facts, SlabRow, View, to_plain, view_of

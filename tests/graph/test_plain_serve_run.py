@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.cli.serve import RULE, ask_ready
+from deployments.cli.cluster.serve import RULE, ask_ready
 from deployments.front.proxy import TAKEN_S
 from models import shipped, vllm_classes
 from models.make_models import default_folder

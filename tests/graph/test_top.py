@@ -3,7 +3,7 @@
 import pytest
 from openai import OpenAI
 
-from deployments.cli.top_rows import TABS
+from deployments.cli.see.top.rows import TABS
 from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import environment, run_command
 from tests.support.terminal import Terminal

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import MIB
-from deployments.cli.model_sources import look
+from deployments.cli.cluster.model_sources import look
 from tests.support.live_arbiter import CONTEXT, LiveArbiter, capability, kill, live_arbiter, model
 from tests.support.waits import eventually
 

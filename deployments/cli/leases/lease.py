@@ -18,8 +18,8 @@ from arbiter import leases
 from arbiter.errors import RequestError
 from arbiter.leases import LeaseLost
 from arbiter.units import GIB
-from deployments.cli.foreground import foreground, was_suspended
 from deployments.cli.http import Url, address, api_key
+from deployments.cli.leases.foreground import foreground, was_suspended
 from deployments.cli.output import CommandError, say, size, working
 
 LOOK_S = 0.2  # how late the end of the command, or the notice, may be seen

@@ -15,10 +15,10 @@ from rich.console import RenderableType
 from arbiter import leases
 from arbiter.errors import RequestError
 from arbiter.leases import LeaseLost
-from deployments.cli import plan
 from deployments.cli.http import Url, address, api_key, front
-from deployments.cli.lease import run_command
+from deployments.cli.leases.lease import run_command
 from deployments.cli.output import AsJson, CommandError, cell, show, sizes, table, working
+from deployments.cli.see import plan
 
 NOTICE_S = 10.0  # for COMMAND to end, should the arbiter want the memory back
 WITHIN_S = 25.0  # less than a command waits for an answer (http.ANSWER_S); a barrier lasts 10 s

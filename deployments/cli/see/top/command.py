@@ -20,11 +20,11 @@ def top(
     if once or as_json or not sys.stdout.isatty():
         _print_once(as_json, url)
         return
-    from deployments.cli.top_watch import draw_until_quit, watching
+    from deployments.cli.see.top.watch import draw_until_quit, watching
 
     with watching(url) as watch:
         if find_spec("textual"):
-            from deployments.cli.top_screen import Screen
+            from deployments.cli.see.top.screen import Screen
 
             Screen(watch).run()
         else:
@@ -33,7 +33,7 @@ def top(
 
 
 def _print_once(as_json: bool, url: str | None) -> None:
-    from deployments.cli import top_rows
+    from deployments.cli.see.top import rows
     from deployments.monitoring.story import event_row
     from deployments.monitoring.view import from_plain
 
@@ -44,4 +44,4 @@ def _print_once(as_json: bool, url: str | None) -> None:
         view = from_plain(plain)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    show(as_json, plain, *top_rows.frame(view, [event_row(event) for event in events]))
+    show(as_json, plain, *rows.frame(view, [event_row(event) for event in events]))

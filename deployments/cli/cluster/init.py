@@ -15,11 +15,11 @@ import typer
 import yaml
 
 from arbiter.units import GIB, MIB, Bytes, human
-from deployments.cli import config_text
+from deployments.cli.cluster import config_text
 from deployments.cli.output import AsJson, CommandError, show, table, working
 
 if TYPE_CHECKING:
-    from deployments.cli.model_sources import Source
+    from deployments.cli.cluster.model_sources import Source
 
 LARGE_GPU = 78 * GIB  # what NVML reports of the cards that are sold with 80 GB
 PIPELINE = ("vad", "asr", "chat", "tts")
@@ -138,7 +138,7 @@ def written(
     machine: Machine, chosen: list[str], models: list[str], port: int = 8000
 ) -> WrittenConfig:
     """Makes the text of a configuration for this machine. Raises CommandError."""
-    from deployments.cli.model_sources import look
+    from deployments.cli.cluster.model_sources import look
 
     entries = config_text.shipped(_shipped_name(machine))
     if unknown := [name for name in chosen if name not in entries]:

@@ -17,7 +17,7 @@ from arbiter.core.types import DeviceKind
 from arbiter.node import nvml, procfs
 from arbiter.node.nvml import Card
 from arbiter.units import GIB, MIB, Bytes
-from deployments.cli import config_text
+from deployments.cli.cluster import config_text
 from deployments.config.config_file import check_file
 from deployments.config.engine_kinds import ENGINES
 from deployments.config.fields import parse_size

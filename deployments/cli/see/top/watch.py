@@ -13,10 +13,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from deployments.cli import http, top_rows
+from deployments.cli import http
 from deployments.cli.http import NoFront, NotTheFront, Refused
 from deployments.cli.output import CommandError
-from deployments.cli.top_rows import ADAPTERS, AdapterRow, Selection
+from deployments.cli.see.top import rows as top_rows
+from deployments.cli.see.top.rows import ADAPTERS, AdapterRow, Selection
 from deployments.monitoring.followed import FollowedStream
 from deployments.monitoring.story import EventRow
 from deployments.monitoring.view import View

@@ -10,10 +10,11 @@ from textual.containers import VerticalScroll
 from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
 
-from deployments.cli import top_rows, top_watch
 from deployments.cli.output import cell
-from deployments.cli.top_rows import TABS, Rows, Selection
-from deployments.cli.top_watch import Watch
+from deployments.cli.see.top import rows as top_rows
+from deployments.cli.see.top import watch as top_watch
+from deployments.cli.see.top.rows import TABS, Rows, Selection
+from deployments.cli.see.top.watch import Watch
 
 
 class Screen(App[None]):

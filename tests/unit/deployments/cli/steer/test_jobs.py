@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from deployments.cli import http, jobs
+from deployments.cli import http
+from deployments.cli.steer import jobs
 from tests.support.command_line import Run
 from tests.support.scripted_front import ScriptedFront
 

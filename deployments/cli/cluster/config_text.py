@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CAPABILITIES = "          capabilities:\n"
 ENTRY, MODELS, MODEL = " " * 12, " " * 14 + "models:", " " * 16
 _KEY = re.compile(r"([\w./-]+):")

@@ -1,0 +1,1 @@
+"""From a configuration to a graph that serves, and to its end."""

@@ -1,0 +1,1 @@
+"""What shows and changes nothing: status, events, plans, memory over time."""
