@@ -192,9 +192,12 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     for name, capability in table["capabilities"].items():
         capability["keep_warm_s"] = KEEP_WARM_S
         capability["downscale_to_zero_s"] = DOWNSCALE_S if name in WATCHED else 60
+    # With the KV cache of a larger model, beside which what an engine keeps asleep is little.
+    models = table["capabilities"]["chat"]["models"]
+    models["small-chat"]["can_sleep"] = True
+    models["small-chat"]["engine_args"]["kv_cache_memory_bytes"] = "1 GiB"
     # Sleepers leave when their keep-warm is over as well; this one is watched asleep. For as long
     # it has the priority of its last request, and work of priority batch waits.
-    models = table["capabilities"]["chat"]["models"]
     models["small-chat"]["keep_warm_s"] = 40
     # What the tests of trading rest on is said: estimates learn what each machine's engines take.
     models["small-chat"]["need"] = {"weights": "190 MiB", "working": "1218 MiB"}
