@@ -24,6 +24,7 @@ from arbiter.errors import UnknownHostCopy
 from arbiter.node import copy_files
 from arbiter.node.copy_files import CopyFiles, SourceFiles
 from arbiter.node.copy_lease import Calls, CopyLease
+from arbiter.node.group_socket import GroupSocket
 from arbiter.node.lending_socket import LendingSocket
 from arbiter.node.pool import IdleCopy
 from arbiter.protocol.messages import CopyRequest
@@ -121,6 +122,7 @@ class HostCopies:
         self._threads = ThreadPoolExecutor(LOADS_MOST, "host-copies")
         self._socket = LendingSocket(folder / "copies.sock", self._lent)
         start(self._socket.serve())
+        self._group: GroupSocket | None = None  # from the first copy for the group on
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
         """Runs work in a thread that is not one of the agent's own: it takes its readings there,
@@ -146,6 +148,8 @@ class HostCopies:
         if copy is None or copy.files is None:
             self._counts.update(misses=1, refused=1)
             return None
+        if copy.files.index.for_group:
+            self._serve_group()
         copy.users.add(ticket)
         self._counts["hits" if copy.loads_count else "misses"] += 1
         copy.loads_count += 1
@@ -222,6 +226,26 @@ class HostCopies:
         for copy in self._copies:
             if ticket in copy.users and copy.files and copy.files.index.key == key:
                 return copy.files.fds
+        return ()
+
+    def _serve_group(self) -> None:
+        """Opens the socket for processes of the group. A copy is of use to engines without it."""
+        if self._group is None:
+            try:
+                self._group = GroupSocket(self._node, self._used_by_group, self.take_back)
+            except OSError as error:
+                logger.warning("no process of the group is handed copies: %s", error)
+                return
+            self._start(self._group.serve())
+
+    def _used_by_group(self, user: TicketId, key: str) -> tuple[int, ...]:
+        """Returns the descriptors of a copy for the group, which has this user from now on."""
+        for copy in self._copies:
+            if copy.files and not copy.is_leaving:
+                index = copy.files.index
+                if index.for_group and index.key == key:
+                    copy.users.add(user)
+                    return copy.files.fds
         return ()
 
     # -- its lease -------------------------------------------------------------------------------
@@ -358,6 +382,8 @@ class HostCopies:
     def close(self) -> None:
         """The arbiter ends with its agents, and the leases with it."""
         self._socket.close()
+        if self._group:
+            self._group.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         for copy in self._copies:
             if copy.files:
@@ -388,10 +414,14 @@ class HostCopies:
                 copy.is_leaving,
                 files_count=copy.files_count,
                 hits_count=copy.loads_count - 1,
+                socket=self._socket_for(copy.files),
             )
             for copy in self._copies
             if copy.files is not None
         )
+
+    def _socket_for(self, files: CopyFiles) -> str:
+        return str(self._group.path) if self._group and files.index.for_group else ""
 
     def contents(self) -> tuple[ContentReading, ...]:
         """What was done with weights since this agent began (E7): a row is a file, and a load that

@@ -73,9 +73,7 @@ class LendingSocket:
             try:
                 if peer_uid(peer) != os.getuid():
                     return  # before a byte of it is read (adr/0005)
-                async with asyncio.timeout(ANSWER_S):
-                    line = await _line(peer)
-                request = json.loads(line)
+                request = await read_request(peer)
                 fds = self._find(TicketId(request["ticket"]), request["key"])
                 if fds:
                     socket.send_fds(peer, [b"\n"], list(fds))
@@ -87,6 +85,16 @@ class LendingSocket:
             task.cancel()
         self._listener.close()
         self.path.unlink(missing_ok=True)
+
+
+async def read_request(peer: socket.socket) -> dict[str, str]:
+    """What the process at the other end asks for. Raises OSError, TimeoutError, ValueError."""
+    async with asyncio.timeout(ANSWER_S):
+        line = await _line(peer)
+    request = json.loads(line)
+    if not isinstance(request, dict):
+        raise ValueError(f"{request!r} is no JSON object")
+    return request
 
 
 async def _line(peer: socket.socket) -> bytes:

@@ -6,6 +6,15 @@ import struct
 
 def peer_uid(connected: socket.socket) -> int:
     """User of the process at the other end, as the kernel recorded it at connect."""
+    return _credentials(connected)[1]
+
+
+def peer_pid(connected: socket.socket) -> int:
+    """Number of the process at the other end; 0 where that is in a namespace beyond ours."""
+    return _credentials(connected)[0]
+
+
+def _credentials(connected: socket.socket) -> tuple[int, int, int]:
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, uid, _gid = struct.unpack("3i", packed)
-    return int(uid)
+    pid, uid, gid = struct.unpack("3i", packed)
+    return int(pid), int(uid), int(gid)

@@ -53,6 +53,7 @@ class HostCopy:
     users: tuple[str, ...]  # tickets of the engines that have it open
     size_bytes: int
     is_leaving: bool  # with the last of its users
+    socket: str  # at which processes of the node agent's group are handed it; else empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ def host_copy(reply: Row) -> HostCopy:
         tuple(reply["users"]),
         reply["size_bytes"],
         reply["is_leaving"],
+        reply["socket"],
     )
 
 

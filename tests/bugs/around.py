@@ -481,6 +481,12 @@ BUGS = [
         "self._pool.turn(self._copies.idle())",
         "self._pool.turn(self._copies.idle())\n"
         "await self._copies.sweep()"),
+    Bug("a copy leaves while a process of the group has it open", "arbiter/node/host_copies.py", "HostCopies._used_by_group",
+        "copy.users.add(user)",
+        "pass"),
+    Bug("a copy for engines alone is handed to the group", "arbiter/node/host_copies.py", "HostCopies._used_by_group",
+        "index.for_group and index.key == key",
+        "index.key == key"),
     Bug("a look that hangs delays the sweep of other copies", "arbiter/node/host_copies.py", "HostCopies.sweep",
         "asyncio.wait(self._looks.values(), timeout=LOOK_S)",
         "asyncio.wait(self._looks.values())"),

@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from arbiter.core.events import HostCopyReading
 from arbiter.core.types import ModelName
 from arbiter.node.host_copies import HostCopies
 from arbiter.protocol.messages import CopyRequest, LeaseCall, LeaseState
@@ -53,12 +54,30 @@ class Copies:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def lend(
-        self, ticket: str, model: Path, patterns: tuple[str, ...] = SAFETENSORS
+        self,
+        ticket: str,
+        model: Path,
+        patterns: tuple[str, ...] = SAFETENSORS,
+        *,
+        for_group: bool = False,
     ) -> dict[str, Any]:
         """What an engine's configuration has as `copy`."""
-        request = CopyRequest(ModelName("all", "m"), str(model), patterns)
+        request = CopyRequest(ModelName("all", "m"), str(model), patterns, for_group)
         lent: dict[str, Any] = self._run(self._made.lend(TicketId(ticket), request))
         return lent
+
+    def take_back(self, ticket: str) -> None:
+        self._run(self._call(self._made.take_back, TicketId(ticket)))
+
+    def drop(self, key: str) -> bool:
+        return bool(self._run(self._call(self._made.drop, key)))
+
+    def readings(self) -> tuple[HostCopyReading, ...]:
+        found: tuple[HostCopyReading, ...] = self._run(self._call(self._made.readings))
+        return found
+
+    async def _call(self, function: Callable[..., Any], *args: object) -> Any:
+        return function(*args)
 
     @property
     def held_bytes(self) -> int:

@@ -135,11 +135,12 @@ class HostCopyReading:
     key: str
     ticket: TicketId  # of its lease
     models: tuple[ModelName, ...]  # whose files it has
-    users: tuple[TicketId, ...]  # engines that have it open
+    users: tuple[TicketId, ...]  # engines that have it open, and `process-...` of the group
     size_bytes: Bytes
     is_leaving: bool = False  # with the last of its users
     files_count: int = 0
     hits_count: int = 0  # loads that found it
+    socket: str = ""  # at which the node agent hands it to processes of its group
 
 
 @dataclass(frozen=True, slots=True)

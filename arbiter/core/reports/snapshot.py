@@ -191,6 +191,7 @@ class HostCopyView:
     users: tuple[TicketId, ...]
     size_bytes: Bytes
     is_leaving: bool
+    socket: str  # for processes of the node agent's group; empty: for engines alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +281,7 @@ def view_of(state: CoreState, now: Instant) -> StateView:
                 copy.users,
                 copy.size_bytes,
                 copy.is_leaving,
+                copy.socket,
             )
             for name, node in sorted(state.nodes.items())
             for copy in node.copies

@@ -273,10 +273,11 @@ def copies(as_json: AsJson = False, url: Url = None) -> None:
             size(copy["size_bytes"]),
             ", ".join(copy["users"]) or "-",
             "with its last user" if copy["is_leaving"] else "-",
+            copy["socket"] or "-",
         )
         for copy in host_copies
     ]
-    heads = ("copy", "node", "models", "takes", "used by", "leaves")
+    heads = ("copy", "node", "models", "takes", "used by", "leaves", "for the group at")
     show(as_json, host_copies, table(heads, rows, numbers=("takes",)))
 
 

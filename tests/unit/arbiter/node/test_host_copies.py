@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from arbiter.core.types import DeviceBytes, ModelName
 from arbiter.errors import ArbiterUnavailable, HostRamShort, UnknownHostCopy
-from arbiter.node import copy_files, copy_lease, host_copies, lending_socket, procfs
+from arbiter.node import copy_files, copy_lease, group_socket, host_copies, lending_socket, procfs
 from arbiter.node.host_copies import HostCopies
 from arbiter.protocol.messages import CopyRequest, LeaseCall, LeaseState
 from arbiter.units import Bytes, Content, NodeId, TicketId
@@ -81,7 +81,8 @@ class Node:
 
 
 @pytest_asyncio.fixture
-async def node(folder: Path) -> AsyncIterator[Node]:
+async def node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
+    monkeypatch.setattr(group_socket, "FOLDERS", folder)
     made = Node(folder, Arbiter())
     yield made
     await made.close()

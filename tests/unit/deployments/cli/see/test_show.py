@@ -229,13 +229,15 @@ def test_copies_shows_whose_files_are_in_host_ram(front: ScriptedFront, run: Run
     driver = CoreDriver()
     models = (ModelName("text", "a"), ModelName("text", "b"))
     used = ev.HostCopyReading("k1", TicketId("l1"), models, (TicketId("a-1"),), Bytes(GIB))
-    idle = ev.HostCopyReading("k2", TicketId("l2"), models[:1], (), Bytes(2 * GIB), True)
+    idle = ev.HostCopyReading(
+        "k2", TicketId("l2"), models[:1], (), Bytes(2 * GIB), True, socket="/s"
+    )
     driver.at(1, ev.Measured(NODE, (), (), copies=(used, idle)))
     found = plain(driver.arbiter.snapshot(s(5)))["copies"]
     front.says("GET", "/arbiter/host_copies", {"copies": found})
     shown = rows(run("copies", COLUMNS="200").stdout)
-    assert shown["k1"] == "n;text/a, text/b;1.0 GiB;a-1;-".split(";")
-    assert shown["k2"] == "n;text/a;2.0 GiB;-;with its last user".split(";")
+    assert shown["k1"] == "n;text/a, text/b;1.0 GiB;a-1;-;-".split(";")
+    assert shown["k2"] == "n;text/a;2.0 GiB;-;with its last user;/s".split(";")
     assert json.loads(run("copies", "--json").stdout) == found
 
 
