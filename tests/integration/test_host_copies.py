@@ -48,6 +48,25 @@ def twin(model: Path, folder: Path) -> Path:
     return folder
 
 
+def texts(**models: Path) -> dict[str, Any]:
+    """A capability of vLLM whose models share copies, and sleep soon after each request."""
+    args = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": "32 MiB"}
+    rows = {
+        name: {
+            "source": str(path),
+            "host_copy": "shared",
+            "floor": "host",
+            "keep_warm_s": 3,  # a reading of the awake engine comes first
+            "keep_kv": False,
+            # In float32, of files in bfloat16; without the process, as in `embedding`.
+            "need": {"weights": 2 * file_bytes(path)},
+            "engine_args": args,
+        }
+        for name, path in models.items()
+    }
+    return {"chat": {"role": "text", "engine": "vllm", "models": rows}}
+
+
 def file_bytes(model: Path) -> int:
     return sum(path.stat().st_size for path in model.glob("**/*.safetensors"))
 
@@ -66,6 +85,13 @@ def embedding(**models: Path) -> dict[str, Any]:
     }
     engine = "sentence_transformers"
     return {"embedding": {"role": "embedding", "engine": engine, "models": rows}}
+
+
+async def completion(holder: Any, model: str) -> str:
+    body = {"model": model, "prompt": "A lease ends", "max_tokens": 8, "temperature": 0}
+    raw = json.dumps(body).encode()
+    answer = json.loads(await holder.post.remote(model, "/v1/completions", raw))
+    return str(answer["choices"][0]["text"])
 
 
 async def vector(holder: Any, model: str) -> list[float]:
@@ -115,6 +141,29 @@ async def test_models_of_the_same_bytes_hold_them_once_and_wake_from_there(
         assert await vector(holder, "one") == first
         await d.until(lambda s: copies(s)[0]["inflight"] == 2)
         assert [e["model"] for e in await d.events("model_wake")] == ["one"]
+        assert len(await d.events("lease_granted")) == 1
+        await d.books_are_true()
+
+
+async def test_texts_of_the_same_bytes_hold_them_once_and_wake_from_there(
+    medium: Path, tmp_path: Path
+) -> None:
+    """Of a model whose weights outweigh the process, which stays while it sleeps."""
+    table = texts(one=medium, two=twin(medium, tmp_path / "two"))
+    async with live_arbiter(table, 2_000) as d:
+        holder = d.holder()
+        first = await completion(holder, "one")
+        assert await completion(holder, "two") == first
+        state = await d.until(lambda s: len(sleeping(s)) == 2 == copies(s)[0]["inflight"])
+        [copy], size = copies(state), file_bytes(medium)
+        assert size <= on_host(copy) <= size + MIB
+        for asleep in sleeping(state):
+            assert on_host(asleep) <= on_host(asleep, "charged") == MIB
+        assert host(state)["charged_bytes"] == on_host(copy) + 2 * MIB
+        for name in ("one", "two"):
+            assert await completion(holder, name) == first
+        assert [e["model"] for e in await d.events("model_wake")] == ["one", "two"]
+        assert len(await d.events("model_load")) == 2
         assert len(await d.events("lease_granted")) == 1
         await d.books_are_true()
 
