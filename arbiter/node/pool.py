@@ -101,6 +101,15 @@ class PooledSlab:
             self.save.unwanted.set()
         self.save = None
 
+    def give_back(self) -> None:
+        """Gives its memory back at once; no engine has it open. A save that still reads it, perhaps
+        for a disk that hangs, is unwanted: it finds zeros now, and makes no file."""
+        self.end_save()
+        try:
+            self.view.empty()
+        finally:
+            self.close()
+
     def close(self) -> None:
         """Gives its memory back, once no engine has it open and no save reads it."""
         self.end_save()
@@ -419,7 +428,7 @@ class Pool:
         dropped = SlabDropped(slab.name, request.content, request.owner, size, reason, was_saved)
         self._totals.note_left(request.content, slab.view.counts, was_saved=was_saved)
         slab.end_save()
-        self._leaving.append((size, self._thread.submit(slab.close)))
+        self._leaving.append((size, self._thread.submit(slab.give_back)))
         self._slabs.remove(slab)
         self._dropped.append(dropped)
 

@@ -389,6 +389,11 @@ class SlabView:
             for start in range(end - shape.row_bytes, end, len(zeros)):
                 piece = min(len(zeros), end - start)
                 self._file.buffer[start : start + piece] = zeros[:piece]
+    def empty(self) -> None:
+        """Gives the memory of a slab back that no writer has, whatever still has it open; it reads
+        as zeros from then on. Raises OSError."""
+        self._file.punch(Bytes(0), self.capacity)
+
 
     def finish_erasure(self) -> None:
         """Closes the order that the last writer left open. Nothing of its tenant is there."""

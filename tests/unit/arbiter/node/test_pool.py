@@ -614,6 +614,43 @@ def test_folder_is_given_a_share_of_the_disk_at_most_or_is_none(tmp_path: Path) 
     assert not (tmp_path / "none").exists()
 
 
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
+    """The disk hangs in the midst of a save. Two events: that it has begun to, and that it goes on
+    from."""
+    begun, goes_on = Event(), Event()
+    write_all = slab_file._write_all
+
+    def hanging(*args: Any) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+        write_all(*args)
+
+    monkeypatch.setattr(slab_file, "_write_all", hanging)
+    yield begun, goes_on
+    goes_on.set()
+
+
+@pytest.mark.spec("E4", "B1")
+def test_slab_that_leaves_while_a_disk_that_hangs_takes_its_rows_gives_its_memory_back(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch, stuck: tuple[Event, Event]
+) -> None:
+    begun, goes_on = stuck
+    idle(saving, CHAT)
+    held_open = os.dup(saving._slabs[0].fd)  # as the save has it
+    squeeze(saving, monkeypatch)
+    saving.turn()
+    assert begun.wait(60)
+    squeeze(saving, monkeypatch, kept_free=int(saving.allocated_bytes))
+    saving.turn()
+    assert [gone.was_saved for gone in saving.dropped()] == [False]
+    saving._thread.submit(lambda: None).result(60)
+    assert (os.fstat(held_open).st_blocks, saving.leaving_bytes) == (0, 0)
+    os.close(held_open)
+    goes_on.set()
+    assert files_in(saving) == [], "what was read after that were zeros"
+
+
 # -- the end of an agent ---------------------------------------------------------------------------
 
 
