@@ -82,8 +82,14 @@ class SlabFiles:
     def save(self, fd: int, request: SlabRequest, within_s: float = math.inf) -> Save:
         """Begins to write what an idle slab holds, of that what was used last if the time from now
         does not suffice for all. `fd`: it keeps a copy until the end."""
-        save, own_fd = Save(Event(), Future(), time.monotonic() + within_s), os.dup(fd)
-        self._thread.submit(self._save, own_fd, request, save)
+        save = Save(Event(), Future(), time.monotonic() + within_s)
+        try:
+            own_fd = os.dup(fd)
+        except OSError as error:
+            logger.warning("the slab of %s is not saved: %s", request.owner, error)
+            save.file_was_made.set_result(False)
+        else:
+            self._thread.submit(self._save, own_fd, request, save)
         return save
 
     def erase(self, owner: str) -> None:

@@ -1,6 +1,7 @@
 """The pool of a node, with real memory files and without engines."""
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -649,6 +650,23 @@ def test_slab_that_leaves_while_a_disk_that_hangs_takes_its_rows_gives_its_memor
     os.close(held_open)
     goes_on.set()
     assert files_in(saving) == [], "what was read after that were zeros"
+
+
+@pytest.mark.spec("E4", "G4")
+def test_save_for_which_the_agent_has_no_descriptor_left_fails_and_the_turn_goes_on(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle(saving, CHAT)
+    squeeze(saving, monkeypatch)
+
+    def no_more(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(slab_files.os, "dup", no_more)
+        saving.turn()
+    saving.turn()
+    assert [gone.was_saved for gone in saving.dropped()] == [False]
 
 
 # -- the end of an agent ---------------------------------------------------------------------------
