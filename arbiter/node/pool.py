@@ -229,7 +229,7 @@ class Pool:
             return None
         slab.end_save()
         slab.ticket = ticket
-        self._set_limits()
+        self._set_limits(self._most(self._physical(procfs.ram()[1])))
         return slab.fd
 
     def lent(self, ticket: TicketId, content: str) -> tuple[int, ...]:
@@ -314,8 +314,7 @@ class Pool:
         take."""
         self._drop_saved()
         _, available_bytes = procfs.ram()
-        taken_bytes = self.allocated_bytes + self.leaving_bytes
-        physical = taken_bytes + available_bytes - self._kept_free_bytes
+        physical = self._physical(available_bytes)
         if self.allocated_bytes > HIGH_FRACTION * self._most(physical):
             has_time = available_bytes >= CRITICAL_FRACTION * self._kept_free_bytes
             physical = self._drop_some(copies, physical, self.files if has_time else None)
@@ -324,6 +323,11 @@ class Pool:
         self._set_limits(self._most(physical))
         for slab in self._slabs:
             slab.order_erasures()
+
+    def _physical(self, available_bytes: Bytes) -> int:
+        """What of the RAM could be the slabs', where so much is available."""
+        taken_bytes = self.allocated_bytes + self.leaving_bytes
+        return taken_bytes + available_bytes - self._kept_free_bytes
 
     def _most(self, physical_bytes: int) -> int:
         """What the slabs may take in all, where so much of the RAM could be theirs."""
@@ -440,11 +444,10 @@ class Pool:
         if self.files:
             self.files.sweep()
 
-    def _set_limits(self, most: float | None = None) -> None:
+    def _set_limits(self, budget: int) -> None:
         """Divides what idle slabs leave among the writers, the lightest first: each may grow by a
         step until it has its share, and the heaviest may have the rest. A writer that has more than
         it may is asked by the arbiter to shrink."""
-        budget = self.budget_bytes if most is None else most
         idle_bytes = sum(s.view.allocated_bytes for s in self._slabs if s.ticket is None)
         # Beside idle slabs writers may pass the mark: then these leave, and the writers need not.
         remaining_bytes = max(0.0, (1.0 if idle_bytes else HIGH_FRACTION) * budget - idle_bytes)

@@ -533,8 +533,9 @@ def test_files_together_stay_within_the_budget_and_the_oldest_leave(
     requests = [SlabRequest(Content.KV, f"chat/{number}", f"k{number}") for number in range(4)]
     for number, request in enumerate(requests):
         idle(saving, request, rows="abcdefghijkl")  # 24 MiB, of 64
-        squeeze(saving, monkeypatch)
-        until(saving, lambda number=number: len(saving.dropped()) > number)  # type: ignore[misc]
+        with monkeypatch.context() as short:
+            squeeze(saving, short)
+            until(saving, lambda number=number: len(saving.dropped()) > number)  # type: ignore[misc]
         os.utime(saving.file_for(request) or "", (number, number))
         assert saving.files.size_bytes <= saving.files.budget_bytes
     assert [saving.file_for(request) is not None for request in requests] == [False] * 2 + [
@@ -667,6 +668,18 @@ def test_save_for_which_the_agent_has_no_descriptor_left_fails_and_the_turn_goes
         saving.turn()
     saving.turn()
     assert [gone.was_saved for gone in saving.dropped()] == [False]
+
+
+@pytest.mark.spec("E4")
+def test_engine_that_loads_while_ram_is_short_may_take_no_more_than_is_left(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool._kept_free_bytes = 0
+    monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(100 * MIB)))
+    pool.turn()
+    pool.lend(A, CHAT)
+    [reading] = pool.readings()
+    assert reading.limit_bytes <= 100 * MIB
 
 
 # -- the end of an agent ---------------------------------------------------------------------------
