@@ -439,7 +439,7 @@ class Pool:
     def _sweep(self) -> None:
         self._swept_s = time.monotonic()
         for slab in [s for s in self._slabs if s.ticket is None]:
-            if slab.view.expires_s < time.time():
+            if not slab.view.has_live_rows(time.time()):
                 self._drop(slab, "stale")
         if self.files:
             self.files.sweep()

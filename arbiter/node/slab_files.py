@@ -20,7 +20,7 @@ from threading import Event
 from typing import Self
 
 from arbiter.node.zygote_client import private_folder
-from arbiter.pool import Removal, SlabUnusable, SlabView, slab_file
+from arbiter.pool import Removal, SlabUnusable, SlabView, layout, slab_file
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import GIB, Bytes, human
 
@@ -123,6 +123,8 @@ class SlabFiles:
 
     def _write(self, view: SlabView, path: Path, save: Save) -> int:
         began_s = time.monotonic()
+        if save.unwanted.is_set() or not view.has_live_rows(time.time()):
+            return 0  # before other files leave for it
         self._make_room(view.allocated_bytes, path)
         rows_count = slab_file.save(
             view,
@@ -164,7 +166,7 @@ class SlabFiles:
     def _sweep(self) -> None:
         now_s = time.time()
         for _, _, path in self._files():
-            if slab_file.last_expiry(path) <= now_s:
+            if not layout.is_live(slab_file.last_expiry(path), now_s):
                 _remove(path)
         for path in self.folder.glob(f"*{slab_file.TEMPORARY}"):
             with contextlib.suppress(OSError):  # it has just got its name

@@ -37,7 +37,7 @@ SHARED = b"\xff" * TENANT_BYTES  # in those of rows that belong to no tenant
 FREE = 0
 # Four bytes no two of which are equal to those of FREE: a word that is half written is not READY.
 READY = int.from_bytes(b"REDY", "little")
-LONGEST_TERM_S = 30 * 86_400.0  # an expiry further away than that is damage; terms end at 24 h
+LONGEST_TERM_S = 30 * 86_400.0  # terms end at 24 h
 
 _HEADER = struct.Struct("<8sII32sQQQ")
 _MARK = struct.Struct("<IIdd16sB60sd")
@@ -134,6 +134,12 @@ class Removal(NamedTuple):
 
     def covers(self, tenant: bytes, asked_s: float) -> bool:
         return tenant == self.tenant and asked_s <= self.until_s
+
+
+def is_live(expires_s: float, now_s: float) -> bool:
+    """Whether what expires then is there now. An expiry further away than any term is damage, or of
+    a wrong clock."""
+    return now_s < expires_s <= now_s + LONGEST_TERM_S
 
 
 def content_code(content: Content) -> int:

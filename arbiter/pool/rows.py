@@ -87,7 +87,7 @@ class Rows:
         now, slab = self._clock(), self.slab
         by_age = sorted((mark.used_s, row, mark) for row, mark in slab.marks())
         for used_s, row, mark in by_age:
-            if row < self._most and now < mark.expires_s <= now + layout.LONGEST_TERM_S:
+            if row < self._most and layout.is_live(mark.expires_s, now):
                 # Of a key that is there twice, by a move that was not finished, either is whole.
                 self._ready[mark.key] = row
                 self._marks[mark.key] = mark

@@ -341,10 +341,9 @@ class SlabView:
         """How many rows are READY, read from the table."""
         return sum(1 for _ in self.marks())
 
-    @property
-    def expires_s(self) -> float:
-        """The wall-clock second at which the last READY row expires; 0 without any."""
-        return max((mark.expires_s for _, mark in self.marks()), default=0.0)
+    def has_live_rows(self, now_s: float) -> bool:
+        """Whether a READY row has not expired. `now_s`: wall-clock seconds."""
+        return any(layout.is_live(mark.expires_s, now_s) for _, mark in self.marks())
 
     def order_erasure(self, removal: Removal) -> bool:
         """Has the writer erase the rows of a tenant. False: an earlier order is still open."""
@@ -389,11 +388,11 @@ class SlabView:
             for start in range(end - shape.row_bytes, end, len(zeros)):
                 piece = min(len(zeros), end - start)
                 self._file.buffer[start : start + piece] = zeros[:piece]
+
     def empty(self) -> None:
         """Gives the memory of a slab back that no writer has, whatever still has it open; it reads
         as zeros from then on. Raises OSError."""
         self._file.punch(Bytes(0), self.capacity)
-
 
     def finish_erasure(self) -> None:
         """Closes the order that the last writer left open. Nothing of its tenant is there."""

@@ -87,8 +87,7 @@ class SavedRows:
         form = (content, namespace, row_bytes)
         if head is not None and (head.content, head.namespace, head.row_bytes) == form:
             table = _read_table(self._fd, head)
-            latest_s = now_s + layout.LONGEST_TERM_S
-            self._rows = {r.mark.key: r for r in table if now_s < r.mark.expires_s <= latest_s}
+            self._rows = {r.mark.key: r for r in table if layout.is_live(r.mark.expires_s, now_s)}
 
     @property
     def keys(self) -> KeysView[bytes]:
@@ -156,7 +155,7 @@ def save(
         own = {
             mark.key: _Source(mark, view.fileno(), offset, None)
             for offset, mark in view.places()
-            if now_s < mark.expires_s <= now_s + layout.LONGEST_TERM_S
+            if layout.is_live(mark.expires_s, now_s)
         }
         rest = (row for row in older.sources() if row.mark.key not in own)
         rows = sorted([*own.values(), *rest], key=lambda row: -row.mark.used_s)

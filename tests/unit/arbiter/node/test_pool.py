@@ -682,6 +682,45 @@ def test_engine_that_loads_while_ram_is_short_may_take_no_more_than_is_left(
     assert reading.limit_bytes <= 100 * MIB
 
 
+@pytest.mark.spec("G4")
+def test_slab_with_nothing_to_save_costs_no_other_its_file(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch, held: Event
+) -> None:
+    assert saving.files is not None
+    idle(saving, OTHER)
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: bool(saving.dropped()))
+    saving.files.budget_bytes = saving.files.size_bytes
+    opened(saving.lend(A, CHAT)).reserve([b"never written"])
+    saving.take_back(A)
+    until(saving, lambda: len(saving.dropped()) == 2)
+    assert [gone.was_saved for gone in saving.dropped()] == [True, False]
+    idle(saving, CHAT)
+    hold_saves(saving, held)
+    saving.turn()
+    write(saving.lend(B, CHAT))  # so that the save is unwanted before it begins
+    held.set()
+    assert files_in(saving) == [Path(saving.file_for(OTHER) or "")]
+
+
+@pytest.mark.spec("G4")
+def test_rows_that_a_wrong_clock_has_expire_in_years_are_swept_from_ram_and_disk(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine takes them, so that a file of them alone would stay for ever."""
+    idle(saving, CHAT)
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: bool(saving.dropped()))
+    monkeypatch.undo()
+    idle(saving, OTHER)
+    assert len(files_in(saving)) == 1
+    monkeypatch.setattr(pools.time, "time", lambda now=time.time: now() - 40 * 86_400)
+    saving._swept_s -= 301
+    saving.turn()
+    assert [(gone.owner, gone.reason) for gone in saving.dropped()[1:]] == [("chat/o", "stale")]
+    assert files_in(saving) == []
+
+
 # -- the end of an agent ---------------------------------------------------------------------------
 
 

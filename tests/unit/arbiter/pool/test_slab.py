@@ -184,7 +184,10 @@ def test_owner_sees_what_a_slab_holds_and_for_whom(fd: int) -> None:
         assert (counts.ready_count, counts.stored_count, counts.loaded_count) == (5, 5, 1)
         assert (counts.hits_count, counts.misses_count) == (1, 1)
         assert view.ready_count == 5
-        assert view.expires_s == pytest.approx(clock() + 100, abs=1)
+        assert [view.has_live_rows(clock() + s) for s in (0.0, 99.0, 101.0)] == [True, True, False]
+        assert not view.has_live_rows(clock() - layout.LONGEST_TERM_S), (
+            "damage, or of a wrong clock"
+        )
 
 
 @pytest.mark.spec("E5")
