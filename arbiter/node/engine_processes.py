@@ -5,7 +5,7 @@ A node agent kills only what it spawned. What it says of an end goes to the arbi
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,11 @@ class EngineProcesses:
         """Finds the slabs and copies again that these engines have open."""
         for child in self.children.refresh():
             if child.ticket in tickets:
-                self._pool.recover(child.ticket, child.members)
-                self._copies.recover(child.ticket, child.members)
+                self._recover_of(child.ticket, child.members)
+
+    def _recover_of(self, ticket: TicketId, pids: Iterable[int]) -> None:
+        self._pool.recover(ticket, pids)
+        self._copies.recover(ticket, pids)
 
     @property
     def are_ending(self) -> bool:
@@ -344,11 +347,14 @@ class EngineProcesses:
 
     async def _adopt(self) -> None:
         """Watches children that were forked just before an earlier agent died: it left no note of
-        them. Kills those whose ticket was killed before they were found."""
+        them. Kills those whose ticket was killed before they were found. What is spawned again just
+        now is found by its spawn, which the zygote answers with this process."""
         adopted: set[TicketId] = set()
         for row in await self.supervisor.zygote.list():
-            is_known = row.ticket in self.children.by_ticket or row.ticket in self._spawning
-            if is_known:
+            if row.ticket in self.children.by_ticket:
+                continue
+            if row.ticket in self._spawning:
+                self._recover_of(row.ticket, (row.pid,))
                 continue
             if child := self.children.open(row.ticket, row.pid, (), zygote=self.supervisor.known):
                 self._watch(child)

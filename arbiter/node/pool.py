@@ -265,7 +265,7 @@ class Pool:
 
     def recover(self, ticket: TicketId, pids: Iterable[int]) -> None:
         """Finds the slabs again that engines had open when an earlier agent ended. Its idle slabs
-        ended with it."""
+        ended with it. What the ticket was lent meanwhile in the place of such a slab is idle."""
         inodes = {os.fstat(slab.fd).st_ino for slab in self._slabs}
         for pid in pids:
             for path in _open_slabs(pid):
@@ -276,6 +276,9 @@ class Pool:
                     slab.close()
                     continue
                 inodes.add(os.fstat(slab.fd).st_ino)
+                for other in self._slabs:
+                    if (other.ticket, other.request.place) == (ticket, slab.request.place):
+                        other.ticket = None
                 slab.ticket = ticket
                 self._slabs.append(slab)
 

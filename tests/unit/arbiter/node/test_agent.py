@@ -353,6 +353,37 @@ async def test_engine_of_which_an_earlier_agent_left_no_note_keeps_its_slab_and_
         await running.close()
 
 
+@pytest.mark.spec("E1")
+@pytest.mark.usefixtures("granted")
+async def test_engine_whose_spawn_is_repeated_before_its_agents_successor_knows_it_keeps_its_slab(
+    folder: Path,
+) -> None:
+    """The replica asks the next agent for the engine that the zygote forked for the earlier one."""
+    running = agent_in(folder)
+    engines, kv = running._engines, SlabRequest(Content.KV, "chat/m", "key")
+    wanted = replace(FAKE_ENGINE, slabs=(kv,))
+    try:
+        async with asyncio.timeout(START_S):
+            await running.spawn(TicketId("other"), FAKE_ENGINE)  # the zygote is up
+            zygote, path = engines.supervisor.zygote, engines.children.socket(T)
+            pid = await zygote.spawn(T, await engines._with_slabs(T, wanted), path)
+            await eventually(lambda: bool(slabs_open_in(pid)))
+            running._pool._slabs.clear()
+            engines.supervisor.is_up = False
+            spawning = asyncio.ensure_future(running.spawn(T, wanted))
+            await eventually(lambda: bool(running._pool.lent(T, "kv")))
+            await engines._adopt()
+            engines.supervisor.is_up = True
+            engines.supervisor.announce()
+            await spawning
+        assert (await running.engines())[T][0] == pid
+        lent = {os.fstat(fd).st_ino for fd in running._pool.lent(T, "kv")}
+        assert lent == slabs_open_in(pid)
+        assert sorted(str(s.ticket) for s in running._pool.readings()) == ["None", T]
+    finally:
+        await running.close()
+
+
 @pytest.mark.spec("E4")
 async def test_idle_copy_of_weights_leaves_behind_adapters_and_before_kv_where_ram_is_short(
     no_arbiter: None, folder: Path, monkeypatch: pytest.MonkeyPatch
