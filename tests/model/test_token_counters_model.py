@@ -278,3 +278,30 @@ def test_counters_of_names_long_gone_are_forgotten_and_debts_are_not() -> None:
         counters.end_wait(f"n{n}")
     assert len(counters.served) < 20
     assert counters.served["debtor"] == 100
+
+
+@pytest.mark.spec("F6")
+def test_name_for_whose_sake_others_are_forgotten_begins_at_the_least_all_the_same() -> None:
+    counters = TokenCounters()
+    counters.begin_wait("busy")
+    counters.charge("busy", 900)
+    for n in range(MOST_IDLE + 10):
+        counters.begin_wait(f"n{n}")
+        assert counters.served[f"n{n}"] == 900, n
+        counters.end_wait(f"n{n}")
+
+
+@pytest.mark.spec("F6")
+def test_accounts_of_tenants_long_gone_are_forgotten_with_their_adapters() -> None:
+    """A plan copies those of the tenants that wait, and no others."""
+    shares = FairShare()
+    for n in range(4 * MOST_IDLE):
+        shares.begin_wait(f"t{n}", "a")
+        shares.end_wait(f"t{n}", "a")
+        shares.charge(f"t{n}", "a", 10)
+    assert len(shares.adapters) <= MOST_IDLE + 1
+    assert shares.adapters.keys() == shares.tenants.served.keys()
+    shares.begin_wait("late", "a")
+    copied = shares.copy({"late"})
+    assert copied.adapters.keys() == {"late"}
+    assert copied.of("late", "a") == shares.of("late", "a")

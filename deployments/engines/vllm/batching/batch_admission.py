@@ -136,7 +136,8 @@ class _Batch:
         fits = len(adapters - {BASE}) <= view.slots
         priorities = {queue.priority for queue in queues.values()}
         bypassed = Counter({p: n for p, n in view.bypassed.items() if p in priorities})
-        return cls(view, running, list(queues.values()), view.shares.copy(), bypassed, fits)
+        shares = view.shares.copy({queue.tenant for queue in queues.values()})
+        return cls(view, running, list(queues.values()), shares, bypassed, fits)
 
     @property
     def room(self) -> int:

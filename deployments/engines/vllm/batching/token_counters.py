@@ -10,6 +10,7 @@ theorem 4.4, from which the two weights are too.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 PROMPT_WEIGHT, ANSWER_WEIGHT = 1, 2  # of a token; tokens of an answer cost a step each
@@ -28,10 +29,12 @@ class TokenCounters:
 
     def begin_wait(self, name: str) -> None:
         """Counts a request that begins to wait."""
-        if name not in self.waiting:
+        comes_back = name not in self.waiting
+        if comes_back:
             self.served[name] = max(self.served[name], self._least())
-            self._forget_idle()
         self.waiting[name] += 1
+        if comes_back:
+            self._forget_idle()  # now that it waits, so not the name itself
 
     def end_wait(self, name: str) -> None:
         """Counts off a request that waits no more: it entered, or it was given up."""
@@ -72,6 +75,9 @@ class FairShare:
     def begin_wait(self, tenant: str, adapter: str) -> None:
         self.tenants.begin_wait(tenant)
         self.adapters.setdefault(tenant, TokenCounters()).begin_wait(adapter)
+        if len(self.adapters) > len(self.tenants.served):  # some of these were forgotten
+            known = self.tenants.served
+            self.adapters = {name: own for name, own in self.adapters.items() if name in known}
 
     def end_wait(self, tenant: str, adapter: str) -> None:
         self.tenants.end_wait(tenant)
@@ -89,5 +95,8 @@ class FairShare:
         own = self.adapters.get(tenant)
         return self.tenants.served[tenant], own.served[adapter] if own else 0
 
-    def copy(self) -> "FairShare":
-        return FairShare(self.tenants.copy(), {t: c.copy() for t, c in self.adapters.items()})
+    def copy(self, tenants: Collection[str]) -> "FairShare":
+        """A copy that has no adapters but those of these tenants, because a plan makes one for each
+        request that ends."""
+        own = {name: self.adapters[name].copy() for name in tenants if name in self.adapters}
+        return FairShare(self.tenants.copy(), own)
