@@ -16,8 +16,9 @@ from arbiter.pool import Removal, Rows, SavedRows, SlabView, slab_file
 from arbiter.pool.layout import NO_TENANT
 from arbiter.units import MIB, Bytes, Content
 from deployments.engines.vllm.kv.kv_offload import SlabManager
-from deployments.engines.vllm.kv.kv_restore import Restorer
+from deployments.engines.vllm.kv.kv_restore import HANGS_S, Restorer
 from tests.support import slabs
+from tests.support.engine_host import until
 from tests.support.slabs import (
     EXTENT,
     NAMESPACE,
@@ -185,6 +186,39 @@ def test_two_requests_await_one_read_and_others_go_on(manager: SlabManager, held
     held.set()
     assert answer(manager, one, b"k0") == answer(manager, two, b"k0") == [HIT]
     assert restored(manager) == 1
+
+
+@pytest.mark.spec("G4")
+def test_disk_that_hangs_costs_requests_a_bound_and_then_a_prefill(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, begun, goes_on = [0.0], Event(), Event()
+    with slabs.slab_file() as fd, rows_of(fd, CLOCK) as rows:
+        saved = SavedRows(path, Content.KV, NAMESPACE, ROW, CLOCK())
+        read = saved.read
+
+        def hang(key: bytes, target: memoryview) -> bool:
+            begun.set()
+            return goes_on.wait(60) and read(key, target)
+
+        monkeypatch.setattr(saved, "read", hang)
+        restorer = Restorer(rows, saved, CLOCK, monotonic=lambda: now_s[0])
+        manager, asked = SlabManager(rows, restorer), request(*keys(3))
+        assert [manager.lookup(key, asked) for key in keys(3)] == [RETRY] * 3
+        assert begun.wait(60)
+        now_s[0] += HANGS_S + 1
+        assert not manager.still_awaits(asked)
+        assert [manager.lookup(key, asked) for key in keys(3)] == [MISS] * 3
+        assert not manager.has_pending_work(), "an idle engine takes no step for it"
+        assert manager.lookup(b"k5", request(b"k5")) is MISS, "nothing more is asked of that disk"
+        computed = manager.prepare_store(keys(3), asked).keys_to_store
+        assert computed == keys(3)[1:], "into the row of the first the disk may write yet"
+        manager.complete_store(set(computed), asked)
+        goes_on.set()
+        until(lambda: manager.lookup(b"k0", request(b"k0")) is HIT, 60)
+        assert answer(manager, request(*keys(6)), *keys(6)) == [HIT] * 6
+        assert all(has_its_bytes(rows, key) for key in (b"k0", *keys(6)[3:]))
+        manager.shutdown()
 
 
 @pytest.mark.spec("G4")

@@ -290,8 +290,11 @@ class SlabManager(OffloadingManager):
         self._loads_began_ns: dict[str, int] = {}  # by request: it has one load at a time
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        if self.restorer is not None and self.restorer.awaits(key, req_context):
-            return LookupResult.RETRY
+        if self.restorer is not None:
+            if self.restorer.awaits(key, req_context):
+                return LookupResult.RETRY
+            if self.restorer.is_coming(key):
+                return LookupResult.MISS  # from a disk that hangs
         if self.rows.is_reserved(key):
             return LookupResult.HIT_PENDING
         return LookupResult.MISS if self.rows.lookup(key) is None else LookupResult.HIT

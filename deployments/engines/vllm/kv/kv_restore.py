@@ -2,7 +2,7 @@
 
 The scheduler's thread alone reserves rows and marks them READY. One thread beside it copies bytes
 and checks them, because a block that vLLM was promised and that fails to load ends its engine.
-Until then the request waits, and others go on.
+Until then the request waits, and others go on; where a disk hangs, it has the rest computed.
 """
 
 import time
@@ -17,6 +17,10 @@ from arbiter.pool.layout import Count, Removal
 
 # Once a step, because the core asks again at once: 21,000 times while 56 MB came from a disk.
 NAP_S = 0.0005
+# A read of one block that takes longer is of a disk that hangs: a block of mid-chat has 2 MiB, and
+# 3,600 tokens are computed in 3.3 s (docs/benchmarks.md). A disk that is only slow is waited for.
+HANGS_S = 5.0
+GIVE_UP_S = 0.05  # for the read of a block that has been computed meanwhile; one takes milliseconds
 
 
 @dataclass(slots=True)
@@ -29,37 +33,55 @@ class _RestoredKeys:
 
 
 class Restorer:
-    """`clock`: wall-clock seconds, as in the marks of `saved`."""
+    """`clock`: wall-clock seconds, as in the marks of `saved`. `monotonic`: seconds, for bounds."""
 
-    def __init__(self, rows: Rows, saved: SavedRows, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        saved: SavedRows,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._rows, self._saved, self._clock = rows, saved, clock
+        self._monotonic = monotonic
+        self._reading_since_s: float | None = None  # the thread reads a block; None: none
         self._coming: dict[bytes, Future[int | None]] = {}
         self._thread = ThreadPoolExecutor(1, "restore")
         self._may_nap = True
 
     @property
     def is_busy(self) -> bool:
-        """Whether rows are on their way."""
-        return bool(self._coming)
+        """Whether rows are on their way, and the disk does not hang."""
+        return bool(self._coming) and not self._hangs
+
+    @property
+    def _hangs(self) -> bool:
+        since_s = self._reading_since_s
+        return since_s is not None and self._monotonic() - since_s > HANGS_S
+
+    def is_coming(self, key: bytes) -> bool:
+        """Whether a row is on its way, also one for which no request waits any more."""
+        return key in self._coming
 
     def awaits(self, key: bytes, request: ReqContext) -> bool:
-        """Whether a row is on its way; sends for it if the file has it. Once that is over the row
-        is READY, or there is none."""
+        """Whether a request is to wait for a row that is on its way; sends for it if the file has
+        it. Once that is over the row is READY, or there is none."""
         future = self._coming.get(key)
         if future is None:
             self._begin(key, request)
         elif self._is_done(future):
             self._finish(key)
-        if is_coming := key in self._coming:
-            _restored_by(request).last = key
-        return is_coming
+        if key not in self._coming:
+            return False
+        _restored_by(request).last = key
+        return not self._hangs
 
     def still_awaits(self, request: ReqContext) -> bool:
         """Whether the last row is on its way that a request waits for: it need not ask for all of
         its rows again."""
         restored = request.get_state(_RestoredKeys)
         future = self._coming.get(restored.last) if restored else None
-        return future is not None and not self._is_done(future)
+        return future is not None and not self._is_done(future) and not self._hangs
 
     def _is_done(self, future: Future[int | None]) -> bool:
         if self._may_nap:
@@ -75,12 +97,13 @@ class Restorer:
 
     def give_up(self, keys: Iterable[bytes]) -> None:
         """Sends for these no more: after a miss before them the device computes them anew. vLLM
-        asks but once to store a block, so that its row must be free or READY by then."""
+        asks but once to store a block, so that its row must be free or READY by then; but a row
+        that a slow disk is still writing stays its own."""
         for key in [key for key in keys if key in self._coming]:
             if self._coming[key].cancel():
                 del self._coming[key]
                 self._rows.abandon(key)
-            else:
+            elif not self._hangs and wait([self._coming[key]], GIVE_UP_S).done:
                 self._finish(key)
 
     def forget_tenant(self, removal: Removal) -> None:
@@ -105,6 +128,8 @@ class Restorer:
             return
         if key in self._rows or self._rows.is_reserved(key) or key in _restored_by(request).keys:
             return
+        if self._hangs:
+            return
         _restored_by(request).keys.add(key)
         keep = request._offload_key_positions
         reserved = self._rows.reserve([key], keep=keep.keys(), tenant=mark.tenant)
@@ -115,8 +140,12 @@ class Restorer:
     def _read(self, key: bytes, target: memoryview) -> int | None:
         """Reads a block, in the thread. Returns the nanoseconds that it took; None: its bytes are
         not those saved."""
-        began_ns = time.monotonic_ns()
-        return time.monotonic_ns() - began_ns if self._saved.read(key, target) else None
+        self._reading_since_s, began_ns = self._monotonic(), time.monotonic_ns()
+        try:
+            is_whole = self._saved.read(key, target)
+        finally:
+            self._reading_since_s = None
+        return time.monotonic_ns() - began_ns if is_whole else None
 
     def _finish(self, key: bytes) -> None:
         """Waits for its read, of some milliseconds, where that has begun."""
