@@ -43,20 +43,21 @@ from tests.support.engine_host import (
     tree,
     until,
 )
+from tests.support.kv_engines import (
+    BLOCK,
+    STORED,
+    VLLM,
+    await_rows,
+    config,
+    facts,
+    prompt,
+)
 from tests.support.slabs import lent_slab, path_of
 
-VLLM = "deployments.engines.vllm.engine:build"
 CHANGED = "tests.support.changed_vllm:build"
-BLOCK = 128  # tokens, of the CPU build
-LONG = 1_300  # tokens: ten blocks and a part of one
-STORED = LONG // BLOCK
 CONVERSATIONS, KILLS = 6, 6
 STREAMED = 400  # tokens: some hundred steps
 DRAFTED_CACHE = 256 * MIB  # half of it are the drafter's layers'
-
-
-def prompt(seed: int, tokens: int = LONG) -> list[int]:
-    return [Random(seed * 10_000 + place).randrange(10, 2000) for place in range(tokens)]
 
 
 @pytest.fixture
@@ -70,26 +71,6 @@ def save(slab: int, path: Path) -> int:
     with contextlib.closing(SlabView(slab)) as view:
         most, wanted = Bytes(256 * MIB), lambda: True
         return slab_file.save(view, path, now_s=time.time(), most_bytes=most, is_wanted=wanted)
-
-
-def config(model: Path, slab: int | None, **more: Any) -> dict[str, Any]:
-    adapters = {f"a{i}": str(model.parent / f"{model.name}-adapters" / f"a{i}") for i in range(2)}
-    args = {
-        "dtype": "float32",
-        "kv_cache_memory_bytes": 64 * MIB,
-        "max_model_len": 2048,
-        "max_num_seqs": 8,
-        "enable_prompt_tokens_details": True,
-        "enable_lora": True,
-        "max_loras": 2,
-        "max_lora_rank": 16,
-        "lora_modules": adapters,
-        **more,
-    }
-    given: dict[str, Any] = {"model": str(model), "served_name": "tiny", "engine_args": args}
-    if slab is not None:
-        given["slabs"] = {"kv": {"path": path_of(slab)}}
-    return given
 
 
 def ask(
@@ -111,18 +92,6 @@ def ask(
     assert status == 200, answer
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0]["token_ids"], cached
-
-
-def facts(child: Child) -> dict[str, int]:
-    status, said = child.call("GET", "/slab")
-    assert status == 200, said
-    found: dict[str, int] = said["kv"]
-    return found
-
-
-def await_rows(child: Child, count: int) -> None:
-    """The blocks of the last step are stored in the next one, after the answer."""
-    until(lambda: facts(child)["ready"] >= count, 60)
 
 
 @pytest.mark.spec("E1", "E5", "E10", "G4")
