@@ -166,14 +166,14 @@ class Rows:
         """Adds to what this writer counts."""
         self._counts[what] += more
 
-    def forget_in_flight(self) -> None:
-        """Drops all pins, and forgets all reserved rows: what was asked for them is void. They are
-        free after `free_forgotten`, because a write that was under way may still reach them."""
+    def forget_in_flight(self, but: Collection[bytes] = ()) -> None:
+        """Drops all pins, and forgets all reserved rows but these: what was asked for them is void.
+        They are free after `free_forgotten`, because a write that was under way may still reach
+        them."""
         self._pins.clear()
-        for key, row in self._reserved.items():
+        for key in [key for key in self._reserved if key not in but]:
             self._tenants.add(self._claims.pop(key).tenant, -1)
-            self._forgotten.append(row)
-        self._reserved.clear()
+            self._forgotten.append(self._reserved.pop(key))
 
     def free_forgotten(self) -> None:
         """Frees the rows of `forget_in_flight`: all writes that were under way then are over."""

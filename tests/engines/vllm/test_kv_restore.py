@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
@@ -188,25 +189,41 @@ def test_two_requests_await_one_read_and_others_go_on(manager: SlabManager, held
     assert restored(manager) == 1
 
 
+class HangingDisk:
+    """Hangs in its first read until it goes on. `now_s`: of the restorer's clock."""
+
+    def __init__(self, path: Path) -> None:
+        self.now_s, self.begun, self.goes_on = 0.0, Event(), Event()
+        self.saved = SavedRows(path, Content.KV, NAMESPACE, ROW, CLOCK())
+        self._read = self.saved.read
+
+    def read(self, key: bytes, target: memoryview) -> bool:
+        self.begun.set()
+        return self.goes_on.wait(60) and self._read(key, target)
+
+
+@contextlib.contextmanager
+def hanging(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HangingDisk, Any]]:
+    """A disk, and a manager of which a request has just asked for three rows."""
+    disk = HangingDisk(path)
+    monkeypatch.setattr(disk.saved, "read", disk.read)
+    with slabs.slab_file() as fd, rows_of(fd, CLOCK) as rows:
+        restorer = Restorer(rows, disk.saved, CLOCK, monotonic=lambda: disk.now_s)
+        manager, asked = SlabManager(rows, restorer), request(*keys(3))
+        assert [manager.lookup(key, asked) for key in keys(3)] == [RETRY] * 3
+        assert disk.begun.wait(60)
+        disk.now_s += HANGS_S + 1
+        yield disk, manager
+        disk.goes_on.set()
+        manager.shutdown()
+
+
 @pytest.mark.spec("G4")
 def test_disk_that_hangs_costs_requests_a_bound_and_then_a_prefill(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s, begun, goes_on = [0.0], Event(), Event()
-    with slabs.slab_file() as fd, rows_of(fd, CLOCK) as rows:
-        saved = SavedRows(path, Content.KV, NAMESPACE, ROW, CLOCK())
-        read = saved.read
-
-        def hang(key: bytes, target: memoryview) -> bool:
-            begun.set()
-            return goes_on.wait(60) and read(key, target)
-
-        monkeypatch.setattr(saved, "read", hang)
-        restorer = Restorer(rows, saved, CLOCK, monotonic=lambda: now_s[0])
-        manager, asked = SlabManager(rows, restorer), request(*keys(3))
-        assert [manager.lookup(key, asked) for key in keys(3)] == [RETRY] * 3
-        assert begun.wait(60)
-        now_s[0] += HANGS_S + 1
+    with hanging(path, monkeypatch) as (disk, manager):
+        asked = request(*keys(3))
         assert not manager.still_awaits(asked)
         assert [manager.lookup(key, asked) for key in keys(3)] == [MISS] * 3
         assert not manager.has_pending_work(), "an idle engine takes no step for it"
@@ -214,11 +231,26 @@ def test_disk_that_hangs_costs_requests_a_bound_and_then_a_prefill(
         computed = manager.prepare_store(keys(3), asked).keys_to_store
         assert computed == keys(3)[1:], "into the row of the first the disk may write yet"
         manager.complete_store(set(computed), asked)
-        goes_on.set()
+        disk.goes_on.set()
         until(lambda: manager.lookup(b"k0", request(b"k0")) is HIT, 60)
         assert answer(manager, request(*keys(6)), *keys(6)) == [HIT] * 6
-        assert all(has_its_bytes(rows, key) for key in (b"k0", *keys(6)[3:]))
-        manager.shutdown()
+        assert all(has_its_bytes(manager.rows, key) for key in (b"k0", *keys(6)[3:]))
+
+
+@pytest.mark.spec("D1", "E5", "G4")
+def test_reset_does_not_wait_for_a_disk_that_hangs_and_its_row_is_no_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a model falls asleep beside it."""
+    with hanging(path, monkeypatch) as (disk, manager):
+        manager.reset_cache()
+        for _ in range(3):
+            manager.on_schedule_end(NO_STEP)
+        stored = fill(manager.rows)
+        assert len(stored) == FULL - 1
+        disk.goes_on.set()
+        until(lambda: manager.lookup(b"k0", request(b"k0")) is HIT, 60)
+        assert all(has_its_bytes(manager.rows, key) for key in (b"k0", *stored))
 
 
 @pytest.mark.spec("G4")

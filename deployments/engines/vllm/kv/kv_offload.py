@@ -293,7 +293,7 @@ class SlabManager(OffloadingManager):
         if self.restorer is not None:
             if self.restorer.awaits(key, req_context):
                 return LookupResult.RETRY
-            if self.restorer.is_coming(key):
+            if key in self.restorer.coming:
                 return LookupResult.MISS  # from a disk that hangs
         if self.rows.is_reserved(key):
             return LookupResult.HIT_PENDING
@@ -400,9 +400,11 @@ class SlabManager(OffloadingManager):
     def reset_cache(self) -> None:
         """What is READY stays: a block's key says what it holds. vLLM calls this for every sleep.
         The worker may still write what was in flight, so that those rows are not free yet."""
+        written: Collection[bytes] = ()
         if self.restorer is not None:
             self.restorer.stop()
-        self.rows.forget_in_flight()
+            written = self.restorer.coming
+        self.rows.forget_in_flight(but=written)
         self._loads_began_ns.clear()
         self._steps_to_free = self._steps_after_reset
 

@@ -6,7 +6,7 @@ Until then the request waits, and others go on; where a disk hangs, it has the r
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -59,9 +59,11 @@ class Restorer:
         since_s = self._reading_since_s
         return since_s is not None and self._monotonic() - since_s > HANGS_S
 
-    def is_coming(self, key: bytes) -> bool:
-        """Whether a row is on its way, also one for which no request waits any more."""
-        return key in self._coming
+    @property
+    def coming(self) -> KeysView[bytes]:
+        """The keys of rows that are on their way, also of those for which no request waits any
+        more."""
+        return self._coming.keys()
 
     def awaits(self, key: bytes, request: ReqContext) -> bool:
         """Whether a request is to wait for a row that is on its way; sends for it if the file has
@@ -111,11 +113,11 @@ class Restorer:
         self._saved.forget_tenant(removal)
 
     def stop(self) -> None:
-        """Returns when no row is written any more. Those on their way stay reserved."""
-        for future in self._coming.values():
-            if not future.cancel():
-                future.result()
-        self._coming.clear()
+        """Returns when no row is written any more, but for one that a disk that hangs is to fill:
+        that stays on its way. The others stay reserved."""
+        for key, future in list(self._coming.items()):
+            if future.cancel() or (not self._hangs and wait([future], HANGS_S).done):
+                del self._coming[key]
 
     def close(self) -> None:
         self.stop()
