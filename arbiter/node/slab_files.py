@@ -32,7 +32,7 @@ ABANDONED_S = 600.0  # since the last write to a temporary file; a save writes a
 _NAME_BYTES = 16  # of each of the two digests in a file's name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Save:
     """A save under way, or done."""
 

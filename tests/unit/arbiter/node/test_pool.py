@@ -767,6 +767,21 @@ def test_end_of_an_agent_does_not_wait_for_a_slow_disk(saving: Pool, held: Event
 
 
 @pytest.mark.spec("G4")
+def test_save_under_way_as_an_agent_ends_is_cut_short_too_and_keeps_what_it_has_written(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch, stuck: tuple[Event, Event]
+) -> None:
+    begun, goes_on = stuck
+    idle(saving, CHAT)
+    squeeze(saving, monkeypatch)
+    saving.turn()
+    assert begun.wait(60)
+    saving.save_idle(within_s=0.0)
+    goes_on.set()
+    files_in(saving)
+    assert saved_keys(saving.file_for(CHAT)) == {b"d"}
+
+
+@pytest.mark.spec("G4")
 def test_sweep_is_as_often_as_it_is_set(tmp_path: Path) -> None:
     made = Pool(Bytes(256 * MIB), SlabFiles(tmp_path / "slabs", Bytes(MIB)), sweep_s=60.0)
     files_in(made)
