@@ -379,7 +379,7 @@ class Pool:
         for slab in sorted(idle, key=lambda slab: -slab.idle_since_s):
             if slab.save is None or slab.save.is_done:
                 slab.save = files.save(slab.fd, slab.request, max(0.0, ends_s - time.monotonic()))
-            slab.save.ends_s = min(slab.save.ends_s, ends_s)  # of one that was under way
+            slab.save.ends_s = min(slab.save.ends_s, ends_s)  # also where it was under way
         wait([slab.save.file_was_made for slab in idle if slab.save], ends_s - time.monotonic())
 
     def close(self) -> None:

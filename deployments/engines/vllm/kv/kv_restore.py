@@ -113,8 +113,8 @@ class Restorer:
         self._saved.forget_tenant(removal)
 
     def stop(self) -> None:
-        """Returns when no row is written any more, but for one that a disk that hangs is to fill:
-        that stays on its way. The others stay reserved."""
+        """Returns when no row is written any more. What was on its way stays reserved, and the row
+        that a disk is to fill which hangs stays on its way too."""
         for key, future in list(self._coming.items()):
             if future.cancel() or (not self._hangs and wait([future], HANGS_S).done):
                 del self._coming[key]
