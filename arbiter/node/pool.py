@@ -224,12 +224,13 @@ class Pool:
         idle = [s for s in self._slabs if s.may_be_lent and s.request.place == request.place]
         try:
             slab = max(idle, key=lambda s: s.idle_since_s, default=None) or self._make(request)
+            most = self._most(self._physical(procfs.ram()[1]))
         except (OSError, SlabUnusable) as error:
             logger.warning("no slab for %s: %s", request.owner, error)
             return None
         slab.end_save()
         slab.ticket = ticket
-        self._set_limits(self._most(self._physical(procfs.ram()[1])))
+        self._set_limits(most)
         return slab.fd
 
     def lent(self, ticket: TicketId, content: str) -> tuple[int, ...]:
