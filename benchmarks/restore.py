@@ -3,7 +3,8 @@
     python -m benchmarks.restore --model mid-chat --parts first store hits
 
 `first`: seconds to the first token of a prompt that was never seen (cold), that the device still
-has (warm), and that the next engine process finds in the slab after a SIGKILL (restored). `store`:
+has (warm), that the next engine process finds in the slab after a SIGKILL (restored), and that one
+finds in the slab's file alone, which is not in the page cache (read). `store`:
 tokens a second of an engine that keeps its blocks beside an engine that does not, in pairs, and
 beside that two engines of which neither does: two processes of one model differ by some per cent,
 so that each pair of processes is one sample (benchmarks.slab_share has the steady figure). `hits`:
@@ -14,14 +15,20 @@ agent would.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from random import Random
 from typing import Any
 
-from arbiter.units import GIB, MIB
+from arbiter.pool import SlabView, slab_file
+from arbiter.units import GIB, MIB, Bytes
 from benchmarks import report
 from benchmarks.start_latency import ENTRY
 from deployments.config import load_plan
@@ -45,8 +52,8 @@ class Engines:
         self._path = load_plan.resolve(f"made:{model}")
         self._random = Random(seed)
 
-    def start(self, slab: int | None, kv_mib: int = 512) -> Child:
-        """Loaded, and warmed by a short prompt."""
+    def start(self, slab: int | None, kv_mib: int = 512, file: Path | None = None) -> Child:
+        """Loaded, and warmed by a short prompt. `file`: what an earlier slab held."""
         args = {
             "max_model_len": 4096,
             "kv_cache_memory_bytes": kv_mib * MIB,
@@ -58,7 +65,8 @@ class Engines:
         }
         config: dict[str, Any] = {"model": self._path, "served_name": "m", "engine_args": args}
         if slab is not None:
-            config["slabs"] = {"kv": {"path": path_of(slab)}}
+            rows = {"file": str(file)} if file else {}
+            config["slabs"] = {"kv": {"path": path_of(slab), **rows}}
         self._count += 1
         child = self._zygote.spawn(f"restore-{self._count}", ENTRY, config).hold()
         status, said = child.ready()
@@ -93,8 +101,22 @@ def stored(child: Child, rows: int) -> None:
 # -- the first token ------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def saved(slab: int) -> Iterator[Path]:
+    """The file of an idle slab, as its agent writes it, and none of it in the page cache. It lies
+    in the folder of the process, because that of temporary files may be RAM."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        file = Path(folder) / f"kv{slab_file.SUFFIX}"
+        with contextlib.closing(SlabView(slab)) as view:
+            most, wanted = Bytes(SLAB_BYTES), lambda: True
+            slab_file.save(view, file, now_s=time.time(), most_bytes=most, is_wanted=wanted)
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        yield file
+
+
 def first_round(engines: Engines, tokens: int) -> dict[str, float]:
-    """Seconds of the three, with an engine each for before and after the kill."""
+    """Seconds of the four, with an engine each for before the kill, after it, and with the file."""
     prompt, whole = engines.prompt(tokens), (tokens - 1) // BLOCK * BLOCK
     with lent_slab(SLAB_BYTES) as fd:
         child = engines.start(fd)
@@ -105,17 +127,23 @@ def first_round(engines: Engines, tokens: int) -> dict[str, float]:
         child = engines.start(fd)
         restored_s, _, known_restored = ask(child, prompt)
         kill(child)
-    if (known, known_warm, known_restored) != (0, whole, whole):
-        raise RuntimeError(f"known: {known}, {known_warm}, {known_restored} of {whole} tokens")
-    print(f"cold {cold_s:.2f} s, warm {warm_s:.3f} s, restored {restored_s:.3f} s", flush=True)
-    return {"cold": cold_s, "warm": warm_s, "restored": restored_s}
+        with saved(fd) as file, lent_slab(SLAB_BYTES) as empty:
+            child = engines.start(empty, file=file)
+            read_s, _, known_read = ask(child, prompt)
+            kill(child)
+    if (known, known_warm, known_restored, known_read) != (0, whole, whole, whole):
+        found = f"{known}, {known_warm}, {known_restored}, {known_read}"
+        raise RuntimeError(f"known: {found} of {whole} tokens")
+    seconds = {"cold": cold_s, "warm": warm_s, "restored": restored_s, "read": read_s}
+    print(", ".join(f"{name} {took_s:.3f} s" for name, took_s in seconds.items()), flush=True)
+    return seconds
 
 
 def first(engines: Engines, tokens: int, rounds: int) -> dict[str, Any]:
     rows = [first_round(engines, tokens) for _ in range(rounds)]
     sides = {name: [row[name] for row in rows] for name in rows[0]}
     figures: dict[str, Any] = {f"{name}_s": report.Sample(tuple(s)) for name, s in sides.items()}
-    for name in ("warm", "restored"):
+    for name in ("warm", "restored", "read"):
         figures[f"{name}_ratio"] = report.paired_ratio(sides[name], sides["cold"])
     return {"tokens": tokens, **figures}
 
