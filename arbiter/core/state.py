@@ -39,7 +39,13 @@ from arbiter.units import (
     Span,
     TicketId,
     after,
+    seconds,
+    since,
 )
+
+# So long a load without a request is asked for again after refusals that end: two of the longest
+# cool-downs. Who asked for it by hand has looked again by then.
+RETRIED_FOR = seconds(600)
 
 
 @dataclass(slots=True)
@@ -132,7 +138,8 @@ class AskedLoad:
     """A load without a request, of which its holder has not said yet how it ended."""
 
     holder: HolderId
-    asked_at: Instant
+    asked_at: Instant  # of this holder
+    first_asked_at: Instant  # of any
     is_refused: bool = False  # its ticket for it was refused: another holder is asked next
 
 
@@ -202,7 +209,7 @@ class CoreState:
 
     def _begin_work(self) -> None:
         """Begins with no work under way."""
-        self.wanted: dict[types.ModelName, None] = {}  # until a holder that can load is there
+        self.wanted: dict[types.ModelName, None] = {}  # until a holder can load it
         self.asked_loads: dict[types.ModelName, AskedLoad] = {}  # until each has ended
         self.prefetched: dict[types.ModelName, Instant] = {}  # brought in unasked, not used yet
         self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
@@ -247,11 +254,22 @@ class CoreState:
         self.keep_answer(ticket_id, error.unraised())
         self.answer_error(ticket_id, error)
 
-    def note_refused(self, holder: HolderId, name: types.ModelName) -> None:
-        """Notes that a holder was refused a model, which it may have been asked to load."""
+    def note_refused(
+        self, holder: HolderId, name: types.ModelName, retry_after_s: float | None
+    ) -> None:
+        """Notes that a holder was refused a model, which it may have been asked to load. No client
+        is there to ask for such a load again, so it is asked for after the refusal's time, for
+        `RETRIED_FOR` at most: what is wanted keeps a replica. A prefetch is over."""
         load = self.asked_loads.get(name)
-        if load is not None and load.holder == holder:
-            self.asked_loads[name] = replace(load, is_refused=True)
+        if load is None or load.holder != holder:
+            return
+        self.asked_loads[name] = replace(load, is_refused=True)
+        if retry_after_s is None or name in self.prefetched:
+            return
+        again_at = after(self.now, seconds(retry_after_s))
+        if since(load.first_asked_at, again_at) < RETRIED_FOR:
+            self.wanted[name] = None
+            self.timers.set(("floors", ""), again_at)
 
     def answer_error(self, ticket_id: TicketId, error: RequestError) -> None:
         """Answers a ticket with an error; the ticket may ask again."""
@@ -445,7 +463,7 @@ def reject_queued(state: CoreState, ticket: Ticket, error: RequestError) -> None
     """Takes a ticket out of the queue with an error. A new ticket is closed; an asleep ticket
     sleeps on and may ask again."""
     state.evicted_for.pop((ticket.holder, ticket.model), None)
-    state.note_refused(ticket.holder, ticket.model_name)
+    state.note_refused(ticket.holder, ticket.model_name, error.retry_after_s)
     if ticket.state is State.QUEUED:
         state.answer_error_finally(ticket.id, error)
         state.close(ticket)

@@ -73,7 +73,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
 def _refuse(state: CoreState, event: ev.Requested, error: RequestError) -> None:
     """Refuses a request before its ticket is queued. The others of its gang wait for it in vain."""
     state.answer_error_finally(event.ticket, error)
-    state.note_refused(event.holder, event.model_name)
+    state.note_refused(event.holder, event.model_name, error.retry_after_s)
     if event.gang:
         state.mark_dirty(*state.queue.nodes)
 

@@ -8,6 +8,7 @@ device floor releases the device as soon as the model is idle.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -15,12 +16,12 @@ from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, LogEvent, Re
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.residency import slabs
-from arbiter.core.state import AskedLoad, CoreState, reject_queued
+from arbiter.core.state import RETRIED_FOR, AskedLoad, CoreState, reject_queued
 from arbiter.core.tickets.device_limits import cap_pins
 from arbiter.core.tickets.reclaim import kept_bytes
 from arbiter.core.types import Floor, ModelName
 from arbiter.errors import NotResident, OutsideHours, UnknownCapability, UnknownModel
-from arbiter.units import HolderId, Span, after, in_seconds, seconds, since
+from arbiter.units import HolderId, Instant, Span, after, in_seconds, seconds, since
 
 COMING = (State.QUEUED, State.LOADING)
 # A holder finds no plan while the model's files are just being copied, and asks for no ticket then.
@@ -169,6 +170,8 @@ def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
         elif ticket.state in COMING:
             ticket.settle_when_idle(False)  # takes back an unload, or a lowered floor, until now
     _end_prefetch(state, name)
+    if pending := state.asked_loads.get(name):
+        state.asked_loads[name] = replace(pending, first_asked_at=state.now)
     load(state, name)
 
 
@@ -204,10 +207,18 @@ def load(state: CoreState, name: ModelName) -> None:
         return
     others = _from_next(dict.fromkeys([*asleep, *able]), state.asked_loads.get(name))
     holder = coming[0] if coming else min(others, key=lambda h: _is_refused(state, h))
-    state.asked_loads[name] = AskedLoad(holder, state.now)
+    state.asked_loads[name] = AskedLoad(holder, state.now, _first_asked_at(state, name))
     state.decide(LoadModel(holder, name.model))
     if stays:
         state.timers.set(("floors", ""), after(state.now, LOOK_AGAIN))
+
+
+def _first_asked_at(state: CoreState, name: ModelName) -> Instant:
+    """Returns since when a load that is asked for now is tried."""
+    last = state.asked_loads.get(name)
+    if last is None or since(last.first_asked_at, state.now) >= RETRIED_FOR:
+        return state.now
+    return last.first_asked_at
 
 
 def _from_next(holders: Iterable[HolderId], last_load: AskedLoad | None) -> list[HolderId]:

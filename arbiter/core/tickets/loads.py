@@ -171,7 +171,8 @@ def reload_evicted(state: CoreState, key: EvictedForKey) -> None:
         ticket = state.ledger.find(ticket_id)
         known = state.holders.get(holder)
         if known and (ticket is None or ticket.state is not State.RESIDENT):
-            state.asked_loads[ModelName(known.capability, model)] = AskedLoad(holder, state.now)
+            load = AskedLoad(holder, state.now, first_asked_at=state.now)
+            state.asked_loads[ModelName(known.capability, model)] = load
             state.decide(LoadModel(holder, model))
 
 
