@@ -41,6 +41,7 @@ ArbiterError
   AgentAway               a node's agent did not answer just now; the arbiter asks it again
   SlabUnusable            a file that should hold a slab is none, or cannot be mapped
   RowMisused              a slab's writer pinned, unpinned or freed a row out of turn: its bug
+  StateFileInUse          another running system has the state file; names both ways out
   LedgerBroken            a bug in this package; the actor must crash, never repair
 """
 
@@ -80,6 +81,7 @@ from arbiter.errors.service import (
     LedgerBroken,
     SettingsConflict,
     StaleEpoch,
+    StateFileInUse,
 )
 from arbiter.errors.tenants import (
     EgressRefused,
@@ -144,6 +146,7 @@ __all__ = [
     "SettingsConflict",
     "SlabUnusable",
     "StaleEpoch",
+    "StateFileInUse",
     "TenantCoolingDown",
     "TicketClosed",
     "TicketNotGranted",

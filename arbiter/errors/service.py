@@ -41,6 +41,22 @@ class ArbiterUnavailable(RequestError):
         )
 
 
+@error_fields
+class StateFileInUse(ArbiterError):
+    """Another system has the state file, beside which keys, jobs and results lie."""
+
+    state_file: str
+    session: str
+    pid: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.state_file} is the state file of another running system (Ray's session"
+            f" {self.session}, process {self.pid}); stop that one, or give this one a file of its"
+            " own: `arbiter.state_file` in its configuration, or the variable XDG_STATE_HOME"
+        )
+
+
 NEVER_JOINED = Epoch(0)  # believed in by a holder that the arbiter does not know
 
 

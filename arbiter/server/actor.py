@@ -27,6 +27,7 @@ from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId, in_seco
 # needs is imported where it is used; that is a tenth of a second.
 if TYPE_CHECKING:
     from arbiter.core.reports.plan import PlanQuestion
+    from arbiter.server.store import Store
 
 logger = logging.getLogger("arbiter")
 
@@ -47,12 +48,10 @@ class ArbiterActor:
         from arbiter.server.node_watch import NodeWatch
         from arbiter.server.ray_metrics import export_forever
         from arbiter.server.state_path import default_path
-        from arbiter.server.store import Store
 
         self._boot = boot
         path = Path(boot.state_file) if boot.state_file else default_path()
-        self._store = Store(path, ray_internals.session_name())
-        ray_internals.note_state_file(path)  # where a reader finds it though this process hangs
+        self._store = self._open_store(path)
         chosen = self._store.configuration() or boot.configuration.numbered(1)
         self._store.save_configuration(chosen)
         self._agents = RayAgents(boot.agent)
@@ -86,6 +85,16 @@ class ArbiterActor:
 
     def __repr__(self) -> str:
         return f"Arbiter({self._boot.configuration.settings.evict})"
+
+    def _open_store(self, path: Path) -> "Store":
+        """Raises StateFileInUse where another system has the file."""
+        from arbiter.server import state_lock
+        from arbiter.server.store import Store
+
+        session = ray_internals.session_name()
+        self._state_lock = state_lock.hold(path, session)
+        ray_internals.note_state_file(path)  # where a reader finds it though this process hangs
+        return Store(path, session)
 
     def _serve_rpc(self) -> rpc.RpcServer:
         """Serves holders and the agent of this node over a socket."""
@@ -398,6 +407,9 @@ class ArbiterActor:
         self._rpc.close()
         self._store.end_session()
         self._store.close()
+        if self._state_lock is not None:
+            os.close(self._state_lock)
+            self._state_lock = None
         return open_tickets
 
     def _start(self, work: Any) -> None:
