@@ -6,15 +6,17 @@ go through pidfds.
 """
 
 import asyncio
+import contextlib
 import glob
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +25,12 @@ from arbiter.node import procfs
 from arbiter.node.device_probe import Tree
 from arbiter.units import Bytes, DeviceId, TicketId
 
+logger = logging.getLogger("arbiter.agent")
+
 # Reaped tickets remembered, so that a late spawn cannot start one: a day of a swap every 10 s.
 ENDED_KEPT = 10_000
+# Its pidfd, and one at a time for what `open` reads and writes; other threads may take one each.
+KEPT_DESCRIPTORS = 4
 _SHARED_MEMORY = Path("/dev/shm")
 _NAME_BYTES = 6  # of a scratch folder's name: ten thousand tickets share one at odds of 2e-7
 
@@ -184,8 +190,27 @@ class Children:
         }
         path = self._folder / f"{child.ticket}.child"
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(raw))
-        part.rename(path)  # whole or not at all, whenever this process is killed
+        try:
+            part.write_text(json.dumps(raw))
+            part.rename(path)  # whole or not at all, whenever this process is killed
+        except OSError as error:
+            # The next agent finds the engine without it, as long as its zygote lives.
+            logger.warning(
+                "no note is kept of engine %s, pid %d: %s", child.ticket, child.pid, error
+            )
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+
+@contextlib.contextmanager
+def kept_descriptors() -> Iterator[None]:
+    """Keeps as many descriptors as `Children.open` needs until its process is forked: an engine
+    that cannot be opened then holds memory unseen until it ends by itself. Raises OSError where
+    there are too few, before anything is forked."""
+    with contextlib.ExitStack() as kept:
+        for _ in range(KEPT_DESCRIPTORS):
+            kept.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        yield
 
 
 def find_processes() -> tuple[int, dict[int, procfs.Process]]:

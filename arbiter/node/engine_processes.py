@@ -222,13 +222,15 @@ class EngineProcesses:
 
     async def _fork(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> children.Child | None:
         """Has the zygote fork a child, or the next zygote when this one dies over it; the caller
-        bounds the wait. None: the child died at once. Raises what `_wait_for_zygote` raises."""
+        bounds the wait. None: the child died at once. Raises what `_wait_for_zygote` raises,
+        OSError where this process has no descriptors left for it."""
         while True:
             await self._wait_for_zygote(ticket)
             self._forked.add(ticket)
             try:
                 async with self._forking:
-                    pid = await self.supervisor.zygote.spawn(ticket, spec, path)
+                    with children.kept_descriptors():
+                        pid = await self.supervisor.zygote.spawn(ticket, spec, path)
                     return self._adopt_child(ticket, pid, spec)
             except zygote_client.ZygoteError as error:
                 if not error.is_away:

@@ -1,8 +1,10 @@
 """What an agent opened: found again, killed whole, and nothing else ever killed."""
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from arbiter.core.types import DeviceBytes
 from arbiter.node import procfs
-from arbiter.node.children import Child, Children, find_processes
+from arbiter.node.children import Child, Children, find_processes, kept_descriptors
 from arbiter.units import Bytes, DeviceId, TicketId
 
 T = TicketId("t")
@@ -120,6 +122,54 @@ def test_restarted_agent_finds_its_engines_by_their_notes(tmp_path: Path) -> Non
         again = Children(tmp_path)
         assert again.recover(ignore) == ()
         assert (again.by_ticket[T].pid, again.by_ticket[T].granted) == (pid, GRANTED)
+
+
+@contextlib.contextmanager
+def descriptors_all_taken() -> Iterator[None]:
+    """All that this process may open is open: as under a leak, or with very many clients."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 20, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in taken:
+            os.close(fd)
+
+
+@pytest.mark.spec("A18", "A19")
+def test_process_forked_just_before_the_descriptors_run_out_is_known(tmp_path: Path) -> None:
+    opened = Children(tmp_path)
+    with engine() as pid, contextlib.ExitStack() as until_known:
+        with kept_descriptors():
+            until_known.enter_context(descriptors_all_taken())
+            with pytest.raises(OSError, match="Too many open files"), kept_descriptors():
+                raise AssertionError("a fork would follow")
+        child = opened.open(T, pid, GRANTED)
+        until_known.close()
+        assert child is not None and (tmp_path / "t.child").exists()
+
+
+@pytest.mark.spec("A18", "A19")
+def test_full_disk_costs_the_note_of_an_engine_and_neither_the_engine_nor_the_agents_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with engine() as pid, engine() as other:
+        Children(tmp_path).open(T, pid, GRANTED)
+        monkeypatch.setattr(Path, "write_text", full)
+        again = Children(tmp_path)
+        assert again.recover(ignore) == ()
+        assert (again.by_ticket[T].pid, again.by_ticket[T].granted) == (pid, GRANTED)
+        assert again.open(TicketId("u"), other, GRANTED) is again.by_ticket[TicketId("u")]
+    assert "No space left" in caplog.text and "u" in caplog.messages[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["t.child"]
 
 
 @pytest.mark.spec("A18")

@@ -1,6 +1,8 @@
 """A node agent spawns an engine only under a ticket that the arbiter granted."""
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -254,6 +256,32 @@ async def test_ticket_reaped_while_it_is_forked_has_its_bytes_back_when_its_proc
             await running.spawn(T, FAKE_ENGINE)
         await eventually(lambda: T in running._reports.gone)
         await running.close()
+
+
+@pytest.mark.spec("A3", "A19")
+@pytest.mark.usefixtures("granted")
+async def test_nothing_is_forked_that_an_agent_without_descriptors_could_not_know(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, opened = agent._engines, os.open
+
+    async def is_up(_: TicketId) -> None: ...
+
+    def few(path: str, *how: int) -> int:
+        if path == os.devnull:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path, *how)
+
+    async def forks(*_: object) -> int:
+        raise AssertionError("it forked")
+
+    monkeypatch.setattr(engines, "_wait_for_zygote", is_up)
+    monkeypatch.setattr(engines.supervisor.zygote, "spawn", forks)
+    monkeypatch.setattr(os, "open", few)
+    with pytest.raises(OSError, match="Too many open files"):
+        await agent.spawn(T, SPEC)
+    monkeypatch.undo()
+    assert not engines._spawning and not engines._forked
 
 
 @pytest.mark.usefixtures("granted")
