@@ -37,7 +37,12 @@ def sweep(folders: tuple[str, ...]) -> None:
 
 def _empty(home: Path, until_s: float) -> int:
     count = 0
-    for copy in _copies(home):
+    try:
+        copies = _copies(home)
+    except OSError as error:
+        logger.warning("copies of a removed tenant in %s stay: %s", home, error)
+        return 0
+    for copy in copies:
         try:
             if _made_s(copy) <= until_s:
                 _remove(copy)

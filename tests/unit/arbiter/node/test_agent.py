@@ -537,6 +537,30 @@ async def test_copies_of_a_removed_tenants_adapters_leave_its_node(
 
 
 @pytest.mark.spec("E6")
+async def test_copies_of_a_removed_tenant_leave_every_folder_whose_server_answers(
+    no_arbiter: None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    away, copies = folder / "away", folder / "copies"
+    (copies / "@acme" / "one").mkdir(parents=True)
+    running = agent_in(folder, BROKEN_ZYGOTE, tenant_folders=(str(away), str(copies)))
+    listed = Path.iterdir
+
+    def looked(path: Path) -> Iterator[Path]:
+        if path.is_relative_to(away):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", looked)
+    await running.drop_tenant("acme")
+    assert not (copies / "@acme").exists()
+    assert str(away / "@acme") in caplog.text
+    await running.close()
+
+
+@pytest.mark.spec("E6")
 async def test_copies_that_a_killed_agent_was_removing_leave_with_the_next_start_or_removal(
     no_arbiter: None, folder: Path
 ) -> None:
