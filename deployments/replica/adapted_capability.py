@@ -10,7 +10,7 @@ from typing import Any
 from arbiter.errors import TicketClosed
 from deployments import messages
 from deployments.adapters.catalogue import FETCHED
-from deployments.adapters.fetch import Fetcher
+from deployments.adapters.fetch import Fetcher, FetchFailed
 from deployments.adapters.store import EngineCatalogue, Store
 from deployments.adapters.validate import Rules
 from deployments.config import safetensors_header
@@ -57,11 +57,19 @@ class AdaptedCapability(Capability):
         return await merging.served_by(call.served or call.model, call.tenant)
 
     async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
-        """Fetches the call's adapter to this node, where it lies behind a URL."""
+        """Fetches the call's adapter to this node, where it lies behind a URL. Raises RequestError,
+        also where the files that say what is to be fetched cannot be read."""
         config = use.config
         if call.served in ("", call.model) or "adapters" not in config:
             return
         self.adapter_slots.note(use.ticket, call.served, config["adapters"]["slots"])
+        try:
+            await self._bring(call, use, config)
+        except (OSError, safetensors_header.BadHeader) as error:
+            raise FetchFailed(call.served, f"{error}; see whether these files are whole") from error
+
+    async def _bring(self, call: messages.InferenceCall, use: Use, config: dict[str, Any]) -> None:
+        """Raises RequestError, OSError, safetensors_header.BadHeader."""
         if not self._has_fetcher(call.model, use):
             made = await in_thread(config["model"], AdapterFetcher, config)
             if not self._has_fetcher(call.model, use):  # no other call was first meanwhile

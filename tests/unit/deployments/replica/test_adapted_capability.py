@@ -1,7 +1,9 @@
 """A replica fetches an adapter behind a URL where its engine needs it."""
 
 import asyncio
+import errno
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from deployments.adapters.fetch import FetchFailed
 from deployments.adapters.store import CheckedAdapters, EngineCatalogue, Store
 from deployments.replica import adapted_capability
 from deployments.replica.adapted_capability import AdaptedCapability, AdapterFetcher
@@ -39,6 +42,38 @@ def config_of(tmp_path: Path) -> dict[str, Any]:
         "urls": [URL],
     }
     return {"model": str(base), "served_name": "chat", "adapters": adapters}
+
+
+def of_no_cluster() -> AdaptedCapability:
+    capability = object.__new__(AdaptedCapability)
+    capability._fetchers, capability._merging = {}, {}
+    capability.adapter_slots = AdapterSlots()
+    return capability
+
+
+def asking(config: dict[str, Any]) -> tuple[Any, Any]:
+    """A call for an adapter, and its use of a model of that configuration."""
+    config["adapters"]["slots"] = 2
+    call = SimpleNamespace(model="chat", served="chat:law", tenant="")
+    return call, SimpleNamespace(ticket="t", config=config)
+
+
+@pytest.mark.spec("F2")
+@pytest.mark.parametrize("what", ["cut", "away"])
+async def test_files_that_say_what_to_fetch_and_cannot_be_read_are_a_typed_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    config = config_of(tmp_path)
+    if what == "cut":
+        (tmp_path / "base" / "model.safetensors").write_bytes(b"no header")
+    else:
+
+        async def find(*_: object) -> None:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        monkeypatch.setattr(EngineCatalogue, "find", find)
+    with pytest.raises(FetchFailed, match="chat:law"):
+        await of_no_cluster().prepare(*asking(config))
 
 
 @pytest.mark.spec("F2")
@@ -95,11 +130,6 @@ async def test_calls_that_come_at_once_share_one_fetcher_whose_model_files_are_r
             made.append(self)
 
     monkeypatch.setattr(adapted_capability, "AdapterFetcher", Noted)
-    capability = object.__new__(AdaptedCapability)  # of no cluster
-    capability._fetchers, capability._merging = {}, {}
-    capability.adapter_slots = AdapterSlots()
-    config["adapters"]["slots"] = 2
-    use: Any = SimpleNamespace(ticket="t", config=config)
-    call: Any = SimpleNamespace(model="chat", served="chat:law", tenant="")
+    capability, (call, use) = of_no_cluster(), asking(config)
     await asyncio.gather(capability.prepare(call, use), capability.prepare(call, use))
     assert len(made) == 2 and made[0] is made[1]
