@@ -81,7 +81,8 @@ class AnsweringFront:
         keys.ensure_first(file)
         self.key = keys.first_key_path(file).read_text().strip()
         models = {name: {"source": "x"} for name in (MODEL, OTHER)}
-        chat = {"role": "text", "engine": "m:f", "models": models}
+        # What paths a class of another package serves is known to its replica alone.
+        chat = {"role": "text", "engine": "m:f", "class": "another:Class", "models": models}
         service = InferenceService(self._send_of)
         service.configure(parse_table({"capabilities": {"all": chat}}))
         auth = Authenticator(Keyring(file))

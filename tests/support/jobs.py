@@ -22,11 +22,11 @@ WAIT_S = 60.0  # for what takes milliseconds, on a machine that others share
 
 
 def table(**models: str) -> Table:
-    """A capability `chat` with the models that are given, each from nowhere."""
+    """A capability `chat` with the models that are given, each from nowhere, and `speak`."""
     made = {name: {"source": "x"} for name in models or ("one", "two", "three")}
-    return parse_table(
-        {"capabilities": {"chat": {"role": "text", "engine": "vllm", "models": made}}}
-    )
+    chat = {"role": "text", "engine": "vllm", "models": made}
+    speak = {"role": "tts", "engine": "kokoro", "models": {"voice": {"source": "x"}}}
+    return parse_table({"capabilities": {"chat": chat, "speak": speak}})
 
 
 class Capability:

@@ -65,6 +65,8 @@ Send = Callable[[messages.InferenceCall], Any]
 # pinned model keeps off the node to which it went is sent again, too.
 TRIES = 3
 
+OF_ALL = (messages.ACQUIRE, messages.ADAPTERS)  # which every capability answers
+
 # When a full queue may have room again: a short response takes about this long.
 RETRY_AFTER_S = 1.0
 
@@ -86,6 +88,7 @@ class InferenceService:
     def configure(self, table: Table) -> None:
         """Takes a table, which holds from the next call on."""
         self._table, self.names = table, ModelNames(table)
+        self._paths = {name: served_paths(c) for name, c in table.capabilities.items()}
         self.remotes.configure(table.remotes)
 
     def take_tasks(self, tasks: Mapping[str, TaskConfig]) -> None:
@@ -136,17 +139,21 @@ class InferenceService:
         a rung of a task.
 
         Raises UnknownModel, AdapterAmbiguous, AdapterInvalid, AdaptersAway; NotServedHere where the
-        table lists other paths for the model's capability; BadRequest where the request names no
+        model's capability serves other paths; BadRequest where the request names no
         model, unless exactly one serves the path; for a remote model what Remotes.call raises."""
         name = model or request.model or self._only_model(request.path)
         if self.remotes.has(name):
             return self.remotes.call(request, name, Caller(tenant, scopes))
-        table = self._table  # of these names, also where a new one comes meanwhile
+        table, paths = (
+            self._table,
+            self._paths,
+        )  # of these names, also where new ones come meanwhile
         target = await self.names.find(name, tenant)
         capability = table.capabilities[target.capability]
         path = prefixes.served_path(request.path)
-        if capability.paths and path not in (*capability.paths, messages.ACQUIRE):
-            raise messages.NotServedHere(target.model, path, capability.paths)
+        served = paths[target.capability]
+        if served and path not in (*served, *OF_ALL):  # its replica would start to say the same
+            raise messages.NotServedHere(target.model, path, tuple(sorted(served)))
         config = capability.models[target.model]
         keeps = keeps_kv(capability, config)
         term = self._kv_term(request, target, config, tenant) if keeps else None
@@ -157,8 +164,8 @@ class InferenceService:
         clients do. Raises BadRequest where none or several serve it."""
         names = sorted(
             model
-            for capability in self._table.capabilities.values()
-            if path in served_paths(capability)
+            for name, capability in self._table.capabilities.items()
+            if path in self._paths[name]
             for model in capability.models
         )
         if len(names) != 1:

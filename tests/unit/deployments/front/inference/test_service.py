@@ -76,6 +76,18 @@ async def test_path_that_the_table_does_not_list_for_the_capability_is_named(
     assert (caught.value.status_code, caught.value.param) == (404, "model")
 
 
+@pytest.mark.spec("J1", "H0")
+async def test_no_replica_starts_to_say_that_its_model_is_of_another_path(
+    service: InferenceService, speaker: Speaker
+) -> None:
+    chat = {"role": "text", "engine": "vllm", "models": {"m": {"source": "x"}}}
+    service.configure(parse_table({"capabilities": {"chat": chat}}))
+    asked = await parse("/v1/embeddings", b'{"model": "m", "input": "x"}', {}, service.profiles)
+    with pytest.raises(messages.NotServedHere, match="m is served at /v1/chat/completions"):
+        await service.call(asked, "default")
+    assert not speaker.asked_for
+
+
 @pytest.mark.spec("G4")
 async def test_no_request_keeps_kv_longer_than_its_tenant_may(service: InferenceService) -> None:
     chat = {"role": "text", "engine": "vllm", "models": {"m": {"source": "x"}}}
@@ -128,8 +140,11 @@ async def test_capability_without_an_application_is_a_typed_error(speaker: Speak
     service = InferenceService(speaker.send_of)
     raw: Any = {"role": "text", "engine": "m:f", "models": {"voice": {"source": "x"}}}
     service.configure(parse_table({"capabilities": {"silent": raw}}))
+    asked = await parse(
+        "/v1/completions", b'{"model": "voice", "prompt": "x"}', {}, service.profiles
+    )
     with pytest.raises(CapabilityFailed, match="no application"):
-        await anext(service.run(await call(service)))
+        await anext(service.run(await service.call(asked, "default")))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.support.waits import eventually
 pytestmark = pytest.mark.spec("J4")
 ASYNC = {"prefer": "respond-async"}
 STREAM = {"model": "one", "prompt": "x", "stream": True}
-SPEECH = {"model": "one", "input": "Hello", "voice": "joe"}
+SPEECH = {"model": "voice", "input": "Hello", "voice": "joe"}
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,8 @@ async def test_answer_of_no_declared_length_is_a_whole_answer(
     speaker, raw = Speaker(), json.dumps(said).encode()
     speaker.response = Response(JSON, raw[:9], raw[9:])
     front.service = InferenceService(speaker.send_of)
-    speak = {"role": "text", "engine": "m:f", "models": {"voice": {"source": "x"}}}
+    role = "embedding" if path == "/api/embed" else "text"
+    speak = {"role": role, "engine": "m:f", "models": {"voice": {"source": "x"}}}
     front.service.configure(parse_table({"capabilities": {"speak": speak}}))
     answer = await client.post(path, json={"model": "voice", **asked})
     assert answer.status_code == 200
