@@ -5,6 +5,7 @@ A client cannot say any of it, because the front passes none of a client's own h
 names on.
 """
 
+import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sized
 from contextlib import asynccontextmanager
@@ -108,8 +109,35 @@ class HeldHead:
                 await asgi.refuse_request(self._send, refused)
         elif self._head is not None:
             self.has_begun = True
+            if self._head["status"] == 400 and not message.get("more_body"):
+                self._head, message = with_field(self._head, message)
             await self._send(self._head)
             await self._send(message)
+
+
+# Fields that vLLM's refusals begin with and do not name as `param` (vllm/sampling_params.py).
+_UNNAMED = frozenset(
+    "n presence_penalty frequency_penalty repetition_penalty top_k min_p min_tokens stop "
+    "stop_token_ids bad_words".split()
+)
+
+
+def with_field(head: Any, message: Any) -> tuple[Any, Any]:
+    """Returns the head and body of a refusal, with the field at fault as `param` where vLLM says it
+    in its text alone."""
+    try:
+        plain = json.loads(message["body"])
+        text, param = plain["error"]["message"], plain["error"]["param"]
+        field = text.split(maxsplit=1)[0]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return head, message  # another form of error, as Anthropic's
+    if param is not None or field not in _UNNAMED:
+        return head, message
+    plain["error"]["param"] = field
+    body = json.dumps(plain).encode()
+    others = [(name, value) for name, value in head["headers"] if name != b"content-length"]
+    headers = [*others, (b"content-length", b"%d" % len(body))]
+    return head | {"headers": headers}, message | {"body": body}
 
 
 def prompt_tokens(prompt: object) -> int:
