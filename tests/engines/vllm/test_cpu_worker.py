@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from arbiter.node import procfs
 from deployments.engines.vllm.worker.cpu_worker import copy_to_memory, version
 
 pytestmark = pytest.mark.spec("D1", "D5")
@@ -18,6 +19,19 @@ def test_copy_has_the_bytes_of_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     (path := tmp_path / "model.safetensors").write_bytes(BYTES)
     copy = copy_to_memory(path, version(path))
     assert os.pread(copy, 2 * len(BYTES), 0) == BYTES
+    os.close(copy)
+
+
+@pytest.mark.parametrize("name", ["w" * 255, "ü" * 127])  # as long as a file's may be
+def test_file_of_the_longest_name_is_copied_and_its_copy_is_charged_to_the_host(
+    tmp_path: Path, name: str
+) -> None:
+    (path := tmp_path / name).write_bytes(BYTES)
+    copy = copy_to_memory(path, version(path))
+    assert os.pread(copy, len(BYTES), 0) == BYTES
+    assert os.readlink(f"/proc/self/fd/{copy}").startswith(
+        f"/memfd:{procfs.HOST_COPY}-{name[:100]}"
+    )
     os.close(copy)
 
 

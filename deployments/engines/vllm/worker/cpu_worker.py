@@ -32,6 +32,7 @@ from deployments.engines import linux
 from deployments.engines.vllm.arguments import SHARES_COPY
 from deployments.engines.vllm.worker import drafter
 
+_MEMFD_NAME_BYTES = 249  # memfd_create(2); a file's may have 255
 _SENDFILE_BYTES = 1 << 30  # sendfile(2) moves at most 2 GiB at a time
 _KERNEL = "deployments.engines.vllm.adapters.lora_cpu.SegmentedPunica"
 
@@ -228,7 +229,8 @@ def copy_to_memory(path: Path, expected: tuple[int, ...]) -> int:
     """A memfd with the file's bytes, never mapped here, and no more of them than were loaded.
     Raises OSError, and RuntimeError when the file is not the loaded one: what sleeps must be what
     was awake."""
-    copy = os.memfd_create(f"host-copy-{path.name}", os.MFD_CLOEXEC)
+    name = os.fsdecode(os.fsencode(f"host-copy-{path.name}")[:_MEMFD_NAME_BYTES])
+    copy = os.memfd_create(name, os.MFD_CLOEXEC)
     at, size_bytes = 0, expected[0]
     try:
         with path.open("rb") as source:
