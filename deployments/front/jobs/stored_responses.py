@@ -35,6 +35,7 @@ KEEP_S = 30 * DAY_S  # OpenAI's
 # How long a live answer waits for its keeping: a process of jobs starts in 1-3 s, on a machine busy
 # with imports in ten, and it is woken when the call begins
 KEEP_WITHIN_S = 10.0
+ECHOED_MOST_CHARS = 4_096  # of a job's meta, which is read with each look at its row
 COMPLETE = 200  # the status of an answer that can be continued
 
 
@@ -45,6 +46,7 @@ class PreparedResponse:
     checked: StoredFields
     is_stored: bool
     body: bytes
+    echoed: Json  # what the response object says again of it
 
     @property
     def is_background(self) -> bool:
@@ -57,11 +59,14 @@ class PreparedResponse:
 
     @property
     def meta(self) -> Json:
-        """What a job keeps of it."""
+        """What a job keeps of it. With what is shown while it runs, unless that is large as tools
+        may be, so that a client that polls has not its whole request read each time."""
+        is_kept = self.is_background and len(json.dumps(self.echoed)) <= ECHOED_MOST_CHARS
         return {
             "background": self.is_background,
             "stream": self.checked.stream is True,
             "previous_response_id": self.checked.previous_response_id,
+            **({"echoed": self.echoed} if is_kept else {}),
         }
 
 
@@ -91,7 +96,8 @@ class StoredResponses:
                 raise BadRequest("`input`: a text or a list of items", "input")
             history = await self._history(checked.previous_response_id)
         sent = responses.self_contained(fields, history)
-        return PreparedResponse(checked, is_stored, json.dumps(sent).encode())
+        body = json.dumps(sent).encode()
+        return PreparedResponse(checked, is_stored, body, responses.echoed(sent))
 
     async def _history(self, response_id: str) -> list[Json]:
         """Raises BadRequest, as OpenAI's service does."""
@@ -173,13 +179,17 @@ class StoredResponses:
         if job.status == COMPLETE:
             body: Json = json.loads(await self._whole(job.id))
             return body
-        return responses.without_answer(job, await self.request(job.id))
+        return responses.without_answer(job, await self._echoed(job))
+
+    async def _echoed(self, job: Job) -> Json:
+        kept: Json | None = job.meta.get("echoed")
+        return responses.echoed(await self.request(job.id)) if kept is None else kept
 
     async def stream(self, job: Job, after: int | None) -> AsyncGenerator[bytes, None]:
         """Events with a number above `after`, or all, until its end. A stream always ends with the
         event of its end, also where its reader had that before."""
         if after is None:
-            yield responses.first_event(job, await self.request(job.id))
+            yield responses.first_event(job, await self._echoed(job))
         last, is_ended = after or 0, False
         async for page in async_calls.pages(self._jobs, self._tenant, job.id, last):
             job = page.job

@@ -137,6 +137,33 @@ async def test_background_response_is_queued_run_as_batch_and_retrieved(
     assert call.priority is Priority.BATCH
 
 
+@pytest.mark.parametrize(("tools_count", "reads"), [(0, 0), (1, 0), (120, 1)])
+async def test_running_response_is_shown_without_a_look_at_its_whole_request(
+    front: Front, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, tools_count: int, reads: int
+) -> None:
+    front.responder.gate.clear()
+    tools: Any = [
+        {"type": "function", "name": f"f{n}", "parameters": {}, "strict": False}
+        for n in range(tools_count)
+    ]
+    begun = await client.responses.create(
+        model="one", input="Who? " * 50_000, background=True, instructions="Briefly.", tools=tools
+    )
+    read, request = [], StoredResponses.request
+
+    async def noted(stored: StoredResponses, response_id: str) -> Any:
+        read.append(response_id)
+        return await request(stored, response_id)
+
+    monkeypatch.setattr(StoredResponses, "request", noted)
+    shown = await client.responses.retrieve(begun.id)
+    assert (shown.instructions, len(shown.tools), shown.model) == ("Briefly.", tools_count, "one")
+    assert shown.status in ("queued", "in_progress") and len(read) == reads
+    front.responder.gate.set()
+    done = await ended(front, client, begun.id)
+    assert done.output_text == TEXT
+
+
 async def test_background_priority_is_lifted_only_within_the_scope_of_its_key(
     front: Front,
 ) -> None:
