@@ -95,8 +95,8 @@ def echoed(request: Json) -> Json:
     return {name: request[name] for name in _ECHOED if request.get(name) is not None}
 
 
-def without_answer(job: Job, said: Json) -> Json:
-    """The response object of a job that has no answer, or was refused. `said`: see `echoed`."""
+def without_answer(job: Job, echo: Json) -> Json:
+    """The response object of a job that has no answer, or was refused. `echo`: see `echoed`."""
     status = "failed" if job.status is not None else STATUS.get(job.state, job.state.value)
     error = None
     if job.error is not None:
@@ -112,7 +112,7 @@ def without_answer(job: Job, said: Json) -> Json:
         "output": [],
         "usage": None,
         **_ABSENT,
-        **said,
+        **echo,
     }
     return marked(response, job.id, job.meta, True)
 
@@ -177,9 +177,9 @@ def sse(data: Json) -> bytes:
     return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n".encode()
 
 
-def first_event(job: Job, said: Json) -> bytes:
-    """Number 0 of a background stream. `said`: see `echoed`."""
-    queued = without_answer(job, said) | {"status": "queued", "error": None}
+def first_event(job: Job, echo: Json) -> bytes:
+    """Number 0 of a background stream. `echo`: see `echoed`."""
+    queued = without_answer(job, echo) | {"status": "queued", "error": None}
     return sse({"type": "response.created", "sequence_number": 0, "response": queued})
 
 

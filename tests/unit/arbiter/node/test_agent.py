@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from arbiter.node import host_copies, procfs, reports
 from arbiter.node.device_probe import Readings, Tree
 from arbiter.pool import Rows, SavedRows, Slab
 from arbiter.protocol.messages import CopyRequest, SlabRequest, SpawnSpec
-from arbiter.units import MIB, Bytes, Content, NodeId, TicketId, seconds
+from arbiter.units import MIB, Bytes, Content, DeviceId, NodeId, TicketId, seconds
 from deployments.engines.lent import receive
 from tests.support.engine_host import is_gone, until
 from tests.support.heap_trims import begun_trims
@@ -101,6 +102,32 @@ async def test_reading_is_taken_again_when_an_engine_came_or_went_meanwhile(
         taken[2][0].set()
         assert (await eventually(readings))[0] == [other]
         await running.close()
+
+
+@pytest.mark.spec("A10", "B1")
+async def test_reading_at_whose_end_an_engine_dies_is_taken_again(
+    no_arbiter: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it held was measured, and was not in use any more: as much of others' would be missing
+    from what is foreign, before the agent hears of the end."""
+    running = agent_in(folder, BROKEN_ZYGOTE)
+    engine = subprocess.Popen(["sleep", "1000"])
+    reads_count = itertools.count(1)
+
+    def read(trees: list[Tree], pool_bytes: int) -> Readings:
+        if (count := next(reads_count)) == 1:
+            engine.kill()
+            os.waitid(os.P_PID, engine.pid, os.WEXITED | os.WNOWAIT)
+        host = ev.DeviceReading(DeviceId("n/host"), Bytes(1), Bytes(count))
+        return Readings((host,), ())
+
+    monkeypatch.setattr(running, "_trees", lambda: [Tree(T, frozenset([engine.pid]))])
+    monkeypatch.setattr(running._probe, "read", read)
+    async with asyncio.timeout(START_S):
+        [host] = (await running._read()).devices
+        assert host.foreign_bytes == 2
+        await running.close()
+    engine.wait()
 
 
 @pytest.mark.spec("A10", "B1")
