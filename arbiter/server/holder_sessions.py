@@ -4,6 +4,7 @@ holder's death. A call of a holder without one, or of another epoch, has to rejo
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,6 +17,7 @@ from arbiter.server.shell import Shell
 from arbiter.server.store import ExpectedHolder, Store
 from arbiter.units import Epoch, HolderId
 
+OVER_KEPT = 1_024  # a holder's two calls of a session come within its start; 100 kB
 HANDLE_S = 10.0  # a holder's actor answers its first call within its own start
 
 
@@ -27,7 +29,8 @@ class HolderSessions:
     ) -> None:
         self._shell, self._store, self._start = shell, store, start
         self._current: dict[HolderId, str] = {}  # the last session of each holder
-        self._ends: dict[str, asyncio.Event] = {}  # set when the session is over
+        self._ends: dict[str, asyncio.Event] = {}  # of those awaited; set when they are over
+        self._over: OrderedDict[str, None] = OrderedDict()  # the newest
 
     def join(self, joined: ev.Joined, session_id: str, handles: list[Any], refs: list[Any]) -> None:
         """Begins a session, and ends an earlier one of the same holder. `handles` and `refs` as
@@ -39,19 +42,27 @@ class HolderSessions:
         self._shell.open_mail(holder)
         before, self._current[holder] = self._current.get(holder), session_id
         if before:
-            self._end(before).set()
+            self._end(before)
         self._start(self._watch_holder(holder, session_id, handles, refs))
         self._shell.feed(joined)
 
     async def ended(self, session_id: str) -> None:
         """Waits for the end of a session, which may be begun later than this call."""
+        if session_id in self._over:
+            return
         try:
-            await self._end(session_id).wait()
+            await self._ends.setdefault(session_id, asyncio.Event()).wait()
         finally:
             self._ends.pop(session_id, None)
 
-    def _end(self, session_id: str) -> asyncio.Event:
-        return self._ends.setdefault(session_id, asyncio.Event())
+    def _end(self, session_id: str) -> None:
+        """The call that awaits the end may be lost, as that of a holder which died just then, so
+        not each ended session is kept for it."""
+        self._over[session_id] = None
+        if len(self._over) > OVER_KEPT:
+            self._over.popitem(last=False)
+        if end := self._ends.get(session_id):
+            end.set()
 
     def check(self, epoch: Epoch, holder: HolderId) -> None:
         """Raises StaleEpoch for a holder that must join first."""
@@ -80,7 +91,7 @@ class HolderSessions:
     def lost(self, holder: HolderId) -> None:
         """Ends the session of a holder that is dead, or counts as dead."""
         if session_id := self._current.pop(holder, None):
-            self._end(session_id).set()
+            self._end(session_id)
         self._store.drop_holder(holder)
         self._shell.close_mail(holder)
         self._shell.feed(ev.HolderLost(holder))

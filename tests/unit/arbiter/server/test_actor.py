@@ -230,6 +230,27 @@ async def test_arbiter_that_is_being_killed_does_not_count_its_holders_as_lost(
         await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
 
 
+@pytest.mark.spec("A5", "N2")
+async def test_sessions_that_are_over_are_forgotten_however_often_a_holder_joins(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arbiter.server.holder_sessions.OVER_KEPT", 8)
+    joined = ev.Joined(H, NodeId("n"), "c", ())
+    async with running() as actor, asyncio.timeout(60):
+        forever = asyncio.ensure_future(asyncio.Event().wait())
+        for number in range(100):  # the calls of `keepalive` are lost
+            await actor.join(None, joined, str(number), [], [forever])
+        assert not actor._sessions._ends and len(actor._sessions._over) == 8
+        await actor.keepalive("98")
+        waits = asyncio.ensure_future(actor.keepalive("99"))
+        await asyncio.sleep(0)
+        assert not waits.done()
+        await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
+        await waits
+        assert not actor._sessions._ends
+        forever.cancel()
+
+
 @pytest.mark.spec("A18")
 async def test_holder_that_died_without_an_arbiter_is_not_awaited(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
