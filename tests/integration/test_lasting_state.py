@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from arbiter.client.admin import call_arbiter, record_arbiter
 from arbiter.core.types import CapabilitySpec, Floor, ModelSpec
 from arbiter.errors import CapabilityConflict, UnknownCapability
 from arbiter.protocol import messages
+from arbiter.server import state_lock
 from arbiter.units import seconds
 from deployments.config import boot
 from deployments.config.schema import parse_table
@@ -124,6 +126,28 @@ async def unload_all(d: LiveArbiter) -> None:
     for ticket in state["tickets"]:
         await call_arbiter("unload", ticket["ticket"])
     await d.until(lambda s: not s["tickets"])
+
+
+@pytest.mark.spec("A18")
+async def test_system_whose_state_file_another_has_says_so_and_starts_once_that_has_ended(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "arbiter.sqlite"
+    lock = state_lock.hold(file, "of another system")
+    assert lock is not None
+    with pytest.raises(RayActorError) as refused:
+        async with live_arbiter(state_file=str(file)):
+            raise AssertionError("it started")
+    for word in ("StateFileInUse", str(file), "of another system", "arbiter.state_file"):
+        assert word in str(refused.value)
+    os.close(lock)
+    async with live_arbiter(state_file=str(file)) as d:
+        assert await d.holder().ask.remote("a") == 200
+        pid = await d.arbiter_pid()
+        kill(pid)
+        await gone(pid)
+        await d.until(lambda state: len(state["holders"]) == 1)
+        assert await d.arbiter_pid() != pid, "Ray's next one is not locked out"
 
 
 @pytest.mark.spec("M3", "A17")
