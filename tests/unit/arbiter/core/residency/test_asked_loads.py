@@ -113,6 +113,23 @@ def test_load_by_hand_that_never_fits_or_is_cancelled_is_not_asked_for_again() -
     assert LoadModel(K, "e1") not in d.fire_timer(60)
 
 
+@pytest.mark.spec("C5", "D8")
+def test_unload_by_hand_takes_back_a_load_by_hand_that_is_yet_to_be_tried_again() -> None:
+    d = driver()
+    press(d, 0)
+    d.at(1, ev.LoadAsked("embedding", "e1"))
+    assert isinstance(refusal(ask(d, 1, "e1")), UnderPressure)
+    press(d, 2, Level.NOMINAL)
+    assert granted(ask(d, 2, "e1x")) == ["e1x"], "of a client"
+    d.at(3, ev.Loaded(TicketId("e1x"), seconds(1)))
+    d.beat(4, "e1x", holder="k")
+    d.at(5, ev.UnloadAsked(TicketId("e1x")))
+    d.at(5, ev.Released(TicketId("e1x"), "manual", K))
+    d.gone(5.5, "e1x")
+    assert d.state_of("e1x") == "closed"
+    assert LoadModel(K, "e1") not in d.fire_timer(60)
+
+
 @pytest.mark.spec("C11", "C5")
 def test_client_that_is_refused_under_pressure_has_nothing_loaded_without_it() -> None:
     d = driver()
