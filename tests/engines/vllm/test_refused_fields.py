@@ -48,7 +48,7 @@ async def sent(response: JSONResponse) -> tuple[dict[bytes, bytes], bytes]:
 )
 async def test_refused_field_is_named(field: str, wrong: object) -> None:
     with pytest.raises(VLLMValidationError) as refused:
-        SamplingParams(**({"max_tokens": 16} | {field: wrong}))  # type: ignore[arg-type]
+        SamplingParams(**({"max_tokens": 16} | {field: wrong}))
     error = create_error_response(refused.value).model_dump()
     headers, body = await sent(JSONResponse(error, 400))
     said = json.loads(body)["error"]

@@ -4,7 +4,7 @@ import pytest
 
 from arbiter import units
 from arbiter.core import events as ev
-from arbiter.core.decisions import LoadModel
+from arbiter.core.decisions import Decision, LoadModel
 from arbiter.core.types import Level
 from arbiter.errors import ModelCoolingDown, NeverFits, RequestCancelled, UnderPressure
 from arbiter.units import HolderId, TicketId, seconds
@@ -25,8 +25,8 @@ def press(d: CoreDriver, t: float, level: Level = Level.CRITICAL, term_s: float 
     d.at(t, ev.PressurePushed(CPU, level, gib(1), seconds(term_s)))
 
 
-def ask(d: CoreDriver, t: float, name: str) -> list[object]:
-    return list(d.ask(t, name, 10, holder="k", capability="embedding", model="e1"))
+def ask(d: CoreDriver, t: float, name: str) -> list[Decision]:
+    return d.ask(t, name, 10, holder="k", capability="embedding", model="e1")
 
 
 def replicas(d: CoreDriver, t: float) -> int:
