@@ -21,7 +21,7 @@ from arbiter.protocol.messages import Plain
 POLL_S = 20.0  # of one long poll; the arbiter answers early when a number changes
 ANSWER_S = 10.0  # beyond the poll's own end; then the arbiter is away
 AGAIN_S = 0.5  # between tries while there is none
-ALONE_S = 300.0  # H0's default, of a capability whose table no arbiter has told yet
+DEFAULT_TO_ZERO_S = 300.0  # H0's default, of a capability whose table no arbiter has told yet
 FEWER_AFTER_S = 30.0  # Serve's look-back: load below it for this long is not a pause between bursts
 
 
@@ -41,7 +41,7 @@ class Context(Protocol):
 
 class ArbiterPolicy:
     """One application's policy. `wanted`: the capability's replicas, as the arbiter says; None:
-    there is no arbiter. `alone_s`: how long an idle replica is kept then, which is the
+    there is no arbiter. `to_zero_s`: how long an idle replica is kept then, which is the
     `downscale_to_zero_s` of the table that the last arbiter had."""
 
     def __init__(
@@ -51,7 +51,7 @@ class ArbiterPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.wanted: int | None = None
-        self.alone_s = ALONE_S
+        self.to_zero_s = DEFAULT_TO_ZERO_S
         self._capability, self._clock = capability, clock
         self._busy_at = self._most_at = clock()
         self._most = 0
@@ -73,7 +73,7 @@ class ArbiterPolicy:
             self._busy_at = now
         least = self.wanted
         if least is None:
-            least = int(context.current_num_replicas > 0 and now - self._busy_at < self.alone_s)
+            least = int(context.current_num_replicas > 0 and now - self._busy_at < self.to_zero_s)
         return max(least, min(count, 1), self._several(count, now))
 
     def _several(self, count: int, now: float) -> int:
@@ -101,7 +101,7 @@ class ArbiterPolicy:
     def note_table(self, table: Plain) -> None:
         """Keeps what holds when the arbiter has gone."""
         row = table.get("capabilities", {}).get(self._capability, {})
-        self.alone_s = float(row.get("downscale_to_zero_s", ALONE_S))
+        self.to_zero_s = float(row.get("downscale_to_zero_s", DEFAULT_TO_ZERO_S))
 
 
 class CapabilityPolicy:

@@ -213,7 +213,7 @@ class ModelSize(Enum):
 
     FIRST = "first"  # as it was loaded
     GROWN = "grown"
-    ALONE = "alone"  # as it was loaded, without its drafter (F9)
+    WITHOUT_DRAFTER = "without_drafter"  # as it was loaded otherwise (F9)
 
 
 @dataclass(frozen=True, slots=True)

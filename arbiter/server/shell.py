@@ -469,7 +469,7 @@ def _as_command(
         case WithdrawLoad(_, model):
             return messages.WithdrawCommand(model)
         case DropDrafter(_, model):
-            return messages.Resize(model, messages.ModelSize.ALONE)
+            return messages.Resize(model, messages.ModelSize.WITHOUT_DRAFTER)
         case PurgeCaches(ticket, _, only_slabs):
             return messages.PurgeCommand(ticket, only_slabs)
         case ForgetTenant(_, tenant):

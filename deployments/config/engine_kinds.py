@@ -26,7 +26,7 @@ from deployments.config.schema import ConfigError
 Arguments = Mapping[str, Any]  # `engine_args`
 # From the kind, the folder of the model and its configuration; raises ConfigError.
 Estimate = Callable[["EngineKind", str, ModelConfig], Need]
-Keeps = Callable[[str, ModelConfig], tuple[Content, ...]]  # from folder and configuration
+SlabContents = Callable[[str, ModelConfig], tuple[Content, ...]]  # from folder and configuration
 
 
 def no_cache(arguments: Arguments) -> Bytes:
@@ -39,12 +39,12 @@ def kv_cache(arguments: Arguments) -> Bytes:
     return Bytes(parse_size(arguments.get("kv_cache_memory_bytes", 0)))
 
 
-def nothing_kept(path: str, model: ModelConfig) -> tuple[Content, ...]:
+def no_contents(path: str, model: ModelConfig) -> tuple[Content, ...]:
     """What an engine keeps that writes no slab: nothing."""
     return ()
 
 
-def kept_by_vllm(path: str, model: ModelConfig) -> tuple[Content, ...]:
+def vllm_contents(path: str, model: ModelConfig) -> tuple[Content, ...]:
     """KV blocks, unless the model's configuration says no, images of adapters where it has some,
     and pictures of a model that sees."""
     kept = {
@@ -113,10 +113,10 @@ class EngineKind:
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
     program: str = ""  # has to be on the PATH
     split: Split = Split.NONE  # over several devices, where one is too small (B5)
-    warms: bool = False  # may take POST /prewarm (deployments.prefixes)
-    drafts: bool = False  # loads a drafter beside its model
-    merges: bool = False  # loads a model with an adapter added to its weights (F7)
-    keeps: Keeps = nothing_kept  # which slabs of the node's pool it writes (E1)
+    takes_prewarms: bool = False  # may take POST /prewarm (deployments.prefixes)
+    takes_drafters: bool = False  # loads a drafter beside its model
+    merges_adapters: bool = False  # loads a model with an adapter added to its weights (F7)
+    slab_contents: SlabContents = no_contents  # which slabs of the node's pool it writes (E1)
     # Files of a model that it can load from a copy in host RAM (D4), as for Path.glob; none: it
     # keeps its weights to itself
     copies: tuple[str, ...] = ()
@@ -137,10 +137,10 @@ ENGINES: dict[str, EngineKind] = {
         gpu_context_bytes=GPU_CONTEXT,
         working_bytes=Bytes(96 * MIB),
         split=Split.EQUAL,  # tensor parallel
-        warms=True,
-        drafts=True,
-        merges=True,
-        keeps=kept_by_vllm,
+        takes_prewarms=True,
+        takes_drafters=True,
+        merges_adapters=True,
+        slab_contents=vllm_contents,
         copies=SAFETENSORS,
         cache_bytes=kv_cache,
         estimate=weights_cache_and_slots,
@@ -220,7 +220,7 @@ def engine_kind(engine: str) -> EngineKind:
             (),
             overhead,
             overhead,
-            warms=True,
+            takes_prewarms=True,
             copies=WEIGHTS,
             cache_bytes=kv_cache,
             estimate=weights_cache_and_slots,

@@ -55,11 +55,11 @@ class ModelPlan:
     settings_key: str  # same model and engine settings, same key: learned peaks belong to it
     split: Split = Split.NONE
     grown: "ModelPlan | None" = None  # the same model with more (A14); None: it does not grow
-    alone: "ModelPlan | None" = None  # the same model without its drafter (F9)
+    without_drafter: "ModelPlan | None" = None  # the same model without its drafter (F9)
     stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
     copy: CopyRequest | None = None  # of its files, in host RAM (D4)
-    keeps: tuple[Content, ...] = ()  # what of it outlives its engine, in the node's pool (E1)
-    warms: bool = False  # its engine may have a prefix cache
+    slab_contents: tuple[Content, ...] = ()  # what of it outlives its engine, in the pool (E1)
+    takes_prewarms: bool = False  # its engine may have a prefix cache to warm
     prefixes: tuple[Prefix, ...] = ()  # declared in the configuration (G1)
     rewarm: Span = Span(0)  # between two sweeps of them (G5)
 
@@ -72,8 +72,8 @@ def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
         load_plan = _shared(load_plan, model, capability)
     if model.drafter:
         only: dict[str, Any] = {"drafter": None, "can_sleep": False, "grow_to": {}}
-        alone = _plan(name, model.model_copy(update=only), capability)
-        load_plan = replace(load_plan, alone=alone)
+        without = _plan(name, model.model_copy(update=only), capability)
+        load_plan = replace(load_plan, without_drafter=without)
     if not model.grow_to:
         return load_plan
     more = {"engine_args": model.engine_args | model.grow_to, "grow_to": {}}
@@ -105,7 +105,10 @@ def merged(name: str, capability: CapabilityConfig, served: str, adapter: Path) 
     load_plan = _plan(name + MERGED, model, capability)
     config = load_plan.config | {"served_name": served, "merged": str(adapter)}
     return replace(
-        load_plan, config=config, need=replace(load_plan.need, host_bytes=Bytes(0)), keeps=()
+        load_plan,
+        config=config,
+        need=replace(load_plan.need, host_bytes=Bytes(0)),
+        slab_contents=(),
     )
 
 
@@ -126,7 +129,7 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         config["dispatch_lock"] = model.dispatch.lock
     if model.adapters is not None:
         config["adapters"] = adapters(path, model)
-        if model.adapters.merge and not kind.merges:
+        if model.adapters.merge and not kind.merges_adapters:
             raise ConfigError(f"{name}: engine {capability.engine!r} cannot `merge` an adapter")
     need = model.need.as_need() if model.need else kind.estimate(kind, path, model)
     if not config["can_sleep"]:  # also of an explicit need, in which it is as much as the weights
@@ -142,9 +145,9 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         model.need is not None,
         _key(capability.engine, config),
         kind.split,
-        keeps=kind.keeps(path, model),
-        warms=kind.warms,
-        prefixes=tuple(_declared(name, model)) if kind.warms else (),
+        slab_contents=kind.slab_contents(path, model),
+        takes_prewarms=kind.takes_prewarms,
+        prefixes=tuple(_declared(name, model)) if kind.takes_prewarms else (),
         rewarm=seconds(model.rewarm_s),
     )
 
@@ -211,7 +214,7 @@ def _drafter(
     """What the engine is told of the drafter, and the bytes that it adds to the target's ticket:
     its weights and workspace. Its part of the KV cache is in the target's, which vLLM divides among
     the layers of both. Raises ConfigError."""
-    if not engine_kind(capability.engine).drafts:
+    if not engine_kind(capability.engine).takes_drafters:
         raise ConfigError(f"{name}: engine {capability.engine!r} loads no `drafter`")
     path = resolve(capability.models[drafter.model].source)
     size = Bytes(weights_bytes(Path(path)) + DRAFTER_WORKING_BYTES)

@@ -211,7 +211,7 @@ class HeldModel:
     files: LoadedFiles = field(default_factory=LoadedFiles)
     kept_kv: KeptKv | None = None  # by the last report of its engine
     outdated: asyncio.Event = field(default_factory=asyncio.Event)  # its files were replaced
-    uses: RequestsInFlight = field(default_factory=RequestsInFlight)
+    requests: RequestsInFlight = field(default_factory=RequestsInFlight)
     demand: Demand = field(default_factory=Demand)
     load: LoadNotes = field(default_factory=LoadNotes)
     growth: Growth = field(default_factory=Growth)
@@ -239,7 +239,7 @@ class HeldModel:
     def begin_request(self, priority: Priority, client: Client = ANYBODY) -> None:
         """Puts one more request in flight."""
         self.note_request(priority, client)
-        self.uses.begin()
+        self.requests.begin()
 
     def note_request(
         self, priority: Priority, client: Client = ANYBODY, until_s: float | None = None
@@ -248,7 +248,7 @@ class HeldModel:
         already, must hear of it: it is more urgent than those that wait, or waits for longer, or it
         is the first for a model that was brought in unasked."""
         demand = self.demand
-        is_busy, demand.client = bool(self.uses.inflight or demand.waiters), client
+        is_busy, demand.client = bool(self.requests.inflight or demand.waiters), client
         is_raised = is_busy and priority < demand.priority
         is_later = is_busy and _is_later(until_s, demand.until_s)
         is_first = demand.is_wanted and not is_busy
@@ -301,13 +301,13 @@ class HeldModel:
 
     def end_request(self) -> None:
         """Takes one request out of flight."""
-        self.uses.end()
+        self.requests.end()
 
     def admit_waiting(self) -> None:
         """Puts the waiting requests in flight. A model that has become RESIDENT does so in the same
         step, so that no revoke finds it idle between its load and its first use."""
         for waiter in self._take_waiters():
-            self.uses.begin()
+            self.requests.begin()
             waiter.set_result(True)
 
     def turn_back_waiting(self, error: Exception | None = None) -> None:
@@ -325,7 +325,7 @@ class HeldModel:
         waiters.clear()
         return taken
 
-    def request(self, holder: HolderId, capability: str) -> Requested:
+    def ticket_request(self, holder: HolderId, capability: str) -> Requested:
         """Returns the event that asks the arbiter for the model's ticket."""
         plan, demand, deadline = self.plan, self.demand, None
         if demand.until_s is not None and not demand.is_wanted:
@@ -349,12 +349,12 @@ class HeldModel:
     def heartbeat_entry(self) -> HeldTicket:
         """Returns what the heartbeat says of the model. Requests that wait for its load count as in
         flight."""
-        uses, is_restart = self.uses, self.growth.is_restart
+        requests, is_restart = self.requests, self.growth.is_restart
         waiting = len(self.demand.waiters) if self.state is HolderState.LOADING else 0
-        inflight = max(uses.inflight + waiting, int(is_restart))
+        inflight = max(requests.inflight + waiting, int(is_restart))
         phase = Phase.RESIDENT if is_restart else PHASES[self.state]
         now_ns = time.monotonic_ns()
-        idle = 0 if inflight else max(0, now_ns - max(uses.last_end_ns, uses.warm_until_ns))
+        idle = 0 if inflight else max(0, now_ns - max(requests.last_end_ns, requests.warm_until_ns))
         return HeldTicket(
             self.ticket,
             self.model,
@@ -365,9 +365,9 @@ class HeldModel:
             self.plan.need,
             self.plan.settings_key,
             self.demand.priority,
-            uses.served_count,
+            requests.served_count,
             client=self.demand.client,
-            stay_warm=Span(max(0, uses.warm_until_ns - now_ns)),
+            stay_warm=Span(max(0, requests.warm_until_ns - now_ns)),
         )
 
 

@@ -179,7 +179,7 @@ class Merging:
             await self._end_if_useless(copy)
             if copy.over.is_set() and held.state is HolderState.RESIDENT:
                 unloading.retire(self._residency, held)
-                await held.uses.all_ended()
+                await held.requests.all_ended()
                 return unloading.end(self._residency, held, Reason.MANUAL)
             if copy.over.is_set() and held.state in (HolderState.QUEUED, HolderState.LOADING):
                 return unloading.end(self._residency, held, Reason.MANUAL)

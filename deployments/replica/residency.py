@@ -137,7 +137,7 @@ class Residency:
                             return held
                         continue
                     if held.note_request(priority, client, until_s):
-                        self.client().tell(held.request(self.holder, self.capability))
+                        self.client().tell(held.ticket_request(self.holder, self.capability))
                     if held.state is HolderState.ASLEEP:
                         self.begin_work(held, loading.wake(self, held))
                     if await self._wait(held, until_s):

@@ -129,8 +129,8 @@ class Use:
         """Keeps the model from counting as idle, for so long from now."""
         assert self._held is not None
         until_ns = time.monotonic_ns() + round(for_s * 1e9)
-        uses = self._held.uses
-        uses.warm_until_ns = max(uses.warm_until_ns, until_ns)
+        requests = self._held.requests
+        requests.warm_until_ns = max(requests.warm_until_ns, until_ns)
 
     def exclude_from_run_times(self) -> None:
         """Keeps this use, which runs no request itself, out of the run times of requests."""

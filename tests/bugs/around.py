@@ -95,7 +95,7 @@ BUGS = [
         "asked >= self._most or now - self._most_at > FEWER_AFTER_S",
         "True"),
     Bug("without an arbiter no replica ever ends", "deployments/scaling.py", "ArbiterPolicy.replicas",
-        "context.current_num_replicas > 0 and now - self._busy_at < self.alone_s",
+        "context.current_num_replicas > 0 and now - self._busy_at < self.to_zero_s",
         "context.current_num_replicas > 0"),
     Bug("redirects are followed", "deployments/adapters/fetch.py", "_options",
         "{'get_client': _client, 'allow_redirects': False}",

@@ -171,7 +171,7 @@ BUGS = [
     Bug("a second try waits for the gang of the first", "deployments/replica/held_model.py", "HeldModel.on_grant",
         "self.devices, self.gang = (grant.devices, None)",
         "self.devices = grant.devices"),
-    Bug("who is more urgent asks for one of a gang alone", "deployments/replica/held_model.py", "HeldModel.request",
+    Bug("who is more urgent asks for one of a gang alone", "deployments/replica/held_model.py", "HeldModel.ticket_request",
         "self.gang.tickets if self.gang else ()",
         "()"),
     Bug("requests slip in behind the barrier", "deployments/replica/residency.py", "Residency.begin_request",
@@ -223,7 +223,7 @@ BUGS = [
     Bug("a warm request tells the arbiter", "deployments/replica/use.py", "Use.__aenter__",
         "held.begin_request(self._priority, self._client)",
         "held.begin_request(self._priority, self._client)\n"
-        "self._residency.client().tell(held.request(self._residency.holder, self._residency.capability))"),
+        "self._residency.client().tell(held.ticket_request(self._residency.holder, self._residency.capability))"),
     Bug("a driver that hangs keeps its tickets", "arbiter/core/residency/heartbeats.py", "_silence_limit",
         "timeouts.silent if holder.is_driver else timeouts.lost",
         "timeouts.lost"),

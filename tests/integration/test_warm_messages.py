@@ -85,7 +85,7 @@ def plant(_actor: object) -> None:
         await enter(self)
         assert self._held is not None
         of = self._residency
-        of.client().tell(self._held.request(of.holder, of.capability))
+        of.client().tell(self._held.ticket_request(of.holder, of.capability))
         return self
 
     Use.__aenter__ = and_tell  # type: ignore[method-assign]

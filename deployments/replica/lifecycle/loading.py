@@ -76,7 +76,7 @@ async def _acquire(residency: ResidencyApi, held: HeldModel) -> Granted:
     """Waits for the grant of the model's ticket, once those of its gang are granted too. Raises
     RequestError."""
     client, gang = residency.client(), held.gang
-    request = held.request(residency.holder, residency.capability)
+    request = held.ticket_request(residency.holder, residency.capability)
     if gang is None:
         return await client.acquire(request)
     try:
@@ -123,7 +123,7 @@ def _slabs(residency: ResidencyApi, held: HeldModel) -> tuple[SlabRequest, ...]:
     """Asks for the slabs that the last engine of these settings has left, or empty ones."""
     owner, key = ModelName(residency.capability, held.model).path, held.plan.settings_key
     held.slab_caps = caps = residency.plans.slab_caps
-    return tuple(SlabRequest(content, owner, key, caps) for content in held.plan.keeps)
+    return tuple(SlabRequest(content, owner, key, caps) for content in held.plan.slab_contents)
 
 
 async def wake(residency: ResidencyApi, held: HeldModel) -> None:
@@ -132,7 +132,7 @@ async def wake(residency: ResidencyApi, held: HeldModel) -> None:
     if await loaded_files.changed_in_sleep(held.files):
         return unloading.end_outdated(residency, held)
     try:
-        request = held.request(residency.holder, residency.capability)
+        request = held.ticket_request(residency.holder, residency.capability)
         granted = await residency.client().acquire(request)
     except TicketClosed:
         return unloading.end(residency, held, Reason.LOST)
@@ -165,11 +165,11 @@ def _take_grant(residency: ResidencyApi, held: HeldModel, granted: Granted) -> N
 
 def serve(residency: ResidencyApi, held: HeldModel, took_s: float, verified: bool = True) -> None:
     """Takes a model from LOADING to RESIDENT, with the waiting requests in flight."""
-    if held.warmer is None and held.plan.warms:
+    if held.warmer is None and held.plan.takes_prewarms:
         held.warmer = warmer = PrefixWarmer(held, residency.holder, residency.client().tell)
-        held.uses.on_begin = warmer.interrupt
+        held.requests.on_begin = warmer.interrupt
     held.move(HolderState.RESIDENT)
-    held.uses.last_end_ns, held.demand.is_wanted = time.monotonic_ns(), False
+    held.requests.last_end_ns, held.demand.is_wanted = time.monotonic_ns(), False
     residency.client().tell(ev.Loaded(held.ticket, seconds(took_s), verified))
     held.admit_waiting()
     residency.tell_caps(held)

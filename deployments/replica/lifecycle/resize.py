@@ -81,7 +81,7 @@ async def drop_drafter(residency: ResidencyApi, model: str) -> None:
     """Goes on without the model's drafter until the model leaves (F9). Does nothing to a model that
     has no drafter, or has grown. Raises as `give_back` does."""
     held = residency.models.get(model)
-    if held is not None and held.plan.alone is not None:
+    if held is not None and held.plan.without_drafter is not None:
         await _one_at_a_time(residency, held, _drop_drafter)
 
 
@@ -91,7 +91,7 @@ async def on_command(residency: ResidencyApi, command: Resize) -> None:
     changes = {
         ModelSize.GROWN: grow,
         ModelSize.FIRST: give_back,
-        ModelSize.ALONE: drop_drafter,
+        ModelSize.WITHOUT_DRAFTER: drop_drafter,
     }
     with contextlib.suppress(RequestError):
         await changes[command.size](residency, command.model)
@@ -165,8 +165,8 @@ def _give_back_once_idle(residency: ResidencyApi, held: HeldModel, stays: Span) 
     until a look finds the model as it was before it grew, or closed."""
     if held.state is HolderState.CLOSED or held.growth.before is None:
         return
-    uses = held.uses
-    idle = Span(0) if uses.inflight else Span(time.monotonic_ns() - uses.last_end_ns)
+    requests = held.requests
+    idle = Span(0) if requests.inflight else Span(time.monotonic_ns() - requests.last_end_ns)
     if idle < stays:
         return _look_later(residency, held, stays, Span(stays - idle))
     if held.state is HolderState.RESIDENT and held.growth.work is None:
@@ -183,7 +183,7 @@ async def _shrink(residency: ResidencyApi, held: HeldModel) -> None:
 
 
 async def _drop_drafter(residency: ResidencyApi, held: HeldModel) -> None:
-    plan = held.plan.alone
+    plan = held.plan.without_drafter
     if plan is None:
         return
     one = max(held.devices, key=lambda part: part.size_bytes)  # a pair lies on one device
@@ -246,7 +246,7 @@ async def _restart(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
 async def _is_emptied(held: HeldModel, barrier: Span) -> bool:
     """Waits for the requests in flight to end. False: one outlived the barrier. Raises TicketClosed
     when the engine died meanwhile, or the arbiter ended the ticket."""
-    is_empty = await held.uses.ended_within(barrier)
+    is_empty = await held.requests.ended_within(barrier)
     if held.state is not HolderState.DRAINING:
         raise TicketClosed(held.ticket)
     return is_empty
@@ -286,5 +286,5 @@ async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
 
 def _serve(held: HeldModel) -> None:
     held.move(HolderState.RESIDENT)
-    held.uses.last_end_ns = time.monotonic_ns()
+    held.requests.last_end_ns = time.monotonic_ns()
     held.admit_waiting()

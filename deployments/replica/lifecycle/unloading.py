@@ -28,9 +28,9 @@ def revoke(residency: ResidencyApi, held: HeldModel, command: RevokeCommand) -> 
         end(residency, held, command.reason, ended if command.reason is Reason.FAILED else None)
     elif held.state is not HolderState.RESIDENT:
         return  # a command sent twice, or too late: the state has changed here
-    elif held.uses.inflight and command.reason.only_if_idle:
-        residency.client().tell(ev.Busy(held.ticket, held.uses.inflight))
-    elif command.reason is Reason.IDLE and held.uses.is_kept_warm:  # which it did not know yet
+    elif held.requests.inflight and command.reason.only_if_idle:
+        residency.client().tell(ev.Busy(held.ticket, held.requests.inflight))
+    elif command.reason is Reason.IDLE and held.requests.is_kept_warm:  # which it did not know yet
         residency.client().tell(ev.Busy(held.ticket, 0))
     else:
         held.move(HolderState.DRAINING)
@@ -41,8 +41,8 @@ async def drain(residency: ResidencyApi, held: HeldModel, command: RevokeCommand
     """Lets the requests in flight end, while new ones wait behind the barrier, and then has the
     model sleep or end. A model whose requests outlive the barrier serves on."""
     client = residency.client()
-    if not await held.uses.ended_within(command.barrier):
-        client.tell(ev.BarrierDropped(held.ticket, held.uses.inflight))
+    if not await held.requests.ended_within(command.barrier):
+        client.tell(ev.BarrierDropped(held.ticket, held.requests.inflight))
         return await serve_on(residency, held)
     held.move(HolderState.UNLOADING)
     if command.to is Tier.GONE or not await _fell_asleep(held, client.timeouts.unload):

@@ -56,7 +56,7 @@ async def watch_files(held: HeldModel, outdate: Outdate, close: Close) -> None:
             look.cancel()
     logger.warning("%s: its files were replaced; it is loaded anew when it is wanted", held.ticket)
     outdate(held)
-    await held.uses.all_ended()
+    await held.requests.all_ended()
     close(held, Reason.REPLACED)
 
 

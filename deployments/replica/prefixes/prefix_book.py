@@ -14,7 +14,9 @@ from deployments.prefixes import Prefix
 SHORT_TERM = seconds(300)  # G4: of KV that no conversation has claimed for longer
 UNTOUCHED = Span(SHORT_TERM * 4 // 5)  # G5
 FRESH = seconds(30)  # a session that opens repeats nothing younger of what others share
-KEPT = seconds(3_600)  # G4: a conversation idle for longer has ended, and its prefix with it
+CONVERSATION_MOST_IDLE = seconds(
+    3_600
+)  # G4: a conversation idle for longer has ended, and its prefix with it
 MOST_COUNT = 64  # of requests, per model: each is one token for an idle engine in each sweep
 TRIES = 3  # of one pre-warm that real requests interrupt
 
@@ -114,7 +116,7 @@ class PrefixBook:
         self._known = {
             key: entry
             for key, entry in self._known.items()
-            if entry.is_declared or now_ns - entry.used_ns < KEPT
+            if entry.is_declared or now_ns - entry.used_ns < CONVERSATION_MOST_IDLE
         }
         self.ask_untouched(WarmCause.SWEEP, UNTOUCHED, now_ns)
 

@@ -173,7 +173,7 @@ class PrefixWarmer:
 
     async def _warm_when_idle(self) -> None:
         held = self._held
-        await held.uses.all_ended()
+        await held.requests.all_ended()
         prefix = self._book.next()
         if not self._is_resident or prefix is None:
             return

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.scaling import ALONE_S, FEWER_AFTER_S, ArbiterPolicy
+from deployments.scaling import DEFAULT_TO_ZERO_S, FEWER_AFTER_S, ArbiterPolicy
 
 TARGET = SimpleNamespace(target_ongoing_requests=2.0)
 
@@ -50,9 +50,9 @@ def test_replicas_scale_to_zero_only_when_the_arbiter_agrees() -> None:
 def test_idle_replica_without_an_arbiter_stays_for_the_default_time() -> None:
     clock = Clock()
     alone = policy(None, clock)
-    clock.now_s = ALONE_S - 1
+    clock.now_s = DEFAULT_TO_ZERO_S - 1
     assert alone.replicas(Context(0, current_num_replicas=1)) == 1
-    clock.now_s = ALONE_S + 1
+    clock.now_s = DEFAULT_TO_ZERO_S + 1
     assert alone.replicas(Context(0, current_num_replicas=1)) == 0
 
 

@@ -42,9 +42,9 @@ def test_engine_is_told_of_the_drafter_and_a_pair_cannot_sleep(tmp_path: Path) -
 
 
 def test_plan_of_a_target_has_the_same_model_alone(tmp_path: Path) -> None:
-    made = plan("a", capability(tmp_path)).alone
+    made = plan("a", capability(tmp_path)).without_drafter
     without = plan("a", capability(tmp_path, drafter=None, can_sleep=False))
-    assert made == without and without.alone is None
+    assert made == without and without.without_drafter is None
 
 
 def test_target_with_another_drafter_has_learned_figures_of_its_own(tmp_path: Path) -> None:

@@ -78,12 +78,12 @@ def test_caches_of_pictures_are_on_the_ticket_of_a_model_that_sees(tmp_path: Pat
 def test_model_that_sees_keeps_pictures_and_each_one_kv_unless_told(tmp_path: Path) -> None:
     kind, folder = engine_kinds.engine_kind("vllm"), str(tmp_path)
     silent = configured(tmp_path, keep_kv=False)
-    assert kind.keeps(folder, configured(tmp_path)) == (Content.KV,)
-    assert kind.keeps(folder, silent) == ()
+    assert kind.slab_contents(folder, configured(tmp_path)) == (Content.KV,)
+    assert kind.slab_contents(folder, silent) == ()
     (tmp_path / "config.json").write_text('{"vision_config": {}}')
-    assert kind.keeps(folder, configured(tmp_path)) == (Content.KV, Content.PICTURE)
-    assert kind.keeps(folder, silent) == (Content.PICTURE,)
-    assert engine_kinds.engine_kind("silero").keeps(folder, configured(tmp_path)) == ()
+    assert kind.slab_contents(folder, configured(tmp_path)) == (Content.KV, Content.PICTURE)
+    assert kind.slab_contents(folder, silent) == (Content.PICTURE,)
+    assert engine_kinds.engine_kind("silero").slab_contents(folder, configured(tmp_path)) == ()
 
 
 @pytest.mark.spec("B3", "A17")

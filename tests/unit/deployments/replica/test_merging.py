@@ -95,7 +95,7 @@ async def test_adapter_with_the_share_is_merged_and_its_requests_go_to_the_copy(
         assert plan.config["served_name"] == "a:x" and "adapters" not in plan.config
         merged = json.loads((Path(plan.config["merged"]) / "adapter_config.json").read_text())
         assert merged["r"] == 8, "the checked copy of x"
-        assert not plan.keeps and plan.need.host_bytes == 0
+        assert not plan.slab_contents and plan.need.host_bytes == 0
         assert await serve(of, "x", "y", "a", "x") == [COPY, "a", "a", COPY]
 
 

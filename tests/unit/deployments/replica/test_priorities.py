@@ -36,7 +36,7 @@ def test_only_a_more_urgent_request_for_a_queued_ticket_is_reported() -> None:
     held.demand.waiters[None] = None  # type: ignore[index]
     assert not held.note_request(LOW)
     assert held.note_request(URGENT)
-    assert held.request(HolderId("h"), "text").priority is URGENT
+    assert held.ticket_request(HolderId("h"), "text").priority is URGENT
 
 
 @pytest.mark.spec("C11")

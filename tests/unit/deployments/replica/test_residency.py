@@ -230,7 +230,7 @@ async def test_release_is_idempotent_and_use_after_it_is_typed() -> None:
         open_use.release()
         with pytest.raises(TicketClosed):
             open_use.stream("POST", "/v1/x", {}, b"")
-        assert residency.models["a"].uses.inflight == 0
+        assert residency.models["a"].requests.inflight == 0
 
 
 @pytest.mark.spec("A12")
@@ -328,7 +328,7 @@ async def test_model_that_is_just_leaving_comes_back_once_it_has_left(to: Tier) 
         await until(lambda: left in arbiter.kinds())
         await residency.background.done()
         await until(lambda: residency.models["a"].state is HolderState.RESIDENT)
-        assert residency.models["a"].uses.inflight == 0
+        assert residency.models["a"].requests.inflight == 0
 
 
 @pytest.mark.spec("A9", "A12")
@@ -339,7 +339,7 @@ async def test_model_that_was_to_leave_and_serves_on_need_not_come_back() -> Non
             residency._on_command(messages.ReloadCommand("a"))
             await until(lambda: "BarrierDropped" in arbiter.kinds())
             await residency.background.done()
-            assert residency.models["a"].uses.inflight == 1
+            assert residency.models["a"].requests.inflight == 1
         assert len(arbiter.asked) == 1 and residency.models["a"].state is HolderState.RESIDENT
 
 
@@ -494,14 +494,14 @@ async def test_every_way_out_of_a_use_leaves_nothing_in_flight() -> None:
         engine.loaded.set()
         await until(lambda: engine.acts)
         held = residency.models["a"]
-        assert (held.uses.inflight, len(held.demand.waiters)) == (1, 0)
+        assert (held.requests.inflight, len(held.demand.waiters)) == (1, 0)
         streams.cancel()  # its client died in the middle of the answer
         await asyncio.wait({streams})
-        assert held.uses.inflight == 0
+        assert held.requests.inflight == 0
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await stream()
-        assert held.uses.inflight == 0
+        assert held.requests.inflight == 0
         runs, _ = residency.client().request_log.untold()
         assert [run.outcome for run in runs] == ["deadline_unmet", "left", "left", "left"]
 
@@ -562,13 +562,13 @@ async def test_request_cancelled_as_its_load_completes_is_not_in_flight(
 
         def and_cancel(of: Any, held: Any, took_s: float) -> None:
             serve(of, held, took_s)
-            assert held.uses.inflight == 1
+            assert held.requests.inflight == 1
             waiting.cancel()
 
         monkeypatch.setattr(loading, "serve", and_cancel)
         engine.loaded.set()
         await asyncio.wait({waiting})
-        assert waiting.cancelled() and held.uses.inflight == 0
+        assert waiting.cancelled() and held.requests.inflight == 0
         assert await use(residency) == held.ticket
 
 

@@ -34,7 +34,7 @@ async def holder() -> AsyncIterator[tuple[Any, ScriptedClient]]:
 
 async def see(residency: Any, **how: Any) -> list[TicketId]:
     async with use_all(residency, ("a", "b"), **how) as uses:
-        assert all(residency.models[model].uses.inflight for model in "ab")
+        assert all(residency.models[model].requests.inflight for model in "ab")
         return [use.ticket for use in uses]
 
 
@@ -57,7 +57,7 @@ async def test_models_used_together_are_requested_as_a_gang_and_in_use_once_all_
         arbiter.says("a")
         arbiter.says("b")
         assert await asyncio.wait_for(seen, 60) == [first.ticket, second.ticket]
-        assert [residency.models[model].uses.inflight for model in "ab"] == [0, 0]
+        assert [residency.models[model].requests.inflight for model in "ab"] == [0, 0]
 
 
 async def test_refused_gang_member_takes_the_others_out_of_the_queue() -> None:
@@ -114,12 +114,12 @@ async def test_resident_gang_member_is_not_held_while_another_is_queued() -> Non
         await alone
         seen = asyncio.ensure_future(see(residency))
         await asked(arbiter, "a", "b")
-        assert residency.models["a"].uses.inflight == 0 and arbiter.requests[1].gang == ()
+        assert residency.models["a"].requests.inflight == 0 and arbiter.requests[1].gang == ()
         revoke(residency, Reason.SWAP)
         await until(lambda: "a" not in residency.models)
         arbiter.says("b")
         await asked(arbiter, "a", "b", "a")  # it had to go meanwhile
-        assert residency.models["b"].uses.inflight == 0
+        assert residency.models["b"].requests.inflight == 0
         arbiter.says("a")
         assert len(set(await asyncio.wait_for(seen, 60))) == 2
 

@@ -24,9 +24,9 @@ async def test_model_is_in_use_until_the_term_is_over(monkeypatch: pytest.Monkey
     monkeypatch.setattr(acquired, "COMMENT_EVERY_S", 0.0)
     async with base.holder() as (residency, _, _):
         async with residency.use("a") as use:
-            assert residency.models["a"].uses.inflight == 1
+            assert residency.models["a"].requests.inflight == 1
             parts = [part async for part in acquired.events(use, b'{"term_s": 0.05}')]
-        assert residency.models["a"].uses.inflight == 0
+        assert residency.models["a"].requests.inflight == 0
     assert parts[0] == acquired.HEAD and b": held\n\n" in parts
     held, ended = events(parts)
     assert (held["state"], held["ticket"], held["model"]) == ("held", use.ticket, "a")

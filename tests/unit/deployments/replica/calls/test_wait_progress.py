@@ -38,7 +38,7 @@ class Holder:
 
     async def begin_request(self, model: str, *how: object) -> HeldModel:
         await self.go_on.wait()
-        self.models[model].uses.inflight += 1
+        self.models[model].requests.inflight += 1
         return self.models[model]
 
 
@@ -61,9 +61,9 @@ async def test_progress_gives_the_queue_position_and_then_the_load_estimate() ->
         assert 10 < loading.estimate_s <= 20
         holder.go_on.set()
         assert [step async for step in steps] == []
-    assert mine.uses.inflight == 1
+    assert mine.requests.inflight == 1
     use.release()
-    assert mine.uses.inflight == 0
+    assert mine.requests.inflight == 0
 
 
 async def test_abandoned_wait_leaves_no_request_in_flight() -> None:
@@ -75,7 +75,7 @@ async def test_abandoned_wait_leaves_no_request_in_flight() -> None:
     await steps.aclose()
     holder.go_on.set()
     await asyncio.sleep(0)
-    assert mine.uses.inflight == 0
+    assert mine.requests.inflight == 0
 
 
 async def test_wait_that_is_cancelled_again_as_its_model_serves_leaves_no_request_in_flight() -> (
@@ -95,7 +95,7 @@ async def test_wait_that_is_cancelled_again_as_its_model_serves_leaves_no_reques
     following.cancel()
     loop.call_soon(following.cancel)  # when it has heard of the first, and the use has begun
     await asyncio.wait({following})
-    assert following.cancelled() and mine.uses.inflight == 0
+    assert following.cancelled() and mine.requests.inflight == 0
 
 
 async def test_load_without_history_has_no_estimate() -> None:
@@ -107,13 +107,13 @@ async def test_load_without_history_has_no_estimate() -> None:
 @pytest.mark.spec("J2")
 def test_a_model_that_is_to_stay_warm_does_not_count_as_idle() -> None:
     mine = held("b", HolderState.RESIDENT)
-    mine.uses.last_end_ns = time.monotonic_ns() - 10**10
+    mine.requests.last_end_ns = time.monotonic_ns() - 10**10
     assert mine.heartbeat_entry().idle >= seconds(10) and mine.heartbeat_entry().stay_warm == 0
-    mine.uses.warm_until_ns = time.monotonic_ns() + 10**10
+    mine.requests.warm_until_ns = time.monotonic_ns() + 10**10
     account = mine.heartbeat_entry()
     assert (account.idle, account.phase, account.inflight) == (0, Phase.RESIDENT, 0)
     assert 0 < account.stay_warm <= 10**10
-    assert mine.request(HolderId("h"), "c").model == "b"
+    assert mine.ticket_request(HolderId("h"), "c").model == "b"
 
 
 @pytest.mark.spec("A7", "A8")
@@ -125,10 +125,10 @@ async def test_client_that_leaves_as_its_model_becomes_resident_is_not_in_flight
     await anext(steps)  # its client has this word now, and asks for the next or leaves
     holder.go_on.set()
     async with asyncio.timeout(60):
-        while not mine.uses.inflight:
+        while not mine.requests.inflight:
             await asyncio.sleep(0)
     await steps.aclose()
-    assert mine.uses.inflight == 0
+    assert mine.requests.inflight == 0
     runs, _ = holder.request_log.untold()
     assert [run.outcome for run in runs] == ["left"]
 
@@ -152,4 +152,4 @@ async def test_request_cancelled_as_its_model_becomes_resident_is_not_in_flight(
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
     task = asyncio.ensure_future(follow())
     await asyncio.wait({task}, timeout=60)
-    assert task.cancelled() and mine.uses.inflight == 0
+    assert task.cancelled() and mine.requests.inflight == 0

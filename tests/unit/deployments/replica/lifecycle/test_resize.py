@@ -77,7 +77,7 @@ def with_drafter(held: HeldModel) -> HeldModel:
     held.plan = replace(
         held.plan,
         need=replace(held.plan.need, drafter_bytes=Bytes(2)),
-        alone=replace(held.plan, grown=None, config=alone),
+        without_drafter=replace(held.plan, grown=None, config=alone),
     )
     return held
 
@@ -132,14 +132,16 @@ async def test_engine_that_fails_over_its_drafter_is_not_restarted_and_keeps_its
 async def test_model_goes_on_without_its_drafter_under_its_ticket() -> None:
     async with resident() as (residency, growth, _):
         held = with_drafter(residency.models["a"])
-        residency._on_command(messages.Resize("a", messages.ModelSize.ALONE))
+        residency._on_command(messages.Resize("a", messages.ModelSize.WITHOUT_DRAFTER))
         await until(lambda: growth.spawned and not residency.background.running)
         less = (replace(ON[0], size_bytes=Bytes(ON[0].size_bytes - 2)),)
         assert growth.spawned == [{"alone": True}]
         assert growth.arbiter.told[-1] == ev.GaveBack(held.ticket, less)
         assert residency.held_tickets()[0].devices == less
         assert await use(residency) == held.ticket
-        residency._on_command(messages.Resize("a", messages.ModelSize.ALONE))  # it has none
+        residency._on_command(
+            messages.Resize("a", messages.ModelSize.WITHOUT_DRAFTER)
+        )  # it has none
         residency._on_command(messages.Resize("a", messages.ModelSize.FIRST))  # as it was loaded
         await until(lambda: not residency.background.running)
         assert len(growth.spawned) == 1
@@ -365,9 +367,9 @@ async def test_growth_waits_at_the_barrier_that_a_person_set_as_a_swap_does(
     set_to_a_minute = configuration(parse_table({"arbiter": {"barrier_s": 60}, **TABLE}))
     waited, ended_within = [], RequestsInFlight.ended_within
 
-    async def and_note(uses: RequestsInFlight, within: Span) -> bool:
+    async def and_note(requests: RequestsInFlight, within: Span) -> bool:
         waited.append(within)
-        return await ended_within(uses, within)
+        return await ended_within(requests, within)
 
     monkeypatch.setattr(RequestsInFlight, "ended_within", and_note)
     async with resident() as (residency, growth, _):

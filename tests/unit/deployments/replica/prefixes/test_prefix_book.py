@@ -4,8 +4,8 @@ import pytest
 
 from deployments.prefixes import DECLARED, Prefix
 from deployments.replica.prefixes.prefix_book import (
+    CONVERSATION_MOST_IDLE,
     FRESH,
-    KEPT,
     MOST_COUNT,
     SHORT_TERM,
     TRIES,
@@ -64,9 +64,9 @@ def test_sweep_keeps_a_conversations_prefix_for_an_hour_and_a_declared_one_for_e
     book = PrefixBook([prefix("a")])
     book.on_load(0)
     book.add(prefix("r"), 0)
-    book.sweep(KEPT - 1)
+    book.sweep(CONVERSATION_MOST_IDLE - 1)
     assert {key for key, _ in warmed(book)} == {"a", "r"}
-    book.sweep(KEPT + UNTOUCHED)
+    book.sweep(CONVERSATION_MOST_IDLE + UNTOUCHED)
     assert {key for key, _ in warmed(book)} == {"a"}
     assert not book.knows("r")
 

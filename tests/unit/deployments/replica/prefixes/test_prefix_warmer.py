@@ -169,13 +169,13 @@ async def test_prewarmed_model_counts_as_idle_since_its_last_request(clock: Hand
     async with warming() as (residency, arbiter, engine):
         await use(residency)
         held = residency.models["a"]
-        ended_ns, served = held.uses.last_end_ns, held.uses.served_count
+        ended_ns, served = held.requests.last_end_ns, held.requests.served_count
         engine.warms.clear()
         await settle(lambda: engine.prewarms)
         assert held.heartbeat_entry().inflight == 0 and held.heartbeat_entry().idle >= 0
         engine.warms.set()
         await settle(lambda: told(arbiter))
-        assert (held.uses.last_end_ns, held.uses.served_count) == (ended_ns, served)
+        assert (held.requests.last_end_ns, held.requests.served_count) == (ended_ns, served)
 
 
 @pytest.mark.spec("G6")
