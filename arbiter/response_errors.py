@@ -42,15 +42,15 @@ class ResponseError(RequestError):
         return _rebuilt, (self.kind, self.values())
 
 
-_BOTH: dict[type[RequestError], type[ResponseError]] = {RequestError: ResponseError}
+_CLASSES: dict[type[RequestError], type[ResponseError]] = {RequestError: ResponseError}
 
 
 def class_of(kind: type[RequestError]) -> type[ResponseError]:
     """The class whose errors are both told and of this kind."""
-    if kind not in _BOTH:
+    if kind not in _CLASSES:
         about = {"__module__": kind.__module__, "kind": kind}
-        _BOTH.setdefault(kind, type(kind.__name__, (ResponseError, kind), about))
-    return _BOTH[kind]
+        _CLASSES.setdefault(kind, type(kind.__name__, (ResponseError, kind), about))
+    return _CLASSES[kind]
 
 
 def _rebuilt(kind: type[RequestError], values: tuple[Any, ...]) -> ResponseError:

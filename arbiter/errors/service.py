@@ -8,12 +8,12 @@ from arbiter.units import Epoch, Generation
 class SettingsConflict(RequestError):
     status_code, code = 409, "settings_conflict"
 
-    given: Generation
+    expected: Generation
     current: Generation
 
     def __str__(self) -> str:
         return (
-            f"the settings are of generation {self.current} by now, not {self.given};"
+            f"the settings are of generation {self.current} by now, not {self.expected};"
             " read them again and repeat the change"
         )
 

@@ -145,7 +145,7 @@ class AsyncCalls:
     ) -> tuple[Picture, ...]:
         """Draws pictures of what `prompt` says. With `picture` it changes that picture instead,
         and with `mask` only where the mask is transparent."""
-        path, files = await _drawn_from(picture, mask)
+        path, files = await _path_and_files(picture, mask)
         return await self._read(path, model, fields, {"prompt": prompt}, answers.pictures, files)
 
     async def stream_images(
@@ -160,7 +160,7 @@ class AsyncCalls:
     ) -> AsyncGenerator[Picture]:
         """Yields the pictures of `images`, each after `previews` unfinished versions of it, whose
         `is_final` is False."""
-        path, files = await _drawn_from(picture, mask)
+        path, files = await _path_and_files(picture, mask)
         body = {"prompt": prompt, "stream": True, "partial_images": previews}
         async for event in self._events(path, model, fields, body, files):
             yield answers.drawn(event)
@@ -174,7 +174,7 @@ class AsyncCalls:
         **fields: Unpack[ChatFields],
     ) -> answers.Answer:
         """Returns a vision model's answer to a question about one picture, or several."""
-        return await self.chat(await _shown(pictures, question), model=model, **fields)
+        return await self.chat(await _picture_messages(pictures, question), model=model, **fields)
 
     async def stream_describe(
         self,
@@ -185,7 +185,7 @@ class AsyncCalls:
         **fields: Unpack[ChatFields],
     ) -> AsyncGenerator[answers.Delta]:
         """Yields the answer of `describe` while it is written."""
-        shown = await _shown(pictures, question)
+        shown = await _picture_messages(pictures, question)
         async for delta in self.stream_chat(shown, model=model, **fields):
             yield delta
 
@@ -203,14 +203,14 @@ class AsyncCalls:
         each word as well."""
         stretches = ["segment", "word"] if with_words else ["segment"]
         body = {"response_format": "verbose_json", "timestamp_granularities[]": stretches}
-        files = await _heard(sound)
+        files = await _sound_file(sound)
         return await self._read(TRANSCRIBE, model, fields, body, answers.transcript, files)
 
     async def stream_transcribe(
         self, sound: AudioLike, *, model: str | None = None, **fields: Unpack[TranscriptionFields]
     ) -> AsyncGenerator[answers.Delta]:
         """Yields the answer of `transcribe` segment by segment."""
-        files = await _heard(sound)
+        files = await _sound_file(sound)
         async for event in self._events(TRANSCRIBE, model, fields, {"stream": True}, files):
             if "delta" in event:
                 yield answers.Delta(event["delta"])
@@ -237,7 +237,7 @@ class AsyncCalls:
         self, sound: AudioLike, *, model: str | None = None, **fields: Unpack[VadFields]
     ) -> answers.Speech:
         """Finds the stretches of a recording that have speech in them, in seconds."""
-        files = await _heard(sound)
+        files = await _sound_file(sound)
         return await self._read(VAD, model, fields, {}, answers.speech, files)
 
     # -- any path --------------------------------------------------------------------------------
@@ -335,22 +335,26 @@ def _check(path: str, fields: Mapping[str, Any], files: Files) -> None:
     check_body(SCHEMAS.get(path, OF_THE_TABLE).body, last | sizes)
 
 
-async def _heard(sound: AudioLike) -> Files:
+async def _sound_file(sound: AudioLike) -> Files:
     audio = await asyncio.to_thread(audio_of, sound)
     return {"file": ("sound", audio.data, audio.content_type)}
 
 
-async def _shown(pictures: PictureLike | Sequence[PictureLike], question: str) -> list[Json]:
+async def _picture_messages(
+    pictures: PictureLike | Sequence[PictureLike], question: str
+) -> list[Json]:
     several = [pictures] if isinstance(pictures, PictureLike) else pictures
     loaded = [await asyncio.to_thread(picture_of, one) for one in several]
     return messages.written([{"role": "user", "content": [question, *loaded]}])
 
 
-async def _drawn_from(picture: PictureLike | None, mask: PictureLike | None) -> tuple[str, Files]:
+async def _path_and_files(
+    picture: PictureLike | None, mask: PictureLike | None
+) -> tuple[str, Files]:
     """The path, and the files of an edit."""
     files: Files = {}
-    for name, given in (("image", picture), ("mask", mask)):
-        if given is not None:
-            seen = await asyncio.to_thread(picture_of, given)
-            files[name] = (name, seen.data, seen.content_type)
+    for name, source in (("image", picture), ("mask", mask)):
+        if source is not None:
+            loaded = await asyncio.to_thread(picture_of, source)
+            files[name] = (name, loaded.data, loaded.content_type)
     return (EDIT if files else DRAW), files

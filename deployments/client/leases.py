@@ -12,8 +12,8 @@ from arbiter.response_errors import may_pass
 from deployments.client.typed_errors import error_of_response
 from deployments.front.by_handle import HandleRequest
 
-Said = tuple[int, dict[str, str], bytes]  # status, headers, body
-Send = Callable[[str, str, bytes, float], Said]  # of a method, a path, a body and seconds
+Reply = tuple[int, dict[str, str], bytes]  # status, headers, body
+Send = Callable[[str, str, bytes, float], Reply]  # of a method, a path, a body and seconds
 
 
 class FrontLeases:
@@ -54,7 +54,7 @@ class FrontLeases:
 def over_http(url: str, key: str) -> FrontLeases:
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
 
-    def send(method: str, path: str, body: bytes, within_s: float) -> Said:
+    def send(method: str, path: str, body: bytes, within_s: float) -> Reply:
         try:
             answer = httpx.request(
                 method, url + path, content=body, headers=headers, timeout=within_s
@@ -92,7 +92,7 @@ def by_handle(handle: Any, key: str) -> FrontLeases:
         ("authorization", f"Bearer {key}"),
     )
 
-    def send(method: str, path: str, body: bytes, within_s: float) -> Said:
+    def send(method: str, path: str, body: bytes, within_s: float) -> Reply:
         try:
             head, *rest = _read(start(HandleRequest(method, path, headers, body)), within_s)
         except (RayError, RayServeException) as error:

@@ -60,12 +60,12 @@ class CapabilityConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _spoken_without_models(cls, given: object) -> object:
+    def _spoken_without_models(cls, section: object) -> object:
         """espeak-ng, by the engine that knows its name."""
-        if isinstance(given, dict) and not given.get("models"):
-            if (given.get("role"), given.get("engine")) == ("tts", "vits"):
-                return given | {"models": _WITHOUT_MODELS}
-        return given
+        if isinstance(section, dict) and not section.get("models"):
+            if (section.get("role"), section.get("engine")) == ("tts", "vits"):
+                return section | {"models": _WITHOUT_MODELS}
+        return section
 
     @field_validator("paths")
     @classmethod

@@ -28,7 +28,7 @@ class PlainProxies:
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._has_own = environment.get(_NAME) == VARIABLES[_NAME]
         self._seen: frozenset[str] = frozenset()  # actors of Ray, by id
-        self._has_told, self._said = False, ""
+        self._has_told, self._last_failure = False, ""
 
     async def wrap(self) -> None:
         """Sees to proxies that are new since it was last called. What fails is logged, and tried
@@ -39,9 +39,9 @@ class PlainProxies:
             async with asyncio.timeout(WRAPPED_S):
                 await self._wrap_new()
         except (RayError, TimeoutError, RuntimeError) as error:
-            if (message := str(error)) != self._said:
+            if (message := str(error)) != self._last_failure:
                 logger.warning("Serve's proxy answers its own errors in its own way: %s", message)
-                self._said = message
+                self._last_failure = message
 
     async def _wrap_new(self) -> None:
         proxies = {p._actor_id.hex(): p for p in await asyncio.to_thread(ray_internals.proxies)}

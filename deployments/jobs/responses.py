@@ -28,7 +28,7 @@ OURS = ("background", "previous_response_id", "conversation", "store")
 STATUS = {JobState.EXPIRED: "failed", JobState.CANCELLING: "in_progress"}  # else the job's own word
 
 Json = dict[str, Any]
-Keep = Callable[[Json], Awaitable[bool]]
+KeepResponse = Callable[[Json], Awaitable[bool]]
 
 
 def new_id() -> str:
@@ -209,7 +209,9 @@ def _compact(data: Json) -> bytes:
     return json.dumps(data).encode() + b"\n\n"
 
 
-async def kept(parts: Parts, response_id: str, meta: Mapping[str, Any], keep: Keep) -> Parts:
+async def kept(
+    parts: Parts, response_id: str, meta: Mapping[str, Any], keep: KeepResponse
+) -> Parts:
     """The parts of a call with our marks in its response object, which `keep` is given before the
     client has the last of it; where `keep` says no, the object says `store: false`. Raises what
     the parts raise."""
@@ -232,7 +234,7 @@ async def kept(parts: Parts, response_id: str, meta: Mapping[str, Any], keep: Ke
 
 
 class _AnnotatedEvents:
-    def __init__(self, response_id: str, meta: Mapping[str, Any], keep: Keep) -> None:
+    def __init__(self, response_id: str, meta: Mapping[str, Any], keep: KeepResponse) -> None:
         self._events, self._id, self._meta, self._keep = Events(), response_id, meta, keep
 
     async def feed(self, piece: bytes) -> bytes:

@@ -31,13 +31,13 @@ class PlacementMemo:
     """
 
     def __init__(self, stats: QueueStats) -> None:
-        self._found: list[tuple[Bytes, Priority, str]] = []
-        self._judged_count = 0  # of `_found`, when the rest was last judged
+        self._unplaceable: list[tuple[Bytes, Priority, str]] = []
+        self._judged_count = 0  # of `_unplaceable`, when the rest was last judged
         self._unwalked = dict(stats.urgencies)
 
     def note(self, need: Bytes, priority: Priority, quota_group: str) -> None:
         """Notes a ticket that found no room for want of bytes."""
-        self._found.append((need, priority, quota_group))
+        self._unplaceable.append((need, priority, quota_group))
 
     def walk_past(self, queued: QueueEntry) -> None:
         """Counts a ticket as no longer part of the rest, before it is tried."""
@@ -45,7 +45,7 @@ class PlacementMemo:
 
     def covers(self, need: Bytes, priority: Priority, quota_group: str) -> bool:
         """Says whether a ticket tried before proves that this one is unplaceable."""
-        for least, most_urgent, whose in self._found:
+        for least, most_urgent, whose in self._unplaceable:
             if need >= least and priority >= most_urgent and quota_group == whose:
                 return True
         return False
@@ -60,13 +60,13 @@ class PlacementMemo:
     def can_stop(self, state: CoreState, walked: QueueEntry) -> bool:
         """Says whether the rest behind `walked` is unplaceable as well. Judged anew only when
         another ticket was found to be; where tenants differ, each has bytes of its own."""
-        if walked.is_aged or len(self._found) == self._judged_count:
+        if walked.is_aged or len(self._unplaceable) == self._judged_count:
             return False
-        self._judged_count = len(self._found)
+        self._judged_count = len(self._unplaceable)
         stats = state.queue.stats(walked.node)
         if state.tenants and not stats.is_of_one_quota_group():
             return False
-        need, priority, _ = self._found[-1]
+        need, priority, _ = self._unplaceable[-1]
         if any(count > 0 and urgency < priority for urgency, count in self._unwalked.items()):
             return False
         return stats.needs_at_least(need, state.estimates.version)

@@ -74,18 +74,18 @@ class Pipeline:
             torch.cuda.empty_cache()
 
     def _limits(self) -> Limits:
-        given, takes = self._arguments, _takes(self.pipe)
+        arguments, takes = self._arguments, _takes(self.pipe)
         width, height = _native_size(self.pipe)
-        steps = int(given.get("steps", min(STEPS, given.get("max_steps", STEPS))))
+        steps = int(arguments.get("steps", min(STEPS, arguments.get("max_steps", STEPS))))
         return Limits(
             width,
             height,
             # Twice, because transformers (SD3, Flux) see latents in patches of two.
             2 * self.pipe.vae_scale_factor,
-            int(given.get("max_pixels", width * height)),
+            int(arguments.get("max_pixels", width * height)),
             steps,
-            max(steps, int(given.get("max_steps", MAX_STEPS))),
-            given.get("guidance"),
+            max(steps, int(arguments.get("max_steps", MAX_STEPS))),
+            arguments.get("guidance"),
             takes_guidance="guidance_scale" in takes,
             # Flux takes one only with a second guidance of its own, at twice the time.
             takes_negative="negative_prompt" in takes and "true_cfg_scale" not in takes,

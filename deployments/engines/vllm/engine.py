@@ -66,7 +66,7 @@ from deployments.routing.pieces import KeptKv
 if TYPE_CHECKING:
     from deployments.engines.vllm.routes.whisper import WhisperHearing
 
-HEARD = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+HEARING_ROUTES = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 # What a replica may call. vLLM also registers routes that pause, scale or reload an engine, or run
 # any of its calls by name; those stay out of reach.
 ROUTES = (
@@ -75,7 +75,7 @@ ROUTES = (
         "/v1/messages/count_tokens /v1/models "
         "/tokenize /detokenize /pooling /metrics /adapters /admission /pictures /slab".split()
     )
-    | HEARD
+    | HEARING_ROUTES
     | frozenset(pooling.HANDLERS)
 )
 WHISPER = "whisper"
@@ -278,7 +278,7 @@ class VllmEngine:
         assert self.api is not None and self.llm is not None
         if scope["path"] == kv_offload.FACTS:
             return await self._slab(scope, send)
-        if scope["path"] in HEARD:
+        if scope["path"] in HEARING_ROUTES:
             return await self._transcribe(scope, receive, send)
         if self.is_pooling and scope["path"] in pooling.HANDLERS:
             return await pooling.serve(self.api, scope, receive, send)

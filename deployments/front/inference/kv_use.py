@@ -23,7 +23,7 @@ TERMS: tuple[KvTerm, ...] = get_args(KvTerm)  # the shortest first
 # OpenAI's words: `in_memory` lasts for five to ten minutes without use there, `24h` for a day.
 RETENTIONS: dict[str, KvTerm] = {"in_memory": "short", "in-memory": "short", "24h": "extended"}
 _DIGEST_BYTES = 16
-_KEEPS = "vllm"  # the engine whose KV lies in slabs
+_KV_ENGINE = "vllm"  # the engine whose KV lies in slabs
 
 
 def key_of(checked: Body, run: StableRun | None) -> str:
@@ -60,7 +60,7 @@ class KeyTerms:
     conversation; KEYS of them, the least recently used forgotten."""
 
     def __init__(self) -> None:
-        self._asked: OrderedDict[tuple[str, str, str], KvTerm] = OrderedDict()
+        self._terms: OrderedDict[tuple[str, str, str], KvTerm] = OrderedDict()
 
     def resolve(
         self, tenant: str, served: str, key: str, requested: KvTerm | None
@@ -68,15 +68,15 @@ class KeyTerms:
         """Returns the term that a request asks for, and remembers it for the key; else what the key
         asked for last. `served`: the model or adapter. `key`: empty where the request has none."""
         owner = tenant, served, key
-        term = requested or self._asked.get(owner)
+        term = requested or self._terms.get(owner)
         if key and term:
-            self._asked[owner] = term
-            self._asked.move_to_end(owner)
-            if len(self._asked) > KEYS:
-                self._asked.popitem(last=False)
+            self._terms[owner] = term
+            self._terms.move_to_end(owner)
+            if len(self._terms) > KEYS:
+                self._terms.popitem(last=False)
         return term
 
 
 def keeps_kv(capability: CapabilityConfig, model: ModelConfig) -> bool:
     """Whether the KV of a model outlives its engine, so that a term means anything to it."""
-    return model.keep_kv and capability.engine == _KEEPS
+    return model.keep_kv and capability.engine == _KV_ENGINE

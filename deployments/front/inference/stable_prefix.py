@@ -54,16 +54,16 @@ def stable_run(body: dict[str, Any]) -> StableRun | None:
     prefix: dict[str, Any] = {"tools": [_plain(tool) for tool in tools]} if with_tools else {}
     whole = parts = 0
     for name in LISTS[1:]:
-        given = body.get(name)
-        if name == "system" and isinstance(given, str) and given:
+        items = body.get(name)
+        if name == "system" and isinstance(items, str) and items:
             break  # Anthropic's short form has no place for a mark
-        if not isinstance(given, list) or not given:
+        if not isinstance(items, list) or not items:
             continue
-        whole, prefix[name] = _leading(given)
-        parts, opened = _leading_parts(given[whole]) if whole < len(given) else (0, {})
+        whole, prefix[name] = _leading(items)
+        parts, opened = _leading_parts(items[whole]) if whole < len(items) else (0, {})
         if parts:
             prefix[name].append(opened)
-        if whole < len(given):
+        if whole < len(items):
             break
     fields = {name: value for name, value in prefix.items() if value}
     if not fields:
@@ -121,7 +121,7 @@ def _declared(
 
 def _all_marked(fields: dict[str, Any]) -> dict[str, Any]:
     lists = {name: fields.get(name) or [] for name in ("tools", "messages")}
-    return {name: [{**item, STABLE: True} for item in given] for name, given in lists.items()}
+    return {name: [{**item, STABLE: True} for item in items] for name, items in lists.items()}
 
 
 def strip(body: dict[str, Any]) -> bool:

@@ -19,8 +19,8 @@ from deployments.front.routes.openai import call_for, respond
 from deployments.jobs import responses
 
 router = APIRouter()
-ONE = responses.PATH + "/{response_id}"
-_KEPT = refusals(400, 401, 403, 404, 503)
+ONE_RESPONSE = responses.PATH + "/{response_id}"
+_REFUSALS = refusals(400, 401, 403, 404, 503)
 _DESCRIBED: dict[str, Any] = described(SCHEMAS[responses.PATH])
 
 
@@ -49,7 +49,7 @@ async def create(request: Request, caller: Inferrer, front: State) -> Response:
         return JSONResponse(await stored.shown(job))
 
 
-@router.get(ONE, responses=_KEPT | refusals(429))
+@router.get(ONE_RESPONSE, responses=_REFUSALS | refusals(429))
 async def retrieve(
     response_id: str,
     request: Request,
@@ -76,21 +76,21 @@ async def retrieve(
         return event_stream(stored.stream(job, starting_after), stack.pop_all(), check)
 
 
-@router.delete(ONE, responses=_KEPT | refusals(409))
+@router.delete(ONE_RESPONSE, responses=_REFUSALS | refusals(409))
 async def delete(response_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
     """Forgets it. Raises NotFound; Conflict where it is unfinished."""
     await StoredResponses(front.jobs, caller.tenant).delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post(ONE + "/cancel", responses=_KEPT | refusals(429))
+@router.post(ONE_RESPONSE + "/cancel", responses=_REFUSALS | refusals(429))
 async def cancel(response_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
     """Ends the work of a background response. Raises NotFound; QueueFull."""
     with front.service.admitted():  # it is shown with what was asked
         return await StoredResponses(front.jobs, caller.tenant).cancel(response_id)
 
 
-@router.get(ONE + "/input_items", responses=_KEPT | refusals(429))
+@router.get(ONE_RESPONSE + "/input_items", responses=_REFUSALS | refusals(429))
 async def input_items(
     response_id: str,
     caller: Inferrer,

@@ -79,8 +79,8 @@ class Forecasts:
     ) -> None:
         self._state, self._plan, self._clock = state, plan, clock
         self._table: Table | None = None
-        self._asked_s: dict[str, float] = {}  # model to its last use
-        self._found: dict[str, Forecast] = {}
+        self._last_use_s: dict[str, float] = {}  # by model
+        self._forecasts: dict[str, Forecast] = {}
         self._files: dict[str, asyncio.Future[_Files]] = {}  # of the table's models, read once
         self._read_s = float("-inf")
         self._reading: asyncio.Task[None] | None = None
@@ -89,17 +89,17 @@ class Forecasts:
         """Forecasts of these models of the table, at most STALE_S old; UNSEEN for a model of which
         nothing came within WAIT_S."""
         if table is not self._table:
-            self._table, self._found, self._files, self._reading = table, {}, {}, None
+            self._table, self._forecasts, self._files, self._reading = table, {}, {}, None
         now_s = self._clock()
         names = tuple(models)
-        self._asked_s |= dict.fromkeys(names, now_s)
+        self._last_use_s |= dict.fromkeys(names, now_s)
         age_s = now_s - self._read_s
-        is_known = all(model in self._found for model in names)
+        is_known = all(model in self._forecasts for model in names)
         if age_s > FRESH_S or not is_known:
             reading = self._begin(table)
             if age_s > STALE_S or not is_known:
                 await asyncio.wait({reading}, timeout=WAIT_S)
-        return {model: self._found.get(model, UNSEEN) for model in names}
+        return {model: self._forecasts.get(model, UNSEEN) for model in names}
 
     def _begin(self, table: Table) -> "asyncio.Task[None]":
         if self._reading is None or self._reading.done():
@@ -108,8 +108,8 @@ class Forecasts:
 
     async def _read(self, table: Table) -> None:
         now_s = self._clock()
-        self._asked_s = {m: s for m, s in self._asked_s.items() if now_s - s < FORGOTTEN_S}
-        homes = {model: table.homes[model] for model in self._asked_s if model in table.homes}
+        self._last_use_s = {m: s for m, s in self._last_use_s.items() if now_s - s < FORGOTTEN_S}
+        homes = {model: table.homes[model] for model in self._last_use_s if model in table.homes}
         reads = self._files  # those of this table, also where a new one comes meanwhile
         forecasts = dict.fromkeys(homes, UNSEEN)
         try:
@@ -126,7 +126,7 @@ class Forecasts:
         except ArbiterUnavailable:
             pass  # the ladder's own order counts for what is not predicted
         if table is self._table:
-            self._found, self._read_s = forecasts, self._clock()
+            self._forecasts, self._read_s = forecasts, self._clock()
 
     async def _of(
         self, home: str, files: "_Files", presence: Presence, times: ModelTimes

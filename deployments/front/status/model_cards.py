@@ -20,7 +20,7 @@ from deployments.front.status import arbiter_gateway
 from deployments.front.status.arbiter_gateway import AWAY, Presence, soonest
 
 T = TypeVar("T")
-Look = Callable[[str, CapabilityConfig], T]  # into the files of a model
+ReadFiles = Callable[[str, CapabilityConfig], T]  # of a model by its name
 
 # Waited for the arbiter's state: its restart takes longer, and a list of models does without.
 STATE_S = 1.0
@@ -104,15 +104,17 @@ async def contexts(table: Table, models: Iterable[str]) -> dict[str, int | None]
     )
 
 
-async def from_files(table: Table, models: Iterable[str], look: Look[T]) -> dict[str, T | None]:
-    """What `look` finds in the files of each of these models of the table, THREADS_MOST models at a
-    time; None where it has not come within FILES_S of all of them. Raises what `look` raises."""
+async def from_files(
+    table: Table, models: Iterable[str], read_files: ReadFiles[T]
+) -> dict[str, T | None]:
+    """What `read_files` returns for each of these models of the table, THREADS_MOST models at a
+    time; None where it took longer than FILES_S for all of them. Raises what it raises."""
     turns = asyncio.Semaphore(THREADS_MOST)
 
     async def read(model: str) -> T:
         capability = table.capabilities[table.homes[model]]
         async with turns:
-            return await in_thread(capability.models[model].source, look, model, capability)
+            return await in_thread(capability.models[model].source, read_files, model, capability)
 
     reads = {model: asyncio.ensure_future(read(model)) for model in models}
     try:

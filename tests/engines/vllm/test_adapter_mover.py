@@ -96,11 +96,11 @@ def test_request_that_waits_has_its_image_made_meanwhile_and_still_counts_as_col
         assert core.staged == ["a"]
         mover.ahead(lora("a"))
         await use(mover, "a")
-        assert (mover.found, mover.staged) == ({COLD: 1}, 1)
+        assert (mover.requests_by_tier, mover.staged) == ({COLD: 1}, 1)
         await use(mover, "b")
         await use(mover, "c")
         await use(mover, "a")
-        assert mover.found == {COLD: 3, WARM: 1}
+        assert mover.requests_by_tier == {COLD: 3, WARM: 1}
         assert core.staged == ["a"], "it has its image"
 
     of_mover(test)
@@ -113,7 +113,7 @@ def test_request_that_enters_while_its_image_is_made_counts_as_cold() -> None:
             await asyncio.sleep(0)
         assert core.staged == []
         await use(mover, "a")
-        assert (core.staged, mover.found) == (["a"], {COLD: 1})
+        assert (core.staged, mover.requests_by_tier) == (["a"], {COLD: 1})
 
     of_mover(test)
 

@@ -37,15 +37,15 @@ class AdapterMover:
         self._uses = RecentUses()
         self._counted: dict[str, int] = {}
         self._counted_s = -inf
-        self._asked: dict[str, LoRARequest] = {}  # by digest
+        self._adapters: dict[str, LoRARequest] = {}  # of requests so far, by digest
         self.owners: dict[str, str] = {}  # of adapters of one tenant, by digest
         self._hot: frozenset[str] = frozenset()  # as the core last said
         self._warm: set[str] = set()
         self._wanted: dict[str, LoRARequest] = {}  # of requests that wait, without an image
         self._stager: asyncio.Task[None] | None = None
         self._read_ahead: set[str] = set()  # since a request has waited for them
-        self.found: Counter[str] = Counter()  # requests by the tier of their adapter
-        self._reported: Counter[str] = Counter()  # of `found`
+        self.requests_by_tier: Counter[str] = Counter()  # by the tier of their adapter
+        self._reported: Counter[str] = Counter()  # of `requests_by_tier`
         self._report: asyncio.Task[None] | None = None
         self._moving = asyncio.Lock()
         self._sleeps = 0  # so far: a turn that began before one ends with it
@@ -77,7 +77,7 @@ class AdapterMover:
         what vLLM raises for a bad adapter."""
         name = lora.lora_name
         self._wanted.pop(name, None)
-        self._asked[name] = lora
+        self._adapters[name] = lora
         tier = await self._bring(lora)
         if name in self._read_ahead:
             self._read_ahead.discard(name)
@@ -115,11 +115,11 @@ class AdapterMover:
 
     def _kept(self) -> list[int]:
         names = kept(self._fixed(), self._counts())
-        return [self._asked[name].lora_int_id for name in names if name in self._asked]
+        return [self._adapters[name].lora_int_id for name in names if name in self._adapters]
 
     def used(self, lora: LoRARequest, tier: str) -> None:
         """Counts a request."""
-        self.found[tier] += 1
+        self.requests_by_tier[tier] += 1
         self._uses.note(lora.lora_name, self._clock())
         if self._report is None or self._report.done():
             self._report = asyncio.ensure_future(self._report_soon())
@@ -130,8 +130,8 @@ class AdapterMover:
         await self.report()
 
     async def report(self) -> None:
-        counts = [self.found[tier] - self._reported[tier] for tier in (HOT, WARM, COLD)]
-        self._reported = self.found.copy()
+        counts = [self.requests_by_tier[tier] - self._reported[tier] for tier in (HOT, WARM, COLD)]
+        self._reported = self.requests_by_tier.copy()
         await self._call("count_adapters", *counts)
 
     # -- in turns --------------------------------------------------------------------------------
@@ -150,19 +150,19 @@ class AdapterMover:
         for move, names in ((self._bring, tier_moves.promote), (self._stage, tier_moves.stage)):
             for name in names:
                 has_room = move != self._bring or len(self._fixed() | {name}) <= self._gate.slots
-                if name not in self._asked or not has_room:
+                if name not in self._adapters or not has_room:
                     continue  # requests that entered meanwhile have the slots
                 async with self._moving:
                     if self._sleeps != sleeps:
                         return
-                    await self._attempt(move, self._asked[name])
+                    await self._attempt(move, self._adapters[name])
                 self._read_ahead.discard(name)  # it was for no request
         await self.look()
 
     async def look(self) -> None:
         """Asks the core what is where."""
         tiers = await self._call("adapter_tiers")
-        names = {lora.lora_int_id: name for name, lora in self._asked.items()}
+        names = {lora.lora_int_id: name for name, lora in self._adapters.items()}
         self._hot = frozenset(names[number] for number in tiers["hot"] if number in names)
         self._warm = set(tiers["warm"])
         for name in tiers["forgotten"]:
@@ -210,7 +210,7 @@ class AdapterMover:
         """Lets the core take its slot for another. Until then the core is to keep it: vLLM would
         read the files of an adapter that runs without a slot in the midst of a step, and they are
         gone with their tenant, which ends the engine for all."""
-        self._asked.pop(digest, None)
+        self._adapters.pop(digest, None)
 
     # -- what is shown ---------------------------------------------------------------------------
 
@@ -219,12 +219,12 @@ class AdapterMover:
         `names`: by digest; `catalogue`: all that could be asked for."""
         warm = self._warm - self._hot
         cold = max(0, len(set(catalogue)) - len(self._hot | warm))
-        total = self.found.total()
-        hits = (self.found[HOT] + self.found[WARM]) / total if total else None
+        total = self.requests_by_tier.total()
+        hits = (self.requests_by_tier[HOT] + self.requests_by_tier[WARM]) / total if total else None
         most = list(self._uses.counts(self._clock()).items())[: -MOST_SHOWN - 1 : -1]
         return {
             "adapters": {HOT: len(self._hot), WARM: len(warm), COLD: cold},
-            "requests": {tier: self.found[tier] for tier in (HOT, WARM, COLD)},
+            "requests": {tier: self.requests_by_tier[tier] for tier in (HOT, WARM, COLD)},
             "staged_ahead": self.staged,
             "hit_rate": hits,
             "top": [{"adapter": names.get(d, d), "tier": self.tier(d), "uses": n} for d, n in most],

@@ -91,7 +91,7 @@ class ForkedCore(EngineCoreProc):
         images: adapter_images.LentSlab | None,
         kept: KeptSince,
     ) -> None:
-        self.given = addresses
+        self.told_addresses = addresses
         if picture_slab.has_slab(vllm_config):
             picture_connector.spare_measuring()
         super().__init__(
@@ -238,7 +238,7 @@ class ForkedCore(EngineCoreProc):
 
     @contextmanager
     def _perform_handshakes(self, *args: Any, **kwargs: Any) -> Iterator[EngineZmqAddresses]:
-        yield self.given
+        yield self.told_addresses
 
 
 @dataclass(frozen=True, slots=True)
