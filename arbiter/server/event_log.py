@@ -3,6 +3,7 @@ subscribers that wait for the next (K1). Optionally also a file of JSON lines.
 """
 
 import asyncio
+import contextlib
 import heapq
 import json
 import logging
@@ -21,7 +22,7 @@ logger = logging.getLogger("arbiter")
 
 # Newest lines kept: an hour at one a second, about 2 MB. Those of single requests are kept apart,
 # so that no flood of them pushes out why a model left.
-KEPT = 4_096
+LINES_MOST = 4_096
 REQUESTS = frozenset(
     {
         *(EventKind.CAPABILITY_RUN, EventKind.REMOTE_EGRESS, EventKind.REMOTE_ANSWER),
@@ -32,13 +33,13 @@ FILE_MOST_BYTES = 64 << 20  # then the file starts over, its predecessor kept as
 
 
 class EventLog:
-    """The newest KEPT lines of one epoch, and apart from them the newest KEPT lines about single
-    requests. `path`: a file of JSON lines that gets every line as well; None: no file."""
+    """The newest LINES_MOST lines of one epoch, and apart from them as many about single requests.
+    `path`: a file of JSON lines that gets every line as well; None: no file."""
 
     def __init__(self, epoch: Epoch, path: Path | None = None) -> None:
         self._epoch = epoch
-        self._lines: deque[Plain] = deque(maxlen=KEPT)
-        self._requests: deque[Plain] = deque(maxlen=KEPT)
+        self._lines: deque[Plain] = deque(maxlen=LINES_MOST)
+        self._requests: deque[Plain] = deque(maxlen=LINES_MOST)
         self._path = path
         self._file: TextIO | None = None
         self._grown = asyncio.Event()
@@ -80,7 +81,14 @@ class EventLog:
             file.write(json.dumps(line) + "\n")
         except OSError as error:
             logger.error("event %s is not in the file: %s", line["seq"], error)
-            self._file = None  # with what it could not write
+            self.close()  # and the file is opened anew for the next line
+
+    def close(self) -> None:
+        """Closes the file, which the next line would open again."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what cannot be written is lost
+                file.close()
 
     def _opened(self, path: Path) -> TextIO:
         """Opened once, and again when it was moved away. Raises OSError."""

@@ -9,7 +9,7 @@ import pytest
 
 from arbiter.client.admin import call_arbiter, stop_arbiter
 from arbiter.protocol import messages
-from arbiter.server.event_log import KEPT
+from arbiter.server.event_log import LINES_MOST
 from arbiter.units import MIB
 from deployments.config import boot
 from deployments.config.schema import parse_table
@@ -57,8 +57,8 @@ async def test_ring_keeps_the_newest_lines_and_no_more() -> None:
             models = {f"m{i}": model(10, floor=floor) for i in range(3_000)}
             await call_arbiter("configure", with_capability(d, capability(**models)))
         lines, newest = await d.events(), (await d.state())["sequence"]
-        assert len(lines) == KEPT < 2 * 3_000
-        assert [line["seq"] for line in lines] == list(range(newest - KEPT + 1, newest + 1))
+        assert len(lines) == LINES_MOST < 2 * 3_000
+        assert [line["seq"] for line in lines] == list(range(newest - LINES_MOST + 1, newest + 1))
         assert [line["floor"] for line in lines if line["kind"] == "floor_set"][-3_000:] == [
             "cold"
         ] * 3_000

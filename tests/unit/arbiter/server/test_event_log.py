@@ -1,6 +1,8 @@
 """The event log and its file are bounded."""
 
+import contextlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,16 +10,16 @@ import pytest
 from arbiter.core.decisions import LogEvent
 from arbiter.protocol.messages import Plain
 from arbiter.server import event_log
-from arbiter.server.event_log import KEPT, EventLog
+from arbiter.server.event_log import LINES_MOST, EventLog
 from arbiter.units import Epoch
 
 
 @pytest.mark.spec("K1")
 def test_a_long_event_file_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "FILE_MOST_BYTES", 10)
-    log = EventLog(Epoch(1), tmp_path / "e")
-    log.tell(LogEvent("first", {}))
-    log.tell(LogEvent("second", {}))
+    with contextlib.closing(EventLog(Epoch(1), tmp_path / "e")) as log:
+        log.tell(LogEvent("first", {}))
+        log.tell(LogEvent("second", {}))
     assert "first" in (tmp_path / "e.1").read_text()
     assert "second" in (tmp_path / "e").read_text()
 
@@ -30,16 +32,27 @@ async def test_an_event_file_that_cannot_be_written_stops_nothing(tmp_path: Path
 
 
 @pytest.mark.spec("K1")
+async def test_full_disk_costs_the_line_in_the_file_and_leaves_no_file_open() -> None:
+    full = Path("/dev/full")
+    log = EventLog(Epoch(1), full)
+    log.tell(LogEvent("first", {}))
+    log.tell(LogEvent("second", {}))
+    assert [line["kind"] for line in await log.after(0, 0)] == ["first", "second"]
+    with os.scandir("/proc/self/fd") as open_files:
+        assert not [file for file in open_files if full.samefile(file.path)]
+
+
+@pytest.mark.spec("K1")
 async def test_a_flood_of_runs_pushes_no_other_event_out(tmp_path: Path) -> None:
-    log = EventLog(Epoch(1), tmp_path / "e")
-    log.tell(LogEvent("model_load", {}))
-    for _ in range(KEPT + 1):
-        log.tell(LogEvent("capability_run", {}))
-    log.tell(LogEvent("model_unload", {}))
+    with contextlib.closing(EventLog(Epoch(1), tmp_path / "e")) as log:
+        log.tell(LogEvent("model_load", {}))
+        for _ in range(LINES_MOST + 1):
+            log.tell(LogEvent("capability_run", {}))
+        log.tell(LogEvent("model_unload", {}))
     kinds = [line["kind"] for line in await log.after(0, 0)]
-    assert (kinds[0], kinds[-1], len(kinds)) == ("model_load", "model_unload", KEPT + 2)
+    assert (kinds[0], kinds[-1], len(kinds)) == ("model_load", "model_unload", LINES_MOST + 2)
     numbers = [json.loads(line)["seq"] for line in (tmp_path / "e").read_text().splitlines()]
-    assert numbers == sorted(numbers) and len(numbers) == KEPT + 3
+    assert numbers == sorted(numbers) and len(numbers) == LINES_MOST + 3
 
 
 @pytest.mark.spec("K1", "N2")
