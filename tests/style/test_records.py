@@ -51,9 +51,26 @@ def _parts(target: ast.expr) -> list[ast.expr]:
     return _parts(target.value) if isinstance(target, ast.Subscript) else [target]
 
 
+# What changes a dictionary, a list, a set or a deque in place.
+IN_PLACE = {
+    *("add", "append", "appendleft", "clear", "difference_update", "discard", "extend"),
+    *("insert", "intersection_update", "move_to_end", "pop", "popitem", "popleft", "remove"),
+    *("reverse", "rotate", "setdefault", "sort", "subtract", "update"),
+}
+
+
+def _changed_in_place(node: ast.AST) -> list[ast.expr]:
+    """Of `a.b[c].pop(d)` the container, `a.b[c]`. A record has methods of such names, too; what
+    they are called on is no field of a record."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return []
+    return [node.func.value] if node.func.attr in IN_PLACE else []
+
+
 def writes(nodes: Iterable[ast.AST]) -> list[tuple[str, ast.Attribute]]:
-    """Every attribute that is assigned, counted up or deleted."""
-    parts = [p for node in nodes for t in _targets(node) for p in _parts(t)]
+    """Every attribute that is assigned, counted up, deleted or changed in place."""
+    targets = [t for node in nodes for t in (*_targets(node), *_changed_in_place(node))]
+    parts = [p for target in targets for p in _parts(target)]
     return [(p.attr, p) for p in parts if isinstance(p, ast.Attribute)]
 
 
@@ -82,6 +99,9 @@ PLANTED = (
     "state.ledger.books[device].free_bytes -= size",
     "ticket.revocation.unloading_since = None",
     "del book.tickets[ticket]",
+    "ticket.granted.update(sizes)",
+    "book.tickets.pop(ticket)",
+    "state.ledger.dirty.add(node)",
     "self._state.ledger.dirty = set()",
 )
 

@@ -119,7 +119,7 @@ def _load_next(state: CoreState, run: Compaction) -> None:
         run.end_load()
     is_awaited = run.asker is not None and run.asker in state.queue
     while run.freed and not (run.freeing or run.loading or is_awaited):
-        item = run.freed.pop(0)
+        item = run.next_to_load()
         is_here = any(_tickets_of(state, item))  # a request has brought it back
         may_load = state.closing_by is None and waste.may_load(state, item.name)
         if item.holder in state.holders and not is_here and may_load:
@@ -150,7 +150,7 @@ def _tickets_of(state: CoreState, item: CompactedTicket) -> list[Ticket]:
 def _free_next(state: CoreState, run: Compaction) -> None:
     """Frees the next model that may go, once no other is under way."""
     while run.waiting and not (run.freeing or run.freed or run.loading):
-        ticket = state.ledger.find(run.waiting.pop(0))
+        ticket = state.ledger.find(run.next_to_free())
         if ticket is None:
             continue
         if why := waste.compaction_obstacle(state, ticket):

@@ -43,6 +43,14 @@ class Compaction:
         """Adds tickets that are to be freed."""
         self.waiting += tickets
 
+    def next_to_free(self) -> TicketId:
+        """Takes the first of the tickets that are to be freed."""
+        return self.waiting.pop(0)
+
+    def next_to_load(self) -> CompactedTicket:
+        """Takes the first of the models that are to be loaded again."""
+        return self.freed.pop(0)
+
     def spare(self, model: str, ticket_id: TicketId | None, why: str) -> None:
         """Notes that a model is left as it is."""
         if ticket_id is not None:
@@ -107,6 +115,10 @@ class Compactions:
         for device in due:
             del self.loads_count[device]
         return due
+
+    def count_load(self, devices: Iterable[DeviceId]) -> None:
+        """Counts a load on each of its devices."""
+        self.loads_count.update(list(devices))
 
     def forget_device(self, device: DeviceId) -> None:
         """Forgets the loads of a device that has left."""

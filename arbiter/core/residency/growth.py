@@ -101,7 +101,9 @@ def grant_waiting(state: CoreState) -> None:
     """Grants growth in the order it was asked for, before the queue: growing tickets are in service
     already. What suffices for a ticket that waits is left to it."""
     ahead: Counter[DeviceId] = Counter()
-    for ticket in _growing(state):
+    tickets = _growing(state)
+    _watch_claims(state, tickets)
+    for ticket in tickets:
         is_gone = any(device not in state.ledger.books for device in ticket.home)
         may_be = not (is_gone or _is_over_quota(state, ticket)) and _may_be_lent(state, ticket)
         if ticket.state is not State.RESIDENT or is_gone:
@@ -115,6 +117,16 @@ def grant_waiting(state: CoreState) -> None:
             lacking = {d: max(0, part) for d, part in _lacking(ticket).items()}
             if all(part + ahead[d] <= _coming(state, ticket, d) for d, part in lacking.items()):
                 ahead.update(lacking)
+
+
+def _watch_claims(state: CoreState, tickets: list[Ticket]) -> None:
+    """Has growth looked at again once claims to engines on the tickets' devices are over."""
+    if not state.is_settled or state.closing_by is not None:
+        return
+    for name in dict.fromkeys(ticket.node for ticket in tickets):
+        node = state.nodes.get(name)
+        if node is not None:
+            watch_claims(state, node)
 
 
 def promised(state: CoreState, node: NodeId) -> defaultdict[DeviceId, Counter[str]]:
@@ -156,7 +168,6 @@ def _may_be_lent(state: CoreState, ticket: Ticket) -> bool:
     node = state.nodes.get(ticket.node)
     if node is None or not state.is_settled or state.closing_by is not None:
         return False
-    watch_claims(state, node)
     open_to = {book.device for book in readable_devices(state, node)}
     return all(d in open_to and not pressure.is_closed_to(state, ticket, d) for d in ticket.home)
 

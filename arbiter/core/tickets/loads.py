@@ -26,7 +26,7 @@ def on_loaded(state: CoreState, ticket: Ticket, took: Span, *, verified: bool = 
     if ticket.wakes_count == 0:
         state.estimates.loaded(ticket.model_key, took, ticket.need.weights_bytes, state.now)
         if state.settings.compact_every_loads_count:
-            state.compactions.loads_count.update(list(ticket.home))
+            state.compactions.count_load(ticket.home)
     elif verified:
         state.estimates.woke(ticket.model_key, took)
     else:
