@@ -10,7 +10,7 @@ from arbiter.core.decisions import Decision, Grant
 from arbiter.core.settings import TenantLimits
 from arbiter.errors import GrowthRefused, NeverFits, TicketClosed
 from arbiter.units import HolderId, TicketId, seconds
-from tests.support.core_driver import CPU, PLAIN, CoreDriver, gib, granted, refusal, revoked
+from tests.support.core_driver import CPU, PLAIN, CoreDriver, gib, granted, refusal, revoked, s
 from tests.support.gpu_core_driver import GPU, OTHER, GpuCoreDriver
 
 pytestmark = pytest.mark.spec("A14")
@@ -324,6 +324,19 @@ def test_growth_waits_on_an_unread_device_or_an_unclaimed_engine() -> None:
     assert granted(d.read(2)) == []
     del d.engines["stranger"]
     assert granted(d.read(3)) == ["a"]
+
+
+def test_growth_is_looked_at_again_once_the_claim_to_an_unclaimed_engine_is_over() -> None:
+    d = CoreDriver(holders=(), read=False)
+    d.join(0, "h", d.held("a", types.Phase.RESIDENT, size=30))
+    grow(d, 1, "a", 15)
+    d.engines["stranger"] = {CPU: 10}
+    d.read(2)
+    assert granted(d.read(6)) == []
+    assert d.timers == [
+        s(7)
+    ]  # five seconds after it was first seen; growth itself may wait until 31
+    assert granted(d.fire_timer(7)) == ["a"]
 
 
 @pytest.mark.spec("C5")
