@@ -42,6 +42,16 @@ def held(readings: Readings, device: DeviceId) -> dict[str, int]:
     }
 
 
+# Calls about one GPU: what it is, and what is on it.
+OF_ONE = ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetName", "nvmlDeviceGetUUID"]
+OF_READING = [
+    "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetComputeRunningProcesses",
+    "nvmlDeviceGetMPSComputeRunningProcesses",
+    "nvmlDeviceGetGraphicsRunningProcesses",
+]
+
+
 @pytest.mark.spec("B1")
 def test_pynvml_finds_the_library_by_its_name(library: Path, tmp_path: Path) -> None:
     """As it finds NVIDIA's: on the loader's path."""
@@ -176,10 +186,13 @@ def test_without_sizes_per_process_the_devices_delta_is_taken_and_marked_inexact
 
 
 @pytest.mark.spec("A16")
-def test_a_device_that_cannot_list_what_draws_still_tells_who_computes(fake: FakeNvml) -> None:
+@pytest.mark.parametrize("call", OF_READING[2:])
+def test_a_device_that_cannot_list_what_shares_or_draws_still_tells_who_computes(
+    fake: FakeNvml, call: str
+) -> None:
     """GPUs without a display, in some modes."""
     fake.gpus[0].compute = {ME: 10 * GIB}
-    fake.fail("nvmlDeviceGetGraphicsRunningProcesses", nvml.NOT_SUPPORTED)
+    fake.fail(call, nvml.NOT_SUPPORTED)
     readings = NodeProbe(N, find_gpus()).read([tree(ME, 10)])
     assert of(readings, FIRST).exact
     assert held(readings, FIRST) == {"t": 10 * GIB}
@@ -210,13 +223,6 @@ def test_what_nvml_lists_of_an_engine_that_died_is_still_its_own(fake: FakeNvml)
 
 
 # -- failures -------------------------------------------------------------------------------------
-
-OF_ONE = ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetName", "nvmlDeviceGetUUID"]
-OF_READING = [
-    "nvmlDeviceGetMemoryInfo",
-    "nvmlDeviceGetComputeRunningProcesses",
-    "nvmlDeviceGetGraphicsRunningProcesses",
-]
 
 
 @pytest.mark.spec("B1")
