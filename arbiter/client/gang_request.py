@@ -25,9 +25,9 @@ class Gang:
     """Tickets of one holder that are asked for together, and whose grants are here."""
 
     tickets: tuple[TicketId, ...]
-    got: dict[TicketId, Epoch] = field(default_factory=dict)  # the epoch of each grant
+    grant_epochs: dict[TicketId, Epoch] = field(default_factory=dict)  # of the grants so far
     # Set once all grants are here, or one of them never will be.
-    whole: asyncio.Event = field(default_factory=asyncio.Event)
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 async def acquire(asker: TicketClient, requested: Requested, gang: Gang) -> messages.Granted:
@@ -37,7 +37,7 @@ async def acquire(asker: TicketClient, requested: Requested, gang: Gang) -> mess
     try:
         return await _acquire(asker, request, gang)
     except (RequestError, asyncio.CancelledError):
-        gang.whole.set()  # a grant that is here already waits for this one no longer
+        gang.decided.set()  # a grant that is here already waits for this one no longer
         raise
 
 
@@ -46,8 +46,8 @@ async def _acquire(asker: TicketClient, requested: Requested, gang: Gang) -> mes
     have arrived; the next arbiter knows nothing of those tickets, and would wait for them."""
     while True:
         granted = await asker.acquire(requested)
-        gang.got[requested.ticket] = granted.epoch
-        if all(gang.got.get(ticket) == granted.epoch for ticket in gang.tickets):
-            gang.whole.set()
-        if await asker.wait_unless_disconnected(gang.whole):
+        gang.grant_epochs[requested.ticket] = granted.epoch
+        if all(gang.grant_epochs.get(ticket) == granted.epoch for ticket in gang.tickets):
+            gang.decided.set()
+        if await asker.wait_unless_disconnected(gang.decided):
             return granted

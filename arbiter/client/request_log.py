@@ -22,7 +22,7 @@ class RequestLog:
 
     def __init__(self, most: int = RUNS_MOST) -> None:
         self._most = most
-        self._kept: deque[FinishedRequest] = deque()
+        self._finished: deque[FinishedRequest] = deque()
         self._dropped = 0
         self._requests: Counter[Client] = Counter()
         self._times: dict[str, Histogram] = {}  # by outcome
@@ -43,14 +43,14 @@ class RequestLog:
         self._requests[client if is_room else Client(client.tenant)] += 1
         kind = outcome if outcome in OUTCOMES else "refused"
         self._times.setdefault(kind, Histogram(SECONDS_BOUNDS)).note(in_seconds(took))
-        if len(self._kept) < self._most:
-            self._kept.append(FinishedRequest(ticket, model, took, outcome, request, ran))
+        if len(self._finished) < self._most:
+            self._finished.append(FinishedRequest(ticket, model, took, outcome, request, ran))
         else:
             self._dropped += 1
 
     def untold(self) -> tuple[tuple[FinishedRequest, ...], int]:
         """What the next heartbeat says: runs, and how many were dropped."""
-        return tuple(self._kept), self._dropped
+        return tuple(self._finished), self._dropped
 
     def usage(self) -> tuple[Usage, ...]:
         """How many requests of each client the next heartbeat tells of."""
@@ -63,7 +63,7 @@ class RequestLog:
     def forget_told(self, renewed: Renewed) -> None:
         """Drops what a heartbeat told that has arrived, so that the next one does not repeat it."""
         for _ in renewed.runs:
-            self._kept.popleft()
+            self._finished.popleft()
         self._dropped -= renewed.runs_dropped_count
         self._requests -= Counter({u.client: u.requests_count for u in renewed.usage})
         for times in renewed.request_times:

@@ -209,7 +209,8 @@ class CoreState:
 
     def _begin_work(self) -> None:
         """Begins with no work under way."""
-        self.wanted: dict[types.ModelName, None] = {}  # until a holder can load it
+        # Loads that no request asked for, until a holder can begin them
+        self.awaiting_holder: dict[types.ModelName, None] = {}
         self.asked_loads: dict[types.ModelName, AskedLoad] = {}  # until each has ended
         self.prefetched: dict[types.ModelName, Instant] = {}  # brought in unasked, not used yet
         self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
@@ -268,7 +269,7 @@ class CoreState:
             return
         again_at = after(self.now, seconds(retry_after_s))
         if since(load.first_asked_at, again_at) < RETRIED_FOR:
-            self.wanted[name] = None
+            self.awaiting_holder[name] = None
             self.timers.set(("floors", ""), again_at)
 
     def answer_error(self, ticket_id: TicketId, error: RequestError) -> None:

@@ -67,7 +67,7 @@ class NodeAgent:
         )
         self._leased = LeasedProcesses()
         self._returned: list[TicketId] = []  # leases given back, until what is left is foreign
-        self._heard = False  # whether the arbiter got the last reading
+        self._is_delivered = False  # the last reading, to the arbiter
         self._wakeup = asyncio.Event()
         if not settings.folder:  # else what lies beside is not ours to judge
             cleanup.sweep(self._folder)
@@ -176,7 +176,7 @@ class NodeAgent:
 
     async def pids(self) -> dict[str, int]:
         """Returns the pids of zygote and agent, for status pages and fault tests."""
-        zygote = self._engines.supervisor.known
+        zygote = self._engines.supervisor.process
         return {"agent": os.getpid(), "zygote": zygote[0] if zygote else 0}
 
     async def engines(self) -> dict[str, list[int]]:
@@ -240,7 +240,7 @@ class NodeAgent:
             self._collect_dead(*await asyncio.to_thread(children.find_processes))
             self._reports.see_returned()
             await self._report()
-            busy = self._engines.are_ending or self._reports.are_open or not self._heard
+            busy = self._engines.are_ending or self._reports.are_open or not self._is_delivered
             try:
                 async with asyncio.timeout(KILL_TURN_S if busy else TURN_S):
                     await self._wakeup.wait()
@@ -272,7 +272,7 @@ class NodeAgent:
         reading."""
         await self._reports.say_all_gone()
         self._pool.turn(self._copies.idle())
-        if not self._heard and not await self._reports.say(()):
+        if not self._is_delivered and not await self._reports.say(()):
             return  # a reading that waits for the arbiter would be of before
         readings, returned = await self._read(), self._returned
         engines = [self._judged(e) for e in readings.engines] + [*self._copies.engine_readings()]
@@ -289,8 +289,8 @@ class NodeAgent:
             self._pool.contents() + self._copies.contents(),
             self._copies.readings(),
         )
-        self._heard = await self._reports.say((reading,))
-        if self._heard:
+        self._is_delivered = await self._reports.say((reading,))
+        if self._is_delivered:
             self._pool.forget_dropped(dropped)
             self._release_leased(readings.engines, returned)
 

@@ -241,7 +241,7 @@ class EngineProcesses:
         """Opens a child that was just forked; None: it is dead. A child that died and was collected
         may have left its pid to another process. But that is no child of the zygote, which has
         forked nothing since: only we ask it, one at a time."""
-        zygote = self.supervisor.known
+        zygote = self.supervisor.process
         child = self.children.open(ticket, pid, spec.devices, zygote=zygote)
         process = procfs.process(pid) if child else None
         if child and process and zygote and process.parent == zygote[0]:
@@ -345,7 +345,7 @@ class EngineProcesses:
     def was_forked_by_living_zygote(self, ticket: TicketId) -> bool:
         child = self.children.by_ticket.get(ticket)
         forked_by = child.zygote if child else None
-        return self.supervisor.is_alive() and forked_by == self.supervisor.known
+        return self.supervisor.is_alive() and forked_by == self.supervisor.process
 
     async def _adopt(self) -> None:
         """Watches children that were forked just before an earlier agent died: it left no note of
@@ -358,7 +358,7 @@ class EngineProcesses:
             if row.ticket in self._spawning:
                 self._recover_of(row.ticket, (row.pid,))
                 continue
-            if child := self.children.open(row.ticket, row.pid, (), zygote=self.supervisor.known):
+            if child := self.children.open(row.ticket, row.pid, (), zygote=self.supervisor.process):
                 self._watch(child)
                 adopted.add(child.ticket)
         self._recover_lent(adopted)

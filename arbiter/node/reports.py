@@ -42,11 +42,11 @@ class Reports:
         introduction: Callable[[], ev.NodeSeen],
         gpu_pids: Callable[[], set[int]],
     ) -> None:
-        self.gone: dict[TicketId, ev.EngineGone] = {}  # not yet sent
+        self.unsent_ends: dict[TicketId, ev.EngineGone] = {}  # until the arbiter has heard of them
         self._returning: dict[TicketId, set[int]] = {}  # dead, but NVML still lists these pids
         self._node, self._introduction, self._gpu_pids = node, introduction, gpu_pids
         # What the arbiter heard last: the devices, and those that may yet be among them.
-        self._told: tuple[tuple[types.DeviceSpec, ...], set[DeviceId]] | None = None
+        self._last_told: tuple[tuple[types.DeviceSpec, ...], set[DeviceId]] | None = None
         self._arbiter: rpc.Peer | None = None
         self._finding = asyncio.Lock()
         # One thread: Ray may take a minute, while reports give up sooner and ask again.
@@ -57,7 +57,7 @@ class Reports:
     @property
     def are_open(self) -> bool:
         """Says whether something is still to be reported."""
-        return bool(self.gone or self._returning)
+        return bool(self.unsent_ends or self._returning)
 
     def note_ended(self, ticket: TicketId, *pids: int) -> None:
         """Notes that no process of the engine is left. `pids`: the processes that it had, if the
@@ -80,15 +80,15 @@ class Reports:
         return [Tree(ticket, frozenset(pids)) for ticket, pids in self._returning.items()]
 
     def note_gone(self, ticket: TicketId, *, bytes_back: bool) -> None:
-        self.gone[ticket] = ev.EngineGone(self._node, ticket, bytes_back)
+        self.unsent_ends[ticket] = ev.EngineGone(self._node, ticket, bytes_back)
 
     async def say_all_gone(self) -> None:
         """Reports that the arbiter does not hear are kept for the next turn."""
-        gone = dict(self.gone)
+        gone = dict(self.unsent_ends)
         if gone and await self.say(tuple(gone.values())):
             for ticket, event in gone.items():
-                if self.gone.get(ticket) == event:
-                    del self.gone[ticket]
+                if self.unsent_ends.get(ticket) == event:
+                    del self.unsent_ends[ticket]
 
     async def say(self, events: tuple[ev.Event, ...]) -> bool:
         """Sends events. Returns whether the arbiter has heard them."""
@@ -98,14 +98,14 @@ class Reports:
                 arbiter, seen = await self._reach_arbiter(), self._introduction()
                 may_come = {u.device for u in seen.unreadable} - {d.device for d in seen.devices}
                 tells = seen.devices, may_come
-                has_changed = self._told not in (None, tells)
+                has_changed = self._last_told not in (None, tells)
                 news = (seen, *events) if has_changed else events
                 sent = self._epoch
                 epoch = await arbiter.call("report", self._node, sent, news)
                 if epoch != sent:  # it was dropped, though another report may know the epoch by now
                     await arbiter.call("report", self._node, epoch, (seen, *events))
                     self._epoch = epoch  # not before: it knows the node only once it heard that
-                self._told = tells
+                self._last_told = tells
         except AWAY as error:
             self._note_away(arbiter, error)
             return False  # the next turn repeats it

@@ -31,7 +31,7 @@ class ZygoteSupervisor:
         kill_orphans: Callable[[], None],
     ) -> None:
         self.zygote = zygote_client.Zygote(socket)
-        self.known: procfs.Name | None = None  # the running zygote
+        self.process: procfs.Name | None = None  # of the running zygote
         self._starting: procfs.Name | None = None  # it has not answered yet
         self.is_up = False
         self.trouble: str | None = None  # why the last starts failed
@@ -47,11 +47,11 @@ class ZygoteSupervisor:
     @property
     def pids(self) -> set[int]:
         """The zygote's, also while it starts."""
-        return {name[0] for name in (self.known, self._starting) if name}
+        return {name[0] for name in (self.process, self._starting) if name}
 
     def is_alive(self) -> bool:
         """True if the kernel says now that the zygote lives."""
-        return self.known is not None and children.lives(*self.known)
+        return self.process is not None and children.lives(*self.process)
 
     async def keep(self) -> None:
         """Replaces a zygote that died or hangs, for ever."""
@@ -75,8 +75,8 @@ class ZygoteSupervisor:
     def end(self) -> None:
         """Kills the zygote, if it still runs or starts."""
         self.zygote.close()
-        children.kill_known([name for name in (self.known, self._starting) if name])
-        self.known = self._starting = None
+        children.kill_known([name for name in (self.process, self._starting) if name])
+        self.process = self._starting = None
 
     async def _find_or_start(self) -> None:
         try:
@@ -89,7 +89,7 @@ class ZygoteSupervisor:
             )
             pid = await self._first_ping(started, wrote_bytes)
         process = procfs.process(pid)
-        self.known, self._starting = (pid, process.start_ticks) if process else None, None
+        self.process, self._starting = (pid, process.start_ticks) if process else None, None
         await self._on_found()
         self.is_up, self.trouble = True, None
         self.announce()
@@ -111,10 +111,10 @@ class ZygoteSupervisor:
 
     async def _stays_up(self) -> None:
         """Returns when it is dead or hung."""
-        if self.known is None:
+        if self.process is None:
             return
         died = asyncio.Event()
-        fd = os.pidfd_open(self.known[0])
+        fd = os.pidfd_open(self.process[0])
         loop = asyncio.get_running_loop()
         loop.add_reader(fd, died.set)
         try:

@@ -233,7 +233,7 @@ BUGS = [
         "-b.free_bytes",
         "b.free_bytes"),
     Bug("what is wanted no more is loaded by the next to join", "arbiter/core/residency/floors.py", "_withdraw_load",
-        "state.wanted.pop(name, None)",
+        "state.awaiting_holder.pop(name, None)",
         ""),
     Bug("a model that refused is asked again at once by its floor", "arbiter/core/residency/floors.py", "settle",
         "state.now < ticket.declined_until",

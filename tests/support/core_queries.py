@@ -180,7 +180,7 @@ class CoreQueries:
 
     def forget_prefetches(self) -> None:
         self.state.prefetched.clear()
-        self.state.wanted.clear()
+        self.state.awaiting_holder.clear()
 
     def evicted_for(self) -> dict[Any, Any]:
         """What is loaded again when the load that it made room for fails."""

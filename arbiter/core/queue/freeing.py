@@ -51,7 +51,7 @@ def _attainable_bytes(
     state: CoreState, book: DeviceAccount, asker: Ticket, by: Instant | None
 ) -> int:
     tenant = asker.client.tenant
-    reserved_bytes = quotas.kept(quotas.reserves(state), book, tenant)
+    reserved_bytes = quotas.reserved_for_others(quotas.reserves(state), book, tenant)
     spare = quotas.ReserveSlack(state, book, tenant)
     idle = (
         spare.take(ticket, ticket.charge(book.device))

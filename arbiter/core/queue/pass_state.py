@@ -77,7 +77,9 @@ class GrantPass:
         other tenant."""
         book, promised = self.books[device], self.promised[device]
         tenant = ticket.client.tenant
-        reserved_bytes = quotas.kept(self.reserves, book, tenant, promised, has_left=True)
+        reserved_bytes = quotas.reserved_for_others(
+            self.reserves, book, tenant, promised, has_left=True
+        )
         return book.free_bytes + returning_bytes(book) - promised.total() - reserved_bytes
 
     def limits(self, state: CoreState, ticket: Ticket, need: Bytes) -> Limits:
@@ -87,7 +89,7 @@ class GrantPass:
         room = {}
         for device, book in self.books.items():
             room[device] = self.room(device, ticket)
-            reserved_bytes = quotas.kept(self.reserves, book, tenant)
+            reserved_bytes = quotas.reserved_for_others(self.reserves, book, tenant)
             free[device] = min(book.free_bytes - reserved_bytes, room[device])
         most: Sizes = {}
         if state.tenants or need > self.open_bytes:

@@ -251,8 +251,12 @@ def _usable(state: CoreState, book: DeviceAccount, ticket: Ticket) -> tuple[Byte
     leave have left: both without what is kept for other tenants."""
     reserves, tenant = quotas.reserves(state), ticket.client.tenant
     free = max(0, book.free_bytes)
-    now = max(0, free - quotas.kept(reserves, book, tenant))
-    later = free + returning_bytes(book) - quotas.kept(reserves, book, tenant, has_left=True)
+    now = max(0, free - quotas.reserved_for_others(reserves, book, tenant))
+    later = (
+        free
+        + returning_bytes(book)
+        - quotas.reserved_for_others(reserves, book, tenant, has_left=True)
+    )
     return Bytes(now), Bytes(max(0, later - now))
 
 

@@ -73,12 +73,12 @@ class EvictionHistory:
     """Keeps the newest choices, oldest first."""
 
     def __init__(self) -> None:
-        self._kept: deque[EvictionRecord] = deque(maxlen=KEPT_COUNT)
+        self._records: deque[EvictionRecord] = deque(maxlen=KEPT_COUNT)
 
     def add(self, choice: EvictionRecord) -> None:
         """Keeps one more choice; the oldest beyond KEPT_COUNT is forgotten."""
-        self._kept.append(choice)
+        self._records.append(choice)
 
     def about(self, ticket_id: TicketId) -> Iterator[EvictionRecord]:
         """Returns the choices in which a ticket asked, left or was spared."""
-        return (choice for choice in self._kept if choice.concerns(ticket_id))
+        return (choice for choice in self._records if choice.concerns(ticket_id))

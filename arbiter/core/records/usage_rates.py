@@ -19,35 +19,35 @@ class UsageRates:
 
     def __init__(self, window: Span) -> None:
         self.window = window
-        self._seen: dict[ModelName, tuple[float, Instant]] = {}
+        self._rates: dict[ModelName, tuple[float, Instant]] = {}
 
     def used(self, name: ModelName, times_count: int, now: Instant) -> None:
         """Counts uses of a model."""
-        self._seen[name] = (self.recent(name, now) + times_count, now)
+        self._rates[name] = (self.recent(name, now) + times_count, now)
 
     def recent(self, name: ModelName, now: Instant) -> float:
         """Returns the uses in one window up to now; 0 for a model never used."""
-        if (seen := self._seen.get(name)) is None:
+        if (seen := self._rates.get(name)) is None:
             return 0.0
         count, at = seen
         return count * exp((at - now) / self.window)
 
     def forget(self, name: ModelName) -> None:
         """Forgets the uses of a model."""
-        self._seen.pop(name, None)
+        self._rates.pop(name, None)
 
     def __iter__(self) -> Iterator[ModelName]:
-        return iter(self._seen)
+        return iter(self._rates)
 
     def export(self, names: Iterable[ModelName]) -> list[list[Any]]:
         """Returns a row for each of these models that was used: capability, model, uses, and the
         instant up to which the uses have faded."""
-        rates = ((name, self._seen.get(name)) for name in names)
+        rates = ((name, self._rates.get(name)) for name in names)
         return [[*name, *seen] for name, seen in rates if seen]
 
     def restore(self, rows: list[list[Any]]) -> None:
         """Takes back the rows of `export`."""
-        self._seen |= {ModelName(c, m): (count, Instant(at)) for c, m, count, at in rows}
+        self._rates |= {ModelName(c, m): (count, Instant(at)) for c, m, count, at in rows}
 
 
 # -------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def _shortage(state: CoreState, ticket: Ticket, book: DeviceAccount, need: Bytes
     coming = returning_bytes(book)
     priority = _asker_priority(state, ticket)
     tenant = ticket.client.tenant
-    reserved_bytes = quotas.kept(quotas.reserves(state), book, tenant, has_left=True)
+    reserved_bytes = quotas.reserved_for_others(quotas.reserves(state), book, tenant, has_left=True)
     short = Bytes(max(0, need - book.free_bytes - coming + reserved_bytes))
     others = (t for t in book.tickets.values() if t is not ticket)
     priced = sorted(

@@ -85,7 +85,7 @@ def _withdraw_load(state: CoreState, name: ModelName, tickets: list[Ticket]) -> 
     """Ends what was to load without a request: a ticket in the queue for which no request waits
     would else be granted, and have others evicted for it. Which tickets these are is known to the
     holders only. A model that the table pins stays wanted."""
-    state.wanted.pop(name, None)
+    state.awaiting_holder.pop(name, None)
     pending = state.asked_loads.pop(name, None)
     if state.is_pinned(name):
         return
@@ -196,13 +196,13 @@ def load(state: CoreState, name: ModelName) -> None:
     if any(t.state is State.RESIDENT for t in tickets) or (coming and not stays):
         return
     if not state.is_settled:
-        state.wanted[name] = None
+        state.awaiting_holder[name] = None
         state.timers.set(("floors", ""), state.settled_at)
         return
     asleep = [t.holder for t in tickets if t.state is State.ASLEEP]
     able = [h.holder for h in state.holders.values() if h.capability == name.capability]
     if not able:
-        state.wanted[name] = None
+        state.awaiting_holder[name] = None
         state.note_active(name.capability)
         return
     others = _from_next(dict.fromkeys([*asleep, *able]), state.asked_loads.get(name))
@@ -239,12 +239,12 @@ def _is_refused(state: CoreState, holder: HolderId) -> bool:
 def enforce(state: CoreState) -> None:
     """Loads again what has the device floor and is not on a device, because its engine, its load or
     its cool-down has ended, as soon as it may be tried; and what is wanted."""
-    for name in dict.fromkeys([*state.wanted, *_on_device(state)]):
+    for name in dict.fromkeys([*state.awaiting_holder, *_on_device(state)]):
         failure = state.failures.get(name)
         if failure and state.now < failure.until:
             state.timers.set(("floors", ""), failure.until)
         elif state.closing_by is None:
-            state.wanted.pop(name, None)
+            state.awaiting_holder.pop(name, None)
             load(state, name)
 
 
@@ -252,14 +252,16 @@ def on_join(state: CoreState, event: ev.Joined) -> None:
     """Has a new holder load the models that waited for a holder, and asks again for what it was
     asked to load: that may have been lost with its old connection. Pinned models it loads by
     itself."""
-    names = [n for n in (*state.wanted, *_on_device(state)) if n.capability == event.capability]
+    names = [
+        n for n in (*state.awaiting_holder, *_on_device(state)) if n.capability == event.capability
+    ]
     names += [
         name
         for name, pending in state.asked_loads.items()
         if pending.holder == event.holder and not pending.is_refused and _is_fresh(state, pending)
     ]
     for name in dict.fromkeys(names):
-        state.wanted.pop(name, None)
+        state.awaiting_holder.pop(name, None)
         load(state, name)
 
 
@@ -297,7 +299,7 @@ def return_freed(state: CoreState) -> None:
 def capabilities_wanted(state: CoreState) -> set[str]:
     """Returns the capabilities that need a replica to load what is wanted or has the device
     floor."""
-    return {name.capability for name in (*state.wanted, *_on_device(state))}
+    return {name.capability for name in (*state.awaiting_holder, *_on_device(state))}
 
 
 def _on_device(state: CoreState) -> list[ModelName]:
@@ -356,7 +358,7 @@ def forget_removed(state: CoreState) -> None:
     for name in gone:
         del state.removing[name]
         state.removed_models[name] = state.now
-        state.wanted.pop(name, None)
+        state.awaiting_holder.pop(name, None)
         state.asked_loads.pop(name, None)
         state.failures.pop(name, None)
         for node in state.nodes:

@@ -145,7 +145,7 @@ def promised(state: CoreState, node: NodeId) -> defaultdict[DeviceId, Counter[st
 
 def _lacking(ticket: Ticket) -> dict[DeviceId, int]:
     """Returns what it wants beyond what it took already, which is charged."""
-    sizes = _wanted(ticket).items()
+    sizes = _wanted_sizes(ticket).items()
     return {d: part + ticket.granted.get(d, 0) - ticket.charge(d) for d, part in sizes}
 
 
@@ -185,7 +185,7 @@ def _growing(state: CoreState) -> list[Ticket]:
 
 
 def _grow(state: CoreState, ticket: Ticket) -> None:
-    sizes = _wanted(ticket)
+    sizes = _wanted_sizes(ticket)
     home = {d: Bytes(size + sizes.get(d, 0)) for d, size in ticket.home.items()}
     _resize(state, ticket, home)
     state.growing.pop(ticket.id, None)
@@ -227,7 +227,7 @@ def _error(ticket: Ticket, cause: str) -> GrowthRefused:
 # -- how much where -------------------------------------------------------------------------------
 
 
-def _wanted(ticket: Ticket) -> Sizes:
+def _wanted_sizes(ticket: Ticket) -> Sizes:
     return {d: part for (d, _), part in _by_share(ticket, ticket.grows_bytes) if part}
 
 
@@ -251,8 +251,8 @@ def _has_room(state: CoreState, ticket: Ticket, ahead: Counter[DeviceId]) -> boo
 
 def _free(state: CoreState, ticket: Ticket, book: DeviceAccount, has_left: bool = False) -> Bytes:
     """Returns the free bytes without what is kept for other tenants; `has_left`: see
-    quotas.kept."""
-    reserved_bytes = quotas.kept(
+    quotas.reserved_for_others."""
+    reserved_bytes = quotas.reserved_for_others(
         quotas.reserves(state), book, ticket.client.tenant, has_left=has_left
     )
     return Bytes(book.free_bytes - reserved_bytes)
@@ -262,7 +262,7 @@ def _free(state: CoreState, ticket: Ticket, book: DeviceAccount, has_left: bool 
 
 
 def _never_fits(state: CoreState, ticket: Ticket) -> NeverFits | None:
-    for device, part in _wanted(ticket).items():
+    for device, part in _wanted_sizes(ticket).items():
         book = state.ledger.books[device]
         others = (t for t in book.tickets.values() if t is not ticket and not _may_go(t))
         most = on_demand(book.budget_bytes, Bytes(sum(t.charge(device) for t in others)))

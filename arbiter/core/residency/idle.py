@@ -58,7 +58,7 @@ def on_unload_asked(state: CoreState, ticket_id: TicketId) -> None:
     if ticket is None:
         return
     state.asked_loads.pop(ticket.model_name, None)
-    state.wanted.pop(ticket.model_name, None)
+    state.awaiting_holder.pop(ticket.model_name, None)
     if ticket.state is State.LOADING:
         ticket.settle_when_idle(True)
     elif ticket.inflight > 0 and not ticket.lease:

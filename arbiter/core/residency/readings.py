@@ -191,10 +191,11 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     _note_unreadable(state, node, event.unreadable)
     slabs.note_slabs(state, node, event)
     copy_readings.note_copies(state, node, event)
-    seen_bytes = _seen(state, node, event)
+    seen_bytes = _measured_by_ticket(state, node, event)
     _weigh_all(state, node, seen_bytes)
     if node.inexact:
-        seen_bytes = _seen(state, node, event)  # tickets just seen asleep have no share any more
+        # Tickets just seen asleep have no share any more
+        seen_bytes = _measured_by_ticket(state, node, event)
         _weigh_all(state, node, seen_bytes)
     version = state.estimates.version
     _learn_all(state, event.engines)
@@ -206,7 +207,7 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     pressure.on_reading(state, node, event.stalled_fraction)
 
 
-def _seen(state: CoreState, node: Node, event: ev.Measured) -> dict[TicketId, Sizes]:
+def _measured_by_ticket(state: CoreState, node: Node, event: ev.Measured) -> dict[TicketId, Sizes]:
     by_engine = {engine.ticket: _sizes(engine) for engine in event.engines}
     return inexact.shared(state, node, by_engine)
 

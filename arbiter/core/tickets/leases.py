@@ -38,8 +38,8 @@ def why_not(
     """Returns the error for a lease that may not join the queue; None when it may."""
     if event.holder not in state.holders:
         return StaleEpoch(NEVER_JOINED, state.epoch)
-    if kept := _kept(state, terms.tenant):
-        return HolderQuarantined(event.holder, kept)
+    if overdue := _overdue(state, terms.tenant):
+        return HolderQuarantined(event.holder, overdue)
     unlawful = _unlawful(state, event, terms)
     if unlawful or terms.frees or terms.on_host:  # of no tenant, whom a cap would bind
         return unlawful
@@ -103,7 +103,7 @@ def _of(state: CoreState, tenant: str) -> Iterator[Ticket]:
             yield ticket
 
 
-def _kept(state: CoreState, tenant: str) -> Bytes:
+def _overdue(state: CoreState, tenant: str) -> Bytes:
     """Returns the bytes of leases that are over and whose process has not given them back."""
     return Bytes(sum(device_bytes(state, t) for t in _of(state, tenant) if t.reclaim_late))
 

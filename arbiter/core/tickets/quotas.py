@@ -141,7 +141,7 @@ def reserves(state: CoreState) -> dict[str, Bytes]:
     return {name: t.reserved_bytes for name, t in state.tenants.items() if t.reserved_bytes}
 
 
-def kept(
+def reserved_for_others(
     reserved: dict[str, Bytes],
     book: DeviceAccount,
     tenant: str,
@@ -149,8 +149,8 @@ def kept(
     *,
     has_left: bool = False,
 ) -> Bytes:
-    """Returns what of the free bytes of a device is kept for other tenants beside what is promised
-    to these; `has_left`: once those asked to leave have left."""
+    """Returns what of the free bytes of a device is reserved for other tenants beside what is
+    promised to these; `has_left`: once those asked to leave have left."""
     if not reserved:
         return Bytes(0)
     others = ((name, size) for name, size in reserved.items() if name != tenant)

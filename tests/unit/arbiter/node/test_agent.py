@@ -192,14 +192,14 @@ async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_l
         await running.spawn(T, FAKE_ENGINE)
         reading = ev.EngineReading(T, ())
         assert running._judged(reading).exact
-        dead = running._engines.supervisor.known
+        dead = running._engines.supervisor.process
         assert dead is not None
         os.kill(dead[0], 9)
         await eventually(lambda: not running._engines.supervisor.is_alive())
         assert not running._judged(reading).exact
         await eventually(
             lambda: (
-                running._engines.supervisor.known not in (dead, None)
+                running._engines.supervisor.process not in (dead, None)
                 and running._engines.supervisor.is_up
             )
         )

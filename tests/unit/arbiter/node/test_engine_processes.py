@@ -153,7 +153,7 @@ async def test_respawn_outlives_an_arbiter_that_ends_after_its_answer(
         monkeypatch.setattr(reports, "CONFIRM_S", 0.0)
         assert (await running.respawn(T, FAKE_ENGINE)).path == spawned.path
     after = await running.engines()
-    assert after.keys() == {T} and after != before and not running._reports.gone
+    assert after.keys() == {T} and after != before and not running._reports.unsent_ends
     await running.close()
 
 
@@ -208,7 +208,7 @@ async def test_ticket_reaped_during_its_check_spawns_nothing_and_is_reported(
         answered.set()
         with pytest.raises(TicketClosed):
             await spawning
-    assert list(agent._reports.gone) == [T]
+    assert list(agent._reports.unsent_ends) == [T]
 
 
 @pytest.mark.spec("A10", "D4")
@@ -229,7 +229,7 @@ async def test_ticket_reaped_while_a_copy_is_made_for_it_has_its_bytes_back_at_o
     async with asyncio.timeout(WITHIN_S):
         await begun.wait()
         await agent.kill(T)
-        assert list(agent._reports.gone) == [T]
+        assert list(agent._reports.unsent_ends) == [T]
         made.set()
         with pytest.raises(TicketClosed):
             await spawning
@@ -248,13 +248,13 @@ async def test_ticket_reaped_while_it_is_forked_has_its_bytes_back_when_its_proc
         async def forks(ticket: TicketId, spec: SpawnSpec, path: Path) -> int:
             pid = await fork(ticket, spec, path)
             await running.kill(T)
-            assert T not in running._reports.gone and procfs.process(pid)
+            assert T not in running._reports.unsent_ends and procfs.process(pid)
             return pid
 
         monkeypatch.setattr(running._engines.supervisor.zygote, "spawn", forks)
         with pytest.raises(TicketClosed):
             await running.spawn(T, FAKE_ENGINE)
-        await eventually(lambda: T in running._reports.gone)
+        await eventually(lambda: T in running._reports.unsent_ends)
         await running.close()
 
 
@@ -296,7 +296,7 @@ async def test_respawn_replaces_the_process_of_a_ticket_without_a_report(
         both = [running.respawn(T, FAKE_ENGINE) for _ in range(2)]
         assert [spawned.path for spawned in await asyncio.gather(*both)] == [path, path]
     [after] = (await running.engines())[T]
-    assert after != before and not running._reports.gone and Path(path).exists()
+    assert after != before and not running._reports.unsent_ends and Path(path).exists()
     await running.kill(T)
     with pytest.raises(TicketClosed):
         await running.respawn(T, SPEC)

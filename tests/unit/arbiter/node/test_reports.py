@@ -60,7 +60,7 @@ async def test_engine_bytes_are_back_when_the_driver_lists_none_of_its_processes
     receiver.reports.note_ended(T, 7, 8)
     await receiver.reports.say_all_gone()
     receiver.reports.see_returned()
-    assert receiver.reports.are_open and not receiver.reports.gone
+    assert receiver.reports.are_open and not receiver.reports.unsent_ends
     assert receiver.reports.trees() == [Tree(T, frozenset({7}))]
     receiver.listed = {9}
     receiver.reports.see_returned()
@@ -76,10 +76,10 @@ async def test_to_end_again_what_is_dead_brings_no_bytes_back_that_are_still_lis
     receiver = ReportReceiver(7)
     receiver.reports.note_ended(T, 7)
     receiver.reports.note_ended(T)
-    assert receiver.reports.gone == {T: ev.EngineGone(N, T, False)}
+    assert receiver.reports.unsent_ends == {T: ev.EngineGone(N, T, False)}
     receiver.listed = set()
     receiver.reports.note_ended(T)
-    assert receiver.reports.gone == {T: ev.EngineGone(N, T, True)}
+    assert receiver.reports.unsent_ends == {T: ev.EngineGone(N, T, True)}
     await receiver.reports.say_all_gone()
     assert not receiver.reports.are_open
 
@@ -87,7 +87,7 @@ async def test_to_end_again_what_is_dead_brings_no_bytes_back_that_are_still_lis
 async def test_engine_bytes_without_a_driver_are_back_with_the_last_process() -> None:
     receiver = ReportReceiver()
     receiver.reports.note_ended(T, 7)
-    assert receiver.reports.gone == {T: ev.EngineGone(N, T, True)}
+    assert receiver.reports.unsent_ends == {T: ev.EngineGone(N, T, True)}
 
 
 @pytest.mark.spec("A18")
@@ -100,7 +100,7 @@ async def test_unreceived_report_is_sent_again() -> None:
     receiver.reports.note_ended(T, 7)
     receiver.reports._arbiter = RayPeer(FakeArbiter(report=died))
     await receiver.reports.say_all_gone()
-    assert T in receiver.reports.gone
+    assert T in receiver.reports.unsent_ends
 
 
 @pytest.mark.spec("A18")
@@ -164,7 +164,7 @@ async def test_report_made_during_a_send_is_not_lost() -> None:
     receiver.reports.note_gone(T, bytes_back=False)
     receiver.meanwhile = lambda: receiver.reports.note_gone(T, bytes_back=True)
     await receiver.reports.say_all_gone()
-    assert receiver.reports.gone == {T: ev.EngineGone(N, T, True)}
+    assert receiver.reports.unsent_ends == {T: ev.EngineGone(N, T, True)}
 
 
 @pytest.mark.spec("A18")

@@ -47,7 +47,7 @@ async def test_kill_ends_a_spawn_that_waits_for_a_zygote(
     async with asyncio.timeout(60):
         with pytest.raises(TicketClosed):
             await spawning
-    assert running._reports.gone[T] == ev.EngineGone(NodeId("n"), T, bytes_back=True)
+    assert running._reports.unsent_ends[T] == ev.EngineGone(NodeId("n"), T, bytes_back=True)
     await running.close()
 
 
