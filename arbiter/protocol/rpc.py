@@ -205,12 +205,19 @@ class RpcServer:
     async def _listen(self) -> None:
         self._path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(self._path))
-        self._path.chmod(0o600)
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(
-            lambda: _ServerConnection(self._offers, self._connections), sock=listener
+        try:
+            listener.bind(str(self._path))
+            self._path.chmod(0o600)
+        except OSError:
+            listener.close()
+            raise
+        # Nothing is awaited before `close` can find the server.
+        self._server = await asyncio.get_running_loop().create_unix_server(
+            lambda: _ServerConnection(self._offers, self._connections),
+            sock=listener,
+            start_serving=False,
         )
+        await self._server.start_serving()
 
     def close(self) -> None:
         self._opening.cancel()

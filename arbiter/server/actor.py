@@ -407,6 +407,7 @@ class ArbiterActor:
         self._rpc.close()
         self._store.end_session()
         self._store.close()
+        self._shell.close_files()
         if self._state_lock is not None:
             os.close(self._state_lock)
             self._state_lock = None

@@ -206,6 +206,12 @@ class Shell:
         if self._statuses:
             self._statuses.note(event.kind)
 
+    def close_files(self) -> None:
+        """Closes the event log's file, and the recording, which ends with it."""
+        self.log.close()
+        if self._recorder:
+            self._recorder.close()
+
     def tell_jobs(self) -> None:
         """Tells of the jobs that were accepted, have begun or have ended since the last call."""
         for event in self._jobs.changes() if self._jobs else ():

@@ -11,7 +11,12 @@ from arbiter.units import Epoch, HolderId
 
 class Method:
     def __init__(self, act: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-        self.remote = act
+        self._act = act
+
+    def remote(self, *args: object) -> Any:
+        """Begins the call, as Ray does, whether or not its caller waits for the answer."""
+        answer: Any = self._act(*args)
+        return asyncio.ensure_future(answer) if asyncio.iscoroutine(answer) else answer
 
 
 class FakeArbiter:

@@ -180,6 +180,8 @@ def test_notice_without_a_time_leaves_the_notice_that_was_agreed() -> None:
 def test_heartbeats_that_fail_for_a_bug_end_the_lease_for_all_to_see() -> None:
     lease, _ = held(raising(KeyError("bug")))
     assert lease.ended.wait(60) and lease.reason and lease.left_s is not None
+    for thread in [t for t in threading.enumerate() if t.name == lease.id]:
+        thread.join(60)  # so that its end is told within this test
 
 
 def test_pid_to_measure_is_sent_before_the_next_heartbeat() -> None:

@@ -172,3 +172,13 @@ async def test_ray_peer_raises_the_same_errors_as_a_socket_peer() -> None:
         await peer.call("refused")
     with pytest.raises(RemoteError, match="a bug"):
         await peer.call("broke")
+
+
+async def test_server_that_is_closed_as_it_opens_leaves_no_socket(path: Path) -> None:
+    server = RpcServer(HERE, path, {})
+    while not path.exists():
+        await asyncio.sleep(0)
+    server.close()
+    async with asyncio.timeout(WITHIN_S):
+        assert await server.address() is None
+    assert not path.exists()
