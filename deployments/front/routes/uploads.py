@@ -39,6 +39,7 @@ class _Parser(MultiPartParser):
         """Called by the parser where a part begins."""
         super().on_headers_finished()
         if (part := self._current_part.file) is not None:
+            part.file.close()
             spool = SpooledTemporaryFile(max_size=self.spool_max_size, dir=str(self._folder))
             self._files_to_close_on_error.append(spool)
             part.file = cast(BinaryIO, spool)

@@ -1,6 +1,5 @@
 """One request for each capability."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -48,10 +47,13 @@ async def fields_of(body: bytes, kind: str) -> dict[str, str | bytes]:
     headers = [(b"content-type", kind.encode())]
     request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
     form = await MultiPartParser(request.headers, request.stream()).parse()
-    return {
-        name: await value.read() if isinstance(value, UploadFile) else value
-        for name, value in form.items()
-    }
+    try:
+        return {
+            name: await value.read() if isinstance(value, UploadFile) else value
+            for name, value in form.items()
+        }
+    finally:
+        await form.close()
 
 
 def test_every_capability_that_is_shipped_has_a_request_and_a_library(table: Table) -> None:
@@ -103,7 +105,7 @@ def test_library_gets_the_folder_the_fields_and_the_file(tmp_path: Path) -> None
     task = bare.task_of(shipped(), "asr", calls(HEARD)["asr"], tmp_path)
     assert (Path(task.model) / "model.bin").is_file()
     assert task.fields == {"language": "en"}
-    assert task.file is not None and io.FileIO(task.file).read() == HEARD
+    assert task.file is not None and Path(task.file).read_bytes() == HEARD
 
 
 def test_library_that_fails_is_said_with_its_last_words() -> None:

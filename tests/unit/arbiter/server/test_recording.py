@@ -1,5 +1,6 @@
 """What is recorded is read back exactly, decides the same again, and can be asked what if."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -53,8 +54,10 @@ def record(path: Path, requests: int = 400, evict: str = "priority_lru") -> Scor
     asked = mixes.demand(traces.synthetic(requests, seed=7), mixes.SERVER, 0.3, seed=7)
     chosen = replace(SETTINGS, evict=evict)
     world = World(asked, chosen, bundle(chosen))
-    world.core = RecordedArbiter(world.core, path)  # type: ignore[assignment]
-    return world.run()
+    recorded = RecordedArbiter(world.core, path)
+    world.core = recorded  # type: ignore[assignment]
+    with contextlib.closing(recorded.recorder):
+        return world.run()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """When status messages are written, and where Ray reads them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,22 @@ from arbiter.server.status_log import StatusLog
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("K5")
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Closes what event_writer opens for as long as its process lives."""
+    opened: list[dashboard_events._Parts] = []
+
+    class Noted(dashboard_events._Parts):
+        def __init__(self, first: Path) -> None:
+            super().__init__(first)
+            opened.append(self)
+
+    monkeypatch.setattr(dashboard_events, "_Parts", Noted)
+    yield
+    for handler in opened:
+        handler.close()
 
 
 async def test_a_message_is_written_once_for_each_change() -> None:
@@ -37,6 +54,7 @@ async def test_a_message_is_written_once_for_each_change() -> None:
     assert told[2:] == [("chat#1", "chat#1 has left.")]
 
 
+@pytest.mark.usefixtures("parts")
 def test_lines_are_in_the_form_that_rays_dashboard_reads(tmp_path: Path) -> None:
     write = dashboard_events.event_writer(tmp_path, "arbiter-7")
     write("chat#1", "chat#1 holds no model.")
@@ -47,6 +65,7 @@ def test_lines_are_in_the_form_that_rays_dashboard_reads(tmp_path: Path) -> None
     assert row["custom_fields"] == {"about": "chat#1"}
 
 
+@pytest.mark.usefixtures("parts")
 def test_the_newest_two_parts_are_kept_and_no_file_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,8 +44,13 @@ def config_of(tmp_path: Path) -> dict[str, Any]:
     return {"model": str(base), "served_name": "chat", "adapters": adapters}
 
 
+class OfNoCluster(AdaptedCapability):
+    def __init__(self) -> None: ...
+    def __del__(self) -> None: ...  # type: ignore[override]  # Serve awaits the other one
+
+
 def of_no_cluster() -> AdaptedCapability:
-    capability = object.__new__(AdaptedCapability)
+    capability = OfNoCluster()
     capability._fetchers, capability._merging = {}, {}
     capability.adapter_slots = AdapterSlots()
     return capability

@@ -291,10 +291,10 @@ def raw(*, says: bytes = b"") -> socket.socket:
 
 async def all_of(conn: socket.socket) -> bytes:
     said = b""
-    async with asyncio.timeout(60):
-        while piece := await asyncio.get_running_loop().sock_recv(conn, 1 << 20):
-            said += piece
-    conn.close()
+    with conn:
+        async with asyncio.timeout(60):
+            while piece := await asyncio.get_running_loop().sock_recv(conn, 1 << 20):
+                said += piece
     return said
 
 
