@@ -18,7 +18,7 @@ from ray.serve.schema import LoggingConfig
 from benchmarks.report import Sample, paired_ratio, write
 from deployments import messages
 from deployments.app import ROUTER
-from deployments.routing.pieces import KeptKv, Sent, pieces_of, split
+from deployments.routing.pieces import KeptKv, SentTime, pieces_of, split
 from deployments.routing.rank import ModelPresence, ReplicaState, RouteRequest, RoutingHistory, rank
 
 CALL = messages.InferenceCall("/v1/x", b"{}", {}, "r", "m", key="conv:c", pieces=bytes(8 * 32))
@@ -32,7 +32,7 @@ def choice_us(replicas: int, samples: int) -> float:
     memory, took = RoutingHistory(), []
     pieces = split(pieces_of(PROMPT, "t", "m"))
     for i in range(replicas):
-        memory.seen.note(f"r{i}", "m", pieces, Sent(0.0))
+        memory.seen.note(f"r{i}", "m", pieces, SentTime(0.0))
         memory.seen.update(f"r{i}", ["m"], {"m": KeptKv(-1.0, 1.0)})
     for number in range(samples):
         request = RouteRequest("m", f"m:a{number % 16}", f"t/{number % 100}", pieces)

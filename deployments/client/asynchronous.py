@@ -122,7 +122,7 @@ class AsyncClient(AsyncCalls):
     def job(self, job_id: str) -> jobs.AsyncJob[Json | bytes]:
         """A job that was submitted before, here or elsewhere. Its result is the fields of the
         answer's JSON, or its bytes."""
-        return jobs.known(self._connection, job_id)
+        return jobs.job_by_id(self._connection, job_id)
 
     async def line(
         self, custom_id: str, call: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs

@@ -141,7 +141,7 @@ async def submit(
     return AsyncJob(unsent.connection, reply["id"], unsent.read)
 
 
-def known(connection: Connection, job_id: str) -> AsyncJob[Json | bytes]:
+def job_by_id(connection: Connection, job_id: str) -> AsyncJob[Json | bytes]:
     """A job by its id; its answer is the fields of JSON, or bytes."""
     return AsyncJob(connection, job_id, _fields_or_bytes)
 

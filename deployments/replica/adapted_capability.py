@@ -19,7 +19,7 @@ from deployments.config.model_files import adapted_folder
 from deployments.replica.capability import Capability
 from deployments.replica.held_model import HolderState
 from deployments.replica.merging import Merging
-from deployments.replica.use import Use, whole
+from deployments.replica.use import Use, read_response
 
 
 class AdaptedCapability(Capability):
@@ -46,7 +46,9 @@ class AdaptedCapability(Capability):
         held = self._residency.models.get(call.model)
         if held is None or held.link is None or held.state is not HolderState.RESIDENT:
             return messages.FullResponse(*messages.refusal(TicketClosed(call.model)))
-        head, body = await whole(held.link.stream("POST", call.path, call.headers, call.body))
+        head, body = await read_response(
+            held.link.stream("POST", call.path, call.headers, call.body)
+        )
         return messages.FullResponse(head, body)
 
     async def served_by(self, call: messages.InferenceCall) -> str:

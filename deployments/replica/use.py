@@ -160,7 +160,9 @@ class Use:
         return in_seconds(self._held.load.predicted) if self._held else 0.0
 
 
-async def whole(stream: AsyncGenerator[ResponseHead | bytes, None]) -> tuple[ResponseHead, bytes]:
+async def read_response(
+    stream: AsyncGenerator[ResponseHead | bytes, None],
+) -> tuple[ResponseHead, bytes]:
     """Returns an engine's answer, read to its end. Raises EngineLost."""
     head, *rest = [part async for part in stream]
     assert isinstance(head, ResponseHead), "an answer begins with its head"

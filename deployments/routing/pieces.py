@@ -86,15 +86,15 @@ class KeptKv:
     capped_since_s: Mapping[str, float] = field(default_factory=dict)
 
 
-class Sent(NamedTuple):
+class SentTime(NamedTuple):
     """The latest prompt of some pieces or key that a replica was sent. Wall-clock seconds."""
 
     at_s: float
     until_s: float = inf  # when the term ends for which its slab keeps the KV
 
-    def merged(self, other: "Sent") -> "Sent":
+    def merged(self, other: "SentTime") -> "SentTime":
         """The later of each of the two times."""
-        return Sent(max(self.at_s, other.at_s), max(self.until_s, other.until_s))
+        return SentTime(max(self.at_s, other.at_s), max(self.until_s, other.until_s))
 
 
 class SeenPieces:
@@ -103,11 +103,11 @@ class SeenPieces:
     report some."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, str], OrderedDict[bytes, Sent]] = {}
+        self._seen: dict[tuple[str, str], OrderedDict[bytes, SentTime]] = {}
         self._kept: dict[tuple[str, str], KeptKv] = {}
         self._models: dict[str, frozenset[str]] = {}  # by replica, as it said last
 
-    def note(self, replica: str, model: str, pieces: Sequence[bytes], sent: Sent) -> None:
+    def note(self, replica: str, model: str, pieces: Sequence[bytes], sent: SentTime) -> None:
         """Notes that a prompt went to a replica. Its tail is forgotten before its head."""
         if not pieces or sent.at_s <= self._kept_of(replica, model).since_s:
             return
@@ -138,7 +138,7 @@ class SeenPieces:
             count += 1
         return count / len(pieces)
 
-    def has_kept(self, replica: str, model: str, sent: Sent, tenant: str, now_s: float) -> bool:
+    def has_kept(self, replica: str, model: str, sent: SentTime, tenant: str, now_s: float) -> bool:
         """Whether a replica has kept the KV of what it was sent then, by its last report."""
         kept = self._kept_of(replica, model)
         return sent.at_s > kept.since_s and _is_kept(sent, kept, _capped_s(kept, tenant), now_s)
@@ -187,6 +187,6 @@ def _capped_s(kept: KeptKv, tenant: str) -> float:
     return kept.capped_since_s.get(tenant_digest(tenant).hex(), -inf)
 
 
-def _is_kept(sent: Sent, kept: KeptKv, capped_s: float, now_s: float) -> bool:
+def _is_kept(sent: SentTime, kept: KeptKv, capped_s: float, now_s: float) -> bool:
     """Whether the KV of what was sent then, which is after `kept.since_s`, is still there."""
     return sent.at_s > kept.device_since_s or (sent.at_s > capped_s and sent.until_s > now_s)

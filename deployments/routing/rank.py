@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
-from deployments.routing.pieces import SeenPieces, Sent
+from deployments.routing.pieces import SeenPieces, SentTime
 
 
 class ModelPresence(IntEnum):
@@ -108,7 +108,7 @@ class RoutingHistory:
         # By model, the replica to which its last call went, and when.
         self._last_sent: dict[str, tuple[str, float]] = {}
         # By key and served name, the replica to which the last call of the key went, and when.
-        self._sticky: OrderedDict[tuple[str, str], tuple[str, Sent]] = OrderedDict()
+        self._sticky: OrderedDict[tuple[str, str], tuple[str, SentTime]] = OrderedDict()
         self.seen = SeenPieces()
 
     def followed(self, model: str, now_s: float) -> str | None:
@@ -120,7 +120,7 @@ class RoutingHistory:
     def sticky(self, request: RouteRequest, now_s: float) -> str | None:
         """The replica that has the KV of the request's key: it went there last, and the replica has
         not lost what was sent at that time."""
-        replica, sent = self._sticky.get((request.key, request.served), ("", Sent(0.0)))
+        replica, sent = self._sticky.get((request.key, request.served), ("", SentTime(0.0)))
         has_it = replica and self.seen.has_kept(replica, request.model, sent, request.tenant, now_s)
         return replica if has_it else None
 
@@ -136,7 +136,7 @@ class RoutingHistory:
         if not request.model:
             return  # a call that is no InferenceCall
         sent_s = now_s if sent_s is None else sent_s
-        sent = Sent(sent_s, sent_s + request.stays_s)
+        sent = SentTime(sent_s, sent_s + request.stays_s)
         self._last_sent[request.model] = replica, now_s
         self.seen.note(replica, request.model, request.pieces, sent)
         if request.key:

@@ -23,7 +23,7 @@ from deployments.config import boot
 from deployments.config.schema import parse_table
 from deployments.messages import ResponseHead
 from deployments.replica.residency import Residency
-from deployments.replica.use import whole
+from deployments.replica.use import read_response
 from tests.support.holder import RESTING, Holder
 from tests.support.waits import WITHIN_S, eventually, pauses
 
@@ -54,7 +54,7 @@ def two(**engine_args: Any) -> dict[str, Any]:
 async def embedded(residency: Residency, name: str) -> tuple[ResponseHead, bytes]:
     """The whole answer of a model to one request for embeddings."""
     async with residency.use(name) as engine:
-        return await whole(engine.stream("POST", "/v1/embeddings", {}, b"{}"))
+        return await read_response(engine.stream("POST", "/v1/embeddings", {}, b"{}"))
 
 
 class NoAnswer(AssertionError):

@@ -48,7 +48,7 @@ async def relay(
         first = part
     if isinstance(first, messages.FullResponse):
         await parts.aclose()
-        return whole(first)
+        return whole_response(first)
     return ClosingStream(_body(first, parts), first.status, first.headers, holds=parts)
 
 
@@ -218,7 +218,7 @@ class WholeResponse(Response):
             await send({"type": "http.response.body", "body": b""})
 
 
-def whole(response: messages.FullResponse) -> WholeResponse:
+def whole_response(response: messages.FullResponse) -> WholeResponse:
     """A response of one piece."""
     headers = {k: v for k, v in response.head.headers.items() if k != "content-length"}
     return WholeResponse(response.body, response.head.status, headers)

@@ -21,7 +21,7 @@ from deployments.config.file_threads import in_thread
 from deployments.config.schema import Table
 from deployments.front.access.keys import Caller
 from deployments.front.dependencies import FrontState, Inferrer, State
-from deployments.front.inference.relay import ClosingStream, WholeResponse, whole
+from deployments.front.inference.relay import ClosingStream, WholeResponse, whole_response
 from deployments.front.inference.request import BadRequest
 from deployments.front.inference.service import Parts
 from deployments.front.inference.tasks import task_of
@@ -113,7 +113,7 @@ async def embed(body: bodies.Embed, request: Request, caller: Inferrer, front: S
         first = await anext(parts)
         assert isinstance(first, messages.FullResponse), "vectors come whole"
     if first.head.status != 200:
-        return whole(first)
+        return whole_response(first)
     reply = embedded(
         _named(body.model, first.head), json.loads(first.body), first.head.headers, began_ns
     )
@@ -157,7 +157,7 @@ async def _spoken(
     if isinstance(first, messages.FullResponse):
         await parts.aclose()
         if first.head.status != 200:
-            return whole(first)
+            return whole_response(first)
         answer = Answer(_named(body.model, first.head), spoken, first.head.headers, began_ns)
         return JSONResponse(answer.whole(json.loads(first.body)))
     assert isinstance(first, messages.ResponseHead), "no progress here"
@@ -180,7 +180,7 @@ async def _loaded(
         first = await anext(parts)
     assert isinstance(first, messages.FullResponse), "one token comes whole"
     if first.head.status != 200:
-        return whole(first)
+        return whole_response(first)
     head = {"model": body.model, "created_at": now(), "done": True, "done_reason": "load"}
     return JSONResponse(head | spoken("", "", []))
 

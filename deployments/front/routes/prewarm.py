@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse, Response
 
 from deployments import prefixes
 from deployments.front.dependencies import Inferrer, State
-from deployments.front.inference.relay import whole
+from deployments.front.inference.relay import whole_response
 from deployments.front.inference.schemas import SCHEMAS
 from deployments.front.openapi import described
 from deployments.front.routes.openai import call_for
@@ -32,4 +32,4 @@ async def prewarm(request: Request, caller: Inferrer, front: State) -> Response:
         started = await service.begin(call, PATIENCE_S)
     if started is None:
         return JSONResponse(prefixes.accepted(call.request_id, call.served, "starting"), 202)
-    return whole(started)
+    return whole_response(started)

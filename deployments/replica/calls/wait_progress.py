@@ -22,7 +22,7 @@ def is_at_hand(models: Mapping[str, HeldModel], model: str) -> bool:
     return held is not None and held.state is HolderState.RESIDENT
 
 
-def look(models: Mapping[str, HeldModel], model: str) -> Progress:
+def progress_of(models: Mapping[str, HeldModel], model: str) -> Progress:
     """Returns how far the model is now."""
     held = models.get(model)
     if held is not None and held.state is HolderState.LOADING:
@@ -50,7 +50,7 @@ async def with_progress(
                 arrival.result()
                 has_entered = True
                 return
-            now = look(models, model)
+            now = progress_of(models, model)
             if last is None or _words(now) != _words(last):
                 last = now
                 yield now

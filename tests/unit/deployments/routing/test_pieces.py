@@ -16,7 +16,7 @@ from deployments.routing.pieces import (
     PIECES_OF_A_PROMPT,
     KeptKv,
     SeenPieces,
-    Sent,
+    SentTime,
     pieces_of,
     split,
 )
@@ -50,7 +50,7 @@ def share(seen: SeenPieces, replica: str, model: str, prompt: list[bytes]) -> fl
 
 
 def has_kept(seen: SeenPieces, replica: str, model: str, at_s: float) -> bool:
-    return seen.has_kept(replica, model, Sent(at_s), "acme", 0.0)
+    return seen.has_kept(replica, model, SentTime(at_s), "acme", 0.0)
 
 
 def test_prompts_share_the_hashes_of_the_whole_pieces_with_which_both_begin() -> None:
@@ -117,7 +117,7 @@ def test_beginning_of_a_prompt_has_the_same_hashes_alone(text: str, cuts: list[i
 
 def test_share_counts_what_was_sent_from_the_beginning_on() -> None:
     seen, prompt = SeenPieces(), [b"1", b"2", b"3", b"4"]
-    seen.note("a", "m", prompt[:3], Sent(1.0))
+    seen.note("a", "m", prompt[:3], SentTime(1.0))
     assert share(seen, "a", "m", prompt) == 0.75
     assert share(seen, "a", "m", [b"0", *prompt]) == 0.0, "the first decides"
     assert share(seen, "a", "n", prompt) == share(seen, "b", "m", prompt) == 0.0
@@ -129,19 +129,19 @@ def test_least_recently_sent_piece_is_forgotten_and_the_tail_of_a_prompt_first(
 ) -> None:
     monkeypatch.setattr(module, "PIECES_OF_A_MODEL", 4)
     seen = SeenPieces()
-    seen.note("a", "m", [b"1", b"2", b"3"], Sent(1.0))
-    seen.note("a", "m", [b"x", b"y"], Sent(1.0))
+    seen.note("a", "m", [b"1", b"2", b"3"], SentTime(1.0))
+    seen.note("a", "m", [b"x", b"y"], SentTime(1.0))
     assert share(seen, "a", "m", [b"1", b"2", b"3"]) == pytest.approx(2 / 3)
-    seen.note("a", "m", [b"1"], Sent(1.0))
-    seen.note("a", "m", [b"z"], Sent(1.0))
+    seen.note("a", "m", [b"1"], SentTime(1.0))
+    seen.note("a", "m", [b"z"], SentTime(1.0))
     assert share(seen, "a", "m", [b"1", b"2"]) == 0.5
     assert share(seen, "a", "m", [b"x", b"y"]) == 1.0
 
 
 def test_replica_that_lost_a_model_knows_its_prompts_no_more() -> None:
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"], Sent(1.0))
-    seen.note("a", "n", [b"1"], Sent(1.0))
+    seen.note("a", "m", [b"1"], SentTime(1.0))
+    seen.note("a", "n", [b"1"], SentTime(1.0))
     seen.update("a", {}, {})  # the model is on its way there
     assert share(seen, "a", "m", [b"1"]) == 1.0
     seen.update("a", {"m": 3, "n": 3}, {})
@@ -153,7 +153,7 @@ def test_replica_that_lost_a_model_knows_its_prompts_no_more() -> None:
 
 def test_replica_that_left_is_forgotten() -> None:
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"], Sent(1.0))
+    seen.note("a", "m", [b"1"], SentTime(1.0))
     seen.update("a", {"m": 3}, {})
     seen.forget_others({"b"})
     assert share(seen, "a", "m", [b"1"]) == 0.0
@@ -163,9 +163,9 @@ def test_what_was_sent_before_an_engine_kept_it_counts_no_more_and_what_was_sent
     None
 ):
     seen = SeenPieces()
-    seen.note("a", "m", [b"1", b"2"], Sent(10.0))
-    seen.note("a", "m", [b"1", b"3"], Sent(20.0))
-    seen.note("b", "m", [b"1", b"2"], Sent(10.0))
+    seen.note("a", "m", [b"1", b"2"], SentTime(10.0))
+    seen.note("a", "m", [b"1", b"3"], SentTime(20.0))
+    seen.note("b", "m", [b"1", b"2"], SentTime(10.0))
     seen.update("a", ["m"], {"m": KeptKv(5.0)})
     assert [share(seen, "a", "m", [b"1", piece]) for piece in (b"2", b"3")] == [1.0, 1.0]
     seen.update("a", ["m"], {"m": KeptKv(10.0), "n": KeptKv(99.0)})
@@ -175,34 +175,34 @@ def test_what_was_sent_before_an_engine_kept_it_counts_no_more_and_what_was_sent
     assert has_kept(seen, "b", "m", 0.0)
     seen.update("a", ["m"], {"m": KeptKv(20.0)})
     assert share(seen, "a", "m", [b"1", b"3"]) == 0.0
-    seen.note("a", "m", [b"1", b"2"], Sent(21.0))
+    seen.note("a", "m", [b"1", b"2"], SentTime(21.0))
     assert share(seen, "a", "m", [b"1", b"2"]) == 1.0, "it was sent anew"
 
 
 def test_replica_that_keeps_nothing_holds_nothing_whatever_it_is_sent() -> None:
     seen = SeenPieces()
     seen.update("a", ["m"], {"m": KeptKv(inf)})
-    seen.note("a", "m", [b"1"], Sent(10.0))
+    seen.note("a", "m", [b"1"], SentTime(10.0))
     assert share(seen, "a", "m", [b"1"]) == 0.0
 
 
 def test_what_a_replica_has_lost_it_has_not_again_when_an_engine_begins_anew() -> None:
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"], Sent(10.0))
+    seen.note("a", "m", [b"1"], SentTime(10.0))
     seen.update("a", ["m"], {"m": KeptKv(20.0)})
     seen.update("a", ["m"], {"m": KeptKv(0.0)})
     seen.update("a", ["m"], {})
     assert share(seen, "a", "m", [b"1"]) == 0.0
     seen.forget_others([])
-    seen.note("a", "m", [b"1"], Sent(10.0))
+    seen.note("a", "m", [b"1"], SentTime(10.0))
     assert share(seen, "a", "m", [b"1"]) == 1.0, "all is forgotten of a replica that left"
 
 
 def test_later_time_of_two_that_are_noted_of_one_prompt_counts() -> None:
     """The router notes a call when it chooses and once more when it is sent, as old as it is."""
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"], Sent(10.0))
-    seen.note("a", "m", [b"1"], Sent(9.0))
+    seen.note("a", "m", [b"1"], SentTime(10.0))
+    seen.note("a", "m", [b"1"], SentTime(9.0))
     seen.update("a", ["m"], {"m": KeptKv(9.5)})
     assert share(seen, "a", "m", [b"1"]) == 1.0
 
@@ -211,15 +211,15 @@ def test_engine_that_keeps_kv_after_another_kept_none_holds_what_it_is_sent() ->
     seen = SeenPieces()
     seen.update("a", ["m"], {"m": KeptKv(inf)})
     seen.update("a", ["m"], {"m": KeptKv(20.0)})
-    seen.note("a", "m", [b"1"], Sent(30.0))
+    seen.note("a", "m", [b"1"], SentTime(30.0))
     assert share(seen, "a", "m", [b"1"]) == 1.0
     assert not has_kept(seen, "a", "m", 10.0)
 
 
 def test_call_that_waited_to_be_sent_is_lost_with_those_as_old() -> None:
     seen = SeenPieces()
-    seen.note("a", "m", [b"1"], Sent(10.0))
-    seen.note("a", "m", [b"2"], Sent(5.0))
+    seen.note("a", "m", [b"1"], SentTime(10.0))
+    seen.note("a", "m", [b"2"], SentTime(5.0))
     seen.update("a", ["m"], {"m": KeptKv(7.0)})
     assert [share(seen, "a", "m", [piece]) for piece in (b"1", b"2")] == [1.0, 0.0]
 
@@ -228,9 +228,9 @@ def test_what_the_device_has_lost_is_held_by_the_slab_until_the_latest_of_its_te
     None
 ):
     seen, first, second = SeenPieces(), [b"1", b"2"], [b"1", b"3"]
-    seen.note("a", "m", first, Sent(10.0, 310.0))
-    seen.note("a", "m", second, Sent(20.0, 3_620.0))
-    seen.note("a", "m", [b"1"], Sent(30.0, 330.0))
+    seen.note("a", "m", first, SentTime(10.0, 310.0))
+    seen.note("a", "m", second, SentTime(20.0, 3_620.0))
+    seen.note("a", "m", [b"1"], SentTime(30.0, 330.0))
 
     def shares(now_s: float) -> list[float]:
         return [seen.share("a", "m", prompt, "acme", now_s) for prompt in (first, second)]
@@ -241,14 +241,14 @@ def test_what_the_device_has_lost_is_held_by_the_slab_until_the_latest_of_its_te
     assert [shares(now_s) for now_s in (309.0, 310.0, 3_619.0, 3_620.0)] == [
         [1.0, 1.0], [0.5, 1.0], [0.5, 1.0], [0.0, 0.0],
     ]  # fmt: skip
-    assert not seen.has_kept("a", "m", Sent(20.0, 320.0), "acme", 320.0)
-    assert seen.has_kept("a", "m", Sent(41.0, 341.0), "acme", 342.0), "the device has it"
+    assert not seen.has_kept("a", "m", SentTime(20.0, 320.0), "acme", 320.0)
+    assert seen.has_kept("a", "m", SentTime(41.0, 341.0), "acme", 342.0), "the device has it"
 
 
 def test_what_a_tenant_lost_for_its_cap_says_nothing_of_what_others_were_sent() -> None:
     seen = SeenPieces()
-    seen.note("a", "m", [b"own"], Sent(10.0))
-    seen.note("a", "m", [b"other"], Sent(10.0))
+    seen.note("a", "m", [b"own"], SentTime(10.0))
+    seen.note("a", "m", [b"other"], SentTime(10.0))
 
     def held() -> list[float]:
         pairs = (([b"own"], "acme"), ([b"other"], "other"))
@@ -261,5 +261,5 @@ def test_what_a_tenant_lost_for_its_cap_says_nothing_of_what_others_were_sent() 
     assert held() == [0.0, 1.0]
     seen.update("a", ["m"], {"m": KeptKv(5.0, 40.0)})
     assert held() == [0.0, 1.0], "an engine that begins anew has not brought it back"
-    seen.note("a", "m", [b"own"], Sent(21.0))
+    seen.note("a", "m", [b"own"], SentTime(21.0))
     assert held() == [1.0, 1.0]

@@ -101,7 +101,7 @@ async def test_wait_that_is_cancelled_again_as_its_model_serves_leaves_no_reques
 async def test_load_without_history_has_no_estimate() -> None:
     mine = held("b")
     mine.on_grant(Granted(mine.ticket, (), seconds(60), seconds(0), None))  # type: ignore[arg-type]
-    assert wait_progress.look({"b": mine}, "b") == Progress("loading", 0, None)
+    assert wait_progress.progress_of({"b": mine}, "b") == Progress("loading", 0, None)
 
 
 @pytest.mark.spec("J2")
