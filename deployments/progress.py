@@ -97,15 +97,17 @@ def run(
     is printed as well. Raises ProgramFailed."""
     log.parent.mkdir(parents=True, exist_ok=True)
     last: deque[str] = deque(maxlen=LAST_LINES)
-    with log.open("a") as log_file:
-        process = subprocess.Popen(
+    with (
+        log.open("a") as log_file,
+        subprocess.Popen(
             list(map(str, command)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             env=None if env is None else dict(env),
-        )
+        ) as process,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             log_file.write(line)
