@@ -14,9 +14,9 @@ class Method:
         self._act = act
 
     def remote(self, *args: object) -> Any:
-        """Begins the call, as Ray does, whether or not its caller waits for the answer."""
-        answer: Any = self._act(*args)
-        return asyncio.ensure_future(answer) if asyncio.iscoroutine(answer) else answer
+        """A call that never answers is no coroutine, because some callers do not await it."""
+        is_silent = self._act is never
+        return asyncio.get_running_loop().create_future() if is_silent else self._act(*args)
 
 
 class FakeArbiter:

@@ -138,7 +138,7 @@ async def test_other_user_of_a_gang_member_gets_it_when_the_gang_is_given_up() -
         [told] = arbiter.told  # that it is more urgent; it is still of the gang
         assert (told.priority, told.gang) == (types.Priority.URGENT, arbiter.requests[0].gang)
         arbiter.says("a")
-        await until(lambda: residency.models["a"].gang.got)
+        await until(lambda: residency.models["a"].gang.grant_epochs)
         seen.cancel()
         assert await asyncio.wait_for(alone, 60) == arbiter.requests[0].ticket
         assert "b" not in residency.models
