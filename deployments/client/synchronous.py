@@ -5,6 +5,7 @@ of the same name there, with its signature; an event loop on a thread of its own
         print(client.chat("What is a ticket?", model="small-chat").text)
 """
 
+import asyncio
 import functools
 import weakref
 from collections.abc import (
@@ -69,12 +70,31 @@ def _iterated(portal: BlockingPortal, parts: AsyncGenerator[T]) -> Generator[T, 
 
 
 def _result_of(portal: BlockingPortal, work: Callable[[], Awaitable[T]]) -> T:
-    """The result of `work`. An interrupt of the wait, as by Ctrl-C, ends the work."""
-    doing = portal.start_task_soon(work)
+    """The result of `work`. An interrupt of the wait, as by Ctrl-C, ends the work, also one that
+    comes while the work is handed to the loop, before there is a future to cancel."""
+    task: asyncio.Task[Any] | None = None
+    is_wanted = True
+
+    async def while_wanted() -> T:
+        nonlocal task
+        if not is_wanted:
+            raise asyncio.CancelledError
+        task = asyncio.current_task()
+        return await work()
+
+    def end() -> None:
+        nonlocal is_wanted
+        is_wanted = False
+        if task is not None:
+            task.cancel()
+
+    doing = None
     try:
+        doing = portal.start_task_soon(while_wanted)
         return doing.result()
     finally:
-        doing.cancel()  # has no effect on work that is done
+        if doing is None or not doing.done():
+            portal.start_task_soon(end)
 
 
 class Calls:

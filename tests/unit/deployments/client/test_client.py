@@ -1,5 +1,6 @@
 """The Python client over a socket and by a handle, on the front's own application."""
 
+import asyncio
 import base64
 import json
 import pickle
@@ -7,17 +8,26 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 from PIL import Image
 
 from arbiter.errors import DeadlineUnmet, QueueFull, RequestError, TicketClosed, UnknownModel
 from arbiter.units import TicketId
 from deployments import messages
-from deployments.client import AsyncClient, Audio, Client, FrontUnreachable, Picture
+from deployments.client import (
+    AsyncClient,
+    Audio,
+    Client,
+    FrontUnreachable,
+    Picture,
+    synchronous,
+)
 from deployments.client.answers import Choice, Delta, Span, ToolCall, Usage
 from deployments.front.access.auth import Denied
 from deployments.front.inference.request import BadRequest
@@ -31,7 +41,7 @@ from tests.support.answering_front import (
     whole,
 )
 from tests.support.scripted_front import Answer, ScriptedFront
-from tests.support.waits import eventually, wait_in_thread
+from tests.support.waits import WITHIN_S, eventually, wait_in_thread
 
 CHAT, SPEAK = "/v1/chat/completions", "/v1/audio/speech"
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
@@ -467,6 +477,34 @@ sys.stdin.read()
             assert front.responses[-1].was_cancelled.wait(60)
             said, troubles = notebook.communicate()
     assert (said, notebook.returncode) == (b"interrupted\n", 0), troubles
+
+
+@pytest.mark.spec("J7")
+def test_interrupt_of_a_plain_call_before_it_has_the_future_of_its_work_ends_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with start_blocking_portal() as portal:
+        start = portal.start_task_soon
+
+        def interrupted(*args: Any) -> None:
+            monkeypatch.undo()
+            start(*args)
+            assert begun.wait(WITHIN_S)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(portal, "start_task_soon", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            synchronous._result_of(portal, work)
+        assert ended.wait(WITHIN_S)
 
 
 @pytest.mark.spec("J7")
