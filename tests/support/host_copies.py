@@ -12,6 +12,7 @@ from arbiter.node.host_copies import HostCopies
 from arbiter.protocol.messages import CopyRequest, LeaseCall, LeaseState
 from arbiter.units import NodeId, TicketId
 from deployments.config.engine_kinds import SAFETENSORS
+from tests.support.waits import WITHIN_S
 
 
 class Grants:
@@ -31,7 +32,8 @@ class Copies:
     def __init__(self, folder: Path) -> None:
         self._loop = asyncio.new_event_loop()
         self._running: list[asyncio.Future[None]] = []
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
         self._made = self._run(self._make(folder))
 
     async def _make(self, folder: Path) -> HostCopies:
@@ -43,6 +45,8 @@ class Copies:
     def close(self) -> None:
         self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WITHIN_S)
+        self._loop.close()
 
     async def _end(self) -> None:
         for task in self._running:

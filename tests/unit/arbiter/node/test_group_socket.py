@@ -55,11 +55,13 @@ def model(tmp_path: Path) -> Path:
 
 def asked(path: str, key: object) -> tuple[socket.socket, list[int]]:
     """The open connection, and what was handed over it."""
-    agent = socket.socket(socket.AF_UNIX)
-    agent.settimeout(WITHIN_S)
-    agent.connect(path)
-    agent.sendall(json.dumps({"key": key}).encode() + b"\n")
-    _, fds, _, _ = socket.recv_fds(agent, 1, 253)
+    with contextlib.ExitStack() as unless_handed:
+        agent = unless_handed.enter_context(socket.socket(socket.AF_UNIX))
+        agent.settimeout(WITHIN_S)
+        agent.connect(path)
+        agent.sendall(json.dumps({"key": key}).encode() + b"\n")
+        _, fds, _, _ = socket.recv_fds(agent, 1, 253)
+        unless_handed.pop_all()
     return agent, fds
 
 
