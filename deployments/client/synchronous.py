@@ -70,7 +70,7 @@ def _iterated(portal: BlockingPortal, parts: AsyncGenerator[T]) -> Generator[T, 
 
 
 def _result_of(portal: BlockingPortal, work: Callable[[], Awaitable[T]]) -> T:
-    """The result of `work`. An interrupt of the wait, as by Ctrl-C, ends the work, also one that
+    """The result of `work`. An interrupt of the wait, as by Ctrl-C, ends the work, also if it
     comes while the work is handed to the loop, before there is a future to cancel."""
     task: asyncio.Task[Any] | None = None
     is_wanted = True

@@ -154,8 +154,19 @@ def test_serve_run_of_the_shipped_file_answers_with_no_variable_set() -> None:
             status, answer = graph.post("/v1/chat/completions", CHAT)
             assert status == 200, answer
             assert answer["usage"]["completion_tokens"] == 2
+            assert 0.35 < share_lent(graph) < 0.45
             knows_what_serve_gets_wrong(graph)
             says_when_to_come_back_without_a_front(graph)
+
+
+def share_lent(graph: Graph) -> float:
+    """What the device lends, divided by what all models of the table need together."""
+    table = graph.config["applications"][0]["deployments"][0]["user_config"]
+    models = [model for row in table["capabilities"].values() for model in row["models"]]
+    plans = [graph.post("/arbiter/plan", {"model": model}) for model in models]
+    assert [status for status, _ in plans] == [200] * 8, plans
+    [device] = [row for row in graph.state()["devices"] if row["kind"] == "cpu"]
+    return float(device["budget_bytes"]) / sum(plan["need_bytes"] for _, plan in plans)
 
 
 @pytest.mark.spec("J8")
