@@ -62,7 +62,8 @@ def test_console_shows_models_that_trade_memory_and_lives_through_the_arbiters_d
 def epoch_after(graph: Graph, before: int) -> int | None:
     try:
         epoch = int(graph.state()["epoch"])
-    except urllib.error.HTTPError:  # there is none now
+    except urllib.error.HTTPError as error:  # there is none now
+        error.close()
         return None
     return epoch if epoch != before else None
 

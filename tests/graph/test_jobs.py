@@ -66,7 +66,8 @@ def is_forgotten(graph: Graph, job_id: str) -> bool:
     try:
         job(graph, job_id)
     except urllib.error.HTTPError as error:
-        return error.code == 404
+        with error:
+            return error.code == 404
     return False
 
 

@@ -27,7 +27,8 @@ def status_of(graph: Graph, path: str, **headers: str) -> int:
             json.load(answer)
             return int(answer.status)
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
 
 
 @pytest.mark.spec("J1", "L1")
@@ -106,7 +107,8 @@ def test_lease_needs_the_scope_of_its_own(graph: Graph, keys_file: Path) -> None
         request = urllib.request.Request(url, b"{}", headers, method="PUT")
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=60)
-        assert caught.value.code == status
+        with caught.value as refusal:
+            assert refusal.code == status
 
 
 @pytest.mark.spec("L1")

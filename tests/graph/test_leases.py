@@ -66,7 +66,8 @@ def test_lease_request_without_a_key_is_refused(graph: Graph) -> None:
     request = urllib.request.Request(address, b'{"bytes": 1}', method="PUT")
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=60)
-    assert caught.value.code == 401
+    with caught.value as refusal:
+        assert refusal.code == 401
     key = environment(graph)["ARBITER_KEY"]
     request.add_header("authorization", f"Bearer {key}")
     request.data = b'{"bytes": 1, "tenants": "x"}'

@@ -33,9 +33,10 @@ class Prometheus:
             with urllib.request.urlopen(asked, timeout=60) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
-            if error.code == 503:  # it starts
-                return None
-            pytest.fail(f"{query}: {error.read().decode()}")
+            with error:
+                if error.code == 503:  # it starts
+                    return None
+                pytest.fail(f"{query}: {error.read().decode()}")
         except (urllib.error.URLError, ConnectionError):
             return None
 
