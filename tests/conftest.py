@@ -92,6 +92,23 @@ gc.disable()
 atexit.register(gc.unfreeze)
 
 
+# Where tests drive real servers, what is not closed, or fails in a finalizer or a thread, may be
+# that of a library whose client or runtime ends with its process (OpenAI's, Ray's, Playwright's).
+OF_ONE_PROCESS = ("unit", "model", "sim", "style")
+MAY_END_UNSEEN = (
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(ROOT / "tests").parts[0] not in OF_ONE_PROCESS:
+            for rule in MAY_END_UNSEEN:
+                item.add_marker(pytest.mark.filterwarnings(rule))
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays, and the little garbage of its imports. The collector would look
     through it again and again, which takes longer than most tests."""
