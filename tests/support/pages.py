@@ -55,6 +55,9 @@ NOT_RUN: dict[str, str] = {
         " test_backup_taken_while_it_is_written_brings_back_what_was_learned_and_the_keys",
     "docs/deploy.md: git pull":
         f"{STARTS} test_upgrade_to_other_code_leaves_nothing_of_the_old_but_its_holders",
+    "docs/operations.md: import json, os, socket, sys":
+        "needs a model with `host_copy: group`; its steps are run by"
+        " test_another_user_reaches_the_files_by_the_socket_if_it_is_of_the_group",
     "docs/remotes.md: FAR=$(.venv/bin/arbiter key add ann --scope infer --scope cloud)":
         "needs a row in the table and adds keys; run by"
         " test_a_remote_model_answers_as_a_local_one_and_each_egress_is_written_down",
