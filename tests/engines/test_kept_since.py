@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from arbiter.units import DEFAULT_TENANT, MIB
-from deployments.routing.pieces import KeptKv, SeenPieces, Sent, pieces_of, split
+from deployments.routing.pieces import KeptKv, SeenPieces, SentTime, pieces_of, split
 from deployments.routing.rank import HELD_SHARE
 from tests.support.engine_host import Child, ZygoteUnderTest, served, until
 from tests.support.slabs import lent_slab, path_of
@@ -70,7 +70,7 @@ class Told:
     def send(self, seed: int, most: int = 1, tenant: str = DEFAULT_TENANT) -> int:
         """How many tokens of a prompt the engine did not compute."""
         now_s = time.time()
-        self.seen.note("r", "m", _pieces(seed), Sent(now_s, now_s + self.term_s))
+        self.seen.note("r", "m", _pieces(seed), SentTime(now_s, now_s + self.term_s))
         return ask(self.child, prompt(seed), most, tenant)
 
     def send_and_store(self, sent: range, tenant: str = DEFAULT_TENANT) -> range:
