@@ -140,12 +140,14 @@ def victims(graph: Graph, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def gb_of_victims(graph: Graph) -> float:
-    """GiB for which a model would leave now; none while none is idle. Told anew at each look:
-    models whose keep-warm time ends leave by themselves."""
+    """GiB for which an awake model would leave now, as it alone returns; none while none is idle.
+    Told anew at each look: models whose keep-warm time ends leave by themselves."""
     if CHAT not in {t["model"] for t in graph.state()["tickets"]}:
         graph.post("/v1/chat/completions", HELLO)
     gb = more_than_free(graph, CHAT)
-    return gb if victims(graph, {"gb": gb}) else 0.0
+    leave = {victim["ticket"] for victim in victims(graph, {"gb": gb})}
+    awake = {t["ticket"] for t in graph.state()["tickets"] if t["state"] == "resident"}
+    return gb if leave & awake else 0.0
 
 
 def more_than_free(graph: Graph, model: str) -> float:
