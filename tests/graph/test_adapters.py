@@ -81,7 +81,7 @@ def test_entry_of_an_adapter_says_how_urgent_its_requests_are(
         began = graph.state()["sequence"]
         said(client, name)
         queued = [e for e in graph.events() if e["seq"] > began and e["kind"] == "ticket_queued"]
-        # Where somebody spoke just before, the voice behind the chat is loaded ahead.
+        # After a transcription the pipeline loads the voice behind the chat ahead.
         assert [e["priority"] for e in queued if e["model"] == CHAT] == [priority]
 
 

@@ -19,7 +19,7 @@ from tests.support.waits import WITHIN_S, wait_in_thread
 
 pytestmark = pytest.mark.spec("D4", "L4")
 WEIGHTS = b"weights" * 1_000
-NOBODY = 65_534
+OTHER_UID = 65_534
 # As a program of another user would: it opens the second file by path, as libraries do.
 PROGRAM = """
 import json, os, socket, sys
@@ -118,8 +118,8 @@ def test_another_user_reaches_the_files_by_the_socket_if_it_is_of_the_group(
     program = [os.path.realpath(sys.executable), "-IS", "-c", PROGRAM, reading.socket, lent["key"]]
     done = subprocess.run(
         [*program, str(held_file())],
-        user=NOBODY,
-        group=NOBODY,
+        user=OTHER_UID,
+        group=OTHER_UID,
         extra_groups=groups,
         capture_output=True,
         text=True,
