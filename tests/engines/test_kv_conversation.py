@@ -1,5 +1,5 @@
 """A conversation of twenty turns whose engine is killed in the midst of a turn, and the same
-without an interruption: token for token in float32; in bfloat16 bit for bit as a hit on the device."""
+uninterrupted: token for token in float32; in bfloat16 bit for bit as a hit on the device."""
 
 import json
 from pathlib import Path
