@@ -5,7 +5,9 @@ requests on to it over a unix socket of its own, and the program ends with the e
 however that ends. The program asks no connection who it is, so it is told a key that only the
 engine's process knows. `engine_args` are the program's long options, by name (`ctx_size: 4096`,
 `n_gpu_layers: 99`, `embedding: true`). The model is one .gguf file. Give it a `need`, because the
-estimate is its size and a tenth, which leaves no bytes for a long context.
+estimate is its size and a tenth, which leaves no bytes for a long context. The program would keep
+up to 8 GiB of prompts that left its slots in host RAM, which no ticket pays for; here it keeps none
+unless `cache_ram` (MiB) says so, and then its `need` has to hold them.
 
 Needs `llama-server` on the PATH, of a version that listens on a unix socket (`--host x.sock`, since
 March 2025). Source: github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md.
@@ -32,6 +34,7 @@ from deployments.engines.protocol import (
 
 PROGRAM = "llama-server"
 KEY = "LLAMA_API_KEY"  # the variable: an argument could be read by every user
+CACHE_RAM = "LLAMA_ARG_CACHE_RAM"  # the variable: versions without that cache refuse the argument
 # What a replica may call; the routes that change the server stay out of reach.
 ROUTES = frozenset("/v1/chat/completions /v1/completions /v1/embeddings /v1/models".split())
 LOOK_S = 0.1  # between two calls that ask whether it has loaded, which takes it seconds
@@ -52,7 +55,7 @@ def build(config: Config) -> "LlamaServer":
         os.umask(0o077)
         linux.die_with_parent(parent)
 
-    words, env = command(config, path), os.environ | {KEY: key}
+    words, env = command(config, path), {CACHE_RAM: "0"} | os.environ | {KEY: key}
     program = subprocess.Popen(words, env=env, preexec_fn=become)  # noqa: PLW1509  # one thread so far
     return LlamaServer(program, path, key)
 

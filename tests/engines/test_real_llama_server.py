@@ -83,6 +83,18 @@ def test_real_llama_server_lists_its_model_and_refuses_what_changes_it(llama: Ch
     asked(llama)
 
 
+@pytest.mark.spec("G3")
+def test_real_llama_server_keeps_prompts_in_its_slots_alone(llama: Child) -> None:
+    """Nobody has what left its two slots, so no other replica would serve it sooner."""
+
+    def cached(letter: str) -> int:
+        messages = [{"role": "user", "content": 100 * letter}]
+        return int(asked(llama, messages=messages)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(letter) > 100 for letter in "xyxy"] == [False, False, True, True]
+    assert [cached(letter) < 10 for letter in "zxyz"] == [True, True, True, True]
+
+
 @pytest.mark.spec("L4")
 def test_real_llama_server_answers_its_engine_process_alone(llama: Child) -> None:
     asked(llama)
