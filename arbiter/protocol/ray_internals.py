@@ -1,5 +1,6 @@
 """The few semi-internal things asked of Ray, in one place; tests/contracts holds each of them."""
 
+import sys
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
@@ -166,6 +167,17 @@ def quiet_when_idle(handle: Any) -> None:
             report()
 
     metrics.push_autoscaling_metrics_to_controller = report_changes
+
+
+def set_control_interval(seconds: float | None) -> None:
+    """Has Serve's controller wait so long between two of its looks at deployments; None: as long as
+    its variable says. Does nothing in another process."""
+    controller = sys.modules.get("ray.serve._private.controller")
+    if controller is not None:
+        from ray.serve._private.constants import CONTROL_LOOP_INTERVAL_S
+
+        interval = CONTROL_LOOP_INTERVAL_S if seconds is None else seconds
+        controller.CONTROL_LOOP_INTERVAL_S = interval  # type: ignore[attr-defined]
 
 
 def waits_for_replica(context: Context) -> bool:

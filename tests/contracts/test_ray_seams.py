@@ -18,7 +18,7 @@ import ray
 import uvicorn
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.serve import context as serve_context
-from ray.serve._private import http_util, proxy, proxy_state
+from ray.serve._private import controller, http_util, proxy, proxy_state
 from ray.serve._private.common import DeploymentID, EndpointInfo
 from ray.serve._private.controller import ServeController
 from ray.serve._private.http_util import RequestIdMiddleware
@@ -232,6 +232,18 @@ def test_a_handle_of_serve_reports_by_the_function_that_is_made_quiet() -> None:
     for router in (CurrentLoopRouter, SingletonThreadRouter):
         assert "self._asyncio_router =" in inspect.getsource(router.__init__)
     assert "self._metrics_manager =" in inspect.getsource(AsyncioRouter.__init__)
+
+
+@pytest.mark.spec("H0")
+def test_controller_of_serve_reads_its_interval_before_each_wait() -> None:
+    loop = inspect.getsource(ServeController.run_control_loop)
+    assert "await asyncio.sleep(CONTROL_LOOP_INTERVAL_S)" in loop
+    assert ServeController.run_control_loop.__globals__ is vars(controller)
+    by_variable = controller.CONTROL_LOOP_INTERVAL_S
+    ray_internals.set_control_interval(7.0)
+    assert controller.CONTROL_LOOP_INTERVAL_S == 7.0
+    ray_internals.set_control_interval(None)
+    assert by_variable == controller.CONTROL_LOOP_INTERVAL_S
 
 
 @pytest.mark.spec("J8")
