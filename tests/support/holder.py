@@ -1,6 +1,7 @@
 """Holders that are a process of their own, and the processes that one test leaves to the next."""
 
 import asyncio
+import contextlib
 import os
 import time
 from typing import Any
@@ -11,6 +12,8 @@ from arbiter.client.holder import HolderClient
 from arbiter.core.decisions import Reason
 from arbiter.core.events import SpeechStarted
 from arbiter.core.types import ANYBODY, Client, Priority
+from arbiter.errors import ArbiterUnavailable, GrowthRefused
+from arbiter.units import Bytes
 from deployments.prefixes import PrefixEnd
 from deployments.replica.lifecycle import resize, unloading
 from deployments.replica.prefixes import prefix_warmer
@@ -158,6 +161,17 @@ class Holder:
         began = time.perf_counter()
         async with self.residency.use(name):
             return (time.perf_counter() - began) * 1e3
+
+    async def grant_ms(self, name: str, more: Bytes) -> float:
+        """From asking for more bytes of a resident model to the grant, asked again where the
+        arbiter ends meanwhile or has no reading yet. Its engine stays as it is, so that heartbeats
+        give them back."""
+        held, client = self.residency.models[name], self.residency.client()
+        began = time.perf_counter()
+        while True:
+            with contextlib.suppress(ArbiterUnavailable, GrowthRefused):
+                await client.grow(held.ticket, more, client.timeouts.barrier)
+                return (time.perf_counter() - began) * 1e3
 
     async def shift_clock(self, by_s: float) -> None:
         """Puts the clock of its sweeps forward."""
