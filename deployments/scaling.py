@@ -26,7 +26,6 @@ DEFAULT_TO_ZERO_S = 300.0  # H0's default, of a capability whose table no arbite
 FEWER_AFTER_S = 30.0  # Serve's look-back: load below it for this long is not a pause between bursts
 
 
-STARTING_INTERVAL_S = 0.05  # between two looks while a replica starts
 STARTS_WITHIN_S = 10.0  # what takes longer, or fails again and again, is not waited for so closely
 
 
@@ -44,31 +43,6 @@ class Context(Protocol):
     def config(self) -> Any: ...
 
 
-class ControlPace:
-    """How often Serve's controller looks at its deployments, whose policies all call this."""
-
-    def __init__(self, set_interval: Callable[[float | None], None]) -> None:
-        self._set_interval = set_interval
-        self._starting_since: dict[str, float] = {}
-        self._is_quick = False
-
-    def note(self, deployment: str, is_starting: bool, now: float) -> None:
-        """Notes whether a deployment waits for a replica that it has not, by the clock in
-        seconds."""
-        if is_starting:
-            self._starting_since.setdefault(deployment, now)
-        else:
-            self._starting_since.pop(deployment, None)
-        starts = self._starting_since.values()
-        is_quick = any(now - since < STARTS_WITHIN_S for since in starts)
-        if is_quick != self._is_quick:
-            self._is_quick = is_quick
-            self._set_interval(STARTING_INTERVAL_S if is_quick else None)
-
-
-PACE = ControlPace(ray_internals.set_control_interval)
-
-
 class ArbiterPolicy:
     """One application's policy. `wanted`: the capability's replicas, as the arbiter says; None:
     there is no arbiter. `to_zero_s`: how long an idle replica is kept then, which is the
@@ -79,7 +53,7 @@ class ArbiterPolicy:
         capability: str,
         follow: bool = True,
         clock: Callable[[], float] = time.monotonic,
-        pace: ControlPace | None = None,
+        quicken: Callable[[], None] | None = None,
     ) -> None:
         self.wanted: int | None = None
         self.to_zero_s = DEFAULT_TO_ZERO_S
@@ -87,7 +61,8 @@ class ArbiterPolicy:
         self._busy_at = self._most_at = clock()
         self._most = 0
         self._is_to_follow = follow
-        self._pace = pace or PACE
+        self._quicken = quicken or ray_internals.PACE.quicken
+        self._short_since = math.inf
 
     def __call__(self, contexts: Mapping[Any, Context]) -> tuple[dict[Any, int], dict[Any, Any]]:
         """Answers Serve's question for each deployment."""
@@ -107,8 +82,10 @@ class ArbiterPolicy:
         if least is None:
             least = int(context.current_num_replicas > 0 and now - self._busy_at < self.to_zero_s)
         replicas = max(least, min(count, 1), self._several(count, now))
-        is_starting = replicas > context.current_num_replicas
-        self._pace.note(f"{self._capability}/{context.deployment_name}", is_starting, now)
+        is_short = replicas > context.current_num_replicas
+        self._short_since = min(self._short_since, now) if is_short else math.inf
+        if now - self._short_since < STARTS_WITHIN_S and is_short:
+            self._quicken()
         return replicas
 
     def _several(self, count: int, now: float) -> int:

@@ -1,6 +1,8 @@
 """The few semi-internal things asked of Ray, in one place; tests/contracts holds each of them."""
 
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
@@ -147,21 +149,31 @@ def detached(ray_node_id: str, name: str, namespace: str, waiting_count: int = 0
 # silent for 10 s (RAY_SERVE_MIN_HANDLE_METRICS_TIMEOUT_S), and reports come two a second.
 IDLE_REPORTS, IDLE_EVERY = 4, 10
 
+# Serve's controller looks so often, for so long after it was last asked to. A look costs it 5 ms.
+SOON_S, SOON_FOR_S = 0.05, 1.0
+# Reports of a handle all of whose requests wait, by which it asks for that; two a second.
+WAITING_REPORTS = 20
+
 
 def quiet_when_idle(handle: Any) -> None:
     """Has a handle of Serve say how many requests it has as the controller is told, not as they
     were when they were last counted, and say it less often while there are none. A report costs
-    handle and controller 2 ms; the first one of a request wakes a capability with zero replicas.
-    For a handle whose options are set and that has not been called."""
+    handle and controller 2 ms; the first one of a request wakes a capability with zero replicas,
+    and while no replica has any the controller is asked to look sooner. For a handle whose options
+    are set and that has not been called."""
     metrics = handle._router._asyncio_router._metrics_manager
     count = metrics._add_autoscaling_metrics_point
     report = metrics.push_autoscaling_metrics_to_controller
-    silent = 0
+    silent = waiting = 0
 
     def report_changes() -> None:
-        nonlocal silent
-        is_busy = metrics.num_queued_requests or any(metrics.num_requests_sent_to_replicas.values())
-        silent = 0 if is_busy else silent + 1
+        nonlocal silent, waiting
+        is_served = any(metrics.num_requests_sent_to_replicas.values())
+        is_waiting = metrics.num_queued_requests and not is_served
+        silent = 0 if is_waiting or is_served else silent + 1
+        waiting = waiting + 1 if is_waiting else 0
+        if 0 < waiting <= WAITING_REPORTS:
+            metrics._controller_handle.__ray_call__.remote(_quicken)
         if silent <= IDLE_REPORTS or silent % IDLE_EVERY == 0:
             count()
             report()
@@ -169,15 +181,51 @@ def quiet_when_idle(handle: Any) -> None:
     metrics.push_autoscaling_metrics_to_controller = report_changes
 
 
-def set_control_interval(seconds: float | None) -> None:
-    """Has Serve's controller wait so long between two of its looks at deployments; None: as long as
-    its variable says. Does nothing in another process."""
-    controller = sys.modules.get("ray.serve._private.controller")
-    if controller is not None:
-        from ray.serve._private.constants import CONTROL_LOOP_INTERVAL_S
+class ControlPace:
+    """How often Serve's controller looks at its deployments, in its process. It waits as long as
+    its variable says between two looks, and a start of a replica takes four of them."""
 
-        interval = CONTROL_LOOP_INTERVAL_S if seconds is None else seconds
-        controller.CONTROL_LOOP_INTERVAL_S = interval  # type: ignore[attr-defined]
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # policies call on the controller's loop, handles in threads
+        self._until_s = 0.0
+        self._is_quick = False
+
+    def quicken(self) -> None:
+        """Has it look each SOON_S for the next SOON_FOR_S. In another process it does nothing."""
+        controller: Any = sys.modules.get("ray.serve._private.controller")
+        if controller is None:
+            return
+        with self._lock:
+            self._until_s = time.monotonic() + SOON_FOR_S
+            if not self._is_quick:
+                self._is_quick = True
+                controller.CONTROL_LOOP_INTERVAL_S = min(SOON_S, _control_interval_s())
+                threading.Thread(target=self._rest, args=(controller,), daemon=True).start()
+
+    def _rest(self, controller: Any) -> None:
+        """Waits for the end, which each call puts off."""
+        while True:
+            with self._lock:
+                left_s = self._until_s - time.monotonic()
+                if left_s <= 0:
+                    controller.CONTROL_LOOP_INTERVAL_S = _control_interval_s()
+                    self._is_quick = False
+                    return
+            time.sleep(left_s)
+
+
+PACE = ControlPace()
+
+
+def _control_interval_s() -> float:
+    from ray.serve._private.constants import CONTROL_LOOP_INTERVAL_S
+
+    return float(CONTROL_LOOP_INTERVAL_S)
+
+
+def _quicken(controller: Any) -> None:
+    """Runs in the controller."""
+    PACE.quicken()
 
 
 def waits_for_replica(context: Context) -> bool:

@@ -235,15 +235,17 @@ def test_a_handle_of_serve_reports_by_the_function_that_is_made_quiet() -> None:
 
 
 @pytest.mark.spec("H0")
-def test_controller_of_serve_reads_its_interval_before_each_wait() -> None:
+async def test_controller_of_serve_reads_its_interval_before_each_wait() -> None:
     loop = inspect.getsource(ServeController.run_control_loop)
     assert "await asyncio.sleep(CONTROL_LOOP_INTERVAL_S)" in loop
-    assert ServeController.run_control_loop.__globals__ is vars(controller)
+    assert "self._controller_handle =" in inspect.getsource(RouterMetricsManager.__init__)
     by_variable = controller.CONTROL_LOOP_INTERVAL_S
-    ray_internals.set_control_interval(7.0)
-    assert controller.CONTROL_LOOP_INTERVAL_S == 7.0
-    ray_internals.set_control_interval(None)
-    assert by_variable == controller.CONTROL_LOOP_INTERVAL_S
+    pace = ray_internals.ControlPace()
+    pace.quicken()
+    assert ray_internals.SOON_S == controller.CONTROL_LOOP_INTERVAL_S < by_variable
+    assert await eventually(
+        lambda: by_variable == controller.CONTROL_LOOP_INTERVAL_S, ray_internals.SOON_FOR_S + 10
+    )
 
 
 @pytest.mark.spec("J8")

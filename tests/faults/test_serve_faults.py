@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingPolicy
 
+from arbiter.protocol import ray_internals
 from deployments.replica.residency import Residency
 from tests.support.live_arbiter import LiveArbiter, capability, gone, live_arbiter, model
 from tests.support.waits import eventually
@@ -104,6 +106,30 @@ async def test_request_is_answered_from_zero_replicas_and_zero_engines() -> None
         assert await d.engines() == {}
         assert await asyncio.wait_for(handle.ask.remote("a"), 60) == 200
         await d.books_are_true()
+
+
+def interval_s(controller: Any) -> float:
+    """Runs in Serve's controller: its wait between two looks."""
+    return float(sys.modules["ray.serve._private.controller"].CONTROL_LOOP_INTERVAL_S)
+
+
+@pytest.mark.spec("H0")
+async def test_controller_looks_sooner_while_a_request_waits_for_a_replica() -> None:
+    async with graph(table(keep_warm_s=0.5)):
+        await replicas(0)
+        controller = ray_internals.serve_controller()
+        rest_s = await controller.__ray_call__.remote(interval_s)
+        handle = serve.get_deployment_handle("chat", app_name="chat").options(stream=False)
+        ray_internals.quiet_when_idle(handle)
+        answer = handle.ask.remote("a")
+
+        async def waits(seconds: float) -> bool:
+            return bool(await controller.__ray_call__.remote(interval_s) == seconds)
+
+        await eventually(lambda: waits(ray_internals.SOON_S))
+        assert await asyncio.wait_for(answer, 60) == 200
+        assert rest_s > ray_internals.SOON_S
+        await eventually(lambda: waits(rest_s))
 
 
 @pytest.mark.spec("A9")

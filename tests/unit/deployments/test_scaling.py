@@ -9,10 +9,8 @@ import pytest
 from deployments.scaling import (
     DEFAULT_TO_ZERO_S,
     FEWER_AFTER_S,
-    STARTING_INTERVAL_S,
     STARTS_WITHIN_S,
     ArbiterPolicy,
-    ControlPace,
 )
 
 TARGET = SimpleNamespace(target_ongoing_requests=2.0)
@@ -89,22 +87,17 @@ def test_replicas_never_exceed_the_maximum_of_the_deployment() -> None:
 
 
 @pytest.mark.spec("H0")
-def test_controller_looks_sooner_while_any_replica_starts_and_not_for_ever() -> None:
-    clock, set_to = Clock(), list[float | None]()
-    pace = ControlPace(set_to.append)
-    chat, asr = (ArbiterPolicy(c, follow=False, clock=clock, pace=pace) for c in ("chat", "asr"))
-    for each in (chat, asr):
-        each.wanted = 0
-        each.replicas(Context(0))
-    assert set_to == []
-    chat.replicas(Context(1))
-    asr.replicas(Context(1))
-    chat.replicas(Context(1, current_num_replicas=1))
-    assert set_to == [STARTING_INTERVAL_S], "the other one still waits"
-    asr.replicas(Context(1, current_num_replicas=1))
-    assert set_to == [STARTING_INTERVAL_S, None]
-    asr.replicas(Context(1))
-    clock.now_s += STARTS_WITHIN_S
-    asr.replicas(Context(1))
-    chat.replicas(Context(1, current_num_replicas=1))
-    assert set_to == [STARTING_INTERVAL_S, None, STARTING_INTERVAL_S, None], "it never starts"
+def test_controller_looks_sooner_while_a_replica_is_missing_and_not_for_ever() -> None:
+    clock, calls = Clock(), list[float]()
+    chat = ArbiterPolicy("chat", False, clock, quicken=lambda: calls.append(clock.now_s))
+    chat.wanted = 1
+    chat.replicas(Context(0))
+    chat.replicas(Context(0, current_num_replicas=1))
+    assert calls == [0.0]
+    clock.now_s = 5.0
+    chat.replicas(Context(0))
+    clock.now_s += STARTS_WITHIN_S - 1
+    chat.replicas(Context(0))
+    clock.now_s += 1
+    chat.replicas(Context(0))
+    assert calls == [0.0, 5.0, 5.0 + STARTS_WITHIN_S - 1], "it never starts"
