@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from arbiter.core.types import Priority
 from arbiter.errors import EngineLost, RequestError
-from deployments.prefixes import PrefixEnd
+from deployments.requests.prefixes import PrefixEnd
 
 # In the headers of every call: the tenant, whose adapters the engine may serve. The front sets it
 # and drops what the client wrote.

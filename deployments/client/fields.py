@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from deployments.config.fields import KvTerm
-from deployments.image_fields import Format
+from deployments.requests.image_fields import Format
 
 Json = dict[str, Any]
 Messages = str | Sequence[Mapping[str, Any]]

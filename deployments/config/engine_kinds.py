@@ -113,7 +113,7 @@ class EngineKind:
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
     program: str = ""  # has to be on the PATH
     split: Split = Split.NONE  # over several devices, where one is too small (B5)
-    takes_prewarms: bool = False  # may take POST /prewarm (deployments.prefixes)
+    takes_prewarms: bool = False  # may take POST /prewarm (deployments.requests.prefixes)
     takes_drafters: bool = False  # loads a drafter beside its model
     merges_adapters: bool = False  # loads a model with an adapter added to its weights (F7)
     slab_contents: SlabContents = no_contents  # which slabs of the node's pool it writes (E1)

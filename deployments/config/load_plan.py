@@ -19,7 +19,6 @@ from arbiter.core.types import DeviceBytes, ModelName, Need, Split
 from arbiter.errors import ArbiterUnavailable, LoadFailed, UnknownCapability, UnknownModel
 from arbiter.protocol.messages import CopyRequest, Plain
 from arbiter.units import DEFAULT_TENANT, MIB, Bytes, Content, Span, seconds
-from deployments import prefixes
 from deployments.config.capability_section import MERGED, CapabilityConfig
 from deployments.config.engine_kinds import engine_kind
 from deployments.config.fields import USUAL, parse_size
@@ -29,7 +28,8 @@ from deployments.config.model_section import DrafterConfig, ModelConfig
 from deployments.config.schema import ConfigError, Table, parse_table
 from deployments.environment import Environment
 from deployments.messages import KV_TERM
-from deployments.prefixes import DECLARED, Prefix, PrefixEnd, prefix_of
+from deployments.requests import prefixes
+from deployments.requests.prefixes import DECLARED, Prefix, PrefixEnd, prefix_of
 
 # What a drafter's process part holds beyond its weights: seen with vLLM's CPU build, 33 MiB in all
 # for one of 7 MiB.

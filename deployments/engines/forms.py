@@ -7,7 +7,7 @@ from starlette.datastructures import Headers, UploadFile
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Receive, Scope
-from deployments.multipart import BadForm, parsed
+from deployments.requests.multipart import BadForm, parsed
 
 
 @dataclass(frozen=True, slots=True)

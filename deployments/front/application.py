@@ -8,7 +8,6 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from deployments import prefixes
 from deployments.front.dependencies import FrontState, check_site
 from deployments.front.inference.schemas import SCHEMAS
 from deployments.front.middleware.body_limit import BodyLimit
@@ -41,6 +40,7 @@ from deployments.front.routes import (
     view,
 )
 from deployments.jobs import responses as stored
+from deployments.requests import prefixes
 
 OWN = (prefixes.PATH, stored.PATH)  # routes of their own
 CHECKED = (Depends(check_site),)  # each request

@@ -16,7 +16,7 @@ from ray import serve
 from arbiter.core.types import Client
 from arbiter.errors import RequestError, RolePinned, TicketClosed
 from arbiter.protocol.ray_internals import own_node
-from deployments import messages, prefixes
+from deployments import messages
 from deployments.replica.calls import acquired
 from deployments.replica.calls.deadline import left_s, until_deadline
 from deployments.replica.calls.sessions import Sessions
@@ -26,6 +26,7 @@ from deployments.replica.held_model import HolderState
 from deployments.replica.lifecycle import resize
 from deployments.replica.residency import Residency
 from deployments.replica.use import Use
+from deployments.requests import prefixes
 from deployments.routing.rank import AdapterSlots, ModelPresence
 
 logger = logging.getLogger("ray.serve")

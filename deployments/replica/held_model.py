@@ -17,9 +17,9 @@ from arbiter.errors import DeadlineUnmet
 from arbiter.protocol.messages import Granted, Spawned, SpawnSpec
 from arbiter.units import HolderId, Span, TicketId, in_seconds, seconds
 from deployments.config.load_plan import ModelPlan
-from deployments.prefixes import PrefixEnd
 from deployments.replica.engine_client import EngineLink
 from deployments.replica.model_files.loaded_files import LoadedFiles
+from deployments.requests.prefixes import PrefixEnd
 from deployments.routing.pieces import KeptKv
 
 logger = logging.getLogger("arbiter.residency")

@@ -10,9 +10,9 @@ from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import EngineLost, RequestError, TicketClosed
 from arbiter.units import Span, TicketId, in_seconds
 from deployments.messages import ResponseHead
-from deployments.prefixes import PrefixEnd
 from deployments.replica.held_model import HeldModel, HolderState, WarmerApi
 from deployments.replica.residency_api import ResidencyApi
+from deployments.requests.prefixes import PrefixEnd
 
 
 def outcome_of(error: BaseException | None) -> str:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from deployments import messages, prefixes
+from deployments import messages
 from deployments.app import CLASSES, class_path
 from deployments.config.capability_section import CapabilityConfig
 from deployments.config.schema import ConfigError
+from deployments.requests import prefixes
 
 # Characters of a token of text, as English has it for most tokenizers. A length told by this is an
 # estimate: a request near the bound may reach an engine that refuses it.

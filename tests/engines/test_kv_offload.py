@@ -29,7 +29,7 @@ from arbiter.pool.layout import EXTENT_BYTES, TERMS_S, tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
 from deployments.messages import KV_TERM
-from deployments.prefixes import ROUTE, TERM
+from deployments.requests.prefixes import ROUTE, TERM
 from models.train_vision import QUESTIONS
 from tests.support.drawings import drawing, uri
 from tests.support.engine_host import (

@@ -4,7 +4,7 @@ import pytest
 
 from arbiter.client.admin import call_arbiter
 from deployments.config import boot
-from deployments.prefixes import PrefixEnd
+from deployments.requests.prefixes import PrefixEnd
 from tests.support.live_arbiter import LiveArbiter, capability, first, live_arbiter, model
 from tests.support.waits import eventually
 

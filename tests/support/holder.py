@@ -14,11 +14,11 @@ from arbiter.core.events import SpeechStarted
 from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import ArbiterUnavailable, GrowthRefused
 from arbiter.units import Bytes
-from deployments.prefixes import PrefixEnd
 from deployments.replica.lifecycle import resize, unloading
 from deployments.replica.prefixes import prefix_warmer
 from deployments.replica.prefixes.prefix_warmer import MonotonicClock
 from deployments.replica.residency import Residency
+from deployments.requests.prefixes import PrefixEnd
 from tests.support.waits import WITHIN_S
 
 RESTS_WITHIN_S = 4.0

@@ -36,7 +36,7 @@ from deployments.engines.diffusers.batches import (
 from deployments.engines.diffusers.pipeline import Pipeline
 from deployments.engines.forms import Form
 from deployments.engines.protocol import Config, Receive, Scope, Send
-from deployments.image_fields import ImageFields, VariationFields
+from deployments.requests.image_fields import ImageFields, VariationFields
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 VARIATIONS = "/v1/images/variations"

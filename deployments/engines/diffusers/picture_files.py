@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from deployments.engines.asgi import BadField
-from deployments.image_fields import Format
-from deployments.picture_bounds import BROKEN, SEVERAL_IN_JPEG, opened
+from deployments.requests.image_fields import Format
+from deployments.requests.picture_bounds import BROKEN, SEVERAL_IN_JPEG, opened
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 4096 * 4096  # of an upload: 48 MiB decoded, before it is reduced to the model's size

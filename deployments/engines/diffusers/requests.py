@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from deployments.engines.asgi import BadField
 from deployments.engines.diffusers import picture_files
 from deployments.engines.forms import Form
-from deployments.image_fields import ImageFields, VariationFields
+from deployments.requests.image_fields import ImageFields, VariationFields
 
 STRENGTH = 0.8  # of an edit where a request says nothing: diffusers' own
 # Of a variation: nothing but the picture says what is to be seen. Of 16 variations of drawings, 16

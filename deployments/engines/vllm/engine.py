@@ -30,7 +30,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from arbiter.units import Content
-from deployments import messages, prefixes
+from deployments import messages
 from deployments.engines import asgi, linux
 from deployments.engines.protocol import (
     CannotReload,
@@ -61,6 +61,7 @@ from deployments.engines.vllm.pictures.picture_identity import Pictures
 from deployments.engines.vllm.routes import pooling
 from deployments.engines.vllm.routes.context_growth import ContextGrowth
 from deployments.engines.vllm.routes.prewarm import NO_CACHE, Prewarmer
+from deployments.requests import prefixes
 from deployments.routing.pieces import KeptKv
 
 if TYPE_CHECKING:

@@ -139,7 +139,7 @@ def _parts_of(
 
 def size_of(data: bytes, place: str) -> tuple[int, int]:
     """Width and height by the header alone: nothing is decoded. Raises BadPart."""
-    from deployments.picture_bounds import BROKEN, opened
+    from deployments.requests.picture_bounds import BROKEN, opened
 
     try:
         with opened(data, FORMATS) as picture:

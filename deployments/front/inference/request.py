@@ -26,7 +26,7 @@ from deployments.front.inference.model_names import Target
 from deployments.front.inference.pictures import BadPart, PictureCheck
 from deployments.front.inference.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, PathKind
 from deployments.front.inference.stable_prefix import BadMark, StableRun
-from deployments.multipart import BadForm, read_fields
+from deployments.requests.multipart import BadForm, read_fields
 from deployments.routing.pieces import pieces_of
 
 # Headers that go on to the engine: those that its HTTP layer reads.

@@ -21,10 +21,10 @@ from pydantic import (
     field_validator,
 )
 
-from deployments import prefixes
 from deployments.config.fields import KvTerm
-from deployments.image_fields import ImageFields, VariationFields
 from deployments.messages import ACQUIRE, ACQUIRE_S
+from deployments.requests import prefixes
+from deployments.requests.image_fields import ImageFields, VariationFields
 
 # OpenAI's own bounds where it states one: 128 choices, 128 tools, 4 stop texts (vLLM takes 16, as
 # does the front), 20 alternatives per token. MAX_MESSAGES is far above any use seen.
@@ -374,7 +374,7 @@ class Classifies(Body):
 
 
 def _uploaded(size: object) -> object:
-    """Checks a file by its size: that is what the front knows of it (deployments.multipart)."""
+    """Checks a file by its size: the front knows no more of it (deployments.requests.multipart)."""
     if not isinstance(size, int):
         raise ValueError("send it as a file")
     return size

@@ -37,7 +37,7 @@ from arbiter.errors import (
     RolePinned,
 )
 from arbiter.protocol import ray_internals
-from deployments import messages, prefixes
+from deployments import messages
 from deployments.config.arbiter_section import TenantConfig
 from deployments.config.fields import KvTerm
 from deployments.config.front_section import Profile
@@ -51,6 +51,7 @@ from deployments.front.inference.request import BadRequest, ParsedRequest, infer
 from deployments.remotes.offers import RemoteCall
 from deployments.remotes.remotes import Remotes
 from deployments.replica.background import BackgroundTasks
+from deployments.requests import prefixes
 from deployments.tasks.climb import TaskCall, climb
 from deployments.tasks.fit import served_paths
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deployments import prefixes
 from deployments.config.model_section import ModelConfig
 from deployments.front.inference.model_names import Target
-from deployments.prefixes import PrefixEnd
+from deployments.requests import prefixes
+from deployments.requests.prefixes import PrefixEnd
 
 STABLE = "stable"
 # Where each API keeps what a conversation repeats, in the order in which it is rendered.

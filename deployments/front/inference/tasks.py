@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from arbiter.errors import RequestError, UnknownModel
-from deployments import messages, prefixes
+from deployments import messages
 from deployments.config.front_section import Profile
 from deployments.config.task_section import PREFIX, TaskConfig
 from deployments.front.access.keys import Caller
@@ -18,6 +18,7 @@ from deployments.front.inference.schemas import OF_THE_TABLE, SCHEMAS, Body, Gen
 from deployments.front.inference.service import InferenceService
 from deployments.front.status.forecasts import UNSEEN, Forecast, Forecasts
 from deployments.remotes.offers import Offer
+from deployments.requests import prefixes
 from deployments.tasks.climb import TaskCall
 from deployments.tasks.fit import Needs, needs_of, served_paths, unfit
 from deployments.tasks.ladder import Ladder, Rung, RungState, leaves_for, order

@@ -5,12 +5,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from deployments import prefixes
 from deployments.front.dependencies import Inferrer, State
 from deployments.front.inference.relay import whole_response
 from deployments.front.inference.schemas import SCHEMAS
 from deployments.front.openapi import described
 from deployments.front.routes.openai import call_for
+from deployments.requests import prefixes
 
 # A replica that runs answers within milliseconds. A client that opens a session does not wait for
 # a replica that Serve has to start.

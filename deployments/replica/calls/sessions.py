@@ -9,11 +9,12 @@ from dataclasses import replace
 from arbiter.core import events as ev
 from arbiter.core.types import Client, Priority
 from arbiter.errors import QueueFull, RequestError
-from deployments import messages, prefixes
+from deployments import messages
 from deployments.replica.background import BackgroundTasks
 from deployments.replica.calls.deadline import until_deadline
 from deployments.replica.residency_api import ResidencyApi
 from deployments.replica.use import Use
+from deployments.requests import prefixes
 
 OPENING_MOST = 64  # sessions of a replica that wait for their model, each a task and its body
 # A session whose model and adapter are not there by then has begun without them.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from arbiter.units import Span, seconds
-from deployments.prefixes import Prefix
+from deployments.requests.prefixes import Prefix
 
 SHORT_TERM = seconds(300)  # G4: of KV that no conversation has claimed for longer
 UNTOUCHED = Span(SHORT_TERM * 4 // 5)  # G5

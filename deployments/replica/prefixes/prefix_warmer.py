@@ -18,11 +18,12 @@ from typing import Protocol
 from arbiter.core import events as ev
 from arbiter.errors import EngineLost
 from arbiter.units import HolderId, Span
-from deployments import messages, prefixes
-from deployments.prefixes import Prefix, PrefixEnd
+from deployments import messages
 from deployments.replica.background import detached_task, log_failure
 from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.prefixes.prefix_book import FRESH, KnownPrefix, PrefixBook, WarmCause
+from deployments.requests import prefixes
+from deployments.requests.prefixes import Prefix, PrefixEnd
 
 logger = logging.getLogger("arbiter.residency")
 

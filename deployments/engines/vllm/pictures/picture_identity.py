@@ -22,7 +22,7 @@ from deployments import messages
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Asgi, Receive, Scope, Send
-from deployments.picture_bounds import BROKEN
+from deployments.requests.picture_bounds import BROKEN
 
 FACTS = "/pictures"  # GET: what the cache holds; DELETE: empties it of what no step reads
 # An idle engine looks so often for pictures past their term, to give their memory back.

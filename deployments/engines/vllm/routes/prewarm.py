@@ -18,11 +18,11 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from arbiter.errors import RequestError
-from deployments import prefixes
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Receive, Scope, Send
 from deployments.engines.vllm.routes.chat_endings import Chat, common, endings
+from deployments.requests import prefixes
 
 NO_CACHE = {"skipped": "prefix caching is off", "has_no_cache": True}
 _GREEDY = SamplingParams(temperature=0, max_tokens=1)

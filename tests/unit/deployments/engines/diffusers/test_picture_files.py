@@ -14,7 +14,7 @@ from PIL import Image
 from deployments.engines.asgi import BadField
 from deployments.engines.diffusers import picture_files
 from deployments.engines.diffusers.picture_files import encode, mask_of, open_upload
-from deployments.picture_bounds import MAX_SCANS
+from deployments.requests.picture_bounds import MAX_SCANS
 from models.shapes import Fact, draw
 from tests.support.examples import examples
 from tests.support.pictures import difference, png

@@ -13,7 +13,7 @@ from deployments.engines.asgi import BadField
 from deployments.engines.diffusers import requests
 from deployments.engines.diffusers.requests import Limits, Setting
 from deployments.engines.forms import Form
-from deployments.image_fields import VariationFields
+from deployments.requests.image_fields import VariationFields
 from tests.support.pictures import png, upper_half
 
 LIMITS = Limits(

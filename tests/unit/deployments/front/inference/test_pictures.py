@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from deployments import picture_bounds
 from deployments.front.inference import pictures
 from deployments.front.inference.request import BadRequest, ParsedRequest, parse
+from deployments.requests import picture_bounds
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>'

@@ -7,13 +7,13 @@ import pytest
 from starlette.datastructures import Headers
 
 from arbiter.units import DEFAULT_TENANT
-from deployments import prefixes
 from deployments.config.load_plan import plan
 from deployments.config.schema import Table, parse_table
 from deployments.front.inference.model_names import Target
 from deployments.front.inference.request import BadRequest, inference_call, parse
 from deployments.messages import InferenceCall
-from deployments.prefixes import CHAT, PrefixEnd, prefix_of
+from deployments.requests import prefixes
+from deployments.requests.prefixes import CHAT, PrefixEnd, prefix_of
 
 pytestmark = pytest.mark.spec("G1")
 

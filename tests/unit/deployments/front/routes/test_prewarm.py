@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 
-from deployments import messages, prefixes
+from deployments import messages
 from deployments.config.schema import parse_table
 from deployments.front import application
 from deployments.front.access import keys
@@ -20,6 +20,7 @@ from deployments.front.dependencies import FrontState
 from deployments.front.inference.service import InferenceService, Send
 from deployments.front.routes import prewarm
 from deployments.front.status.serve_status import Applications
+from deployments.requests import prefixes
 
 pytestmark = pytest.mark.spec("G1")
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from deployments.prefixes import DECLARED, Prefix
 from deployments.replica.prefixes.prefix_book import (
     CONVERSATION_MOST_IDLE,
     FRESH,
@@ -13,6 +12,7 @@ from deployments.replica.prefixes.prefix_book import (
     PrefixBook,
     WarmCause,
 )
+from deployments.requests.prefixes import DECLARED, Prefix
 
 S = 1_000_000_000
 

@@ -16,11 +16,11 @@ from arbiter.core.types import Client, Priority
 from arbiter.errors import NeverFits
 from arbiter.protocol import messages
 from arbiter.units import Bytes, TicketId
-from deployments import prefixes
 from deployments.messages import FullResponse, InferenceCall
-from deployments.prefixes import DECLARED, PrefixEnd
 from deployments.replica.calls.sessions import OPENING_MOST, Sessions
 from deployments.replica.prefixes import prefix_warmer
+from deployments.requests import prefixes
+from deployments.requests.prefixes import DECLARED, PrefixEnd
 from tests.support.scripted_holder import (
     ScriptedClient,
     ScriptedEngine,
