@@ -28,7 +28,7 @@ models: install
 	@$(BIN)/python -m models.make_models $(if $(RETRAIN),--retrain)
 
 # Ray's own lines go to a file, which is named at the end; VERBOSE=1 shows them. What Ray and Serve
-# read of the environment: deployments/start_variables.py.
+# read of the environment: deployments/config/start_variables.py.
 serve: install models
 	@$(BIN)/arbiter serve $(CONFIG)
 

@@ -30,7 +30,7 @@ import yaml
 from benchmarks import load, report, servers
 from benchmarks.throughput import ENGINE_ARGS, graph_config
 from deployments.config import load_plan
-from deployments.start_variables import VARIABLES
+from deployments.config.start_variables import VARIABLES
 
 PLAIN_PORT = 18_403
 NO_NODE = "no node has this name"

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from deployments.start_variables import VARIABLES
+from deployments.config.start_variables import VARIABLES
 from tests.support.engine_host import zygote
 
 BIN = Path(sys.executable).parent

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments import progress
-from deployments.environment import Environment
+from deployments.config.environment import Environment
 from models import packaged, shipped, vllm_classes
 
 VERSION = 1  # part of the stamp: raise it when what is made changes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deployments.start_variables import VARIABLES
+from deployments.config.start_variables import VARIABLES
 from tests.support.examples import examples
 
 # No test is timed: neither one example nor making many that waits for a busy machine is a failure.

@@ -20,7 +20,7 @@ from benchmarks.first_token import shipped, table_of, until
 from benchmarks.one_card.hour import Hour
 from benchmarks.one_card.player import LONGEST_S, Player, Seen
 from benchmarks.one_card.plot import draw
-from deployments.start_variables import VARIABLES
+from deployments.config.start_variables import VARIABLES
 
 SHARE = 0.4  # of what the models need together
 KEEP_WARM_S = 60

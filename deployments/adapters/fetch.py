@@ -31,7 +31,7 @@ from arbiter.errors import RequestError
 from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.validate import check_form
-from deployments.checked_sockets import public_socket
+from deployments.config.checked_sockets import public_socket
 
 if TYPE_CHECKING:
     import aiohttp

@@ -22,7 +22,7 @@ from deployments.client.calls import AsyncCalls, Budget
 from deployments.client.connection import Connection, Request
 from deployments.client.fields import Fields, Json
 from deployments.client.typed_errors import FrontUnreachable
-from deployments.environment import Environment
+from deployments.config.environment import Environment
 from deployments.messages import ACQUIRE, ACQUIRE_S
 
 P = ParamSpec("P")

@@ -7,9 +7,9 @@ from arbiter.protocol.messages import AgentSettings, Configuration, StartConfig
 from arbiter.units import Bytes
 from deployments.adapters.catalogue import FETCHED
 from deployments.config.engine_kinds import engine_kind
+from deployments.config.environment import Environment
 from deployments.config.outside_policies import outside
 from deployments.config.schema import Table, parse_table
-from deployments.environment import Environment
 from policies import bundle
 
 ZYGOTE = "deployments.engines.zygote"

@@ -21,12 +21,12 @@ from arbiter.protocol.messages import CopyRequest, Plain
 from arbiter.units import DEFAULT_TENANT, MIB, Bytes, Content, Span, seconds
 from deployments.config.capability_section import MERGED, CapabilityConfig
 from deployments.config.engine_kinds import engine_kind
+from deployments.config.environment import Environment
 from deployments.config.fields import USUAL, parse_size
 from deployments.config.file_threads import in_thread
 from deployments.config.model_files import adapter_slots, slot_size, weights_bytes
 from deployments.config.model_section import DrafterConfig, ModelConfig
 from deployments.config.schema import ConfigError, Table, parse_table
-from deployments.environment import Environment
 from deployments.messages import KV_TERM
 from deployments.requests import prefixes
 from deployments.requests.prefixes import DECLARED, Prefix, PrefixEnd, prefix_of

@@ -13,8 +13,8 @@ from typing import Any
 from ray.exceptions import RayError
 
 from arbiter.protocol import ray_internals
+from deployments.config.start_variables import VARIABLES
 from deployments.front.proxy import middlewares
-from deployments.start_variables import VARIABLES
 
 logger = logging.getLogger("arbiter.front")
 _NAME = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import aiohttp
 
-from deployments.checked_sockets import private_socket, public_socket
+from deployments.config.checked_sockets import private_socket, public_socket
 from deployments.config.remotes_section import RemoteConfig
 
 AGENT = "serve-arbiter"  # without a version, which would say what to try on it

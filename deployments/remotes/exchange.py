@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from deployments import messages
-from deployments.checked_sockets import AddressRefused
+from deployments.config.checked_sockets import AddressRefused
 from deployments.config.remotes_section import RemoteConfig
 from deployments.remotes import connect
 from deployments.remotes.answer_forms import WrongForm, check_event, check_whole

@@ -19,10 +19,10 @@ import yaml
 from deploy import start
 from deployments.cli.main import main
 from deployments.config.schema import parse_table
+from deployments.config.start_variables import VARIABLES
 from deployments.front.access.auth import host_name
 from deployments.front.access.keys import keys_path
 from deployments.monitoring import files as monitoring
-from deployments.start_variables import VARIABLES
 from tests.support.tools import tool
 from tools import install, rayservice
 

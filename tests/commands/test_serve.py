@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from deployments.cli.cluster import serve
-from deployments.start_variables import VARIABLES
+from deployments.config.start_variables import VARIABLES
 from tests.support import scripted_serve_run
 from tests.support.command_line import Run
 

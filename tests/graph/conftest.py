@@ -25,8 +25,8 @@ import pytest
 import yaml
 from openai import OpenAI
 
+from deployments.config.start_variables import VARIABLES
 from deployments.front.access import keys
-from deployments.start_variables import VARIABLES
 from models import make_models
 from tests.conftest import NOT_EXPORTED
 from tests.support import ray_dashboard, s3_server, whisper_base

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from openai import BadRequestError, InternalServerError, NotFoundError, OpenAI
 
-from deployments.environment import Environment
+from deployments.config.environment import Environment
 from deployments.front.access import keys
 from deployments.front.access.keys import Scope
 from models.make_models import TINY, default_folder, make

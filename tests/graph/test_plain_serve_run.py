@@ -37,7 +37,7 @@ ADAPTERS = default_folder() / "small-chat-adapters"
 CHAT = {"model": "small-chat", "messages": HELLO, "max_tokens": 2, "temperature": 0}
 EMBED = {"model": "all-minilm-l6-v2", "input": "hi"}
 # What a person may have set before `make serve`, which leaves it alone: of some variables of
-# deployments/start_variables.py what Ray and Serve take without them.
+# deployments/config/start_variables.py what Ray and Serve take without them.
 RAYS_OWN = {
     "RAY_preload_python_modules": "",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "0",

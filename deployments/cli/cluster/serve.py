@@ -21,8 +21,9 @@ from typing import Annotated, Any
 
 import typer
 
-from deployments import progress, start_variables
+from deployments import progress
 from deployments.cli.output import AsJson, CommandError
+from deployments.config import start_variables
 
 Ready = dict[str, Any]  # the body of `/ready`
 
@@ -175,7 +176,7 @@ def _refuse_taken(configured: Configured) -> None:
 
 def _new_log() -> Path:
     """An empty file for this start; the oldest of earlier starts go."""
-    from deployments.environment import Environment
+    from deployments.config.environment import Environment
 
     folder = Environment().logs
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from deployments.config.environment import Environment
 from deployments.engines import asgi, forms
 from deployments.engines.asgi import BadField
 from deployments.engines.audio import sound
@@ -20,7 +21,6 @@ from deployments.engines.audio.sound import HEARD_HZ
 from deployments.engines.audio.transcript import WRITE, Transcript, TranscriptionRequest, events
 from deployments.engines.one_thread import OneThread
 from deployments.engines.protocol import Receive, Scope, Send
-from deployments.environment import Environment
 
 MAX_SECONDS = 1_800.0  # of one file: half an hour
 PIECE_S, CUT_S = 60, 15  # most of a piece of sound, and its last part, in which it may be cut

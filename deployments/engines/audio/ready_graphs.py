@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.adapters.folder_cache import alone, make_room
-from deployments.environment import Environment
+from deployments.config.environment import Environment
 
 logger = logging.getLogger("arbiter.engine")
 

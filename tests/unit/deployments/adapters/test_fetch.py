@@ -14,12 +14,12 @@ from typing import Any
 import fsspec
 import pytest
 
-from deployments import checked_sockets
 from deployments.adapters import fetch
 from deployments.adapters.catalogue import Catalogue, CatalogueEntry
 from deployments.adapters.fetch import Fetcher, FetchFailed
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Store
+from deployments.config import checked_sockets
 from deployments.config.url_allowlist import is_allowed
 from tests.support import fetching
 from tests.support.adapters import write

@@ -14,10 +14,10 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from arbiter.protocol import ray_internals
+from deployments.config.start_variables import VARIABLES
 from deployments.front import plain_proxies
 from deployments.front.plain_proxies import PlainProxies
 from deployments.front.proxy import FrontAway, middlewares
-from deployments.start_variables import VARIABLES
 
 
 async def serves(scope: Scope, receive: Receive, send: Send) -> None:

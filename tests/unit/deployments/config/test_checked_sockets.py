@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from deployments.checked_sockets import AddressRefused, private_socket
+from deployments.config.checked_sockets import AddressRefused, private_socket
 
 
 @pytest.mark.spec("J5")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deployments.config import boot, load_plan
-from deployments.environment import Environment
+from deployments.config.environment import Environment
 from models.make_models import default_folder
 
 
