@@ -109,7 +109,7 @@ class _Cut(Exception):
 
 
 class Absence:
-    """Of a front that a command follows, since it last answered."""
+    """How long a front has not answered a command that follows it, since its last answer."""
 
     def __init__(self) -> None:
         self.has_answered = False
@@ -211,7 +211,8 @@ def front(url: str | None) -> Iterator[Front]:
         timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
         # The owner's key goes to this machine and to no proxy that the environment names.
         trust_env=not is_loopback(parts.hostname or ""),
-        # By itself httpx reads SSL_CERT_FILE and SSL_CERT_DIR only where it reads of proxies, too.
+        # With `trust_env` off httpx would read neither proxies nor SSL_CERT_FILE and SSL_CERT_DIR,
+        # which a context that is made here reads.
         verify=httpx.create_ssl_context() if parts.scheme == "https" else True,
         transport=transport(),
     ) as client:
@@ -265,7 +266,7 @@ def _check(answer: "httpx.Response", request: str) -> None:
 
 
 def _cause(error: "httpx.HTTPError") -> str:
-    """What an operator can act on."""
+    """Returns the cause of a failed request as an operator can act on it."""
     import httpx
 
     if isinstance(error, httpx.ConnectTimeout):

@@ -228,7 +228,7 @@ class AsyncClient(AsyncCalls):
                     async for row in events:
                         last = row["seq"]
                         yield arbiter_rows.event(row)
-            except RequestError as error:  # of a front that starts Serve's proxy says 503
+            except RequestError as error:  # while a front starts, Serve's proxy answers with 503
                 if error.status_code < 500 or time.monotonic() - heard_s > AWAY_S:
                     raise
             await asyncio.sleep(AGAIN_S)
@@ -255,7 +255,8 @@ class AsyncHeld(AsyncCalls):
         self.ticket = TicketId(begun.result())
 
     async def _follow(self, request: Request, begun: "asyncio.Future[str]") -> None:
-        """Ends when the use does. A break of the connection has ended it, too."""
+        """Reads the stream of the use and returns at its end. A break of the connection ends the
+        use, too."""
         try:
             async with aclosing(self._connection.events(request)) as events:
                 async for event in events:
@@ -284,5 +285,5 @@ class AsyncHeld(AsyncCalls):
 
 
 def _is_inside() -> bool:
-    """Connected to Ray, and told of no other front."""
+    """Whether this process is connected to Ray, and no variable names a front at another place."""
     return "ARBITER_URL" not in os.environ and leases.is_in_ray()

@@ -150,7 +150,8 @@ def _client(
         transport=transport,
         # A key for this machine goes to no proxy that the environment names.
         trust_env=not is_loopback(parts.hostname or ""),
-        # By itself httpx reads SSL_CERT_FILE and SSL_CERT_DIR only where it reads of proxies, too.
+        # With `trust_env` off httpx would read neither proxies nor SSL_CERT_FILE and SSL_CERT_DIR,
+        # which a context that is made here reads.
         verify=httpx.create_ssl_context() if parts.scheme == "https" else True,
     )
 

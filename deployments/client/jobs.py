@@ -78,10 +78,11 @@ class AsyncJob(Generic[T]):
                     return await self._connection.answer(request, self._read)
                 heard_s = time.monotonic()
                 async with aclosing(self._connection.pieces(self._events)) as pieces:
-                    async for _ in pieces:  # comments at the least, until the end
+                    async for _ in pieces:  # the front sends events or comments until the job ends
                         heard_s = time.monotonic()
             except RequestError as error:
-                # Of a finished job such a status may be its answer, unless no front gave it.
+                # A finished job may have been answered with such a status: then it is the result.
+                # FrontUnreachable is no answer of the job, so it is always tried again.
                 again = error.status_code in AGAIN_STATUS and not is_finished
                 passes = again or isinstance(error, FrontUnreachable)
                 if not passes or time.monotonic() - heard_s > AWAY_S:

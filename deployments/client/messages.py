@@ -1,4 +1,4 @@
-"""The messages of a chat as a person writes them, made those of OpenAI's API."""
+"""Turns the messages of a chat, in the short forms that a person may write, into OpenAI's form."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,8 @@ from deployments.client.media import Picture
 
 
 def written(messages: Messages) -> list[Json]:
-    """A text is one message of the user; in a list of parts a text and a Picture stand for
-    themselves."""
+    """Returns the messages in OpenAI's form. A text alone is one message of the user; among the
+    parts of a message a text is a text part, and a Picture an image part."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     return [_message(one) for one in messages]

@@ -124,7 +124,8 @@ class Calls:
         """See AsyncCalls.within."""
         view = object.__new__(type(self))
         behind = self._behind.within(budget_s)
-        view.__dict__ = self.__dict__ | {"_behind": behind, "_whole": self}  # which must live on
+        # The view refers to this client, because the loop's thread ends with the client.
+        view.__dict__ = self.__dict__ | {"_behind": behind, "_whole": self}
         return view
 
 

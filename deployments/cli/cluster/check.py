@@ -168,7 +168,8 @@ def _application(app: "ServeApplicationSchema", where: str) -> Iterator[str]:
 def _deployments(
     app: "ServeApplicationSchema", infos: "dict[str, DeploymentInfo]", where: str
 ) -> Iterator[str]:
-    """Each block alone, so that a problem is known to be its."""
+    """Yields what is wrong with the options of the application's deployments. Each block is
+    applied alone, so that a problem is known to be that block's."""
     from ray.serve._private.application_state import override_deployment_info
     from ray.serve.exceptions import RayServeException
 
@@ -204,8 +205,8 @@ def _policy(section: dict[str, Any], where: str) -> Iterator[str]:
 
 
 def _followed(app: "ServeApplicationSchema", table: "Table", where: str) -> Iterator[str]:
-    """Our policy scales a capability by its name; another's name would scale it by another's
-    requests, in silence."""
+    """Yields an error where the application names our policy with the name of a capability that it
+    does not serve: Serve would scale it by the requests for the other one, without any error."""
     policy = app.autoscaling_policy or {}
     named = policy.get("policy_kwargs", {}).get("capability")
     serves = app.args.get("capability", app.name)
@@ -216,7 +217,8 @@ def _followed(app: "ServeApplicationSchema", table: "Table", where: str) -> Iter
 
 
 def _cause(error: Exception) -> str:
-    """Says an error in one line; of a refused model each field."""
+    """Returns the text of an error in one line; of a value that pydantic refused, what is wrong
+    with each field."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):

@@ -29,7 +29,8 @@ Ready = dict[str, Any]  # the body of `/ready`
 
 LOOK_S = 0.2  # between two looks for a sign
 ANSWER_S = 5.0  # of the front to one look
-SETTLE_S = 10.0  # for a capability that reads failed: Serve may not have come to it yet
+# A capability that has read `failed` for less than this may be one that Serve has not come to yet.
+SETTLE_S = 10.0
 LOGS_KEPT = 10
 LINES = 20  # of the log, where it failed
 RAY = re.compile(r"(?:Started a local Ray instance|Connected to Ray cluster)")
@@ -162,7 +163,8 @@ def _check(file: Path, log: Path, note: progress.Note) -> None:
 
 
 def _refuse_taken(configured: Configured) -> None:
-    """Another's answers would be taken for signs. Raises CommandError."""
+    """Raises CommandError where another program listens at the front's address: its answers would
+    be taken for those of the system that starts."""
     at = configured.url.removeprefix("http://").rpartition(":")[0].strip("[]")
     try:
         socket.create_connection((at, configured.port), ANSWER_S).close()
@@ -188,8 +190,9 @@ def _new_log() -> Path:
 
 
 def _forget_ended_cluster() -> str:
-    """Ray joins the cluster of this machine that it noted last, and tries for minutes where that
-    was killed before it could strike the note. Returns the address that is struck, if any."""
+    """Deletes the file in which Ray keeps the address of this machine's last cluster, where that
+    cluster has ended: Ray would try to join it for minutes, because a cluster that is killed leaves
+    the file behind. Returns the address that the deleted file had, else an empty text."""
     if os.environ.get("RAY_ADDRESS"):
         return ""
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
@@ -200,7 +203,7 @@ def _forget_ended_cluster() -> str:
             return ""
         note.unlink(missing_ok=True)
     except (OSError, ValueError):
-        return ""  # there is no note, or it is one for Ray to deal with
+        return ""  # there is no file, or it names another machine, or its text is no address
     return named
 
 
@@ -287,7 +290,8 @@ def _answers(url: str) -> bool:
 
 
 def ask_ready(url: str) -> Ready | None:
-    """None while no front or no arbiter answers. It is 503 where all capabilities failed."""
+    """Returns the body of `/ready`; None while no front or no arbiter answers. The status may be
+    503: it is where all capabilities failed."""
     reply = _get(f"{url}/ready")
     try:
         ready = json.loads(reply or b"{}")

@@ -1,4 +1,4 @@
-"""A command in a process group of its own that still has the terminal, as a shell lets it."""
+"""Gives the terminal to a command in a process group of its own, as a shell does."""
 
 import contextlib
 import os
@@ -11,25 +11,29 @@ TERMINAL = 0  # standard input
 
 @contextlib.contextmanager
 def foreground(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Gives the terminal to the command's group, if this process has one and is in its foreground,
-    and takes it back. The kernel stops what reads a terminal in the background."""
+    """Gives the terminal to the command's process group while the block lasts, if this process has
+    a terminal and is in its foreground. Without this the kernel would stop the command when it
+    reads the terminal, as it does with every process in the background."""
     ours = os.getpgrp()
     if not _is_in_foreground(ours):
         yield
         return
-    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # which stops what gives it away, too
+    # The kernel sends SIGTTOU, which stops a process, also to a background process that sets the
+    # terminal's group, as this one does at the end.
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
         os.tcsetpgrp(TERMINAL, process.pid)
-        os.killpg(process.pid, signal.SIGCONT)  # it may have read before
+        os.killpg(process.pid, signal.SIGCONT)  # it was stopped if it has read the terminal already
         yield
     finally:
-        with contextlib.suppress(OSError):  # it was hung up
+        with contextlib.suppress(OSError):  # the terminal was closed meanwhile
             os.tcsetpgrp(TERMINAL, ours)
         signal.signal(signal.SIGTTOU, before)
 
 
 def _is_in_foreground(group: int) -> bool:
-    """Says so of a process group; False where there is no terminal, or not this session's."""
+    """Whether a process group has the terminal; False where there is none, or where it is the
+    terminal of another session."""
     try:
         return os.tcgetpgrp(TERMINAL) == group
     except OSError:
@@ -37,6 +41,6 @@ def _is_in_foreground(group: int) -> bool:
 
 
 def was_suspended(process: subprocess.Popen[bytes]) -> bool:
-    """Says whether Ctrl-Z has stopped a command that runs, each time once."""
+    """Whether Ctrl-Z has stopped the command since the last call."""
     stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG)
     return stopped is not None and stopped.si_status == signal.SIGTSTP

@@ -125,7 +125,7 @@ def _run(words: list[str], held: leases.Lease, notice: signal.Signals, as_json: 
 
 def _attended(words: list[str], held: leases.Lease, notice: signal.Signals, as_json: bool) -> int:
     running: list[subprocess.Popen[bytes]] = []
-    early: list[signal.Signals] = []  # came before the command ran
+    early: list[signal.Signals] = []  # signals that came before the command ran
 
     def forward(number: int, _: object) -> None:
         for process in running:

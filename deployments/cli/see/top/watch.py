@@ -36,9 +36,9 @@ class Watch:
         self.view: View | None = None
         self.events: tuple[EventRow, ...] = ()
         self.adapters: tuple[AdapterRow, ...] = ()
-        self.tab = ""  # on the screen
+        self.tab = ""  # the tab that the screen shows
         self.away_unix_s: float | None = None
-        self.trouble = "asking the front"  # why nothing new comes; empty: it comes
+        self.trouble = "asking the front"  # why no message comes; empty while messages come
         self.ended = threading.Event()
         self._failure: CommandError | None = None
         self._url, self._followed = url, FollowedStream()
@@ -63,8 +63,8 @@ class Watch:
             self.ended.wait(RETRY_S)
 
     def look_up_adapters(self) -> None:
-        """Asks for them while their tab is on the screen, until `ended` is set. Why a front does
-        not answer is told by the stream."""
+        """Asks the front for adapters while their tab is on the screen, until `ended` is set. A
+        front that does not answer is passed over here: `run` says why."""
         due_s = 0.0
         while not self.ended.wait(FRAME_S):
             if self.tab == ADAPTERS and time.monotonic() >= due_s:
