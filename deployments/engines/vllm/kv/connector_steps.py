@@ -32,8 +32,8 @@ def skip_known_blocks() -> None:
 
 @dataclass(slots=True)
 class _NextStoreSteps:
-    """By request, the step in which it has enough tokens to store if each step gives it one; until
-    then it is looked at only in a step that gives it more."""
+    """For each request, the first step in which it can have enough tokens to store, if every step
+    adds one. Before that step a request is looked at only when a step adds more than one."""
 
     step: int = 0
     not_before: dict[str, int] = field(default_factory=dict)
@@ -45,8 +45,8 @@ _theirs_lookup = OffloadingConnectorScheduler._lookup
 
 
 def _group_of(self: OffloadingConnectorScheduler) -> GroupOffloadConfig | None:
-    """The one group of layers of a model whose layers all see all tokens; None for others, which
-    vLLM's own looks serve."""
+    """Returns the group of layers of a model that has one group, with full attention. None for any
+    other model, for which vLLM's own methods are called unchanged."""
     [group, *more] = self.config.kv_group_configs
     return None if more or self._sliding_window_groups else group
 

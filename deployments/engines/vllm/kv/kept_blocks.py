@@ -25,7 +25,9 @@ from deployments.routing.pieces import KeptKv
 from deployments.routing.rank import HELD_SHARE
 
 _DEVICE, _SLAB, _TENANTS = 0, 1, 2
-TENANTS_TOLD = 64  # at their caps; what more of them lost counts as held
+# Tenants at their caps that can be reported. Rows that further tenants lose by their caps still
+# count as held.
+TENANTS_TOLD = 64
 
 
 class KeptSince:
@@ -53,7 +55,8 @@ class KeptSince:
         place = self._places.setdefault(tenant, len(self._places))
         if place < TENANTS_TOLD:
             self._names[place * TENANT_BYTES : (place + 1) * TENANT_BYTES] = tenant
-            self._times[_TENANTS + place] = used_s  # last: a name without a time is not told
+            # The time is written after the name, because a name without a time is not reported.
+            self._times[_TENANTS + place] = used_s
 
     def facts(self) -> KeptKv:
         device_s, slab_s = self._times[_DEVICE], self._times[_SLAB]
@@ -66,8 +69,8 @@ class KeptSince:
 
 
 class KeptBlocks:
-    """Stands where vLLM's block pool has a collector of metrics, which hears of each block, and
-    passes all on to the collector that was there.
+    """Takes the place of the metrics collector of vLLM's block pool, because the pool calls it for
+    each block, and passes every call on to the collector that was there.
 
     A block belongs to the request that used it last, by the arrival of that. A request counts as
     lost once less than HELD_SHARE of its blocks are left, because the router asks for no more.
@@ -133,7 +136,7 @@ class KeptBlocks:
         return arrived_s
 
     def _lose(self, arrived_s: float) -> None:
-        counts = self._counts.get(arrived_s, [0, 0])  # of a request without blocks all are lost
+        counts = self._counts.get(arrived_s, [0, 0])  # absent: the request has no block left
         counts[1] += 1
         held, lost = counts
         if held < HELD_SHARE * (held + lost) and arrived_s > self._lost_s:

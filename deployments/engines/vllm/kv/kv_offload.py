@@ -248,17 +248,19 @@ class SlabSpec(OffloadingSpec):
 
 @dataclass(slots=True)
 class _Use:
-    """Whose request it is, how long what it uses stays, as its rows say it, and when it came."""
+    """What the rows that a request uses are marked with: its tenant, its class of term, and when
+    the request came."""
 
     tenant: bytes = layout.NO_TENANT
     term: Term = Term.LONG
-    asked_s: float | None = None  # None: not known, so that its rows are of when it asks for them
-    noted_count: int = 0  # of its blocks that were noted as used at the last time
-    noted_s: float = 0.0  # when that was, of time.monotonic
+    asked_s: float | None = None  # None: not known; rows then have the time when they are reserved
+    noted_count: int = 0  # of its blocks, when they were noted as used last
+    noted_s: float = 0.0  # when that was, by time.monotonic
 
     def must_be_noted(self, count: int, now_s: float) -> bool:
-        """Once there are an eighth more blocks, or after half a minute: to note all of them with
-        each new one would take their square."""
+        """Whether to note the request's blocks as used again: once there are an eighth more, or
+        after half a minute. Noting all blocks with each new block would cost their number
+        squared."""
         return count >= self.noted_count * 9 / 8 or now_s - self.noted_s >= _NOTED_S
 
 
@@ -274,8 +276,9 @@ def _term(params: Mapping[str, Any] | None) -> Term:
 
 
 class SlabManager(OffloadingManager):
-    """The scheduler's side: which block lies in which row. `restorer`: what has more of them.
-    `steps_after_reset`: until the worker has written what was in flight before."""
+    """The scheduler's side: which block lies in which row. `restorer`: reads further blocks from
+    the slab's file. `steps_after_reset`: after so many steps the worker has written the blocks that
+    were in flight at a reset."""
 
     def __init__(
         self, rows: Rows, restorer: Restorer | None = None, steps_after_reset: int = 2
@@ -294,7 +297,7 @@ class SlabManager(OffloadingManager):
             if self.restorer.awaits(key, req_context):
                 return LookupResult.RETRY
             if key in self.restorer.coming:
-                return LookupResult.MISS  # from a disk that hangs
+                return LookupResult.MISS  # its read hangs on the disk, so it is computed anew
         if self.rows.is_reserved(key):
             return LookupResult.HIT_PENDING
         return LookupResult.MISS if self.rows.lookup(key) is None else LookupResult.HIT
@@ -319,8 +322,8 @@ class SlabManager(OffloadingManager):
             self.rows.count(Count.LOAD_NS, time.monotonic_ns() - began_ns)
 
     def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput:
-        """Rows for the keys that find room, perhaps none: after an answer of None vLLM asks again
-        in every step, and logs it."""
+        """Reserves rows for as many keys as there is room for. The answer is never None, not even
+        without any row: vLLM would ask again in every step, and log that."""
         if self.restorer is not None:
             self.restorer.give_up(keys)
         if not self.may_store:

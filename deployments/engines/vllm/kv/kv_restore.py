@@ -25,15 +25,17 @@ GIVE_UP_S = 0.05  # for the read of a block that has been computed meanwhile; on
 
 @dataclass(slots=True)
 class _RestoredKeys:
-    """The keys that one request has had restored, each once: requests that evict each other's rows
-    would else wait for ever. And the last key of which it heard that it is on its way."""
+    """The keys that were restored for one request, and the last key that it was told to wait for. A
+    key is restored once for a request: else two requests that evict each other's rows would wait
+    for ever."""
 
     keys: set[bytes] = field(default_factory=set)
     last: bytes = b""
 
 
 class Restorer:
-    """`clock`: wall-clock seconds, as in the marks of `saved`. `monotonic`: seconds, for bounds."""
+    """Brings blocks from a slab's file into its rows, each when a request first asks for it.
+    `clock`: wall-clock seconds, as in the marks of `saved`. `monotonic`: seconds, for bounds."""
 
     def __init__(
         self,
@@ -66,8 +68,8 @@ class Restorer:
         return self._coming.keys()
 
     def awaits(self, key: bytes, request: ReqContext) -> bool:
-        """Whether a request is to wait for a row that is on its way; sends for it if the file has
-        it. Once that is over the row is READY, or there is none."""
+        """Whether a request is to wait for a row that is being read; begins to read the row if the
+        file has it. After the read the row is READY, or there is none where it failed."""
         future = self._coming.get(key)
         if future is None:
             self._begin(key, request)
@@ -79,8 +81,8 @@ class Restorer:
         return not self._hangs
 
     def still_awaits(self, request: ReqContext) -> bool:
-        """Whether the last row is on its way that a request waits for: it need not ask for all of
-        its rows again."""
+        """Whether the last row that a request waits for is still being read. While it is, the
+        request need not ask for all of its rows again."""
         restored = request.get_state(_RestoredKeys)
         future = self._coming.get(restored.last) if restored else None
         return future is not None and not self._is_done(future) and not self._hangs
@@ -98,9 +100,9 @@ class Restorer:
             self._finish(key)
 
     def give_up(self, keys: Iterable[bytes]) -> None:
-        """Sends for these no more: after a miss before them the device computes them anew. vLLM
-        asks but once to store a block, so that its row must be free or READY by then; but a row
-        that a slow disk is still writing stays its own."""
+        """Reads none of these keys any more: the device computes their blocks anew, because a block
+        before them was a miss. vLLM asks once to store a computed block, so its row must be free or
+        READY by then. A row into which a slow disk is still reading stays reserved."""
         for key in [key for key in keys if key in self._coming]:
             if self._coming[key].cancel():
                 del self._coming[key]
@@ -109,12 +111,14 @@ class Restorer:
                 self._finish(key)
 
     def forget_tenant(self, removal: Removal) -> None:
-        """Restores no more of what leaves with a tenant; what is on its way is given up."""
+        """Restores no more rows that leave with a tenant. A read that is under way ends without a
+        READY row."""
         self._saved.forget_tenant(removal)
 
     def stop(self) -> None:
-        """Returns when no row is written any more. What was on its way stays reserved, and the row
-        that a disk is to fill which hangs stays on its way too."""
+        """Returns when no thread writes to a row any more, except where a read hangs on the disk:
+        that row stays among those that are being read. All rows of reads that were stopped stay
+        reserved."""
         for key, future in list(self._coming.items()):
             if future.cancel() or (not self._hangs and wait([future], HANGS_S).done):
                 del self._coming[key]
@@ -150,7 +154,8 @@ class Restorer:
         return time.monotonic_ns() - began_ns if is_whole else None
 
     def _finish(self, key: bytes) -> None:
-        """Waits for its read, of some milliseconds, where that has begun."""
+        """Marks the row as restored, or gives it up where its read failed. Waits for a read that
+        has begun, which takes some milliseconds."""
         mark = self._saved.mark(key)
         took_ns = self._coming.pop(key).result()
         if took_ns is not None and mark is not None:

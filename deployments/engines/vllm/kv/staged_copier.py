@@ -36,11 +36,12 @@ class Device(Protocol):
     """What a lane needs of its GPU. One for each direction."""
 
     def submitted(self) -> Any:
-        """Marks what the engine has given the device to do so far. Called by the engine."""
+        """Returns a mark behind all work that the engine has given the device so far. Called by the
+        engine."""
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """Within what this returns all before the mark is done, and copies may be made. Called by
-        the lane's thread."""
+        """Returns a context, within which all work before the mark is done and copies may be made.
+        Called by the lane's thread."""
 
     def copy(self, blocks: np.ndarray, group: int) -> None:
         """Copies blocks of a group to or from the first rows of the buffer, as many; returns once
@@ -101,11 +102,12 @@ class _Piece:
 
 
 class Lane:
-    """One direction. All jobs that wait are copied together, because a step submits one for each
-    of its requests; piece by piece through the buffer.
+    """Copies in one direction, in a thread of its own. All jobs that wait are copied together,
+    because a step submits one for each of its requests; they pass the buffer piece by piece.
 
-    `buffer`: pinned, shape [rows, bytes of a block]. `spans`: by group, which bytes of a row its
-    blocks have; the rest of a row stays as it is: in the buffer other rows' bytes lie there."""
+    `buffer`: pinned, shape [rows, bytes of a block]. `spans`: by group, the bytes of a row that its
+    blocks have. The other bytes of a row are not copied, because in the buffer they are left from
+    other rows."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class Lane:
         self._thread = ThreadPoolExecutor(1, "store-kv" if is_store else "load-kv")
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[int, tuple[_Job, Future[None]]] = {}
-        self._next: Future[None] | None = None  # that will copy what waits
+        self._next: Future[None] | None = None  # the run of `_copy_waiting` that was queued last
         self._is_next_begun = self._is_broken = False
 
     def submit(self, job_id: int, blocks: GPULoadStoreSpec, rows: LoadStoreSpec) -> bool:
@@ -157,7 +159,8 @@ class Lane:
         self._thread.shutdown()
 
     def _copy_waiting(self) -> None:
-        """What is submitted from here on is for the next one, which may find it copied already."""
+        """Copies all jobs that wait, in the thread. A job that is submitted after its begin queues
+        another run, which finds nothing to do if this one took the job along."""
         self._is_next_begun = True
         if self._is_broken:
             raise RuntimeError("an earlier copy of KV blocks failed")
@@ -183,9 +186,10 @@ class Lane:
                 yield _Piece(ids[part], rows[part], group)
 
     def _turn_over(self, piece: _Piece) -> None:
-        """Between buffer and slab, without the interpreter's lock; to take it between two rows the
-        engine's thread would have to give it up. To gather rows in one call is five times as
-        slow as one by one."""
+        """Copies a piece between buffer and slab. numpy does so without the interpreter's lock; a
+        store is one call, because between two calls this thread would wait for the engine's thread
+        to give the lock up. A load copies row by row, because one call that gathers rows is five
+        times slower."""
         for span in self._spans[piece.group]:
             if self._is_store:
                 self._rows[:, span][piece.rows] = self._buffer[: len(piece.rows), span]
@@ -195,7 +199,7 @@ class Lane:
 
 
 def _of_group(job: _Job, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Its blocks and rows: groups follow one another."""
+    """Returns the blocks and rows of one group, whose places in a job follow the last group's."""
     sizes = job.blocks.group_sizes
     part = slice(start := sum(sizes[:group]), start + sizes[group])
     return job.blocks.block_ids[part], job.rows[part]
@@ -243,8 +247,8 @@ class Addresses:
         self._row_bytes = row_bytes
 
     def of(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """On the device, in the buffer, and how many bytes; int64 of shape [pages]. The blocks lie
-        in the buffer's first rows."""
+        """Returns for each page of the blocks its address on the device, its address in the buffer,
+        and its size; int64 of shape [pages]. The blocks lie in the buffer's first rows."""
         ids = blocks.astype(np.int64)
         pages = self._pages + ids * self._page_bytes
         places = self._places + np.arange(len(ids)) * self._row_bytes
