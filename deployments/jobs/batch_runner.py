@@ -31,7 +31,7 @@ logger = logging.getLogger("ray.serve")
 
 CHUNK = 500  # lines in one transaction, of validation and of expiry
 ROOM_AGAIN_S = 30.0  # between two looks whether a tenant's files leave room for results
-FAILED_TRIES, FAILED_AGAIN_S = 3, 5.0  # of a line whose calls a bug ends, and between two of them
+FAILED_TRIES, FAILED_AGAIN_S = 3, 5.0  # calls of a line that bugs end, and seconds between two
 YIELD_EVERY = 20  # lines checked between two looks at other work: some ms
 _FAILED = {
     "code": "internal_error",
@@ -56,10 +56,10 @@ class BatchRunner:
         self._queue = LineQueue(store.lines, time.monotonic)
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._failures: Counter[tuple[str, int]] = Counter()  # bugs that ended a line's call
-        self._first_s: dict[tuple[str, int], float] = {}  # of lines, when they were first asked for
-        self._endings = BackgroundTasks()  # of lines; nothing cancels them
+        self._first_s: dict[tuple[str, int], float] = {}  # when the first call of a line began
+        self._endings = BackgroundTasks()  # what follows the call of a line; nothing cancels it
         self._waits = CallsInFlight()
-        self._steps: dict[str, asyncio.Task[None]] = {}  # a batch's validation or end
+        self._steps: dict[str, asyncio.Task[None]] = {}  # by batch: its validation, or its end
         self._finished: list[FinishedLine] = []
         self._flushing: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -78,7 +78,8 @@ class BatchRunner:
         await rounds(self._round, self._wake, "batches")
 
     async def close(self) -> None:
-        """Ends every call; their lines are the next process's."""
+        """Ends every call. The lines of these calls have no result, so the next process runs
+        them."""
         running = [*self._running.values(), *self._steps.values()]
         for task in running:
             task.cancel()
@@ -88,7 +89,8 @@ class BatchRunner:
     # -- batches -------------------------------------------------------------------------------
 
     async def _round(self) -> float | None:
-        """Returns after how many seconds there may be more to do without a wake; None: never."""
+        """Advances each batch by a step, and begins lines. Returns after how many seconds there may
+        be more to do without a wake; None: never."""
         await self._blocking(self._store.expire_overdue)
         batches = await self._blocking(self._store.unfinished)
         for batch in batches:
@@ -111,8 +113,8 @@ class BatchRunner:
                 self._step(batch, self._end(batch))
 
     async def _go_on(self, batch: Batch) -> None:
-        """Finalizes a batch when each line has its result. A line whose call a bug ended has none:
-        it runs again, FAILED_TRIES times in all."""
+        """Finalizes a batch when each line has its result. Lines without a result that neither run
+        nor wait are queued again: a bug has ended their calls."""
         is_new = batch.id not in self._queue.batches
         if not is_new and await self._is_open(batch):
             return

@@ -78,9 +78,9 @@ class Database:
         return rows[0] if rows else None
 
     def check_after(self, table: str, after: str, tenant: str | None) -> None:
-        """`after`: of a page, the id of the last row seen. Raises Refused where the tenant has no
-        such row (any more): a page behind it would be empty, as behind the last one. `tenant` None:
-        any."""
+        """Checks the `after` of a page: the id of the last row that the client has seen. Raises
+        Refused where the tenant has no such row (any more): its page would be empty, which would
+        read as the end of the list. `tenant` None: any."""
         mine = f"SELECT 1 FROM {table} WHERE id = ? AND tenant = coalesce(?, tenant)"
         if after and self.row(mine, after, tenant) is None:
             raise Refused(f"`after`: no {after!r} is there; list again from the start", "after")
@@ -101,7 +101,8 @@ class Database:
 
 
 def storage_error(path: Path, error: Exception) -> StorageFull | StorageFailed:
-    """The error as the client gets it."""
+    """Returns what clients are told of an error of SQLite or of the file system: StorageFull where
+    the disk or a quota is full, else StorageFailed."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if getattr(error, "errno", None) in full or getattr(error, "sqlite_errorcode", 0) in _FULL:
         return StorageFull(str(path), str(error))

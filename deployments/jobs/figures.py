@@ -11,8 +11,9 @@ import sqlite3
 
 CHANGES_MOST = 4_096  # rows that no arbiter has read; as many as its event log keeps
 
-# By table: how a row counts, as columns of job_totals. A batch's results are bytes of its own until
-# it has ended, and then files.
+# By table, the SQL of what a row adds to job_totals: its kind, its bytes, and its lines completed,
+# failed and in total. Results count as bytes of their batch until it has ended, because they are
+# files from then on.
 _OPEN_BATCH = "{row}.state IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
 COUNTED = {
     "jobs": (
@@ -35,7 +36,8 @@ _JOB = "new.id, new.kind, new.tenant, new.state, new.model, new.state = 'complet
 _JOB += " new.state = 'failed', 1"
 _BATCH = f"new.id, 'batch', new.tenant, new.state, {_MODELS}, new.completed, new.failed, new.total"
 _ENDED = "('completed', 'failed', 'cancelled', 'expired')"
-# Name, when, and what is told: the change, the row, the seconds from its acceptance.
+# The triggers that write job_changes: name, event of SQLite, change, the columns of the row, and
+# the seconds from its acceptance.
 CHANGES = (
     ("jobs_accepted", "INSERT ON jobs WHEN new.ended_s IS NULL", "accepted", _JOB, "NULL"),
     (

@@ -25,7 +25,7 @@ class Group:
     served: str
     ready: deque[Line] = field(default_factory=deque)
     last: int = 0  # the highest number that was read
-    is_read: bool = False  # to its end: a batch gets no line once it has begun
+    is_read: bool = False  # all its lines were read; a batch that has begun gets no further lines
 
     def fill(self, read_lines: ReadLines) -> bool:
         """Reads further lines if none is in memory. Returns whether it has a line now. Blocks."""
@@ -43,7 +43,8 @@ class Group:
 
 
 class LineQueue:
-    """`take`, `has_line` and `is_open` block while they read; all but properties in one thread."""
+    """The lines of all batches that run. `take`, `has_line` and `is_open` block while they read
+    lines. All methods are called in one thread; properties may be read in another."""
 
     def __init__(self, read_lines: ReadLines, clock: Callable[[], float]) -> None:
         self._read_lines, self._clock = read_lines, clock

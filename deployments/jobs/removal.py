@@ -1,5 +1,5 @@
-"""Removal of a tenant: in one transaction all it has is past its time, so what ends late work and
-sweeps what is old does the rest, in the next process as well."""
+"""Removal of a tenant: one transaction sets the deadlines and expiries of all that it has to 0. The
+rules that end overdue work and forget old rows do the rest, also in the next process."""
 
 from deployments.jobs.database import Database
 
@@ -8,7 +8,7 @@ _END = (
     "UPDATE batches SET deadline_s = 0, output_expiry = 0 WHERE tenant = ?",
     "UPDATE job_files SET expires_s = 0 WHERE tenant = ?",
 )
-# A file that a batch makes at its end, whose `output_expiry` is 0, expires as it is made.
+# A batch whose `output_expiry` is 0 makes its files at its end with `expires_s` = `created_s`.
 _LEFT = """
 SELECT (SELECT count(*) FROM jobs WHERE deadline_s = 0)
     + (SELECT count(*) FROM batches WHERE deadline_s = 0)
@@ -17,8 +17,8 @@ SELECT (SELECT count(*) FROM jobs WHERE deadline_s = 0)
 
 
 def end_all(db: Database, tenant: str) -> None:
-    """All jobs, batches and files that the tenant has now; what it begins later is new. Raises
-    StorageFull, StorageFailed, Superseded."""
+    """Lets all jobs, batches and files expire that the tenant has now, and none that it begins
+    later. Raises StorageFull, StorageFailed, Superseded."""
     with db.writing() as rows:
         for statement in _END:
             rows.execute(statement, (tenant,))

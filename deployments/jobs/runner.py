@@ -33,16 +33,16 @@ logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
 
 SWEEP_S = 5.0  # between two looks for deadlines, while there is work
-STORAGE_AGAIN_S = 5.0  # between two tries of what the disk did not take
-CUT_TRIES = 5  # of a stream that ends with an error or without its end, by one process
+STORAGE_AGAIN_S = 5.0  # between two tries of a write that the disk refused
+CUT_TRIES = 5  # attempts of one process at a call whose streams end with StreamCut
 
 
 async def rounds(
     run_round: Callable[[], Awaitable[float | None]], wake: asyncio.Event, what: str
 ) -> None:
-    """Runs a round at each wake, and after as many seconds as the last round returned (None:
-    never). A round that the disk refuses is run again. `what` waits meanwhile, for the log. Raises
-    Superseded."""
+    """Runs a round at each wake, and after as many seconds as the last round returned (None: only
+    at a wake). A round that the disk refuses is run again after STORAGE_AGAIN_S. `what`: names in
+    the log what waits meanwhile. Raises Superseded."""
     while True:
         wake.clear()
         wait_s: float | None = STORAGE_AGAIN_S
@@ -66,14 +66,14 @@ class Blocking:
 
 
 class JobKind(Protocol):
-    """What one kind of job does otherwise than a plain call; see KINDS."""
+    """How one kind of job differs from a plain call; see KINDS."""
 
     def request(self, job: Job, body: bytes) -> bytes:
         """The body that is sent."""
         ...
 
     def answer(self, job: Job, answer: Answer, events: list[str]) -> Answer:
-        """What is kept as the result of a stream, of whose events all are given. Raises
+        """Returns what is kept as the result. `events`: all events of a call that streams. Raises
         StreamCut."""
         ...
 
@@ -97,14 +97,16 @@ class Runner:
         config: Callable[[], JobsConfig],
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called when events or a state are new."""
+        """`on_change`: called when a job has new events or another state."""
         self._on_change = on_change
         self._store, self._blocking, self._service = store, blocking, service
         self._config = config
         self._running: dict[str, asyncio.Task[None]] = {}
-        self.progress: dict[str, dict[str, Any]] = {}  # of jobs whose model is not there yet
-        self._not_before: dict[str, float] = {}  # of jobs that wait for another try
-        self._cuts: Counter[str] = Counter()  # streams of a job that had no end
+        # By job id: how far a model is that does not serve yet; when a job may be tried again, on
+        # the monotonic clock; how many streams of a job were cut.
+        self.progress: dict[str, dict[str, Any]] = {}
+        self._not_before: dict[str, float] = {}
+        self._cuts: Counter[str] = Counter()
         self._waits = CallsInFlight()
         self._wake = asyncio.Event()
         self._forecasts = Forecasts()
@@ -118,7 +120,7 @@ class Runner:
         self._wake.set()
 
     async def close(self) -> None:
-        """Ends every call; their jobs are queued again."""
+        """Ends every call; the jobs of these calls are queued again."""
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -167,7 +169,8 @@ class Runner:
 
     def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
         del self._running[job_id]
-        if not task.cancelled() and task.exception() is not None:  # a bug, or nothing is stored
+        # The task has failed by a bug, or because the store could not note what became of the job.
+        if not task.cancelled() and task.exception() is not None:
             self._not_before[job_id] = time.monotonic() + AGAIN_MOST_S
         self.progress.pop(job_id, None)
         self._on_change()
@@ -182,7 +185,7 @@ class Runner:
             ):
                 await self._blocking(self._store.requeue, job.id)  # it was cancelled meanwhile
         except asyncio.CancelledError:
-            # Of a cancelled job, or of this process's end, which leaves it to the next.
+            # The job was cancelled, or this process ends and leaves the job to the next one.
             await asyncio.shield(self._blocking(self._store.requeue, job.id))
         except RetryLater as again:
             logger.info("job %s is tried again in %.0f s: %s", job.id, again.after_s, again.why)
@@ -195,8 +198,8 @@ class Runner:
             logger.warning("%s", error)
 
     async def _attempt(self, job: Job) -> Answer:
-        """Makes one attempt, and after CUT_TRIES cut streams takes the error for the answer. Raises
-        RetryLater, StorageFull, StorageFailed, Superseded."""
+        """Makes one attempt. The error of the last of CUT_TRIES cut streams is taken for the
+        answer. Raises RetryLater, StorageFull, StorageFailed, Superseded."""
         try:
             answer = await self._answer(job)
         except StreamCut as cut:
@@ -234,7 +237,7 @@ class Runner:
             await writer.written()
         except (StorageFull, StorageFailed, Superseded):
             raise
-        except RequestError as error:  # its events were too many, or it was cancelled
+        except RequestError as error:  # the job has too many events, or is not in progress any more
             if isinstance(error, Conflict):
                 raise RetryLater(None, str(error)) from error
             return refused(error)

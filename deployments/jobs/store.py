@@ -28,8 +28,8 @@ from deployments.jobs.database import Database
 from deployments.jobs.errors import Conflict, NotFound, Refused, TenantLimitReached
 
 EVENTS_MOST_BYTES = 64 << 20  # of one job: 100,000 tokens' events, or ten pictures as they form
-# Places in the events to which readers have come, of 200 bytes each; the second of two readers
-# comes to those of the first.
+# Remembered places to which readers have read a job's events, 200 bytes each. A second reader of
+# the same events begins from the places of the first.
 PLACES_MOST = 10_000
 QUEUED_MOST = 1_000  # jobs that are read in one look at what is next, above all that run at once
 PAGE_BYTES, PAGE_COUNT = 1 << 20, 1_000  # of the events in one message

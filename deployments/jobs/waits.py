@@ -23,13 +23,13 @@ class Call:
 
     model: str
     bound: asyncio.Timeout
-    queued_at_s: float | None = None  # since when it has been in that queue; None: it is not
+    queued_at_s: float | None = None  # when it joined the arbiter's queue; None: it is not in it
     again_s: float | None = None  # when it may be made again, once it has given its place away
 
     def note(self, progress: Progress | None) -> None:
-        """Notes how far the call's model is; None: the answer has begun. A load that takes less
-        time than lies between two looks (wait_progress) is not told, and its call counts as
-        queued."""
+        """Notes how far the call's model is; None: the answer has begun. Progress is reported at
+        intervals (deployments.replica.calls.wait_progress), so a load that is shorter than one goes
+        unreported, and its call still counts as queued."""
         if progress is None or not progress.is_queued:
             self.queued_at_s = None
         elif self.queued_at_s is None:
@@ -37,7 +37,7 @@ class Call:
 
     @property
     def gives_way(self) -> bool:
-        """Says whether it is being ended, for a call of another model."""
+        """Whether the call is being ended, so that a call of another model gets its place."""
         return self.bound.when() is not None
 
 
@@ -46,12 +46,13 @@ class CallsInFlight:
 
     def __init__(self) -> None:
         self._calls: dict[Call, None] = {}  # in the order in which they began
-        self._until_s: dict[str, float] = {}  # models that gave their last place away
+        # Of models whose last call gave its place away: when a call of theirs may begin again.
+        self._until_s: dict[str, float] = {}
 
     @asynccontextmanager
     async def call(self, model: str) -> AsyncGenerator[Call]:
-        """Has the call that is made inside in flight. Raises RetryLater where it has given its
-        place away."""
+        """Counts the call that is made within the block as in flight. Raises RetryLater where the
+        call had to give its place away."""
         call: Call | None = None
         try:
             async with asyncio.timeout(None) as bound:
