@@ -137,8 +137,9 @@ def _refuse_float32_adapters(vllm_config: VllmConfig) -> None:
 
 
 def _hearing(llm: AdmittingLLM, name: str) -> "WhisperHearing":
-    """Raises EngineLoadFailed."""
-    from deployments.engines.vllm.routes.whisper import WhisperHearing  # and FFmpeg, for such a one
+    """Makes what transcribes with a model of Whisper's class. Raises EngineLoadFailed for another
+    one that hears."""
+    from deployments.engines.vllm.routes.whisper import WhisperHearing  # which imports FFmpeg
 
     kind = llm.model_config.hf_config.model_type
     if kind != WHISPER:
@@ -166,8 +167,8 @@ def text_api() -> FastAPI:
 class VllmEngine:
     """The frontend: tokenizer, templates, OpenAI's semantics. It is the core's only client.
 
-    `has_slab`: it was lent one for KV or adapters. `most_tokens`: of the context that the model may
-    grow to; 0: it does not grow. `adapters`: of a model that has any."""
+    `has_slab`: the engine was lent a slab for KV or adapters. `most_tokens`: the context that the
+    model may grow to; 0: it does not grow. `adapters`: None for a model without adapters."""
 
     def __init__(
         self,
@@ -232,14 +233,15 @@ class VllmEngine:
         api = text_api() if is_text else build_app(self.args, tasks, llm.model_config)
         self.args.fingerprint_value, self.args.fingerprint_mode = fingerprint(self), "custom"
         api.state.args = self.args
-        # vLLM's error handler tells a server to exit when the core is dead: `_core_died` does that.
+        # vLLM's error handler sets this flag when the core is dead. Nothing reads it here, because
+        # `_core_died` ends the process.
         api.state.server = SimpleNamespace(should_exit=False)
         await init_app_state(llm, api.state, self.args, tasks)
         return api
 
     def _add_services(self, llm: AdmittingLLM, api: FastAPI) -> None:
-        """Makes what stands between the host and vLLM's application, as the model needs it. Raises
-        EngineLoadFailed."""
+        """Makes the parts that a request passes before vLLM's application (see the module), as far
+        as the model needs them. Raises EngineLoadFailed."""
         if self.is_hearing:
             self.hearing = _hearing(llm, self.args.served_model_name[0])
             return

@@ -20,8 +20,8 @@ from deployments.engines.vllm.batching.batch_admission import BASE
 from deployments.engines.vllm.batching.batch_gate import BatchGate
 
 COUNTS_S = REPORT_S = 1.0
-# Adapters of waiting requests whose images are to be made: more than that many are not made before
-# they are needed. Each takes 3 ms and more of the engine's time.
+# Adapters of waiting requests whose images are to be made. An image takes at least 3 ms of the
+# engine's time, so images beyond this number would not be made before their requests enter.
 MOST_AHEAD = 256
 MOST_SHOWN = 20  # of the most used adapters, in the facts
 
@@ -39,22 +39,25 @@ class AdapterMover:
         self._counted_s = -inf
         self._adapters: dict[str, LoRARequest] = {}  # of requests so far, by digest
         self.owners: dict[str, str] = {}  # of adapters of one tenant, by digest
-        self._hot: frozenset[str] = frozenset()  # as the core last said
+        # Digests of the adapters in slots, and of those with an image, by the core's last report.
+        self._hot: frozenset[str] = frozenset()
         self._warm: set[str] = set()
-        self._wanted: dict[str, LoRARequest] = {}  # of requests that wait, without an image
+        self._wanted: dict[str, LoRARequest] = {}  # by digest: their images are to be made
         self._stager: asyncio.Task[None] | None = None
-        self._read_ahead: set[str] = set()  # since a request has waited for them
+        self._read_ahead: set[str] = set()  # digests whose files were read for a waiting request
         self.requests_by_tier: Counter[str] = Counter()  # by the tier of their adapter
         self._reported: Counter[str] = Counter()  # of `requests_by_tier`
         self._report: asyncio.Task[None] | None = None
         self._moving = asyncio.Lock()
-        self._sleeps = 0  # so far: a turn that began before one ends with it
-        self.staged = 0  # of the requests that found theirs cold, those for which it was ahead
+        self._sleeps = 0  # a turn of `rebalance` ends when this count has changed since its begin
+        # Requests whose adapter was cold when they came, and had its image when they entered.
+        self.staged = 0
 
     # -- by request ------------------------------------------------------------------------------
 
     def ahead(self, lora: LoRARequest) -> None:
-        """Has the image made while the request waits; nothing where it enters at once."""
+        """Begins to make the image of an adapter while its request waits. Does nothing for an
+        adapter that runs or has an image, because its request needs no file."""
         name = lora.lora_name
         is_there = name in self._gate.running or name in self._warm
         if is_there or len(self._wanted) >= MOST_AHEAD:
@@ -64,7 +67,8 @@ class AdapterMover:
             self._stager = asyncio.ensure_future(self._stage_wanted())
 
     async def _stage_wanted(self) -> None:
-        """Begins after the request had its first chance to enter."""
+        """Makes the images of `_wanted`, one after the other. Runs as a task, so that the request
+        which asked has had its chance to enter first."""
         while self._wanted:
             name = next(iter(self._wanted))
             lora = self._wanted.pop(name)
@@ -91,7 +95,8 @@ class AdapterMover:
         return tier
 
     async def _stage(self, lora: LoRARequest) -> str | None:
-        """None: the engine keeps no images."""
+        """Makes the image of an adapter. Returns the tier in which it was; None where the engine
+        keeps no images."""
         tier: str | None = await self._call("stage_adapter", lora, self._owner(lora))
         if tier is not None:
             self._warm.add(lora.lora_name)
@@ -104,10 +109,11 @@ class AdapterMover:
         return self.owners.get(lora.lora_name, "")
 
     async def _attempt(self, move: _Move, lora: LoRARequest) -> None:
-        """An adapter that is bad or gone by now is left: its next request hears of that."""
+        """Moves an adapter. An error is dropped: where the adapter is bad or gone by now, its next
+        request gets the error itself."""
         task = asyncio.ensure_future(move(lora))
         await asyncio.wait({task})
-        task.exception()  # asked for, so that nothing is logged of it
+        task.exception()  # asyncio logs an exception that is never read
 
     async def _call(self, method: str, *args: Any) -> Any:
         assert self.llm is not None
@@ -156,7 +162,7 @@ class AdapterMover:
                     if self._sleeps != sleeps:
                         return
                     await self._attempt(move, self._adapters[name])
-                self._read_ahead.discard(name)  # it was for no request
+                self._read_ahead.discard(name)  # no request waited for this one
         await self.look()
 
     async def look(self) -> None:

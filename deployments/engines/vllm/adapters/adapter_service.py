@@ -205,8 +205,9 @@ class AdapterService:
             await self.llm.pin_lora(adapter.lora.lora_int_id)
 
     async def _unpin_stale(self) -> None:
-        """Before the request has a place in the batch, which it would keep from others while the
-        file server hangs."""
+        """Unpins the adapters whose entries in the catalogue have changed or gone. Called before a
+        request has a place in the batch: where the file server of the catalogue hangs, the request
+        would keep its place from others."""
         for digest in await self._catalogue.outdated(self._pins):
             if digest not in self.gate.running:
                 await self._unpin(digest)
@@ -215,13 +216,13 @@ class AdapterService:
         """Drops the adapter from vLLM, which has no other way to unpin it."""
         assert self.llm is not None
         if self._pins.pop(digest, None) is None:
-            return  # another request found it stale as well, and was first
+            return  # another request has unpinned it meanwhile
         self.gate.pinned = frozenset(self._pins)
         await self.llm.remove_lora(self._numbers[digest])
 
     async def forget_tenant(self, tenant: str) -> None:
-        """Empties the slots of a removed tenant's own adapters: of those in use with the end of
-        their last request (E6)."""
+        """Empties the slots of a removed tenant's own adapters; an adapter in use leaves its slot
+        at the end of its last request (E6)."""
         self._leaving |= self.mover.forget_tenant(tenant)
         await self._let_leave()
 

@@ -121,9 +121,9 @@ class BatchGate:
     def _bound_wait(
         self, request: WaitingRequest, name: str, entered: asyncio.Future[None]
     ) -> None:
-        """Refuses the request after `wait_s` in which its adapter got no slot. The base and an
-        adapter that has a slot wait for a place alone, and one gets free with each request that
-        ends."""
+        """Refuses the request after `wait_s` in which its adapter got no slot. A request for the
+        base, or for an adapter that has a slot, waits for a place in the batch alone. It is not
+        refused, because a place gets free with each request that ends."""
 
         def look() -> None:
             if request.adapter in self.running or request.adapter in self.pinned:

@@ -44,7 +44,7 @@ class HoldTrace:
 
 class BatchHold:
     """Takes the place of the scheduler's own `schedule`. At most BYPASSES steps in a row leave out
-    what is held, so that an engine that is never without urgent prompts goes on with the batch."""
+    work of priority batch, so that an engine which always has urgent prompts goes on with it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.trace = HoldTrace()
@@ -60,7 +60,9 @@ class BatchHold:
         self._in_a_row += 1
         step = self._without(late, *args, **kwargs)
         if not any(one.request_id in step.num_scheduled_tokens for one in prompts):
-            self._in_a_row = BYPASSES  # holding once more would give it nothing
+            # The prompts did not enter this step, so that to leave out work of priority batch once
+            # more would not help them.
+            self._in_a_row = BYPASSES
             self._make_room(prompts)
         return self._traced(step, prompts)
 
@@ -68,7 +70,8 @@ class BatchHold:
         return [one for one in self._all_requests() if not _is_batch(one) and _is_prompt(one)]
 
     def _batch_requests(self) -> list[Request]:
-        return [one for one in self._all_requests() if one.priority >= _BATCH]  # in each step
+        # `_is_batch` without a call: this runs in each step over all requests.
+        return [one for one in self._all_requests() if one.priority >= _BATCH]
 
     def _all_requests(self) -> Iterator[Request]:
         scheduler = self._scheduler
@@ -96,10 +99,10 @@ class BatchHold:
                     queue.add_request(one)
 
     def _make_room(self, prompts: list[Request]) -> None:
-        """Takes a place from priority batch for a prompt that could begin but for a place or
-        blocks. The next step finds what the latest request of priority batch had; where a step in
-        flight may still write those blocks, as on a GPU with a KV connector, they come later, and
-        no other gives way meanwhile."""
+        """Preempts the latest request of priority batch, for a prompt that lacks only a place in
+        the batch or blocks. The next step finds the place and the blocks of that request. Where a
+        step in flight may still write those blocks, as on a GPU with a KV connector, they are freed
+        later, and until then no further request is preempted."""
         scheduler = self._scheduler
         if scheduler.deferred_frees:
             return
@@ -126,8 +129,8 @@ class BatchHold:
 
 
 def _in_no_order(queue: RequestQueue) -> Iterable[Request]:
-    """vLLM's own iteration takes a copy apart in the order of priority, which with a thousand
-    requests takes longer than a step."""
+    """Returns the requests of a queue in any order. vLLM's own iterator sorts a copy of the heap by
+    priority, which with a thousand requests takes longer than a step."""
     requests: Iterable[Request] = queue._heap if isinstance(queue, PriorityRequestQueue) else queue
     return requests
 

@@ -30,11 +30,11 @@ class Caller:
     tenant: str = ""
     priority: int = Priority.NORMAL
     expires_s: float = inf  # on the monotonic clock
-    is_prewarm: bool = False  # on no account, and no use of an adapter
+    is_prewarm: bool = False  # its tokens are charged to no tenant, and it is no use of an adapter
     refused: RequestError | None = None
 
 
-# What the engine asks itself, as after a wake, has no caller and waits for nothing.
+# The caller of requests that the engine makes itself, as after a wake: they wait for nothing.
 _OURS = Caller(priority=Priority.URGENT)
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=_OURS)
 
@@ -45,8 +45,8 @@ def current() -> Caller:
 
 
 def begin(scope: Scope) -> Caller:
-    """Reads a request's headers; from here on it is the current one of this task and those that it
-    starts."""
+    """Reads the caller from a request's headers. From here on it is `current` in this task and in
+    those that it starts."""
     headers = dict(scope["headers"])
 
     def header(name: str) -> str:
@@ -141,8 +141,8 @@ def with_field(head: Any, message: Any) -> tuple[Any, Any]:
 
 
 def prompt_tokens(prompt: object) -> int:
-    """The tokens of a prompt as vLLM's routes render it; 1 where they are not counted, as of
-    embeddings."""
+    """The number of tokens in a prompt as vLLM's routes render it; 1 for a prompt that has no list
+    of tokens, as embeddings have none."""
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     return max(1, len(ids)) if isinstance(ids, Sized) else 1
 

@@ -34,7 +34,7 @@ class TokenCounters:
             self.served[name] = max(self.served[name], self._least())
         self.waiting[name] += 1
         if comes_back:
-            self._forget_idle()  # now that it waits, so not the name itself
+            self._forget_idle()  # after the name counts as waiting, so that it is not forgotten
 
     def end_wait(self, name: str) -> None:
         """Counts off a request that waits no more: it entered, or it was given up."""
@@ -66,8 +66,8 @@ class TokenCounters:
 
 @dataclass(slots=True)
 class FairShare:
-    """Tenants share the engine, and a tenant's adapters its share: a tenant with a hundred adapters
-    gets no more than one with a single one."""
+    """Counters of tenants, which share the engine, and for each tenant of its adapters, which share
+    what the tenant gets: a tenant with a hundred adapters gets no more than one with one."""
 
     tenants: TokenCounters = field(default_factory=TokenCounters)
     adapters: dict[str, TokenCounters] = field(default_factory=dict)  # by tenant
@@ -85,18 +85,20 @@ class FairShare:
 
     def charge(self, tenant: str, adapter: str, weighted: int) -> None:
         self.tenants.charge(tenant, weighted)
-        own = self.adapters.get(tenant)  # with each token, so that none is made for nothing
+        # Not `setdefault`, which would make counters for nothing at each token.
+        own = self.adapters.get(tenant)
         if own is None:
             own = self.adapters[tenant] = TokenCounters()
         own.charge(adapter, weighted)
 
     def of(self, tenant: str, adapter: str) -> tuple[int, int]:
-        """What the tenant was served, and what of it the adapter was: the least goes first."""
+        """Returns the weighted tokens that the tenant was served, and how many of them this adapter
+        of the tenant was. Requests are ordered by this pair, the least first."""
         own = self.adapters.get(tenant)
         return self.tenants.served[tenant], own.served[adapter] if own else 0
 
     def copy(self, tenants: Collection[str]) -> "FairShare":
-        """A copy that has no adapters but those of these tenants, because a plan makes one for each
-        request that ends."""
+        """Returns a copy with the adapters of these tenants alone. A plan makes a copy for each
+        request that ends, so it is kept small."""
         own = {name: self.adapters[name].copy() for name in tenants if name in self.adapters}
         return FairShare(self.tenants.copy(), own)

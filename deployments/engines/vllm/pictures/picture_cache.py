@@ -59,13 +59,16 @@ class Copies:
 
 
 class PictureCache:
-    """The scheduler's side: which picture lies in which rows. `entries`: the most pictures."""
+    """The scheduler's side: which picture lies in which rows. `entries`: the most pictures that are
+    kept."""
 
     def __init__(self, rows: Rows, entries: int = ENTRIES) -> None:
         self.rows, self.entries = rows, entries
         self.encoder_runs = 0  # pictures that this process had to encode
-        self._asked: dict[str, RequestedPicture] = {}  # in the step that is being put together
-        self._promised: dict[str, Copy] = {}  # in the same step; their rows are pinned
+        # Of the step that the scheduler is putting together, by identity: the pictures that it may
+        # ask for, and the copies of those that it was promised, whose rows are pinned.
+        self._asked: dict[str, RequestedPicture] = {}
+        self._promised: dict[str, Copy] = {}
         self._copies = Copies()
 
     def expect(self, pictures: Iterable[RequestedPicture]) -> None:
@@ -73,8 +76,8 @@ class PictureCache:
         self._asked |= {picture.identity: picture for picture in pictures}
 
     def promise(self, identity: str) -> bool:
-        """Whether the picture is there. If so it stays until it is loaded, or this step is put
-        together without it."""
+        """Whether the rows have the picture. If so they are pinned until the picture is loaded, or
+        until the step ends without it."""
         picture = self._asked.get(identity)
         if picture is None:
             return False
@@ -88,8 +91,9 @@ class PictureCache:
         return True
 
     def begin(self, identity: str) -> None:
-        """The step has the picture: from its rows if that was promised, else by the encoder, and
-        then its rows are written, unless they find no room. Counts it."""
+        """Notes that the step will have the picture, and counts that. The picture comes from its
+        rows if it was promised; else the encoder makes it, and it is copied into rows if there is
+        room for them."""
         picture = self._asked.get(identity)
         if picture is None:
             return
@@ -108,7 +112,7 @@ class PictureCache:
         if any(key not in reserved.rows and key not in self.rows for key in keys):
             for key in reserved.rows:
                 self.rows.abandon(key)
-            return  # no room; or the encoder's last run for it is still being written
+            return  # there is no room, or an earlier step still writes the rows of this picture
         rows = {places[key]: row for key, row in reserved.rows.items()}
         self._copies.saves.append(Copy(picture, rows))
 
@@ -117,9 +121,10 @@ class PictureCache:
         self.rows.count_use(is_hit=True)
 
     def end_step(self, unread: Collection[str] = ()) -> Copies:
-        """What the worker has to copy. Promises that no request took are none any more. `unread`:
-        identities of pictures that no request reads at the end of the step: its own was preempted
-        in the same step, which may leave no work for the worker, so that no end would be told."""
+        """Returns what the worker has to copy in this step, and drops the promises that no request
+        used. `unread`: identities of pictures that no request reads at the end of the step, because
+        their request was preempted in the same step. They are not copied: the step may leave the
+        worker without work, and then it would never report the end of their copies."""
         self._take_back(unread)
         for promised in self._promised.values():
             self.rows.unpin(promised.picture.keys)
@@ -138,7 +143,8 @@ class PictureCache:
             self._end_save(save, is_whole=False)
 
     def finish(self, copies: Copies, saved: Iterable[str]) -> None:
-        """The workers have done that step; `saved`: the identities whose rows they wrote."""
+        """Ends the copies of a step that the workers have done. `saved`: the identities of the
+        pictures whose rows they wrote."""
         whole = set(saved)
         for load in copies.loads:
             self.rows.unpin(load.picture.keys)
@@ -155,7 +161,8 @@ class PictureCache:
                 self.rows.abandon(keys[part])
 
     def _pictures(self) -> dict[bytes, list[bytes]]:
-        """The keys of each, whole or not, the least recently used first."""
+        """The keys of the rows of each picture, complete or not, the least recently used picture
+        first."""
         pictures: dict[bytes, list[bytes]] = {}
         for key in self.rows.keys():
             pictures.setdefault(key[:-_PART_BYTES], []).append(key)

@@ -41,16 +41,16 @@ class SleepingCpuWorker(CPUWorker):
     """Given to vLLM as `worker_cls`. Sleep and wake come through AsyncLLM's own calls."""
 
     def __init__(self, *args: Any, distributed_init_method: str, **kwargs: Any) -> None:
-        # The only place vLLM asks which LoRA kernel to use.
+        # vLLM asks nowhere else which LoRA kernel to use.
         type(current_platform).get_punica_wrapper = classmethod(lambda cls: _KERNEL)
         meeting = _named(distributed_init_method)
         super().__init__(*args, distributed_init_method=meeting, **kwargs)
         core = multiprocessing.parent_process()
         if core is not None and self.parallel_config.world_size > 1:
-            # vLLM's own notice of the core's end comes after the load.
+            # vLLM itself has a worker notice the core's death only once the model is loaded.
             linux.die_with_parent(core.pid or 0)
         if self.model_config.enforce_eager:
-            # Else the first request for logprobs compiles one small helper: 2-3 s, 90 MB.
+            # Otherwise the first request for logprobs would compile a small helper: 2-3 s, 90 MB.
             torch._dynamo.config.disable = True
         self.emptied: list[tuple[torch.UntypedStorage, int]] = []
         self.copies: list[int] = []
@@ -132,7 +132,7 @@ class SleepingCpuWorker(CPUWorker):
         _give_back()
 
     def load_from_disk(self) -> None:
-        """The weights again from their files, when a wake did not verify."""
+        """Loads the weights from their files again, after a wake that did not verify."""
         self._reload(None)
         self.versions = {path: version(path) for path in self._checkpoint()}
 
@@ -253,8 +253,9 @@ def _give_back() -> None:
 
 
 def _named(meeting: str) -> str:
-    """Returns the address at which the processes of an engine meet, with the engine's name in its
-    file's: vLLM names the memory in which they add up their parts after that file."""
+    """Returns the address of the rendezvous of an engine's processes, with the engine's name added
+    to that of its file. vLLM names their shared memory after this file, and the node agent finds
+    what a killed engine has left by the engine's name (`linux.shared_memory_prefix`)."""
     file = Path(meeting.removeprefix("file://"))
     if not file.is_absolute():
         return meeting
