@@ -42,15 +42,16 @@ from deployments.front.routes import (
 from deployments.jobs import responses as stored
 from deployments.requests import prefixes
 
-OWN = (prefixes.PATH, stored.PATH)  # routes of their own
-CHECKED = (Depends(check_site),)  # each request
+OWN = (prefixes.PATH, stored.PATH)  # paths of SCHEMAS whose routes are in modules of ROUTED
+CHECKED = (Depends(check_site),)  # dependencies of every route
 
 
 class Application(FastAPI):
-    """FastAPI, but for the 422 that it describes and HANDLERS turn into a 400."""
+    """FastAPI, whose /openapi.json has no 422: HANDLERS turn every 422 into a 400."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Two middlewares go around Starlette's own, which answers what raised no RequestError."""
+        """Puts two middlewares around all of Starlette's, so that they also see the answers of its
+        outermost one, which handles errors that nothing else has caught."""
         forms = ErrorForms(super().build_middleware_stack())
         return OtherSites(forms, auth=lambda: self.state.front.auth)
 
@@ -75,7 +76,7 @@ ROUTED = (
     health,
     console,
     tenants,
-    # What steers the arbiter.
+    # Routes that show and steer the arbiter.
     arbiter,
     view,
     metrics,
@@ -109,9 +110,10 @@ def build(front: FrontState) -> FastAPI:
 
 @cache
 def _fixed_routes() -> tuple[BaseRoute, ...]:
-    """The routes of every front. They know no front, so one process makes them once: to read the
-    signatures and schemas of a hundred handlers takes a tenth of a second. Those that generate come
-    first, because a request is compared with one route after the other: 1 us for each."""
+    """The routes that every front has. They refer to no front, so a process makes them once: to
+    read the signatures and schemas of a hundred handlers takes a tenth of a second. The generating
+    routes come first, because a request is compared with one route after the other, 1 us for
+    each."""
     router = APIRouter(dependencies=CHECKED)
     for path, arguments in openai.post_routes(tuple(p for p in SCHEMAS if p not in OWN)):
         router.add_api_route(path, openai.infer, methods=["POST"], **arguments)
@@ -121,8 +123,8 @@ def _fixed_routes() -> tuple[BaseRoute, ...]:
 
 
 def offer(app: FastAPI) -> None:
-    """A route for each path that the table lists and SCHEMAS does not; the routes of the table
-    before it go."""
+    """Adds a route for each path that the table lists and SCHEMAS does not, in place of such routes
+    of the table before."""
     app.router.routes[:] = [one for one in app.router.routes if one not in app.state.offered]
     front: FrontState = app.state.front
     listed = {path for c in front.table.capabilities.values() for path in c.paths}

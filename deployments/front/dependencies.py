@@ -24,11 +24,11 @@ from deployments.front.status.serve_status import Applications
 from deployments.front.status.viewing import Viewing
 from deployments.jobs.client import JobsClient
 
-# Readers of files, of results and of what jobs and responses in the background have told, each for
-# as long as it likes and with some MiB here: of one tenant, and of one front, which takes them
-# beside the calls in flight (ingress.Front).
+# Requests that read files, results or events of jobs and background responses at the same time: of
+# one tenant, and in one front. Each may take as long as it likes, with some MiB here, and the front
+# takes them beside the calls in flight (ingress.Front).
 READERS_MOST, READERS_IN_ALL = 64, 400
-# Streams of the arbiter's events and of the view, which have no end: in one front.
+# Streams of the arbiter's events and of the view at the same time in one front. They have no end.
 VIEWERS_MOST = 150
 
 
@@ -59,7 +59,8 @@ class FrontState:
         return self.service.table
 
     def key_check(self, request: Request, scope: Scope) -> Callable[[], Caller]:
-        """What raises Denied when it is called, once the request's key does not count any more."""
+        """Returns a function for streams to call now and then: it raises Denied once the key of the
+        request was removed or has lost the scope."""
         return lambda: self.auth.require(request, scope)
 
     def reader(self, tenant: str) -> AbstractContextManager[None]:
@@ -67,7 +68,8 @@ class FrontState:
         return self.readers.one(tenant, READERS_MOST)
 
 
-async def front_state(request: Request) -> FrontState:  # FastAPI calls plain ones in a thread
+# `async` without need, because FastAPI calls plain functions in a thread.
+async def front_state(request: Request) -> FrontState:
     state: FrontState = request.app.state.front
     return state
 
@@ -75,7 +77,7 @@ async def front_state(request: Request) -> FrontState:  # FastAPI calls plain on
 State = Annotated[FrontState, Depends(front_state)]
 
 
-# These two ask FastAPI for nothing: each dependency of theirs would cost every request 15 us.
+# These two take the request alone: each dependency of a dependency costs every request 15 us.
 
 
 async def check_site(request: Request) -> None:

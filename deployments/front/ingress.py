@@ -24,7 +24,8 @@ from deployments.messages import ResponseHead
 @serve.deployment(
     name="front",
     num_replicas=1,
-    # above the most of `front.in_flight`, of readers and of viewers: room to say that it is full
+    # more than `front.in_flight` allows, with readers and viewers, so that the front itself can
+    # refuse what exceeds its bounds
     max_ongoing_requests=1_600,
     max_queued_requests=1_000,  # in the proxy, which then answers 503 by itself
     backpressure_config={"retry_after_s": 1.0},  # a short response takes about this long
@@ -33,8 +34,8 @@ from deployments.messages import ResponseHead
 )
 @serve.ingress()
 class Front:
-    """Stateless but for the table, which `reconfigure` brings and the arbiter keeps, and the calls
-    in flight."""
+    """The deployment of the HTTP API. Its only state is the table, which `reconfigure` brings and
+    the arbiter keeps, and the calls in flight."""
 
     def __init__(self) -> None:
         self._front = FrontState(started_unix_s=int(time.time()))
@@ -72,7 +73,8 @@ class Front:
         await self._proxies.wrap()
 
     async def check_health(self) -> None:
-        """Called by Serve each ten seconds. A proxy that it has started meanwhile is seen to."""
+        """Called by Serve each ten seconds. Puts our middlewares around proxies that Serve has
+        started meanwhile."""
         await self._proxies.wrap()
 
     async def __del__(self) -> None:

@@ -22,8 +22,8 @@ WRAPPED_S = 10.0  # the proxies import the middleware first
 
 
 class PlainProxies:
-    """Those of this cluster, as one process knows them. `environment`: its own, which is taken for
-    that of each node."""
+    """The proxies of this cluster that were started without our middlewares, as one process knows
+    them. `environment`: that of this process, which each node is taken to have as well."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._has_own = environment.get(_NAME) == VARIABLES[_NAME]

@@ -38,14 +38,15 @@ from deployments.front.sockets.front_client import NoFront
 # A front starts in two seconds, and on a busy machine in ten times as long.
 TAKEN_S = 30.0
 FRONT = "front"  # its deployment (ingress.Front)
-# When to ask again for what Serve has not started: that takes it seconds, or never succeeds.
+# Retry-After for what Serve has not started: a start takes seconds, or never succeeds. TEMPORARY
+# are the statuses that get one.
 AWAY_S, TEMPORARY = 10.0, (429, 503)
-# Of each method the paths that go by the front's socket. By Serve a request costs 5 ms of processor
-# time more (front_socket), and Serve's queue of a response has no bound: the front would hold what
-# the client has not read yet of what was kept.
+# By method, how the paths begin that go by the front's socket. By way of Serve a request costs 5 ms
+# more of processor time (front_socket). And Serve's queue for a response has no bound, so the front
+# would hold all of a stored answer that its client has not read yet.
 BY_SOCKET = {"POST": ("/v1/",), "GET": ("/v1/files/", "/v1/jobs/", "/v1/responses/")}
-# By these Serve's proxy lets a caller lift its bound on a request, and have the work go on after
-# its client has left.
+# Headers by which a client could lift the bound of Serve's proxy on a request, or have the work go
+# on after it has left.
 CONTROLS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 REQUEST_ID, READER = b"x-request-id", side_stream.READER.encode()
 SIDE_STREAM = messages.SIDE_STREAM.encode()
@@ -98,7 +99,7 @@ async def _awaited(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> 
 
 
 class UndecodableHeader(RequestError):
-    """Serve's proxy reads it, as UTF-8."""
+    """A header that Serve's proxy reads is not UTF-8."""
 
     status_code, code = 400, "invalid_request"
 
@@ -114,8 +115,8 @@ class UndecodableHeader(RequestError):
 
 
 class FrontErrors(HttpMiddleware):
-    """An ASGI middleware around Serve's proxy: a request that lost its front is told so, and no
-    header of a client steers Serve."""
+    """An ASGI middleware around Serve's proxy: a request whose front died before its response began
+    is answered with FrontLost, and Serve gets none of a client's headers in CONTROLS."""
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name, value) for name, value in scope["headers"] if name not in CONTROLS]
@@ -208,7 +209,7 @@ class FrontBySocket:
 
 
 def _from_the_first(first: Message, receive: Receive) -> Receive:
-    """All that the client says, though its first message has been read."""
+    """Returns a `receive` that gives `first`, which was read already, and then the rest."""
     chunks = [first]
 
     async def heard() -> Message:
@@ -218,15 +219,15 @@ def _from_the_first(first: Message, receive: Receive) -> Receive:
 
 
 def _socket_for(scope: Scope) -> Path | None:
-    """None: it goes by Serve."""
+    """Returns the path of the front's socket; None for a request that goes by Serve."""
     if scope["type"] != "http" or not scope["path"].startswith(BY_SOCKET.get(scope["method"], ())):
         return None
     return front_socket.place()
 
 
 class SideStreams(HttpMiddleware):
-    """An ASGI middleware around Serve's proxy: reads the stream that the front's head names, and
-    puts what the front says after its head behind it."""
+    """An ASGI middleware around Serve's proxy: where the head of the front's response names a side
+    stream, the client gets the bytes of that stream, then what the front itself sends."""
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [pair for pair in scope["headers"] if pair[0] != READER]
@@ -239,8 +240,9 @@ class SideStreams(HttpMiddleware):
 
 
 class ForFront(HttpMiddleware):
-    """An ASGI middleware around Serve's proxy: of the other applications of the cluster it knows
-    neither how long they take to start nor what their errors mean, so Serve alone has those."""
+    """An ASGI middleware around Serve's proxy: only requests for the front pass the middlewares
+    above. How long other applications of the cluster take to start, and what their errors mean, is
+    not known here, so Serve alone handles requests for them."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(app)
@@ -254,12 +256,12 @@ class ForFront(HttpMiddleware):
 
 
 class _ProxiedResponse:
-    """The `send` of one response."""
+    """The `send` of one response: it sends on the side stream that the response's head names."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._pump: asyncio.Task[None] | None = None
-        self._is_explained = False  # the front has said why the stream ended early
+        self._is_explained = False  # the front has sent a reason why the stream ended early
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -27,8 +27,8 @@ class FollowedStream:
         return self.events[-1].seq if self.events else 0
 
     def begin_anew(self) -> None:
-        """Another stream begins, which first sends all but the events that are here, and whether an
-        arbiter answers."""
+        """Called before another stream. Drops all but the events, because a stream begins with the
+        whole view and with whether an arbiter answers, and is asked only for newer events."""
         self._sections, self._models = {}, {}
         self.away_unix_s = None
 

@@ -18,7 +18,8 @@ logger = logging.getLogger("ray.serve")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Of a look into adapter folders, which takes milliseconds. A file server may hang for hours.
+# The most that a look into adapter folders may take. It takes milliseconds, but a file server may
+# hang for hours.
 FOLDERS_S = 5.0
 
 # Names on either side of a wrong name in the alphabet that are compared with it for a near miss.
@@ -113,10 +114,11 @@ class ModelNames:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """What `look` finds in the folder of a model, or in all. Looks into the same folders come
-        one after another. Raises OSError, and TimeoutError, which is one, after `within_s`."""
+        """Returns what `look` finds in the folder of the model `base`, or in all folders for None.
+        Looks into the same folders run one after another. Raises OSError; after `within_s`
+        TimeoutError, which is an OSError."""
         if not self._folders or (base is not None and base not in self._folders):
-            return look(*args, **kwargs)  # it has no folder to look into
+            return look(*args, **kwargs)  # reads no folder, because there is none
         folders = self._folders if base is None else {base: self._folders[base]}
         where = " ".join(sorted({str(folder) for folder in folders.values()}))
         async with asyncio.timeout(within_s):

@@ -64,8 +64,8 @@ def event_stream(
 async def while_allowed(
     pieces: AsyncGenerator[bytes, None], check: Callable[[], object]
 ) -> AsyncGenerator[bytes, None]:
-    """The same pieces, with a call of `check` before each, which raises once the key of the caller
-    is no longer good. Raises what `check` raises."""
+    """Yields the same pieces, with a call of `check` before each: it raises once the caller's key
+    is no longer valid. Raises what `check` raises."""
     async with aclosing(pieces):
         async for piece in pieces:
             check()
@@ -112,11 +112,11 @@ class Closable(Protocol):
 
 
 class ClosingStream(StreamingResponse):
-    """Closes its parts when the client leaves while one is being sent. Starlette leaves them to the
-    garbage collector then, and the engine would work on until that comes.
+    """A stream that closes the generator of its parts when the client leaves. Starlette leaves that
+    to the garbage collector where a part is being sent, and until then the engine would work on.
 
-    `holds`: what the parts would close at their end. The response closes it as well, because a
-    generator whose first part was never asked for closes nothing."""
+    `holds`: what the generator closes at its end. The response closes it as well, because a
+    generator that was never started does not run its `finally`."""
 
     body_iterator: AsyncGenerator[Any, None]
 
@@ -174,7 +174,7 @@ class AwaitedResponse:
             yield self._comment()
             while (first := await self.first_part()) is None:
                 yield self._comment()
-            if isinstance(first, messages.FullResponse):  # its status came too late
+            if isinstance(first, messages.FullResponse):  # a status of 200 was sent already
                 yield messages.late(first.head, first.body)
             elif not first.is_event_stream:
                 content_type = first.headers.get("content-type", "no content type")
@@ -205,8 +205,9 @@ class AwaitedResponse:
 
 
 class WholeResponse(Response):
-    """A response of one piece. `sending` makes the context in which it is sent, until the client
-    has read nearly all of it: the server takes the piece at once and delays only its end."""
+    """A response of one piece. `sending` makes the context in which it is sent. The context lasts
+    until the client has read nearly all of it: uvicorn takes the piece into its buffer at once, and
+    lets the empty last message wait until the buffer has room."""
 
     sending: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -225,9 +226,9 @@ def whole_response(response: messages.FullResponse) -> WholeResponse:
 
 
 async def _with_side_stream(head: messages.ResponseHead, parts: Parts, model: str) -> Parts:
-    """The bytes of a stream, read here from the side stream that `head` names, if any: the proxy
-    cannot read it, because the status was sent before this head came. Where the side stream is
-    lost, `parts` raise the cause. Raises RequestError."""
+    """Yields the bytes of a stream. Where `head` names a side stream, its bytes are read here, not
+    by the proxy, to which the head of the response was sent before this one came. Where the side
+    stream is lost, `parts` raise the cause. Raises RequestError."""
     async with aclosing(parts):
         is_lost = False
         if place := head.headers.get(messages.SIDE_STREAM):

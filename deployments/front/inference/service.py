@@ -73,7 +73,8 @@ RETRY_AFTER_S = 1.0
 
 
 class InferenceService:
-    """Runs the calls of one front. A new table keeps its count of calls and its handles."""
+    """Runs the calls of one front. The count of calls in flight and the handles of capabilities
+    outlive a change of the table."""
 
     def __init__(
         self, send_of: Callable[[str], Send] | None = None, remotes: Remotes | None = None

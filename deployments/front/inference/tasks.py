@@ -24,9 +24,9 @@ from deployments.tasks.fit import Needs, needs_of, served_paths, unfit
 from deployments.tasks.ladder import Ladder, Rung, RungState, leaves_for, order
 from deployments.tasks.predict import REMOTE, Prediction
 
-# That a ladder waits for adapter folders: a rung whose folder hangs keeps the others waiting.
+# How long a ladder waits for the adapter folder of a rung, because all its rungs wait meanwhile.
 LOOK_S = 1.0
-SHORT = {"role": "user", "content": "?"}  # what an explanation is about
+SHORT = {"role": "user", "content": "?"}  # the message of the request that `explain` supposes
 
 
 class NoRung(RequestError):
@@ -56,7 +56,7 @@ def base_of(name: str) -> str:
 
 
 class Tasks:
-    """One per front."""
+    """Finds the ladder of a task for a request, and makes the task's call. One per front."""
 
     def __init__(self, service: InferenceService, forecasts: Forecasts) -> None:
         self._service, self._forecasts = service, forecasts
@@ -95,7 +95,7 @@ class Tasks:
 
     async def ladder(self, config: TaskConfig, request: ParsedRequest, caller: Caller) -> Ladder:
         """The rungs for one request, by what was seen last of each model."""
-        if request.path == prefixes.PATH:  # what is prewarmed is what answers best
+        if request.path == prefixes.PATH:  # a pre-warm is for the model that is preferred
             config = config.model_copy(update={"pin_primary": True})
         remotes = self._service.remotes
         local = {name: base_of(name) for name in config.ladder if not remotes.has(name)}
@@ -119,8 +119,9 @@ class Tasks:
         return order(config, rungs, budget_s)
 
     async def _as_it_is(self, config: TaskConfig, before: Ladder, budget_s: float) -> Ladder:
-        """The rungs of a request that was judged before, by what is seen now of the models here.
-        What a remote may be sent is not asked again until it is sent."""
+        """Orders the rungs of a ladder that was made before by the present forecasts of the models
+        here. Whether a request may leave for a remote is not decided again here: that is checked
+        when it leaves."""
         every = sorted(
             (rung.state for rung in (*before.rungs, *before.left_out)), key=lambda c: c.position
         )
@@ -147,7 +148,8 @@ class Tasks:
     async def _fitted(
         self, state: RungState, needs: Needs, tenant: str, context: int | None
     ) -> RungState:
-        """The rung with why it cannot have such a request, where it cannot."""
+        """Returns the state of a rung, with the reason in it if the rung cannot have such a
+        request."""
         table = self._service.table
         try:
             target = await self._service.names.find(state.name, tenant, within_s=LOOK_S)

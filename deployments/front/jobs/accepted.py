@@ -1,4 +1,4 @@
-"""The 202 of a call that is made later."""
+"""Queues a call as a job, and answers its client with 202."""
 
 from collections.abc import Mapping
 

@@ -59,8 +59,9 @@ class PreparedResponse:
 
     @property
     def meta(self) -> Json:
-        """What a job keeps of it. With what is shown while it runs, unless that is large as tools
-        may be, so that a client that polls has not its whole request read each time."""
+        """The `meta` of its job. In it is what the response object repeats of the request, so that
+        a client's poll need not read the whole request; but nothing large, as tools may be, because
+        each look at the job's row reads its meta."""
         is_kept = self.is_background and len(json.dumps(self.echoed)) <= ECHOED_MOST_CHARS
         return {
             "background": self.is_background,
@@ -117,7 +118,8 @@ class StoredResponses:
         headers: Mapping[str, str],
         priority: Priority | None,
     ) -> Job:
-        """Queues it. Raises TenantLimitReached, StorageFull, BadRequest."""
+        """Queues the job of a background response. Raises TenantLimitReached, StorageFull,
+        BadRequest."""
         model = (await async_calls.for_later(call)).model
         new = self._new(prepared, model, responses.new_id())
         lifted = {} if priority is None else {"priority": priority.name}
@@ -127,7 +129,8 @@ class StoredResponses:
         return job
 
     def live(self, prepared: PreparedResponse, call: AnyCall, parts: Parts) -> Parts:
-        """The parts of a call that is answered now, and kept where it is to be."""
+        """Returns the parts of a call that is answered now. The response object of one that is to
+        be stored gets an id of ours, and is kept before its client has the end."""
         if not prepared.is_changed:
             return parts
         model = f"task:{call.task}" if isinstance(call, TaskCall) else call.model
@@ -156,7 +159,7 @@ class StoredResponses:
         )
 
     async def job(self, response_id: str) -> Job:
-        """Its job."""
+        """The job of a response."""
         job: Job = await self._jobs.call("get", self._tenant, response_id)
         if job.kind != responses.KIND:
             raise NotFound("response", response_id)
@@ -186,8 +189,8 @@ class StoredResponses:
         return responses.echoed(await self.request(job.id)) if kept is None else kept
 
     async def stream(self, job: Job, after: int | None) -> AsyncGenerator[bytes, None]:
-        """Events with a number above `after`, or all, until its end. A stream always ends with the
-        event of its end, also where its reader had that before."""
+        """Yields the events with a number above `after`, or all, until the response ends. The last
+        event is always the one that ends the response, also for a reader that has had it before."""
         if after is None:
             yield responses.first_event(job, await self._echoed(job))
         last, is_ended = after or 0, False

@@ -45,8 +45,8 @@ class HeldBodies:
         self.arriving: dict[BoundedBody, None] = {}  # those that are not whole
 
     def have_room(self, piece_bytes: int, most_bytes: int) -> bool:
-        """Whether so many bytes more are at most `most_bytes`, if need be without bodies that are
-        slow, which this ends, the slowest first."""
+        """Whether `piece_bytes` more fit within `most_bytes`. Where they fit only without bodies
+        that are slow, this ends as many of those as it takes, the slowest first."""
         short_bytes = self.size_bytes + piece_bytes - most_bytes
         slow = sorted(
             (body for body in self.arriving if body.is_slow), key=lambda body: body.progress_s
@@ -105,11 +105,11 @@ class BoundedBody:
         self._ends = self._loop.time() + self._whole_s
         self._size, self.held_bytes, self._is_whole = 0, 0, False
         self.progress_s, self._progress_size = self._loop.time(), 0
-        self._bound: asyncio.Timeout | None = None  # of the piece that is waited for
+        self._bound: asyncio.Timeout | None = None  # None while no piece is waited for
         self._is_ended = False
 
     async def __call__(self) -> Message:
-        if self._is_whole:  # the client is waited for only to leave
+        if self._is_whole:  # the only message still to come is that the client has left
             return await self._receive()
         piece_ends = self._loop.time() + self._piece_s
         try:
@@ -138,7 +138,8 @@ class BoundedBody:
 
     @property
     def is_slow(self) -> bool:
-        """It holds more than a small body, is waited for, and has long made no progress."""
+        """Whether it holds more than SMALL_BYTES, a piece of it is waited for, and it has made no
+        progress in SLOW_S."""
         is_awaited = self._bound is not None and not self._bound.expired()
         is_late = self._loop.time() - self.progress_s >= SLOW_S
         return is_awaited and is_late and self.held_bytes > SMALL_BYTES

@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 from arbiter.protocol.peer_credentials import peer_uid
 from deployments.front.sockets.response_reader import ResponseReader
 
-# Of a connection, which ends here.
+# Headers of a connection, not of a request: the connection of Serve's proxy ends here.
 _HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect"})
 
 
@@ -23,8 +23,8 @@ async def carry(path: Path, scope: Scope, first: Message, receive: Receive, send
     raises FrontGone where it died later. Raises NoFront, and has then read nothing of the client's
     but `first`.
 
-    It connects once the client has sent something, so that a front that ends has the head of each
-    request on its way, and need not wait for connections without one."""
+    `first`: the client's first message. It is read before this connects, so that a connection
+    always has the head of a request on its way: a front that ends need not wait for idle ones."""
     connection = await _connected(path)
     try:
         leaving = await connection.ask(scope, first, receive)
@@ -79,10 +79,12 @@ class _Connection(ResponseReader):
             self.transport.close()
 
     async def ask(self, scope: Scope, first: Message, receive: Receive) -> "asyncio.Task[None]":
-        """Writes the request. The task goes on with its body, and ends when the client leaves.
+        """Writes the request. Returns a task that writes the rest of the body, and ends when the
+        client leaves.
 
-        The front is not told to close the connection: it may answer before the end of the body, and
-        what is written to a closed connection loses the answer that lies in it."""
+        The request has no `connection: close`. With it the front could answer before the end of the
+        body and close the connection, and the next write to a closed connection drops the answer
+        that was not read from it yet."""
         assert self.transport is not None
         target = scope["raw_path"] + (
             b"?" + scope["query_string"] if scope["query_string"] else b""
@@ -92,8 +94,8 @@ class _Connection(ResponseReader):
         is_sized = False
         for name, value in scope["headers"]:
             if name == b"content-length":
-                # Where the body is at its end its own length counts: the proxy's server hands over
-                # none of a request that asks to change the protocol, whatever its header says.
+                # A body that has come whole is declared by its own length, not by the header: the
+                # proxy's server hands over an empty body where the client asks for an upgrade.
                 is_sized = True
                 length = value if has_more else b"%d" % len(body)
                 head.append(b"%s: %s\r\n" % (name, length))

@@ -89,8 +89,8 @@ class FrontSocket:
         self._server.close()
         await self._accept_waiting()
         for connection in list(self._state.connections):
-            if connection.cycle is not None:  # else: its request is on its way
-                connection.shutdown()  # if it is idle, else when it has answered
+            if connection.cycle is not None:  # else the connection's request is still on its way
+                connection.shutdown()  # uvicorn closes it at once if idle, else after its answer
         last = asyncio.get_running_loop().call_later(HEAD_S, self._shut_down)
         while self._state.connections:
             self._left.clear()
@@ -109,8 +109,8 @@ class FrontSocket:
                 except BlockingIOError:
                     return
                 except ConnectionAbortedError:
-                    continue  # it has gone again
-                except OSError as error:  # the proxy answers what waits that the front was lost
+                    continue  # the proxy has closed this connection again
+                except OSError as error:  # the proxy answers the requests that wait with FrontLost
                     logger.warning("connections to %s end unanswered: %s", self._path, error)
                     return
                 await asyncio.get_running_loop().connect_accepted_socket(self._connected, conn)

@@ -28,8 +28,8 @@ class SideStreamLost(Exception):
 
 
 def reader_token() -> str:
-    """The same for all processes of this user in this node's part of this cluster; empty outside of
-    one."""
+    """Returns a token that all processes of this user on this node of the cluster share, and no
+    others know; empty outside of a cluster."""
     folder = ray_internals.session_folder()
     return _token_in(folder) if folder is not None else ""
 
@@ -42,7 +42,7 @@ def _token_in(folder: Path) -> str:
     with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(token)
     try:
-        os.link(draft, path)  # whole from its first moment, and the first one stays
+        os.link(draft, path)  # the file appears with its content, and only the first link succeeds
     except FileExistsError:
         pass
     finally:
@@ -58,7 +58,8 @@ def is_reader(header: str | None) -> bool:
 
 
 async def read(place: str) -> AsyncGenerator[bytes, None]:
-    """The bytes that wait at a socket, `PATH WORD`. Raises SideStreamLost."""
+    """Yields the bytes of a side stream. `place`: `PATH WORD`, the engine's socket and the word
+    under which the stream waits there. Raises SideStreamLost."""
     path, _, which = place.rpartition(" ")
     loop = asyncio.get_running_loop()
     try:
@@ -74,10 +75,11 @@ async def read(place: str) -> AsyncGenerator[bytes, None]:
 
 
 class _Incoming(ResponseReader):
-    """One response, of which only the body of a status 200 counts."""
+    """The response of an engine's socket, whose body is a side stream if the status is 200."""
 
     async def take(self) -> bytes | None:
-        """All bytes there are; waits for some. None: the end. Raises SideStreamLost."""
+        """Waits for bytes, and returns all that have come; None at the end. Raises
+        SideStreamLost."""
         while not (held := self.take_held()):
             if self.is_complete:
                 return None

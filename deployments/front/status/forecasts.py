@@ -31,13 +31,15 @@ from deployments.tasks.predict import NOTHING, Prediction
 
 logger = logging.getLogger("ray.serve")
 
-# A state is read, and each rung that must be loaded is planned, in some milliseconds (22 ms for
-# each with 500 models resident, benchmarks/dry_run.py): a hundredth of the arbiter's time while
-# tasks are in use.
-FRESH_S = 0.5  # then the next request has it read again, and does not wait
-STALE_S = 2.0  # a model may have left by then: the next request waits
-WAIT_S = 1.0  # a restart of the arbiter takes 1-2 s; a request does without
-FILES_S = 0.5  # of it, for files of models, once; a file server that hangs is not waited for again
+# One reading is the arbiter's state and a dry run for each rung that must be loaded. It takes the
+# arbiter some milliseconds (22 ms for each rung with 500 models resident, benchmarks/dry_run.py), a
+# hundredth of its time while tasks are in use.
+FRESH_S = 0.5  # a request that finds an older reading begins the next one, and does not wait for it
+STALE_S = 2.0  # a request that finds an older reading waits for the next: a model may have left
+WAIT_S = 1.0  # the most that it waits; a restart of the arbiter takes 1-2 s, and is not waited for
+# The part of WAIT_S for the files of models, which are read once; a file server that hangs is not
+# waited for again.
+FILES_S = 0.5
 FORGOTTEN_S = 60.0  # after its last use a model is no longer planned
 
 ReadState = Callable[[], Awaitable[ArbiterState]]
@@ -51,7 +53,7 @@ class Forecast:
     predicted: Prediction
     context: int | None = None  # tokens that it reads; None: not known
     never: str | None = None  # why no request can have it loaded
-    run_long_s: float | None = None  # of its longest newest requests
+    run_long_s: float | None = None  # the longest of its newest requests
 
 
 UNSEEN = Forecast(NOTHING)
@@ -69,7 +71,8 @@ async def ask_plan(question: PlanQuestion) -> Mapping[str, Any]:
 
 
 class Forecasts:
-    """One per front, on its event loop."""
+    """Keeps forecasts of the models that tasks have asked for lately. One per front, on its event
+    loop."""
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class Forecasts:
         now_s = self._clock()
         self._last_use_s = {m: s for m, s in self._last_use_s.items() if now_s - s < FORGOTTEN_S}
         homes = {model: table.homes[model] for model in self._last_use_s if model in table.homes}
-        reads = self._files  # those of this table, also where a new one comes meanwhile
+        reads = self._files  # a new table has a dict of its own
         forecasts = dict.fromkeys(homes, UNSEEN)
         try:
             state = await self._state()
@@ -165,7 +168,7 @@ def _begin_files(
     reads[model] = begun = in_thread(source, _files, model, capability)
 
     def forget_failed(ended: "asyncio.Future[_Files]") -> None:
-        """So that the next look reads them again."""
+        """Drops a read that failed, so that the next reading begins another."""
         if error := ended.exception():
             logger.error("no forecast of a load of %s: its files: %r", model, error)
             del reads[model]
