@@ -13,16 +13,17 @@ from deployments.engines.protocol import Config
 
 logger = logging.getLogger("arbiter.engine")
 
-# For all slabs together, and once more for a copy: so long an agent that hangs delays a load. A
-# living one answers in a millisecond, on a busy node in seconds; the socket of an ended one refuses
-# at once.
+# How long the node agent may take to hand over all slabs, and as long again for a copy: by so much
+# an agent that hangs delays a load. It answers in a millisecond, on a busy node in seconds; where
+# it has ended, its socket refuses at once.
 CALL_S = 10.0
 FILES_MOST = 253  # descriptors in one message (SCM_MAX_FD)
 _LINE_BYTES = 64
 
 
 def receive(path: str, ticket: str, key: str, within_s: float = CALL_S) -> list[int]:
-    """The descriptors of what was lent under that key. Raises OSError, also where nothing was."""
+    """Returns the descriptors of what the node agent lent to a ticket under that key. Raises
+    OSError, also where it lent nothing."""
     if within_s <= 0:
         raise TimeoutError("the node agent has not answered before")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
@@ -40,10 +41,10 @@ def receive(path: str, ticket: str, key: str, within_s: float = CALL_S) -> list[
 
 
 def with_slabs(config: Config) -> Config:
-    """Has the `path` of each slab that the agent lent to this engine, in the place of the `socket`
-    at which it hands them over. The path is of the descriptor in this process, so that the engine's
-    core and its workers open the slab although the agent may end meanwhile. The engine loads
-    without a slab that it is not handed."""
+    """Returns the config with the `path` of each slab that the agent lent to this engine, in place
+    of the `socket` at which the agent hands them over. The path is that of a descriptor in this
+    process, so that the engine's core and workers can open the slab even if the agent ends
+    meanwhile. A slab that is not handed over is left out, and the engine loads without it."""
     if "slabs" not in config:
         return config
     slabs: dict[str, Config] = {}

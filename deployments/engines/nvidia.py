@@ -12,11 +12,11 @@ import os
 _NVML, _CUDA = "libnvidia-ml.so.1", "libcuda.so.1"
 _THREADS = "cuda"  # how the driver's libraries begin the names of their threads
 _NOT_INITIALISED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
-_MOST_OPENED = 1_000  # NVML counts who opened it
+_MOST_OPENED = 1_000  # NVML counts how often it was opened, and is closed as often
 
 
 def close_nvml() -> None:
-    """Closes it as often as this process has opened it."""
+    """Closes NVML as often as this process has opened it."""
     library = _loaded(_NVML)
     if library is None:
         return
@@ -26,7 +26,8 @@ def close_nvml() -> None:
 
 
 def may_stay(thread: str) -> bool:
-    """Whether a thread of that name is the driver's and hinders no fork."""
+    """Whether a thread of that name is the driver's. Such a thread makes no fork unsound while CUDA
+    is not initialised."""
     return thread.startswith(_THREADS) and not _cuda_is_initialised()
 
 

@@ -27,14 +27,13 @@ STEP_MOST_S = 300.0
 # of a megapixel, is 20 to 50 TFLOP, 400 to 1,000 s on one slow core.
 PASS_MOST_S = 1_800.0
 _END = object()
-# What CTranslate2 takes where it is not told (its `intra_threads`); models of speech are too small
-# for more.
+# CTranslate2's default for `intra_threads`. Models of speech are too small to use more.
 MOST_THREADS = 4
 
 
 def compute_threads(config: Config) -> int:
-    """Threads beneath the one, in which a step computes: as configured, else one for each core that
-    the process may use, at most MOST_THREADS."""
+    """Returns the number of threads with which a library computes a step: as configured, else one
+    for each core that the process may use, at most MOST_THREADS."""
     count = config.get("engine_args", {}).get("threads") or config.get("threads")
     return int(count or min(MOST_THREADS, len(os.sched_getaffinity(0))))
 
@@ -49,14 +48,15 @@ class OneThread:
         self._began_s: float | None = None  # of the step that runs now
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """A call that is cancelled while it waits for its turn never runs. Raises what `function`
-        raises."""
+        """Runs a function in the thread, in its turn. A call that is cancelled before its turn
+        never runs. Raises what `function` raises."""
         return await asyncio.get_running_loop().run_in_executor(
             self._pool, self._timed, function, args
         )
 
     async def each(self, items: Iterator[T]) -> AsyncGenerator[T, None]:
-        """Raises what the iterator raises."""
+        """Yields the items of an iterator, each taken in a turn of its own. Raises what the
+        iterator raises."""
         while (item := await self.run(next, items, _END)) is not _END:
             yield item
 
@@ -67,13 +67,13 @@ class OneThread:
             raise RuntimeError(f"one step of the model has run for more than {self.most_s:.0f} s")
 
     def note_step(self) -> None:
-        """Called in the thread by a call of several steps, as each begins."""
+        """Called in the thread at the begin of each step, by a function that has several."""
         self._began_s = time.monotonic()
 
     @contextmanager
     def in_turn(self, turn: AbstractContextManager[None]) -> Iterator[None]:
-        """Enters `turn` in the thread. The wait for it is no step: another engine may have it for
-        as long as it computes."""
+        """Enters `turn` in the thread. The time of the wait does not count as a step, because
+        another engine may have the turn for as long as it computes."""
         self._began_s = None
         with turn:
             self.note_step()

@@ -36,9 +36,9 @@ MAX_BODY_BYTES = 32 << 20  # these characters, where each has four bytes
 # is refused by its length. Prose has 4 to 6 characters a token, and the words of vocabularies have
 # up to 20; the rest is for runs of blanks, and for words that are one unknown token at any length.
 MAX_CHARS_PER_TOKEN = 64
-# Of a model that reads any length, as a static one does: as many as long windows of others have.
+# The window of a model that reads any length, as a static one does: that of other long models.
 MOST_WINDOW = 32_768
-# A field of vLLM's, and its value for texts that are cut to the model's window.
+# A field of vLLM's API, and its value for texts that are to be cut to the model's window.
 CUT, CUT_TO_FIT = "truncate_prompt_tokens", -1
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may carry half of a pair; no tokenizer takes it
 _PROBE = "The probe of an embedding model."
@@ -65,10 +65,11 @@ class EmbeddingRequest:
     texts: list[str]
     dimensions: int | None
     as_base64: bool
-    is_cut: bool = False  # a text longer than the model's window; else that is refused
+    is_cut: bool = False  # a text longer than the model's window is cut; False: it is refused
 
     def within(self, window: int) -> "EmbeddingRequest":
-        """With what is to be cut no longer than its tokens are counted of it."""
+        """Returns the request with its texts cut to the length up to which tokens are counted, if
+        they are to be cut at all."""
         if not self.is_cut:
             return self
         return replace(self, texts=[text[: most_chars(window)] for text in self.texts])
@@ -140,11 +141,12 @@ class EmbeddingEngine:
         )
         self.model.eval()
         self.model.register_forward_pre_hook(lambda *_: self.worker.note_step())
-        # Of its own: a call sets how the tokenizer pads, and the worker's batches go on meanwhile.
+        # A copy, because tokens are counted beside the worker's batches, and a call of a tokenizer
+        # sets how it pads.
         self._counting = copy.deepcopy(self.model.tokenizer)
         window = self.model.max_seq_length
         self.window = int(window) if window and math.isfinite(window) else MOST_WINDOW
-        if isinstance(self._counting, Tokenizer):  # a static model's, which cuts nothing itself
+        if isinstance(self._counting, Tokenizer):  # of a static model, which does not cut by itself
             self.model.tokenizer.enable_truncation(self.window)
         self._prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
         host_copy.own(self.model)
@@ -164,7 +166,7 @@ class EmbeddingEngine:
         vectors = await self._embed([_PROBE])
         if _on_cpu(self.model):
             return str(vectors[0].tobytes().hex())
-        return str(vectors[0].round(4).tolist())  # whole: numpy would print six numbers of many
+        return str(vectors[0].round(4).tolist())  # a list: of an array `str` would leave out most
 
     async def health(self) -> None:
         assert self.batching and not self.batching.done(), "the batching task has ended"
@@ -175,9 +177,9 @@ class EmbeddingEngine:
         return await self.worker.run(function, *args)
 
     async def _embed(self, texts: list[str]) -> np.ndarray:
-        """Asks for one pass at a time, so that requests take turns, and that of a client which
-        leaves ends with the pass under way. Texts of like lengths share one: it pads to the
-        longest."""
+        """Queues one pass of the request at a time, so that requests take turns, and the work for a
+        client that leaves ends with the pass under way. Texts of similar lengths share a pass,
+        because a pass pads all texts to the longest."""
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
         batches = []
         for start in range(0, len(order), self.max_batch):
@@ -199,7 +201,7 @@ class EmbeddingEngine:
                     _hand_out(batch, work)
 
     async def _each_alone(self, batch: list[QueuedTexts]) -> None:
-        """After a pass that failed: only the request at fault fails again."""
+        """Computes each request of a failed pass alone, so that only the request at fault fails."""
         for waiting in batch:
             if not waiting.answer.done():
                 work = asyncio.ensure_future(self._work(self._encode, [waiting.texts]))
@@ -249,7 +251,7 @@ class EmbeddingEngine:
             await asgi.send_bytes(send, "application/json", answer)
 
     async def _counted(self, texts: list[str], *, is_cut: bool) -> int:
-        """`_count` off the loop, and beside the worker. Raises BadField."""
+        """Runs `_count` in a thread beside the worker's. Raises BadField."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._counter, self._count, texts, is_cut)
 

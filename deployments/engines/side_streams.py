@@ -24,17 +24,19 @@ from deployments.engines.protocol import Asgi, Receive, Scope, Send
 PATH = messages.SIDE_STREAM_PATH
 HEADER = messages.SIDE_STREAM.encode()
 
-JOIN_S = 0.005  # of a piece's delay at most
+JOIN_S = 0.005  # the most by which a piece is delayed, to be sent with the next ones
 
-# Of bytes that were made and not taken; then the engine's application waits, as on a socket.
+# Bytes that are held for the reader; beyond them the engine's application waits, as on a socket.
 MOST_HELD_BYTES = 1 << 18
 
-# Between the head and the reader's question lie three processes on one node, which takes 2 ms.
+# How long the reader may take to come. The head reaches it through three processes of the node, in
+# 2 ms.
 TAKEN_WITHIN_S = 10.0
 
 
 class SideStreamBroken(Exception):
-    """Nothing read it, or its end never came. The server closes the connection unfinished."""
+    """No reader came for the stream, or the application did not end it. The server closes the
+    connection unfinished."""
 
 
 class SideStream:
@@ -51,11 +53,11 @@ class SideStream:
         self.taken, self.carried = asyncio.Event(), asyncio.Event()
 
     async def put(self, piece: bytes) -> None:
-        """Sends what is due itself, which takes no turn of another task for each piece. Waits while
-        much is held, or the reader's socket takes no more. Raises SideStreamBroken where no reader
-        comes for it."""
+        """Adds a piece, and sends what is held if that is due: to wake `carry` for each piece would
+        cost a turn of another task. Waits while MOST_HELD_BYTES are held, or while the reader's
+        socket takes no more. Raises SideStreamBroken where no reader comes."""
         while self._held_bytes > MOST_HELD_BYTES and not self._over.is_set():
-            self._room.clear()  # first: its reader may make room as soon as it comes
+            self._room.clear()  # before the wait, because a reader that comes makes room at once
             await self.until_taken()
             await self._room.wait()
         self._held.append(piece)
@@ -65,7 +67,7 @@ class SideStream:
             if self._timer is None:
                 self._timer = loop.call_at(self._due_s, self._wakeup.set)
         elif self._send is None or self._is_sending:
-            self._wakeup.set()  # for `carry`, which sends all of it in its order
+            self._wakeup.set()  # `carry` sends it, behind what is being sent now
         else:
             await self._flush(self._send)
 

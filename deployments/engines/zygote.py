@@ -44,7 +44,8 @@ _MARK = "ARBITER_ZYGOTE"  # set once the environment is the allowed one
 
 
 class Zygote:
-    """The loop. One thread, no tensor, no device."""
+    """Answers the node agent and forks engines, in a loop of one thread. It runs no tensor
+    operation and opens no device, so that its forks are sound."""
 
     def __init__(self, path: Path, linger_s: float = LINGER_S) -> None:
         self.path, self.linger_s = path, linger_s
@@ -59,8 +60,9 @@ class Zygote:
         self.poll.register(self.wake_read, selectors.EVENT_READ)
 
     def run(self) -> None:
-        self.seen_s = time.monotonic()  # the imports took seconds in which it could not accept
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the pipe is written
+        self.seen_s = time.monotonic()  # not before: during the imports it could accept no agent
+        # Without a handler Python would not write to the wakeup pipe when a child ends.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         while not self._is_lost():
             for key, _ in self.poll.select(TICK_S):
@@ -82,12 +84,12 @@ class Zygote:
         try:
             conn, _ = self.server.accept()
         except ConnectionAbortedError:
-            return  # it has gone again
+            return  # the peer has closed the connection again
         except OSError as error:
             if not is_shortage(error):
                 raise
             print(f"connections to {self.path} wait: {error}; raise ulimit -n", file=sys.stderr)
-            time.sleep(SHORT_PAUSE_S)  # the connection stays, and would be ready again at once
+            time.sleep(SHORT_PAUSE_S)  # the connection still waits, so `select` returns at once
             return
         if peer_uid(conn) != os.getuid():
             conn.close()
@@ -151,7 +153,7 @@ class Zygote:
         listener = bind(spawn.socket)
         pid = os.fork()
         if pid == 0:
-            from deployments.engines import host  # by now; see main
+            from deployments.engines import host  # `main` has imported it, at the right moment
 
             signal.set_wakeup_fd(-1)
             host.run(spawn, listener)
@@ -166,8 +168,9 @@ class Zygote:
                 spawn.socket.unlink(missing_ok=True)
 
     def _is_lost(self) -> bool:
-        """No agent is connected, for long, and none can connect again, because the socket's path is
-        gone or another zygote's. A zygote without children waits for none."""
+        """Whether this zygote is to end: no agent was connected for `linger_s`, and either none can
+        connect any more, because the socket's path is gone or another zygote's, or it has no
+        children."""
         if self.buffers or time.monotonic() - self.seen_s < self.linger_s:
             return False
         try:
@@ -226,7 +229,8 @@ def main() -> None:
     parser.add_argument("--linger-s", type=float, default=LINGER_S, help=argparse.SUPPRESS)
     args = parser.parse_args()
     _clean_environment()
-    from deployments.engines import host  # not before, or it would be imported twice
+    # Not before, because the line above starts this program anew, and both would import it.
+    from deployments.engines import host
 
     linux.set_name("zygote")
     linux.claim_priority()

@@ -25,19 +25,20 @@ from deployments.engines.protocol import Receive, Scope, Send
 MAX_SECONDS = 1_800.0  # of one file: half an hour
 PIECE_S, CUT_S = 60, 15  # most of a piece of sound, and its last part, in which it may be cut
 PAUSE_S = 2.0  # a longer one is skipped with `vad_filter`
-QUIET_S = 0.2  # the quietest such time in there is where it is cut
+QUIET_S = 0.2  # a piece is cut in the quietest span of this length in its last part
 TRANSCRIBE, TRANSLATE = "/v1/audio/transcriptions", "/v1/audio/translations"
 TASKS = {TRANSCRIBE: "transcribe", TRANSLATE: "translate"}
 STREAMED = ("json", "text")  # whose events OpenAI defines
 GRANULARITIES = ("segment", "word")
 TIMED = "verbose_json"  # the one form that has the times which a request asks for
-# Whisper's own order: greedy, and warmer where that repeats itself or is unsure.
+# Whisper's own temperatures, in its order: a piece is decoded greedily first, and again with the
+# next temperature where the text repeats itself or the model is unsure.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 class Hearing(ABC):
-    """Answers requests with the sound of a file. `worker`: decodes it, and finds its pauses.
-    `granularities`: of the times that the model can tell."""
+    """Answers requests to transcribe a file. `worker`: the thread that decodes the file and finds
+    its pauses. `granularities`: the parts, segments or words, for which the model gives times."""
 
     granularities: tuple[str, ...] = GRANULARITIES
     piece_s = PIECE_S
@@ -129,7 +130,7 @@ class Hearing(ABC):
             async for _ in self.worker.each(file.parts()):
                 continue
             return [(0, file.count)]
-        from deployments.engines.audio import silero  # and torch, where a client asks for it
+        from deployments.engines.audio import silero  # imports torch, so only where it is needed
 
         parts = [p async for p in self.worker.each(self._probabilities(file.parts()))]
         return joined(silero.spans([p for part in parts for p in part], file.count))
@@ -143,7 +144,8 @@ class Hearing(ABC):
 
 
 def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans with a short pause between them become one: Whisper hears words by what is around."""
+    """Joins spans that have a pause below PAUSE_S between them, because Whisper understands words
+    by their context."""
     merged: list[tuple[int, int]] = []
     for begin, end in spans:
         if merged and begin - merged[-1][1] < PAUSE_S * HEARD_HZ:
@@ -156,8 +158,8 @@ def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def pieces(
     parts: Iterable[np.ndarray], spans: list[tuple[int, int]], most_s: int = PIECE_S
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Begin, in samples, and samples of what is at most `most_s` long: spans, cut where they are
-    quiet. `parts`: of the file."""
+    """Yields pieces of at most `most_s` seconds, each with its begin, in samples: the spans, of
+    which longer ones are cut where they are quiet. `parts`: the samples of the file."""
     window = sound.Window(parts)
     for start, end in spans:
         begin = start

@@ -24,22 +24,22 @@ from deployments.engines.asgi import BadField
 
 HEARD_HZ = 16_000  # what Whisper and Silero listen to
 
-# Containers by FFmpeg's names: those of OpenAI's list and their kin. No playlist (hls, concat,
-# dash, sdp), no image, no script.
+# The containers that are read, by FFmpeg's names: those of OpenAI's list and similar ones. There is
+# no playlist (hls, concat, dash, sdp), image or script among them.
 FORMATS = (
     "aac,aiff,amr,au,caf,flac,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,mpeg,mpegts,ogg,wav,w64"
 )
 # Sound outside these is no speech; a file that says 1 Hz would grow 16,000-fold in the resampler.
 RATES_HZ, MOST_CHANNELS = range(4_000, 768_001), 32
 PART = 312 * 512  # samples decoded at once: ten seconds, in whole frames of Silero's
-# Of a file, in 1.9 MB; a longer one is decoded again for its next reading, 600 times faster than it
-# is spoken.
+# Samples of a file that are kept for its next reading: a minute, in 1.9 MB. A longer file is
+# decoded again, 600 times faster than it is spoken.
 KEPT = 60 * HEARD_HZ
 LEAST_S = 0.1  # OpenAI's own bound
 # One packet may be broken; this many in a row are no sound.
 MOST_BROKEN_FRAMES = 100
-# Changes of rate or channels in a file; a joined one has a few. For each a resampler is made, which
-# takes 0.5 ms, and a frame may be 1 ms of sound.
+# Changes of rate or channels in a file; a file that was joined from others has a few. Each change
+# takes a new resampler, 0.5 ms, and a file could change with each frame, after 1 ms of sound.
 MOST_CHANGES = 64
 OPEN_S = 10.0  # to find the streams of a file, which is in memory
 # FFmpeg unpacks the header of a QuickTime file and the tags of an MP3, where they are compressed,
@@ -138,15 +138,16 @@ class SoundFile:
 
 
 class Window:
-    """Reads samples of parts that come one after another, and holds no more than it was asked
-    for."""
+    """Reads samples at any place of a file that comes in parts, and keeps only what may still be
+    asked for."""
 
     def __init__(self, parts: Iterable[np.ndarray]) -> None:
         self._parts = iter(parts)
         self._held, self._begin = np.zeros(0, np.int16), 0
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """The samples between two places; `begin` never goes back."""
+        """Returns the samples between two places. `begin` must never be before that of an earlier
+        call."""
         self._forget(begin)
         while self._begin + len(self._held) < end:
             self._held = np.concatenate([self._held, next(self._parts)])
@@ -159,8 +160,9 @@ class Window:
 
 
 def _without_headers_to_unpack(raw: bytes) -> bytes:
-    """Tags in front are cut off; further ones, as in a chunk of a WAV, are no longer known as tags.
-    Raises BadSound."""
+    """Returns a file without the tags that FFmpeg would unpack without bound. Tags at its begin are
+    cut off; the marks of further tags, as in a chunk of a WAV, are overwritten. Raises BadSound for
+    a compressed header."""
     if COMPRESSED_HEADER in raw:
         raise BadSound("a compressed header is not read; write the file without")
     begin = 0
@@ -194,8 +196,8 @@ def _read(container: Any, most_s: float) -> Iterator[np.ndarray]:
 
 
 def _resampled(frames: Iterator[Any]) -> Iterator[Any]:
-    """A resampler takes frames of one kind, and where files were joined they become others. None
-    has it give its rest. Raises BadSound."""
+    """Resamples frames to HEARD_HZ. A resampler takes frames of one kind only, so each run of equal
+    frames has its own; a frame of None makes it give out its rest. Raises BadSound."""
     for changes_count, (_, alike) in enumerate(itertools.groupby(frames, _kind)):
         if changes_count > MOST_CHANGES:
             raise BadSound(f"its rate or channels change more than {MOST_CHANGES} times")
@@ -257,8 +259,8 @@ class Form(NamedTuple):
     bits_per_s: int  # 0: the codec loses nothing
 
 
-# 48 kHz, where a frame and the delay of its encoder are shortest, for formats that know no length:
-# mp3 and aac then end within 50 ms of the speech. OpenAI's pcm is 24 kHz.
+# Formats that do not tell their length are encoded at 48 kHz, at which a frame and the encoder's
+# delay are shortest: mp3 and aac then end within 50 ms of the speech. OpenAI's pcm has 24 kHz.
 WRITTEN = {
     "mp3": Form("audio/mpeg", "mp3", "libmp3lame", 48_000, 64_000),
     "opus": Form("audio/ogg", "ogg", "libopus", 48_000, 32_000),
@@ -267,17 +269,17 @@ WRITTEN = {
     "wav": Form("audio/wav", "wav", "pcm_s16le", 0, 0),
     "pcm": Form("audio/pcm", "s16le", "pcm_s16le", 24_000, 0),
 }
-# Formats whose header says how long the sound is. Streamed, it says that it is unknown, which many
-# readers do not take.
+# Formats whose header has the length of the sound. In a stream the header says that the length is
+# unknown, which many readers refuse.
 KNOW_THEIR_LENGTH = frozenset({"wav", "flac"})
 PAGE_US = "100000"  # of Ogg: 0.1 s, so that a clause leaves when it is spoken
 
 
 class Encoder:
-    """Samples in, bytes of a format out, piece by piece; a whole file if the header needs it."""
+    """Encodes samples to the bytes of a format, piece by piece, or as one whole file."""
 
     def __init__(self, form: str, rate_hz: int, *, whole: bool = False) -> None:
-        """`whole`: nothing comes before the end, and the header says the length."""
+        """`whole`: all bytes come at the end, so that the header can say the length."""
         written = WRITTEN[form]
         self._rate_hz, self._whole, self._count = rate_hz, whole, 0
         self._sink: Any = io.BytesIO() if whole else _Sink()

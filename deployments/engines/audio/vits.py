@@ -63,7 +63,7 @@ def open_voice(config: Config) -> Voice:
 
 
 class SpeechEngine:
-    """What speaks, and one thread; requests take turns by clause."""
+    """An engine that speaks, with any Voice, in one thread. Requests take turns by clause."""
 
     can_sleep = False
 
@@ -108,7 +108,8 @@ class SpeechEngine:
             await asgi.stream_bytes(send, kind, pieces)
 
     def _planned(self, request: SpeechRequest) -> tuple[str, list[tuple[str, Any]]]:
-        """The voice, and each clause with what the voice makes of it. Raises BadField."""
+        """Returns the voice, and each clause as text and as `speak` of the voice takes it. Raises
+        BadField."""
         voice = self.voice.name_of(request.voice)
         pairs = ((part, self.voice.clause(part)) for part in clauses_of(request.text))
         clauses = [(part, clause) for part, clause in pairs if clause is not None]
@@ -125,7 +126,7 @@ class SpeechEngine:
         *,
         whole: bool,
     ) -> Iterator[bytes]:
-        """The bytes of each clause, then those that end the file."""
+        """Yields the encoded bytes of each clause, then those that end the file."""
         encoder = sound.Encoder(request.form, self.voice.rate_hz, whole=whole)
         pause = np.zeros(int(PAUSE_S / request.speed * self.voice.rate_hz), np.float32)
         for number, (text, clause) in enumerate(clauses, 1):
@@ -158,8 +159,8 @@ class SpeechUsage:
 
 
 class PhraseCache:
-    """Speech of clauses that are said again and again. Only configured ones are kept: the time that
-    an answer takes would tell a client what others have had spoken."""
+    """Keeps the speech of configured clauses. Others are not kept, because a client could tell by
+    the time of an answer what other clients have had spoken."""
 
     def __init__(self, texts: Iterable[str], most_bytes: int = KEPT_BYTES) -> None:
         self._texts, self._most_bytes = frozenset(texts), most_bytes
@@ -172,7 +173,8 @@ class PhraseCache:
         return self._kept.get(key)
 
     def keep(self, key: tuple[str, str, float], samples: np.ndarray) -> None:
-        """The phrase that was said longest ago leaves when there is no room."""
+        """Keeps the speech of a configured clause. Where there is no room, the clause that was used
+        longest ago is dropped."""
         if key[0] not in self._texts or samples.nbytes > self._most_bytes:
             return
         self._kept[key] = samples

@@ -24,15 +24,17 @@ _MARKS = re.compile(r"([,.;:!?]+)(?=\s|$)")
 
 
 class Voice(Protocol):
-    """What speaks. Called in the engine's one thread."""
+    """One or several voices of one model. Every method is called in the engine's one thread."""
 
     rate_hz: int
 
     def name_of(self, voice: str) -> str:
-        """The voice's own name for what a client wrote, which may be nothing. Raises BadField."""
+        """Returns the model's own name of the voice that a client named; an empty text names the
+        default. Raises BadField."""
 
     def clause(self, text: str) -> Any:
-        """What `speak` takes; None where there is nothing to say."""
+        """Returns a text in the form that `speak` takes; None where it has nothing that is
+        spoken."""
 
     def speak(self, clause: Any, voice: str, speed: float) -> np.ndarray:
         """float32 samples in [-1, 1], shape [n]."""
@@ -104,7 +106,7 @@ class EspeakVoice:
         return name
 
     def clause(self, text: str) -> str | None:
-        """Signs are spoken by their names, as `%`."""
+        """Returns the text itself, because espeak-ng speaks signs such as `%` by their names."""
         return text if any(c.isalpha() for c in phonemes_of(self._espeak, text)) else None
 
     def speak(self, clause: Any, voice: str, speed: float) -> np.ndarray:
@@ -113,7 +115,8 @@ class EspeakVoice:
 
 
 def phonemes_of(espeak: Espeak, text: str) -> str:
-    """espeak drops punctuation, which models speak as pauses and melody: it is put back."""
+    """Returns the phonemes of a text, with its punctuation. espeak-ng drops punctuation, which
+    neural models need for pauses and melody, so it is put back."""
     words_and_marks, parts = [*_MARKS.split(text), ""], []
     for words, mark in zip(words_and_marks[::2], words_and_marks[1::2], strict=True):
         if phonemes := espeak.phonemes(words.strip()) if words.strip() else "":
@@ -124,7 +127,8 @@ def phonemes_of(espeak: Espeak, text: str) -> str:
 def open_session(
     file: Path, device: str | None, threads: int, *, keeps_memory: bool = False
 ) -> Any:
-    """`keeps_memory`: of one clause for the next, and of one step for another.
+    """Opens a graph in onnxruntime. `keeps_memory`: onnxruntime keeps the memory of one clause for
+    the next, and of one step for another.
 
     onnxruntime is imported here: it starts a thread, and a zygote must have none."""
     import onnxruntime

@@ -63,7 +63,7 @@ class DiffusersEngine:
         self.batches = Batches(self._draw, args.get("max_batch", 4))
         self.shelf: AdapterResolver | None = None
         self.parked: host_copy.HostCopy | None = None
-        self.removed_tenants: list[str] = []  # while asleep
+        self.removed_tenants: list[str] = []  # removed while the engine was asleep
         self.running: asyncio.Task[None] | None = None
 
     async def load(self) -> None:
@@ -94,8 +94,8 @@ class DiffusersEngine:
         self.removed_tenants.clear()
 
     async def forget_tenant(self, tenant: str) -> None:
-        """Drops the tenant's adapters after the batch under way. Asleep, the weights lie in a copy
-        of a fixed shape: then the wake drops them."""
+        """Drops the tenant's adapters after the batch under way. Of an asleep model the wake drops
+        them, because the copy of its weights has a place for each tensor that was offloaded."""
         if self.parked is not None:
             self.removed_tenants.append(tenant)
         else:

@@ -26,7 +26,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class Pipeline:
-    """One loaded model. All but the constructor in the worker thread."""
+    """One loaded model. All methods but the constructor are called in the worker thread."""
 
     def __init__(self, path: str, arguments: Mapping[str, Any], threads: int, slots: int) -> None:
         self._path, self._arguments, self._threads = path, arguments, threads
@@ -38,7 +38,8 @@ class Pipeline:
         """Raises what diffusers does. A second call, after a wake that did not verify, replaces
         what was loaded."""
         self._drop()
-        logging.set_verbosity_error()  # it warns with the words that an encoder leaves out
+        # diffusers' warnings would quote the words of a prompt that its encoder leaves out.
+        logging.set_verbosity_error()
         torch.set_num_threads(self._threads)
         # bfloat16 on a GPU: in float16 the autoencoder of SDXL overflows.
         default = "float32" if self.device == "cpu" else "bfloat16"
@@ -52,7 +53,8 @@ class Pipeline:
         )
         self.pipe.set_progress_bar_config(disable=True)
         self.pipe.to(self.device)
-        # Of its own: a call sets how the tokenizer pads, and the worker's calls go on meanwhile.
+        # A copy, because tokens are counted beside the worker's calls, and a call of a tokenizer
+        # sets how it pads.
         self._counting = copy.deepcopy(getattr(self.pipe, "tokenizer", None))
         if self._arguments.get("vae_tiling"):
             self.pipe.vae.enable_tiling()
@@ -66,7 +68,7 @@ class Pipeline:
         self.limits = self._limits()
 
     def _drop(self) -> None:
-        """A pipeline that is replaced leaves first: the ticket is for one."""
+        """Frees the pipeline that is to be replaced, because the ticket has bytes for one alone."""
         for name in ("pipe", "modules", "adapters", "_image2image", "_inpainting"):
             vars(self).pop(name, None)
         gc.collect()  # its parts refer to each other
@@ -87,7 +89,7 @@ class Pipeline:
             max(steps, int(arguments.get("max_steps", MAX_STEPS))),
             arguments.get("guidance"),
             takes_guidance="guidance_scale" in takes,
-            # Flux takes one only with a second guidance of its own, at twice the time.
+            # Flux takes a negative prompt only with a guidance of its own, at twice the time.
             takes_negative="negative_prompt" in takes and "true_cfg_scale" not in takes,
             can_edit=self._image2image is not None,
             can_inpaint=self._inpainting is not None,

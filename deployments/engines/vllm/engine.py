@@ -137,8 +137,8 @@ def _refuse_float32_adapters(vllm_config: VllmConfig) -> None:
 
 
 def _hearing(llm: AdmittingLLM, name: str) -> "WhisperHearing":
-    """Makes what transcribes with a model of Whisper's class. Raises EngineLoadFailed for another
-    one that hears."""
+    """Makes what transcribes with a model of Whisper's class. Raises EngineLoadFailed for any other
+    model that hears."""
     from deployments.engines.vllm.routes.whisper import WhisperHearing  # which imports FFmpeg
 
     kind = llm.model_config.hf_config.model_type
