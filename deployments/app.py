@@ -34,14 +34,15 @@ CLASSES = {
 }
 
 # A handle reports its queue this often while it has requests, and the first request at once
-# (ray_internals.quiet_when_idle); with Serve's defaults (10 s, 30 s) a second replica takes seven
-# to ten. Each 0.1 s was 14 ms a second of the front and as much of the controller.
+# (ray_internals.quiet_when_idle). With Serve's defaults (10 s, 30 s) a second replica would come
+# after seven to ten seconds; a report each 0.1 s took 14 ms of processor time a second in the front
+# and as much in the controller.
 METRICS_INTERVAL_S, LOOK_BACK_PERIOD_S = 0.5, 0.6
 
 SCALING = "deployments.scaling:CapabilityPolicy"
 
-# Above the longest generation: a replica told to stop finishes its streams first, and a replica
-# that Serve ends earlier breaks them.
+# Above the longest generation. A replica that is told to stop finishes its streams first; if Serve
+# ended it sooner, they would break off.
 GRACEFUL_SHUTDOWN_TIMEOUT_S = 600.0
 
 # Each replica is asked each second what it has: with Serve's 10 s a model is long gone by then.
@@ -51,8 +52,8 @@ ROUTING: dict[str, Any] = {
 }
 ROUTER = RequestRouterConfig(**ROUTING)
 
-# Serve's line for each call, a third of a replica's time for it: it flushes two files. Our own line
-# names model, ticket and wait, and the proxy's status and time.
+# Serve's own log line for each call is off: it flushes two files, a third of a replica's time for a
+# call. Our line for a call names model, ticket and wait; the proxy's has status and time.
 LOGGING = {"enable_access_log": False}
 
 # Of each capability's deployment. Devices are the arbiter's to place, so no GPUs or CPUs are
@@ -78,20 +79,21 @@ AUTOSCALING: dict[str, Any] = {
 
 
 def front(args: FrontArgs) -> Application:
-    """The HTTP front. Where Serve builds it, the proxies get what they need before it starts,
-    because it may never start."""
+    """Returns the application of the HTTP front. Where Serve builds it, its proxies get our
+    middlewares first, because a front that never starts could not give them."""
     from deployments.front.ingress import Front
     from deployments.front.plain_proxies import PlainProxies
 
-    if ray.is_initialized():  # not under `arbiter check`
-        with ThreadPoolExecutor(1) as thread:  # a notebook runs a loop in its own
+    if ray.is_initialized():  # it is not under `arbiter check`, which has no proxies
+        with ThreadPoolExecutor(1) as thread:  # in a notebook this thread runs a loop already
             thread.submit(asyncio.run, PlainProxies().wrap()).result()
     application: Application = Front.options(logging_config=LOGGING).bind()  # type: ignore[attr-defined]
     return application
 
 
 def capability(args: CapabilityArgs) -> Application:
-    """Any capability: `class` in `args` names its class, from any package. Raises ConfigError."""
+    """Returns the application of any capability. `class` in `args` names its class, from any
+    package. Raises ConfigError."""
     return _capability(_class_of(args.class_), args)
 
 
@@ -122,8 +124,9 @@ def of_table(name: str, config: CapabilityConfig) -> Application:
 
 
 def scaling_of(name: str, config: CapabilityConfig) -> dict[str, object]:
-    """The part of `autoscaling_config` by which a row of the table differs from another: what
-    Serve has of it says whether it is deployed as the row now is. Raises ConfigError."""
+    """Returns the part of `autoscaling_config` that comes from a row of the table. The front
+    compares it with what Serve has, to see whether the capability is deployed as the row now is.
+    Raises ConfigError."""
     path = class_path(config)
     described = {"capability": name, "class_path": path or "", "digest": digest_of(_class_of(path))}
     policy = {"policy_function": SCALING, "policy_kwargs": described}

@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
 
 _CHUNK_BYTES = 1 << 20
-# Asked of a bucket at once, where s3fs would take 50 MiB whatever the file is bounded to.
+# Read from a bucket at a time: s3fs would by default read 50 MiB, more than a file may have.
 _BLOCK_BYTES = 8 << 20
-# Kept on a node beside the copies that engines serve; the folders longest unused are removed.
+# Kept of fetched adapters on a node, beside the copies that engines serve; beyond it the folders
+# longest unused are removed.
 MAX_FETCHED_BYTES = 16 << 30
 # A gigabyte at 2 MB/s; the request that waits for the adapter has a deadline of its own.
 FETCH_S = 600.0
 CONNECT_S = 10.0
-# Of one model at once.
-FETCHES = 4
+FETCHES = 4  # at a time for the adapters of one model
 _SCRATCH = ".fetching-"
-_TOLD_CHARS = 500  # of what a server says, because a client is told
-_CAUSES = 9  # of an error, one behind the other; s3fs has three
+_TOLD_CHARS = 500  # of a server's message, which clients are told
+_CAUSES = 9  # the longest chain of causes that is looked at; an error of s3fs has three
 
 _MISSING = "upload the adapter's files, or correct its URL in remote.json"
 _AWAY = "see whether its server is up; a later request tries again"
@@ -98,26 +98,26 @@ class Fetcher:
     async def bring(self, entry: "CatalogueEntry") -> None:
         """Returns once the entry's path exists. Raises FetchFailed."""
         with contextlib.suppress(FileNotFoundError):
-            os.utime(entry.path)  # used now: the longest unused are removed first
+            os.utime(entry.path)  # the time of use, by which the longest unused are removed
             return
         fetch = self._fetching.get(entry.path)
         if fetch is None:
             fetch = self._fetching[entry.path] = asyncio.create_task(self._fetch(entry))
             fetch.add_done_callback(partial(self._end, entry.path))
-        # It goes on for the next asker where this one leaves.
+        # Shielded, so that the fetch goes on for other requests where this one is cancelled.
         await asyncio.shield(fetch)
 
     def _end(self, path: Path, fetch: "asyncio.Task[None]") -> None:
         del self._fetching[path]
         if not fetch.cancelled():
-            fetch.exception()  # has been seen, also where no asker has stayed
+            fetch.exception()  # asyncio logs an exception that is never read
 
     async def _fetch(self, entry: "CatalogueEntry") -> None:
         """Raises FetchFailed, whatever the library of the URL's scheme raises."""
         scratch = self._folder / f"{_SCRATCH}{uuid.uuid4().hex}"
         async with self._places:
-            # Some libraries wait for ever, as huggingface_hub does for a listing. Their thread is
-            # left behind then, and another fetch has its own.
+            # A thread for each fetch, because some libraries wait for ever, as huggingface_hub does
+            # for a listing: then the thread is left behind.
             thread = ThreadPoolExecutor(1, "adapter-fetch")
             work = thread.submit(self._fill, entry, scratch, time.monotonic() + FETCH_S)
             work.add_done_callback(_free_frames)
@@ -166,8 +166,9 @@ class Fetcher:
 
 
 def _free_frames(work: "Future[None]") -> None:
-    """Frees the frames of the error, in the thread of the fetch. Freed in the replica's loop, with
-    the error whose frames have it, a file system would close its connections there."""
+    """Frees the frames of the error in the thread of the fetch. They refer to the file system,
+    which closes its connections when it is freed: otherwise that would happen in the replica's
+    event loop, where the error is freed."""
     error = None if work.cancelled() else work.exception()
     for _ in range(_CAUSES):
         if error is None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from deployments.config import safetensors_header
 
-_STEPS = 127  # of one sign
+_STEPS = 127  # steps on either side of 0
 _INTEGERS: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<u4"),
     "F16": np.dtype("<u2"),

@@ -120,26 +120,26 @@ class Store:
         with alone(self._folder):
             remove_abandoned(self._folder, _SCRATCH, _COPY_MOST_S)
             if target.is_dir():
-                os.utime(target)  # used now: the longest unused are removed first
+                os.utime(target)  # the time of use, by which the longest unused are removed
             else:
-                # An engine that has one of them loaded keeps its pages, and publishes it again
-                # before it loads it again.
+                # A copy may be removed although an engine has loaded it: the engine keeps what it
+                # read, and publishes the adapter again before it loads it again.
                 make_room(self._folder, size_bytes, self._max_bytes)
                 home.mkdir(mode=0o700, exist_ok=True)
                 scratch.rename(target)
         return Published(digest, target, size_bytes)
 
     def _known(self, entry: CatalogueEntry, rules: Rules) -> Published | None:
-        with contextlib.suppress(OSError):  # the copy is gone
+        with contextlib.suppress(OSError):
             if published := self.peek(entry, rules):
-                os.utime(published.path)  # used now
+                os.utime(published.path)  # the time of use; raises OSError where the copy is gone
                 return published
         return None
 
     def peek(self, entry: CatalogueEntry, rules: Rules) -> Published | None:
         """What was published of this entry in this state, which does not count as a use. The copy
         may be gone."""
-        with contextlib.suppress(OSError, ValueError):  # of no such note, or half of one
+        with contextlib.suppress(OSError, ValueError):  # there is no note, or it is incomplete
             note = json.loads(self._note_of(entry, rules).read_text())
             path = home_of(self._folder, entry.tenant) / str(note["digest"])
             return Published(path.name, path, int(note["size_bytes"]))
@@ -158,7 +158,8 @@ class Store:
         temporary.rename(note)
 
     def _note_of(self, entry: CatalogueEntry, rules: Rules) -> Path:
-        """A file whose name covers the entry with its files' times, and what was checked."""
+        """Returns the path of the note on an entry. Its name is a hash of the entry, with the times
+        of its files, and of the rules by which it was checked."""
         facts = repr((entry, rules.max_rank, sorted(rules.shapes.items())))
         return self._folder / _KNOWN / hashlib.sha256(facts.encode()).hexdigest()[:32]
 

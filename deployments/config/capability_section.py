@@ -12,11 +12,12 @@ from deployments.config.arbiter_section import in_zone
 from deployments.config.fields import Strict
 from deployments.config.model_section import ESPEAK, ModelConfig, check_name
 
-# Of an application and in labels of metrics; and in the name of a slab's memory file, of which the
-# kernel takes 249 bytes, by which arbiter/node/pool.py finds also the slab of the longest names.
+# A capability's name is that of its Serve application, and stands in labels of metrics. It is also
+# in the name of a slab's memory file, by which arbiter/node/pool.py finds the slab: the kernel
+# takes 249 bytes of that name, and 64 letters of this one leave room for the rest.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-# HTTP paths that a capability may add: no placeholders, nothing of the front's own.
+# HTTP paths that a capability may add: without placeholders, and none of the front's own.
 _PATH = re.compile(r"(/[a-z0-9][a-z0-9._-]*){1,8}")
 _RESERVED = re.compile(r"/(arbiter|health|ready|docs|openapi\.json|v1/models)(/.*)?")
 
@@ -24,7 +25,7 @@ CLASS = r"^([a-z]+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
 MERGED = "+merged"  # ends the name of a copy of a model with an adapter in its weights (F7)
 
-# What speaks where a capability that speaks names no model (H4)
+# The models of a capability of role `tts` that names none (H4)
 _WITHOUT_MODELS = {
     "espeak": {
         "source": ESPEAK,

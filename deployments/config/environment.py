@@ -1,8 +1,9 @@
 """The variables of the process environment that a person may set for this project.
 
-An empty variable counts as not set. Variables of Ray, Serve and the engines keep their own readers.
-So do `arbiter.leases` and `arbiter.server.state_path`, which run where this package may not be
-installed, and commands, of whose time the import of pydantic's settings was a seventh.
+An empty variable counts as not set. Ray, Serve and the engines read their own variables themselves.
+Some of the variables here are read in other places as well: `arbiter.leases` and
+`arbiter.server.state_path` run where this package may not be installed, and in commands the import
+of pydantic's settings would take a seventh of their time.
 """
 
 from pathlib import Path

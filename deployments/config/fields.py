@@ -21,7 +21,7 @@ def parse_size(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value <= _MOST_BYTES:
         return value
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        size = float(match[1]) * _UNITS[match[2]]  # infinite, of digits enough
+        size = float(match[1]) * _UNITS[match[2]]  # a float, which is infinite for too many digits
         if size <= _MOST_BYTES:
             return round(size)
     raise ValueError(f"{value!r} is not a size; write bytes, or a number with {', '.join(_UNITS)}")
@@ -46,7 +46,7 @@ Zone = Annotated[str, AfterValidator(check_zone)]
 
 # A class of term, by the name that arbiter.pool.Term has in capitals; the shortest first.
 KvTerm = Literal["short", "long", "extended"]
-USUAL: KvTerm = "long"  # of an engine that is told nothing
+USUAL: KvTerm = "long"  # the class of term where nothing names one
 
 
 class Strict(BaseModel):

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-IDLE_MOST_COUNT = 2  # threads without work, which the next name takes
+IDLE_MOST_COUNT = 2  # threads without work that are kept for the next name
 
 
 def _idle_pool() -> ThreadPoolExecutor:
@@ -29,22 +29,24 @@ def _idle_pool() -> ThreadPoolExecutor:
 @dataclass(slots=True)
 class _Thread:
     pool: ThreadPoolExecutor = field(default_factory=_idle_pool)
-    # In this order. Not the pool's own queue, which keeps what was cancelled until its turn comes:
-    # that is never where a server hangs, and each client that gives up would leave some there.
+    # Work that has not begun, in its order. The pool's own queue would keep cancelled work until
+    # its turn comes. Where a file server hangs it never comes, and each client that gives up would
+    # leave work behind.
     waiting: dict[Future[Any], Callable[[], Any]] = field(default_factory=dict)
 
 
-_threads: dict[str, _Thread] = {}  # by name, while each has work
+_threads: dict[str, _Thread] = {}  # by name: the threads that have work
 _idle: list[ThreadPoolExecutor] = []
-_lock = threading.Lock()  # of these, because work ends in its own thread
+_lock = threading.Lock()  # guards both, which change where work ends, in its own thread
 
 
 def in_thread(
     name: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> asyncio.Future[T]:
-    """Begins the work in the thread of that name, once what was begun there before is done. `name`:
-    of a model's files, as its source. What is cancelled before it has begun leaves nothing behind.
-    Raises what the work raises, and OSError where the process gets no thread."""
+    """Runs work in the thread of that name, after all work that was handed to it before. `name`:
+    says which files are read, as the source of a model does. Work that is cancelled before it has
+    begun leaves nothing behind. Raises what the work raises, and OSError where the process gets no
+    thread."""
     answer: Future[T] = Future()
     with _lock:
         if is_idle := name not in _threads:
@@ -58,7 +60,8 @@ def in_thread(
 
 
 def _forget(thread: _Thread, cancelled: Future[Any]) -> None:
-    """Work that has begun is not among the waiting any more."""
+    """Removes work that was cancelled while it waited. Work that has begun is not among the waiting
+    any more."""
     with _lock:
         thread.waiting.pop(cancelled, None)
 

@@ -31,15 +31,16 @@ from deployments.messages import KV_TERM
 from deployments.requests import prefixes
 from deployments.requests.prefixes import DECLARED, Prefix, PrefixEnd, prefix_of
 
-# What a drafter's process part holds beyond its weights: seen with vLLM's CPU build, 33 MiB in all
-# for one of 7 MiB.
+# What a drafter takes in its target's process beyond its own weights. With vLLM's CPU build a
+# drafter of 7 MiB took 33 MiB in all.
 DRAFTER_WORKING_BYTES = Bytes(26 * MIB)
 
-# What a model may hold in its sleep beside a shared copy: buffers, which lie in no file. Those of
-# the embedded models take 2 to 60 KiB.
+# What a sleeping model may hold beside a shared copy of its files: its buffers, which are in no
+# file. Those of the embedded models take 2 to 60 KiB.
 OWN_BYTES = Bytes(MIB)
 
-# What the folder of a packaged model has in it: a model's own description, or a voice's.
+# The files by which the folder of a model is found within a package: the description of a model, or
+# of a voice.
 PACKAGED = ("config.json", "*.onnx.json")
 
 
@@ -56,12 +57,12 @@ class ModelPlan:
     split: Split = Split.NONE
     grown: "ModelPlan | None" = None  # the same model with more (A14); None: it does not grow
     without_drafter: "ModelPlan | None" = None  # the same model without its drafter (F9)
-    stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
-    copy: CopyRequest | None = None  # of its files, in host RAM (D4)
-    slab_contents: tuple[Content, ...] = ()  # what of it outlives its engine, in the pool (E1)
+    stays_grown: Span = Span(0)  # in `grown`: after so long without a request it is shrunk again
+    copy: CopyRequest | None = None  # the copy of its files in host RAM that it shares (D4)
+    slab_contents: tuple[Content, ...] = ()  # the contents for which it gets slabs of the pool (E1)
     takes_prewarms: bool = False  # its engine may have a prefix cache to warm
     prefixes: tuple[Prefix, ...] = ()  # declared in the configuration (G1)
-    rewarm: Span = Span(0)  # between two sweeps of them (G5)
+    rewarm: Span = Span(0)  # between two re-warm sweeps of `prefixes` (G5)
 
 
 def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
@@ -132,7 +133,9 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         if model.adapters.merge and not kind.merges_adapters:
             raise ConfigError(f"{name}: engine {capability.engine!r} cannot `merge` an adapter")
     need = model.need.as_need() if model.need else kind.estimate(kind, path, model)
-    if not config["can_sleep"]:  # also of an explicit need, in which it is as much as the weights
+    # A model that cannot sleep needs no host RAM for a sleep, although an explicit need without
+    # `host` counts as much as the weights.
+    if not config["can_sleep"]:
         need = replace(need, host_bytes=Bytes(0))
     if model.drafter is not None:
         config["drafter"], drafter_bytes = _drafter(name, model.drafter, capability)

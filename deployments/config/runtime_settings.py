@@ -14,7 +14,7 @@ from deployments.config.arbiter_section import ArbiterConfig
 from deployments.config.schema import ConfigError, Table, parse_table
 
 Plain = dict[str, Any]
-# Read once.
+# Settings that are read only when the arbiter or its node agents start.
 AT_START_ONLY = frozenset(
     {
         "state_file",

@@ -1,5 +1,5 @@
-"""From where things may be fetched: allow-lists of URLs, and which addresses are public. Opens
-nothing and resolves nothing.
+"""Which URLs an allow-list permits, and which addresses are public. Nothing here opens a connection
+or resolves a name.
 """
 
 import ipaddress
@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# What stands in a URL of ours. No `%`, `?`, `#` or `\` that a server could read in another way than
-# the allow-list does, and no `::`, by which fsspec chains file systems.
+# The characters that a URL may have. `%`, `?`, `#` and `\` are refused, because a server could read
+# them in another way than the allow-list does, and `::`, because fsspec chains file systems by it.
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,15}://[A-Za-z0-9._:-]*(/[A-Za-z0-9._~@=+-]+)*/?")
 
 
 def is_prefix(text: str) -> bool:
-    """Fit for an allow-list: a whole folder, for `s3://ours` would allow `s3://ours-too` too."""
+    """Whether a text may stand in an allow-list. It must end with `/`, because `s3://ours` would
+    allow `s3://ours-too` as well."""
     return text.endswith("/") and _is_plain(text)
 
 
@@ -31,7 +32,8 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def is_public(address: str) -> bool:
-    """False also for a public address of IPv6 behind which a gateway reaches a private one."""
+    """Whether an address is public. It is not where it is a public one of IPv6 that a gateway
+    translates to a private one of IPv4."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     inner = _inside(ip) if isinstance(ip, ipaddress.IPv6Address) else ip
     return all(one.is_global and not one.is_multicast for one in (inner, _unmapped(ip)))
@@ -42,7 +44,7 @@ def _unmapped(ip: Address) -> Address:
 
 
 def _inside(ip: ipaddress.IPv6Address) -> Address:
-    """The address of IPv4 that it stands for, where it does."""
+    """Returns the address of IPv4 that an address of IPv6 embeds; itself where it embeds none."""
     if ip in _NAT64:
         return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     teredo = ip.teredo
