@@ -68,8 +68,8 @@ class CapabilityApps:
         await asyncio.to_thread(self._follow, table)
 
     def _follow(self, table: Table) -> None:
-        # An application that Serve is deleting counts as gone. One that failed to deploy is
-        # deployed again, unless it is of the file: the front's would take the place of the file's.
+        # An application that Serve is deleting counts as gone. A failed deployment is tried again,
+        # but not of an application of the file: the front's would take the place of the file's.
         applications = self.serve.applications().items()
         living = {n: one for n, one in applications if one["status"] != ApplicationStatus.DELETING}
         of_file = {name for name, one in living.items() if one["source"] == APIType.DECLARATIVE}

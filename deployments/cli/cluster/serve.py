@@ -29,7 +29,7 @@ Ready = dict[str, Any]  # the body of `/ready`
 
 LOOK_S = 0.2  # between two looks for a sign
 ANSWER_S = 5.0  # of the front to one look
-# A capability that has read `failed` for less than this may be one that Serve has not come to yet.
+# How long a capability may read `failed` before the start counts it: Serve may not have come to it.
 SETTLE_S = 10.0
 LOGS_KEPT = 10
 LINES = 20  # of the log, where it failed

@@ -129,8 +129,8 @@ class StoredResponses:
         return job
 
     def live(self, prepared: PreparedResponse, call: AnyCall, parts: Parts) -> Parts:
-        """Returns the parts of a call that is answered now. The response object of one that is to
-        be stored gets an id of ours, and is kept before its client has the end."""
+        """Returns the parts of a call that is answered now. If the response is to be stored, its
+        object gets an id of ours, and is kept before the client has the end."""
         if not prepared.is_changed:
             return parts
         model = f"task:{call.task}" if isinstance(call, TaskCall) else call.model
