@@ -34,7 +34,8 @@ def parts_of(device: Mapping[str, Any], tickets: list[dict[str, Any]]) -> Iterat
 
 
 def _granted(ticket: Mapping[str, Any], charged: int, measured: int) -> Part:
-    """What drains still serves; its bytes come back once it is RECLAIMING."""
+    """Returns the part of a ticket. A ticket that drains still serves, so its bytes count as coming
+    back only once it is RECLAIMING."""
     kind = COMING_BACK if ticket["state"] == "reclaiming" else GRANTED
     return Part(
         kind,
@@ -48,8 +49,8 @@ def _granted(ticket: Mapping[str, Any], charged: int, measured: int) -> Part:
 
 
 def _foreign(device: Mapping[str, Any]) -> Iterator[Part]:
-    """The foreign bytes that eat into the budget. NVML names processes with all that they hold, of
-    which a part may lie beside the budget: then each gets its share."""
+    """Yields the foreign bytes that reduce the budget, by process. NVML names processes with all
+    bytes that they hold. Where these are more than reduce the budget, each is scaled down alike."""
     held: dict[str, int] = {}
     for process in device["foreign_processes"]:
         label = process["name"] or f"pid {process['pid']}"

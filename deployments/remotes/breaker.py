@@ -33,8 +33,8 @@ class Rule:
     most_s: float
 
 
-# As Envoy's outlier detection does by default: 5xx in a row, 30 s, up to 300 s. What cannot be a
-# matter of chance opens at once.
+# After Envoy's outlier detection, whose defaults are five 5xx in a row, 30 s, and at most 300 s. A
+# failure that is not by chance opens the breaker at once.
 _TRANSIENT = Rule(3, 10.0, 300.0)
 RULES = {
     Failure.CONNECT: _TRANSIENT,
@@ -46,7 +46,7 @@ RULES = {
     Failure.KEY: Rule(1, 300.0, 300.0),
     Failure.PROTOCOL: Rule(1, 60.0, 300.0),
 }
-TRIAL_S = 1.0  # told while another request tries
+TRIAL_S = 1.0  # when to come back while another request is the trial
 
 
 class Breaker:
@@ -69,22 +69,24 @@ class Breaker:
         return max(left_s, TRIAL_S) if self._is_tried else max(0.0, left_s)
 
     def begin(self) -> bool:
-        """A request is sent, which `left_s` allows. True: it is the trial."""
+        """Called before a request is sent, which `left_s` must allow. Returns whether it is the
+        trial."""
         self._is_tried = self._is_open
         return self._is_open
 
     def answered(self) -> None:
-        """The remote works."""
+        """Called for an answer, which shows that the remote works. Closes the breaker."""
         self._in_a_row.clear()
         self._opened.clear()
         self._is_open = self._is_tried = False
 
     def abandoned(self) -> None:
-        """The trial has ended, whatever was said of it: another may try."""
+        """Called when the trial has ended, also without a result: another request may try."""
         self._is_tried = False
 
     def failed(self, failure: Failure, retry_after_s: float | None = None) -> None:
-        """`retry_after_s`: as the remote asks; within the bound of the rule."""
+        """Counts a failure, and opens the breaker where its rule says so. `retry_after_s`: as the
+        remote asks for it; the rule bounds it."""
         if failure is Failure.FORM:
             return self.answered()
         rule = RULES[failure]

@@ -65,11 +65,12 @@ class Exchange:
     ) -> None:
         self._row, self._call, self._resolver = row, call, resolver
         self._model = row.models[call.model]
-        self.is_whole = False  # all of its answer has come
-        self._is_billed = False  # once it has left, unless its status says that it failed
+        self.is_whole = False  # the whole answer has come
+        # The remote may bill the request: it was sent, and no status says that it failed.
+        self._is_billed = False
         self.answer_bytes = 0
         self._usage: dict[str, int] = {}
-        self._counted_bytes = 0  # of an answer without a usage
+        self._counted_bytes = 0  # of the answer, to estimate its tokens where it has no usage
 
     @property
     def prompt_tokens(self) -> int:
@@ -104,7 +105,7 @@ class Exchange:
                 response.close()
 
     async def _sent(self, session: aiohttp.ClientSession) -> aiohttp.ClientResponse:
-        """Its head has come."""
+        """Sends the request, and returns the response once its head has come."""
         url = self._row.endpoint(self._call.path)
         headers = connect.headers(self._row, is_stream=self._call.is_stream)
         for number in range(1, CONNECT_TRIES + 1):
@@ -172,7 +173,8 @@ class Exchange:
         raise Failed(Failure.BROKEN, "its stream ended without [DONE]")
 
     def _goes_on(self, event: dict[str, Any]) -> bool:
-        """False for the usage that only we asked for."""
+        """Whether an event goes on to the client: all do but one with the usage, where the client
+        did not ask for it. Raises Failed for an event with an error."""
         if _has_error(event):
             raise Failed(Failure.SERVER, "it broke off with an error in its stream")
         with _in_form():
@@ -201,7 +203,8 @@ class Exchange:
         while True:
             left_bytes = bounds.answer_bytes - self.answer_bytes
             async with asyncio.timeout(bounds.idle_s):
-                piece = await response.content.read(left_bytes + 1)  # the one tells it is larger
+                # One byte more than may come shows that the answer is too large.
+                piece = await response.content.read(left_bytes + 1)
             if not piece:
                 return
             self.answer_bytes += len(piece)
@@ -248,7 +251,8 @@ def _in_form() -> Iterator[None]:
 
 
 def _has_error(answer: dict[str, Any]) -> bool:
-    """Some servers write `null` into each answer, and some give an error the status 200."""
+    """Whether an answer is an error, which some servers send with the status 200. Others write
+    `"error": null` into each answer."""
     return answer.get("error") is not None
 
 
@@ -256,8 +260,8 @@ def _seconds(text: str) -> float | None:
     return float(text) if text.isdecimal() and len(text) <= 6 else None
 
 
-# What aiohttp raises, the narrower before the wider. Texts of its errors may repeat what the remote
-# said, so none is taken over.
+# What an exchange may raise, each subclass before its bases, with the failure and the text for it.
+# The errors' own texts are not used, because they may repeat what the remote sent.
 _MEANINGS: tuple[tuple[type[Exception], Failure, str], ...] = (
     (connect.KeyUnusable, Failure.KEY, "the key that the table names cannot be used"),
     (
@@ -280,7 +284,7 @@ _KINDS = tuple(kind for kind, _, _ in _MEANINGS)
 
 @asynccontextmanager
 async def _translated() -> AsyncIterator[None]:
-    """Raises Failed for what they raise."""
+    """Turns the errors of _MEANINGS into Failed."""
     try:
         yield
     except _KINDS as error:

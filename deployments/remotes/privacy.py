@@ -46,7 +46,8 @@ class Secrets:
         self._patterns = tuple((name, regex.compile(pattern)) for name, pattern in named_patterns)
 
     def found(self, texts: Iterable[str], search_s: float = SEARCH_S) -> str | None:
-        """What the texts have of it, in words without the secret; None: nothing."""
+        """Returns the name of the first pattern that is found in the texts, or UNSEARCHED; None
+        where none is found."""
         joined = "\n".join(plain(text) for text in texts)
         end_s = time.monotonic() + search_s
         try:

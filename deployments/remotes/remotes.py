@@ -43,12 +43,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 Parts = AsyncGenerator[messages.Part, None]
 
-# Weight of the newest answer in what is expected of the next, as TCP's round-trip times have it.
+# Weight of the newest answer in the estimated seconds of the next, as TCP weighs round-trip times.
 NEWEST_WEIGHT = 1 / 8
-# A remote has no more requests under way than it may: its turn comes with the next answer.
+# When to come back to a remote with as many requests under way as its bounds allow: one of them may
+# have ended.
 FULL_RETRY_S = 1.0
-# Ends to tell at once, while no arbiter answers: each is some hundred bytes. Of requests that left
-# there are no more than may be under way; of those that did not, further ones stay reserved.
+# Ends of requests that are kept to be told while no arbiter answers, some hundred bytes each. Ends
+# of requests that left are always kept, and are no more than may be under way. Beyond this number
+# the end of a request that did not leave is dropped, and its price stays reserved.
 MOST_UNTOLD = 1_000
 CLOSE_S = 10.0  # an arbiter that restarts is back by then
 
@@ -59,7 +61,7 @@ class _State:
 
     breaker: Breaker
     in_flight: int = 0
-    seconds_of: dict[str, float] = field(default_factory=dict)  # by model: of an answer
+    seconds_of: dict[str, float] = field(default_factory=dict)  # by model: those of an answer
 
 
 class Remotes:
@@ -249,16 +251,16 @@ class Remotes:
             raise
 
     async def _settled(self, call: RemoteCall, egress: Egress, state: _State) -> Parts:
-        """The exchange, and its end told to breaker and arbiter, whatever it was."""
+        """Runs the exchange, and tells its end to breaker and arbiter, however it ended."""
         from deployments.remotes.exchange import Exchange, Failed, Refused
 
-        began_s, outcome = self._now_s(), "left"  # by its client, as of local runs
+        began_s, outcome = self._now_s(), "left"  # what it stays where the client leaves
         row = self._row_for(call)
         exchange = Exchange(row, call, self._resolver() if self._resolver else None)
         try:
             async with aclosing(exchange.parts()) as parts:
                 async for part in parts:
-                    if exchange.is_whole:  # nothing follows, and its reader may close it now
+                    if exchange.is_whole:  # noted before the last part, at which a reader may stop
                         outcome = "answered"
                         state.breaker.answered()
                         self._note_seconds(call.model, self._now_s() - began_s, state)
@@ -287,8 +289,8 @@ class Remotes:
             await asyncio.wait(telling, timeout=CLOSE_S)
 
     def _is_hasty(self, call: RemoteCall, began_s: float) -> bool:
-        """The client's deadline, not a bound of the table, has ended it: that says nothing of the
-        remote, which other tenants ask too."""
+        """Whether the client's deadline, not a bound of the table, has ended the exchange. Then it
+        is no failure of the remote, which would count for all tenants."""
         return call.deadline_s is not None and self._now_s() - began_s >= call.deadline_s
 
     def _row_for(self, call: RemoteCall) -> RemoteConfig:
@@ -332,7 +334,7 @@ class Remotes:
 
 
 def _dearest(call: RemoteCall, model: RemoteModel) -> tuple[int, int]:
-    """Tokens and millionths of money that it may cost at most."""
+    """Returns the most that a call may cost: tokens, and millionths of the currency."""
     tokens = call.prompt_tokens + call.answer_tokens
     return tokens, model.micros(call.prompt_tokens, call.answer_tokens)
 

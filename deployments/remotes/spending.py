@@ -19,8 +19,9 @@ from arbiter.protocol.messages import DaySpent, Egress, EgressEnd
 
 # An arbiter that restarts is back within two seconds; a request waits no longer for its egress.
 RESERVE_S = 5.0
-# Between two messages about one end: the first after an arbiter's restart, the others as a person
-# mends a disk. A message of another request that gets through ends the pause.
+# Between two tries to tell the end of one request. The first pause is that of an arbiter's restart;
+# later ones double, because a person may have to mend a disk. An answer of the arbiter to another
+# request ends the pause.
 AGAIN_S, AGAIN_MOST_S = 2.0, 60.0
 
 logger = logging.getLogger("ray.serve")

@@ -78,11 +78,11 @@ class KeptKv:
     """What an engine reports of the KV that it has retained, by the arrival of the requests that
     made it. Wall-clock seconds."""
 
-    since_s: float = -inf  # of requests until then nothing; inf: it retains no KV
-    # Of requests after that all. Of those between the two only the slab has the KV, until its term
-    # is over. inf: the device retains none.
+    since_s: float = -inf  # nothing is kept of requests until then; inf: the engine keeps no KV
+    # All is kept of requests after that. Of requests between the two times only the slab has the
+    # KV, until its term is over. inf: the device keeps none.
     device_since_s: float = -inf
-    # Of a tenant at its cap the slab has only what was used after that; by digest of tenant, in hex
+    # By digest of tenant, in hex: of a tenant at its cap the slab has only what was used after this
     capped_since_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -105,7 +105,7 @@ class SeenPieces:
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], OrderedDict[bytes, SentTime]] = {}
         self._kept: dict[tuple[str, str], KeptKv] = {}
-        self._models: dict[str, frozenset[str]] = {}  # by replica, as it said last
+        self._models: dict[str, frozenset[str]] = {}  # by replica: the models of its last report
 
     def note(self, replica: str, model: str, pieces: Sequence[bytes], sent: SentTime) -> None:
         """Notes that a prompt went to a replica. Its tail is forgotten before its head."""
@@ -148,10 +148,10 @@ class SeenPieces:
 
     def update(self, replica: str, models: Collection[str], kept: Mapping[str, KeptKv]) -> None:
         """Takes a replica's report: the models that it has, and by model what KV their engines have
-        kept. What it was sent for a model that it has lost is forgotten. A model that it has not
-        reported yet may be on its way there, so that one is not. `since_s` of a model only grows,
-        because a new engine has less than the last; but after inf, of an engine that kept nothing,
-        it may fall."""
+        kept. Prompts that were sent for a model are forgotten when the last report had the model
+        and this one has not; a model that no report had yet may still be loading. `since_s` of a
+        model only grows, because a new engine has kept less than the last one. But it may fall from
+        inf, which was of an engine that kept nothing."""
         for model, reported in kept.items():
             before = self._kept_of(replica, model)
             since_s = reported.since_s

@@ -60,8 +60,8 @@ class ReplicaState:
 
     replica: str
     queue_count: int = 0
-    is_full: bool = False  # takes no more now
-    # ModelPresence by name, of the models above COLD.
+    is_full: bool = False  # it has as many requests as it may have
+    # ModelPresence by model name; models that are COLD there are left out.
     models: Mapping[str, int] = field(default_factory=dict)
     adapters: Collection[str] = ()  # in slots, by full name
     held_share: float = 0.0  # of the request's pieces, how many it was sent and has kept
@@ -83,7 +83,7 @@ def rank(
 
     def sort_key(state: ReplicaState) -> tuple[bool, int, bool, bool, bool, int, str]:
         presence = state.models.get(request.model, ModelPresence.COLD)
-        if state.replica == followed:  # it may not have said so yet
+        if state.replica == followed:  # its last report may be older than that call
             expected = ModelPresence.RESIDENT if followed == sticky else ModelPresence.COMING
             presence = max(presence, expected)
         is_overloaded = state.queue_count >= least_count + OVERLOAD_COUNT

@@ -42,8 +42,8 @@ def request_of(args: Sequence[Any]) -> RouteRequest:
 class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
     """Prefers the resident model, then the adapter, the key, the prompt, the fewest requests."""
 
-    # Serve's 0.1 s is less than a busy machine holds a process up for, and a call that gives up a
-    # replica for its silence has another one load the model, which takes seconds.
+    # On a busy machine a process may be held up for longer than Serve's 0.1 s. A call that passes
+    # over a replica because it did not answer has another one load the model, which takes seconds.
     queue_len_response_deadline_s = 0.5
 
     def initialize_state(self) -> None:
@@ -59,19 +59,21 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         """Gives each replica a rank of its own, so that Serve takes the first with room."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # this order is all there is
+        # Serve backs off where every replica of this order is full, as there is no other order.
+        pending_request.routing_context.should_backoff = True
         request, now_s = request_of(pending_request.args), time.time()
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         states = [self._state_of(name, r, request, now_s) for name, r in by_id.items()]
         followed = self._history.followed(request.model, now_s)
         sticky = self._history.sticky(request, now_s)
         order = rank(request, states, sticky=sticky, followed=followed)
-        self._history.note_sent(request, order[0], now_s)  # others come before it is sent
+        # Noted here already, because other calls are ranked before Serve has sent this one.
+        self._history.note_sent(request, order[0], now_s)
         return [[by_id[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, _: Any) -> None:
-        """Notes where the call went in the end: the first choice may have had no room. Its engine
-        may have it by now, so what it was sent is as old as the call."""
+        """Notes to which replica the call went, as the first of the order may have had no room. The
+        prompt counts as sent when the call was made, because its engine may have it already."""
         request, came_s = request_of(pending_request.args), pending_request.created_at
         self._history.note_sent(request, replica_id.unique_id, time.time(), came_s)
 
@@ -98,8 +100,9 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
             node_of(replica.node_id or ""),
         )
 
-    # Serve finds a waiting call by its request's id, which all concurrent calls of one request
-    # share: of two only the first would ever be sent. So they are told apart by their own metadata.
+    # Serve finds a waiting call by the id of its HTTP request, which all concurrent calls of one
+    # request share, so that of two calls only the first would ever be sent. The three methods below
+    # find it by the identity of its metadata.
 
     def _add_pending_request_to_indices(self, pending_request: PendingRequest) -> None:
         self._pending_calls[id(pending_request.metadata)] = pending_request

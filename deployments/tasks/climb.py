@@ -21,15 +21,16 @@ from deployments.tasks.ladder import Ladder, Rung
 
 logger = logging.getLogger("ray.serve")
 
-# Another model may do what this one could not: it is full, broken, cooling down, lost its engine,
-# does not fit, or misses the deadline. A refusal of the request itself would be the same below, but
-# for one of a remote, whose rules are not ours.
+# Statuses after which the next rung is asked: the model is full, broken, cooling down, lost its
+# engine, does not fit, or misses the deadline. A refusal of the request itself is final, because
+# the rungs below would refuse it as well; but a remote, whose rules are not ours, may be alone in
+# that.
 PASSES = frozenset({429, 500, 502, 503, 504, 507})
 LOOK_S = 0.5  # between two looks at a rung that waits: forecasts are read no more often
 RETRY_AFTER_S = 1.0  # of a deadline that is over: another request has one of its own
 
-# From the name of the rung that waits and the seconds since the request came to the rung that the
-# request goes on to; None: it waits on.
+# Takes the name of the rung that waits and the seconds since the request came. Returns the rung to
+# which the request goes on; None: it waits on.
 Onward = Callable[[str, float], Awaitable[Rung | None]]
 
 
@@ -40,10 +41,10 @@ class TaskCall:
     task: str
     request_id: str
     ladder: Ladder
-    # By a rung's name; raises RequestError
+    # Makes the call of a rung, by its name; raises RequestError
     call_of: Callable[[str], Awaitable[messages.InferenceCall]]
     wants_progress: bool
-    onward: Onward | None = None  # None: it has no budget, so no rung is left for its wait
+    onward: Onward | None = None  # None: the request has no budget, so it waits for any rung
 
     @property
     def served(self) -> str:
@@ -52,9 +53,10 @@ class TaskCall:
 
 
 async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) -> Parts:
-    """The response of one rung, its name in a header. Of several that fail the last one's error is
-    the response. A rung that was left for its wait is asked again where all others fail. Raises
-    RequestError; DeadlineUnmet where the rungs before left nothing of the deadline."""
+    """Yields the response of the first rung that answers, with its name in a header. Where all fail
+    the error of the last one is the response. A rung that was left because it would wait too long
+    is asked again where all others fail. Raises RequestError; DeadlineUnmet where earlier rungs
+    left nothing of the deadline."""
     began_s = time.monotonic()
     ahead, passed = list(call.ladder.rungs), set[str]()
     while ahead:
@@ -84,7 +86,7 @@ async def climb(call: TaskCall, run: Callable[[messages.InferenceCall], Parts]) 
             if has_begun or not ahead or not passes:
                 raise
             logger.warning("request %s: %s: %s", call.request_id, rung.name, error)
-        if call.wants_progress:  # what this rung said last does not hold for the next
+        if call.wants_progress:  # the progress of this rung says nothing of the next
             yield messages.STARTING
 
 
@@ -99,8 +101,9 @@ class _NextRung(Exception):
 async def _watched(
     parts: Parts, onward: Onward | None, rung: Rung, ahead: set[str], began_s: float
 ) -> Parts:
-    """The parts of a rung. Raises _NextRung while none but progress has come, where another rung of
-    those `ahead` is sooner; closing its parts withdraws what it waits for. Raises RequestError."""
+    """Yields the parts of a rung. Raises _NextRung when a rung of `ahead` would answer sooner and
+    nothing but progress has come; the parts are then closed, which withdraws the call. Raises
+    RequestError."""
     async with aclosing(parts):
         has_begun = onward is None
         while onward is not None and not has_begun:
@@ -133,12 +136,13 @@ def _later(call: TaskCall, one: messages.InferenceCall, waited_s: float) -> mess
 
 
 def _is_passing(part: messages.Part) -> bool:
-    """A refusal that comes as a whole response, as replicas send it."""
+    """Whether a part is a refusal of PASSES that came as a whole response, as replicas send it."""
     return isinstance(part, messages.FullResponse) and part.head.status in PASSES
 
 
 def _signed(part: messages.Part, served: str) -> messages.Part:
-    """A remote's answer is signed already, by the model's name there."""
+    """Returns a part with the name of the rung in the head. The head of a remote's answer has the
+    model's name at the remote already, and keeps it."""
     match part:
         case messages.ResponseHead():
             return replace(part, headers={SERVED_BY: served} | part.headers)

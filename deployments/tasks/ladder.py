@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from deployments.config.task_section import TaskConfig
 from deployments.tasks.predict import RESIDENT, Prediction
 
-# In place of seconds that nothing tells: above most loads (docs/benchmarks.md has 0.5 to 26 s), so
-# that a model which serves goes first, and below the wait of a client.
+# The seconds of a rung of which nothing is known. They are more than most loads take (0.5 to 26 s
+# in docs/benchmarks.md), so that a model which serves goes first, and less than a client waits.
 UNKNOWN_S = 60.0
 
 
@@ -41,7 +41,7 @@ class RungState:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One rung in its place, and why it has it; of a rung left out, why it is."""
+    """One rung of a ladder. `why`: the reason for its place, or for which it is left out."""
 
     state: RungState
     score_s: float
