@@ -215,21 +215,21 @@ class AsyncClient(AsyncCalls):
         continues where it was. Raises RequestError, and what says why when no front has answered
         for half a minute, as FrontUnreachable."""
         last = (await self.status()).sequence if after is None else after
-        heard_s = time.monotonic()
+        answered_s = time.monotonic()
 
-        def hear() -> None:
-            nonlocal heard_s
-            heard_s = time.monotonic()
+        def note_answer() -> None:
+            nonlocal answered_s
+            answered_s = time.monotonic()
 
         while True:
             request = Request("GET", f"/arbiter/events?after={last}")
             try:
-                async with aclosing(self._connection.events(request, hear)) as events:
+                async with aclosing(self._connection.events(request, note_answer)) as events:
                     async for row in events:
                         last = row["seq"]
                         yield arbiter_rows.event(row)
             except RequestError as error:  # while a front starts, Serve's proxy answers with 503
-                if error.status_code < 500 or time.monotonic() - heard_s > AWAY_S:
+                if error.status_code < 500 or time.monotonic() - answered_s > AWAY_S:
                     raise
             await asyncio.sleep(AGAIN_S)
 

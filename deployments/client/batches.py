@@ -115,15 +115,15 @@ class AsyncBatch(Generic[T]):
 
     async def wait(self) -> BatchStatus:
         """How it is once it is finished. Outlives a restart of the front. Raises RequestError."""
-        heard_s = time.monotonic()
+        answered_s = time.monotonic()
         while True:
             try:
                 status = await self.status()
                 if status.is_finished:
                     return status
-                heard_s = time.monotonic()
+                answered_s = time.monotonic()
             except RequestError as error:
-                if error.status_code not in AGAIN_STATUS or time.monotonic() - heard_s > AWAY_S:
+                if error.status_code not in AGAIN_STATUS or time.monotonic() - answered_s > AWAY_S:
                     raise
             await asyncio.sleep(LOOK_S)
 

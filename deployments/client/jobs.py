@@ -68,7 +68,7 @@ class AsyncJob(Generic[T]):
         would have raised; a RequestError of code `conflict` for a job that was cancelled or has
         expired. A front that is away or full (AGAIN_STATUS) is asked again; its refusal, or
         FrontUnreachable, is raised after AWAY_S in which it gave no other answer."""
-        heard_s = time.monotonic()
+        answered_s = time.monotonic()
         while True:
             is_finished = False
             try:
@@ -76,16 +76,16 @@ class AsyncJob(Generic[T]):
                 if is_finished:
                     request = Request("GET", f"{JOBS}/{self.id}/result")
                     return await self._connection.answer(request, self._read)
-                heard_s = time.monotonic()
+                answered_s = time.monotonic()
                 async with aclosing(self._connection.pieces(self._events)) as pieces:
                     async for _ in pieces:  # the front sends events or comments until the job ends
-                        heard_s = time.monotonic()
+                        answered_s = time.monotonic()
             except RequestError as error:
                 # A finished job may have been answered with such a status: then it is the result.
                 # FrontUnreachable is no answer of the job, so it is always tried again.
                 again = error.status_code in AGAIN_STATUS and not is_finished
                 passes = again or isinstance(error, FrontUnreachable)
-                if not passes or time.monotonic() - heard_s > AWAY_S:
+                if not passes or time.monotonic() - answered_s > AWAY_S:
                     raise
                 await asyncio.sleep(AGAIN_S)
 
