@@ -145,7 +145,7 @@ class AwaitedResponse:
 
     def __init__(self, parts: Parts, model: str, progress_s: float) -> None:
         self._parts, self._model, self._progress_s = parts, model, progress_s
-        self._began_s = self._heard_s = time.monotonic()
+        self._began_s = self._progress_at_s = time.monotonic()
         self._progress = messages.STARTING
         self._next = asyncio.ensure_future(anext(parts))
 
@@ -165,7 +165,7 @@ class AwaitedResponse:
                 case messages.ResponseHead() | messages.FullResponse() as first:
                     return first
                 case messages.Progress() as progress:
-                    self._progress, self._heard_s = progress, time.monotonic()
+                    self._progress, self._progress_at_s = progress, time.monotonic()
             self._next = asyncio.ensure_future(anext(self._parts))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -199,7 +199,7 @@ class AwaitedResponse:
     def _comment(self) -> bytes:
         now_s, progress = time.monotonic(), self._progress
         if progress.estimate_s is not None:
-            left_s = max(0.0, progress.estimate_s - (now_s - self._heard_s))
+            left_s = max(0.0, progress.estimate_s - (now_s - self._progress_at_s))
             progress = replace(progress, estimate_s=left_s)
         return progress.line(now_s - self._began_s)
 
