@@ -60,7 +60,7 @@ class Spending:
         self._book, self._now = book, now
         self._day = ""
         self._known: dict[tuple[str, str], DaySpent] = {}  # of that day
-        self._heard = asyncio.Event()  # set at the arbiter's next answer
+        self._has_answered = asyncio.Event()  # set at the arbiter's next answer
 
     async def reserve(self, egress: Egress) -> None:
         """Reserves the price of a request that is about to leave. Raises RemoteBudgetSpent,
@@ -78,7 +78,7 @@ class Spending:
             except (ArbiterUnavailable, EgressUnsettled) as error:
                 logger.error("the end of %s is told again: %s", end.egress.id, error)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._heard.wait(), pause_s)
+                await asyncio.wait_for(self._has_answered.wait(), pause_s)
             pause_s = min(2 * pause_s, AGAIN_MOST_S)
 
     def refusal(self, egress: Egress) -> RemoteBudgetSpent | None:
@@ -88,8 +88,8 @@ class Spending:
 
     async def _note(self, egress: Egress, answer: Awaitable[DaySpent]) -> None:
         spent = await answer
-        self._heard.set()
-        self._heard = asyncio.Event()
+        self._has_answered.set()
+        self._has_answered = asyncio.Event()
         self._of_today()[egress.tenant, egress.remote] = spent
 
     def _of_today(self) -> dict[tuple[str, str], DaySpent]:
