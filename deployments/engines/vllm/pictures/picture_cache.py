@@ -67,18 +67,18 @@ class PictureCache:
         self.encoder_runs = 0  # pictures that this process had to encode
         # Of the step that the scheduler is putting together, by identity: the pictures that it may
         # ask for, and the copies of those that it was promised, whose rows are pinned.
-        self._asked: dict[str, RequestedPicture] = {}
+        self._expected: dict[str, RequestedPicture] = {}
         self._promised: dict[str, Copy] = {}
         self._copies = Copies()
 
     def expect(self, pictures: Iterable[RequestedPicture]) -> None:
         """Notes pictures that the scheduler may ask for by their identities alone."""
-        self._asked |= {picture.identity: picture for picture in pictures}
+        self._expected |= {picture.identity: picture for picture in pictures}
 
     def promise(self, identity: str) -> bool:
         """Whether the rows have the picture. If so they are pinned until the picture is loaded, or
         until the step ends without it."""
-        picture = self._asked.get(identity)
+        picture = self._expected.get(identity)
         if picture is None:
             return False
         if identity in self._promised:
@@ -94,7 +94,7 @@ class PictureCache:
         """Notes that the step will have the picture, and counts that. The picture comes from its
         rows if it was promised; else the encoder makes it, and it is copied into rows if there is
         room for them."""
-        picture = self._asked.get(identity)
+        picture = self._expected.get(identity)
         if picture is None:
             return
         promised = self._promised.pop(identity, None)
@@ -129,7 +129,7 @@ class PictureCache:
         for promised in self._promised.values():
             self.rows.unpin(promised.picture.keys)
         self._promised.clear()
-        self._asked.clear()
+        self._expected.clear()
         copies, self._copies = self._copies, Copies()
         return copies
 
