@@ -118,7 +118,7 @@ class DiffusersEngine:
         if path not in _NAMES or scope["method"] != "POST":
             return await asgi.refuse(send, 404, f"no route {scope['method']} {path}")
         try:
-            order = await self._asked(scope, receive)
+            order = await self._parsed(scope, receive)
             if order is None:
                 return
             response = Response(self, path, *order)
@@ -142,10 +142,11 @@ class DiffusersEngine:
         tiers = {name: "hot" if folder in hot else "cold" for name, folder in folders.items()}
         await asgi.respond(send, 200, {"tiers": tiers})
 
-    async def _asked(
+    async def _parsed(
         self, scope: Scope, receive: Receive
     ) -> tuple[ImageFields, DrawRequest] | None:
-        """None: the client has left. Raises RequestError."""
+        """Reads the fields of a request, and what is to be drawn for it; None: the client has left.
+        Raises RequestError."""
         headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
         tenant = headers.get(messages.TENANT_HEADER, "")
         if scope["path"] in (EDITS, VARIATIONS):
