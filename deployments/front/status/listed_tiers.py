@@ -48,7 +48,7 @@ async def _of_model(
         if (row["capability"], row["model"]) == (home, model) and not row["lease"]
     ]
     if "resident" in states:
-        return await _asked(service, model, names, tenant)
+        return await _tiers_by_engine(service, model, names, tenant)
     has_images = any(
         row["slab"]["content"] == "adapter"
         and row["slab"]["owner"] == f"{home}/{model}"
@@ -58,7 +58,7 @@ async def _of_model(
     return {} if has_images else dict.fromkeys(names, "cold")
 
 
-async def _asked(
+async def _tiers_by_engine(
     service: InferenceService, model: str, names: list[str], tenant: str
 ) -> dict[str, str]:
     """Asks the engine for tiers by name; empty where it does not answer in time: it is ending, or
