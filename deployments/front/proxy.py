@@ -212,10 +212,10 @@ def _from_the_first(first: Message, receive: Receive) -> Receive:
     """Returns a `receive` that gives `first`, which was read already, and then the rest."""
     chunks = [first]
 
-    async def heard() -> Message:
+    async def received() -> Message:
         return chunks.pop() if chunks else await receive()
 
-    return heard
+    return received
 
 
 def _socket_for(scope: Scope) -> Path | None:

@@ -127,12 +127,12 @@ class EndsWithClient:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        was_heard, is_answered = asyncio.Event(), False
+        is_body_read, is_answered = asyncio.Event(), False
 
-        async def heard() -> Message:
+        async def received() -> Message:
             message = await receive()
             if not message.get("more_body", False):
-                was_heard.set()
+                is_body_read.set()
             return message
 
         async def noted(message: Message) -> None:
@@ -142,11 +142,11 @@ class EndsWithClient:
             await send(message)
 
         async def leave() -> None:
-            await was_heard.wait()
+            await is_body_read.wait()
             while (await receive())["type"] != "http.disconnect":
                 continue
 
-        answering = asyncio.ensure_future(self._app(scope, heard, noted))
+        answering = asyncio.ensure_future(self._app(scope, received, noted))
         leaving = asyncio.ensure_future(leave())
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not answering.done() and not is_answered:
