@@ -185,7 +185,7 @@ class EngineHost:
         self.asleep = False
         self.known_probe: str | None = None
         self.loaded = asyncio.Event()
-        self.turn = asyncio.Lock()  # sleep and wake one at a time
+        self.turn = asyncio.Lock()  # held by a sleep, a wake and whatever must not meet either
         self.held = asyncio.Event()
         self.side_streams = SideStreams()
         self.routes: dict[str, Callable[[Receive, Send], Awaitable[None]]] = {
@@ -205,7 +205,8 @@ class EngineHost:
         return _LoadErrors(self)
 
     async def life(self, serving: Awaitable[None]) -> None:
-        """Serves from the first moment, so that lifeline and ready are answered during the load."""
+        """Loads the engine while the server runs, so that lifeline and ready are answered from the
+        first moment."""
         loading = asyncio.ensure_future(self._load())
         watching = asyncio.ensure_future(self._end_when_unheld())
         await serving
@@ -302,7 +303,8 @@ class EngineHost:
         await self._attempt(send, engine.purge(), {"purges": True})
 
     async def _shrink_slabs(self, receive: Receive, send: Send) -> None:
-        """Shrinks the slabs between sleep and wake, because either may load the model anew."""
+        """Shrinks the slabs, but not during a sleep or a wake, because a wake may load the model
+        anew."""
         engine = self.engine
         if self.failure or not self.loaded.is_set() or not isinstance(engine, ShrinksSlabs):
             return await asgi.respond(send, 200, {"shrinks": False})
@@ -328,7 +330,8 @@ class EngineHost:
             await self._attempt(send, engine.forget_tenant(tenant), {"forgets": True})
 
     async def _attempt(self, send: Send, act: Awaitable[None], reply: dict[str, Any]) -> None:
-        """Answers `reply` after the act. A failure is told, and ends nothing."""
+        """Answers `reply` after the act. A failure of the act is answered with its cause, and the
+        engine goes on."""
         task = asyncio.ensure_future(act)
         await asyncio.wait({task})
         if error := task.exception():
@@ -369,7 +372,7 @@ class EngineHost:
     async def _fall_asleep(self) -> dict[str, Any]:
         engine, began_s = self._engine_that_sleeps(), time.perf_counter()
         if not self.asleep:
-            self.asleep = True  # from here on requests are refused, not lost
+            self.asleep = True  # set first, so that a request is refused and reaches no engine
             await engine.sleep()
             gc.collect()
             heap.trim()  # without it the kernel sees a sleep only in part

@@ -45,7 +45,7 @@ class Place:
     size: int
     device: torch.device
     views: list[View]
-    shared: Piece | None = None  # in the node's copy, and then not in ours
+    shared: Piece | None = None  # where the node's copy has its bytes; they are then not written
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class HostCopy:
     fd: int
     total: int
     places: tuple[Place, ...]
-    pinned: mmap.mmap | None = None  # through which a GPU reads it
+    pinned: mmap.mmap | None = None  # the mapping of the memfd that a GPU reads
 
 
 def own(module: torch.nn.Module) -> None:
@@ -103,7 +103,7 @@ def restore(parked: HostCopy) -> None:
     if parked.pinned is None:
         os.close(parked.fd)
         return
-    # To unpin and free the pages takes longer than to copy them, and the module needs neither.
+    # In a thread, because to unpin and free the pages takes longer than the copies took.
     threading.Thread(target=_drop, args=(parked.fd, parked.pinned), name="unpin").start()
 
 
@@ -128,8 +128,8 @@ def _lay_out(module: torch.nn.Module) -> tuple[list[Place], int]:
 
 
 def _left(places: list[Place], config: Config) -> tuple[list[Place], int]:
-    """The places with what of them the node's copy has, and the size of the rest. Raises
-    CannotSleep."""
+    """Returns the places, with `shared` where the node's copy has their bytes, and the total size
+    of the others. Raises CannotSleep."""
     copy: SharedCopy | None = config.get("shared_copy")
     if copy is None:
         raise CannotSleep("its files are in no host copy, so it would need one of its own")
@@ -173,8 +173,8 @@ def _await_gpus(places: Iterable[Place]) -> None:
 
 
 def _pinned(fd: int, size: int) -> mmap.mmap | None:
-    """A mapping of the memfd whose pages stay where they are; None where the driver pins none, and
-    then the copies take the slower way."""
+    """Returns a pinned mapping of the memfd, whose pages the kernel does not move. None where the
+    driver refuses to pin it: the copies then take the slower way."""
     mapping = mmap.mmap(fd, size)
     code = int(torch.cuda.cudart().cudaHostRegister(_address(mapping), size, 0))
     if code == 0:
@@ -185,8 +185,8 @@ def _pinned(fd: int, size: int) -> mmap.mmap | None:
 
 
 def _forget_error() -> None:
-    """CUDA keeps an error until it is asked for, and the next kernel of this thread would raise it.
-    torch has no call that asks. Under ROCm it stays."""
+    """Clears CUDA's last error. CUDA keeps it until a call reads it, so that the next kernel of
+    this thread would raise it, and torch has no such call. Under ROCm the error stays."""
     if torch.version.cuda is None:
         return
     name = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
@@ -207,8 +207,8 @@ def _address(mapping: mmap.mmap) -> int:
 
 @contextmanager
 def _mapped(fd: int, size: int, pinned: mmap.mmap | None) -> Iterator[torch.Tensor]:
-    """The memfd as a tensor of bytes, valid only within the context. `pinned`: through this mapping
-    of it instead of one for the context."""
+    """Yields the memfd as a tensor of bytes, valid only within the context. `pinned`: the mapping
+    to use, in place of a mapping for the context alone."""
     mapping = pinned or mmap.mmap(fd, max(1, size))
     view = torch.frombuffer(mapping, dtype=torch.uint8)
     try:

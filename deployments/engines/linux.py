@@ -20,13 +20,14 @@ from deployments.engines.protocol import BadSpawn
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 1, 15, 38  # linux/prctl.h
 _DONTNEED = 4  # MADV_DONTNEED: private anonymous pages are given back and read as zeros again
-# MADV_POPULATE_*, Linux 5.14; an older kernel refuses and nothing is lost
+# MADV_POPULATE_READ and _WRITE, of Linux 5.14. An older kernel refuses them, which only costs time.
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
-# A third of what a thread of nice 0 gets beside it; at 19 a busy node starved it for minutes, and
-# what a model holds is learned from its first seconds.
+# The nice value of the thread that fills pages. At 5 it gets a third of what a thread of nice 0
+# gets. At 19 it got nothing for minutes on a busy node, and what a model holds is learned from its
+# first seconds.
 _FILLING_NICE = 5
 _RANDOM_BYTES = 8  # in the name of a block of shared memory
-_FILLED_AT_ONCE = 4 << 20  # bytes: a millisecond or two, after which a sleep may stop it
+_FILLED_AT_ONCE = 4 << 20  # bytes: after each such step, a millisecond or two, a sleep may stop it
 _HOT_CODE = re.compile(
     r"/(torch|vllm|tokenizers|pydantic_core|numpy/_core|safetensors|sentencepiece|uvloop)/.*\.so"
     r"|libpython|libstdc\+\+"
@@ -52,15 +53,15 @@ DEFAULTS = {
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
     # oneDNN keeps 1,024 compiled primitives, one per batch shape: 80 MB that no sleep frees.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "OMP_NUM_THREADS": "1",  # until an engine sets what its model is to compute with
-    "OPENBLAS_NUM_THREADS": "1",  # its pool would start at import, and a fork needs one thread
+    "OMP_NUM_THREADS": "1",  # until an engine sets the number for its model
+    "OPENBLAS_NUM_THREADS": "1",  # more would start at import, and a fork needs a single thread
     # pandas brings pyarrow, which would start a thread at its import
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "HF_HUB_OFFLINE": "1",  # models are folders on disk; a start must not wait for a network
     "THP_MEM_ALLOC_ENABLE": "1",  # torch takes huge pages: KV is there 10x sooner
     "TOKENIZERS_PARALLELISM": "false",  # its thread pool deadlocks after a fork
-    # Whether there is a GPU is asked of NVML. CUDA itself, asked by a library at its import, would
-    # then work in no process that is forked from the zygote.
+    # torch asks NVML whether there is a GPU. If it asked CUDA when a library is imported, CUDA
+    # would work in no process that is forked from the zygote.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",

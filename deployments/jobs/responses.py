@@ -32,7 +32,7 @@ KeepResponse = Callable[[Json], Awaitable[bool]]
 
 
 def new_id() -> str:
-    """Unguessable, as keys of no tenant are asked for it alone."""
+    """Returns an id that cannot be guessed."""
     return f"resp_{uuid.uuid4().hex}"
 
 
@@ -40,15 +40,15 @@ def new_id() -> str:
 
 
 def items_of(value: Any) -> list[Json]:
-    """An `input` as items."""
+    """Returns an `input`, which may be a text, as a list of items."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     return list(value)
 
 
 def self_contained(fields: Mapping[str, Any], history: list[Json] | None) -> Json:
-    """The request as an engine gets it. `history`: of the response that it continues; None: of
-    none."""
+    """Returns the request as an engine gets it. `history`: the items of the response that it
+    continues; None where it continues none."""
     sent = {name: value for name, value in fields.items() if name not in OURS}
     if history is not None:
         sent["input"] = history + items_of(fields.get("input", ""))
@@ -56,7 +56,8 @@ def self_contained(fields: Mapping[str, Any], history: list[Json] | None) -> Jso
 
 
 def history_of(request: Json, response: Json) -> list[Json]:
-    """The items before the next turn. `instructions` and reasoning are not carried over."""
+    """Returns the items of a conversation up to the next turn. `instructions` and reasoning are not
+    carried over."""
     items = [item for item in response.get("output", []) if item.get("type") != "reasoning"]
     return items_of(request["input"]) + items
 
@@ -81,7 +82,7 @@ def _item(item_id: str, item: Json) -> Json:
 
 
 def marked(response: Json, response_id: str, meta: Mapping[str, Any], is_stored: bool) -> Json:
-    """An engine's response object with what the front knows of it."""
+    """Returns an engine's response object with the fields that only the front knows."""
     return response | {
         "id": response_id,
         "background": meta["background"],
@@ -91,7 +92,7 @@ def marked(response: Json, response_id: str, meta: Mapping[str, Any], is_stored:
 
 
 def echoed(request: Json) -> Json:
-    """What a response object says again of its request."""
+    """Returns the fields of a request that its response object repeats."""
     return {name: request[name] for name in _ECHOED if request.get(name) is not None}
 
 

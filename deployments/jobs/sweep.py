@@ -1,4 +1,4 @@
-"""Sweeps bodies that no row names: a process died between a body and its row."""
+"""Removes bodies that no row names, because a process died after the body and before the row."""
 
 import re
 import time
@@ -9,7 +9,7 @@ from deployments.jobs.database import Database
 from deployments.jobs.file_store import UPLOAD_MOST_S
 from deployments.jobs.store import EVENTS, REQUEST, RESULT
 
-DRAFTED = re.compile(RESULT + r"-\d+$")  # by a process, whose epoch it has
+DRAFTED = re.compile(RESULT + r"-\d+$")  # the draft of a result; it ends with its process's epoch
 
 NAMED = """
 SELECT id FROM jobs UNION SELECT id FROM job_files

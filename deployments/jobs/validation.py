@@ -27,18 +27,19 @@ ENDPOINTS = (
 )
 LINES_MOST = 50_000  # OpenAI's bound
 LINE_MOST_BYTES = 32 << 20  # the front's bound of one body
-ERRORS_MOST = 100  # told of one file; a file that is no JSON has an error in each line
+ERRORS_MOST = 100  # reported for one file; a file that is no JSON has an error in each line
 MESSAGE_MOST, FIELD_MOST = 500, 100  # characters of an error; it lies in a row of the state file
 JSON_HEADERS = {"content-type": "application/json"}
 WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
 WINDOW_MOST_S = 14 * 86_400
 _UNIT_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
-# Of a response: what the front answers to where it is asked live. An engine knows no such response,
-# and answers a line in the background before it has worked on it.
+# Fields of `/v1/responses` that a line may not have. The front handles them for a live request; the
+# engine that gets a line has no stored responses, and would answer a background response before it
+# has worked on it.
 NOT_IN_A_BATCH = ("previous_response_id", "background")
 
-Read = Callable[[int, int], Awaitable[bytes]]  # of the file: offset, most bytes
+Read = Callable[[int, int], Awaitable[bytes]]  # reads the file: from an offset, so many bytes
 
 
 class LineBody(BaseModel):

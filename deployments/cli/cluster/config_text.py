@@ -54,8 +54,8 @@ def _entry(text: str) -> CapabilityText:
 
 
 def _parts(text: str, indent: str) -> Iterable[tuple[str, str]]:
-    """Keys of this indentation, each with its lines and the comments before it; until a line of
-    less."""
+    """Yields each key of this indentation with its lines and the comments before it. Ends at the
+    first line that is indented less."""
     name, lines, comments = "", "", ""
     for line in text.splitlines(keepends=True):
         if line.strip() and not line.startswith(indent):
@@ -76,7 +76,8 @@ def _parts(text: str, indent: str) -> Iterable[tuple[str, str]]:
 def whole(
     about: list[str], port: int, arbiter: Mapping[str, str], entries: list[CapabilityText]
 ) -> str:
-    """The file. `arbiter`: lines of its section by key; `about`: comments at the top."""
+    """Returns the text of the file. `arbiter`: the values of its section by key; `about`: comments
+    at the top."""
     comments = "".join(f"# {line}\n" for line in about)
     section = "".join(f"            {key}: {value}\n" for key, value in arbiter.items())
     return f"""{comments}proxy_location: HeadOnly

@@ -27,8 +27,8 @@ HUB = "https://huggingface.co"
 HUB_S = 10.0  # for one answer of the hub
 WEIGHTS = (".safetensors", ".onnx", ".bin", ".gguf")
 
-# By what ends the name of the class in config.json's `architectures`; the first that fits. A class
-# beside a `vision_config` sees.
+# The capability of a model by the end of the class name in config.json's `architectures`; the first
+# row that fits counts. A model with a `vision_config` is one of vision.
 BY_CLASS = (
     ("ForCausalLM", "chat"),
     ("LMHeadModel", "chat"),
@@ -52,8 +52,8 @@ class Source:
 
 
 def look(name: str, source: str, capability: str = "") -> Source:
-    """`capability`: as the person says, else by the files. Raises CommandError that names the
-    source."""
+    """Finds out what a source is. `capability`: the person's choice; empty: the files decide.
+    Raises CommandError that names the source."""
     folder = _folder(name, source)
     if folder is not None:
         return _of_folder(name, source, folder, capability)

@@ -190,7 +190,7 @@ class StoredResponses:
 
     async def stream(self, job: Job, after: int | None) -> AsyncGenerator[bytes, None]:
         """Yields the events with a number above `after`, or all, until the response ends. The last
-        event is always the one that ends the response, also for a reader that has had it before."""
+        event always says that it has ended, also to a reader that has had that event before."""
         if after is None:
             yield responses.first_event(job, await self._echoed(job))
         last, is_ended = after or 0, False

@@ -43,8 +43,8 @@ MOST_ROWS = 1_000  # adapters of one model that stay warm (F3)
 TERM_S = 3_600.0  # how long an image stays after its last use, as the blocks of a conversation
 HOT, WARM, COLD = "hot", "warm", "cold"
 _STACKS = ("lora_a_stacked", "lora_b_stacked")
-# What other layers keep of an adapter in places of their own (vLLM's mixtures of experts and
-# classifiers): their slots are not copied.
+# Attributes in which other layers of vLLM keep an adapter (mixtures of experts, classifiers). An
+# image has no copy of these, so a model with such layers has no images.
 _OTHER_STACKS = ("w13_lora_a_stacked", "w2_lora_a_stacked", "full_weight_stacked")
 _DIGEST = re.compile(r"[0-9a-f]{32}")  # a folder of deployments.adapters.store
 
@@ -85,14 +85,15 @@ class Image(LoRAModel):
 
 
 class SlotImages:
-    """The images of one worker's slots, and vLLM's manager of them, which asks here first.
+    """The images of one worker's slots. Three methods of vLLM's manager of adapters are replaced by
+    those here, which call the replaced ones where there is no image.
 
     All calls come from the core's thread. `rows`: the slab's; `parts`: the layout of a row."""
 
     def __init__(self, worker: LRUCacheWorkerLoRAManager, rows: Rows, parts: list[Part]) -> None:
         self.rows, self._parts = rows, parts
-        self._owners: dict[bytes, bytes] = {}  # of adapters of one tenant, its digest by key
-        self._forgotten: set[bytes] = set()  # keys of those whose tenant was removed
+        self._owners: dict[bytes, bytes] = {}  # by key of an adapter of one tenant: its digest
+        self._forgotten: set[bytes] = set()  # keys of adapters whose tenant was removed
         rows.before_erasure = self._forget
         self._worker, self._manager = worker, worker._adapter_manager
         self._slots = [_slots_of(self._stack(part)) for part in parts]

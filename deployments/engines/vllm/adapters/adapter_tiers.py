@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 HOT_USES, WARM_USES = 10, 1  # F3
 WINDOW_S = 60.0
-# Of one adapter that are remembered: beyond it all count as equally busy.
+# Uses of one adapter that are remembered; adapters with more count as equally busy.
 _MOST_USES = 100
 # Images made in one turn: each reads a file, 3 ms of processor time for 0.19 MB, in which the
 # engine makes no step (docs/benchmarks.md).
@@ -76,6 +76,7 @@ def moves(view: View) -> TierMoves:
 
 
 def kept(fixed: frozenset[str], uses: Mapping[str, int]) -> list[str]:
-    """Adapters that should not lose their slots, those last that must not, as in a View."""
+    """Returns the adapters that should not lose their slots, the `fixed` ones last, which must not.
+    `fixed` and `uses`: as in a View."""
     busy = [adapter for adapter, count in uses.items() if count >= HOT_USES]
     return [*(adapter for adapter in busy if adapter not in fixed), *sorted(fixed)]

@@ -103,9 +103,11 @@ class ForkedCore(EngineCoreProc):
         )
 
         watch_blocks(self.scheduler, kept)
-        if manager := kv_offload.manager_of(self.scheduler):  # it knows the tenants of requests now
+        # Both calls also connect what they return to the scheduler: a manager of KV to its
+        # requests, by which it knows their tenants; a cache of pictures to its hits on the device.
+        if manager := kv_offload.manager_of(self.scheduler):
             manager.tell_kept(kept)
-        picture_connector.cache_of(self.scheduler)  # so that it knows its hits on the device
+        picture_connector.cache_of(self.scheduler)
         self.images = adapter_images.open_images(self.model_executor, vllm_config, images)
         self.trace = StepTrace()
         self.hold = batch_hold.BatchHold(self.scheduler)
@@ -139,7 +141,8 @@ class ForkedCore(EngineCoreProc):
         return cache
 
     def picture_facts(self) -> dict[str, int]:
-        """Called by name from the frontend of an engine with a slab of pictures, as the next."""
+        """Called by name from the frontend of an engine with a slab of pictures, as are the three
+        methods below."""
         return self.pictures.facts()
 
     def expire_pictures(self) -> None:
@@ -154,9 +157,10 @@ class ForkedCore(EngineCoreProc):
         return self.pictures.facts()
 
     def bring_adapter(self, lora_request: LoRARequest, tenant: str, keep: list[int]) -> str:
-        """Called by name from the frontend, as the next ones: fills a slot with an adapter.
-        `tenant`: whose it is; empty for an adapter of all. `keep`: adapters that should not lose
-        their slots for it, the last of them least. Returns the tier in which the adapter was."""
+        """Fills a slot with an adapter. `tenant`: the adapter's owner; empty for an adapter of all
+        tenants. `keep`: adapters that should not lose their slots to it, the last of them least.
+        Returns the tier in which the adapter was. Called by name from the frontend, as are the
+        methods below."""
         if self.images is None:
             is_hot = lora_request.lora_int_id in self.list_loras()
             self.add_lora(lora_request)
@@ -201,8 +205,8 @@ class ForkedCore(EngineCoreProc):
         return facts
 
     def shrink_slab(self) -> dict[str, Any]:
-        """Returns the facts as they are then. An idle core takes no step in which it would see the
-        limits of its slabs."""
+        """Shrinks each slab to its limit and returns its facts. A core does so in its steps, but an
+        idle core has none."""
         if (manager := kv_offload.manager_of(self.scheduler)) is not None:
             manager.shrink()
         if self.images is not None:
@@ -223,15 +227,16 @@ class ForkedCore(EngineCoreProc):
                 each.shrink()
 
     def drop_drafter(self) -> bool:
-        """Called by name from the frontend, between two steps. False: only a restart is without
-        it."""
+        """Gives the drafter's memory back, between two steps. Returns False where that cannot be
+        done now, and only a new engine is without the drafter."""
         if not self.use_spec_decode:
-            return True  # it has left already
+            return True  # the drafter has left already
         if not drafter.may_leave(self):
             return False
         drafter.expect_none(self)
         if manager := kv_offload.manager_of(self.scheduler):
-            manager.may_store = False  # the next engine's drafter would miss its layers
+            # Blocks lack the drafter's layers from now on, which the next engine would miss.
+            manager.may_store = False
         freed = self.collective_rpc("drop_drafter")
         logger.info("the drafter has left: %s", [human(Bytes(size)) for size in freed])
         return True

@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-# In which a step ends. One takes milliseconds on a GPU, and its first run of a kernel that is
-# compiled then a minute; on two CPU cores 4,096 tokens of a prompt (vLLM's bound on one step)
-# through 8 G parameters, 65 TFLOP, take 650 s and more.
+# The most that a step may take. On a GPU it takes milliseconds, or a minute where it compiles a
+# kernel. On two CPU cores 4,096 tokens of a prompt, vLLM's bound on one step, take at least 650 s
+# through 8 G parameters (65 TFLOP).
 GPU_STEP_MOST_S, CPU_STEP_MOST_S = 300.0, 1_800.0
 
 
 class CoreWatch:
-    """`ask`: what the core answers; one question at a time. `clock`: monotonic seconds."""
+    """Finds out whether the core goes on. `ask`: calls the core; one call at a time is made.
+    `clock`: monotonic seconds."""
 
     def __init__(
         self,
@@ -29,8 +30,8 @@ class CoreWatch:
         self._answer: asyncio.Task[Any] | None = None
 
     def check(self) -> None:
-        """Asks, where the last question is answered. Waits for nothing. Raises RuntimeError when it
-        has waited for longer than any step takes."""
+        """Calls the core, unless the last call is unanswered. Waits for nothing. Raises
+        RuntimeError when a call has been unanswered for longer than any step takes."""
         if self._answer is None or self._answer.done():
             self._asked_s = self._clock()
             self._answer = asyncio.ensure_future(self._ask())
@@ -43,6 +44,7 @@ class CoreWatch:
 
 
 def _ignore_error(answer: asyncio.Task[Any]) -> None:
-    """An error is an answer too; of a core that died its process tells."""
+    """Reads an error, so that asyncio does not log it. An error is an answer as well, and the death
+    of a core is noticed by its pidfd."""
     if not answer.cancelled():
         answer.exception()

@@ -8,9 +8,10 @@ import zmq
 
 
 def make_private(engine: str) -> None:
-    """Has those that this process and its forks make from now on lie in the folder of the engine's
-    own, which only this user may enter, and end a connection of another user before a byte of it is
-    read. Called once in a process. `engine`: path of its socket, without suffix."""
+    """Makes the sockets private that this process and its forks bind from now on. They lie in the
+    folder of the engine's own socket, which only this user may enter, and a connection of another
+    user ends before a byte of it is read. Called once in a process. `engine`: the path of the
+    engine's socket, without suffix."""
     os.environ["VLLM_RPC_BASE_PATH"] = str(Path(engine).parent)
     bind = zmq.Socket.bind
 

@@ -14,14 +14,15 @@ from arbiter.pool import SlabFile, SlabUnusable, layout
 from arbiter.units import KIB, MIB, Bytes
 from deployments.engines.protocol import Config
 
-_DIGESTED_BYTES = MIB  # of the begin and of the end of each file of weights
+_DIGESTED_BYTES = MIB  # read at the begin and at the end of each file of weights
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
 
 
 def hold(path: str) -> str:
-    """Opens a slab for as long as this process lives. Returns its path by that, at which the core
-    and its workers find it although the owner may end meanwhile. Raises SlabUnusable."""
+    """Opens a slab, and keeps it open for as long as this process lives. Returns the path of the
+    open descriptor, at which the core and its workers find the slab even if its owner ends
+    meanwhile. Raises SlabUnusable."""
     slab = SlabFile(path)
     held = f"/proc/{os.getpid()}/fd/{os.dup(slab.fd)}"
     slab.close()
@@ -43,7 +44,8 @@ def whole_pages(size: int) -> Bytes:
 
 
 def refuse_embeddings(vllm_config: VllmConfig, config: Config) -> None:
-    """vLLM would have any connector's engine accept embeddings from clients."""
+    """Has an engine with a connector refuse embeddings in place of pictures, unless it was
+    configured to take them: vLLM has every engine with a connector accept them."""
     pictures = vllm_config.model_config.multimodal_config
     if pictures is not None and not config.get("engine_args", {}).get("enable_mm_embeds"):
         pictures.enable_mm_embeds = pictures.allow_missing_mm_embeddings = False

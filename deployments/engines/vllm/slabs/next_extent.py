@@ -12,14 +12,15 @@ from collections.abc import Callable
 
 from arbiter.units import Bytes
 
-# Extents that follow each other sooner have the next one allocated ahead: at a GPU's rates. A slab
-# that grows more slowly holds no page before it needs it.
+# Where an extent follows the last one sooner than this, as at a GPU's rates, the next one is
+# allocated ahead. A slab that grows more slowly has no page before it needs it.
 SOON_S = 1.0
 
 
 class NextExtent:
-    """Pages of a file behind what its writer counts as allocated
-    (arbiter.pool.slab.ExtentPreallocator). `clock`: seconds. One thread asks and is told."""
+    """Allocates pages of a file behind those that its writer counts as allocated
+    (arbiter.pool.slab.ExtentPreallocator). `clock`: seconds. All methods are called in the writer's
+    thread."""
 
     def __init__(self, fd: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._fd, self._clock = fd, clock
@@ -29,7 +30,8 @@ class NextExtent:
         self._thread: threading.Thread | None = None
 
     def grown(self, start: Bytes, end: Bytes) -> None:
-        """Returns at once."""
+        """Begins to allocate the next extent, from `start` to `end`, if the slab grows fast.
+        Returns at once."""
         now, before = self._clock(), self._grown_s
         self._grown_s = now
         if now - before < SOON_S and start < end:
@@ -46,18 +48,20 @@ class NextExtent:
         try:
             os.posix_fallocate(self._fd, self._start, self.end - self._start)
         except OSError:
-            return  # no room now: the writer hears of it when it asks itself
+            return  # no room: the writer gets the error when it allocates the extent itself
         self._is_there = True
 
     def take(self, start: Bytes, end: Bytes) -> bool:
-        """Waits for a thread that is still at it."""
+        """Returns whether this extent was allocated ahead. Waits for a thread that is still at
+        it."""
         self._wait()
         taken = self._is_there and (self._start, self.end) == (start, end)
         self._is_there, self.end = False, Bytes(0)
         return taken
 
     def cut(self) -> Bytes:
-        """Waits for a thread that is still at it."""
+        """Returns the end of what may be allocated ahead, which counts as taken back. Waits for a
+        thread that is still at it."""
         self._wait()
         end, self._is_there, self.end = self.end, False, Bytes(0)
         return end
