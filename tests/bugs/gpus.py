@@ -39,7 +39,7 @@ BUGS = [
     Bug("only the first process of the dead is looked for", "arbiter/node/children.py", "Children.note",
         "child.last_members = set(found) or child.last_members",
         ""),
-    Bug("what cannot be read holds nothing", "arbiter/core/residency/readings.py", "_weigh_all",
+    Bug("what cannot be read holds nothing", "arbiter/core/residency/readings.py", "_charge_measured",
         "_as_known(node, ticket) | sizes if node.unreadable else sizes",
         "sizes"),
     Bug("an agent that cannot read a GPU has lost it", "arbiter/core/residency/readings.py", "on_node_seen",

@@ -73,15 +73,15 @@ def make_room(
             kill_and_notify(state, prefetched, Reason.WITHDRAWN)
         return True
     victims = victims_no_more_urgent(state, book, priority)
-    weighed = _weigh(state, book, asker, short, priority, victims)
-    if weighed.victims:
-        record_choice(state, book, asker, short, weighed.options, weighed.victims)
+    candidates = _candidates_for(state, book, asker, short, priority, victims)
+    if candidates.victims:
+        record_choice(state, book, asker, short, candidates.options, candidates.victims)
     reason = Reason.FREE if asker.frees else Reason.SWAP
-    for option in weighed.victims:
+    for option in candidates.victims:
         victim = book.tickets[option.ticket]
         note_evicted_for(state, asker, victim)
         revoke(state, victim, reason, asker)
-    return bool(weighed.victims)
+    return bool(candidates.victims)
 
 
 def evict_own(state: CoreState, asker: Ticket, short: Bytes, priority: Priority) -> bool:
@@ -110,8 +110,8 @@ def victims_for(
     if prefetches := prefetches_that_make_room(state, book, short):
         return prefetches
     priced = victims_no_more_urgent(state, book, priority)
-    weighed = _weigh(state, book, asker, short, priority, priced)
-    return [book.tickets[option.ticket] for option in weighed.victims]
+    candidates = _candidates_for(state, book, asker, short, priority, priced)
+    return [book.tickets[option.ticket] for option in candidates.victims]
 
 
 def waits_for_cheaper_until(
@@ -124,7 +124,7 @@ def waits_for_cheaper_until(
 ) -> Instant | None:
     """Returns when the cheaper of these victims, in their order, may leave for which `make_room`
     revokes none now; None: it waits for none."""
-    return _weigh(state, book, asker, short, priority, victims).waits_until
+    return _candidates_for(state, book, asker, short, priority, victims).waits_until
 
 
 def evict_overcommitted(state: CoreState) -> None:
@@ -159,7 +159,7 @@ def _stays_on(book: DeviceAccount, ticket: Ticket) -> bool:
     return ticket.state is State.DRAINING and book.device not in ticket.home
 
 
-def _weigh(
+def _candidates_for(
     state: CoreState,
     book: DeviceAccount,
     asker: Ticket,

@@ -74,7 +74,8 @@ class DeviceAccount:
 
 
 class Ledger:
-    """Opens, moves, weighs and budgets tickets; nothing else changes the books."""
+    """Opens tickets, moves them, charges them what was measured, and keeps the budgets. Nothing
+    else changes the books."""
 
     def __init__(self) -> None:
         self.books: dict[DeviceId, DeviceAccount] = {}
@@ -132,7 +133,7 @@ class Ledger:
         if to is State.CLOSED:
             self._forget(ticket)
 
-    def weigh(self, ticket: Ticket, measured: Sizes) -> None:
+    def set_measured(self, ticket: Ticket, measured: Sizes) -> None:
         """Charges what the node agent saw this ticket's processes hold."""
         if measured == ticket.measured:
             return

@@ -354,7 +354,7 @@ class RequestQueue:
         """Returns how many tickets stand before this entry on its node."""
         return bisect_left(self._order[queued.node], (queued.key, queued.request.ticket))
 
-    def weigh(self, node: NodeId) -> None:
+    def recompute_least_need(self, node: NodeId) -> None:
         """Computes anew the least need on a node, from all entries."""
         stats = self.stats(node)
         needs = [w.need_bytes for w in self.at(node) if w.version == stats.version]

@@ -169,7 +169,8 @@ def _died_loading(state: CoreState, ticket: Ticket) -> None:
 
 
 def on_measured(state: CoreState, event: ev.Measured) -> None:
-    """Takes a full reading: weighs tickets, learns from them, and counts what is foreign."""
+    """Takes a full reading of a node: charges its tickets what they were measured to hold, learns
+    from them, and counts what is foreign."""
     node = state.nodes.get(event.node)
     if node is None:
         state.stale_count += 1  # it introduces itself first
@@ -192,11 +193,11 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     slabs.note_slabs(state, node, event)
     copy_readings.note_copies(state, node, event)
     seen_bytes = _measured_by_ticket(state, node, event)
-    _weigh_all(state, node, seen_bytes)
+    _charge_measured(state, node, seen_bytes)
     if node.inexact:
         # Tickets just seen asleep have no share any more
         seen_bytes = _measured_by_ticket(state, node, event)
-        _weigh_all(state, node, seen_bytes)
+        _charge_measured(state, node, seen_bytes)
     version = state.estimates.version
     _learn_all(state, event.engines)
     if state.estimates.version != version:
@@ -236,14 +237,16 @@ def _sizes(reading: ev.EngineReading) -> Sizes:
     return {d.device: d.size_bytes for d in reading.measured if d.size_bytes > 0}
 
 
-def _weigh_all(state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
+def _charge_measured(state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
     charged = {t.id: t for d in node.devices for t in state.ledger.books[d].tickets.values()}
     for ticket_id in seen_bytes:  # may hold bytes though it was granted none
         if (ticket := state.ledger.find(ticket_id)) and ticket.state in CHARGED:
             charged[ticket_id] = ticket
     for ticket in charged.values():
         sizes = seen_bytes.get(ticket.id, {})
-        state.ledger.weigh(ticket, _as_known(node, ticket) | sizes if node.unreadable else sizes)
+        state.ledger.set_measured(
+            ticket, _as_known(node, ticket) | sizes if node.unreadable else sizes
+        )
         process_ram.note(state, ticket)
         confirm_sleep(state, ticket)
         doubt_asleep(state, ticket)
@@ -316,7 +319,7 @@ def claim_unclaimed(state: CoreState, ticket: Ticket) -> None:
     node = state.nodes.get(ticket.node)
     engine = node.unclaimed.pop(ticket.id, None) if node else None
     if node and engine:
-        state.ledger.weigh(ticket, engine.measured)
+        state.ledger.set_measured(ticket, engine.measured)
         _charge_foreign(state, node)
 
 
