@@ -136,7 +136,7 @@ def _(event: ev.Withdrawn, state: CoreState) -> None:
 
 @apply.register
 def _(event: ev.Loaded, state: CoreState) -> None:
-    if ticket := state.live(event.ticket, State.LOADING):
+    if ticket := state.find_or_count_stale(event.ticket, State.LOADING):
         loads.on_loaded(state, ticket, event.took, verified=event.verified)
         loading_share.watch_loaded(state, ticket)
 
@@ -144,13 +144,13 @@ def _(event: ev.Loaded, state: CoreState) -> None:
 @apply.register
 def _(event: ev.LoadBroke, state: CoreState) -> None:
     loads.note_cause(state, event)
-    if ticket := state.live(event.ticket, State.LOADING):
+    if ticket := state.find_or_count_stale(event.ticket, State.LOADING):
         loads.on_load_failed(state, ticket, event.cause, event.out_of_memory)
 
 
 @apply.register
 def _(event: ev.Busy, state: CoreState) -> None:
-    if ticket := state.live(event.ticket, State.DRAINING):
+    if ticket := state.find_or_count_stale(event.ticket, State.DRAINING):
         reason = ticket.leaving
         eviction.victim_declined(state, ticket, EventKind.VICTIM_BUSY, event.inflight)
         if reason is Reason.PRESSURE:
@@ -159,13 +159,13 @@ def _(event: ev.Busy, state: CoreState) -> None:
 
 @apply.register
 def _(event: ev.BarrierDropped, state: CoreState) -> None:
-    if ticket := state.live(event.ticket, State.DRAINING):
+    if ticket := state.find_or_count_stale(event.ticket, State.DRAINING):
         eviction.victim_declined(state, ticket, EventKind.BARRIER_DROPPED, event.inflight)
 
 
 @apply.register
 def _(event: ev.Slept, state: CoreState) -> None:
-    if ticket := state.live(event.ticket, State.DRAINING):
+    if ticket := state.find_or_count_stale(event.ticket, State.DRAINING):
         sleep.on_slept(state, ticket)
 
 

@@ -288,11 +288,12 @@ class CoreState:
 
     # -- finding -------------------------------------------------------------------------------
 
-    def live(
+    def find_or_count_stale(
         self, ticket_id: TicketId, *states: State, by: HolderId | None = None
     ) -> Ticket | None:
-        """Returns the ticket if it is in one of these states and held by the holder that speaks of
-        it, if that is known. Counts the message as stale otherwise and returns None."""
+        """Returns the ticket that a message is about, if it is in one of these states and held by
+        `by`, the holder that sent the message (None: that is not known). Otherwise the
+        message is stale: counts it and returns None."""
         ticket = self.ledger.find(ticket_id)
         if ticket and ticket.state in states and by in (None, ticket.holder):
             return ticket

@@ -28,7 +28,7 @@ Devices = tuple[types.DeviceBytes, ...]
 
 def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
     """Notes a wish to grow, or refuses it at once where it could never be granted."""
-    ticket = state.live(event.ticket, State.RESIDENT, by=event.holder)
+    ticket = state.find_or_count_stale(event.ticket, State.RESIDENT, by=event.holder)
     if ticket is None:
         return state.answer_error(event.ticket, TicketClosed(event.ticket))
     _end(state, ticket)
@@ -54,7 +54,7 @@ def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
 def on_gave_back(state: CoreState, event: ev.GaveBack) -> None:
     """Takes what a resident gave back. A message that was under way when the ticket grew again says
     nothing about that growth; if it holds all the same, heartbeats will say so."""
-    ticket = state.live(event.ticket, State.RESIDENT)
+    ticket = state.find_or_count_stale(event.ticket, State.RESIDENT)
     if ticket is None:
         return
     if ticket.grown and state.now < ticket.grown.shrinks_from:

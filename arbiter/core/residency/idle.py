@@ -54,7 +54,7 @@ def _leave_outside_hours(state: CoreState, ticket: Ticket) -> None:
 def on_unload_asked(state: CoreState, ticket_id: TicketId) -> None:
     """Unloads a model by hand; a load goes on, and its model leaves once it is idle. A model that
     was in use when its holder last told of it may be idle by now: heartbeats decide."""
-    ticket = state.live(ticket_id, State.LOADING, State.RESIDENT, State.ASLEEP)
+    ticket = state.find_or_count_stale(ticket_id, State.LOADING, State.RESIDENT, State.ASLEEP)
     if ticket is None:
         return
     state.asked_loads.pop(ticket.model_name, None)

@@ -143,7 +143,7 @@ def on_engine_gone(state: CoreState, event: ev.EngineGone) -> None:
     if event.bytes_back and (node := state.nodes.get(event.node)):
         if node.unclaimed.pop(event.ticket, None):
             _charge_foreign(state, node)
-    ticket = state.live(event.ticket, *CHARGED)
+    ticket = state.find_or_count_stale(event.ticket, *CHARGED)
     if ticket is None:
         return
     if ticket.state is State.LOADING:

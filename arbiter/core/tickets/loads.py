@@ -189,7 +189,7 @@ def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
     """Ends what no caller waits for any more: a queued ticket closes, an asleep ticket sleeps on, a
     load that is not nearly done is killed."""
     states = State.QUEUED, State.ASLEEP, State.LOADING, State.DRAINING
-    ticket = state.live(event.ticket, *states, by=event.holder)
+    ticket = state.find_or_count_stale(event.ticket, *states, by=event.holder)
     if ticket is None:
         if state.ledger.find(event.ticket) is None and event.ticket not in state.answers:
             # The withdrawal arrived before its request.

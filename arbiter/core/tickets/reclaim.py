@@ -33,7 +33,7 @@ def on_released(state: CoreState, event: Released) -> None:
     """Reclaims a ticket whose holder has let go; the agent makes sure of it and says when the bytes
     are back."""
     states = State.QUEUED, *(CHARGED - {State.RECLAIMING})
-    ticket = state.live(event.ticket, *states, by=event.holder)
+    ticket = state.find_or_count_stale(event.ticket, *states, by=event.holder)
     if ticket is None:
         return
     if ticket.state is State.QUEUED:
