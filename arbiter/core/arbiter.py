@@ -73,7 +73,7 @@ class Arbiter:
         state = self._state
         assert now >= state.now, "time went back"
         state.now = now
-        state.out = []
+        state.decisions = []
         apply.registry.get(type(event), apply)(event, state)  # its own look-up takes 0.5 us
         timeouts.fire_due(state)
         eviction.evict_overcommitted(state)
@@ -88,7 +88,7 @@ class Arbiter:
         state.ledger.check_touched()
         if (at := state.timers.next()) is not None:
             state.decide(SetTimer(max(at, after(now, NEXT))))
-        return state.out
+        return state.decisions
 
     # -- reading -------------------------------------------------------------------------------
 

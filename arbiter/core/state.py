@@ -183,15 +183,15 @@ class CoreState:
         self.stale_count = 0  # of messages that were ignored
         # Time
         self.now = now
-        self.born = now
+        self.began_at = now
         self.settled_at = after(now, settings.timeouts.rejoin if known_holders else Span(0))
         self.awaited = set(known_holders)  # of the last epoch, not back yet
         self.closing_by: Instant | None = None
         self.timers = Timers()
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
         # This event
-        self.out: list[Decision] = []
-        self.fresh: list[TicketId] = []  # joined the queue in this step
+        self.decisions: list[Decision] = []
+        self.queued_this_event: list[TicketId] = []
         self.uses_this_event: list[tuple[types.ModelName, NodeId]] = []
         # Ready, and asked for by no request yet
         self.prefetched_this_event: list[tuple[types.ModelName, NodeId]] = []
@@ -205,7 +205,8 @@ class CoreState:
         self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
         self.trades = Trades()
         self.loading_times = LoadingTimes()
-        self.loading_much: dict[DeviceId, float] = {}  # share of its time, above the bound
+        # Devices that spend more of their time loading than the bound allows, with that fraction
+        self.thrashing: dict[DeviceId, float] = {}
 
     def _begin_work(self) -> None:
         """Begins with no work under way."""
@@ -226,7 +227,7 @@ class CoreState:
 
     def decide(self, decision: Decision) -> None:
         """Adds a decision to those of this event."""
-        self.out.append(decision)
+        self.decisions.append(decision)
 
     def log(
         self,
@@ -310,7 +311,7 @@ class CoreState:
     def gave_up_waiting(self) -> bool:
         """Says whether holders of the last epoch that are not back count as dead. Grants wait less
         long: on a busy machine a holder comes back after them and finds its engines still there."""
-        lost_at = after(self.born, self.settings.timeouts.lost)
+        lost_at = after(self.began_at, self.settings.timeouts.lost)
         return self.now >= (lost_at if self.awaited else self.settled_at)
 
     @property
@@ -319,7 +320,7 @@ class CoreState:
         time to rejoin also where the state file does not name it, because the file was lost or
         could not be written."""
         is_awaited = bool(self.awaited) and not self.gave_up_waiting
-        return is_awaited or self.now < after(self.born, self.settings.timeouts.rejoin)
+        return is_awaited or self.now < after(self.began_at, self.settings.timeouts.rejoin)
 
     def is_silent(self, holder: HolderId) -> bool:
         """Says whether a holder was not heard for so long that a grant would only lie there."""
@@ -378,7 +379,7 @@ class CoreState:
         """Forgets a device that has left, on which nothing is charged any more: the account of its
         bytes, and all that was noted of it."""
         self.ledger.drop_device(device)
-        for table in (self.rankings, self.pressure, self.loading_much):
+        for table in (self.rankings, self.pressure, self.thrashing):
             table.pop(device, None)
         self.loading_times.forget(device)
         self.compactions.forget_device(device)

@@ -118,7 +118,7 @@ RULES: dict[str, Callable[[CoreState, str], None]] = {
     "compaction": compaction.on_timer,
     "floors": lambda state, _: floors.enforce(state),
     "pins": lambda state, node: device_limits.cap_pins(state, NodeId(node)),
-    "loading": lambda state, _: loading_share.watch_above(state),
+    "loading": lambda state, _: loading_share.watch_thrashing(state),
     "audit": audit,
     "queue": look_at_queue,
 }

@@ -188,12 +188,12 @@ class RequestQueueMachine(RuleBasedStateMachine):
     def full_grant_pass_finds_nothing_more_to_do(self) -> None:
         state = copy.deepcopy(self.driver.state)
         for _ in range(2):  # what was decided last may have opened the way for one more step
-            state.out = []
+            state.decisions = []
             grant_pass.run(state)
-        state.out = []
+        state.decisions = []
         state.mark_dirty(*state.nodes)
         grant_pass.run(state)
-        assert not [d for d in state.out if isinstance(d, Grant | Revoke)]
+        assert not [d for d in state.decisions if isinstance(d, Grant | Revoke)]
 
     @invariant()
     def no_byte_is_lent_twice(self) -> None:

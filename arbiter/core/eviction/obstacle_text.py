@@ -26,8 +26,8 @@ def _more_urgent_text(state: CoreState, ticket: Ticket, priority: Priority) -> s
 
 def _min_residency_text(state: CoreState, ticket: Ticket, _: Priority) -> str:
     left_s = in_seconds(since(state.now, min_residency_ends(state, ticket)))
-    much = max((state.loading_much.get(d, 0.0) for d in ticket.home), default=0.0)
-    why = f", longer because loads took {much:.0%} of the last ten minutes" if much else ""
+    fraction = max((state.thrashing.get(d, 0.0) for d in ticket.home), default=0.0)
+    why = f", longer because loads took {fraction:.0%} of the last ten minutes" if fraction else ""
     return f"protected for another {left_s:.1f} s (minimum residency{why})"
 
 

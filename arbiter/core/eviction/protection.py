@@ -27,7 +27,7 @@ def min_residency_ends(state: CoreState, ticket: Ticket) -> Instant:
     settings = state.settings
     load = ticket.load
     assert load is not None  # not by `last_load`: asked of each candidate
-    loads = _residency_loads(state, ticket) if state.loading_much else settings.min_residency_loads
+    loads = _residency_loads(state, ticket) if state.thrashing else settings.min_residency_loads
     stays = min(int(load.took * loads), settings.min_residency_most)
     return after(load.resident_since, Span(max(settings.min_residency, stays)))
 
@@ -36,7 +36,7 @@ def _residency_loads(state: CoreState, ticket: Ticket) -> float:
     """Returns for how many times its load a model stays. Where a device spends too much of its time
     loading (C13), as many as keep the share of loads within the bound."""
     usual = state.settings.min_residency_loads
-    if not any(d in state.loading_much for d in ticket.home):
+    if not any(d in state.thrashing for d in ticket.home):
         return usual
     return max(usual, 1.0 / state.settings.loading_most_fraction - 1.0)
 

@@ -295,7 +295,7 @@ def _enqueue(state: CoreState, ticket: Ticket, event: ev.Requested) -> None:
     state.ledger.touch(ticket)
     hours.hold(state, ticket, queued)
     foresee_need(state, ticket)
-    state.fresh.append(ticket.id)
+    state.queued_this_event.append(ticket.id)
     if not (ticket.is_prefetch or ticket.lease):
         state.usage.note_wanted(ticket.model_name, state.now)
     age(state, ticket)

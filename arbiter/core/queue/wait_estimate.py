@@ -38,9 +38,9 @@ LOOKED_AT_COUNT = 32  # of tickets that may leave, the cheapest first; a device 
 def estimate_new(state: CoreState) -> None:
     """Tells the holders of tickets that joined the queue in this step and were not granted at once
     how long they wait, and refuses tickets for which that is too long."""
-    fresh = state.fresh
-    state.fresh = []
-    for ticket_id in fresh:
+    joined = state.queued_this_event
+    state.queued_this_event = []
+    for ticket_id in joined:
         ticket = state.ledger.find(ticket_id)
         queued = state.queue.find(ticket_id)
         if ticket is None or queued is None:

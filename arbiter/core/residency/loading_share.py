@@ -1,7 +1,8 @@
 """Watches the share of its time that a device spends loading (C13).
 
-Above the bound models on the device stay longer before a request as urgent may take their place: as
-many times their own load as keep loads within the bound (`protection.min_residency_ends`).
+A device above the bound is thrashing. Its models stay longer before a request as urgent may take
+their place: as many times their own load as keep loads within the bound
+(`protection.min_residency_ends`).
 """
 
 from arbiter.core.decisions import EventKind
@@ -21,21 +22,21 @@ def loading_fraction(state: CoreState, book: DeviceAccount, now: Instant) -> flo
 
 
 def watch(state: CoreState) -> None:
-    """Notes on which devices loads take more than they should, and tells when that changes."""
+    """Notes which devices are thrashing, and logs when that changes."""
     for book in state.ledger.books.values():
         _look_at(state, book)
 
 
 def watch_loaded(state: CoreState, ticket: Ticket) -> None:
-    """Notes the same of the devices on which a load has ended."""
+    """Notes whether the devices on which a load has ended are thrashing."""
     for device in ticket.home:
         if book := state.ledger.books.get(device):
             _look_at(state, book)
 
 
-def watch_above(state: CoreState) -> None:
-    """Notes the same of the devices above the bound, below which time alone brings them."""
-    for device in list(state.loading_much):
+def watch_thrashing(state: CoreState) -> None:
+    """Notes whether devices that were thrashing still are: time alone can end it."""
+    for device in list(state.thrashing):
         _look_at(state, state.ledger.books[device])
 
 
@@ -43,13 +44,13 @@ def _look_at(state: CoreState, book: DeviceAccount) -> None:
     if book.kind not in COMPUTE:
         return
     device, most = book.device, state.settings.loading_most_fraction
-    share = loading_fraction(state, book, state.now)
-    was_above = device in state.loading_much
-    if share > most:
-        state.loading_much[device] = share
+    fraction = loading_fraction(state, book, state.now)
+    was_thrashing = device in state.thrashing
+    if fraction > most:
+        state.thrashing[device] = fraction
         state.timers.set(("loading", ""), after(state.now, LOOKED_EVERY))
     else:
-        state.loading_much.pop(device, None)
-    if was_above != (share > most):
+        state.thrashing.pop(device, None)
+    if was_thrashing != (fraction > most):
         state.mark_dirty(book.node)  # who may leave, and when, depends on it
-        state.log(EventKind.LOADING_SHARE, device=device, fraction=round(share, 3), most=most)
+        state.log(EventKind.LOADING_SHARE, device=device, fraction=round(fraction, 3), most=most)

@@ -186,5 +186,5 @@ def test_queue_is_looked_at_again_once_a_device_is_below_the_bound() -> None:
     for now_s, is_looked_at in ((240, False), (700, True)):
         state.now = s(now_s)
         state.take_dirty_nodes()
-        loading_share.watch_above(state)
+        loading_share.watch_thrashing(state)
         assert bool(state.dirty_nodes()) == is_looked_at

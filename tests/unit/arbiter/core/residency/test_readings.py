@@ -79,7 +79,7 @@ def test_nothing_but_told_evictions_refers_to_a_node_or_device_that_left() -> No
     assert driver.ask(400, "b", 60, priority=types.Priority.URGENT)  # "a" is to leave for it
     driver.foreign[device], driver.physical[device] = 70, 0
     driver.read(401, node="leaver")
-    parts = {"rankings", "pressure", "loading_times", "loading_much", "compactions", "last_home"}
+    parts = {"rankings", "pressure", "loading_times", "thrashing", "compactions", "last_home"}
     assert parts | {"ledger"} <= driver.parts_that_name("leaver")
     driver.at(402, ev.NodeLost(NodeId("leaver")))
     driver.at(402, ev.HolderLost(HolderId("h")))
