@@ -43,14 +43,14 @@ from arbiter.units import (
     since,
 )
 
-# So long a load without a request is asked for again after refusals that end: two of the longest
-# cool-downs. Who asked for it by hand has looked again by then.
+# A load without a request is asked for again for so long after it was refused: two of the longest
+# cool-downs. A person who asked for it by hand has looked again by then.
 RETRIED_FOR = seconds(600)
 
 
 @dataclass(slots=True)
 class Holder:
-    """Describes a holder that has joined, and when it was last heard."""
+    """Describes a holder that has joined, and when its last message arrived."""
 
     holder: HolderId
     node: NodeId
@@ -65,7 +65,7 @@ class Unclaimed:
 
     measured: Sizes
     first_seen: Instant
-    is_ending: bool = False  # told, and ended with each reading until it is gone
+    is_ending: bool = False  # logged, and killed again with each reading until it is gone
 
 
 @dataclass(slots=True)
@@ -75,13 +75,13 @@ class Node:
     node: NodeId
     devices: dict[DeviceId, types.DeviceSpec]
     heard_at: Instant | None = None  # last full reading in this epoch
-    silent_told: bool = False
+    silent_told: bool = False  # that it is silent has been logged
     readings: dict[DeviceId, ev.DeviceReading] = field(default_factory=dict)
     unclaimed: dict[TicketId, Unclaimed] = field(default_factory=dict)
-    unreadable: dict[DeviceId, str] = field(default_factory=dict)  # its devices, and the cause
-    inexact: frozenset[DeviceId] = frozenset()  # of its devices, see tickets/inexact.py
-    computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
-    may_gain_devices: bool = False  # some that it may have have not answered yet
+    unreadable: dict[DeviceId, str] = field(default_factory=dict)  # devices, with the cause
+    inexact: frozenset[DeviceId] = frozenset()  # devices of which only a total is known: inexact.py
+    computing: tuple[DeviceId, ...] = ()  # its devices but for host RAM
+    may_gain_devices: bool = False  # a GPU of it has not answered yet, so its size is not known
     lost: frozenset[DeviceId] = frozenset()  # GPUs that fell off the bus, and may come back
     slabs: tuple[ev.SlabReading, ...] = ()  # of its pool (E1)
     contents: tuple[ev.ContentReading, ...] = ()  # what it did with each content (E7)
@@ -113,7 +113,7 @@ class PressureState:
     free_bytes: Bytes = Bytes(0)
     stalled_fraction: float = 0.0  # of the last 10 s, in which some task waited for this memory
     acts_at: Instant | None = None  # the next tick
-    nothing_left: bool = False  # told once, until the level changes
+    nothing_left: bool = False  # that nothing may leave was logged, once until the level changes
 
 
 @dataclass(slots=True)
@@ -130,20 +130,21 @@ class EvictedFor:
     """Lists the models that made room for a load which has not succeeded yet (A12)."""
 
     models: dict[tuple[HolderId, str], TicketId] = field(default_factory=dict)
-    restore_at: Instant | None = None  # the load failed for memory; unless it is tried again
+    # Set once the load has failed: they are loaded again then, unless it is tried again before
+    restore_at: Instant | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AskedLoad:
-    """A load without a request, of which its holder has not said yet how it ended."""
+    """Describes a load without a request that a holder was asked for and has not ended yet."""
 
     holder: HolderId
-    asked_at: Instant  # of this holder
-    first_asked_at: Instant  # of any
-    is_refused: bool = False  # its ticket for it was refused: another holder is asked next
+    asked_at: Instant  # when this holder was asked
+    first_asked_at: Instant  # when the first holder was
+    is_refused: bool = False  # the holder's ticket for it was refused: the next holder is asked
 
 
-EvictedForKey = tuple[HolderId, str]  # for whom: holder and model
+EvictedForKey = tuple[HolderId, str]  # the asker that room was made for: its holder and model
 Foresight = Callable[[types.ModelName, Instant], Instant | None]  # when a model is next used
 
 
@@ -160,40 +161,42 @@ class CoreState:
         known_holders: frozenset[HolderId],
         now: Instant,
     ) -> None:
-        self.epoch = epoch  # names this life
+        self.epoch = epoch
         # Configuration, what people set, and the hour as the clock on the wall has it
         self.settings = settings
         self.policies = policies
         self.registry = Registry(tuple(sorted(policies.roles)))  # with the floors of the table
         self.tenants = {limits.tenant: limits for limits in settings.tenants}
-        self.floors: dict[types.ModelName, types.Floor] = {}  # by capability and model
+        self.floors: dict[types.ModelName, types.Floor] = {}  # that a person set
         self.hours_readings = HoursReadings()
         # The books
-        self.ledger = Ledger()  # tickets and devices
+        self.ledger = Ledger()  # every ticket, and what is charged on each device
         self.queue = RequestQueue(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
         self.pressure: dict[DeviceId, PressureState] = {}
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)  # of clients
         # Answers, what explain says, and what is counted for people
+        # The final errors of tickets that have ended, oldest first: a repeated request gets them
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
         self.evictions = EvictionHistory()
-        self.rankings: dict[DeviceId, Any] = {}  # of victims; see ranking.Ranking
+        self.rankings: dict[DeviceId, Any] = {}  # ranking.Ranking of each device
         self.request_times: dict[tuple[str, str], Histogram] = {}  # by capability and outcome
-        self.stale_count = 0  # of messages that were ignored
+        self.stale_count = 0  # messages that were ignored, because their ticket had moved on
         # Time
         self.now = now
         self.began_at = now
         self.settled_at = after(now, settings.timeouts.rejoin if known_holders else Span(0))
-        self.awaited = set(known_holders)  # of the last epoch, not back yet
-        self.closing_by: Instant | None = None
+        self.awaited = set(known_holders)  # holders of the last epoch that are not back yet
+        self.closing_by: Instant | None = None  # what is in use then is killed; None: not closing
         self.timers = Timers()
-        self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
-        # This event
+        # When a ticket or a holder of each capability was last seen
+        self.active: dict[str, Instant] = {}
+        # What this event has brought so far
         self.decisions: list[Decision] = []
         self.queued_this_event: list[TicketId] = []
         self.uses_this_event: list[tuple[types.ModelName, NodeId]] = []
-        # Ready, and asked for by no request yet
+        # Prefetches that have become resident
         self.prefetched_this_event: list[tuple[types.ModelName, NodeId]] = []
         self._begin_learning(settings, now)
         self._begin_work()
@@ -202,6 +205,7 @@ class CoreState:
         """Begins with nothing known of models and their uses."""
         self.estimates = Estimates(settings)
         self.usage = Usage(settings.rate_window, settings.lasting_window, now)
+        # The device that each model was on last, by node
         self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
         self.trades = Trades()
         self.loading_times = LoadingTimes()
@@ -210,18 +214,27 @@ class CoreState:
 
     def _begin_work(self) -> None:
         """Begins with no work under way."""
-        # Loads that no request asked for, until a holder can begin them
+        # Models to load without a request for which no holder is there yet
         self.awaiting_holder: dict[types.ModelName, None] = {}
-        self.asked_loads: dict[types.ModelName, AskedLoad] = {}  # until each has ended
-        self.prefetched: dict[types.ModelName, Instant] = {}  # brought in unasked, not used yet
-        self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
-        self.removed_models: dict[types.ModelName, Instant] = {}  # forgotten, not back, and when
-        self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
+        # Loads without a request that a holder was asked for and that have not ended
+        self.asked_loads: dict[types.ModelName, AskedLoad] = {}
+        # Models prefetched and not used yet: until then a load of the model counts as a prefetch
+        self.prefetched: dict[types.ModelName, Instant] = {}
+        # Models that are no longer in the table and still have a ticket
+        self.removing: dict[types.ModelName, None] = {}
+        # Models that were removed, with when their last ticket had closed: agents are told of them
+        self.removed_models: dict[types.ModelName, Instant] = {}
+        # Residents that wait for more memory, in the order in which they asked
+        self.growing: dict[TicketId, None] = {}
         self.compactions = Compactions()
+        # What made room for loads that have not succeeded yet
         self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
-        self.freed_for: dict[TicketId, dict[types.ModelName, None]] = {}  # return once it is over
-        self.failures: dict[types.ModelName, Failure] = {}  # that cool down
-        self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()  # whose cause may come yet
+        # What left for a lease of `arbiter free`, and is loaded again once that lease is over
+        self.freed_for: dict[TicketId, dict[types.ModelName, None]] = {}
+        # Models that cool down after a failed load
+        self.failures: dict[types.ModelName, Failure] = {}
+        # Tickets whose engine died while it loaded: their holders may yet tell why
+        self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()
 
     # -- saying --------------------------------------------------------------------------------
 
