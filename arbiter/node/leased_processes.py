@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from arbiter.core.events import EngineReading
-from arbiter.core.tickets.budget import share
+from arbiter.core.tickets.budget import fraction_of
 from arbiter.core.types import DeviceBytes
 from arbiter.errors import LeaseRefused
 from arbiter.node import procfs
@@ -50,7 +50,7 @@ class LeasedProcess:
     def enough_bytes(self) -> Bytes:
         """Returns the bytes at or below which the process counts as having given its lease back."""
         lent = Bytes(sum(d.size_bytes for d in self.granted))
-        return Bytes(self.floor_bytes + share(lent, LEFT_FRACTION))
+        return Bytes(self.floor_bytes + fraction_of(lent, LEFT_FRACTION))
 
 
 class LeasedProcesses:

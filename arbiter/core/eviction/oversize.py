@@ -13,7 +13,7 @@ from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
-from arbiter.core.tickets.device_limits import on_demand_of
+from arbiter.core.tickets.device_limits import unpinned_bytes
 from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.types import Split
 from arbiter.units import Bytes
@@ -32,7 +32,7 @@ def evict_all_idle(
 ) -> Sizes | None:
     """Returns what the ticket is granted once no idle ticket is left on the device with the most to
     lend; None while idle tickets still leave."""
-    book = max(books, key=lambda b: (on_demand_of(b), b.device), default=None)
+    book = max(books, key=lambda b: (unpinned_bytes(b), b.device), default=None)
     if book is None:
         return None
     for other in list(book.tickets.values()):

@@ -6,7 +6,7 @@ from arbiter.core.decisions import EventKind, Reason, RequestReading, Tier
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import inexact
-from arbiter.core.tickets.budget import share
+from arbiter.core.tickets.budget import fraction_of
 from arbiter.core.tickets.reclaim import kill_and_notify
 from arbiter.core.types import Floor
 from arbiter.units import (
@@ -55,7 +55,7 @@ def confirm_sleep(state: CoreState, ticket: Ticket) -> None:
         return
     held = inexact.held_at_home(state, ticket)
     fallen = claimed.from_bytes - held
-    if fallen < share(ticket.home_bytes, state.settings.slept_fraction):
+    if fallen < fraction_of(ticket.home_bytes, state.settings.slept_fraction):
         ticket.note_held_since_sleep(state.now, held)
         stands_for = since(claimed.fell_at or state.now, state.now)
         # Where only a total is known, another engine may have taken what this one gave.
@@ -86,7 +86,9 @@ def doubt_asleep(state: CoreState, ticket: Ticket) -> None:
     """Ends an asleep ticket whose bytes never fell: its holder rejoined with it, so perhaps no
     reading saw it fall asleep. An asleep ticket may grow a little; a ticket that still holds more
     than about half of its share does not sleep."""
-    believed = ticket.home_bytes - share(ticket.home_bytes, state.settings.slept_fraction) // 2
+    believed = (
+        ticket.home_bytes - fraction_of(ticket.home_bytes, state.settings.slept_fraction) // 2
+    )
     if inexact.is_at_home(state, ticket):
         return  # the share is inferred
     if ticket.state is State.ASLEEP and ticket.at_home_bytes > believed:

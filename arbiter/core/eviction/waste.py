@@ -17,7 +17,7 @@ from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import inexact, quotas
-from arbiter.core.tickets.device_limits import on_demand_of
+from arbiter.core.tickets.device_limits import unpinned_bytes
 from arbiter.core.types import Floor, ModelName, Priority
 from arbiter.errors import UnknownCapability, UnknownModel
 from arbiter.units import Bytes
@@ -100,7 +100,7 @@ def compaction_obstacle(
 def _may_load_again(state: CoreState, ticket: Ticket) -> bool:
     """Says whether its holder could load it again, into what it leaves."""
     book = state.ledger.books.get(next(iter(ticket.home)))
-    fits = book is not None and next_grant_bytes(state, ticket) <= on_demand_of(book)
+    fits = book is not None and next_grant_bytes(state, ticket) <= unpinned_bytes(book)
     is_heard = not state.is_silent(ticket.holder) and state.closing_by is None
     return fits and is_heard and may_load(state, ticket.model_name)
 

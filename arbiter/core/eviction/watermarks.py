@@ -20,8 +20,8 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.settings import Watermarks
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.budget import share
-from arbiter.core.tickets.device_limits import on_demand_of
+from arbiter.core.tickets.budget import fraction_of
+from arbiter.core.tickets.device_limits import unpinned_bytes
 from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.tickets.reclaim import is_counted_on
 from arbiter.core.types import DeviceKind
@@ -47,14 +47,14 @@ def _bytes_staying(book: DeviceAccount) -> int:
 
 
 def _is_above(taken: int, book: DeviceAccount, marks: Watermarks) -> bool:
-    return taken > share(book.budget_bytes, marks.high_fraction)
+    return taken > fraction_of(book.budget_bytes, marks.high_fraction)
 
 
 def _keep_host(state: CoreState, book: DeviceAccount, marks: Watermarks) -> None:
     staying = _bytes_staying(book)
     if not _is_above(staying, book, marks):
         return
-    missing = staying - share(book.budget_bytes, marks.low_fraction)
+    missing = staying - fraction_of(book.budget_bytes, marks.low_fraction)
     ranked = list(ranked_victims(state, book))
     asleep = [(t, option) for t, option in ranked if t.state is State.ASLEEP]
     newest = max((t for t, _ in asleep), key=lambda t: (t.since, t.id), default=None)
@@ -72,7 +72,7 @@ def _keep_device(state: CoreState, book: DeviceAccount, marks: Watermarks) -> No
     asking = _first_asking(state, book)
     if asking is None or not _is_above(book.budget_bytes - book.free_bytes, book, marks):
         return
-    missing = _bytes_staying(book) - share(book.budget_bytes, marks.low_fraction)
+    missing = _bytes_staying(book) - fraction_of(book.budget_bytes, marks.low_fraction)
     spare = quotas.ReserveSlack(state, book, asking.client.tenant)
     for ticket, option in list(_evictable(state, book, asking)):
         if missing > 0 and (worth := spare.take(ticket, option.freed_bytes)):
@@ -95,7 +95,7 @@ def _could_use(state: CoreState, ticket: Ticket, book: DeviceAccount) -> bool:
     if ticket.home:
         return book.device in ticket.home
     queued = state.queue.find(ticket.id)
-    return may_exceed(ticket) or queued is None or queued.need_bytes <= on_demand_of(book)
+    return may_exceed(ticket) or queued is None or queued.need_bytes <= unpinned_bytes(book)
 
 
 def _evictable(

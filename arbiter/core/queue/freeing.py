@@ -17,7 +17,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases, quotas
-from arbiter.core.tickets.device_limits import on_demand_of, readable_devices
+from arbiter.core.tickets.device_limits import readable_devices, unpinned_bytes
 from arbiter.core.types import Priority
 from arbiter.units import Bytes, Instant, after
 
@@ -59,7 +59,7 @@ def _attainable_bytes(
         if find_obstacle(state, ticket, asker, Priority.URGENT) is None
         and not leaves_too_late(state, ticket, by)
     )
-    return min(on_demand_of(book), max(0, book.free_bytes - reserved_bytes) + sum(idle))
+    return min(unpinned_bytes(book), max(0, book.free_bytes - reserved_bytes) + sum(idle))
 
 
 def staying(state: CoreState, asker: Ticket) -> Iterator[tuple[Ticket, str]]:

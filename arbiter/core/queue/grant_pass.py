@@ -67,7 +67,7 @@ def _run_node(state: CoreState, node: Node) -> PassEnd:
 def _new_pass(state: CoreState, node: Node) -> GrantPass:
     books = compute_books(state, node)
     reserves = quotas.reserves(state)
-    most = placement.most_on_demand(books)
+    most = placement.most_unpinned_bytes(books)
     return GrantPass(
         node,
         {b.device: b for b in books if is_readable(state, node, b.device, state.now)},

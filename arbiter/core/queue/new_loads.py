@@ -28,7 +28,7 @@ from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.device_limits import (
     compute_books,
     flag_pinned_on,
-    on_demand_of,
+    unpinned_bytes,
 )
 from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.types import Priority
@@ -184,8 +184,8 @@ def _place_beyond_one_device(
     if pass_.node.may_gain_devices:
         return pass_.defer(queued, ())
     if ticket.pinned:
-        flag_pinned_on(state, max(books, key=on_demand_of), need)
-    whole = gangs.most_bytes(ticket.split, {b.device: on_demand_of(b) for b in books})
+        flag_pinned_on(state, max(books, key=unpinned_bytes), need)
+    whole = gangs.most_bytes(ticket.split, {b.device: unpinned_bytes(b) for b in books})
     reject_queued(state, ticket, never_fits(pass_.node, ticket, need, whole))
     return Outcome.REJECTED
 

@@ -16,7 +16,7 @@ from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.device_limits import compute_books, on_demand_of
+from arbiter.core.tickets.device_limits import compute_books, unpinned_bytes
 from arbiter.core.types import Priority
 from arbiter.units import Bytes, DeviceId
 
@@ -126,7 +126,7 @@ def count_bypasses(state: CoreState, pass_: GrantPass, sequence: int, home: Size
     """Counts a bypass for tickets that asked before the granted one and could have used these
     bytes. The queue may be long, so each holder is asked for once, and each ticket for little."""
     node = pass_.node.node
-    most = max(on_demand_of(state.ledger.books[d]) for d in home)
+    most = max(unpinned_bytes(state.ledger.books[d]) for d in home)
     answering = {h for h in state.queue.stats(node).holders if not state.is_silent(h)}
     bypassed = [
         other

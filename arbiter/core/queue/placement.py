@@ -6,7 +6,7 @@ from arbiter.core.eviction import pressure
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Ticket
 from arbiter.core.state import CoreState
-from arbiter.core.tickets.device_limits import on_demand_of
+from arbiter.core.tickets.device_limits import unpinned_bytes
 from arbiter.core.view import PlacementOption
 from arbiter.units import Bytes, DeviceId
 
@@ -14,12 +14,12 @@ from arbiter.units import Bytes, DeviceId
 def devices_for(
     state: CoreState, books: Iterable[DeviceAccount], ticket: Ticket, need: Bytes
 ) -> list[DeviceId]:
-    """Returns the devices that could ever hold a ticket and let loads begin, best first by the
-    policy."""
+    """Returns the devices of `books` that could ever hold a ticket of `need` bytes and on which
+    pressure lets its load begin, best first by the policy."""
     able = [
         book
         for book in books
-        if need <= on_demand_of(book) and not pressure.is_closed_to(state, ticket, book.device)
+        if need <= unpinned_bytes(book) and not pressure.is_closed_to(state, ticket, book.device)
     ]
     if len(able) < 2:  # nothing to order, as on most nodes
         return [book.device for book in able]
@@ -38,15 +38,15 @@ def devices_for(
     return [option.device for option in sorted(options, key=state.policies.place)]
 
 
-def most_on_demand(books: Iterable[DeviceAccount]) -> Bytes:
-    """Returns the most that waiting can ever bring on one of these devices."""
-    return max((on_demand_of(book) for book in books), default=Bytes(0))
+def most_unpinned_bytes(books: Iterable[DeviceAccount]) -> Bytes:
+    """Returns the most that waiting can ever bring a ticket on any one of these devices."""
+    return max((unpinned_bytes(book) for book in books), default=Bytes(0))
 
 
 def estimated_bytes(state: CoreState, ticket: Ticket, most: Bytes) -> Bytes:
-    """Returns what a ticket will be granted. What was learned, of a failure for memory or of a peak
-    with its headroom, never exceeds `most`, of `most_on_demand`: there is nothing beyond it to try,
-    and the model has run there before."""
+    """Returns what a ticket will be granted. An estimate that was learned, from a failure for
+    memory or from a peak with its headroom, is cut to `most`, which `most_unpinned_bytes` returned:
+    there is nothing beyond it to try, and the model has run there before."""
     estimate = state.estimates.size(ticket.model_key, ticket.need, ticket.need_is_explicit)
     if estimate.source in ("corrected", "learned") and most >= ticket.need.device_bytes:
         return min(estimate.device_bytes, most)

@@ -97,7 +97,7 @@ def foresee_need(state: CoreState, ticket: Ticket) -> None:
     if queued is None or node is None or is_special or ticket.state is not State.QUEUED:
         return
     books = compute_books(state, node)
-    most = placement.most_on_demand(books)
+    most = placement.most_unpinned_bytes(books)
     need = placement.estimated_bytes(state, ticket, most)
     if books and need <= most:
         state.queue.stats(ticket.node).know(queued, need, state.estimates.version)

@@ -16,7 +16,7 @@ from arbiter.core.records.ticket import Sizes, Ticket
 from arbiter.core.state import CoreState, Node, reject_queued
 from arbiter.core.tickets.device_limits import (
     compute_books,
-    on_demand_of,
+    unpinned_bytes,
 )
 from arbiter.core.types import Priority
 from arbiter.errors import GpusLost, NeverFits, QuotaExceeded, TicketClosed
@@ -67,7 +67,7 @@ def _reject_gang(
     its size."""
     need = Bytes(sum(size for _, size in sizes))
     whole = Bytes(sum(most.values()))
-    fits_alone = gangs.assign(sizes, books, {b.device: on_demand_of(b) for b in books})
+    fits_alone = gangs.assign(sizes, books, {b.device: unpinned_bytes(b) for b in books})
     is_reserved = fits_alone and not pass_.node.lost
     reserved = QuotaExceeded(tenant, Bytes(0), need, whole, "bytes") if is_reserved else None
     for member, _ in sizes:

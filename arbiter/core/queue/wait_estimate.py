@@ -27,7 +27,7 @@ from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, reject_queued
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.device_limits import compute_books, on_demand_of
+from arbiter.core.tickets.device_limits import compute_books, unpinned_bytes
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import Bytes, Instant, Span, after, in_seconds, since
 
@@ -206,7 +206,7 @@ def _lacking(state: CoreState, queued: QueueEntry, book: DeviceAccount) -> Bytes
         return queued.need_bytes
     if ticket.state is State.ASLEEP:
         return Bytes(max(0, ticket.home.get(book.device, 0) - ticket.charge(book.device)))
-    return queued.need_bytes or placement.estimated_bytes(state, ticket, on_demand_of(book))
+    return queued.need_bytes or placement.estimated_bytes(state, ticket, unpinned_bytes(book))
 
 
 def _room_at(

@@ -11,7 +11,7 @@ from arbiter.core.records.ticket import Sizes, Ticket
 from arbiter.core.state import CoreState, reject_queued
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import (
-    on_demand_of,
+    unpinned_bytes,
 )
 from arbiter.errors import GpusLost, NeverFits, QuotaExceeded
 from arbiter.units import Bytes
@@ -52,7 +52,7 @@ def _never_wakes(
     what it will hold, but of a pinned ticket that is left out of all limits."""
     whole = missing if ticket.pinned else ticket.home
     for device, size in whole.items():
-        if size > (most := on_demand_of(pass_.books[device])):
+        if size > (most := unpinned_bytes(pass_.books[device])):
             return NeverFits(ticket.id, size, most)
     most_by_device = limits.most_by_device
     bound = sum(min(size, most_by_device.get(d, size)) for d, size in whole.items())

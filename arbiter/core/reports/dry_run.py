@@ -33,7 +33,7 @@ from arbiter.core.reports.plan import (
 )
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases
-from arbiter.core.tickets.device_limits import COMPUTE, compute_books, on_demand_of
+from arbiter.core.tickets.device_limits import COMPUTE, compute_books, unpinned_bytes
 from arbiter.core.types import LEASE
 from arbiter.core.view import Policies
 from arbiter.errors import QuotaExceeded, RequestError
@@ -123,7 +123,7 @@ def _by_room(state: CoreState, question: PlanQuestion, name: NodeId) -> tuple[bo
     node = state.nodes.get(name)
     books = compute_books(state, node) if node else []
     total = max if question.split is types.Split.NONE else sum
-    most, free = total([0, *map(on_demand_of, books)]), total([0, *(b.free_bytes for b in books)])
+    most, free = total([0, *map(unpinned_bytes, books)]), total([0, *(b.free_bytes for b in books)])
     return most < question.need.device_bytes, -free, name
 
 

@@ -149,7 +149,7 @@ def _needs(state: CoreState, ticket: Ticket, books: list[DeviceAccount]) -> Size
     wakes, or is larger than any one; else on one of them."""
     if ticket.home:  # it wakes where its process lives; some of that is charged already
         return {d: Bytes(max(0, size - ticket.charge(d))) for d, size in ticket.home.items()}
-    need = placement.estimated_bytes(state, ticket, placement.most_on_demand(books))
+    need = placement.estimated_bytes(state, ticket, placement.most_unpinned_bytes(books))
     most = quotas.at_most(state, ticket.client.tenant, books)
     is_one = need <= max(most.values(), default=need)
     several = None if is_one else gangs.split(books, need, ticket.split, most)
@@ -255,7 +255,7 @@ def _needs_bytes(state: CoreState, ticket: Ticket) -> Bytes:
         return Bytes(sum(size - ticket.charge(d) for d, size in ticket.home.items()))
     node = state.nodes.get(ticket.node)
     books = compute_books(state, node) if node else []
-    return placement.estimated_bytes(state, ticket, placement.most_on_demand(books))
+    return placement.estimated_bytes(state, ticket, placement.most_unpinned_bytes(books))
 
 
 def _exclusion_sentences(state: CoreState, ticket: Ticket) -> list[str]:

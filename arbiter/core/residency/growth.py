@@ -18,7 +18,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.budget import on_demand
+from arbiter.core.tickets.budget import unpinned
 from arbiter.core.tickets.device_limits import readable_devices, watch_claims
 from arbiter.errors import GrowthRefused, NeverFits, TicketClosed
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId, after, since
@@ -265,7 +265,7 @@ def _never_fits(state: CoreState, ticket: Ticket) -> NeverFits | None:
     for device, part in _wanted_sizes(ticket).items():
         book = state.ledger.books[device]
         others = (t for t in book.tickets.values() if t is not ticket and not _may_go(t))
-        most = on_demand(book.budget_bytes, Bytes(sum(t.charge(device) for t in others)))
+        most = unpinned(book.budget_bytes, Bytes(sum(t.charge(device) for t in others)))
         need = Bytes(ticket.home[device] + part)
         if need > most:
             return NeverFits(ticket.id, need, most)

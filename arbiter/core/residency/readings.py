@@ -14,7 +14,7 @@ from arbiter.core.records.ticket import CHARGED, Sizes, State, Ticket
 from arbiter.core.residency import copy_readings, slabs
 from arbiter.core.state import CoreState, Node, Unclaimed
 from arbiter.core.tickets import inexact, lessees, process_ram
-from arbiter.core.tickets.budget import beyond, foreign_in_budget, lendable, shared_scratch
+from arbiter.core.tickets.budget import beyond, budget_of, foreign_in_budget, shared_scratch
 from arbiter.core.tickets.loads import learn_failure
 from arbiter.core.tickets.reclaim import mark_reclaimed, reclaim
 from arbiter.core.types import DeviceKind
@@ -90,7 +90,7 @@ def rebudget(state: CoreState) -> None:
 def _budget(state: CoreState, node: Node) -> None:
     scratch = Bytes(sum(shared_scratch(state.registry.specs.values()).values()))
     for spec in node.devices.values():
-        budget = lendable(spec.total_bytes, spec.kind, state.settings, scratch)
+        budget = budget_of(spec.total_bytes, spec.kind, state.settings, scratch)
         state.ledger.put_device(
             DeviceAccount(
                 spec.device, node.node, spec.kind, spec.total_bytes, budget, free_bytes=budget

@@ -1,10 +1,15 @@
-"""How much of a device may be lent (B2, B3). Pure arithmetic on whole bytes, rounded down.
+"""Computes how much of a device may be lent (B2, B3), in whole bytes, rounded down.
 
-total --0.9, cap--> arena --0.1 wiggle--> ceiling --shared scratch, margin--> budget
+The budget is what tickets may be charged. It is computed in three steps, whose fractions are
+settings:
 
-The budget is what tickets may be charged. A ticket is charged its own scratch, unless its engine
-computes under a dispatch lock: engines that share a lock take turns, so one reserve, as large as
-the largest of their scratches, serves them all and is taken off before anything is lent.
+    arena   = 0.9 of the device's total, or the configured cap where that is less
+    ceiling = the arena without 0.1 of it, the wiggle room for what estimates miss
+    budget  = the ceiling without the shared scratch, and on a GPU without the driver's margin
+
+A ticket is charged its own scratch, unless its engine computes under a dispatch lock: engines that
+share a lock take turns, so one reserve, as large as the largest of their scratches, serves them all
+and is taken off before anything is lent.
 """
 
 from collections.abc import Iterable
@@ -14,28 +19,29 @@ from arbiter.core.types import CapabilitySpec, DeviceKind
 from arbiter.units import Bytes
 
 
-def share(size: Bytes, fraction: float) -> Bytes:
-    """Returns a fraction of a size, rounded down."""
+def fraction_of(size: Bytes, fraction: float) -> Bytes:
+    """Returns a fraction (0 to 1) of a size, rounded down to whole bytes."""
     return Bytes(int(size * fraction))
 
 
 def arena(total: Bytes, kind: DeviceKind, settings: Settings) -> Bytes:
-    """Returns the part of a device that is ours to plan with."""
+    """Returns the arena: the part of a device that the arbiter may plan with."""
     cap = settings.arenas.cap(kind)
-    ours = share(total, settings.arena_fraction)
+    ours = fraction_of(total, settings.arena_fraction)
     return ours if cap is None else min(ours, cap)
 
 
-def lendable(
+def budget_of(
     total: Bytes, kind: DeviceKind, settings: Settings, scratch: Bytes = Bytes(0)
 ) -> Bytes:
-    """Returns the budget: what free + charged + foreign must always sum to. `scratch`: what engines
-    share under their dispatch locks; nothing computes on host RAM that holds sleeping weights."""
+    """Returns the budget of a device: what free + charged + foreign must always sum to. `scratch`:
+    the bytes that engines share under their dispatch locks. None are kept on host RAM, where
+    weights sleep and nothing computes."""
     ours = arena(total, kind, settings)
-    ceiling = ours - share(ours, settings.wiggle_fraction)
+    ceiling = ours - fraction_of(ours, settings.wiggle_fraction)
     shared = 0 if kind is DeviceKind.HOST else scratch
     margin = settings.gpu_margin_bytes if kind is DeviceKind.GPU else 0
-    pool = min(share(ours, settings.pool_fraction), ceiling - shared)
+    pool = min(fraction_of(ours, settings.pool_fraction), ceiling - shared)
     return Bytes(max(0, pool - margin))
 
 
@@ -61,15 +67,15 @@ def beyond(reserve: dict[str, Bytes], in_use: Iterable[tuple[str, Bytes]]) -> By
 def foreign_in_budget(foreign: Bytes, total: Bytes, kind: DeviceKind, settings: Settings) -> Bytes:
     """Returns the foreign bytes that eat into the budget. A cap below the arena leaves the rest of
     the device to others, so they fill that first; without a cap every foreign byte counts."""
-    left_to_others = share(total, settings.arena_fraction) - arena(total, kind, settings)
+    left_to_others = fraction_of(total, settings.arena_fraction) - arena(total, kind, settings)
     return Bytes(max(0, foreign - left_to_others))
 
 
-def on_demand(pool: Bytes, pinned: Bytes) -> Bytes:
-    """Returns what of a budget is not pinned."""
-    return Bytes(max(0, pool - pinned))
+def unpinned(budget: Bytes, pinned: Bytes) -> Bytes:
+    """Returns the part of a budget that pinned tickets leave to others; 0 where they pin more."""
+    return Bytes(max(0, budget - pinned))
 
 
-def pinned_overcommit(pool: Bytes, pinned: Bytes) -> Bytes:
-    """Returns by how much the configuration pins more than can ever be resident."""
-    return Bytes(max(0, pinned - pool))
+def pinned_overcommit(budget: Bytes, pinned: Bytes) -> Bytes:
+    """Returns by how many bytes pinned tickets exceed a budget; 0: they do not."""
+    return Bytes(max(0, pinned - budget))

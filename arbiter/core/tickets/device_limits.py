@@ -8,7 +8,7 @@ from arbiter.core.decisions import EventKind
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, Node
-from arbiter.core.tickets.budget import on_demand, pinned_overcommit, share
+from arbiter.core.tickets.budget import fraction_of, pinned_overcommit, unpinned
 from arbiter.core.types import DeviceKind
 from arbiter.errors import UnknownCapability, UnknownModel
 from arbiter.units import Bytes, DeviceId, Instant, NodeId, after, since
@@ -22,10 +22,10 @@ def compute_books(state: CoreState, node: Node) -> list[DeviceAccount]:
     return [books[d] for d in node.computing if d in books]
 
 
-def on_demand_of(book: DeviceAccount) -> Bytes:
-    """Returns the most that waiting can ever bring on a device: pinned models are never victims
-    (B2)."""
-    return on_demand(book.budget_bytes, book.pinned_bytes)
+def unpinned_bytes(book: DeviceAccount) -> Bytes:
+    """Returns the most that waiting can ever bring on a device: its budget without what is pinned,
+    because pinned models are never victims (B2)."""
+    return unpinned(book.budget_bytes, book.pinned_bytes)
 
 
 def flag_pinned(state: CoreState, devices: Iterable[DeviceId]) -> None:
@@ -69,7 +69,7 @@ def cap_pins(state: CoreState, *nodes: NodeId) -> None:
 
 
 def _most_pinned_bytes(state: CoreState, book: DeviceAccount) -> Bytes:
-    return share(book.budget_bytes, state.settings.pinned_most_fraction)
+    return fraction_of(book.budget_bytes, state.settings.pinned_most_fraction)
 
 
 def is_to_be_pinned(state: CoreState, ticket: Ticket) -> bool:

@@ -16,7 +16,7 @@ from arbiter.core.decisions import EventKind
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import lessees
-from arbiter.core.tickets.budget import share
+from arbiter.core.tickets.budget import fraction_of
 from arbiter.core.tickets.device_limits import COMPUTE
 from arbiter.core.tickets.quotas import device_bytes
 from arbiter.errors import (
@@ -93,7 +93,7 @@ def tenant_cap(state: CoreState) -> Bytes:
     if state.settings.lease_tenant_bytes is not None:
         return state.settings.lease_tenant_bytes
     lent = sum(b.budget_bytes for b in state.ledger.books.values() if b.kind in COMPUTE)
-    return share(Bytes(lent), state.settings.lease_tenant_fraction)
+    return fraction_of(Bytes(lent), state.settings.lease_tenant_fraction)
 
 
 def _of(state: CoreState, tenant: str) -> Iterator[Ticket]:

@@ -5,7 +5,7 @@ from arbiter.core.decisions import EventKind, LoadModel, Reason
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import AskedLoad, CoreState, EvictedFor, EvictedForKey, Failure
-from arbiter.core.tickets.budget import share
+from arbiter.core.tickets.budget import fraction_of
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, reclaim
 from arbiter.core.types import ModelName
 from arbiter.errors import TRIED_AGAIN, LoadFailed, TicketClosed
@@ -246,4 +246,6 @@ def _is_nearly_done(state: CoreState, ticket: Ticket) -> bool:
         return True
     predicted = ticket.last_load.predicted
     remaining = predicted - since(ticket.since, state.now)
-    return predicted > 0 and remaining <= share(Bytes(predicted), state.settings.finish_fraction)
+    return predicted > 0 and remaining <= fraction_of(
+        Bytes(predicted), state.settings.finish_fraction
+    )

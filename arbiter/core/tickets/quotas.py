@@ -17,8 +17,8 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import LEAVING, Sizes, Ticket
 from arbiter.core.settings import TenantLimits
 from arbiter.core.state import CoreState, Node
-from arbiter.core.tickets.budget import share
-from arbiter.core.tickets.device_limits import COMPUTE, compute_books, on_demand_of
+from arbiter.core.tickets.budget import fraction_of
+from arbiter.core.tickets.device_limits import COMPUTE, compute_books, unpinned_bytes
 from arbiter.core.tickets.reclaim import is_counted_on
 from arbiter.core.types import Client, Split
 from arbiter.errors import GpusLost, QuotaExceeded, TenantCoolingDown
@@ -86,7 +86,7 @@ def at_most(state: CoreState, tenant: str, books: Iterable[DeviceAccount]) -> Si
 def _most_on(state: CoreState, book: DeviceAccount, tenant: str) -> Bytes:
     others = [t for name, t in state.tenants.items() if name != tenant and t.reserved_bytes]
     if not others:
-        return on_demand_of(book)
+        return unpinned_bytes(book)
     fixed: dict[str, int] = {}
     for ticket in book.tickets.values() if book.pinned_bytes else ():
         if ticket.pinned:
@@ -124,7 +124,7 @@ def _cooling(state: CoreState, tenant: str) -> TenantCoolingDown | None:
         return None
     is_cooling = tenant in accounts.cooling
     average = accounts.average(state.ledger.holdings.by_client, tenant, state.now)
-    cooled = share(limits.average_bytes, COOLED_FRACTION)
+    cooled = fraction_of(limits.average_bytes, COOLED_FRACTION)
     if average <= (cooled if is_cooling else limits.average_bytes):
         accounts.end_cool_down(tenant)
         return None

@@ -218,10 +218,10 @@ def _shipped_name(machine: Machine) -> str:
 def _room(machine: Machine) -> int:
     """What one model may take: of all GPUs together, because vLLM divides a model over several."""
     from arbiter.core.settings import Settings
-    from arbiter.core.tickets.budget import lendable
+    from arbiter.core.tickets.budget import budget_of
     from arbiter.core.types import DeviceKind
 
-    lent = (lendable(Bytes(size), DeviceKind.GPU, Settings()) for size in machine.gpus)
+    lent = (budget_of(Bytes(size), DeviceKind.GPU, Settings()) for size in machine.gpus)
     return sum(lent) or int(LENT * machine.largest_bytes)
 
 

@@ -47,11 +47,11 @@ def serve(made: CoreDriver, t: float, name: str, size: float, seen: float) -> No
 def test_the_pool_is_a_fraction_of_the_arena_or_what_the_largest_scratch_leaves() -> None:
     total, cpu = Bytes(1000), DeviceKind.CPU
     settings = replace(DEFAULTS, arena_fraction=1.0)  # arena 1000, ceiling 900
-    assert budget.lendable(total, cpu, settings, Bytes(100)) == 800
-    assert budget.lendable(total, cpu, replace(settings, pool_fraction=0.5), Bytes(100)) == 500
-    assert budget.lendable(total, cpu, replace(settings, pool_fraction=0.85), Bytes(100)) == 800
-    assert budget.lendable(total, cpu, settings, Bytes(2000)) == 0
-    assert budget.lendable(total, DeviceKind.HOST, settings, Bytes(100)) == 900
+    assert budget.budget_of(total, cpu, settings, Bytes(100)) == 800
+    assert budget.budget_of(total, cpu, replace(settings, pool_fraction=0.5), Bytes(100)) == 500
+    assert budget.budget_of(total, cpu, replace(settings, pool_fraction=0.85), Bytes(100)) == 800
+    assert budget.budget_of(total, cpu, settings, Bytes(2000)) == 0
+    assert budget.budget_of(total, DeviceKind.HOST, settings, Bytes(100)) == 900
 
 
 @pytest.mark.spec("B2")
@@ -137,8 +137,8 @@ def test_reserve_charge_and_foreign_cover_every_byte_that_is_seen(
 def test_lendable_takes_arena_then_wiggle_then_on_gpus_the_margin() -> None:
     total = Bytes(80 * GIB)
     arena = int(total * 0.9)
-    assert budget.lendable(total, DeviceKind.CPU, DEFAULTS) == arena - int(arena * 0.1)
-    gpu = budget.lendable(total, DeviceKind.GPU, DEFAULTS)
+    assert budget.budget_of(total, DeviceKind.CPU, DEFAULTS) == arena - int(arena * 0.1)
+    gpu = budget.budget_of(total, DeviceKind.GPU, DEFAULTS)
     assert gpu == arena - int(arena * 0.1) - 512 * MIB
 
 
@@ -152,13 +152,13 @@ def test_a_cap_lowers_the_arena_and_never_raises_it() -> None:
 
 
 def test_a_tiny_device_lends_nothing_rather_than_less_than_nothing() -> None:
-    assert budget.lendable(Bytes(100 * MIB), DeviceKind.GPU, DEFAULTS) == 0
+    assert budget.budget_of(Bytes(100 * MIB), DeviceKind.GPU, DEFAULTS) == 0
 
 
 @pytest.mark.spec("B2")
 def test_pinned_bytes_are_not_lent_on_demand() -> None:
-    assert budget.on_demand(Bytes(800), Bytes(300)) == 500
-    assert budget.on_demand(Bytes(800), Bytes(900)) == 0
+    assert budget.unpinned(Bytes(800), Bytes(300)) == 500
+    assert budget.unpinned(Bytes(800), Bytes(900)) == 0
     assert budget.pinned_overcommit(Bytes(800), Bytes(900)) == 100
     assert budget.pinned_overcommit(Bytes(800), Bytes(300)) == 0
 

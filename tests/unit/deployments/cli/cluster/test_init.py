@@ -12,7 +12,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from arbiter.core.settings import Settings
-from arbiter.core.tickets.budget import lendable
+from arbiter.core.tickets.budget import budget_of
 from arbiter.core.types import DeviceKind
 from arbiter.node import nvml, procfs
 from arbiter.node.nvml import Card
@@ -140,7 +140,7 @@ def test_machine_with_a_gpu_of_80_gb_gets_the_models_for_it(
 )
 def test_each_shipped_model_for_gpus_fits_one_card(file: str, card_mib: int) -> None:
     card, drivers_own = Bytes(card_mib * MIB), 645 * MIB  # what an H200 keeps to itself
-    room = lendable(card, DeviceKind.GPU, Settings()) - drivers_own
+    room = budget_of(card, DeviceKind.GPU, Settings()) - drivers_own
     table = check_file(config_text.ROOT / file)
     for capability in table.capabilities.values():
         for name, model in capability.models.items():
