@@ -13,7 +13,7 @@ from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
-from arbiter.core.tickets.device_limits import unpinned_bytes
+from arbiter.core.tickets.lendable_devices import unpinned_bytes
 from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.types import Split
 from arbiter.units import Bytes

@@ -18,7 +18,7 @@ from arbiter.core.eviction.ranking import ranked_victims
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, Node, PressureState
-from arbiter.core.tickets.device_limits import compute_books
+from arbiter.core.tickets.lendable_devices import compute_books
 from arbiter.core.tickets.reclaim import charged
 from arbiter.core.types import Level
 from arbiter.core.view import MemoryReading

@@ -17,7 +17,7 @@ from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import inexact, quotas
-from arbiter.core.tickets.device_limits import unpinned_bytes
+from arbiter.core.tickets.lendable_devices import unpinned_bytes
 from arbiter.core.types import Floor, ModelName, Priority
 from arbiter.errors import UnknownCapability, UnknownModel
 from arbiter.units import Bytes

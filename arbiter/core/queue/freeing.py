@@ -17,7 +17,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases, quotas
-from arbiter.core.tickets.device_limits import readable_devices, unpinned_bytes
+from arbiter.core.tickets.lendable_devices import readable_devices, unpinned_bytes
 from arbiter.core.types import Priority
 from arbiter.units import Bytes, Instant, after
 

@@ -19,7 +19,7 @@ from arbiter.core.records.timers import NEVER
 from arbiter.core.residency import growth
 from arbiter.core.state import CoreState, Node, reject_queued
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.device_limits import (
+from arbiter.core.tickets.lendable_devices import (
     compute_books,
     is_readable,
     watch_claims,

@@ -13,7 +13,7 @@ from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases
-from arbiter.core.tickets.device_limits import (
+from arbiter.core.tickets.lendable_devices import (
     cap_pins,
     is_to_be_pinned,
 )

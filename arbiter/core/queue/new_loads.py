@@ -25,12 +25,12 @@ from arbiter.core.records.ticket import Ticket
 from arbiter.core.residency import prefetch
 from arbiter.core.state import CoreState, reject_queued
 from arbiter.core.tickets import leases, quotas
-from arbiter.core.tickets.device_limits import (
+from arbiter.core.tickets.exclusion import excluded_by
+from arbiter.core.tickets.lendable_devices import (
     compute_books,
     flag_pinned_on,
     unpinned_bytes,
 )
-from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.types import Priority
 from arbiter.errors import TicketClosed
 from arbiter.units import Bytes, DeviceId

@@ -16,7 +16,7 @@ from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.device_limits import compute_books, unpinned_bytes
+from arbiter.core.tickets.lendable_devices import compute_books, unpinned_bytes
 from arbiter.core.types import Priority
 from arbiter.units import Bytes, DeviceId
 

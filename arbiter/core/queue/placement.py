@@ -6,7 +6,7 @@ from arbiter.core.eviction import pressure
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Ticket
 from arbiter.core.state import CoreState
-from arbiter.core.tickets.device_limits import unpinned_bytes
+from arbiter.core.tickets.lendable_devices import unpinned_bytes
 from arbiter.core.view import PlacementOption
 from arbiter.units import Bytes, DeviceId
 

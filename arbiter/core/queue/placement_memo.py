@@ -8,7 +8,7 @@ from arbiter.core.queue import placement
 from arbiter.core.records.request_queue import QueueEntry, QueueStats, urgency_of
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
-from arbiter.core.tickets.device_limits import compute_books
+from arbiter.core.tickets.lendable_devices import compute_books
 from arbiter.core.types import Priority
 from arbiter.units import Bytes
 

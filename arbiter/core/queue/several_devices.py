@@ -14,7 +14,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, Ticket
 from arbiter.core.state import CoreState, Node, reject_queued
-from arbiter.core.tickets.device_limits import (
+from arbiter.core.tickets.lendable_devices import (
     compute_books,
     unpinned_bytes,
 )

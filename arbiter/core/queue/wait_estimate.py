@@ -27,7 +27,7 @@ from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, reject_queued
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.device_limits import compute_books, unpinned_bytes
+from arbiter.core.tickets.lendable_devices import compute_books, unpinned_bytes
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import Bytes, Instant, Span, after, in_seconds, since
 

@@ -10,7 +10,7 @@ from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, Ticket
 from arbiter.core.state import CoreState, reject_queued
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.device_limits import (
+from arbiter.core.tickets.lendable_devices import (
     unpinned_bytes,
 )
 from arbiter.errors import GpusLost, NeverFits, QuotaExceeded

@@ -33,7 +33,7 @@ from arbiter.core.reports.plan import (
 )
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases
-from arbiter.core.tickets.device_limits import COMPUTE, compute_books, unpinned_bytes
+from arbiter.core.tickets.lendable_devices import COMPUTE, compute_books, unpinned_bytes
 from arbiter.core.types import LEASE
 from arbiter.core.view import Policies
 from arbiter.errors import QuotaExceeded, RequestError

@@ -19,8 +19,8 @@ from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.device_limits import compute_books
 from arbiter.core.tickets.exclusion import excluded_by
+from arbiter.core.tickets.lendable_devices import compute_books
 from arbiter.core.types import Priority
 from arbiter.errors import UnknownTicket
 from arbiter.units import Bytes, DeviceId, Instant, Span, TicketId, human, in_seconds, since

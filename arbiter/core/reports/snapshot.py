@@ -14,7 +14,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Sizes, Ticket
 from arbiter.core.residency.loading_share import loading_fraction
 from arbiter.core.state import CoreState, Node
-from arbiter.core.tickets.device_limits import is_readable
+from arbiter.core.tickets.lendable_devices import is_readable
 from arbiter.core.tickets.reclaim import kept_bytes
 from arbiter.core.types import DeviceBytes, DeviceKind, LeaseConditions, ModelName
 from arbiter.units import (

@@ -19,7 +19,7 @@ from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.budget import unpinned
-from arbiter.core.tickets.device_limits import readable_devices, watch_claims
+from arbiter.core.tickets.lendable_devices import readable_devices, watch_claims
 from arbiter.errors import GrowthRefused, NeverFits, TicketClosed
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId, after, since
 

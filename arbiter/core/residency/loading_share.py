@@ -9,7 +9,7 @@ from arbiter.core.decisions import EventKind
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Ticket
 from arbiter.core.state import CoreState
-from arbiter.core.tickets.device_limits import COMPUTE
+from arbiter.core.tickets.lendable_devices import COMPUTE
 from arbiter.units import SECOND, Instant, Span, after
 
 LOOKED_EVERY = Span(10 * SECOND)  # a share of ten minutes moves by less than 0.02 meanwhile

@@ -17,8 +17,8 @@ from arbiter.core.eviction.pressure import is_nominal
 from arbiter.core.records.ticket import State
 from arbiter.core.residency.floors import load, refusal
 from arbiter.core.state import CoreState, Node
-from arbiter.core.tickets.device_limits import readable_devices
 from arbiter.core.tickets.exclusion import excluded_by
+from arbiter.core.tickets.lendable_devices import readable_devices
 from arbiter.core.types import ModelName
 from arbiter.units import Bytes, NodeId, after
 

@@ -17,7 +17,7 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import lessees
 from arbiter.core.tickets.budget import fraction_of
-from arbiter.core.tickets.device_limits import COMPUTE
+from arbiter.core.tickets.lendable_devices import COMPUTE
 from arbiter.core.tickets.quotas import device_bytes
 from arbiter.errors import (
     NEVER_JOINED,

@@ -18,7 +18,7 @@ from arbiter.core.records.ticket import LEAVING, Sizes, Ticket
 from arbiter.core.settings import TenantLimits
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.budget import fraction_of
-from arbiter.core.tickets.device_limits import COMPUTE, compute_books, unpinned_bytes
+from arbiter.core.tickets.lendable_devices import COMPUTE, compute_books, unpinned_bytes
 from arbiter.core.tickets.reclaim import is_counted_on
 from arbiter.core.types import Client, Split
 from arbiter.errors import GpusLost, QuotaExceeded, TenantCoolingDown
