@@ -23,7 +23,7 @@ from arbiter.core.residency import (
     slabs,
 )
 from arbiter.core.state import CoreState
-from arbiter.core.tickets import lendable_devices, loads, reclaim
+from arbiter.core.tickets import loads, pins, reclaim
 
 
 @singledispatch
@@ -68,16 +68,16 @@ def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...])
         state.set_timer(ticket, state.now)
     hours.follow(state)
     readings.rebudget(state)
-    lendable_devices.cap_pins(state, *state.nodes)
+    pins.cap_pins(state, *state.nodes)
     state.mark_dirty(*state.nodes)
-    lendable_devices.flag_pinned(state, state.ledger.books)
+    pins.log_pinned_overcommit(state, state.ledger.books)
 
 
 @apply.register
 def _(event: ev.NodeSeen, state: CoreState) -> None:
     readings.on_node_seen(state, event)
-    lendable_devices.flag_pinned(state, [spec.device for spec in event.devices])
-    lendable_devices.cap_pins(state, event.node)
+    pins.log_pinned_overcommit(state, [spec.device for spec in event.devices])
+    pins.cap_pins(state, event.node)
 
 
 @apply.register

@@ -10,7 +10,7 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.reports import replica_targets
 from arbiter.core.residency import floors, heartbeats, idle, loading_share, readings
 from arbiter.core.state import CoreState
-from arbiter.core.tickets import leases, lendable_devices, loads, reclaim
+from arbiter.core.tickets import leases, loads, pins, reclaim
 from arbiter.units import HolderId, NodeId, TicketId, after, in_seconds
 
 
@@ -117,7 +117,7 @@ RULES: dict[str, Callable[[CoreState, str], None]] = {
     "closing": lambda state, _: end_closing(state),
     "compaction": compaction.on_timer,
     "floors": lambda state, _: floors.enforce(state),
-    "pins": lambda state, node: lendable_devices.cap_pins(state, NodeId(node)),
+    "pins": lambda state, node: pins.cap_pins(state, NodeId(node)),
     "loading": lambda state, _: loading_share.watch_thrashing(state),
     "audit": audit,
     "queue": look_at_queue,

@@ -19,11 +19,7 @@ from arbiter.core.records.timers import NEVER
 from arbiter.core.residency import growth
 from arbiter.core.state import CoreState, Node, reject_queued
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.lendable_devices import (
-    compute_books,
-    is_readable,
-    watch_claims,
-)
+from arbiter.core.tickets.lendable_devices import compute_books, is_readable, watch_claims
 from arbiter.errors import GpusLost
 from arbiter.units import SECOND, Bytes, Instant, NodeId, Span, after
 

@@ -13,10 +13,7 @@ from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases
-from arbiter.core.tickets.lendable_devices import (
-    cap_pins,
-    is_to_be_pinned,
-)
+from arbiter.core.tickets.pins import cap_pins, is_to_be_pinned
 from arbiter.core.types import DeviceBytes
 from arbiter.units import Span, after, since
 

@@ -13,7 +13,7 @@ from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Ticket
 from arbiter.core.residency import floors
 from arbiter.core.state import CoreState, reject_queued
-from arbiter.core.tickets.lendable_devices import cap_pins
+from arbiter.core.tickets.pins import cap_pins
 from arbiter.core.types import ModelName, Priority
 from arbiter.units import Instant, since
 

@@ -26,11 +26,8 @@ from arbiter.core.residency import prefetch
 from arbiter.core.state import CoreState, reject_queued
 from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.exclusion import excluded_by
-from arbiter.core.tickets.lendable_devices import (
-    compute_books,
-    flag_pinned_on,
-    unpinned_bytes,
-)
+from arbiter.core.tickets.lendable_devices import compute_books, unpinned_bytes
+from arbiter.core.tickets.pins import log_pinned_overcommit_on
 from arbiter.core.types import Priority
 from arbiter.errors import TicketClosed
 from arbiter.units import Bytes, DeviceId
@@ -184,7 +181,7 @@ def _place_beyond_one_device(
     if pass_.node.may_gain_devices:
         return pass_.defer(queued, ())
     if ticket.pinned:
-        flag_pinned_on(state, max(books, key=unpinned_bytes), need)
+        log_pinned_overcommit_on(state, max(books, key=unpinned_bytes), need)
     whole = gangs.most_bytes(ticket.split, {b.device: unpinned_bytes(b) for b in books})
     reject_queued(state, ticket, never_fits(pass_.node, ticket, need, whole))
     return Outcome.REJECTED

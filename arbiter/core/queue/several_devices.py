@@ -14,10 +14,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, Ticket
 from arbiter.core.state import CoreState, Node, reject_queued
-from arbiter.core.tickets.lendable_devices import (
-    compute_books,
-    unpinned_bytes,
-)
+from arbiter.core.tickets.lendable_devices import compute_books, unpinned_bytes
 from arbiter.core.types import Priority
 from arbiter.errors import GpusLost, NeverFits, QuotaExceeded, TicketClosed
 from arbiter.units import Bytes

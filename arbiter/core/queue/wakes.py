@@ -10,9 +10,7 @@ from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, Ticket
 from arbiter.core.state import CoreState, reject_queued
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.lendable_devices import (
-    unpinned_bytes,
-)
+from arbiter.core.tickets.lendable_devices import unpinned_bytes
 from arbiter.errors import GpusLost, NeverFits, QuotaExceeded
 from arbiter.units import Bytes
 

@@ -17,7 +17,7 @@ from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.residency import slabs
 from arbiter.core.state import RETRIED_FOR, AskedLoad, CoreState, reject_queued
-from arbiter.core.tickets.lendable_devices import cap_pins
+from arbiter.core.tickets.pins import cap_pins
 from arbiter.core.tickets.reclaim import kept_bytes
 from arbiter.core.types import Floor, ModelName
 from arbiter.errors import NotResident, OutsideHours, UnknownCapability, UnknownModel
