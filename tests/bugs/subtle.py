@@ -5,10 +5,10 @@ adapters, and what the node agent measures."""
 from tests.bugs import Bug
 
 BUGS = [
-    Bug("what is pinned does not count against a maximum", "arbiter/core/tickets/quotas.py", "never",
+    Bug("what is pinned does not count against a maximum", "arbiter/core/tickets/quotas.py", "never_fits",
         "terms.most_bytes - pinned(state, tenant)",
         "terms.most_bytes"),
-    Bug("a tenant that cools down is let in at its limit", "arbiter/core/tickets/quotas.py", "_cooling",
+    Bug("a tenant that cools down is let in at its limit", "arbiter/core/tickets/quotas.py", "_cooling_down",
         "cooled if is_cooling else terms.average_bytes",
         "terms.average_bytes"),
     Bug("what leaves for others is counted on twice", "arbiter/core/tickets/quotas.py", "ReserveSlack.take",
@@ -96,7 +96,7 @@ BUGS = [
     Bug("pressure that falls takes one more", "arbiter/core/eviction/pressure.py", "_update_level",
         "pressure_state.level > before",
         "pressure_state.level != before"),
-    Bug("one critical device shuts its neighbours", "arbiter/core/eviction/pressure.py", "refusal_under_pressure",
+    Bug("one critical device shuts its neighbours", "arbiter/core/eviction/pressure.py", "refusal",
         "any(level_of(state, b.device) is not Level.CRITICAL for b in books)",
         "all(level_of(state, b.device) is not Level.CRITICAL for b in books)"),
     Bug("the kernel's stalls are pressure on GPUs", "arbiter/core/eviction/pressure.py", "on_reading",
@@ -120,7 +120,7 @@ BUGS = [
     Bug("a merged copy serves another adapter", "deployments/replica/merging.py", "Merging.served_by",
         "copy.over.is_set() or entry != copy.entry or held is None",
         "copy.over.is_set() or held is None"),
-    Bug("a quarantined holder wakes its asleep models", "arbiter/core/queue/admission.py", "_why_no_wake",
+    Bug("a quarantined holder wakes its asleep models", "arbiter/core/queue/admission.py", "_wake_refusal",
         "if (kept := kept_bytes(state, ticket.holder)):\n"
         "    return HolderQuarantined(ticket.holder, kept)",
         ""),

@@ -231,8 +231,9 @@ def is_closed_to(state: CoreState, ticket: Ticket, device: DeviceId) -> bool:
     return level_of(state, device) is Level.CRITICAL and not is_spared(state, ticket)
 
 
-def refusal_under_pressure(state: CoreState, holder: HolderId, role: str) -> UnderPressure | None:
-    """Returns the error for a request while every device that it could go to is critical."""
+def refusal(state: CoreState, holder: HolderId, role: str) -> UnderPressure | None:
+    """Returns the error for a request for a model of this role, while the pressure on every device
+    that it could go to is critical; None when it may join the queue."""
     holder_state = state.holders.get(holder)
     node = state.nodes.get(holder_state.node) if holder_state else None
     if node is None or state.policies.roles[role].is_spared:

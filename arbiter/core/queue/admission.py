@@ -47,7 +47,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
         _repeat_request(state, ticket, event)
         return
     event = freeing.as_attainable(state, event)
-    error = state.answers.get(event.ticket) or _why_not(state, event)
+    error = state.answers.get(event.ticket) or _refusal(state, event)
     if error is not None:
         if isinstance(error, StaleEpoch) and error.sent == NEVER_JOINED:
             state.answer_error(event.ticket, error)  # it joins, and asks again under this ticket
@@ -71,7 +71,8 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
 
 
 def _refuse(state: CoreState, event: ev.Requested, error: RequestError) -> None:
-    """Refuses a request before its ticket is queued. The others of its gang wait for it in vain."""
+    """Refuses a request before its ticket is queued. The other tickets of its gang would wait for
+    it in vain, so their nodes are looked at."""
     state.answer_error_finally(event.ticket, error)
     state.note_refused(event.holder, event.model_name, error.retry_after_s)
     if event.gang:
@@ -79,24 +80,28 @@ def _refuse(state: CoreState, event: ev.Requested, error: RequestError) -> None:
 
 
 def _repeat_request(state: CoreState, ticket: Ticket, event: ev.Requested) -> None:
+    """Answers a request under a ticket that is on the books. A ticket that has its grant gets it
+    again, an asleep ticket joins the queue to be woken, a queued ticket may become more urgent."""
     ticket.note_prefetch(ticket.is_prefetch and ticket.model_name in state.registry.optional)
     if ticket.state in (State.LOADING, State.RESIDENT):
         state.decide(grant_of(ticket))
     elif ticket.state in (State.ASLEEP, State.DRAINING):
         quotas.take_over(state, ticket, event.client)
-        if error := _why_no_wake(state, ticket, event.deadline):
+        if error := _wake_refusal(state, ticket, event.deadline):
             state.answer_error(ticket.id, error)
         elif ticket.id not in state.queue:
             _enqueue(state, ticket, event)
     elif ticket.state is State.RECLAIMING:
         state.answer_error_finally(ticket.id, TicketClosed(ticket.id))
     else:
-        state.stale_count += 1  # it waits already
+        state.stale_count += 1  # the ticket is in the queue already
     if ticket.id in state.queue:
         _raise_priority(state, ticket, event)
 
 
 def _raise_priority(state: CoreState, ticket: Ticket, event: ev.Requested) -> None:
+    """Gives a queued ticket the more urgent priority and the later deadline of a request that joins
+    it."""
     if event.priority < ticket.priority:
         ticket.set_priority(event.priority)
         state.queue.raise_priority(ticket.id, event.priority)
@@ -129,6 +134,7 @@ def on_cancel_asked(state: CoreState, event: ev.CancelAsked) -> None:
 
 
 def _find_queued(state: CoreState, ticket_id: TicketId) -> tuple[Ticket, QueueEntry]:
+    """Returns a queued ticket and its entry. Raises UnknownTicket, TicketNotQueued."""
     ticket, queued = state.ledger.find(ticket_id), state.queue.find(ticket_id)
     if ticket is None:
         raise UnknownTicket(ticket_id)
@@ -158,7 +164,8 @@ def refuse_all(state: CoreState) -> None:
         reject_queued(state, ticket, ArbiterClosing())
 
 
-def _why_no_wake(state: CoreState, ticket: Ticket, deadline: Span | None) -> RequestError | None:
+def _wake_refusal(state: CoreState, ticket: Ticket, deadline: Span | None) -> RequestError | None:
+    """Returns the error for a request to wake an asleep ticket; None when it may join the queue."""
     if state.closing_by is not None:
         return ArbiterClosing()
     if quarantined_bytes := kept_bytes(state, ticket.holder):
@@ -166,14 +173,12 @@ def _why_no_wake(state: CoreState, ticket: Ticket, deadline: Span | None) -> Req
     return floors.refusal(state, ticket.model_name, deadline)
 
 
-def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
+def _refusal(state: CoreState, event: ev.Requested) -> RequestError | None:
+    """Returns the error for a request that may not join the queue; None when it may."""
     if state.closing_by is not None:
         return ArbiterClosing()
     if event.lease:
-        short = pressure.refusal_under_pressure(state, event.holder, types.LEASE)
-        unlawful = leases.why_not(state, event, event.lease)
-        quota = None if event.lease.frees else _over_quota(state, event, event.lease.tenant)
-        return short or unlawful or quota or _queue_full(state, event.model_name)
+        return _lease_refusal(state, event, event.lease)
     name = event.model_name
     try:
         state.registry.find(name)
@@ -186,9 +191,20 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
     if quarantined_bytes := kept_bytes(state, event.holder):
         return HolderQuarantined(event.holder, quarantined_bytes)
     role = state.registry.specs[event.capability].role
-    short = pressure.refusal_under_pressure(state, event.holder, role)
+    pressed = pressure.refusal(state, event.holder, role)
+    # Asked in any case, because it notes whether the tenant cools down
     quota = _over_quota(state, event, event.client.tenant)
-    return short or quota or _cooling_down(state, event, name) or _queue_full(state, name)
+    return pressed or quota or _cooling_down(state, event, name) or _queue_full(state, name)
+
+
+def _lease_refusal(
+    state: CoreState, event: ev.Requested, terms: types.LeaseConditions
+) -> RequestError | None:
+    """Returns the error for a lease that may not join the queue; None when it may."""
+    pressed = pressure.refusal(state, event.holder, types.LEASE)
+    unlawful = leases.refusal(state, event, terms)
+    quota = None if terms.frees else _over_quota(state, event, terms.tenant)
+    return pressed or unlawful or quota or _queue_full(state, event.model_name)
 
 
 def _over_quota(state: CoreState, event: ev.Requested, tenant: str) -> RequestError | None:
@@ -198,13 +214,15 @@ def _over_quota(state: CoreState, event: ev.Requested, tenant: str) -> RequestEr
     if error := quotas.refusal(state, event.holder, tenant, need, event.split):
         return error
     if event.lease and quotas.over_limit(state, tenant, need):
-        return quotas.too_much(state, tenant, need)
+        return quotas.over_limit_error(state, tenant, need)
     return None
 
 
 def _cooling_down(
     state: CoreState, event: ev.Requested, name: ModelName
 ) -> ModelCoolingDown | None:
+    """Returns the error for a model whose last load failed and that still cools down; None for the
+    second attempt of that load, which is made at once."""
     failure = state.failures.get(name)
     if failure is None or state.now >= failure.until or event.attempt > 1:
         return None
@@ -213,6 +231,7 @@ def _cooling_down(
 
 
 def _queue_full(state: CoreState, name: ModelName) -> QueueFull | None:
+    """Returns the error for a request that finds the queue full, for its model or altogether."""
     per_model = state.settings.queue_per_model_count
     total = state.settings.queue_total_count
     if (count := state.queue.count(name)) >= per_model:
@@ -229,8 +248,8 @@ def retry_after_s(state: CoreState, name: ModelName) -> float:
 
 
 def _need_on(state: CoreState, holder: Holder, event: ev.Requested) -> types.Need:
-    """Returns what is asked for, with the context of a GPU where the node has one and no person
-    said how much the model needs."""
+    """Returns the need of a request. Where no person configured it and the node has a GPU, the
+    context that an engine holds on a GPU is part of it."""
     node = state.nodes.get(holder.node)
     kinds = {spec.kind for spec in node.devices.values()} if node else set()
     is_estimated = not event.need_is_explicit
@@ -239,6 +258,7 @@ def _need_on(state: CoreState, holder: Holder, event: ev.Requested) -> types.Nee
 
 
 def _new_ticket(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
+    """Makes the ticket of a request, which is on no book yet."""
     if event.lease:
         return leases.new_ticket(state, holder, event, event.lease)
     name = event.model_name
@@ -270,11 +290,12 @@ def _new_ticket(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket
 
 
 def _enqueue(state: CoreState, ticket: Ticket, event: ev.Requested) -> None:
+    """Puts a new or an asleep ticket into the queue of its node."""
     deadline = None if event.deadline is None else after(state.now, event.deadline)
     ticket.set_priority(types.Priority.BATCH if ticket.is_prefetch else event.priority)
     tenant = ticket.client.tenant
     work_bytes = ticket.need.device_bytes / quotas.share_of(state, tenant)
-    if ticket.is_prefetch:  # which no client asked for
+    if ticket.is_prefetch:  # no client asked for it, so it costs no tenant a turn
         work_bytes = 0.0
     queued = state.queue.add(
         ticket.id,

@@ -50,7 +50,7 @@ def apply_quota(
     if ticket.frees or (tenant not in state.tenants and not pass_.reserves):
         return Outcome.NOT_APPLICABLE
     most = sum(limits.most_by_device[d] for d in together) if together else limits.most_bytes
-    if never := quotas.never(state, tenant, need, most, pass_.node):
+    if never := quotas.never_fits(state, tenant, need, most, pass_.node):
         reject_queued(state, ticket, never)
         return Outcome.REJECTED
     if not quotas.over_limit(state, tenant, need):

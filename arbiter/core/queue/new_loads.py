@@ -197,7 +197,7 @@ def _place_oversize(
 ) -> Outcome:
     """Grants all that a device can lend once everything idle has left it."""
     need = limits.need_bytes
-    if never := quotas.never(state, ticket.client.tenant, need, limits.most_bytes, pass_.node):
+    if never := quotas.never_fits(state, ticket.client.tenant, need, limits.most_bytes, pass_.node):
         reject_queued(state, ticket, never)
         return Outcome.REJECTED
     priority = asker_priority(state, pass_, queued)

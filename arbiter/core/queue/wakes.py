@@ -54,7 +54,7 @@ def _never_wakes(
             return NeverFits(ticket.id, size, most)
     most_by_device = limits.most_by_device
     bound = sum(min(size, most_by_device.get(d, size)) for d, size in whole.items())
-    return quotas.never(state, ticket.client.tenant, Bytes(sum(whole.values())), bound)
+    return quotas.never_fits(state, ticket.client.tenant, Bytes(sum(whole.values())), bound)
 
 
 def return_to_service(state: CoreState, ticket: Ticket) -> Outcome:

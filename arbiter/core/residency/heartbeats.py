@@ -232,14 +232,14 @@ def _apply_loading(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> Non
     if held.phase is types.Phase.RESIDENT and (not is_wake or _is_confirmed(state, ticket)):
         on_loaded(state, ticket, since(ticket.since, state.now))
         loading_share.watch_loaded(state, ticket)
-        use(state, ticket, held)
+        note_use(state, ticket, held)
     elif is_wake and held.phase is types.Phase.ASLEEP and _is_confirmed(state, ticket):
         let_sleep(state, ticket)
 
 
 def _apply_resident(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> None:
     if held.phase is types.Phase.RESIDENT:
-        use(state, ticket, held)
+        note_use(state, ticket, held)
         growth.on_heartbeat(state, ticket, held.devices)
         idle.on_heartbeat(state, ticket)
     elif held.phase is types.Phase.ASLEEP and _is_confirmed(state, ticket):
@@ -261,11 +261,12 @@ def _apply_draining(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> No
         ticket.note_unloading(state.now)
     elif barrier_is_over:
         victim_declined(state, ticket, EventKind.BARRIER_DROPPED, held.inflight)
-        use(state, ticket, held)
+        note_use(state, ticket, held)
 
 
-def use(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> None:
-    """Takes the holder's last word on use: a hint for ranking, and the start of keep-warm."""
+def note_use(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> None:
+    """Notes what a holder reports of a ticket's use: requests in flight, priority, last use and
+    uses so far. Victims are ranked by it, and keep-warm counts from it."""
     if ticket.is_prefetch:
         ticket.note_prefetch(held.inflight == 0 and held.uses_count == 0)
     priority = types.Priority.BATCH if ticket.is_prefetch else held.priority

@@ -32,7 +32,7 @@ from arbiter.units import Bytes, Instant, Span, after, in_seconds
 # -- asking ---------------------------------------------------------------------------------------
 
 
-def why_not(
+def refusal(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> RequestError | None:
     """Returns the error for a lease that may not join the queue; None when it may."""

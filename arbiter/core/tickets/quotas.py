@@ -45,7 +45,8 @@ def refusal(
     state: CoreState, holder: HolderId, tenant: str, need: Bytes, how: Split = Split.NONE
 ) -> QuotaExceeded | TenantCoolingDown | GpusLost | None:
     """Returns the error for a request that is refused at once, because waiting on its node would
-    not help, or not soon."""
+    not help, or not soon: the tenant can never have `need` bytes there, or cools down. `how`: over
+    how many devices the bytes may be split. None: it may join the queue."""
     holder_state = state.holders.get(holder)
     node = state.nodes.get(holder_state.node) if holder_state else None
     if not state.tenants:
@@ -54,15 +55,15 @@ def refusal(
     books = compute_books(state, node) if node and not node.may_gain_devices else ()
     bounds = at_most(state, tenant, books).values() or [need]
     bound = max(bounds) if how is Split.NONE else sum(bounds)
-    return _cooling(state, tenant) or never(state, tenant, need, bound, node)
+    return _cooling_down(state, tenant) or never_fits(state, tenant, need, bound, node)
 
 
-def never(
+def never_fits(
     state: CoreState, tenant: str, need: Bytes, bound: int, node: Node | None = None
 ) -> QuotaExceeded | GpusLost | None:
-    """Returns the error for what a tenant can never have, however long it waits. `bound`: of
-    `at_most`, what it could have where it may go. `node`: where devices that it has lost, and may
-    get back, would do as well."""
+    """Returns the error for `need` bytes that a tenant can never have, however long it waits; None
+    when it can. `bound`: the bytes that `at_most` gives on the devices it may go to. `node`: where
+    given, devices that the node has lost, and may get back, would do as well."""
     limits = limits_of(state, tenant)
     if (
         limits
@@ -84,6 +85,7 @@ def at_most(state: CoreState, tenant: str, books: Iterable[DeviceAccount]) -> Si
 
 
 def _most_on(state: CoreState, book: DeviceAccount, tenant: str) -> Bytes:
+    """Returns what waiting can ever bring a tenant on one device."""
     others = [t for name, t in state.tenants.items() if name != tenant and t.reserved_bytes]
     if not others:
         return unpinned_bytes(book)
@@ -102,7 +104,7 @@ def pinned(state: CoreState, tenant: str) -> Bytes:
     return Bytes(sum(device_bytes(state, t) for t in own if t.pinned))
 
 
-def too_much(state: CoreState, tenant: str, need: Bytes) -> QuotaExceeded:
+def over_limit_error(state: CoreState, tenant: str, need: Bytes) -> QuotaExceeded:
     """Returns the error for a lease beyond the most that its tenant may hold."""
     limits = limits_of(state, tenant)
     assert limits is not None and limits.most_bytes is not None
@@ -117,7 +119,9 @@ def share_of(state: CoreState, tenant: str) -> float:
     return limits.share_fraction if limits else 1.0
 
 
-def _cooling(state: CoreState, tenant: str) -> TenantCoolingDown | None:
+def _cooling_down(state: CoreState, tenant: str) -> TenantCoolingDown | None:
+    """Returns the error for a tenant that held more than its average over the last hour allows;
+    notes when it begins to cool down and when it has."""
     limits = limits_of(state, tenant)
     accounts = state.accounts
     if limits is None or limits.average_bytes is None:
@@ -160,6 +164,8 @@ def reserved_for_others(
 
 
 def _held(book: DeviceAccount, tenant: str, has_left: bool) -> int:
+    """Returns the bytes that a tenant holds on a device; `has_left`: once its leaving tickets have
+    left."""
     if not has_left:
         return book.held[tenant]
     leaving = (t for t in book.leaving.values() if t.client.tenant == tenant)
@@ -178,7 +184,8 @@ def requeue_relieved_tenants(state: CoreState) -> None:
 
 
 def over_limit(state: CoreState, tenant: str, more: Bytes) -> Bytes:
-    """Returns by how much a tenant would exceed its maximum; 0: not at all."""
+    """Returns by how many bytes a tenant would exceed its maximum with `more` bytes; 0: not at
+    all."""
     limits = limits_of(state, tenant)
     if limits is None or limits.most_bytes is None:
         return Bytes(0)
@@ -186,8 +193,8 @@ def over_limit(state: CoreState, tenant: str, more: Bytes) -> Bytes:
 
 
 def over_limit_after_drain(state: CoreState, tenant: str, more: Bytes) -> Bytes:
-    """Returns the same once all that was asked to leave has left; what is kept in quarantine
-    stays."""
+    """Returns by how many bytes a tenant would exceed its maximum once every ticket of it that was
+    asked to leave has left; what a holder in quarantine keeps stays. 0: not at all."""
     own = tickets_of(state, tenant)
     going = (t for t in own if t.state in LEAVING and is_counted_on(t))
     return Bytes(
@@ -272,6 +279,8 @@ def take_over(state: CoreState, ticket: Ticket, client: Client) -> None:
 
 
 def _may_change_hands(state: CoreState, ticket: Ticket, to: str) -> bool:
+    """Says whether a ticket may go on the account of tenant `to`: neither the maximum of that
+    tenant nor the reserve of the one that has it would be broken."""
     if not state.tenants:
         return True
     size = device_bytes(state, ticket)
