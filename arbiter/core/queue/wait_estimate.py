@@ -101,7 +101,8 @@ def estimated_wait(state: CoreState, ticket: Ticket, queued: QueueEntry) -> Span
 
 
 def _possible_books(state: CoreState, ticket: Ticket, queued: QueueEntry) -> list[DeviceAccount]:
-    """Returns the devices on which it may be granted: those where it was, of an asleep ticket."""
+    """Returns the devices on which a queued ticket may be granted; of an asleep ticket those where
+    its process lives."""
     node = state.nodes.get(ticket.node)
     if node is None or not state.is_settled:
         return []
@@ -117,32 +118,31 @@ def _possible_books(state: CoreState, ticket: Ticket, queued: QueueEntry) -> lis
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Describes the tickets that go before one."""
+    """Describes the tickets that stand before one in the queue."""
 
     tickets_count: int
-    sample: list[QueueEntry]  # the first of them
-    needs: list[Bytes]  # what each of these lacks
-    tickets: list[Ticket]  # of these
+    sample: list[QueueEntry]  # the first SAMPLED_COUNT of them, which stand for all
+    needs: list[Bytes]  # the bytes that each of the sample lacks
+    tickets: list[Ticket]  # of the sample
 
 
 def _ahead(state: CoreState, ticket: Ticket, queued: QueueEntry, book: DeviceAccount) -> _Ahead:
-    """Returns what goes before it. What is held outside its hours does not (C13), unless it is
-    itself: then all may be let go at once."""
+    """Returns the queued tickets before this one. Tickets held outside their hours are left out
+    (C13), unless this ticket is held itself: then all of them may be let go at once."""
     count = state.queue.ahead_count(queued)
     if queued.is_held or not state.queue.stats(ticket.node).held_count:
         sample = state.queue.first(ticket.node, min(count, SAMPLED_COUNT))
     else:
-        free = [w for w in state.queue.first(ticket.node, count) if not w.is_held]
+        free = [entry for entry in state.queue.first(ticket.node, count) if not entry.is_held]
         count, sample = len(free), free[:SAMPLED_COUNT]
-    needs = [_lacking(state, w, book) for w in sample]
-    tickets = [state.ledger.find(w.request.ticket) for w in sample]
-    return _Ahead(
-        count, sample, needs, [ticket_id for ticket_id in tickets if ticket_id is not None]
-    )
+    needs = [_lacking(state, entry, book) for entry in sample]
+    tickets = [state.ledger.find(entry.request.ticket) for entry in sample]
+    return _Ahead(count, sample, needs, [other for other in tickets if other is not None])
 
 
 def _turns(state: CoreState, queued: QueueEntry, books: list[DeviceAccount], ahead: _Ahead) -> int:
-    """Returns how many times everything must change before it is its turn."""
+    """Returns how many times all budgets of its devices must be lent anew before it is the ticket's
+    turn: what it and the tickets before it lack, in whole sums of these budgets."""
     needed_bytes = int(_lacking(state, queued, books[0]))
     if ahead.sample:
         needed_bytes += sum(ahead.needs) * ahead.tickets_count // len(ahead.sample)
@@ -150,29 +150,30 @@ def _turns(state: CoreState, queued: QueueEntry, books: list[DeviceAccount], ahe
 
 
 def _turn(state: CoreState, ahead: _Ahead) -> Span:
-    """Returns how long those before it load and stay, on average."""
-    loads = [load_span(state, ticket_id) for ticket_id in ahead.tickets]
+    """Returns how long one of the tickets before it loads and stays resident, on average."""
+    loads = [load_span(state, other) for other in ahead.tickets]
     load = sum(loads) // len(loads) if loads else 0
     return Span(load + max(load, state.settings.min_residency))
 
 
 def _until_those_ahead_serve(state: CoreState, ahead: _Ahead, turnover: Span) -> Span:
-    """Returns how long it waits because what is before it serves first, in the same place."""
-    served_at = max((w.predicted_at or state.now for w in ahead.sample), default=state.now)
+    """Returns how long a ticket waits because the tickets before it serve first, in its place."""
+    served_at = max((entry.predicted_at or state.now for entry in ahead.sample), default=state.now)
     return Span(since(state.now, served_at) + turnover)
 
 
 def _until_those_ahead_leave(
     state: CoreState, ticket: Ticket, ahead: _Ahead, turnover: Span
 ) -> Span:
-    """Returns how long it waits because what is before it will be resident, and goes on while it
-    trades places with it (C13)."""
-    bounds = (collation_bound(state, ticket_id, ticket) for ticket_id in ahead.tickets)
+    """Returns how long a ticket waits because models before it will be resident, and go on with
+    their own requests while they trade places with its model (C13)."""
+    bounds = (collation_bound(state, other, ticket) for other in ahead.tickets)
     leaves_at = max(bounds, default=state.now)
     return Span(since(state.now, leaves_at) + turnover if leaves_at > state.now else 0)
 
 
 def _until_its_hours(state: CoreState, ticket: Ticket, queued: QueueEntry) -> Span:
+    """Returns how long a ticket is held until its hours begin; 0 when it is not held."""
     opens_at = hours.held_until(state, ticket, queued)
     return Span(0) if opens_at is None else since(state.now, opens_at)
 
@@ -187,8 +188,9 @@ def _room_on_any_at(
     books: list[DeviceAccount],
     ahead: _Ahead,
 ) -> Instant | None:
-    """Returns when one of its devices has room, those before it being spread over all of them; of
-    an asleep ticket, when all have, because a wake needs those where it was. None: not known."""
+    """Returns when the first of a ticket's devices has room for it, with the tickets before it
+    spread evenly over all of them. An asleep ticket needs room on all of its devices, so of these
+    the last counts. None: not known."""
     rooms = [
         _room_at(state, book, ticket, queued, ahead.needs[number :: len(books)])
         for number, book in enumerate(books)
@@ -200,7 +202,8 @@ def _room_on_any_at(
 
 
 def _lacking(state: CoreState, queued: QueueEntry, book: DeviceAccount) -> Bytes:
-    """Returns what a ticket lacks on a device: to be awake again, or to be loaded there."""
+    """Returns the bytes that a queued ticket lacks on a device to be awake again, or to be loaded
+    there."""
     ticket = state.ledger.find(queued.request.ticket)
     if ticket is None:
         return queued.need_bytes
@@ -212,9 +215,10 @@ def _lacking(state: CoreState, queued: QueueEntry, book: DeviceAccount) -> Bytes
 def _room_at(
     state: CoreState, book: DeviceAccount, ticket: Ticket, queued: QueueEntry, ahead: list[Bytes]
 ) -> Instant | None:
-    """Returns when enough of what is there may have left, the soonest lawful first, where what
-    comes back goes to the tickets `ahead` of it for which it suffices; None where that takes the
-    end of a lease."""
+    """Returns when a device may have room for a ticket: when enough of the models there may have
+    left, those first that may lawfully leave the soonest. `ahead`: the bytes that each ticket
+    before it needs; what comes back goes first to those for which it suffices. None where there is
+    no room before a lease ends that may not be interrupted."""
     need = _lacking(state, queued, book)
     room = _Room(need, ahead)
     free, returning = _usable(state, book, ticket)
@@ -263,8 +267,8 @@ def _usable(state: CoreState, book: DeviceAccount, ticket: Ticket) -> tuple[Byte
 def _cheaper_gone_at(
     state: CoreState, book: DeviceAccount, ticket: Ticket, short: Bytes, queued: QueueEntry
 ) -> Instant:
-    """Returns when the bytes of cheaper models than those that may leave the soonest may be back,
-    if it waits for those (C4); else now."""
+    """Returns when the bytes of cheaper victims may be back, if the ticket waits for these in place
+    of dearer ones that may leave sooner (C4); now where it does not wait."""
     if short <= 0:
         return state.now
     priority = queued.request.priority
@@ -276,7 +280,8 @@ def _cheaper_gone_at(
 
 
 class _Room:
-    """Counts what comes back to a device for a ticket, and what of it goes to those ahead."""
+    """Counts the bytes that come back to a device: first for the tickets ahead, the rest for one
+    ticket."""
 
     def __init__(self, need: Bytes, ahead: list[Bytes]) -> None:
         self._need = need
@@ -284,7 +289,7 @@ class _Room:
         self._free = 0
 
     def suffices_with(self, more: Bytes) -> bool:
-        """Says whether there is room for it, with so much more."""
+        """Adds `more` free bytes, and says whether there is now room for the ticket."""
         self._free += more
         left = []
         for need in self._ahead:
