@@ -424,7 +424,9 @@ class CoreState:
         elif was is State.DRAINING:
             self.trades.note_stayed(ticket.id)
         if (was is State.LOADING) != (to is State.LOADING):
-            self.queue.loading(ticket.node, ticket.model_name, 1 if to is State.LOADING else -1)
+            self.queue.note_loading(
+                ticket.node, ticket.model_name, 1 if to is State.LOADING else -1
+            )
             if was is State.QUEUED:
                 self.estimates.load_begins(ticket.model_key, self.now)
         self.note_active(ticket.capability)

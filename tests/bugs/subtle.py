@@ -24,7 +24,7 @@ BUGS = [
         "b and b.kind in COMPUTE",
         "b"),
     Bug("no ticket is looked at again when a tenant has less", "arbiter/core/tickets/quotas.py", "requeue_relieved_tenants",
-        "state.mark_dirty(*state.queue.where(client.tenant))",
+        "state.mark_dirty(*state.queue.nodes_of_quota_group(client.tenant))",
         "pass"),
     Bug("replicas of one model exclude each other", "arbiter/core/tickets/exclusion.py", "excluded_by",
         "e.model_name != name",

@@ -50,11 +50,11 @@ Victims = list[Ticket]
 
 @dataclass(frozen=True, slots=True)
 class DeviceCandidates:
-    """What an asker can have leave one device."""
+    """Says which tickets an asker can have leave one device."""
 
-    options: list[PricedVictim]  # lawful victims
+    options: list[PricedVictim]  # lawful victims, cheapest first
     victims: list[PricedVictim]  # the cheapest set of them that suffices; empty: none leaves now
-    waits_until: Instant | None = None  # when cheaper victims may leave, for which the asker waits
+    waits_until: Instant | None = None  # the asker waits until cheaper victims may leave then
 
 
 # -- choosing -------------------------------------------------------------------------------------
@@ -85,12 +85,12 @@ def make_room(
 
 
 def evict_own(state: CoreState, asker: Ticket, short: Bytes, priority: Priority) -> bool:
-    """Revokes, among the asker's own tenant, on whatever device, the cheapest set that frees
-    `short` (C10). Returns False when there is none."""
+    """Revokes the cheapest set of tickets of the asker's own tenant, on any devices, that frees
+    `short` bytes (C10). Returns whether there was one."""
     own = {t.id: t for t in quotas.tickets_of(state, asker.client.tenant)}
-    books = {d for t in own.values() for d in t.home if d in state.ledger.books}
+    devices = {d for t in own.values() for d in t.home if d in state.ledger.books}
     options: dict[TicketId, PricedVictim] = {}
-    for device in sorted(books):
+    for device in sorted(devices):
         for ticket, option in ranked_victims(state, state.ledger.books[device]):
             if ticket.id in own and may_revoke(state, ticket, asker, priority):
                 freed = quotas.device_bytes(state, ticket)
@@ -122,8 +122,8 @@ def waits_for_cheaper_until(
     priority: Priority,
     victims: Iterable[PricedVictim],
 ) -> Instant | None:
-    """Returns when the cheaper of these victims, in their order, may leave for which `make_room`
-    revokes none now; None: it waits for none."""
+    """Returns until when an asker waits for cheaper victims, so that `make_room` revokes none now;
+    None: it does not wait. `victims`: the tickets looked at, cheapest first."""
     return _candidates_for(state, book, asker, short, priority, victims).waits_until
 
 
@@ -141,8 +141,8 @@ def evict_overcommitted(state: CoreState) -> None:
 
 
 def returning_bytes(book: DeviceAccount) -> Bytes:
-    """Returns the bytes that were asked for or are being reclaimed already, so that they are not
-    asked for twice."""
+    """Returns the bytes of a device that are on their way back already, because their tickets drain
+    or are being reclaimed: nothing must leave for these bytes once more."""
     if not book.leaving:
         return Bytes(0)
     returning = (
@@ -154,8 +154,8 @@ def returning_bytes(book: DeviceAccount) -> Bytes:
 
 
 def _stays_on(book: DeviceAccount, ticket: Ticket) -> bool:
-    """Says whether these are host bytes reserved for a model on its way to sleep, which do not come
-    back."""
+    """Says whether the bytes of a leaving ticket on this device stay: host RAM that is reserved for
+    a model on its way to sleep."""
     return ticket.state is State.DRAINING and book.device not in ticket.home
 
 
@@ -167,8 +167,9 @@ def _candidates_for(
     priority: Priority,
     victims: Iterable[PricedVictim],
 ) -> DeviceCandidates:
-    """Looks for lawful options among `victims`, in their order. In a long order it stops
-    EXACT_COUNT options of one rank behind those that suffice."""
+    """Finds the lawful options among `victims`, which come cheapest first, and the cheapest set of
+    them that frees `short` bytes. In a long order it stops EXACT_COUNT options of one rank behind
+    those that suffice."""
     options: list[PricedVictim] = []
     soon: list[PricedVictim] = []  # lawful once their minimum residency is over
     missing = int(short)
@@ -204,9 +205,10 @@ def _worth_waiting_until(
     chosen: list[PricedVictim],
     later: list[PricedVictim],
 ) -> Instant | None:
-    """Returns until when an asker waits for `later`, victims of cheaper ranks whose minimum
-    residency ends soon (C4): before the dearest of `chosen` could be back, counted from when the
-    asker came, and before its deadline. None: it does not wait."""
+    """Returns until when an asker waits for `later`, a set of victims of cheaper ranks whose
+    minimum residency ends soon (C4). None: the asker takes `chosen` now, because it would wait
+    longer than the dearest of `chosen` takes to load again, counted from when the asker came, or
+    would serve only after its deadline."""
     queued = state.queue.find(asker.id)
     if queued is None or not later:
         return None
@@ -265,6 +267,7 @@ def _victims_as_far_as_possible(state: CoreState, book: DeviceAccount, short: By
 
 
 def _took_more(ticket: Ticket, device: DeviceId) -> bool:
+    """Says whether a ticket was measured to hold more on a device than it was granted there."""
     return ticket.measured.get(device, 0) > ticket.granted.get(device, 0)
 
 
@@ -312,8 +315,9 @@ def revoke(state: CoreState, ticket: Ticket, reason: Reason, asker: Ticket | Non
 
 
 def release_copies(state: CoreState, node: NodeId, need: Bytes) -> None:
-    """Has shared copies that no engine uses leave a node's host RAM (D4), the cheapest first, until
-    `need` is free. It is for the next sleep: this one does not wait."""
+    """Revokes shared copies of model files that no engine uses (D4), the cheapest first, until
+    `need` bytes of a node's host RAM are free or on their way back. The caller does not wait for
+    these bytes; they are there for the next sleep or copy."""
     book = state.ledger.books.get(host_device(node))
     if book is None:
         return
@@ -325,7 +329,7 @@ def release_copies(state: CoreState, node: NodeId, need: Bytes) -> None:
 
 
 def send_revoke(state: CoreState, ticket: Ticket) -> None:
-    """Sends, perhaps once more, what the holder of a draining ticket is asked."""
+    """Sends the holder of a draining ticket its revoke, or repeats it."""
     revocation = ticket.revocation
     reason = ticket.leaving_reason
     assert revocation is not None
@@ -358,26 +362,30 @@ def on_draining_timer(state: CoreState, ticket: Ticket) -> None:
         await_confirmation(state, ticket, after(revocation.sleep.at, timeouts.reclaim_overdue))
         return
     answer_by = after(revocation.barrier_until, timeouts.answer)
+    if (overdue := _what_is_overdue(state, ticket, answer_by)) is not None:
+        size = charged(ticket) if overdue is EventKind.LEASE_OVERDUE else None
+        state.log(overdue, ticket, size=size, took=since(ticket.since, state.now))
+        kill_and_notify(state, ticket, ticket.leaving_reason)
+        return
     if revocation.unloading_since is not None:
-        unload_by = after(revocation.unloading_since, timeouts.unload)
-        if state.now >= unload_by:  # it holds bytes with nothing in flight
-            state.log(EventKind.UNLOAD_OVERDUE, ticket, took=since(ticket.since, state.now))
-            kill_and_notify(state, ticket, ticket.leaving_reason)
-            return
-        state.set_timer(ticket, unload_by)
-    elif state.now >= answer_by and ticket.lease:  # it was given notice, and is not asked again
-        state.log(
-            EventKind.LEASE_OVERDUE,
-            ticket,
-            size=charged(ticket),
-            took=since(ticket.since, state.now),
-        )
-        kill_and_notify(state, ticket, ticket.leaving_reason)
-        return
-    elif state.now >= answer_by and state.is_silent(ticket.holder):  # neither answers nor beats
-        state.log(EventKind.REVOKE_UNANSWERED, ticket, took=since(ticket.since, state.now))
-        kill_and_notify(state, ticket, ticket.leaving_reason)
-        return
+        state.set_timer(ticket, after(revocation.unloading_since, timeouts.unload))
     state.set_timer(
         ticket, answer_by if state.now < answer_by else after(state.now, timeouts.answer)
     )
+
+
+def _what_is_overdue(state: CoreState, ticket: Ticket, answer_by: Instant) -> EventKind | None:
+    """Returns what a draining ticket's holder should have done by now, as the kind of line that the
+    event log gets of it; None while it is in time."""
+    revocation = ticket.revocation
+    assert revocation is not None
+    if revocation.unloading_since is not None:  # it holds bytes with nothing in flight
+        unload_by = after(revocation.unloading_since, state.settings.timeouts.unload)
+        return EventKind.UNLOAD_OVERDUE if state.now >= unload_by else None
+    if state.now < answer_by:
+        return None
+    if ticket.lease:  # it was given notice, and is not asked again
+        return EventKind.LEASE_OVERDUE
+    if state.is_silent(ticket.holder):  # it neither answers nor sends heartbeats
+        return EventKind.REVOKE_UNANSWERED
+    return None

@@ -54,7 +54,7 @@ def _run_node(state: CoreState, node: Node) -> PassEnd:
         if pass_.memo.can_stop(state, queued):
             break
     else:
-        state.queue.recompute_least_need(node.node)  # the least of them may have gone
+        state.queue.recompute_least_need(node.node)
     if pass_.has_waiting:
         _set_next_pass(state, pass_)
     return PassEnd.DONE

@@ -134,7 +134,7 @@ def _take_rest(
         reject_queued(state, ticket, leases.nothing_to_free())
         return Outcome.REJECTED
     ticket.need_less(rest)
-    state.queue.stats(ticket.node).know(queued, rest, queued.version)
+    state.queue.stats(ticket.node).note_need(queued, rest, queued.estimates_version)
     return place(state, pass_, ticket, queued)
 
 

@@ -53,7 +53,7 @@ class PlacementMemo:
     def can_skip(self, queued: QueueEntry, version: int) -> bool:
         """Says whether a ticket need not be looked up: most of a long queue."""
         request = queued.request
-        if queued.version != version or queued.is_aged or request.is_asleep:
+        if queued.estimates_version != version or queued.is_aged or request.is_asleep:
             return False
         return self.covers(queued.need_bytes, request.priority, queued.quota_group)
 
@@ -76,12 +76,12 @@ def need_of(state: CoreState, ticket: Ticket, queued: QueueEntry, most: Bytes) -
     """Returns what a queued ticket will be granted; the estimates are asked anew only when they
     have changed. `most`: see placement.estimated_bytes."""
     version = state.estimates.version
-    if queued.version != version:
+    if queued.estimates_version != version:
         need = placement.estimated_bytes(state, ticket, most)
         if oversize.may_exceed_budget(ticket):
-            queued.note_need(need, queued.version)  # known, but proves nothing of others
+            queued.note_need(need, queued.estimates_version)  # known, but proves nothing of others
         else:
-            state.queue.stats(ticket.node).know(queued, need, version)
+            state.queue.stats(ticket.node).note_need(queued, need, version)
     return queued.need_bytes
 
 
@@ -100,4 +100,4 @@ def foresee_need(state: CoreState, ticket: Ticket) -> None:
     most = placement.most_unpinned_bytes(books)
     need = placement.estimated_bytes(state, ticket, most)
     if books and need <= most:
-        state.queue.stats(ticket.node).know(queued, need, state.estimates.version)
+        state.queue.stats(ticket.node).note_need(queued, need, state.estimates.version)

@@ -1,7 +1,8 @@
 """Keeps queued tickets: per node, in the grant order, which a policy gives (C6).
 
-A ticket competes only with those of its own node, because its holder loads there. Later tickets may
-bypass it so often and for so long; then it is *aged*, and stands before all that are not.
+A ticket competes only with tickets of its own node, because its holder loads there. Later tickets
+may bypass it for a number of times and for a time, which are settings. Then the ticket is *aged*,
+and stands before every ticket that is not.
 """
 
 from bisect import bisect_left, insort
@@ -29,32 +30,32 @@ class QueueEntry:
     deadline: Instant | None
     holder: HolderId = NO_HOLDER
     is_plain: bool = True  # a new load that is of no gang
-    is_first: bool = False  # of `arbiter free`
-    predicted_at: Instant | None = None  # when it was expected to serve, as it joined
+    is_first: bool = False  # the lease of `arbiter free`, which stands before all others
+    predicted_at: Instant | None = None  # when it should serve, as estimated when it joined
     bypassed_count: int = 0
     is_aged: bool = False
-    need_bytes: Bytes = Bytes(0)  # by the estimates of `version`
+    need_bytes: Bytes = Bytes(0)  # by the estimates of `estimates_version`
     quota_group: str = ""  # of its tenant: see quotas.quota_group
-    tenant: str = ""  # that asked
-    work_bytes: float = 0.0  # of its tenant's share: see Accounts.virtual_start_of
-    version: int = -1  # of the estimates that gave `need_bytes`; -1: none has yet
+    tenant: str = ""  # the tenant that asked, whose turn a grant costs
+    work_bytes: float = 0.0  # its need by the share of its tenant: see Accounts.virtual_start_of
+    estimates_version: int = -1  # that gave `need_bytes`; -1: none has yet
     is_held: bool = False  # outside its hours: not tried (C13)
-    ages_from: Instant | None = None  # when it was last let go; None: since it asked
+    ages_from: Instant | None = None  # when its hours began; None: it ages from its request on
 
     def note_hours(self, *, is_held: bool, now: Instant) -> None:
-        """Notes whether it is held; let go, its wait counts from now."""
+        """Notes whether it is held outside its hours. Its wait counts anew once it is not."""
         if self.is_held and not is_held:
             self.ages_from = now
         self.is_held = is_held
 
     def expect(self, serves_at: Instant) -> None:
-        """Notes when it should serve, as far as can be said when it joins."""
+        """Notes when it should serve, as estimated when it joins."""
         self.predicted_at = serves_at
 
     def note_need(self, need: Bytes, version: int) -> None:
         """Notes what it needs by this version of the estimates."""
         self.need_bytes = need
-        self.version = version
+        self.estimates_version = version
 
 
 @dataclass(slots=True)
@@ -62,13 +63,13 @@ class QueueStats:
     """Keeps what is known of all queued tickets of one node, so that a long queue need not be
     walked."""
 
-    urgencies: Counter[int] = field(default_factory=Counter)  # a wake: WAKE_URGENCY
-    version: int = -1  # of the estimates
-    known_count: int = 0  # whose need is known by that version
-    least_bytes: Bytes = Bytes(0)  # none of those needs less
-    quota_groups: Counter[str] = field(default_factory=Counter)
-    holders: dict[HolderId, int] = field(default_factory=dict)  # and how many of these are theirs
-    held_count: int = 0  # outside their hours
+    urgencies: Counter[int] = field(default_factory=Counter)  # tickets by `urgency_of`
+    estimates_version: int = -1
+    known_count: int = 0  # tickets whose need is known by that version of the estimates
+    least_bytes: Bytes = Bytes(0)  # no ticket whose need is known needs less
+    quota_groups: Counter[str] = field(default_factory=Counter)  # tickets by quota group
+    holders: dict[HolderId, int] = field(default_factory=dict)  # tickets by holder
+    held_count: int = 0  # tickets that are held outside their hours
 
     def count(self, queued: QueueEntry, more: int) -> None:
         """Counts a ticket that joins (1) or leaves (-1)."""
@@ -79,25 +80,26 @@ class QueueStats:
             self.holders[queued.holder] = theirs
         else:
             del self.holders[queued.holder]
-        if queued.version == self.version:
+        if queued.estimates_version == self.estimates_version:
             self.known_count += more
             self.least_bytes = min(self.least_bytes, queued.need_bytes)
 
-    def know(self, queued: QueueEntry, need: Bytes, version: int) -> None:
+    def note_need(self, queued: QueueEntry, need: Bytes, version: int) -> None:
         """Notes what a ticket needs by this version of the estimates; a newer version makes all
         other needs unknown."""
-        if version != self.version:
-            self.version = version
+        if version != self.estimates_version:
+            self.estimates_version = version
             self.known_count = 0
             self.least_bytes = need
-        self.known_count += queued.version != version
+        self.known_count += queued.estimates_version != version
         self.least_bytes = min(self.least_bytes, need)
         queued.need_bytes = need
-        queued.version = version
+        queued.estimates_version = version
 
     def needs_at_least(self, need: Bytes, version: int) -> bool:
-        """Says whether every ticket needs so much; False while the need of one is unknown."""
-        is_known = self.version == version and self.known_count == self.urgencies.total()
+        """Says whether every ticket needs at least `need` bytes; False while one's need is not
+        known by this version of the estimates."""
+        is_known = self.estimates_version == version and self.known_count == self.urgencies.total()
         return is_known and self.least_bytes >= need
 
     def is_of_one_quota_group(self) -> bool:
@@ -117,11 +119,11 @@ class RequestQueue:
         self._place_of = place_of
         self._queued: dict[TicketId, QueueEntry] = {}
         self._order: dict[NodeId, list[tuple[Key, TicketId, QueueEntry]]] = {}  # no two tickets tie
-        self._walked: set[NodeId] = set()  # see walk
+        self._walked: set[NodeId] = set()  # nodes of which `walk` goes through the order now
         self._stats: dict[NodeId, QueueStats] = {}
         self._of_model: dict[ModelName, dict[TicketId, None]] = {}
-        self._here: dict[tuple[NodeId, ModelName], dict[TicketId, None]] = {}
-        self._where: dict[str, Counter[NodeId]] = {}  # by quota group
+        self._of_model_on: dict[tuple[NodeId, ModelName], dict[TicketId, None]] = {}
+        self._nodes_of_group: dict[str, Counter[NodeId]] = {}  # by quota group
         self._loads: Counter[tuple[NodeId, ModelName]] = Counter()  # in flight
         self._copies: dict[NodeId, frozenset[ModelName]] = {}  # whose files are in host RAM
         self._sequence = 0
@@ -173,8 +175,8 @@ class RequestQueue:
         )
         self._queued[ticket_id] = queued
         self._of_model.setdefault(model, {})[ticket_id] = None
-        self._here.setdefault((node, model), {})[ticket_id] = None
-        self._count_where(queued, 1)
+        self._of_model_on.setdefault((node, model), {})[ticket_id] = None
+        self._count_in_group(queued, 1)
         self._insert(queued)
         return queued
 
@@ -184,12 +186,12 @@ class RequestQueue:
             self._remove(queued)
             model = queued.model
             place = (queued.node, model)
-            del self._of_model[model][ticket_id], self._here[place][ticket_id]
-            if not self._here[place]:
-                del self._here[place]
+            del self._of_model[model][ticket_id], self._of_model_on[place][ticket_id]
+            if not self._of_model_on[place]:
+                del self._of_model_on[place]
             if not self._of_model[model]:
                 del self._of_model[model]
-            self._count_where(queued, -1)
+            self._count_in_group(queued, -1)
 
     def _insert(self, queued: QueueEntry) -> None:
         request = queued.request
@@ -210,7 +212,8 @@ class RequestQueue:
         self.dirty.add(queued.node)
 
     def _own_order(self, node: NodeId) -> list[tuple[Key, TicketId, QueueEntry]]:
-        """Returns a node's order to be changed: a copy while it is being walked."""
+        """Returns the order of a node, which the caller may change: a copy of it while `walk` goes
+        through it."""
         order = self._order.setdefault(node, [])
         if node in self._walked:
             self._walked.discard(node)
@@ -232,53 +235,54 @@ class RequestQueue:
             queued.deadline = deadline
 
     def change_quota_group(self, ticket_id: TicketId, quota_group: str) -> None:
-        """Notes that a ticket is another tenant's; safe for a ticket that is not queued. The turn
-        stays that of the tenant that asked."""
+        """Notes that a ticket is another tenant's; safe for a ticket that is not queued. Its place
+        in the order stays that of the tenant that asked."""
         queued = self._queued.get(ticket_id)
         if queued is None or queued.quota_group == quota_group:
             return
         self._remove(queued)
-        self._count_where(queued, -1)
+        self._count_in_group(queued, -1)
         queued.quota_group = quota_group
-        self._count_where(queued, 1)
+        self._count_in_group(queued, 1)
         self._insert(queued)
 
-    def _count_where(self, queued: QueueEntry, more: int) -> None:
-        if queued.quota_group not in self._where:
-            self._where[queued.quota_group] = Counter()
-        where = self._where[queued.quota_group]
+    def _count_in_group(self, queued: QueueEntry, more: int) -> None:
+        if queued.quota_group not in self._nodes_of_group:
+            self._nodes_of_group[queued.quota_group] = Counter()
+        where = self._nodes_of_group[queued.quota_group]
         where[queued.node] += more
         if not where[queued.node]:
             del where[queued.node]
 
     def hold(self, queued: QueueEntry, *, is_held: bool, now: Instant) -> None:
-        """Notes whether a ticket is held outside its hours; let go, its wait counts from now."""
+        """Notes whether a ticket is held outside its hours. Its wait counts anew once it is
+        not."""
         self._stats[queued.node].held_count += is_held - queued.is_held
         queued.note_hours(is_held=is_held, now=now)
 
-    def loading(self, node: NodeId, model: ModelName, more: int) -> None:
+    def note_loading(self, node: NodeId, model: ModelName, more: int) -> None:
         """Notes that a load of a model begins (1) or ends (-1): tickets for it are warm meanwhile
         (C6)."""
         self._loads[node, model] += more
         if not self._loads[node, model]:
             del self._loads[node, model]
-        self._rewarm(node, model)
+        self._update_warmth(node, model)
 
-    def have_copies(self, node: NodeId, models: frozenset[ModelName]) -> None:
-        """Notes of which models a node has the files in RAM: tickets for them are warm (C6)."""
+    def note_copies(self, node: NodeId, models: frozenset[ModelName]) -> None:
+        """Notes the models whose files a node has in host RAM: tickets for these are warm (C6)."""
         before = self._copies.pop(node, frozenset())
         if models:
             self._copies[node] = models
         for model in sorted(before ^ models):
-            self._rewarm(node, model)
+            self._update_warmth(node, model)
 
     def _is_warm(self, node: NodeId, model: ModelName) -> bool:
         has_load = (node, model) in self._loads
         return has_load or model in self._copies.get(node, frozenset())
 
-    def _rewarm(self, node: NodeId, model: ModelName) -> None:
+    def _update_warmth(self, node: NodeId, model: ModelName) -> None:
         is_warm = self._is_warm(node, model)
-        for ticket_id in list(self._here.get((node, model), ())):
+        for ticket_id in list(self._of_model_on.get((node, model), ())):
             queued = self._queued[ticket_id]
             request = queued.request
             if not request.is_asleep and request.is_warm != is_warm:
@@ -342,9 +346,9 @@ class RequestQueue:
             if is_first:
                 self._walked.discard(node)
 
-    def where(self, quota_group: str) -> list[NodeId]:
+    def nodes_of_quota_group(self, quota_group: str) -> list[NodeId]:
         """Returns the nodes on which a ticket of this quota group waits."""
-        return list(self._where.get(quota_group, ()))
+        return list(self._nodes_of_group.get(quota_group, ()))
 
     def first(self, node: NodeId, count: int) -> list[QueueEntry]:
         """Returns the first entries of a node, at most `count`."""
@@ -355,9 +359,14 @@ class RequestQueue:
         return bisect_left(self._order[queued.node], (queued.key, queued.request.ticket))
 
     def recompute_least_need(self, node: NodeId) -> None:
-        """Computes anew the least need on a node, from all entries."""
+        """Computes the least need on a node anew, from all entries: the ticket that needed the
+        least may have left."""
         stats = self.stats(node)
-        needs = [w.need_bytes for w in self.at(node) if w.version == stats.version]
+        needs = [
+            entry.need_bytes
+            for entry in self.at(node)
+            if entry.estimates_version == stats.estimates_version
+        ]
         stats.least_bytes = min(needs, default=Bytes(0))
 
     def stats(self, node: NodeId) -> QueueStats:
@@ -382,7 +391,7 @@ class RequestQueue:
         return list(self._order)
 
     def has_free(self) -> bool:
-        """Says whether a ticket waits that no hours hold (C13)."""
+        """Says whether some queued ticket, on any node, is not held outside its hours (C13)."""
         return len(self._queued) > sum(stats.held_count for stats in self._stats.values())
 
     def count(self, model: ModelName) -> int:

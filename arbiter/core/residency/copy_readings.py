@@ -27,4 +27,4 @@ def note_copies(state: CoreState, node: Node, event: ev.Measured) -> None:
     if node.copies != event.copies:
         node.copies = event.copies
         models = (model for copy in event.copies for model in copy.models)
-        state.queue.have_copies(node.node, frozenset(models))
+        state.queue.note_copies(node.node, frozenset(models))

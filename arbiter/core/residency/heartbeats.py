@@ -302,7 +302,7 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     if ticket.pinned:
         cap_pins(state, ticket.node)
     if ticket_state is State.LOADING:
-        state.queue.loading(ticket.node, ticket.model_name, 1)
+        state.queue.note_loading(ticket.node, ticket.model_name, 1)
     claim_unclaimed(state, ticket)
     state.set_timer(ticket, state.now)
     state.log(EventKind.TICKET_REJOINED, ticket, size=charged(ticket), phase=held.phase.value)

@@ -123,7 +123,7 @@ def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
         state.stale_count += 1
         return
     state.log(EventKind.NODE_LOST, node=event.node)
-    state.queue.have_copies(event.node, frozenset())
+    state.queue.note_copies(event.node, frozenset())
     for ticket in state.ledger.tickets():
         if ticket.node == event.node and ticket.state is not State.QUEUED:
             _leave_with_device(state, ticket)

@@ -180,7 +180,7 @@ def requeue_relieved_tenants(state: CoreState) -> None:
     for client in state.ledger.holdings.unsettled:
         limits = limits_of(state, client.tenant)
         if limits and limits.most_bytes is not None:
-            state.mark_dirty(*state.queue.where(client.tenant))
+            state.mark_dirty(*state.queue.nodes_of_quota_group(client.tenant))
 
 
 def over_limit(state: CoreState, tenant: str, more: Bytes) -> Bytes:
