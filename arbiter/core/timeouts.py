@@ -10,7 +10,7 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.reports import replica_targets
 from arbiter.core.residency import floors, heartbeats, idle, loading_share, readings
 from arbiter.core.state import CoreState
-from arbiter.core.tickets import leases, loads, pins, reclaim
+from arbiter.core.tickets import failed_swaps, leases, loads, pins, reclaim
 from arbiter.units import HolderId, NodeId, TicketId, after, in_seconds
 
 
@@ -112,7 +112,7 @@ RULES: dict[str, Callable[[CoreState, str], None]] = {
     "holder": lambda state, name: heartbeats.on_timer(state, HolderId(name)),
     "node": lambda state, name: readings.on_timer(state, NodeId(name)),
     "pressure": pressure.on_timer,
-    "restore": lambda state, _: loads.on_restore_timer(state),
+    "restore": lambda state, _: failed_swaps.on_restore_timer(state),
     "scale": replica_targets.on_timer,
     "closing": lambda state, _: end_closing(state),
     "compaction": compaction.on_timer,

@@ -261,7 +261,7 @@ BUGS = [
     Bug("success does not clear the cool-down", "arbiter/core/tickets/loads.py", "on_loaded",
         "state.failures.pop(ticket.model_name, None)",
         ""),
-    Bug("a failed switch restores nothing", "arbiter/core/tickets/loads.py", "reload_evicted",
+    Bug("a failed switch restores nothing", "arbiter/core/tickets/failed_swaps.py", "reload_evicted",
         "state.decide(LoadModel(holder, model))",
         "pass"),
     Bug("attempt 2 asks no more", "arbiter/core/records/estimates.py", "Estimates._size",

@@ -28,7 +28,8 @@ from arbiter.core.records.priced_victim import PricedVictim
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import inexact, process_ram, quotas
-from arbiter.core.tickets.loads import note_evicted_for, prefetches_that_make_room
+from arbiter.core.tickets.failed_swaps import note_evicted_for
+from arbiter.core.tickets.loads import prefetches_that_make_room
 from arbiter.core.tickets.reclaim import charged, is_counted_on, kill_and_notify
 from arbiter.core.types import Floor, Priority
 from arbiter.units import (

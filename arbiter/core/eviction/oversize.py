@@ -13,8 +13,8 @@ from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
+from arbiter.core.tickets.failed_swaps import note_evicted_for
 from arbiter.core.tickets.lendable_devices import unpinned_bytes
-from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.types import Split
 from arbiter.units import Bytes
 

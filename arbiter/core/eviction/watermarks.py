@@ -21,8 +21,8 @@ from arbiter.core.settings import Watermarks
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.budget import fraction_of
+from arbiter.core.tickets.failed_swaps import note_evicted_for
 from arbiter.core.tickets.lendable_devices import unpinned_bytes
-from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.tickets.reclaim import is_counted_on
 from arbiter.core.types import DeviceKind
 

@@ -12,7 +12,8 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.residency import floors, prefetch
 from arbiter.core.state import CoreState, Holder, reject_queued
 from arbiter.core.tickets import leases, quotas
-from arbiter.core.tickets.loads import note_gave_up, retried
+from arbiter.core.tickets.failed_swaps import note_retried
+from arbiter.core.tickets.loads import note_gave_up
 from arbiter.core.tickets.reclaim import kept_bytes
 from arbiter.core.types import ModelName
 from arbiter.errors import (
@@ -67,7 +68,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
     state.note_active(ticket.capability)
     _enqueue(state, ticket, event)
     if event.attempt > 1:
-        retried(state, (event.holder, event.model))
+        note_retried(state, (event.holder, event.model))
 
 
 def _refuse(state: CoreState, event: ev.Requested, error: RequestError) -> None:

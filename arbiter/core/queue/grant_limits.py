@@ -16,7 +16,7 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, reject_queued
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.exclusion import excluded_by
-from arbiter.core.tickets.loads import note_evicted_for
+from arbiter.core.tickets.failed_swaps import note_evicted_for
 from arbiter.core.types import Priority
 from arbiter.errors import RolePinned
 from arbiter.units import SECOND, DeviceId, Span, after

@@ -15,7 +15,8 @@ from arbiter.core.residency import copy_readings, floors, growth, idle, loading_
 from arbiter.core.residency.readings import claim_unclaimed
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import leases, lessees, quotas
-from arbiter.core.tickets.loads import forget_evicted_for, let_sleep, on_loaded
+from arbiter.core.tickets.failed_swaps import forget_evicted_for
+from arbiter.core.tickets.loads import let_sleep, on_loaded
 from arbiter.core.tickets.pins import cap_pins
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, notify_holder, reclaim
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel

@@ -1,21 +1,22 @@
-"""Ends loads: the model serves, the load breaks, or no request wants it any more (A8, A12)."""
+"""Ends loads: the model serves, the load fails, or no caller waits for it any more (A8, A12)."""
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import EventKind, LoadModel, Reason
+from arbiter.core.decisions import EventKind, Reason
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.state import AskedLoad, CoreState, EvictedFor, EvictedForKey, Failure
+from arbiter.core.state import CoreState, Failure
 from arbiter.core.tickets.budget import fraction_of
+from arbiter.core.tickets.failed_swaps import reload_evicted, restore_later
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, reclaim
-from arbiter.core.types import ModelName
 from arbiter.errors import TRIED_AGAIN, LoadFailed, TicketClosed
-from arbiter.units import Bytes, HolderId, Span, after, since
+from arbiter.units import Bytes, Span, after, since
 
 
 def on_loaded(state: CoreState, ticket: Ticket, took: Span, *, verified: bool = True) -> None:
     """Moves LOADING -> RESIDENT, after a load or a wake. The copy in host RAM stays charged for as
-    long as it is measured. A wake that was not verified was a load as well, so its seconds teach
-    nothing; its engine may end without having served, so the next heartbeat counts the use."""
+    long as it is measured. `verified`: False for a wake whose probe differed, so that the engine
+    loaded from disk. Nothing is learned from how long that took, and the engine may end without
+    having served, so the next heartbeat counts the use."""
     state.move(ticket, State.RESIDENT, granted=dict(ticket.home))
     ticket.end_load(took, state.now)
     if verified or ticket.is_prefetch:
@@ -61,10 +62,10 @@ def on_load_failed(state: CoreState, ticket: Ticket, cause: str, out_of_memory: 
 
 
 def learn_failure(state: CoreState, ticket: Ticket, cause: str, out_of_memory: bool) -> None:
-    """Learns from a failed load. A first failure for memory may be tried again at once with a
-    corrected estimate, and a first death without a word as it was, because the engine may have been
-    killed from outside; so may a first load whose files were replaced meanwhile. Any other failure
-    cools the model down and refuses every ticket that waits for it."""
+    """Learns from a failed load. The holder may try once more at once after a first failure for
+    memory, with a corrected estimate; after a first engine that died without a word, because it may
+    have been killed from outside; and after a first load whose files were replaced meanwhile. Any
+    other failure cools the model down and refuses every ticket that waits for it."""
     state.log(EventKind.LOAD_FAILED, ticket, cause=cause, out_of_memory=out_of_memory)
     if out_of_memory:
         held = Bytes(max(ticket.home_bytes, ticket.at_home_bytes))
@@ -72,21 +73,23 @@ def learn_failure(state: CoreState, ticket: Ticket, cause: str, out_of_memory: b
         if ticket.attempt == 1:
             state.failures.pop(ticket.model_name, None)
     if ticket.attempt == 1 and (out_of_memory or cause in TRIED_AGAIN):
-        _restore_later(state, (ticket.holder, ticket.model))
+        restore_later(state, (ticket.holder, ticket.model))
         return
     _cool_down(state, ticket, cause)
     _give_up(state, ticket, LoadFailed(ticket.model, cause, out_of_memory))
 
 
 def _give_up(state: CoreState, ticket: Ticket, error: LoadFailed) -> None:
+    """Refuses every ticket that waits for a model that cannot be loaded now, and has what made room
+    for it loaded again."""
     state.asked_loads.pop(ticket.model_name, None)
     refuse_waiters(state, ticket, error)
     reload_evicted(state, (ticket.holder, ticket.model))
 
 
 def note_cause(state: CoreState, event: ev.LoadBroke) -> None:
-    """Takes the holder's account of a load whose engine was seen to end before the holder could say
-    why."""
+    """Takes from the holder why a load failed whose engine was seen to end before the holder could
+    say so, and corrects what `learn_failure` had concluded."""
     ticket = state.broken_loads.pop(event.ticket, None)
     if ticket is None:
         return
@@ -113,10 +116,11 @@ def refuse_waiters(state: CoreState, failed: Ticket, error: LoadFailed) -> None:
 
 
 def _cool_down(state: CoreState, ticket: Ticket, cause: str) -> None:
+    """Lets no request load a model for a while, which doubles with each failure in a row."""
     timeouts = state.settings.timeouts
     old = state.failures.get(ticket.model_name)
     times = old.times_count + 1 if old else 1
-    # The exponent is bounded so that the number is: 2^20 first terms are beyond any cap.
+    # Twenty doublings are beyond any cap; a bounded exponent keeps the number small.
     pause = Span(min(timeouts.cooldown_first << min(times - 1, 20), timeouts.cooldown_most))
     failure = Failure(cause, times, after(state.now, pause))
     state.failures[ticket.model_name] = failure
@@ -124,70 +128,12 @@ def _cool_down(state: CoreState, ticket: Ticket, cause: str) -> None:
     state.log(EventKind.COOL_DOWN, ticket, took=pause, cause=cause, times=times)
 
 
-# -- what made room for a load that failed comes back --------------------------------------------
-
-
-def note_evicted_for(state: CoreState, asker: Ticket, victim: Ticket) -> None:
-    """Notes that a victim made room for a load. A process outside Serve that was asked for its
-    lease has no model to bring back. What left for `arbiter free` returns after it, if it was
-    awake."""
-    if victim.lease:
-        return
-    if asker.frees:
-        if victim.state is State.RESIDENT:
-            state.freed_for.setdefault(asker.id, {})[victim.model_name] = None
-        return
-    made_room = state.evicted_for.setdefault((asker.holder, asker.model), EvictedFor())
-    made_room.models[(victim.holder, victim.model)] = victim.id
-
-
-def retried(state: CoreState, key: EvictedForKey) -> None:
-    """Notes that a failed load is tried again, so what made room for it stays away."""
-    if switch := state.evicted_for.get(key):
-        switch.restore_at = None
-
-
-def _restore_later(state: CoreState, key: EvictedForKey) -> None:
-    if switch := state.evicted_for.get(key):
-        switch.restore_at = after(state.now, state.settings.timeouts.retry)
-        state.timers.set(("restore", ""), switch.restore_at)
-
-
-def on_restore_timer(state: CoreState) -> None:
-    """Brings back what made room for loads that failed and were not tried again in time."""
-    for key, switch in list(state.evicted_for.items()):
-        if switch.restore_at is None:
-            continue
-        if state.now >= switch.restore_at:
-            reload_evicted(state, key)
-        else:
-            state.timers.set(("restore", ""), switch.restore_at)
-
-
-def reload_evicted(state: CoreState, key: EvictedForKey) -> None:
-    """Has holders load again what made room for a load that failed."""
-    switch = state.evicted_for.pop(key, None)
-    for (holder, model), ticket_id in switch.models.items() if switch else ():
-        ticket = state.ledger.find(ticket_id)
-        known = state.holders.get(holder)
-        if known and (ticket is None or ticket.state is not State.RESIDENT):
-            load = AskedLoad(holder, state.now, first_asked_at=state.now)
-            state.asked_loads[ModelName(known.capability, model)] = load
-            state.decide(LoadModel(holder, model))
-
-
-def forget_evicted_for(state: CoreState, holder: HolderId) -> None:
-    """Forgets what made room for a holder that is gone: there is no load left to wait for."""
-    for key in [key for key in state.evicted_for if key[0] == holder]:
-        del state.evicted_for[key]
-
-
-# -- a load without a request ---------------------------------------------------------------------
+# -- a load that no caller waits for any more -----------------------------------------------------
 
 
 def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
-    """Ends what no caller waits for any more: a queued ticket closes, an asleep ticket sleeps on, a
-    load that is not nearly done is killed."""
+    """Ends the ticket that no caller waits for any more: a queued ticket closes, an asleep ticket
+    sleeps on, a load that is not nearly done is killed."""
     states = State.QUEUED, State.ASLEEP, State.LOADING, State.DRAINING
     ticket = state.find_or_count_stale(event.ticket, *states, by=event.holder)
     if ticket is None:
@@ -211,8 +157,8 @@ def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
 
 
 def note_gave_up(state: CoreState, ticket: Ticket) -> None:
-    """Remembers since when a request had waited for a model with which its own trades places, as
-    long as that may keep it waiting (C13)."""
+    """Notes that a request gives up which waits for the place of a model that trades places with
+    its own (C13). If it asks again in time, its wait counts from its first request on."""
     queued = state.queue.find(ticket.id)
     if queued is None or not state.trades.askers_of(ticket.model_name, state.now):
         return
