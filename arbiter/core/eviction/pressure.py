@@ -61,6 +61,7 @@ def on_pushed(state: CoreState, event: ev.PressurePushed) -> None:
 
 
 def _state_of(state: CoreState, device: DeviceId) -> PressureState:
+    """Returns what is known of a device's pressure, which rules may change."""
     return state.pressure.setdefault(device, PressureState())
 
 
@@ -135,20 +136,22 @@ def on_timer(state: CoreState, name: str) -> None:
 
 
 def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureState) -> None:
-    if _acts_elsewhere(state, book):
+    """Takes back what the present level demands: drafters first, then one idle model at a low
+    level, all of them and the caches of the others at a critical level."""
+    if _cpu_device_acts_for(state, book):
         return
     pressure_state.acts_at = after(state.now, state.settings.timeouts.pressure_tick)
     state.timers.set(("pressure", book.device), pressure_state.acts_at)
-    drafted, victims = _drafted(state, book), candidates(state, book)
-    for ticket in drafted:
+    with_drafter, victims = _with_drafter(state, book), candidates(state, book)
+    for ticket in with_drafter:
         ticket.note_drafter_revoked(state.now)
         state.decide(DropDrafter(ticket.holder, ticket.model))
         state.log(EventKind.DRAFTER_REVOKED, ticket, size=ticket.drafter_bytes)
     if pressure_state.level is not Level.CRITICAL:
-        del victims[0 if drafted else 1 :]
+        del victims[0 if with_drafter else 1 :]
     for victim in victims:
         revoke(state, victim, Reason.PRESSURE, None)
-    if not victims and not drafted and not pressure_state.nothing_left:
+    if not victims and not with_drafter and not pressure_state.nothing_left:
         pressure_state.nothing_left = True
         held = Bytes(sum(charged(t) for t in book.tickets.values()))
         level = pressure_state.level.name.lower()
@@ -160,15 +163,15 @@ def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureStat
 def _purge(state: CoreState, book: DeviceAccount) -> None:
     """Empties the caches of what stays resident. Under low pressure they keep what has not expired,
     and what has expired leaves by itself."""
-    held = {name: t for b in _one_memory(state, book) for name, t in b.tickets.items()}
+    held = {name: t for b in _books_of_one_memory(state, book) for name, t in b.tickets.items()}
     for ticket_id, ticket in sorted(held.items()):
         if ticket.state is State.RESIDENT and ticket.lease is None:
             state.decide(PurgeCaches(ticket_id, ticket.holder))
 
 
-def _drafted(state: CoreState, book: DeviceAccount) -> list[Ticket]:
-    """Returns residents that can give a drafter back, and were not asked to a moment ago: a holder
-    whose requests in flight outlive its barrier keeps the drafter, and is asked again."""
+def _with_drafter(state: CoreState, book: DeviceAccount) -> list[Ticket]:
+    """Returns the residents of a device that can give a drafter back and were not asked to lately.
+    A holder whose requests in flight outlive its barrier keeps the drafter, and is asked again."""
     patience = state.settings.timeouts.load
     return [
         ticket
@@ -186,21 +189,24 @@ def _drafted(state: CoreState, book: DeviceAccount) -> list[Ticket]:
 def candidates(state: CoreState, book: DeviceAccount) -> list[Ticket]:
     """Returns idle, unpinned tickets of capabilities that are not spared, the lowest first: by
     priority, role, and the policy's price."""
-    priced = [pair for b in _one_memory(state, book) for pair in ranked_victims(state, b)]
+    priced = [pair for b in _books_of_one_memory(state, book) for pair in ranked_victims(state, b)]
     priced.sort(key=lambda pair: (pair[1].rank[:3], pair[0].role_rank, pair[1].place))
     by_ticket = {ticket.id: ticket for ticket, _ in priced}
     return [t for t in by_ticket.values() if may_leave(state, t) and not is_spared(state, t)]
 
 
-def _one_memory(state: CoreState, book: DeviceAccount) -> list[DeviceAccount]:
-    """Returns the budgets that share a RAM: a CPU device acts for the host as well."""
+def _books_of_one_memory(state: CoreState, book: DeviceAccount) -> list[DeviceAccount]:
+    """Returns the accounts whose budgets lie in the same memory: of a CPU device itself and the
+    host's RAM, of any other device its own."""
     host = state.ledger.books.get(host_device(book.node))
     if book.kind is types.DeviceKind.CPU and host:
         return [book, host]
     return [book]
 
 
-def _acts_elsewhere(state: CoreState, book: DeviceAccount) -> bool:
+def _cpu_device_acts_for(state: CoreState, book: DeviceAccount) -> bool:
+    """Says whether the CPU device of its node relieves the pressure of this account: the account is
+    of host RAM, which is the CPU device's as well."""
     node = state.nodes.get(book.node)
     specs = node.devices.values() if node else ()
     return book.kind is types.DeviceKind.HOST and any(s.kind is types.DeviceKind.CPU for s in specs)

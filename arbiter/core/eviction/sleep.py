@@ -1,5 +1,5 @@
-"""Believes that a model is asleep only as measured: a holder's word counts once the bytes have
-fallen (D1).
+"""Takes a model for asleep only as measured (D1): its holder says that it sleeps, and a reading
+confirms that once the bytes on its devices have fallen.
 """
 
 from arbiter.core.decisions import EventKind, Reason, RequestReading, Tier
@@ -19,8 +19,8 @@ from arbiter.units import (
 
 
 def grant_with_host_copy(state: CoreState, ticket: Ticket) -> Sizes | None:
-    """Returns what a ticket is granted plus its host reservation to sleep in; None when it cannot
-    sleep or host RAM has no room."""
+    """Returns what a ticket is granted and the host reservation that it needs to sleep, in bytes by
+    device; None when the model cannot sleep or host RAM has no room for it."""
     copy = ticket.need.host_bytes
     if copy == 0 or not state.estimates.can_sleep(ticket.model_key):
         return None
@@ -82,28 +82,30 @@ def confirm_sleep(state: CoreState, ticket: Ticket) -> None:
     state.set_timer(ticket, state.now)
 
 
-def doubt_asleep(state: CoreState, ticket: Ticket) -> None:
-    """Ends an asleep ticket whose bytes never fell: its holder rejoined with it, so perhaps no
-    reading saw it fall asleep. An asleep ticket may grow a little; a ticket that still holds more
-    than about half of its share does not sleep."""
-    believed = (
+def end_if_never_slept(state: CoreState, ticket: Ticket) -> None:
+    """Ends a ticket that counts as asleep although its bytes never fell. Its holder rejoined with
+    it, so perhaps no reading of this epoch saw it fall asleep. An asleep ticket may grow a little;
+    a ticket that holds more than about half of what it was granted does not sleep."""
+    asleep_most = (
         ticket.home_bytes - fraction_of(ticket.home_bytes, state.settings.slept_fraction) // 2
     )
     if inexact.is_at_home(state, ticket):
-        return  # the share is inferred
-    if ticket.state is State.ASLEEP and ticket.at_home_bytes > believed:
+        return  # what it holds there is inferred
+    if ticket.state is State.ASLEEP and ticket.at_home_bytes > asleep_most:
         _end_failed_sleep(state, ticket, Reason.FAILED)
 
 
-def await_confirmation(state: CoreState, ticket: Ticket, believe_by: Instant) -> None:
+def await_confirmation(state: CoreState, ticket: Ticket, confirm_by: Instant) -> None:
     """Waits for the reading that confirms a sleep, and ends the ticket when none does in time."""
-    if state.now < believe_by:
-        state.set_timer(ticket, believe_by)
+    if state.now < confirm_by:
+        state.set_timer(ticket, confirm_by)
         return
     _end_failed_sleep(state, ticket, ticket.leaving_reason)
 
 
 def _end_failed_sleep(state: CoreState, ticket: Ticket, reason: Reason) -> None:
+    """Kills an engine whose sleep did not give its bytes back, and lets the model sleep no more in
+    this epoch."""
     least_fraction = state.settings.slept_fraction
     state.log(
         EventKind.NOT_ASLEEP, ticket, size=ticket.at_home_bytes, wanted_fraction=least_fraction

@@ -1,7 +1,7 @@
 """Handles what holders say of themselves: they join, renew, and are lost (A18, A19).
 
-Heartbeats are level-triggered: each repeats every ticket, so it makes good whatever message was
-lost before it. What a holder no longer mentions, it has let go of.
+Heartbeats are level-triggered: each repeats every ticket, so it makes good any message that was
+lost before it. A ticket that a heartbeat does not list has been dropped by its holder.
 """
 
 from arbiter.core import events as ev
@@ -12,7 +12,7 @@ from arbiter.core.eviction.sleep import on_slept
 from arbiter.core.histogram import SECONDS_BOUNDS, Histogram
 from arbiter.core.records.ticket import Grown, Load, Sizes, State, Ticket
 from arbiter.core.residency import copy_readings, floors, growth, idle, loading_share
-from arbiter.core.residency.readings import claim_unclaimed
+from arbiter.core.residency.readings import charge_unclaimed
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import leases, lessees, quotas
 from arbiter.core.tickets.failed_swaps import forget_evicted_for
@@ -36,8 +36,8 @@ from arbiter.units import (
 LENT_MEANWHILE = "its bytes were lent to others before its holder rejoined; ask again"
 ANSWERED = "answered"  # the outcome of a request whose client took the whole answer
 
-# Idle for so much less than since its last use: its holder keeps it warm. Half a heartbeat, because
-# two of them are not on their way for equally long.
+# A holder that reports a model as idle for less than since its last use keeps it warm. A difference
+# of half a heartbeat is none, because two heartbeats are not on their way for equally long.
 KEPT_WARM = seconds(0.5)
 
 HOLDING = (State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP)
@@ -69,11 +69,11 @@ def on_joined(state: CoreState, event: ev.Joined) -> None:
     for held in event.tickets:
         if state.ledger.find(held.ticket) is None and held.ticket not in state.answers:
             _rebuild(state, event, held)
-    _compare(state, event.holder, event.tickets)
-    _ask_again(state, event)
+    _apply_account(state, event.holder, event.tickets)
+    _repeat_revokes(state, event)
 
 
-def _ask_again(state: CoreState, event: ev.Joined) -> None:
+def _repeat_revokes(state: CoreState, event: ev.Joined) -> None:
     """Repeats revokes that may have been lost with the old connection; a holder ignores what it
     drains already."""
     serving = {held.ticket for held in event.tickets if held.phase is types.Phase.RESIDENT}
@@ -97,7 +97,7 @@ def on_renewed(state: CoreState, event: ev.Renewed) -> None:
         state.mark_dirty(holder.node)
     holder.heard_at = state.now
     if event.runs or event.runs_dropped_count:
-        _tell_runs(state, holder, event)
+        _log_runs(state, holder, event)
     for usage in event.usage:
         state.accounts.used(usage, state.now)
     for times in event.request_times:
@@ -105,10 +105,11 @@ def on_renewed(state: CoreState, event: ev.Renewed) -> None:
         state.request_times.setdefault(key, Histogram(SECONDS_BOUNDS)).add(times.took)
     if event.tickets:
         state.note_active(holder.capability)
-    _compare(state, event.holder, event.tickets)
+    _apply_account(state, event.holder, event.tickets)
 
 
-def _tell_runs(state: CoreState, holder: Holder, event: ev.Renewed) -> None:
+def _log_runs(state: CoreState, holder: Holder, event: ev.Renewed) -> None:
+    """Logs the requests that a heartbeat tells of, and learns how long answered ones ran."""
     about = {"holder": holder.holder, "capability": holder.capability}
     for run in event.runs:
         what = {**about, "model": run.model, "outcome": run.outcome, "request_id": run.request}
@@ -165,7 +166,9 @@ def _silence_limit(state: CoreState, holder: Holder) -> Span:
 # -- comparing its account with ours --------------------------------------------------------------
 
 
-def _compare(state: CoreState, holder: HolderId, tickets: tuple[ev.HeldTicket, ...]) -> None:
+def _apply_account(state: CoreState, holder: HolderId, tickets: tuple[ev.HeldTicket, ...]) -> None:
+    """Brings the tickets of a holder up to date with all that it says it holds. A ticket that the
+    holder does not list any more is lost."""
     on_timer(state, holder)
     mine = state.ledger.holding(holder)
     for held in tickets:
@@ -179,7 +182,8 @@ def _compare(state: CoreState, holder: HolderId, tickets: tuple[ev.HeldTicket, .
 
 
 def _is_nothing_new(ticket: Ticket, held: ev.HeldTicket, now: Instant) -> bool:
-    """Says whether a ticket is idle as before and not used since: most of most heartbeats."""
+    """Says whether a heartbeat says nothing new of a ticket: it is idle as before and was not used
+    since, as most tickets are in most heartbeats."""
     return (
         held.inflight == 0 == ticket.inflight
         and since(ticket.last_used, now) - held.idle < KEPT_WARM
@@ -193,16 +197,18 @@ def _is_nothing_new(ticket: Ticket, held: ev.HeldTicket, now: Instant) -> bool:
 
 
 def _is_about_size(ticket: Ticket, held: ev.HeldTicket) -> bool:
+    """Says whether a heartbeat tells of a size below the grant, or ends such a difference."""
     return ticket.less_since is not None or growth.is_less(ticket, held.devices)
 
 
 def _is_confirmed(state: CoreState, ticket: Ticket) -> bool:
-    """Says whether a heartbeat can know of the present state: a heartbeat that was under way when
-    it changed says nothing about it."""
+    """Says whether a heartbeat that arrives now was sent after the ticket came into its state. A
+    heartbeat that was under way then says nothing about that state."""
     return since(ticket.since, state.now) >= state.settings.timeouts.unconfirmed
 
 
 def _apply(state: CoreState, holder: HolderId, held: ev.HeldTicket) -> None:
+    """Brings one ticket up to date with what its holder says of it."""
     ticket = state.ledger.find(held.ticket)
     if ticket is None or ticket.holder != holder or ticket.state is State.RECLAIMING:
         _end_unnamed(state, holder, held.ticket)
@@ -220,8 +226,8 @@ def _apply(state: CoreState, holder: HolderId, held: ev.HeldTicket) -> None:
 
 
 def _end_unnamed(state: CoreState, holder: HolderId, ticket_id: TicketId) -> None:
-    """Tells a holder that it holds on to a ticket that is not its own any more: it missed the
-    news."""
+    """Tells a holder that a ticket it lists has ended or is not its own: the message that said so
+    was lost."""
     state.stale_count += 1
     notify_holder(state, ticket_id, holder, Reason.LOST)
 
@@ -291,9 +297,11 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     others by now."""
     ticket_state = STATE_OF[held.phase]
     home: Sizes = {d.device: d.size_bytes for d in held.devices}
-    is_late = ticket_state is State.LOADING and _is_lent(state, event.node, held.ticket, home)
-    granted = {} if is_late else _granted_in(event, held, ticket_state, home)
-    ticket = _ticket_of_report(state, event, held, home, granted)
+    is_late = ticket_state is State.LOADING and _is_lent_to_others(
+        state, event.node, held.ticket, home
+    )
+    granted = {} if is_late else _granted_bytes(event, held, ticket_state, home)
+    ticket = _ticket_from(state, event, held, home, granted)
     if held.lease:
         leases.bind(state, ticket, held.lease)
         lessees.restore(state, ticket, held.lease_history)
@@ -304,7 +312,7 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         cap_pins(state, ticket.node)
     if ticket_state is State.LOADING:
         state.queue.note_loading(ticket.node, ticket.model_name, 1)
-    claim_unclaimed(state, ticket)
+    charge_unclaimed(state, ticket)
     state.set_timer(ticket, state.now)
     state.log(EventKind.TICKET_REJOINED, ticket, size=charged(ticket), phase=held.phase.value)
     if is_late:
@@ -312,7 +320,7 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         reclaim(state, ticket, Reason.LOST)  # its agent begins no engine under it any more
 
 
-def _ticket_of_report(
+def _ticket_from(
     state: CoreState, event: ev.Joined, held: ev.HeldTicket, home: Sizes, granted: Sizes
 ) -> Ticket:
     """Makes a ticket from what its holder reports as it joins."""
@@ -350,7 +358,7 @@ def _ticket_of_report(
     return ticket
 
 
-def _is_lent(state: CoreState, node: NodeId, ticket_id: TicketId, home: Sizes) -> bool:
+def _is_lent_to_others(state: CoreState, node: NodeId, ticket_id: TicketId, home: Sizes) -> bool:
     """Says whether bytes that an earlier epoch granted to a load are lent to others by now. Where a
     reading finds no engine of the load, it had not begun, so no book kept them for it."""
     node_state = state.nodes.get(node)
@@ -366,7 +374,9 @@ def _tier_of(held: ev.HeldTicket) -> Tier:
     return Tier.ASLEEP if held.need.host_bytes else Tier.GONE
 
 
-def _granted_in(event: ev.Joined, held: ev.HeldTicket, ticket_state: State, home: Sizes) -> Sizes:
+def _granted_bytes(
+    event: ev.Joined, held: ev.HeldTicket, ticket_state: State, home: Sizes
+) -> Sizes:
     host_bytes = held.need.host_bytes
     host_reservation: Sizes = {host_device(event.node): host_bytes} if host_bytes else {}
     if ticket_state is State.ASLEEP:

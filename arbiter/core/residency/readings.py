@@ -8,7 +8,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import EventKind, KillEngine, Reason
 from arbiter.core.eviction import pressure, waste
-from arbiter.core.eviction.sleep import confirm_sleep, doubt_asleep
+from arbiter.core.eviction.sleep import confirm_sleep, end_if_never_slept
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import CHARGED, Sizes, State, Ticket
 from arbiter.core.residency import copy_readings, slabs
@@ -27,13 +27,13 @@ LEARNED_AFTER = 2  # readings while resident; the first may have been taken duri
 def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
     """Takes a node and its devices. Nothing is granted on a device before its first reading."""
     old = state.nodes.get(event.node)
-    devices = _still_there(old, event) | {d.device: d for d in event.devices}
+    devices = _unreadable_devices(old, event) | {d.device: d for d in event.devices}
     may_come = {u.device for u in event.unreadable} - devices.keys()
     node = Node(
         event.node,
         devices,
         may_gain_devices=bool(may_come),
-        lost=_lost(old, event) - devices.keys(),
+        lost=_lost_gpus(old, event) - devices.keys(),
     )
     if old is None:
         state.log(EventKind.NODE_SEEN, node=event.node, devices=len(event.devices))
@@ -44,13 +44,13 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
         node.copies = old.copies  # until its readings say otherwise
         node.readings = {d: r for d, r in old.readings.items() if d in node.devices}
         for spec in old.devices.values():
-            if not _is_same(spec, node.devices.get(spec.device)):
+            if not _is_same_card(spec, node.devices.get(spec.device)):
                 state.log(
                     EventKind.DEVICE_LOST, node=event.node, device=spec.device, uuid=spec.uuid
                 )
                 _withdraw_device(state, spec.device)
         for spec in node.devices.values():
-            if not _is_same(spec, old.devices.get(spec.device)):
+            if not _is_same_card(spec, old.devices.get(spec.device)):
                 state.log(
                     EventKind.DEVICE_FOUND, node=event.node, device=spec.device, uuid=spec.uuid
                 )
@@ -58,36 +58,40 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
     slabs.on_agent_seen(state, event.node)
     state.estimates.note_devices_changed()
     state.mark_dirty(event.node)
-    _budget(state, node)
+    _set_budgets(state, node)
 
 
-def _still_there(old: Node | None, event: ev.NodeSeen) -> dict[DeviceId, types.DeviceSpec]:
-    """Known devices that a newly started agent cannot read: these have not gone."""
+def _unreadable_devices(old: Node | None, event: ev.NodeSeen) -> dict[DeviceId, types.DeviceSpec]:
+    """Returns the known devices that an agent which has just started cannot read: these are still
+    there."""
     devices = old.devices if old else {}
     return {u.device: devices[u.device] for u in event.unreadable if u.device in devices}
 
 
-def _lost(old: Node | None, event: ev.NodeSeen) -> frozenset[DeviceId]:
-    """GPUs that fell off the bus at some time: an agent that was started after that does not count
-    them any more."""
+def _lost_gpus(old: Node | None, event: ev.NodeSeen) -> frozenset[DeviceId]:
+    """Returns the GPUs of a node that fell off the bus at any time: those that the agent names, and
+    those known before, because an agent that started after that does not see them any more."""
     known = old.devices.values() if old else ()
     gpus = (spec.device for spec in known if spec.kind is DeviceKind.GPU)
     return frozenset(gpus).union(event.lost, old.lost if old else ())
 
 
-def _is_same(spec: types.DeviceSpec, other: types.DeviceSpec | None) -> bool:
-    """False if another card has taken the index."""
+def _is_same_card(spec: types.DeviceSpec, other: types.DeviceSpec | None) -> bool:
+    """Says whether two introductions of a device mean the same card; another card may have taken
+    its index."""
     return other is not None and spec.uuid == other.uuid
 
 
-def rebudget(state: CoreState) -> None:
-    """Computes every budget anew: the table has changed, and with it what engines share."""
+def recompute_budgets(state: CoreState) -> None:
+    """Computes every budget anew, because the table has changed and with it the scratch that
+    engines share."""
     for node in state.nodes.values():
-        _budget(state, node)
+        _set_budgets(state, node)
         _charge_foreign(state, node)
 
 
-def _budget(state: CoreState, node: Node) -> None:
+def _set_budgets(state: CoreState, node: Node) -> None:
+    """Computes the budget of each device of a node, and puts new devices on the books."""
     scratch = Bytes(sum(shared_scratch(state.registry.specs.values()).values()))
     for spec in node.devices.values():
         budget = budget_of(spec.total_bytes, spec.kind, state.settings, scratch)
@@ -104,11 +108,12 @@ def _withdraw_device(state: CoreState, device: DeviceId) -> None:
     back."""
     for ticket in state.ledger.tickets(*CHARGED):
         if device in ticket.devices or device in ticket.home:
-            _lose(state, ticket, device)
+            _leave_device(state, ticket, device)
     state.forget_device(device)
 
 
-def _lose(state: CoreState, ticket: Ticket, device: DeviceId) -> None:
+def _leave_device(state: CoreState, ticket: Ticket, device: DeviceId) -> None:
+    """Ends a ticket whose device has gone, and takes its bytes there off the books."""
     if ticket.state is not State.RECLAIMING:
         reclaim(state, ticket, Reason.LOST)
     state.ledger.leave(ticket, device)
@@ -126,12 +131,13 @@ def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
     state.queue.note_copies(event.node, frozenset())
     for ticket in state.ledger.tickets():
         if ticket.node == event.node and ticket.state is not State.QUEUED:
-            _leave_with_device(state, ticket)
+            _end_with_node(state, ticket)
     for device in node.devices:
         state.forget_device(device)
 
 
-def _leave_with_device(state: CoreState, ticket: Ticket) -> None:
+def _end_with_node(state: CoreState, ticket: Ticket) -> None:
+    """Closes a ticket whose node has gone, and every byte of it with the node."""
     if ticket.state is not State.RECLAIMING:
         reclaim(state, ticket, Reason.LOST)
     mark_reclaimed(state, ticket)
@@ -147,7 +153,7 @@ def on_engine_gone(state: CoreState, event: ev.EngineGone) -> None:
     if ticket is None:
         return
     if ticket.state is State.LOADING:
-        _died_loading(state, ticket)
+        _end_broken_load(state, ticket)
     elif ticket.state is not State.RECLAIMING:
         reclaim(state, ticket, Reason.LOST)
     if event.bytes_back:
@@ -156,8 +162,8 @@ def on_engine_gone(state: CoreState, event: ev.EngineGone) -> None:
             _charge_foreign(state, node)  # what its lessee has not given back
 
 
-def _died_loading(state: CoreState, ticket: Ticket) -> None:
-    """Ends a load whose engine died. Its holder's account of why may still come."""
+def _end_broken_load(state: CoreState, ticket: Ticket) -> None:
+    """Ends a load whose engine died. Its holder may still say why (`loads.note_cause`)."""
     reclaim(state, ticket, Reason.FAILED)
     learn_failure(state, ticket, ENGINE_DIED, out_of_memory=False)
     state.broken_loads[ticket.id] = ticket
@@ -195,7 +201,7 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     seen_bytes = _measured_by_ticket(state, node, event)
     _charge_measured(state, node, seen_bytes)
     if node.inexact:
-        # Tickets just seen asleep have no share any more
+        # A ticket that this reading confirmed asleep gets no part of its device's total any more
         seen_bytes = _measured_by_ticket(state, node, event)
         _charge_measured(state, node, seen_bytes)
     version = state.estimates.version
@@ -209,6 +215,7 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
 
 
 def _measured_by_ticket(state: CoreState, node: Node, event: ev.Measured) -> dict[TicketId, Sizes]:
+    """Returns what the reading measured of each ticket, in bytes by device."""
     by_engine = {engine.ticket: _sizes(engine) for engine in event.engines}
     return inexact.shared(state, node, by_engine)
 
@@ -228,8 +235,8 @@ def _note_unreadable(
             state.log(EventKind.DEVICE_READABLE, node=node.node, device=device)
 
 
-def _as_known(node: Node, ticket: Ticket) -> Sizes:
-    """The ticket's last measured bytes on unreadable devices."""
+def _last_known(node: Node, ticket: Ticket) -> Sizes:
+    """Returns the bytes that were last measured of a ticket on devices that cannot be read now."""
     return {d: size for d, size in ticket.measured.items() if d in node.unreadable}
 
 
@@ -238,6 +245,7 @@ def _sizes(reading: ev.EngineReading) -> Sizes:
 
 
 def _charge_measured(state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
+    """Charges each ticket of a node what a reading saw it hold, and ends or confirms its sleep."""
     charged = {t.id: t for d in node.devices for t in state.ledger.books[d].tickets.values()}
     for ticket_id in seen_bytes:  # may hold bytes though it was granted none
         if (ticket := state.ledger.find(ticket_id)) and ticket.state in CHARGED:
@@ -245,18 +253,20 @@ def _charge_measured(state: CoreState, node: Node, seen_bytes: dict[TicketId, Si
     for ticket in charged.values():
         sizes = seen_bytes.get(ticket.id, {})
         state.ledger.set_measured(
-            ticket, _as_known(node, ticket) | sizes if node.unreadable else sizes
+            ticket, _last_known(node, ticket) | sizes if node.unreadable else sizes
         )
         process_ram.note(state, ticket)
         confirm_sleep(state, ticket)
-        doubt_asleep(state, ticket)
+        end_if_never_slept(state, ticket)
 
 
 def _learn_all(state: CoreState, readings: tuple[ev.EngineReading, ...]) -> None:
+    """Learns from the exact readings of resident models. A lease teaches nothing: what a process
+    outside Serve holds says nothing of its next run."""
     for reading in readings:
         ticket = state.ledger.find(reading.ticket)
         if ticket is None or ticket.lease or not reading.exact:
-            continue  # what a stranger holds says nothing of its next run
+            continue
         if ticket.state is State.RESIDENT:
             _learn(state, ticket)
 
@@ -314,8 +324,9 @@ def _note_unclaimed(state: CoreState, node: Node, seen_bytes: dict[TicketId, Siz
         state.decide(KillEngine(node.node, ticket_id))
 
 
-def claim_unclaimed(state: CoreState, ticket: Ticket) -> None:
-    """Charges to a ticket what was foreign until its holder rejoined."""
+def charge_unclaimed(state: CoreState, ticket: Ticket) -> None:
+    """Charges a ticket the measured bytes of its engine, which were foreign until its holder
+    rejoined."""
     node = state.nodes.get(ticket.node)
     engine = node.unclaimed.pop(ticket.id, None) if node else None
     if node and engine:
@@ -324,6 +335,8 @@ def claim_unclaimed(state: CoreState, ticket: Ticket) -> None:
 
 
 def _charge_foreign(state: CoreState, node: Node) -> None:
+    """Sets the foreign bytes of each device that was read: those of no ticket that eat into the
+    budget, those of unclaimed engines, and scratch beyond the reserves."""
     for device, reading in node.readings.items():
         spec = node.devices[device]
         used = Bytes(reading.foreign_bytes - lessees.taken_bytes(state, node, device))
@@ -335,8 +348,8 @@ def _charge_foreign(state: CoreState, node: Node) -> None:
 
 
 def _scratch_kept(state: CoreState, device: DeviceId) -> Bytes:
-    """Returns the scratch on a device beyond what the reserves cover: it is on no ticket, and not
-    free."""
+    """Returns the bytes of scratch in use on a device that the reserves do not cover. No ticket is
+    charged these bytes, and they are not free."""
     tickets = [t for t in state.ledger.books[device].tickets.values() if t.dispatch_lock]
     if not tickets:
         return Bytes(0)
@@ -345,8 +358,8 @@ def _scratch_kept(state: CoreState, device: DeviceId) -> Bytes:
 
 
 def on_timer(state: CoreState, name: NodeId) -> None:
-    """Runs the time rule of readings: logged once; nothing is granted there until a reading
-    comes."""
+    """Runs the time rule of readings: logs once that a node is silent. Nothing is granted there
+    until its next reading comes."""
     node = state.nodes.get(name)
     if node is None or node.heard_at is None or node.silent_told:
         return
