@@ -57,8 +57,9 @@ PRESSURE: dict[str, Callable[[MemoryReading], Level]] = {"physical": pressure.le
 def bundle(
     settings: Settings = DEFAULTS, outside: Mapping[str, Callable[..., Any]] | None = None
 ) -> Policies:
-    """The policies that the settings name. `outside`: by name those of no table here, as
-    deployments.config.outside_policies imports them. Raises KeyError for a name that is nowhere."""
+    """Returns the policies that the settings name. `outside`: functions of other packages by their
+    names, as deployments.config.outside_policies imports them. Raises KeyError for a name that is
+    neither here nor there."""
     return Policies(
         evict={**EVICT, **(outside or {})}[settings.evict],
         admit={**ADMIT, **(outside or {})}[settings.admit],

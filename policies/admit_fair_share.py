@@ -6,5 +6,12 @@ tenant asked for the fewest bytes of late, then the first to ask (C6, C10). With
 from arbiter.core.view import Key, QueuedRequest
 
 
-def key(w: QueuedRequest) -> Key:
-    return (w.priority, not w.is_warm, w.virtual_start_bytes, w.asked_at, w.sequence)
+def key(request: QueuedRequest) -> Key:
+    """Returns the place of a queued ticket in the grant order; the lowest is granted first."""
+    return (
+        request.priority,
+        not request.is_warm,
+        request.virtual_start_bytes,
+        request.asked_at,
+        request.sequence,
+    )

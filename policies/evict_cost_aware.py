@@ -12,6 +12,10 @@ from arbiter.core.view import Candidate, Price
 from policies import reload
 
 
-def price(c: Candidate) -> Price:
-    reuse_chance = 1 - exp(-c.recent_count)  # at least one arrival of a Poisson process
-    return Price(rank=(c.role_rank,), cost_s=reload.expected_s(c) * reuse_chance + c.evict_cost_s)
+def price(candidate: Candidate) -> Price:
+    """Returns the role's rank, and the seconds that losing the candidate is expected to cost."""
+    reuse_chance = 1 - exp(-candidate.recent_count)  # at least one arrival of a Poisson process
+    return Price(
+        rank=(candidate.role_rank,),
+        cost_s=reload.expected_s(candidate) * reuse_chance + candidate.evict_cost_s,
+    )

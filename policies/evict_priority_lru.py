@@ -3,5 +3,6 @@
 from arbiter.core.view import Candidate, Price
 
 
-def price(c: Candidate) -> Price:
-    return Price(rank=(c.role_rank, c.last_used, c.ticket))
+def price(candidate: Candidate) -> Price:
+    """Returns a rank that orders candidates by role, then by last use; the lowest leaves first."""
+    return Price(rank=(candidate.role_rank, candidate.last_used, candidate.ticket))

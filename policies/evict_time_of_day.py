@@ -16,6 +16,10 @@ from policies import reload
 UNSEEN_COUNT = 0.02  # a rate four windows after one use; below it only the other rate counts
 
 
-def price(c: Candidate) -> Price:
-    often = sqrt((c.recent_count + UNSEEN_COUNT) * (c.usual_count + UNSEEN_COUNT))
-    return Price(rank=(c.role_rank,), cost_s=reload.expected_s(c) * often + c.evict_cost_s)
+def price(candidate: Candidate) -> Price:
+    """Returns the role's rank, and the seconds that losing the candidate is expected to cost."""
+    often = sqrt((candidate.recent_count + UNSEEN_COUNT) * (candidate.usual_count + UNSEEN_COUNT))
+    return Price(
+        rank=(candidate.role_rank,),
+        cost_s=reload.expected_s(candidate) * often + candidate.evict_cost_s,
+    )

@@ -10,13 +10,14 @@ returns to its last device, so that it does not wander as gaps of about its size
 from arbiter.core.view import Key, PlacementOption
 
 
-def key(s: PlacementOption) -> Key:
-    left_bytes = s.free_bytes - s.need_bytes
+def key(option: PlacementOption) -> Key:
+    """Returns the place of a device among those that may hold the ticket; the lowest is best."""
+    left_bytes = option.free_bytes - option.need_bytes
     return (
         left_bytes < 0,
-        s.copies_count,
-        not s.was_home,
+        option.copies_count,
+        not option.was_home,
         abs(left_bytes),
-        s.tickets_count,
-        s.device,
+        option.tickets_count,
+        option.device,
     )
