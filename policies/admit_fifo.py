@@ -1,5 +1,5 @@
-"""The first ticket to ask comes first: on its device no later ticket is granted before it, so none can
-starve."""
+"""The first ticket to ask comes first: on its device no later ticket is granted before it, so none
+can starve."""
 
 from arbiter.core.view import Key, QueuedRequest
 

@@ -34,8 +34,8 @@ from arbiter.units import NodeId, Span, TicketId, in_seconds
 
 logger = logging.getLogger("arbiter.agent")
 
-TURN_S = 1.0  # B1: within 2 s on the books
-KILL_TURN_S = 0.25  # A10
+REPORT_EVERY_S = 1.0  # B1: within 2 s on the books
+REPORT_SOON_S = 0.25  # A10
 READS_COUNT = 3  # at most for one report: engines may come and go without end
 
 
@@ -76,7 +76,12 @@ class NodeAgent:
         spare_workers.end_from_before(settings.spares_since_unix_s)
         self._spares = spare_workers.SpareWorkers(settings.spares_count)
         keeps = (self._engines.supervisor.keep(), self._spares.keep(), heap.trim_forever())
-        for work in (self._turns(), self._see_ends(), self._copies.keep_swept(), *keeps):
+        for work in (
+            self._report_regularly(),
+            self._watch_ends(),
+            self._copies.keep_swept(),
+            *keeps,
+        ):
             self._start(work)
         calls = (self.spawn, self.respawn, self.kill, self.probe, self.drop_slabs, self.drop_tenant)
         offers = {call.__name__: call for call in calls}
@@ -114,7 +119,7 @@ class NodeAgent:
             return  # engines have it open
         elif self._engines.kill(ticket):
             # Its death is news by itself; a reading now would hold its memory map while it dies.
-            asyncio.get_running_loop().call_later(KILL_TURN_S, self._wakeup.set)
+            asyncio.get_running_loop().call_later(REPORT_SOON_S, self._wakeup.set)
             return
         self._wakeup.set()
 
@@ -122,7 +127,7 @@ class NodeAgent:
         self, ticket: TicketId, pid: int, granted: tuple[types.DeviceBytes, ...]
     ) -> None:
         """Measures this outside process under its lease from now on. Raises LeaseRefused."""
-        opened = self._leased.open(ticket, pid, granted, self._not_theirs())
+        opened = self._leased.open(ticket, pid, granted, self._own_pids())
         if opened:
             self._watch_leased(opened)
             self._wakeup.set()
@@ -161,13 +166,15 @@ class NodeAgent:
         return {p.pid: p.start_ticks for p in processes if p is not None and p.alive}
 
     async def rpc_address(self) -> dict[str, str] | None:
-        """Where callers on this node reach the same methods sooner: a unix socket."""
+        """Returns where callers on this node reach the same methods sooner than by Ray: a unix
+        socket. None where it could not be opened."""
         return await self._rpc.address()
 
     async def readiness(self) -> dict[str, str]:
-        """`ready` once its zygote has its imports done and a spare worker is at hand, so that the
-        next replica and the next engine start as fast as any; `starting` before; `failed`, with the
-        cause, where no zygote stays up."""
+        """Says how ready this node is to start engines, under `state`: `ready` once its zygote has
+        its imports done and a spare worker is at hand, so that the next replica and the next engine
+        start as fast as any; `starting` before; `failed`, with the cause, where no zygote stays
+        up."""
         supervisor = self._engines.supervisor
         if supervisor.is_up:
             return {"state": "ready" if self._spares.is_settled else "starting"}
@@ -204,11 +211,13 @@ class NodeAgent:
 
     # -- leased processes ------------------------------------------------------------------------
 
-    def _not_theirs(self) -> set[int]:
-        """The agent, its zygote and engines, and the Ray node that started them."""
+    def _own_pids(self) -> set[int]:
+        """Returns the processes that no lease may cover: the agent, its zygote and engines, and the
+        Ray node that started them."""
         return self._engines.own_pids() | {os.getpid(), os.getppid()}
 
     def _watch_leased(self, leased: LeasedProcess) -> None:
+        """Has the end of a leased process noticed as soon as the kernel tells of it."""
         loop = asyncio.get_running_loop()
 
         def died() -> None:
@@ -222,7 +231,7 @@ class NodeAgent:
     def _collect_dead(self, looked_ns: int, all_processes: dict[int, procfs.Process]) -> None:
         """Collects dead engines, and dead leased processes, which are not ours to kill."""
         self._engines.collect_dead(looked_ns, all_processes)
-        for leased in self._leased.note(looked_ns, all_processes, self._not_theirs()):
+        for leased in self._leased.note(looked_ns, all_processes, self._own_pids()):
             self._forget_leased(leased)
             self._reports.note_ended(leased.ticket, leased.pid, *leased.last_members)
 
@@ -232,50 +241,53 @@ class NodeAgent:
 
     # -- readings --------------------------------------------------------------------------------
 
-    async def _turns(self) -> None:
-        """Collects what has ended and sends a reading: each TURN_S, sooner while engines end, and
-        at once when woken."""
+    async def _report_regularly(self) -> None:
+        """Collects what has ended and sends a reading: each REPORT_EVERY_S, each REPORT_SOON_S
+        while engines end, and at once when woken."""
         while True:
             self._wakeup.clear()
             self._collect_dead(*await asyncio.to_thread(children.find_processes))
-            self._reports.see_returned()
+            self._reports.note_returned()
             await self._report()
             busy = self._engines.are_ending or self._reports.are_open or not self._is_delivered
             try:
-                async with asyncio.timeout(KILL_TURN_S if busy else TURN_S):
+                async with asyncio.timeout(REPORT_SOON_S if busy else REPORT_EVERY_S):
                     await self._wakeup.wait()
             except TimeoutError:
                 continue
 
-    async def _see_ends(self) -> None:
-        """Sees to ended engines as soon as one died, whatever a turn is doing: a request may wait
-        for its bytes."""
+    async def _watch_ends(self) -> None:
+        """Collects ended engines as soon as one died, also while a reading is taken: a request may
+        wait for the bytes."""
         died = self._engines.died
         while True:
             await died.wait()
             died.clear()
-            turn_ends_s = time.monotonic() + KILL_TURN_S
-            await self._see_killed()
+            turn_ends_s = time.monotonic() + REPORT_SOON_S
+            await self._check_killed()
             while self._engines.are_ending and time.monotonic() < turn_ends_s:
                 await asyncio.sleep(LOOK_AGAIN_S)
-                await self._see_killed()
+                await self._check_killed()
             # A reading can wait: the next engine may be starting on what this one gave back.
-            asyncio.get_running_loop().call_later(KILL_TURN_S, self._wakeup.set)
+            asyncio.get_running_loop().call_later(REPORT_SOON_S, self._wakeup.set)
 
-    async def _see_killed(self) -> None:
-        if self._leased.by_ticket or not self._engines.see_killed():
+    async def _check_killed(self) -> None:
+        """Looks which killed engines have ended, and reports these ends."""
+        if self._leased.by_ticket or not self._engines.check_killed():
             self._collect_dead(*await asyncio.to_thread(children.find_processes))
-        await self._reports.say_all_gone()
+        await self._reports.send_ends()
 
     async def _report(self) -> None:
         """Sends the ends of engines at once, because a request may wait for their bytes; then a
         reading."""
-        await self._reports.say_all_gone()
+        await self._reports.send_ends()
         self._pool.turn(self._copies.idle())
-        if not self._is_delivered and not await self._reports.say(()):
+        if not self._is_delivered and not await self._reports.send(()):
             return  # a reading that waits for the arbiter would be of before
         readings, returned = await self._read(), self._returned
-        engines = [self._judged(e) for e in readings.engines] + [*self._copies.engine_readings()]
+        engines = [self._with_exactness(e) for e in readings.engines] + [
+            *self._copies.engine_readings()
+        ]
         stalls = procfs.stalled_fraction()
         slabs, dropped = self._pool.readings(), self._pool.dropped()
         reading = ev.Measured(
@@ -289,17 +301,20 @@ class NodeAgent:
             self._pool.contents() + self._copies.contents(),
             self._copies.readings(),
         )
-        self._is_delivered = await self._reports.say((reading,))
+        self._is_delivered = await self._reports.send((reading,))
         if self._is_delivered:
             self._pool.forget_dropped(dropped)
             self._release_leased(readings.engines, returned)
 
     async def _read(self) -> Readings:
-        """Reads until no engine came or went meanwhile, for what one gave back after it was read
-        would be missing from what is foreign, and what a new one took would be foreign. Processes
-        are asked themselves, because an end is heard of later. Where that never is, of an engine
-        that has ended nothing is said: its end is reported during a reading, and if its bytes are
-        lent again by then, they would count twice, and have another model leave."""
+        """Reads all devices and engines, again until no engine came or went meanwhile, at most
+        READS_COUNT times: what an engine gave back after it was read would be missing from what is
+        foreign, and what a new one took would be foreign. Processes are asked themselves, because
+        an end is heard of later.
+
+        Where engines come and go without end, the reading leaves out engines that have ended: their
+        end is reported during a reading, and if their bytes are lent again by then, these would
+        count twice, and have another model leave."""
         for _ in range(READS_COUNT):
             trees = self._trees()
             living = _living(trees)
@@ -313,14 +328,15 @@ class NodeAgent:
         return replace(readings, engines=tuple(e for e in readings.engines if e.ticket in tickets))
 
     def _trees(self) -> list[Tree]:
-        """The processes of every engine and lease that has bytes on the books."""
+        """Returns the processes of every engine and lease that has bytes on the books."""
         return self._engines.children.trees() + self._leased.trees() + self._reports.trees()
 
     def _release_leased(
         self, engines: tuple[ev.EngineReading, ...], returned: list[TicketId]
     ) -> None:
-        """A process that gave its lease back is watched no more. Once a reading has counted what it
-        keeps as foreign, its bytes are reported to be back."""
+        """Forgets the leased processes that gave their lease back. `engines`: what a reading, which
+        the arbiter has received, found of them; `returned`: the tickets of those whose remaining
+        bytes that reading has counted as foreign, so that their bytes are reported to be back."""
         for ticket in returned:
             self._reports.note_gone(ticket, bytes_back=True)
         back = self._leased.given_back(engines)
@@ -330,21 +346,23 @@ class NodeAgent:
         if returned or back:
             self._wakeup.set()
 
-    def _judged(self, reading: ev.EngineReading) -> ev.EngineReading:
-        """Tells whether the reading is exact: pages shared with a zygote count as an engine's own
-        once that zygote died. Asked after the reading, because it may have died during it."""
+    def _with_exactness(self, reading: ev.EngineReading) -> ev.EngineReading:
+        """Returns a reading that says whether it is exact: pages shared with a zygote count as an
+        engine's own once that zygote died. Asked after the reading, because the zygote may have
+        died during it."""
         is_exact = self._engines.was_forked_by_living_zygote(reading.ticket)
         return replace(reading, exact=is_exact)
 
 
 def _living(trees: list[Tree]) -> set[int]:
-    """The processes of engines that live. To ask takes 13 us each."""
+    """Returns the living processes of engines and leases. Each takes 13 us to ask."""
     processes = (procfs.process(pid) for tree in trees for pid in tree.pids)
     return {process.pid for process in processes if process is not None and process.alive}
 
 
 def _crash(task: asyncio.Future[None]) -> None:
-    """Ray starts the agent anew, and it finds its engines again."""
+    """Ends the agent when one of its tasks failed. Ray starts it anew, and it finds its engines
+    again."""
     if not task.cancelled() and (error := task.exception()):
         logger.critical("the agent ends itself, to start anew: %r", error, exc_info=error)
         logging.shutdown()

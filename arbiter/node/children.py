@@ -37,7 +37,8 @@ _NAME_BYTES = 6  # of a scratch folder's name: ten thousand tickets share one at
 
 @dataclass(slots=True)
 class Child:
-    """One engine. `members` are its processes as last seen, pid to start time."""
+    """Describes one engine. `members` are its processes as last seen, by pid with their start
+    times."""
 
     ticket: TicketId
     pid: int
@@ -56,11 +57,13 @@ class Child:
     last_members: set[int] = field(default_factory=set)
 
     def tree(self) -> Tree:
+        """Returns the engine's processes as the probe reads them."""
         return Tree(self.ticket, frozenset(self.members), self.granted)
 
 
 class Children:
-    """The engine processes by ticket, each mirrored as a small file in the socket folder."""
+    """Keeps the engine processes by ticket, and a small file of each in the socket folder, by which
+    the next life of the agent finds them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -68,6 +71,7 @@ class Children:
         self.by_ticket: dict[TicketId, Child] = {}
 
     def socket(self, ticket: TicketId) -> Path:
+        """Returns the path of the socket on which the engine of a ticket listens."""
         return self._folder / f"{ticket}.sock"
 
     def scratch(self, ticket: TicketId) -> Path:
@@ -84,7 +88,8 @@ class Children:
         start_ticks: int = 0,
         zygote: procfs.Name | None = None,
     ) -> Child | None:
-        """Takes charge of a process. None: it is gone, or its pid belongs to another process."""
+        """Takes charge of a process under a ticket. `start_ticks`: when it started, or 0 where that
+        is not known. None: the process is gone, or its pid belongs to another one."""
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -129,7 +134,7 @@ class Children:
         noted = [c for c in self.by_ticket.values() if c.opened_ns < looked_ns]
         for child in noted:
             known = {p for p, ticks in child.members.items() if _is_same(all_processes, p, ticks)}
-            members = procfs.descend(known | _led(child, all_processes), all_processes)
+            members = procfs.descend(known | _group_of(child, all_processes), all_processes)
             child.members = {pid: all_processes[pid].start_ticks for pid in members}
             child.last_members = set(members) or child.last_members
             # The kernel forks nothing for a process with a signal to die by (copy_process, fork.c).
@@ -141,25 +146,28 @@ class Children:
         return noted
 
     def kill(self, child: Child) -> None:
-        """SIGKILL to everything of it that is known; repeat until `members` stays empty."""
+        """Sends SIGKILL to every known process of an engine. The caller repeats it until `members`
+        stays empty, because processes may be forked meanwhile."""
         for pid, ticks in child.members.items():
             _kill(pid, ticks)
         if not child.members.items() <= child.killed.items():
             child.killed |= child.members
             child.killed_ns = time.monotonic_ns()
 
-    def see_dead(self, child: Child) -> None:
-        """Looks again at the known members of a whole tree, and at nothing else."""
+    def drop_dead_members(self, child: Child) -> None:
+        """Drops the members of a final tree that have died. Nothing can be added to a final tree,
+        so no other process is looked at."""
         assert child.tree_is_final
         child.members = {p: ticks for p, ticks in child.members.items() if lives(p, ticks)}
 
     def forbid_start(self, ticket: TicketId) -> None:
-        """No engine may start under this ticket any more."""
+        """Lets no engine start under a ticket any more."""
         self._ended[ticket] = None
         while len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
 
     def may_not_start(self, ticket: TicketId) -> bool:
+        """Says whether a ticket has ended, so that no engine may start under it."""
         return ticket in self._ended
 
     def forget(self, child: Child) -> None:
@@ -177,9 +185,12 @@ class Children:
             path.unlink(missing_ok=True)
 
     def trees(self) -> list[Tree]:
+        """Returns the processes of every engine."""
         return [child.tree() for child in self.by_ticket.values()]
 
     def _write(self, child: Child) -> None:
+        """Writes the file by which the next life of the agent finds an engine. A disk that is full
+        costs the file, not the engine."""
         granted = [[d.device, d.size_bytes] for d in child.granted]
         raw = {
             "ticket": child.ticket,
@@ -220,16 +231,18 @@ def find_processes() -> tuple[int, dict[int, procfs.Process]]:
 
 
 def _is_same(all_processes: dict[int, procfs.Process], pid: int, ticks: int) -> bool:
+    """Says whether a process that was listed by pid is the one that started at `ticks`."""
     process = all_processes.get(pid)
     return process is not None and process.start_ticks == ticks
 
 
 def lives(pid: int, ticks: int) -> bool:
+    """Says whether the process of this pid and start time lives."""
     process = procfs.process(pid)
     return process is not None and process.alive and process.start_ticks == ticks
 
 
-def _led(child: Child, all_processes: dict[int, procfs.Process]) -> set[int]:
+def _group_of(child: Child, all_processes: dict[int, procfs.Process]) -> set[int]:
     """Returns the root and the processes of the session and group that it led. While one of them
     lives, the kernel gives the root's pid to no other process; later it may be a stranger's."""
     root = all_processes.get(child.pid)
@@ -244,6 +257,7 @@ def _led(child: Child, all_processes: dict[int, procfs.Process]) -> set[int]:
 
 
 def _kill(pid: int, ticks: int) -> None:
+    """Sends SIGKILL to the process of this pid and start time, if it lives."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -270,12 +284,12 @@ def _kill_session(leader: int, ticks: int) -> None:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """SIGKILL to whatever has these numbers now."""
+    """Sends SIGKILL to the processes that have these pids now."""
     kill_known((p.pid, p.start_ticks) for pid in pids if (p := procfs.process(pid)))
 
 
 def kill_known(pids: Iterable[procfs.Name]) -> None:
-    """SIGKILL to processes named by (pid, start time)."""
+    """Sends SIGKILL to processes named by pid and start time."""
     for pid, ticks in pids:
         _kill(pid, ticks)
 
@@ -285,8 +299,8 @@ def kill_known(pids: Iterable[procfs.Name]) -> None:
 
 
 class Restarts:
-    """The tickets whose process is being replaced: its end is awaited here, and not reported to the
-    arbiter."""
+    """Keeps the tickets whose process is being replaced. The end of such a process is awaited here,
+    and not reported to the arbiter."""
 
     def __init__(self) -> None:
         self._ends: dict[TicketId, asyncio.Future[None]] = {}

@@ -17,13 +17,13 @@ class ContentTotals:
         self._saves: Counter[Content] = Counter()
 
     def note_left(self, content: Content, counts: Counts, *, was_saved: bool) -> None:
-        """A slab leaves: what it counted stays, but for the rows that it has."""
+        """Keeps what a slab that leaves has counted, without the rows that it has."""
         self._left[content] += Counter(asdict(counts) | {"ready_count": 0})
         self._saves[content] += was_saved
 
     def readings(self, slabs: Iterable[tuple[Content, SlabView]]) -> tuple[ContentReading, ...]:
-        """A reading of each content, in their order; contents that never had a slab are left
-        out."""
+        """Returns a reading of each content, in their order, without contents that never had a
+        slab."""
         totals = {content: Counter(counts) for content, counts in self._left.items()}
         taken: Counter[Content] = Counter()
         for content, view in slabs:

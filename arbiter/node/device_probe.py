@@ -28,7 +28,8 @@ NAMED_COUNT = 16  # a reading names the largest foreign processes; a desktop has
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One engine: its processes, alive or still listed by a driver, and its granted devices."""
+    """Describes the processes of one ticket, alive or still listed by a driver, and its granted
+    devices."""
 
     ticket: TicketId
     pids: frozenset[int]
@@ -37,16 +38,18 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
+    """Holds what one look at a node's devices and engines has found."""
+
     devices: tuple[DeviceReading, ...]
     engines: tuple[EngineReading, ...]
     unreadable: tuple[DeviceUnreadable, ...] = ()  # devices without a reading this time
 
 
 class NodeProbe:
-    """All devices of one node. Without GPUs, `cpu:0` stands in."""
+    """Reads all devices of one node. Without GPUs, `cpu:0` stands in for a device."""
 
     def __init__(self, node: NodeId, gpus: Gpus) -> None:
-        """Raises NvmlFailed."""
+        """Looks which GPUs there are. Raises NvmlFailed."""
         self._node = node
         self._gpus = gpus
         self._indexes = range(gpus.count())
@@ -62,17 +65,19 @@ class NodeProbe:
                 self._note_fault(index, fault)
 
     def uuids(self) -> dict[DeviceId, str]:
-        """The UUIDs of this node's GPUs, as far as NVML gives them."""
+        """Returns the UUIDs of this node's GPUs, as far as NVML gives them."""
         cards = ((i, card) for i in self._indexes if (card := self._cards.get(i)))
         return {self._gpu_id(i): card.uuid for i, card in cards}
 
     def introduction(self) -> NodeSeen:
+        """Returns what the arbiter is told of this node's devices."""
         unreadable = self.unreadable()  # first: what answers in between is in both, not in neither
         lost = tuple(self._gpu_id(i) for i in self._indexes if self._is_lost(i))
         return NodeSeen(self._node, self.inventory(), unreadable, lost)
 
     def inventory(self) -> tuple[DeviceSpec, ...]:
-        """Leaves out GPUs that fell off the bus or have never answered."""
+        """Returns the devices of this node, without GPUs that fell off the bus or have never
+        answered."""
         total_bytes, _ = procfs.ram()
         host = DeviceSpec(self._id("host"), DeviceKind.HOST, total_bytes)
         if not self._indexes:
@@ -86,7 +91,7 @@ class NodeProbe:
         return *gpus, host
 
     def unreadable(self) -> tuple[DeviceUnreadable, ...]:
-        """GPUs of this node for which NVML gives no answer at the moment."""
+        """Returns the GPUs of this node for which NVML gives no answer at the moment."""
         faults = ((i, fault) for i in self._indexes if (fault := self._faults.get(i)))
         return tuple(
             DeviceUnreadable(self._gpu_id(i), str(fault))
@@ -95,15 +100,16 @@ class NodeProbe:
         )
 
     def read(self, trees: list[Tree], shared_bytes: int = 0) -> Readings:
-        """Takes milliseconds per engine: call it from a thread. `shared_bytes`: RAM of slabs and
-        host copies, which is no engine's and not foreign."""
+        """Reads every device and the bytes of each of `trees`. Takes milliseconds per engine, so it
+        is called from a thread. `shared_bytes`: RAM of slabs and host copies, which is no engine's
+        and not foreign."""
         rollups = self._rollups
         readers = rollups.of, rollups.aside_of, rollups.shared_of
         memories = {tree.ticket: procfs.memory(tree.pids, *readers) for tree in trees}
         self._rollups.keep(pid for tree in trees for pid in tree.pids)
         measured = {ticket: self._ram_part(m) for ticket, m in memories.items()}
         ours_bytes = sum(m.device_bytes + m.host_bytes for m in memories.values()) + shared_bytes
-        devices = [self._ram(ours_bytes)] if self._indexes else self._ram_pair(ours_bytes)
+        devices = [self._ram(ours_bytes)] if self._indexes else self._ram_of_cpu_node(ours_bytes)
         for index in self._indexes:
             try:
                 reading, parts = self._gpu(index, trees)
@@ -118,7 +124,8 @@ class NodeProbe:
         return Readings(tuple(devices), engines, self.unreadable())
 
     def gpu_pids(self) -> set[int]:
-        """Every pid that NVML lists on any GPU; for an unreadable GPU, the pids it listed last."""
+        """Returns every pid that NVML lists on any GPU; for an unreadable GPU, the pids it listed
+        last."""
         for index in self._indexes:
             try:
                 self._pids[index] = set(self._gpus.used_by_pid(index) or ())
@@ -134,11 +141,13 @@ class NodeProbe:
         return self._id(f"gpu:{index}")
 
     def _card(self, index: int) -> Card:
+        """Returns what does not change of a GPU. Raises GpuUnreadable."""
         if index not in self._cards:
             self._cards[index] = self._gpus.card(index)
         return self._cards[index]
 
     def _is_lost(self, index: int) -> bool:
+        """Says whether a GPU fell off the bus."""
         fault = self._faults.get(index)
         return fault is not None and fault.is_lost
 
@@ -163,17 +172,21 @@ class NodeProbe:
         return [cpu, DeviceBytes(host, memory.host_bytes)] if memory.host_bytes else [cpu]
 
     def _ram(self, ours_bytes: int) -> DeviceReading:
+        """Returns the reading of host RAM, of which engines and shared memory of this node hold
+        `ours_bytes`."""
         total_bytes, free_bytes = procfs.ram()
         foreign_bytes = max(0, total_bytes - free_bytes - ours_bytes)
         return DeviceReading(self._id("host"), free_bytes, Bytes(foreign_bytes))
 
-    def _ram_pair(self, ours_bytes: int) -> list[DeviceReading]:
-        """Two budgets of one RAM: both see the same free and foreign bytes."""
+    def _ram_of_cpu_node(self, ours_bytes: int) -> list[DeviceReading]:
+        """Returns the readings of `cpu:0` and `host`: two budgets of one RAM, which see the same
+        free and foreign bytes."""
         host = self._ram(ours_bytes)
         return [DeviceReading(self._id("cpu:0"), host.free_bytes, host.foreign_bytes), host]
 
     def _gpu(self, index: int, trees: list[Tree]) -> tuple[DeviceReading, dict[TicketId, Bytes]]:
-        """Raises GpuUnreadable."""
+        """Returns the reading of one GPU, and the bytes of each ticket there. Raises
+        GpuUnreadable."""
         device, total_bytes = self._gpu_id(index), self._card(index).total_bytes
         free_bytes = self._gpus.free(index)
         # The margin of a GPU covers what its driver keeps (B3).
@@ -195,16 +208,16 @@ class NodeProbe:
             )
             return reading, parts
         foreign_bytes = min(used_bytes, self._baseline.get(index, 0))
-        parts = _share(used_bytes - foreign_bytes, device, on_device)
+        parts = _split_by_grant(used_bytes - foreign_bytes, device, on_device)
         return DeviceReading(device, free_bytes, Bytes(foreign_bytes), exact=False), parts
 
 
 def _is_exact(
     by_pid: dict[int, Bytes | None], ours: set[int], on_device: list[Tree], grown_bytes: int
 ) -> bool:
-    """True if NVML names bytes and pids as this process knows them. In some containers NVML gives
-    neither: a size is missing, engines on the device show up under pids of another namespace, or
-    the device has filled since the engines came and NVML lists no process."""
+    """Says whether NVML names bytes and pids as this process knows them. In some containers NVML
+    gives neither: a size is missing, engines on the device show up under pids of another namespace,
+    or the device has filled since the engines came and NVML lists no process."""
     if any(size is None for size in by_pid.values()) or (
         on_device and not by_pid and grown_bytes > 0
     ):
@@ -214,11 +227,16 @@ def _is_exact(
 
 
 def _sum(by_pid: dict[int, Bytes | None], pids: frozenset[int]) -> Bytes:
+    """Returns the bytes that NVML lists for these processes."""
     return Bytes(sum(size or 0 for pid, size in by_pid.items() if pid in pids))
 
 
-def _share(size_bytes: int, device: DeviceId, on_device: list[Tree]) -> dict[TicketId, Bytes]:
-    """The device's delta, split as granted: the best there is without a reading per process."""
+def _split_by_grant(
+    size_bytes: int, device: DeviceId, on_device: list[Tree]
+) -> dict[TicketId, Bytes]:
+    """Splits `size_bytes`, by which a device has filled since no engine was there, over the tickets
+    in proportion to what each was granted there: the best there is without a reading per
+    process."""
     granted = {
         t.ticket: sum(d.size_bytes for d in t.granted if d.device == device) for t in on_device
     }
@@ -227,7 +245,8 @@ def _share(size_bytes: int, device: DeviceId, on_device: list[Tree]) -> dict[Tic
 
 
 def _foreign(by_pid: dict[int, Bytes | None], ours: set[int]) -> tuple[ForeignProcess, ...]:
-    """The largest processes that belong to no engine, with their names."""
+    """Returns the largest processes that belong to no engine, with their names, at most
+    NAMED_COUNT."""
     sizes = [(size or Bytes(0), pid) for pid, size in by_pid.items() if pid not in ours]
     largest = sorted(sizes, reverse=True)[:NAMED_COUNT]
     return tuple(ForeignProcess(pid, procfs.name(pid), size) for size, pid in largest)

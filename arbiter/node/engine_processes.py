@@ -79,16 +79,17 @@ class EngineProcesses:
                 self._recover_of(child.ticket, child.members)
 
     def _recover_of(self, ticket: TicketId, pids: Iterable[int]) -> None:
+        """Finds the slabs and copies that these processes of a ticket have open."""
         self._pool.recover(ticket, pids)
         self._copies.recover(ticket, pids)
 
     @property
     def are_ending(self) -> bool:
-        """Something that was killed has not been seen to end."""
+        """Says whether something that was killed has not been seen to end."""
         return bool(self._killed)
 
     def own_pids(self) -> set[int]:
-        """The zygote and all processes of engines."""
+        """Returns the zygote and all processes of engines."""
         pids = {pid for child in self.children.by_ticket.values() for pid in child.members}
         return pids | self.supervisor.pids
 
@@ -124,10 +125,13 @@ class EngineProcesses:
         return await asyncio.shield(self._spawning[ticket])
 
     def _check_open(self, ticket: TicketId) -> None:
+        """Raises TicketClosed for a ticket under which no engine may start any more."""
         if self.children.may_not_start(ticket) or self.is_closing:
             raise TicketClosed(ticket)
 
     async def _spawn(self, ticket: TicketId, spec: SpawnSpec, *, is_confirmed: bool) -> Spawned:
+        """Spawns the ticket's engine: asks the arbiter unless that is done, lends it slabs and a
+        copy of its model's files, and has the zygote fork it. Raises what `spawn` raises."""
         try:
             if not is_confirmed:
                 await self._confirm(ticket)
@@ -161,7 +165,7 @@ class EngineProcesses:
         pool, and where files with more rows are."""
         slabs: dict[str, dict[str, Any]] = {}
         for request in spec.slabs:
-            await self._see_dead_writers(request)
+            await self._wait_for_dead_writers(request)
             await self._pool.overwritten(request, OVERWRITE_S)
             if self._pool.lend(ticket, request) is not None:
                 file = self._pool.file_for(request)
@@ -179,13 +183,14 @@ class EngineProcesses:
         return replace(spec, config=spec.config | {"copy": lent}) if lent else spec
 
     def _take_back(self, ticket: TicketId) -> None:
+        """Takes back what was lent to the engine of a ticket."""
         self._pool.take_back(ticket)
         self._copies.take_back(ticket)
 
-    async def _see_dead_writers(self, request: SlabRequest) -> None:
-        """Waits for the ends of such slabs' dead writers. An engine that has just been killed gives
-        its slab back once nothing of it is left, which takes milliseconds: the engine that takes
-        its place is to find the slab."""
+    async def _wait_for_dead_writers(self, request: SlabRequest) -> None:
+        """Waits until the dead writers of such slabs have ended altogether, DEAD_WRITER_S at most.
+        An engine that has just been killed gives its slab back once no process of it is left, which
+        takes milliseconds, and the engine that takes its place is to find that slab."""
         ends_s = time.monotonic() + DEAD_WRITER_S
         while time.monotonic() < ends_s:
             writers = [self.children.by_ticket.get(t) for t in self._pool.writers(request)]
@@ -195,8 +200,8 @@ class EngineProcesses:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _confirm(self, ticket: TicketId) -> None:
-        """Raises what `Reports.confirm` raises, or TicketClosed when the ticket was killed
-        meanwhile."""
+        """Asks the arbiter whether it granted the ticket. Raises what `Reports.confirm` raises, and
+        TicketClosed when the ticket was killed meanwhile."""
         try:
             await self._reports.confirm(ticket)
         except (TicketNotGranted, TicketClosed, ArbiterUnavailable):
@@ -212,7 +217,8 @@ class EngineProcesses:
             raise TicketClosed(ticket)
 
     async def _wait_for_zygote(self, ticket: TicketId) -> None:
-        """Raises ZygoteError when no zygote will start, TicketClosed when the ticket was killed."""
+        """Waits for a zygote with its imports done. Raises ZygoteError when none will start,
+        TicketClosed when the ticket was killed."""
         self._end_if_killed(ticket)
         while not self.supervisor.is_up:
             if self.supervisor.trouble:
@@ -267,10 +273,12 @@ class EngineProcesses:
         return False
 
     def _kill(self, child: children.Child) -> None:
+        """Kills an engine, and notes that its end is to be seen."""
         self._killed.add(child.ticket)
         self.children.kill(child)
 
     def _watch(self, child: children.Child) -> None:
+        """Has the death of an engine's root process noticed as soon as the kernel tells of it."""
         loop, fd = asyncio.get_running_loop(), child.fd
 
         def on_death() -> None:
@@ -278,7 +286,7 @@ class EngineProcesses:
             if child.ticket not in self._restarts:
                 self.children.forbid_start(child.ticket)
             self._killed.add(child.ticket)
-            self._see_dead(child)
+            self._end_if_dead(child)
             self.died.set()
 
         loop.add_reader(fd, on_death)
@@ -293,21 +301,21 @@ class EngineProcesses:
             elif kill_all or child.ticket in self._killed:
                 self.children.kill(child)
 
-    def see_killed(self) -> bool:
-        """Looks again at the processes of killed engines. False: some of them may have others that
-        only a look at all processes finds."""
+    def check_killed(self) -> bool:
+        """Looks again at the known processes of killed engines, and ends those of which none is
+        left. False: some may have processes that only a look at all processes finds."""
         killed = [c for t in self._killed if (c := self.children.by_ticket.get(t))]
         if any(not child.tree_is_final for child in killed):
             return False
         for child in killed:
-            self._see_dead(child)
+            self._end_if_dead(child)
         return True
 
-    def _see_dead(self, child: children.Child) -> None:
-        """Looks again at a child whose tree is final, and ends it where none of it is left. Nothing
-        can be added to a final tree, so no look at all processes is needed."""
+    def _end_if_dead(self, child: children.Child) -> None:
+        """Drops the dead members of an engine whose tree is final, and ends the engine where none
+        is left."""
         if child.tree_is_final:
-            self.children.see_dead(child)
+            self.children.drop_dead_members(child)
             if not child.members:
                 self._end(child)
 
@@ -325,7 +333,7 @@ class EngineProcesses:
         self.children.forbid_start(child.ticket)
         self._restarts.ended(child.ticket)
         self._reports.note_ended(child.ticket, child.pid, *child.last_members, *child.killed)
-        self._start(self._reports.say_all_gone())
+        self._start(self._reports.send_ends())
         loop.call_soon(self._tidy, child.ticket)
 
     def _tidy(self, ticket: TicketId) -> None:
@@ -343,6 +351,8 @@ class EngineProcesses:
     # -- the zygote ------------------------------------------------------------------------------
 
     def was_forked_by_living_zygote(self, ticket: TicketId) -> bool:
+        """Says whether the zygote that forked the engine of a ticket still lives, so that pages
+        shared with it do not count as the engine's."""
         child = self.children.by_ticket.get(ticket)
         forked_by = child.zygote if child else None
         return self.supervisor.is_alive() and forked_by == self.supervisor.process

@@ -33,8 +33,9 @@ AWAY = (RayError, ArbiterError, ValueError, TimeoutError)  # what a call of the 
 
 
 class Reports:
-    """Tells the arbiter of one node. `introduction`: the node's devices, told first in each epoch
-    of the arbiter, and again when they change. `gpu_pids`: the processes that NVML lists."""
+    """Tells the arbiter of one node. `introduction` returns the node's devices, which are told
+    first in each epoch of the arbiter, and again when they change. `gpu_pids` returns the processes
+    that NVML lists."""
 
     def __init__(
         self,
@@ -67,31 +68,35 @@ class Reports:
             self._returning[ticket] = still_listed
         self.note_gone(ticket, bytes_back=not still_listed)
 
-    def see_returned(self) -> None:
-        """Notes that bytes of dead engines are back, once NVML lists their processes no more."""
+    def note_returned(self) -> None:
+        """Notes the dead engines whose bytes are back, because NVML lists their processes no
+        more."""
         listed = self._gpu_pids() if self._returning else set()
         for ticket in [t for t, pids in self._returning.items() if not pids & listed]:
             del self._returning[ticket]
             self.note_gone(ticket, bytes_back=True)
 
     def trees(self) -> list[Tree]:
-        """Dead engines that a driver still lists: these bytes belong to tickets, they are not
-        foreign."""
+        """Returns the dead engines that a driver still lists: their bytes belong to tickets and are
+        not foreign."""
         return [Tree(ticket, frozenset(pids)) for ticket, pids in self._returning.items()]
 
     def note_gone(self, ticket: TicketId, *, bytes_back: bool) -> None:
+        """Notes that no process of a ticket is left, and whether its bytes are back. The arbiter is
+        told with the next report."""
         self.unsent_ends[ticket] = ev.EngineGone(self._node, ticket, bytes_back)
 
-    async def say_all_gone(self) -> None:
-        """Reports that the arbiter does not hear are kept for the next turn."""
+    async def send_ends(self) -> None:
+        """Reports the engines that have ended. What the arbiter does not receive is reported again
+        with the next call."""
         gone = dict(self.unsent_ends)
-        if gone and await self.say(tuple(gone.values())):
+        if gone and await self.send(tuple(gone.values())):
             for ticket, event in gone.items():
                 if self.unsent_ends.get(ticket) == event:
                     del self.unsent_ends[ticket]
 
-    async def say(self, events: tuple[ev.Event, ...]) -> bool:
-        """Sends events. Returns whether the arbiter has heard them."""
+    async def send(self, events: tuple[ev.Event, ...]) -> bool:
+        """Sends events to the arbiter. Returns whether it has received them."""
         arbiter: rpc.Peer | None = None
         try:
             async with asyncio.timeout(REPORT_S):
@@ -125,8 +130,9 @@ class Reports:
             raise ArbiterUnavailable(time.monotonic() - began) from None
 
     async def _is_granted(self, ticket: TicketId) -> bool:
-        """False: the arbiter is away, or the ticket's holder may not be back yet. Raises
-        TicketNotGranted, TicketClosed."""
+        """Says whether the arbiter has granted a ticket on this node. False: not known yet, because
+        the arbiter is away, or the ticket's holder may not be back. Raises TicketNotGranted,
+        TicketClosed."""
         check = await self._check(ticket)
         if check is types.GrantCheck.ENDED:
             raise TicketClosed(ticket)
@@ -135,7 +141,8 @@ class Reports:
         return check is types.GrantCheck.GRANTED
 
     async def _check(self, ticket: TicketId) -> types.GrantCheck | None:
-        """None: the arbiter is away."""
+        """Asks the arbiter whether an engine may start under a ticket. None: the arbiter is
+        away."""
         arbiter: rpc.Peer | None = None
         try:
             async with asyncio.timeout(REPORT_S):
@@ -161,8 +168,9 @@ class Reports:
             raise
 
     def _note_away(self, arbiter: rpc.Peer | None, error: Exception) -> None:
-        """The next call connects anew, unless another call has done so already. A bug of the
-        arbiter is logged once, because the question is repeated twenty times a second."""
+        """Closes a connection on which a call failed, so that the next call connects anew, unless
+        another call has done so already. A bug of the arbiter is logged once, because the question
+        is repeated twenty times a second."""
         if arbiter is not None:
             arbiter.close()
         if self._arbiter is arbiter:

@@ -47,16 +47,16 @@ class RayAgents:
         self.on_end: Callable[[NodeId, str], None] = _log_end  # why an agent has ended for good
 
     def kill(self, node: NodeId, ticket: TicketId) -> None:
-        self._say(node, "kill", ticket)
+        self._send_to(node, "kill", ticket)
 
     def probe(self, node: NodeId) -> None:
-        self._say(node, "probe")
+        self._send_to(node, "probe")
 
     def drop_slabs(self, node: NodeId, owner: str) -> None:
-        self._say(node, "drop_slabs", owner)
+        self._send_to(node, "drop_slabs", owner)
 
     def drop_tenant(self, node: NodeId, tenant: str, ago: Span) -> None:
-        self._say(node, "drop_tenant", tenant, ago)
+        self._send_to(node, "drop_tenant", tenant, ago)
 
     async def adopt(
         self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[types.DeviceBytes, ...]
@@ -95,7 +95,7 @@ class RayAgents:
         """Starts agents of new nodes; tells of nodes that are gone."""
         living = await asyncio.to_thread(ray_internals.living_nodes)
         for node in self._nodes - living.keys():
-            self._forget_way(node)
+            self._close_peer(node)
             self._forget_ends(node)
             if handle := self._handles.pop(node, None):
                 ray.kill(handle, no_restart=True)
@@ -104,7 +104,7 @@ class RayAgents:
         for node in filter(self._may_start, living.keys() - self._handles.keys()):
             self._handles[node] = await asyncio.to_thread(self._start, node, living[node])
         for node in tuple(self._handles):
-            self._send(node, "look", partial(self._look_at, node, self._handles[node]))
+            self._send_once(node, "look", partial(self._look_at, node, self._handles[node]))
 
     async def dead(self, members: list[ExpectedHolder]) -> list[HolderId]:
         """Holders known to be dead: their node is gone, or its agent sees no such process."""
@@ -144,7 +144,7 @@ class RayAgents:
     async def close(self) -> None:
         """Ends all agents and every engine and zygote of theirs."""
         for node, handle in tuple(self._handles.items()):  # a call that fails takes one out
-            self._forget_way(node)
+            self._close_peer(node)
             try:
                 async with asyncio.timeout(CLOSE_S):
                     await handle.close.remote()
@@ -157,15 +157,15 @@ class RayAgents:
         options = ray_internals.detached(ray_node_id, agent_name(node), NAMESPACE)
         return ray.remote(NodeAgent).options(**options).remote(node, self._settings)
 
-    def _forget_way(self, node: NodeId) -> None:
+    def _close_peer(self, node: NodeId) -> None:
         if peer := self._peers.pop(node, None):
             peer.close()
 
-    def _say(self, node: NodeId, name: str, *args: Hashable) -> None:
+    def _send_to(self, node: NodeId, name: str, *args: Hashable) -> None:
         handle, peer = self._handles.get(node), self._peers.get(node)
         if handle is not None:
             nearest = peer if peer and peer.is_open else rpc.RayPeer(handle)
-            self._send(node, name, partial(nearest.call, name), *args)
+            self._send_once(node, name, partial(nearest.call, name), *args)
 
     async def _look_at(self, node: NodeId, handle: Any) -> None:
         """Asks by Ray whether the agent lives, and connects to its socket on this node."""
@@ -176,17 +176,17 @@ class RayAgents:
             own_node = ray_internals.own_node()
             self._peers[node] = await rpc.connect_to_socket(handle, address, own_node)
 
-    def _send(
+    def _send_once(
         self, node: NodeId, name: str, call: Callable[..., Awaitable[None]], *args: Hashable
     ) -> None:
         """Unless the same waits for its answer: what is repeated to an agent that hangs would pile
         up without end."""
         key = (node, name, *args)
         if key not in self._pending:
-            self._pending[key] = sent = asyncio.ensure_future(self._sent(node, call(*args)))
+            self._pending[key] = sent = asyncio.ensure_future(self._await_answer(node, call(*args)))
             sent.add_done_callback(lambda _: self._pending.pop(key))
 
-    async def _sent(self, node: NodeId, sending: Awaitable[None]) -> None:
+    async def _await_answer(self, node: NodeId, sending: Awaitable[None]) -> None:
         try:
             await sending
         except rpc.ConnectionLost:
@@ -194,7 +194,7 @@ class RayAgents:
         except ray.exceptions.ActorUnavailableError:
             return  # restarting; the core repeats the message
         except ray.exceptions.RayActorError as error:
-            self._forget_way(node)
+            self._close_peer(node)
             if self._handles.pop(node, None) is not None:  # dead for good: a look starts another
                 self._note_end(node, error)
         except (ray.exceptions.RayError, rpc.RemoteError) as error:

@@ -496,7 +496,7 @@ BUGS = [
     Bug("a zygote that hangs over a spawn misses no ping", "arbiter/node/zygote_client.py", "Zygote._ask",
         "async with asyncio.timeout(within_s), self._lock: ...",
         "async with self._lock, asyncio.timeout(within_s): ..."),
-    Bug("an agent that hangs is asked the same without end", "arbiter/server/node_agents.py", "RayAgents._send",
+    Bug("an agent that hangs is asked the same without end", "arbiter/server/node_agents.py", "RayAgents._send_once",
         "key not in self._pending",
         "True"),
     Bug("a report to an earlier epoch counts as heard beside another", "arbiter/node/reports.py", "Reports.say",

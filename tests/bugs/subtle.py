@@ -281,7 +281,7 @@ BUGS = [
     Bug("bytes count as back while the driver lists them", "arbiter/node/reports.py", "Reports.note_ended",
         "not still_listed",
         "True"),
-    Bug("the later word is lost with the earlier", "arbiter/node/reports.py", "Reports.say_all_gone",
+    Bug("the later word is lost with the earlier", "arbiter/node/reports.py", "Reports.send_ends",
         "self.unsent_ends.get(ticket) == event",
         "ticket in self.gone"),
     Bug("an engine is spawned without a grant", "arbiter/node/engine_processes.py", "EngineProcesses._spawn",

@@ -191,19 +191,19 @@ async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_l
     async with asyncio.timeout(START_S):
         await running.spawn(T, FAKE_ENGINE)
         reading = ev.EngineReading(T, ())
-        assert running._judged(reading).exact
+        assert running._with_exactness(reading).exact
         dead = running._engines.supervisor.process
         assert dead is not None
         os.kill(dead[0], 9)
         await eventually(lambda: not running._engines.supervisor.is_alive())
-        assert not running._judged(reading).exact
+        assert not running._with_exactness(reading).exact
         await eventually(
             lambda: (
                 running._engines.supervisor.process not in (dead, None)
                 and running._engines.supervisor.is_up
             )
         )
-        assert not running._judged(reading).exact
+        assert not running._with_exactness(reading).exact
         await running.close()
 
 

@@ -269,7 +269,7 @@ def test_process_tree_is_final_once_a_scan_after_its_kill_finds_nothing_new(tmp_
         opened.refresh()
         assert child.tree_is_final
         while child.members:
-            opened.see_dead(child)
+            opened.drop_dead_members(child)
 
 
 @pytest.mark.spec("A10")

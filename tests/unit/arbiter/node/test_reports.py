@@ -58,13 +58,13 @@ class BreakingPeer:
 async def test_engine_bytes_are_back_when_the_driver_lists_none_of_its_processes() -> None:
     receiver = ReportReceiver(7)
     receiver.reports.note_ended(T, 7, 8)
-    await receiver.reports.say_all_gone()
-    receiver.reports.see_returned()
+    await receiver.reports.send_ends()
+    receiver.reports.note_returned()
     assert receiver.reports.are_open and not receiver.reports.unsent_ends
     assert receiver.reports.trees() == [Tree(T, frozenset({7}))]
     receiver.listed = {9}
-    receiver.reports.see_returned()
-    await receiver.reports.say_all_gone()
+    receiver.reports.note_returned()
+    await receiver.reports.send_ends()
     said = [[event.bytes_back for event in events] for events in receiver.heard]  # type: ignore[attr-defined]
     assert said == [[False], [True]] and not receiver.reports.are_open
     assert receiver.reports.trees() == []
@@ -80,7 +80,7 @@ async def test_to_end_again_what_is_dead_brings_no_bytes_back_that_are_still_lis
     receiver.listed = set()
     receiver.reports.note_ended(T)
     assert receiver.reports.unsent_ends == {T: ev.EngineGone(N, T, True)}
-    await receiver.reports.say_all_gone()
+    await receiver.reports.send_ends()
     assert not receiver.reports.are_open
 
 
@@ -99,7 +99,7 @@ async def test_unreceived_report_is_sent_again() -> None:
 
     receiver.reports.note_ended(T, 7)
     receiver.reports._arbiter = RayPeer(FakeArbiter(report=died))
-    await receiver.reports.say_all_gone()
+    await receiver.reports.send_ends()
     assert T in receiver.reports.unsent_ends
 
 
@@ -108,7 +108,7 @@ async def test_broken_call_closes_no_connection_made_since() -> None:
     """A check and a report run beside each other, and both fail with the connection they share."""
     receiver, old, new = ReportReceiver(), BreakingPeer(), BreakingPeer()
     receiver.reports._arbiter = old
-    calls = receiver.reports.say(()), receiver.reports._check(T)
+    calls = receiver.reports.send(()), receiver.reports._check(T)
     said, checked = (asyncio.ensure_future(call) for call in calls)
     await eventually(lambda: len(old.breaks) == 2)
     old.breaks["report"].set()
@@ -138,7 +138,7 @@ async def test_ray_that_does_not_say_where_the_arbiter_is_stops_nothing_else(
     asyncio.get_running_loop().call_soon(has_turn.set)
     try:
         for _ in range(3):
-            assert not await receiver.reports.say(())
+            assert not await receiver.reports.send(())
         await eventually(lambda: had_turn)
         assert had_turn == [True]
     finally:
@@ -163,7 +163,7 @@ async def test_report_made_during_a_send_is_not_lost() -> None:
     receiver = ReportReceiver()
     receiver.reports.note_gone(T, bytes_back=False)
     receiver.meanwhile = lambda: receiver.reports.note_gone(T, bytes_back=True)
-    await receiver.reports.say_all_gone()
+    await receiver.reports.send_ends()
     assert receiver.reports.unsent_ends == {T: ev.EngineGone(N, T, True)}
 
 
@@ -172,7 +172,7 @@ async def test_new_epoch_is_told_the_devices_first() -> None:
     receiver = ReportReceiver()
     receiver.reports._epoch = Epoch(4)
     said = ev.EngineGone(N, T, True)
-    assert await receiver.reports.say((said,))
+    assert await receiver.reports.send((said,))
     assert receiver.heard == [(said,), (SEEN, said)]
 
 
@@ -192,9 +192,9 @@ async def test_introduction_that_broke_is_made_with_the_next_report() -> None:
     breaks = [False, True]
     peer = RayPeer(FakeArbiter(report=report))
     receiver.reports._arbiter = peer
-    assert not await receiver.reports.say((said,))
+    assert not await receiver.reports.send((said,))
     receiver.reports._arbiter = peer
-    assert await receiver.reports.say((said,))
+    assert await receiver.reports.send((said,))
     assert heard == [(SEEN, said)]
 
 
@@ -213,7 +213,10 @@ async def test_reports_beside_each_other_are_both_heard_in_a_new_epoch() -> None
     receiver.reports._arbiter = RayPeer(FakeArbiter(report=report))
     gone = [ev.EngineGone(N, TicketId(name), True) for name in ("t", "u")]
     async with asyncio.timeout(60):
-        assert await asyncio.gather(*(receiver.reports.say((one,)) for one in gone)) == [True, True]
+        assert await asyncio.gather(*(receiver.reports.send((one,)) for one in gone)) == [
+            True,
+            True,
+        ]
     assert heard == [SEEN, gone[0], SEEN, gone[1]] or heard == [SEEN, gone[1], SEEN, gone[0]]
 
 
@@ -222,13 +225,13 @@ async def test_devices_that_have_changed_are_told_with_what_is_said_next() -> No
     receiver, said = ReportReceiver(), ev.EngineGone(N, T, True)
     seen = [SEEN]
     receiver.reports._introduction = lambda: seen[0]
-    assert await receiver.reports.say((said,))
+    assert await receiver.reports.send((said,))
     gpu = types.DeviceSpec(DeviceId("n/gpu:0"), types.DeviceKind.GPU, Bytes(5), "A10G", "GPU-a")
     seen[0] = ev.NodeSeen(N, (gpu,))
-    assert await receiver.reports.say((said,)) and await receiver.reports.say((said,))
+    assert await receiver.reports.send((said,)) and await receiver.reports.send((said,))
     assert receiver.heard == [(said,), (seen[0], said), (said,)]
     seen[0] = ev.NodeSeen(N, (gpu,), (ev.DeviceUnreadable(gpu.device, "Timeout"),))
-    assert await receiver.reports.say((said,))
+    assert await receiver.reports.send((said,))
     assert receiver.heard[-1] == (said,)  # it is there as before
 
 
@@ -239,7 +242,7 @@ async def test_gpu_that_never_answered_and_is_lost_is_told_with_what_is_said_nex
     unread = ev.DeviceUnreadable(DeviceId("n/gpu:0"), "Timeout")
     seen = [ev.NodeSeen(N, (), (unread,)), SEEN]
     receiver.reports._introduction = lambda: seen[0]
-    assert await receiver.reports.say((said,)) and await receiver.reports.say((said,))
+    assert await receiver.reports.send((said,)) and await receiver.reports.send((said,))
     del seen[0]
-    assert await receiver.reports.say((said,)) and await receiver.reports.say((said,))
+    assert await receiver.reports.send((said,)) and await receiver.reports.send((said,))
     assert receiver.heard == [(said,), (said,), (SEEN, said), (said,)]
