@@ -108,7 +108,8 @@ def upgrade_arbiter(boot_of: Callable[[messages.Plain], messages.StartConfig]) -
 
 
 def _kept_table(error: GetTimeoutError) -> messages.Plain:
-    """The table of an arbiter that hangs. Raises GetTimeoutError."""
+    """Returns the table of an arbiter that hangs, from the state file. Raises GetTimeoutError where
+    there is none."""
     from arbiter.server.state_path import default_path
     from arbiter.server.store import kept_table
 

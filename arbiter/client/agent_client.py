@@ -15,7 +15,8 @@ PREPARE_S = 10.0  # an agent answers at once, or restarts
 
 
 class AgentClient:
-    """The connection is made when it is first needed, and again after it broke."""
+    """Calls the node agent over a connection that is made when it is first needed, and again after
+    it broke."""
 
     def __init__(self) -> None:
         self._agent: rpc.Peer | None = None
@@ -64,6 +65,7 @@ class AgentClient:
             return self._agent
 
     def close(self) -> None:
+        """Closes the connection."""
         if self._preparing is not None:
             self._preparing.cancel()
         if self._agent is not None:

@@ -11,7 +11,7 @@ from arbiter.units import Epoch, TicketId
 
 
 class TicketClient(Protocol):
-    """A holder's connection to the arbiter."""
+    """Names what a gang needs of a holder's connection to the arbiter."""
 
     async def acquire(self, requested: Requested) -> messages.Granted:
         """Waits for the grant, across any number of epochs. Raises RequestError."""
@@ -22,7 +22,7 @@ class TicketClient(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Gang:
-    """Tickets of one holder that are asked for together, and whose grants are here."""
+    """Describes tickets of one holder that are asked for together, with their grants."""
 
     tickets: tuple[TicketId, ...]
     grant_epochs: dict[TicketId, Epoch] = field(default_factory=dict)  # of the grants so far

@@ -41,24 +41,24 @@ class HolderClient:
 
     @property
     def timeouts(self) -> Timeouts:
-        """The arbiter's times; the defaults before the first join."""
+        """Returns the arbiter's times; the defaults before the first join."""
         return self.session.timeouts
 
     @property
     def epoch(self) -> Epoch | None:
-        """None: not joined."""
+        """Returns the epoch that this holder has joined; None while it has joined none."""
         return self.session.epoch
 
     @property
     def request_log(self) -> RequestLog:
-        """The finished requests, on their way to the event log."""
+        """Returns the log of finished requests, which heartbeats take to the event log."""
         return self.session.request_log
 
     def check(self) -> None:
         """Raises the bug that ended the session: a holder without a session must be replaced."""
         self.session.check()
 
-    async def joined(self, within_s: float = UNREACHABLE_S) -> None:
+    async def wait_until_joined(self, within_s: float = UNREACHABLE_S) -> None:
         """Waits until this holder has joined. Raises ArbiterUnavailable after `within_s` seconds,
         which count from the loss of the arbiter where the session has found none since."""
         session = self.session
@@ -80,17 +80,20 @@ class HolderClient:
         started_s = time.monotonic()
         try:
             while True:
-                await self.joined()
-                if not await self._flushed():  # what was said of this ticket goes first
+                await self.wait_until_joined()
+                if not await self._flush_outbox():  # what was said of this ticket goes first
                     continue
-                if granted := await self._ask_once(_aged(requested, time.monotonic() - started_s)):
+                if granted := await self._ask_once(
+                    _with_deadline_left(requested, time.monotonic() - started_s)
+                ):
                     return granted
         except asyncio.CancelledError:
             self.tell(ev.Withdrawn(requested.ticket))
             raise
 
     async def _ask_once(self, requested: ev.Requested) -> messages.Granted | None:
-        """Asks the arbiter of the present epoch. None: that epoch is over. Raises RequestError."""
+        """Asks the arbiter of the present epoch. Returns None where that epoch is over. Raises
+        RequestError."""
         epoch, arbiter = self.session.epoch, self.session.arbiter
         if epoch is None or arbiter is None:
             return None
@@ -114,10 +117,12 @@ class HolderClient:
         the grant says what the model has now. Raises GrowthRefused, NeverFits, TicketClosed, and
         ArbiterUnavailable also where the epoch ends during the call. Refused, the model goes on
         with what it had."""
-        await self.joined()
+        await self.wait_until_joined()
         event, arbiter = ev.GrowthAsked(ticket, more, within), self.session.arbiter
         epoch = self.epoch
-        if epoch is None or arbiter is None or not await self._flushed():  # what it gave back first
+        if (
+            epoch is None or arbiter is None or not await self._flush_outbox()
+        ):  # what it gave back first
             raise ArbiterUnavailable(0.0)
         try:
             granted: messages.Granted = await self.session.call(
@@ -143,17 +148,19 @@ class HolderClient:
         self.session.tell(event)
 
     async def flush(self, within_s: float) -> None:
-        """Returns when the arbiter has heard everything told so far, or after `within_s`."""
+        """Waits until the arbiter has received everything told so far, for `within_s` seconds at
+        most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self.session.outbox_empty.wait()
 
-    async def _flushed(self) -> bool:
-        """False: the epoch ended before the arbiter had heard everything."""
+    async def _flush_outbox(self) -> bool:
+        """Waits until the arbiter has received everything told so far. Returns False where the
+        epoch ended before."""
         return await self.wait_unless_disconnected(self.session.outbox_empty)
 
     async def wait_unless_disconnected(self, event: asyncio.Event) -> bool:
-        """Waits for the event. False: the epoch ended before."""
+        """Waits for the event. Returns False where the epoch ended before."""
         return await self.session.wait_unless_disconnected(event)
 
     # -- engines ---------------------------------------------------------------------------------
@@ -179,8 +186,9 @@ class HolderClient:
         await self.session.close()
 
 
-def _aged(requested: ev.Requested, waited_s: float) -> ev.Requested:
-    """The deadline runs from the first request, whichever epoch hears it."""
+def _with_deadline_left(requested: ev.Requested, waited_s: float) -> ev.Requested:
+    """Returns a request with what is left of its deadline, which counts from its first try,
+    whichever epoch receives it."""
     if requested.deadline is None:
         return requested
     remaining_s = max(0.0, in_seconds(requested.deadline) - waited_s)

@@ -17,8 +17,8 @@ CLIENTS_MOST = 256  # told apart between two heartbeats; further ones count for 
 
 
 class RequestLog:
-    """The finished requests that no heartbeat has told the arbiter yet. One log per holder, on its
-    event loop; `most`: how many it keeps one by one, beyond which they are only counted."""
+    """Keeps the finished requests that no heartbeat has told the arbiter yet: one log per holder,
+    on its event loop. `most`: how many it keeps one by one; beyond that they are only counted."""
 
     def __init__(self, most: int = RUNS_MOST) -> None:
         self._most = most
@@ -49,15 +49,16 @@ class RequestLog:
             self._dropped += 1
 
     def untold(self) -> tuple[tuple[FinishedRequest, ...], int]:
-        """What the next heartbeat says: runs, and how many were dropped."""
+        """Returns what the next heartbeat tells: single requests, and how many more were
+        dropped."""
         return tuple(self._finished), self._dropped
 
     def usage(self) -> tuple[Usage, ...]:
-        """How many requests of each client the next heartbeat tells of."""
+        """Returns how many requests of each client the next heartbeat tells of."""
         return tuple(Usage(client, count) for client, count in self._requests.items())
 
     def times(self) -> tuple[RequestTimes, ...]:
-        """How long these requests took, as a histogram per outcome."""
+        """Returns how long these requests took, as a histogram per outcome."""
         return tuple(RequestTimes(outcome, taken.read()) for outcome, taken in self._times.items())
 
     def forget_told(self, renewed: Renewed) -> None:

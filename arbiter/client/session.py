@@ -85,16 +85,16 @@ class Session:
 
     @property
     def unreachable_s(self) -> float:
-        """How long the arbiter has not been reached; 0 when joined."""
+        """Returns for how many seconds the arbiter has not been reached; 0 when joined."""
         return 0.0 if self.epoch is not None else time.monotonic() - self._unreachable_since
 
     @property
     def has_found_no_arbiter(self) -> bool:
-        """Whether at least one try of joining has found no arbiter."""
+        """Says whether at least one try of joining has found no arbiter."""
         return self._handle is None and self.unreachable_s > REJOIN_MOST_S
 
     async def wait_unless_disconnected(self, event: asyncio.Event) -> bool:
-        """Waits for the event. False: the epoch ended before."""
+        """Waits for the event. Returns False where the epoch ended before."""
         if event.is_set():
             return True
         waits = [asyncio.ensure_future(e.wait()) for e in (event, self.lost)]
@@ -141,7 +141,7 @@ class Session:
     # -- joining ---------------------------------------------------------------------------------
 
     async def _stay_joined(self) -> None:
-        """Joins and listens until the epoch ends; then again, for ever."""
+        """Joins and listens for commands until the epoch ends, then joins the next, without end."""
         pause_s = REJOIN_FIRST_S
         while True:
             try:
@@ -161,7 +161,8 @@ class Session:
             pause_s = min(REJOIN_MOST_S, 2 * pause_s)
 
     async def _join(self) -> None:
-        """Raises LookupError when there is no arbiter."""
+        """Joins the epoch of the arbiter that is found now. Raises LookupError when there is no
+        arbiter, VersionMismatch when it runs other code."""
         if self._handle is None:
             self._handle = await asyncio.to_thread(find_arbiter)
         if self._handle is None:
@@ -195,6 +196,8 @@ class Session:
         self._on_joined()
 
     def _introduction(self) -> ev.Joined:
+        """Returns what this holder tells an arbiter that it joins: itself, its process and all its
+        tickets."""
         own = procfs.process(os.getpid())
         assert own is not None
         name = own.pid, own.start_ticks
@@ -203,6 +206,7 @@ class Session:
         return ev.Joined(self.holder, node, self.capability, held, *name, is_driver=is_driver)
 
     def _leave(self) -> None:
+        """Leaves the epoch, if it is in one, and wakes all that waits for an answer there."""
         if self.epoch is not None:
             self._unreachable_since = time.monotonic()
         self.epoch = None
@@ -215,11 +219,12 @@ class Session:
     # -- commands and heartbeats -----------------------------------------------------------------
 
     async def _listen(self) -> None:
-        """Returns when another call found the epoch over; raises what listening raises."""
+        """Performs the arbiter's commands as they come. Returns when another call found the epoch
+        over; raises what the call that listens raises."""
         ack, lost = 0, asyncio.ensure_future(self.lost.wait())
         try:
             while self.epoch is not None:
-                listening = asyncio.ensure_future(self._hear(self.epoch, ack))
+                listening = asyncio.ensure_future(self._next_commands(self.epoch, ack))
                 try:
                     await asyncio.wait({listening, lost}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -232,7 +237,8 @@ class Session:
         finally:
             lost.cancel()
 
-    async def _hear(self, epoch: Epoch, ack: int) -> tuple[messages.SequencedCommand, ...]:
+    async def _next_commands(self, epoch: Epoch, ack: int) -> tuple[messages.SequencedCommand, ...]:
+        """Returns the next commands, and acknowledges those up to `ack`."""
         assert self.arbiter is not None
         commands: tuple[messages.SequencedCommand, ...] = await self.arbiter.call(
             "listen", self.holder, epoch, ack
@@ -240,6 +246,7 @@ class Session:
         return commands
 
     async def _renew(self) -> None:
+        """Sends a heartbeat every RENEW_S while joined, without end."""
         while True:
             await asyncio.sleep(RENEW_S)
             epoch, arbiter = self.epoch, self.arbiter
@@ -268,6 +275,7 @@ class Session:
         self._outbox_ready.set()
 
     def _clear_outbox(self) -> None:
+        """Drops what the join that follows tells anyway, and lets the rest be sent."""
         self._drop_what_a_join_says()
         self._must_rejoin = False
         self._wake_sender()
@@ -279,12 +287,15 @@ class Session:
         self._outbox = deque(unsaid[-(OUTBOX_MOST_COUNT // 2) :])
 
     def _wake_sender(self) -> None:
+        """Lets the sender go on where the outbox has events, and those that wait for an empty one
+        otherwise."""
         if self._outbox:
             self._outbox_ready.set()
         else:
             self.outbox_empty.set()
 
     async def _send(self) -> None:
+        """Sends the outbox, first event first, while joined, without end."""
         while True:
             await self._outbox_ready.wait()
             await self.joined.wait()
@@ -298,6 +309,8 @@ class Session:
                 await self._send_first(epoch, arbiter)
 
     async def _send_first(self, epoch: Epoch, arbiter: rpc.Peer) -> None:
+        """Sends the first event of the outbox, and drops it once the arbiter has received it or has
+        failed on it."""
         event = self._outbox[0]
         try:
             await self.call(arbiter, "tell", epoch, self.holder, event, within_s=ANSWER_S)

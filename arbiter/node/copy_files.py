@@ -31,7 +31,8 @@ _NAME = re.compile(rf"/memfd:{procfs.SHARED_COPY}-(?P<lease>[\w.-]+)\.(?P<part>i
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """One file as it lies on disk. Any change of it changes its ctime, which no program sets."""
+    """Describes one file as it lies on disk. Any change of it changes its ctime, which no program
+    sets."""
 
     name: str  # in the folder
     size_bytes: int
@@ -42,19 +43,19 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """The files of a request, as they were at one look."""
+    """Describes the files of a request, as they were at one look."""
 
     root: Path
     rows: tuple[FileRow, ...]
 
     @property
     def layout(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes: equal for equal files, wherever they lie."""
+        """Returns names and sizes: equal for equal files, wherever they lie."""
         return tuple((row.name, row.size_bytes) for row in self.rows)
 
     @property
     def size_bytes(self) -> Bytes:
-        """What a copy of them takes, in whole pages, the index included."""
+        """Returns what a copy of these files takes, in whole pages, the index included."""
         page = os.sysconf("SC_PAGESIZE")
         pages = sum(-(-row.size_bytes // page) for row in self.rows) + 1
         return Bytes(pages * page)
@@ -66,7 +67,7 @@ class SourceFiles:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a copy has: readers and the next agent know it by this."""
+    """Describes what a copy has: readers and the next agent know it by this."""
 
     version: int
     key: str
@@ -83,7 +84,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class CopyFiles:
-    """A copy's descriptors, open for reading: the index, then each file."""
+    """Holds a copy's descriptors, open for reading: that of the index, then one for each file."""
 
     index: Index
     fds: tuple[int, ...]
@@ -98,7 +99,8 @@ class CopyFiles:
 
 
 def look(request: CopyRequest) -> SourceFiles | None:
-    """None where there are no such files, or more than a copy has. Raises OSError."""
+    """Returns the files of a request as they are now; None where there are no such files, or more
+    than a copy has. Raises OSError."""
     path = Path(request.folder)
     if path.is_file():
         return SourceFiles(path.parent, (_row(path.parent, path),))
@@ -117,8 +119,8 @@ def _row(root: Path, path: Path) -> FileRow:
 
 
 def key_of(source: SourceFiles) -> str:
-    """The key of the files as they are now: a hash of version, names, sizes and bytes. Raises
-    OSError."""
+    """Returns the key of the files as they are now: a hash of version, names, sizes and bytes.
+    Raises OSError."""
     return _hashed(source, [None] * len(source.rows))
 
 
@@ -181,7 +183,8 @@ def _sealed(fd: int) -> int:
 
 
 def held_by(pid: int) -> list[CopyFiles]:
-    """The whole and sealed copies that a process has open, each with descriptors of our own."""
+    """Returns the whole and sealed copies that a process has open, each with descriptors of our
+    own."""
     folder = procfs.PROC / str(pid) / "fd"
     by_lease: dict[str, dict[str, Path]] = {}
     try:

@@ -22,14 +22,14 @@ AWAY_S = 0.5  # before an arbiter that did not answer is asked again
 
 
 class Calls(Protocol):
-    """How the agent calls its arbiter. Raises one of AWAY."""
+    """Names how the agent calls its arbiter. Raises one of AWAY."""
 
     async def call(self, name: str, *args: object) -> object: ...
 
 
 class CopyLease:
-    """The lease of one copy, from its first call to its end. No byte of the copy is written before
-    `acquire` returns."""
+    """Holds the lease of one copy, from its first call to its end. No byte of the copy is written
+    before `acquire` returns."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class CopyLease:
         self.is_held = False
 
     def anew(self, name: str) -> "CopyLease":
-        """Another one for the same copy: a name that has been refused stays refused."""
+        """Returns another lease for the same copy: a name that has been refused stays refused."""
         return CopyLease(self._calls, self._node, name, self._label, self._size)
 
     @property
@@ -54,7 +54,8 @@ class CopyLease:
         return lease_ticket(TENANT, self._name)
 
     async def acquire(self) -> bool:
-        """False: host RAM has no room, or there is no arbiter to say so."""
+        """Waits for the grant. Returns False where host RAM has no room, or there is no arbiter to
+        say so."""
         try:
             state = await self._call(1, "queued", seconds(GRANT_S))
         except AWAY as error:

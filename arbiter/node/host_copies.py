@@ -45,7 +45,7 @@ AGAIN_S = 10.0  # before a used copy without a lease asks for one again: as long
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Files on disk that had the bytes of a copy when they were looked at."""
+    """Names files on disk that had the bytes of a copy when they were looked at."""
 
     files: SourceFiles
     is_settled: bool  # every ctime was old enough to tell of the next change
@@ -53,7 +53,7 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class HostCopy:
-    """One copy, and who uses it. It has no files while they are read."""
+    """Describes one copy, and the engines that use it. It has no files while they are read."""
 
     lease: CopyLease
     size_bytes: Bytes
@@ -78,15 +78,16 @@ class HostCopy:
         return self.files.allocated_bytes if self.files else self.size_bytes
 
     def may_serve(self, source: SourceFiles, request: CopyRequest) -> bool:
-        """Whether the copy may serve the request, by names, sizes and mode. The bytes are yet to be
-        compared."""
+        """Says whether the copy may serve the request, by names, sizes and mode. The bytes are yet
+        to be compared."""
         if self.files is None or self.is_leaving:
             return False
         index = self.files.index
         return index.layout == source.layout and index.for_group == request.for_group
 
     def has(self, source: SourceFiles) -> bool:
-        """These very files, unchanged since they had its bytes."""
+        """Says whether the copy has the bytes of these very files, unchanged since they were
+        read."""
         return any(s.files == source and s.is_settled for s in self.sources.values())
 
     def take_source(self, request: CopyRequest, source: SourceFiles) -> None:
@@ -356,7 +357,7 @@ class HostCopies:
         self._drop_if_left(copy)
 
     def idle(self) -> tuple[IdleCopy, ...]:
-        """The copies that may leave now, since no engine has them open."""
+        """Returns the copies that may leave now, because no engine has them open."""
         return tuple(
             IdleCopy(
                 copy.files.index.key,
@@ -380,7 +381,7 @@ class HostCopies:
         self._start(copy.lease.end())
 
     def close(self) -> None:
-        """The arbiter ends with its agents, and the leases with it."""
+        """Drops every copy. Their leases end with the arbiter, which ends with its agents."""
         self._socket.close()
         if self._group:
             self._group.close()
@@ -397,7 +398,7 @@ class HostCopies:
         return Bytes(sum(copy.held_bytes for copy in self._copies))
 
     def engine_readings(self) -> tuple[EngineReading, ...]:
-        """What each copy takes, on the account of its lease."""
+        """Returns what each copy takes, as a reading of the ticket of its lease."""
         host = host_device(self._node)
         return tuple(
             EngineReading(c.lease.ticket, (DeviceBytes(host, c.held_bytes),)) for c in self._copies
@@ -424,8 +425,9 @@ class HostCopies:
         return str(self._group.path) if self._group and files.index.for_group else ""
 
     def contents(self) -> tuple[ContentReading, ...]:
-        """What was done with weights since this agent began (E7): a row is a file, and a load that
-        finds its copy a hit. Nothing before the first load that asks for one."""
+        """Returns what was done with weights since this agent began (E7), where a row is a file,
+        and a load that finds its copy is a hit. Empty before the first load that asks for a
+        copy."""
         if not self._counts and not self._copies:
             return ()
         return (

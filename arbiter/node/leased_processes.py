@@ -54,8 +54,8 @@ class LeasedProcess:
 
 
 class LeasedProcesses:
-    """The leased processes by ticket. Not kept on disk: heartbeats of the lease name the process
-    again."""
+    """Keeps the leased processes by ticket. They are not kept on disk, because heartbeats of a
+    lease name its process again."""
 
     def __init__(self) -> None:
         self.by_ticket: dict[TicketId, LeasedProcess] = {}
@@ -132,7 +132,8 @@ class LeasedProcesses:
 
 
 def _is_ours(pid: int) -> bool:
-    """Another user's memory cannot be read, so it stays foreign."""
+    """Says whether a process belongs to this user. Another user's memory cannot be read, so it
+    stays foreign."""
     try:
         return os.stat(procfs.PROC / str(pid)).st_uid == os.getuid()
     except FileNotFoundError:

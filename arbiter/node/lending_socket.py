@@ -27,11 +27,11 @@ Finds = Callable[[TicketId, str], Sequence[int]]
 
 
 class LendingSocket:
-    """`find` knows the descriptors by the ticket of an engine to which they were lent, and their
-    key; none for what was not lent."""
+    """Hands descriptors to engines. `find` returns those that were lent to the engine of a ticket
+    under a key; none for what was not lent."""
 
     def __init__(self, path: Path, find: Finds) -> None:
-        """Raises OSError."""
+        """Binds the socket. Raises OSError."""
         self.path, self._find = path, find
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -88,7 +88,8 @@ class LendingSocket:
 
 
 async def read_request(peer: socket.socket) -> dict[str, str]:
-    """What the process at the other end asks for. Raises OSError, TimeoutError, ValueError."""
+    """Returns what the process at the other end asks for. Raises OSError, TimeoutError,
+    ValueError."""
     async with asyncio.timeout(ANSWER_S):
         line = await _line(peer)
     request = json.loads(line)

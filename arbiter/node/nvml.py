@@ -21,7 +21,7 @@ _NEVER_LISTED = frozenset({_NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND})
 
 @error_fields
 class NvmlFailed(ArbiterError):
-    """The node has a driver, and the driver does not answer for the node as a whole."""
+    """Says that a node has a driver which does not answer for the node as a whole."""
 
     call: str
     cause: str
@@ -35,7 +35,7 @@ class NvmlFailed(ArbiterError):
 
 @error_fields
 class GpuUnreadable(ArbiterError):
-    """NVML does not answer for one GPU."""
+    """Says that NVML does not answer for one GPU."""
 
     index: int
     call: str
@@ -44,7 +44,7 @@ class GpuUnreadable(ArbiterError):
 
     @property
     def is_lost(self) -> bool:
-        """The GPU fell off the bus, and its memory with it."""
+        """Says whether the GPU fell off the bus, and its memory with it."""
         return self.code == _GPU_IS_LOST
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class GpuUnreadable(ArbiterError):
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One GPU."""
+    """Describes one GPU."""
 
     name: str  # of the kind, such as NVIDIA H100 80GB HBM3
     uuid: str  # of this card, whatever its index
@@ -68,16 +68,17 @@ class Gpus(Protocol):
     def card(self, index: int) -> Card: ...
     def free(self, index: int) -> Bytes: ...
     def reserved(self, index: int) -> Bytes:
-        """What the driver keeps to itself; 0 where it does not say."""
+        """Returns the bytes that the driver keeps to itself; 0 where it does not say."""
         ...
 
     def used_by_pid(self, index: int) -> dict[int, Bytes | None] | None:
-        """None if the driver lists no processes; a size of None if it does not say this size."""
+        """Returns the bytes of each process on a GPU; None if the driver lists no processes, and a
+        size of None if it does not say this size."""
         ...
 
 
 class NoGpus:
-    """A node without NVIDIA's driver."""
+    """Stands for a node without NVIDIA's driver."""
 
     def count(self) -> int:
         return 0
@@ -105,7 +106,7 @@ class Nvml:
         self._handles: dict[int, Any] = {}
 
     def count(self) -> int:
-        """Raises NvmlFailed."""
+        """Returns how many GPUs there are. Raises NvmlFailed."""
         try:
             return int(self._nvml.nvmlDeviceGetCount())
         except self._errors as error:
@@ -129,8 +130,9 @@ class Nvml:
             return Bytes(0)  # an older driver; of a failure `free` tells
 
     def used_by_pid(self, index: int) -> dict[int, Bytes | None] | None:
-        """NVML lists a process that computes and draws twice, with all its bytes each time, and
-        those that share a GPU by MPS apart from all others."""
+        """Returns the bytes of each process on a GPU. NVML lists a process that computes and draws
+        twice, with all its bytes each time, and those that share a GPU by MPS apart from all
+        others."""
         compute = self._listed(index, "nvmlDeviceGetComputeRunningProcesses")
         sharing = self._listed(index, "nvmlDeviceGetMPSComputeRunningProcesses")
         graphics = self._listed(index, "nvmlDeviceGetGraphicsRunningProcesses")
@@ -143,7 +145,8 @@ class Nvml:
         return used_bytes
 
     def _listed(self, index: int, call: str) -> list[Any] | None:
-        """None if this driver lists no processes of this kind, or not to this user."""
+        """Returns the processes of one kind; None if this driver lists none of this kind, or not to
+        this user."""
         try:
             return list(self._ask(index, call))
         except GpuUnreadable as error:

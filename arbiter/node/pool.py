@@ -44,8 +44,9 @@ _LINK_PREFIX = f"/memfd:{NAME}-"  # of what /proc/PID/fd shows for a slab's file
 
 @dataclass(frozen=True, slots=True)
 class IdleCopy:
-    """A copy of models' files in host RAM that no engine has open (host_copies). It is in no slab
-    and not within the pool's budget, but where RAM is short it leaves in one order with slabs."""
+    """Describes a copy of models' files in host RAM that no engine has open (host_copies). It is in
+    no slab and not within the pool's budget, but where RAM is short it leaves in one order with
+    slabs."""
 
     key: str
     owner: str
@@ -60,7 +61,7 @@ class IdleCopy:
 
 @dataclass(slots=True)
 class PooledSlab:
-    """One slab, lent to the engine of `ticket` or idle."""
+    """Describes one slab, lent to the engine of `ticket` or idle."""
 
     name: str  # among those of the node
     request: SlabRequest
@@ -155,7 +156,7 @@ class PooledSlab:
 
     @property
     def _is_written(self) -> bool:
-        """Whether an engine has ever opened it as its writer."""
+        """Says whether an engine has ever opened it as its writer."""
         return self.view.geometry is not None
 
     def order_erasures(self) -> None:
@@ -166,7 +167,7 @@ class PooledSlab:
             del self.erasing[0]
 
     def carry_out_erasures(self, thread: Executor) -> None:
-        """What the writer left undone when it ended."""
+        """Erases the rows that the writer was told to erase and had not erased when it ended."""
         if (removal := self.view.ordered_removal) is not None:
             self.erasing.append(removal)
             self.view.finish_erasure()
@@ -176,9 +177,9 @@ class PooledSlab:
 
 
 class Pool:
-    """The slabs of a node. `budget_bytes`: the most that all may take; None: a share of the RAM.
-    `files`: where idle KV goes when it must leave the RAM; None: nowhere. `sweep_s`: between two
-    looks for slabs and files in which every row has expired."""
+    """Keeps the slabs of a node. `budget_bytes`: the most that all may take; None: a share of the
+    RAM. `files`: where idle KV goes when it must leave the RAM; None: nowhere. `sweep_s`: seconds
+    between two looks for slabs and files in which every row has expired."""
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ class Pool:
 
     @property
     def leaving_bytes(self) -> Bytes:
-        """What dropped slabs have not given back yet."""
+        """Returns the bytes that dropped slabs have not given back yet."""
         self._leaving = [leaving for leaving in self._leaving if not leaving[1].done()]
         return Bytes(sum(size for size, _ in self._leaving))
 
@@ -234,18 +235,21 @@ class Pool:
         return slab.fd
 
     def lent(self, ticket: TicketId, content: str) -> tuple[int, ...]:
-        """The descriptor of the slab that a ticket's engine may write; none without one."""
+        """Returns the descriptor of the slab that a ticket's engine may write; none where it was
+        lent none."""
         for slab in self._slabs:
             if slab.ticket == ticket and slab.request.content == content:
                 return (slab.fd,)
         return ()
 
     def file_for(self, request: SlabRequest) -> str | None:
-        """The path of the file with what an earlier slab of that key held, if there is one."""
+        """Returns the path of the file with what an earlier slab of that key held, if there is
+        one."""
         return self.files.find(request) if self.files else None
 
     def writers(self, request: SlabRequest) -> list[TicketId]:
-        """The tickets whose engines write such slabs; none where one is idle."""
+        """Returns the tickets whose engines write such slabs; none where one of these slabs is
+        idle."""
         tickets = [s.ticket for s in self._slabs if s.request.place == request.place]
         return [] if None in tickets else [ticket for ticket in tickets if ticket is not None]
 
@@ -256,7 +260,7 @@ class Pool:
             await asyncio.wait(pending, timeout=within_s)
 
     def take_back(self, ticket: TicketId) -> None:
-        """The ticket's engine has ended, or was never started."""
+        """Takes back the slabs of a ticket whose engine has ended, or was never started."""
         for slab in self._slabs:
             if slab.ticket == ticket:
                 slab.ticket, slab.idle_since_s = None, time.monotonic()
@@ -284,14 +288,15 @@ class Pool:
                 self._slabs.append(slab)
 
     def _make(self, request: SlabRequest) -> PooledSlab:
-        """Raises OSError, SlabUnusable."""
+        """Makes a new slab. Raises OSError, SlabUnusable."""
         size = int(self.budget_bytes) // PAGE_BYTES * PAGE_BYTES
         slab = self._viewed(request, create(_label(request), Bytes(size)))
         self._slabs.append(slab)
         return slab
 
     def _adopt(self, path: Path) -> PooledSlab | None:
-        """None: the engine has just ended, or the file only has such a name."""
+        """Takes over a slab that an engine has open since an earlier life of the agent. None: the
+        engine has just ended, or the file only has the name of a slab."""
         try:
             request = _request(os.readlink(path))
             return self._viewed(request, os.open(path, os.O_RDWR | os.O_CLOEXEC))
@@ -299,7 +304,8 @@ class Pool:
             return None
 
     def _viewed(self, request: SlabRequest, fd: int) -> PooledSlab:
-        """Raises SlabUnusable, and then the descriptor is closed."""
+        """Returns a slab by its descriptor. Raises SlabUnusable, and then the descriptor is
+        closed."""
         try:
             view = SlabView(fd)
         except SlabUnusable:
@@ -329,12 +335,12 @@ class Pool:
             slab.order_erasures()
 
     def _physical(self, available_bytes: Bytes) -> int:
-        """What of the RAM could be the slabs', where so much is available."""
+        """Returns the bytes of RAM that slabs could take, where so many are available."""
         taken_bytes = self.allocated_bytes + self.leaving_bytes
         return taken_bytes + available_bytes - self._kept_free_bytes
 
     def _most(self, physical_bytes: int) -> int:
-        """What the slabs may take in all, where so much of the RAM could be theirs."""
+        """Returns the most that all slabs may take, where so many bytes of RAM could be theirs."""
         return max(0, min(self.budget_bytes, physical_bytes))
 
     def drop_tenant(self, removal: Removal) -> None:
@@ -360,11 +366,11 @@ class Pool:
         return tuple(slab.reading() for slab in self._slabs)
 
     def contents(self) -> tuple[ContentReading, ...]:
-        """What was done with each content since this pool was made."""
+        """Returns what was done with each content since this pool was made."""
         return self._totals.readings([(s.request.content, s.view) for s in self._slabs])
 
     def dropped(self) -> tuple[SlabDropped, ...]:
-        """What left since the last `forget_dropped`."""
+        """Returns the slabs that left since the last `forget_dropped`."""
         return tuple(self._dropped)
 
     def forget_dropped(self, dropped: tuple[SlabDropped, ...]) -> None:
@@ -420,7 +426,7 @@ class Pool:
         self._dropped.append(dropped)
 
     def _begin_save(self, slab: PooledSlab, reason: str, files: SlabFiles) -> None:
-        """Unless another one is under way."""
+        """Begins to save an idle slab to disk, unless another save is under way."""
         if self._last_save is None or self._last_save.is_done:
             slab.leaves_for = reason
             slab.save = self._last_save = files.save(slab.fd, slab.request)
@@ -473,7 +479,8 @@ def _label(request: SlabRequest) -> str:
 
 
 def _request(target: str) -> SlabRequest:
-    """Raises ValueError unless it is the name of a slab."""
+    """Returns the request for which a slab was made, by the target of the link to its memory file.
+    Raises ValueError where that names no slab."""
     name = target.removeprefix(_LINK_PREFIX).removesuffix(" (deleted)")
     content, key, owner = name.split(".", 2)
     return SlabRequest(Content(content), owner, key)

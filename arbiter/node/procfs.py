@@ -44,20 +44,21 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """A zombie whose other threads still end may still be giving its memory back."""
+        """Says whether the process lives. A zombie whose other threads still end counts as alive:
+        it may still be giving its memory back."""
         return self.state not in _DEAD or self.threads_count > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a process tree holds on its own account."""
+    """Holds what a process tree holds on its own account."""
 
     device_bytes: Bytes
     host_bytes: Bytes
 
 
 def process(pid: int) -> Process | None:
-    """None when there is none of that pid."""
+    """Returns the process of this pid; None when there is none."""
     try:
         # The bare calls: this is asked of every process each time an engine dies, and a queued
         # ticket waits for the answer. Path.read_text takes five times as long.
@@ -76,14 +77,14 @@ def process(pid: int) -> Process | None:
 
 
 def processes() -> dict[int, Process]:
-    """Everything that runs now."""
+    """Returns every process that runs now, by pid."""
     entries = (process(int(name)) for name in os.listdir(PROC) if name.isdigit())
     return {p.pid: p for p in entries if p is not None}
 
 
 def started_with(argument: str, variable: str) -> set[int]:
-    """Living pids of this user that have `argument` on their command line and `variable`, as
-    NAME=value, in the environment they began with; forks of such a one included."""
+    """Returns the living pids of this user that have `argument` on their command line and
+    `variable`, as NAME=value, in the environment they began with, and forks of such processes."""
     pids = set()
     for p in processes().values():
         folder = PROC / str(p.pid)
@@ -103,7 +104,8 @@ def _words(path: Path) -> list[bytes]:
 
 
 def command(pid: int) -> bytes:
-    """The process's command line, or the name it gave itself since; empty when it is gone."""
+    """Returns the process's command line, or the name it gave itself since; empty when it is
+    gone."""
     try:
         return (PROC / str(pid) / "cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -111,7 +113,7 @@ def command(pid: int) -> bytes:
 
 
 def name(pid: int) -> str:
-    """The name `ps` shows; empty if no process of this namespace has that pid."""
+    """Returns the name that `ps` shows; empty if no process of this namespace has that pid."""
     try:
         return (PROC / str(pid) / "comm").read_text().strip()
     except (FileNotFoundError, ProcessLookupError):
@@ -119,12 +121,13 @@ def name(pid: int) -> str:
 
 
 def led_by(leader: int, all_processes: dict[int, Process]) -> set[int]:
-    """The leader, if it is there, and the members of the group and session of its number."""
+    """Returns the leader, if it is there, and the members of the group and session of its
+    number."""
     return {p.pid for p in all_processes.values() if leader in (p.pid, p.group, p.session)}
 
 
 def descend(leads: Iterable[int], all_processes: dict[int, Process]) -> set[int]:
-    """Living pids among `leads` and their descendants."""
+    """Returns the living pids among `leads` and their descendants."""
     children: dict[int, list[int]] = {}
     for p in all_processes.values():
         children.setdefault(p.parent, []).append(p.pid)
@@ -146,7 +149,7 @@ def rollup(pid: int) -> dict[str, int]:
 
 
 def mapped_aside(pid: int) -> int:
-    """A process's part of the slabs and host copies that it has mapped, in bytes."""
+    """Returns a process's part of the slabs and host copies that it has mapped, in bytes."""
     text, total = _text(pid, "smaps"), 0
     for name in (HOST_COPY, *_OF_NO_PROCESS):
         for match in re.finditer(rf"/memfd:{name}.*\n(?:.*\n)*?Pss: *(\d+) kB", text):
@@ -155,7 +158,7 @@ def mapped_aside(pid: int) -> int:
 
 
 def shared_files(pid: int) -> frozenset[tuple[int, int]]:
-    """Device and inode of the files of shared memory that a process has mapped, whether or
+    """Returns device and inode of the files of shared memory that a process has mapped, whether or
     not it has them open."""
     files = set()
     for line in _text(pid, "maps").splitlines():
@@ -173,11 +176,11 @@ def memory(
     aside: Callable[[int], int] = mapped_aside,
     shared: Callable[[int], frozenset[tuple[int, int]]] = shared_files,
 ) -> Memory:
-    """Private pages of the processes, plus the shared memory they hold. Pages shared with the
-    process they were forked from count for neither, so a fork costs what it writes. Slabs of the
-    pool, and copies that engines share, are on no process's account.
-    `read` may know a rollup already, `aside` what is mapped of slabs and host copies, and `shared`
-    which files of shared memory are mapped."""
+    """Returns the private pages of the processes, plus the shared memory they hold. Pages shared
+    with the process they were forked from count for neither, so a fork costs what it writes. Slabs
+    of the pool, and copies that engines share, are on no process's account. `read` may know a
+    rollup already, `aside` what is mapped of slabs and host copies, and `shared` which files of
+    shared memory are mapped."""
     pids = list(pids)
     private_bytes = shared_bytes = 0
     files: dict[tuple[int, int], tuple[str, int]] = {}
@@ -201,7 +204,8 @@ def memory(
 
 
 def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], str, int]]:
-    """(identity, name, allocated bytes) of each memfd and /dev/shm file a process holds open."""
+    """Returns identity, name and allocated bytes of each memfd and /dev/shm file that a process
+    holds open."""
     folder = PROC / str(pid) / "fd"
     try:
         numbers = os.listdir(folder)
@@ -219,7 +223,7 @@ def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], str, int]]:
 
 
 def _device(text: str) -> int:
-    """The number that stat(2) has for `major:minor` of /proc/PID/maps."""
+    """Returns the number that stat(2) has for `major:minor` of /proc/PID/maps."""
     major, minor = text.split(":")
     return os.makedev(int(major, 16), int(minor, 16))
 
@@ -233,8 +237,8 @@ def _text(pid: int, file: str) -> str:
 
 
 def stalled_fraction() -> float:
-    """Share of the last 10 s in which some task waited for memory; 0 where the kernel keeps no
-    account of it (PSI, Documentation/accounting/psi.rst)."""
+    """Returns the share of the last 10 s in which some task waited for memory; 0 where the kernel
+    keeps no account of it (PSI, Documentation/accounting/psi.rst)."""
     try:
         line = (PROC / "pressure" / "memory").read_text().splitlines()[0]
     except OSError:
@@ -243,7 +247,7 @@ def stalled_fraction() -> float:
 
 
 def ram() -> tuple[Bytes, Bytes]:
-    """Total and available RAM."""
+    """Returns total and available RAM, in bytes."""
     pairs = (line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
     lines = {key: int(value.split()[0]) * KIB for key, value in pairs}
     return Bytes(lines["MemTotal"]), Bytes(lines["MemAvailable"])

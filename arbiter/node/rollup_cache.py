@@ -31,21 +31,21 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class PageCounters:
-    """Counters of one process that move with its pages."""
+    """Holds counters of one process that move with its pages."""
 
     start_ticks: int  # with its pid, which process it is
     faults_count: int
     resident_bytes: int
 
     def is_near(self, other: "PageCounters") -> bool:
-        """Whether no more than the slack can lie between the two."""
+        """Says whether no more than the slack can lie between two readings."""
         faulted = abs(self.faults_count - other.faults_count) * _PAGE_BYTES
         moved = faulted + abs(self.resident_bytes - other.resident_bytes)
         return self.start_ticks == other.start_ticks and moved <= SLACK_BYTES
 
 
 def mark_of(pid: int) -> PageCounters | None:
-    """None when there is none of that pid."""
+    """Returns the counters of a process; None when there is none of that pid."""
     folder = procfs.PROC / str(pid)
     try:
         # The name may hold spaces and brackets, so fields are counted after its last bracket.
@@ -65,7 +65,8 @@ def _moved(current: dict[str, int], before: dict[str, int]) -> int:
 
 
 def _files_moved(current: frozenset[tuple[int, int]], before: frozenset[tuple[int, int]]) -> int:
-    """More than the slack where another file is mapped than before, whatever its size."""
+    """Returns by how many bytes mapped files differ: more than the slack where another file is
+    mapped than before, whatever its size."""
     return 0 if current == before else SLACK_BYTES + 1
 
 
@@ -78,7 +79,7 @@ class _CachedReading(Generic[T]):
 
 
 class _ReadingCache(Generic[T]):
-    """One reading of each process, until its mark has moved or the reading is old."""
+    """Keeps one reading of each process, until its mark has moved or the reading is old."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class _ReadingCache(Generic[T]):
 
 
 class Rollups:
-    """Readings of the processes that are asked for again and again."""
+    """Keeps readings of the processes that are asked for again and again."""
 
     def __init__(
         self,
@@ -125,20 +126,20 @@ class Rollups:
         self._shared = _ReadingCache(mark, shared, _files_moved, clock)
 
     def of(self, pid: int) -> dict[str, int]:
-        """The reading of procfs.rollup, perhaps from the cache."""
+        """Returns the reading of procfs.rollup, perhaps from the cache."""
         return self._rollups.of(pid)
 
     def aside_of(self, pid: int) -> int:
-        """The reading of procfs.mapped_aside, perhaps from the cache."""
+        """Returns the reading of procfs.mapped_aside, perhaps from the cache."""
         return self._asides.of(pid)
 
     def shared_of(self, pid: int) -> frozenset[tuple[int, int]]:
-        """The reading of procfs.shared_files, perhaps from the cache. What is mapped and holds no
-        page yet may be missing."""
+        """Returns the reading of procfs.shared_files, perhaps from the cache. A file that is mapped
+        and holds no page yet may be missing."""
         return self._shared.of(pid)
 
     def keep(self, pids: Iterable[int]) -> None:
-        """Forget all others."""
+        """Forgets the readings of all other processes."""
         living = set(pids)
         self._rollups.keep(living)
         self._asides.keep(living)

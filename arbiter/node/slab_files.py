@@ -34,7 +34,7 @@ _NAME_BYTES = 16  # of each of the two digests in a file's name
 
 @dataclass(slots=True)
 class Save:
-    """A save under way, or done."""
+    """Describes a save that is under way, or done."""
 
     unwanted: Event  # once set, it makes no file
     file_was_made: Future[bool]
@@ -46,9 +46,9 @@ class Save:
 
 
 class SlabFiles:
-    """The files in one folder, which only this user may enter. `budget_bytes`: the most that all
-    may take; while a save replaces a file, the old one comes on top. Raises OSError where the
-    folder cannot be made, or is a stranger's."""
+    """Keeps the files of slabs in one folder, which only this user may enter. `budget_bytes`: the
+    most that all may take; while a save replaces a file, the old one comes on top. Raises OSError
+    where the folder cannot be made, or is a stranger's."""
 
     def __init__(self, folder: Path, budget_bytes: Bytes) -> None:
         self.folder, self.budget_bytes = private_folder(folder), budget_bytes
@@ -56,7 +56,8 @@ class SlabFiles:
 
     @classmethod
     def in_folder(cls, folder: str | None, budget_bytes: Bytes | None) -> Self | None:
-        """None where none is named, none may be kept, or it cannot be used."""
+        """Returns the files of a folder; None where no folder is named, no byte may be kept, or the
+        folder cannot be used."""
         if folder is None or budget_bytes == 0:
             return None
         try:
@@ -75,7 +76,7 @@ class SlabFiles:
         return Bytes(sum(size for _, size, _ in self._files()))
 
     def find(self, request: SlabRequest) -> str | None:
-        """The path of the file that was saved for slabs of this key, if there is one."""
+        """Returns the path of the file that was saved for slabs of this key, if there is one."""
         path = self._path(request)
         return str(path) if path.is_file() else None
 
@@ -141,7 +142,8 @@ class SlabFiles:
         return rows_count
 
     def _make_room(self, size_bytes: Bytes, path: Path | None) -> None:
-        """The files that were saved longest ago leave first. `path`: the one to be replaced."""
+        """Removes the files that were saved longest ago until the budget has room. `path`: the file
+        that is to be replaced."""
         others = [file for file in sorted(self._files()) if file[2] != path]
         total_bytes = sum(size for _, size, _ in others)
         for _, size, other in others:
@@ -155,7 +157,8 @@ class SlabFiles:
             _remove(path)
 
     def _erase_tenant(self, removal: Removal) -> None:
-        """A file that cannot be replaced is removed, because the tenant's rows must go."""
+        """Erases a tenant's rows in a file. A file that cannot be replaced is removed, because
+        these rows must go."""
         for _, _, path in self._files():
             try:
                 slab_file.erase_tenant(path, removal)
@@ -176,12 +179,13 @@ class SlabFiles:
     # -- names -----------------------------------------------------------------------------------
 
     def _path(self, request: SlabRequest) -> Path:
-        """The name begins with the owner's, which is how its files are found."""
+        """Returns the path for slabs of a key. Its name begins with the owner's, by which all files
+        of the owner are found."""
         key = _name(f"{request.content} {request.key}")
         return self.folder / f"{_name(request.owner)}-{key}{slab_file.SUFFIX}"
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """When each was written, its bytes, its path."""
+        """Returns of each file when it was written, its bytes and its path."""
         for path in self.folder.glob(f"*{slab_file.SUFFIX}"):
             with contextlib.suppress(OSError):  # another agent has just removed it
                 status = path.lstat()

@@ -33,8 +33,9 @@ TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def unused() -> list[int]:
-    """Pids of the workers of this node's raylet, our parent, that have never run anything: Ray
-    names them so, and writes the job into a worker's output with its first task or actor."""
+    """Returns the pids of the workers of this node's raylet, our parent, that have never run
+    anything: Ray names them so, and writes the job into a worker's output with its first task or
+    actor."""
     raylet = os.getppid()
     siblings = (p.pid for p in procfs.processes().values() if p.parent == raylet and p.alive)
     return [pid for pid in siblings if _is_idle(pid) and _has_said_nothing(pid)]
@@ -61,7 +62,7 @@ def _is_idle(pid: int) -> bool:
 
 
 def busy_ticks(pid: int) -> int:
-    """Processor time that a process has had; 0 where there is none."""
+    """Returns the processor time that a process has had, in ticks; 0 where there is none."""
     process = procfs.process(pid)
     return process.busy_ticks if process is not None else 0
 

@@ -31,7 +31,7 @@ MARK = "ARBITER_ZYGOTE=1"  # in the environment of a zygote, and of all it forke
 
 @error_fields
 class ZygoteError(ArbiterError):
-    """The zygote is away, so that asking again may help, or it refused."""
+    """Says that the zygote is away, so that asking again may help, or that it refused."""
 
     message: str
     is_away: bool = False
@@ -48,7 +48,8 @@ class ChildRow:
 
 
 class Zygote:
-    """One connection, made when first needed and again after it broke. Calls do not overlap."""
+    """Calls a zygote over one connection, made when it is first needed and again after it broke.
+    Calls do not overlap."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,8 +62,8 @@ class Zygote:
         return int(reply["pid"])
 
     async def spawn(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> int:
-        """Pid of the new child; the old one's when the ticket has a child already. The caller knows
-        that its imports are done."""
+        """Returns the pid of the new child; that of the old one when the ticket has a child
+        already. The caller knows that the zygote's imports are done."""
         message = {
             "op": "spawn",
             "ticket": ticket,
@@ -122,8 +123,9 @@ async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 
 
 def equipped(spec: SpawnSpec, scratch: Path, uuids: Mapping[DeviceId, str]) -> SpawnSpec:
-    """The engine sees the GPUs of its ticket and no others, from its first instruction on, and
-    leaves its temporary files where they end with it. `uuids`: of this node's GPUs."""
+    """Returns a spec whose engine sees the GPUs of its ticket and no others, from its first
+    instruction on, and leaves its temporary files where they end with it. `uuids`: of this node's
+    GPUs."""
     gpus = sorted(
         (d.device for d in spec.devices if "gpu:" in d.device),
         key=lambda device: int(device.rsplit("gpu:", 1)[1]),
@@ -136,9 +138,10 @@ def equipped(spec: SpawnSpec, scratch: Path, uuids: Mapping[DeviceId, str]) -> S
 
 
 def start(settings: AgentSettings, path: Path, log: Path) -> int:
-    """Exec a zygote that serves `path`; its pid. It is no child of ours and has a session of its
-    own, so that neither Ray, which ends the children of a dying worker, nor the agent's death takes
-    it along: its children are engines with requests in flight. Raises ZygoteError, OSError."""
+    """Starts a zygote that serves `path`, and returns its pid. It is no child of ours and has a
+    session of its own, so that neither Ray, which ends the children of a dying worker, nor the
+    agent's death takes it along: its children are engines with requests in flight. Raises
+    ZygoteError, OSError."""
     command = [sys.executable, "-m", settings.zygote_module]
     command += ["--socket", str(path), "--preload", ",".join(settings.preload)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -158,7 +161,8 @@ def start(settings: AgentSettings, path: Path, log: Path) -> int:
 
 
 def tail(log: Path, from_bytes: int) -> str:
-    """The last words written after `from_bytes`: of a traceback, what was raised and where."""
+    """Returns the last words written after `from_bytes`: of a traceback, what was raised and
+    where."""
     with log.open("rb") as file:
         file.seek(max(from_bytes, log.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace").strip()

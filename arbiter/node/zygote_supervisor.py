@@ -46,11 +46,11 @@ class ZygoteSupervisor:
 
     @property
     def pids(self) -> set[int]:
-        """The zygote's, also while it starts."""
+        """Returns the zygote's pids, also while it starts."""
         return {name[0] for name in (self.process, self._starting) if name}
 
     def is_alive(self) -> bool:
-        """True if the kernel says now that the zygote lives."""
+        """Says whether the zygote lives, as the kernel has it now."""
         return self.process is not None and children.lives(*self.process)
 
     async def keep(self) -> None:
@@ -95,8 +95,8 @@ class ZygoteSupervisor:
         self.announce()
 
     async def _first_ping(self, started: int, wrote_bytes: int) -> int:
-        """It binds its socket before its imports and answers after them. Raises ZygoteError with
-        its last words when it is dead instead."""
+        """Waits for the zygote's first answer: it binds its socket before its imports and answers
+        after them. Raises ZygoteError with its last words when it is dead instead."""
         process = procfs.process(started)
         self._starting = (started, process.start_ticks) if process else None
         async with asyncio.timeout(zygote_client.IMPORTS_S):
@@ -110,7 +110,7 @@ class ZygoteSupervisor:
         )
 
     async def _stays_up(self) -> None:
-        """Returns when it is dead or hung."""
+        """Returns when the zygote is dead or hung."""
         if self.process is None:
             return
         died = asyncio.Event()

@@ -33,7 +33,8 @@ logger = logging.getLogger("arbiter")
 
 
 class ArbiterActor:
-    """Everything public here is called over the wire, by arbiter.client and by node agents."""
+    """Answers the calls of holders, node agents and people. Every public method is called from
+    other processes, by arbiter.client and by node agents."""
 
     def __init__(self, boot: messages.StartConfig) -> None:
         from arbiter import heap
@@ -87,7 +88,7 @@ class ArbiterActor:
         return f"Arbiter({self._boot.configuration.settings.evict})"
 
     def _open_store(self, path: Path) -> "Store":
-        """Raises StateFileInUse where another system has the file."""
+        """Locks and opens the state file. Raises StateFileInUse where another system has it."""
         from arbiter.server import state_lock
         from arbiter.server.store import Store
 
@@ -142,16 +143,17 @@ class ArbiterActor:
         handles: list[Any],
         refs: list[Any],
     ) -> messages.JoinReply:
-        """`handles`: the holder's own actor, if it is one. `refs`: its pending call of
-        `keepalive(session_id)`. Both are in lists, so that Ray passes them on instead of waiting
-        for them."""
+        """Takes a holder with all its tickets into this epoch. `handles`: the holder's own actor,
+        if it is one. `refs`: its pending call of `keepalive(session_id)`. Both are in lists, so
+        that Ray passes them on instead of waiting for them."""
         self._sessions.join(joined, session_id, handles, refs)
         chosen = self._configuration.current
         return messages.JoinReply(self._shell.epoch, chosen.table, chosen.settings.timeouts)
 
     async def keepalive(self, session_id: str) -> None:
-        """The caller owns its result, so that losing the result is its death. Returns when that
-        joining is over, whichever of the two calls came first."""
+        """Waits until this joining of a holder is over, whichever of the two calls came first. The
+        holder owns the result of this call, so Ray tells the arbiter that the holder died by losing
+        that result."""
         await self._sessions.ended(session_id)
 
     async def acquire(self, epoch: Epoch, requested: ev.Requested) -> messages.Granted:
@@ -166,6 +168,7 @@ class ArbiterActor:
         return await self._shell.grow(replace(event, holder=holder))
 
     async def tell(self, epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
+        """Takes an event of a holder that waits for no answer."""
         self._sessions.check(epoch, holder)
         match event:
             case ev.Withdrawn():
@@ -180,6 +183,8 @@ class ArbiterActor:
                 self._shell.feed(event)
 
     async def renew(self, epoch: Epoch, renewed: ev.Renewed) -> Epoch:
+        """Takes a heartbeat, and returns the epoch. Raises StaleEpoch: the holder must join
+        again."""
         self._sessions.check(epoch, renewed.holder)
         self._shell.feed(renewed)
         if not self._shell.core.has_joined(renewed.holder):  # it was silent, and counted as dead
@@ -191,7 +196,8 @@ class ArbiterActor:
     async def listen(
         self, holder: HolderId, epoch: Epoch, ack: int
     ) -> tuple[messages.SequencedCommand, ...]:
-        """Commands after `ack`; empty when none came for a while. Raises StaleEpoch: rejoin."""
+        """Returns the commands after `ack` as soon as there is one; none after LISTEN_S without
+        any. Raises StaleEpoch: the holder must join again."""
         self._sessions.check(epoch, holder)
         self._sessions.check_mail(epoch, holder)
         return await self._shell.listen(holder, ack)
@@ -220,7 +226,8 @@ class ArbiterActor:
         return await self._leases.update(call)
 
     async def end_lease(self, lease: str, tenant: str) -> None:
-        """The holder has given the memory back. Repeated: nothing. Raises UnknownLease."""
+        """Ends a lease, because its holder has given the memory back. A repeated call does nothing.
+        Raises UnknownLease."""
         self._leases.give_back(lease, tenant)
 
     async def free(self, call: messages.LeaseCall, is_kept: bool) -> messages.Plain:
@@ -245,7 +252,7 @@ class ArbiterActor:
         return self._egress.settle(end)
 
     async def spending(self) -> list[messages.Plain]:
-        """What tenants have spent at remotes today (UTC)."""
+        """Returns what tenants have spent at remotes today (UTC)."""
         return self._egress.today()
 
     # -- people --------------------------------------------------------------------------------
@@ -288,9 +295,9 @@ class ArbiterActor:
         self._configuration.register(capability)
 
     async def unregister(self, capability: str) -> None:
-        """Its models leave once they are idle. Raises UnknownCapability for a name that was not
-        registered from Python, or is no longer: also when a call is sent again whose answer was
-        lost."""
+        """Removes a capability that was registered from Python; its models leave once they are
+        idle. Raises UnknownCapability for a name that was not registered from Python, or is no
+        longer: also when a call is sent again whose answer was lost."""
         self._configuration.unregister(capability)
 
     async def unload(self, ticket: TicketId) -> None:
@@ -306,7 +313,8 @@ class ArbiterActor:
         self._shell.feed(ev.CancelAsked(ticket))
 
     async def set_floor(self, capability: str, model: str, floor: types.Floor) -> None:
-        """Kept across restarts. Raises UnknownCapability, UnknownModel."""
+        """Sets the floor of a model, which is kept across restarts. Raises UnknownCapability,
+        UnknownModel."""
         self._shell.feed(ev.FloorSet(capability, model, floor))
         self._store.save_floors(self._shell.core.export_floors())
 
@@ -329,7 +337,7 @@ class ArbiterActor:
         self._shell.command_all(command)
 
     async def push_pressure(self, pushed: ev.PressurePushed) -> None:
-        """A person or program tells that memory is short (C5)."""
+        """Takes from a person or program that memory is short (C5)."""
         self._shell.feed(pushed)
 
     async def drop_host_copy(self, key: str) -> bool:
@@ -355,7 +363,7 @@ class ArbiterActor:
         return {**self._shell.snapshot(), **chosen}
 
     async def metrics(self) -> messages.Plain:
-        """The value of every metric, in plain values (K2)."""
+        """Returns the value of every metric, in plain values (K2)."""
         from arbiter.metrics.series import to_plain
 
         return to_plain(self._shell.samples())
@@ -365,7 +373,7 @@ class ArbiterActor:
         return self._shell.explain(ticket)
 
     async def plan(self, question: "PlanQuestion") -> messages.Plain:
-        """What a request would bring about. Changes nothing. Raises UnknownCapability,
+        """Returns what a request would bring about, and changes nothing. Raises UnknownCapability,
         UnknownModel."""
         return self._shell.plan(question)
 
@@ -380,15 +388,17 @@ class ArbiterActor:
         return await self._shell.replicas(version, wait_s)
 
     async def pid(self) -> int:
+        """Returns the pid of this process."""
         return os.getpid()
 
     async def nodes(self) -> messages.Plain:
-        """Each living node, and whether engines start there as fast as they can."""
+        """Returns each living node, and whether engines start there as fast as they can."""
         return await self._agents.readiness()
 
     async def table(self) -> messages.Plain:
-        """What another arbiter is to be started with, in plain values: it may be of other code,
-        in which a pickled object would be read without an error, and wrong."""
+        """Returns the table that another arbiter is to be started with, in plain values: that one
+        may be of other code, in which a pickled object would be read without an error, and
+        wrong."""
         return self._configuration.current.table
 
     async def close(self, wait_s: float) -> int:

@@ -19,7 +19,8 @@ from arbiter.units import Generation
 
 
 class LiveConfiguration:
-    """`current`: what the core goes by. `begin_anew`: begins another epoch, for a cause."""
+    """Takes changes of the table and the settings, and registrations from Python. `current` is what
+    the core goes by; `begin_anew` begins another epoch, for a cause."""
 
     def __init__(
         self,
@@ -39,7 +40,8 @@ class LiveConfiguration:
         self._shell.feed(self.current.capabilities)
 
     def restore_registered(self) -> None:
-        """A capability that the table names differently by now gives way to the table."""
+        """Registers again what was registered in earlier epochs. A capability that the table names
+        differently by now gives way to the table."""
         try:
             registered = self._store.registered()
         except ValueError as error:  # of other code, which is to register them again
@@ -55,7 +57,8 @@ class LiveConfiguration:
         self._hours.tell_of(capabilities, self._shell.core.settings.batch_hours)
 
     def _tell_registration_lost(self, capability: str | None, cause: Exception) -> None:
-        """`capability`: None for all of them."""
+        """Logs that a registration from Python is lost. `capability`: None where all of them
+        are."""
         kind = EventKind.REGISTRATION_LOST
         event = LogEvent(kind, {"capability": capability, "cause": str(cause)})
         self._shell.tell(event)
@@ -110,7 +113,8 @@ class LiveConfiguration:
         self._store.save_removing(self._shell.core.export_removing())
 
     def unregister(self, capability: str) -> None:
-        """Raises UnknownCapability for a name that was not registered from Python."""
+        """Removes a capability registered from Python. Raises UnknownCapability for a name that was
+        not."""
         self._shell.feed(ev.CapabilityUnregistered(capability))
         self._store.save_registered(self._shell.core.registered)
         self._store.save_floors(self._shell.core.export_floors())  # what was removed has none

@@ -28,8 +28,9 @@ REPLAY_MOST_S = 300.0
 
 
 class DayReplays:
-    """One per epoch. `module` is run by `python -m`; it gets the demand on its standard input and
-    prints a ReplayedDay."""
+    """Replays the demand of the last day, again and again, in processes of their own: one object
+    per epoch. `module` is run by `python -m`; it gets the demand on its standard input and prints a
+    ReplayedDay."""
 
     def __init__(self, module: str, settings: Settings, clock: Callable[[], Instant]) -> None:
         self._module, self._settings, self._clock = module, settings, clock
@@ -49,8 +50,9 @@ class DayReplays:
                 await self.replay()
 
     async def replay(self) -> None:
-        """A replay that fails leaves the last one as it is. However it fails: it is for the metrics
-        alone, and the arbiter's process ends with what its tasks raise."""
+        """Replays once. A replay that fails, however it does, leaves the last result as it is: the
+        result is for the metrics alone, and an error of this task would end the arbiter's
+        process."""
         self._replayed_count = self._reader.uses_count
         [outcome] = await asyncio.gather(self._replayed(), return_exceptions=True)
         if isinstance(outcome, BaseException):

@@ -33,8 +33,8 @@ FILE_MOST_BYTES = 64 << 20  # then the file starts over, its predecessor kept as
 
 
 class EventLog:
-    """The newest LINES_MOST lines of one epoch, and apart from them as many about single requests.
-    `path`: a file of JSON lines that gets every line as well; None: no file."""
+    """Keeps the newest LINES_MOST lines of one epoch, and apart from them as many about single
+    requests. `path`: a file of JSON lines that gets every line as well; None: no file."""
 
     def __init__(self, epoch: Epoch, path: Path | None = None) -> None:
         self._epoch = epoch
@@ -72,7 +72,7 @@ class EventLog:
         return list(heapq.merge(*newest, key=_sequence))
 
     def _write(self, line: Plain, path: Path) -> None:
-        """A full disk costs the line, not the arbiter."""
+        """Appends a line to the file. A full disk costs the line, not the arbiter."""
         try:
             file = self._opened(path)
             if file.tell() > FILE_MOST_BYTES:
@@ -91,7 +91,7 @@ class EventLog:
                 file.close()
 
     def _opened(self, path: Path) -> TextIO:
-        """Opened once, and again when it was moved away. Raises OSError."""
+        """Returns the file, opened once, and again when it was moved away. Raises OSError."""
         if self._file is not None:
             if path.exists() and os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
                 return self._file

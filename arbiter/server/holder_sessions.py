@@ -22,7 +22,8 @@ HANDLE_S = 10.0  # a holder's actor answers its first call within its own start
 
 
 class HolderSessions:
-    """`start`: begins a task that lasts as long as the arbiter at most."""
+    """Keeps which holder has joined this epoch, by its latest session. `start` begins a task that
+    lasts as long as the arbiter at most."""
 
     def __init__(
         self, shell: Shell, store: Store, start: Callable[[Coroutine[Any, Any, None]], None]
@@ -56,8 +57,9 @@ class HolderSessions:
             self._ends.pop(session_id, None)
 
     def _end(self, session_id: str) -> None:
-        """The call that awaits the end may be lost, as that of a holder which died just then, so
-        not each ended session is kept for it."""
+        """Ends a session. The call that waits for the end may have been lost, as that of a holder
+        which died just then, so only the newest OVER_KEPT ended sessions are kept for such
+        calls."""
         self._over[session_id] = None
         if len(self._over) > OVER_KEPT:
             self._over.popitem(last=False)

@@ -42,7 +42,8 @@ _ENDED_JOB = "ended_s IS NOT NULL AND (attempts > 0 OR state != 'completed')"
 
 
 class JobBook:
-    """Every method blocks for some tenths of a millisecond; one thread."""
+    """Reads jobs in the state file. Every method blocks for some tenths of a millisecond, and all
+    are called from one thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,8 +51,8 @@ class JobBook:
         self._last_number = 0  # of the last change returned, whose row may not have been removed
 
     def changes(self) -> list[LogEvent]:
-        """What has happened since the last call, each once in this process's life; a process that
-        dies between telling and removing tells it twice."""
+        """Returns what has happened to jobs since the last call, each change once in this process's
+        life; a process that dies between telling and removing tells it twice."""
         query = "SELECT * FROM job_changes WHERE number > ? ORDER BY number LIMIT ?"
         rows = self._rows(query, self._last_number, CHANGES_MOST)
         if rows:
@@ -60,12 +61,13 @@ class JobBook:
         return [_event(row) for row in rows]
 
     def totals(self) -> tuple[JobTotal, ...]:
-        """One for each kind and state that there ever was."""
+        """Returns a count for each kind and state of job that there ever was."""
         names = "kind, state, count, bytes, done, failed, total"
         return tuple(JobTotal(*row) for row in self._rows(f"SELECT {names} FROM job_totals"))
 
     def shown(self) -> list[Plain]:
-        """The oldest unfinished ones and the newest that have ended, batches and jobs alike."""
+        """Returns the oldest unfinished jobs and the newest that have ended, batches and jobs
+        alike."""
         plain_rows: list[Plain] = []
         for rows, opened, ended, at in (
             (_JOB, _OPEN_JOB, _ENDED_JOB, "ended_s"),
@@ -82,7 +84,7 @@ class JobBook:
         self._db = None
 
     def _opened(self) -> sqlite3.Connection:
-        """The arbiter's store has made the file. Raises sqlite3.Error."""
+        """Returns the database, which the arbiter's store has made. Raises sqlite3.Error."""
         if self._db is None:
             uri = f"file:{self._path}?mode=rw"
             self._db = sqlite3.connect(

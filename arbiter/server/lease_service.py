@@ -48,7 +48,7 @@ CLIENT_STATES = {
 
 
 class Adopts(Protocol):
-    """How a node agent is told whose memory a lease is."""
+    """Names how a node agent is told whose memory a lease is."""
 
     async def adopt(
         self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[types.DeviceBytes, ...]
@@ -56,7 +56,8 @@ class Adopts(Protocol):
 
 
 class LeaseStore(Protocol):
-    """What the next epoch of the arbiter must know: whom to wait for, and when their terms end."""
+    """Names what the next epoch of the arbiter must know: whom to wait for, and when their terms
+    end."""
 
     def add_member(self, member: ExpectedHolder) -> None: ...
     def drop_holder(self, holder: HolderId) -> None: ...
@@ -66,7 +67,7 @@ class LeaseStore(Protocol):
 
 @dataclass(slots=True, eq=False)
 class LeaseSession:
-    """One lease, from its first call to its end."""
+    """Describes one lease, from its first call to its end."""
 
     call: messages.LeaseCall
     holder: HolderId
@@ -114,9 +115,10 @@ class LeaseSession:
 
 
 class LeaseService:
-    """All leases of the cluster, one LeaseSession each. Sizes are in bytes, terms and waits in
-    seconds. Calls raise LeaseRefused or UnknownLease; a grant that the core refuses is the lease's
-    `error`. `known` is the state file, which keeps the leases for the next epoch."""
+    """Turns calls about leases into a holder's events: one LeaseSession for each lease of the
+    cluster. Sizes are in bytes, terms and waits in seconds. Calls raise LeaseRefused or
+    UnknownLease; a grant that the core refuses is the lease's `error`. `known` is the state file,
+    which keeps the leases for the next epoch."""
 
     def __init__(self, shell: Shell, agents: Adopts, store: LeaseStore) -> None:
         self._shell, self._agents, self._known = shell, agents, store
@@ -350,8 +352,8 @@ class LeaseService:
                     await session.news.wait()
 
     def _has_no_news(self, session: LeaseSession, seen: str) -> bool:
-        """Whether its holder knows its state, or a notice is on its way with the time that is
-        left."""
+        """Says whether the lease's holder knows its state already, or a notice is on its way with
+        the time that is left."""
         state = self._client_state(session)
         return state == seen or (state == "leaving" and session.gone_by_s is None)
 
@@ -379,7 +381,7 @@ class LeaseService:
         )
 
     def _close(self, session: LeaseSession, reason: str) -> None:
-        """The ticket may go on without it, until its bytes are seen back."""
+        """Forgets a lease. Its ticket may last longer, until its bytes are seen back."""
         if self._sessions.pop(session.call.ticket, None) is None:
             return
         self._plans.pop(session.call.ticket, None)

@@ -32,7 +32,8 @@ CLOSE_S = 10.0  # killing everything and seeing it dead takes milliseconds
 
 
 class RayAgents:
-    """Agents by node. Messages to them are fire and forget: the core repeats what matters."""
+    """Starts, calls and drops the agents of all nodes. A message to an agent waits for no answer:
+    the core repeats what matters."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
@@ -61,7 +62,8 @@ class RayAgents:
     async def adopt(
         self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[types.DeviceBytes, ...]
     ) -> None:
-        """Raises LeaseRefused, the agent's own answer, or AgentAway when it did not answer."""
+        """Has the agent of a node measure an outside process under its lease. Raises LeaseRefused,
+        the agent's own answer, or AgentAway when it did not answer."""
         handle = self._handles.get(node)
         if handle is None:
             raise AgentAway(f"{node} has no agent")
@@ -76,9 +78,9 @@ class RayAgents:
             raise AgentAway(f"the agent of {node} did not answer within {ADOPT_S} s") from error
 
     async def drop_host_copy(self, key: str, nodes: tuple[NodeId, ...]) -> bool:
-        """Whether it is gone everywhere; elsewhere it leaves with the last engine that has it open.
-        Raises UnknownHostCopy when no agent knows it, ArbiterUnavailable when one did not
-        answer."""
+        """Has agents drop a copy of a model's files. Returns whether it is gone from all of these
+        nodes; where it is not, it leaves with the last engine that has it open. Raises
+        UnknownHostCopy when no agent knows it, ArbiterUnavailable when one did not answer."""
         known: list[bool] = []
         for node in (node for node in nodes if node in self._handles):
             try:
@@ -92,7 +94,7 @@ class RayAgents:
         return all(known)
 
     async def look(self, feed: Callable[[ev.Event], None]) -> None:
-        """Starts agents of new nodes; tells of nodes that are gone."""
+        """Starts agents on new nodes, and feeds the core with the nodes that are gone."""
         living = await asyncio.to_thread(ray_internals.living_nodes)
         for node in self._nodes - living.keys():
             self._close_peer(node)
@@ -107,7 +109,8 @@ class RayAgents:
             self._send_once(node, "look", partial(self._look_at, node, self._handles[node]))
 
     async def dead(self, members: list[ExpectedHolder]) -> list[HolderId]:
-        """Holders known to be dead: their node is gone, or its agent sees no such process."""
+        """Returns the holders known to be dead: their node is gone, or its agent sees no such
+        process."""
         members_asked = [m for m in members if m.node in self._handles and m.pid]
         gone = [m.holder for m in members if m.node not in self._nodes]
         nodes = {m.node for m in members_asked}
@@ -117,7 +120,8 @@ class RayAgents:
         return gone + list(itertools.chain(*await asyncio.gather(*answers)))
 
     async def _dead_on(self, node: NodeId, on_node: list[ExpectedHolder]) -> list[HolderId]:
-        """None of an agent that does not answer: it is asked again at the next look."""
+        """Returns the holders known to be dead on one node; none where its agent does not answer,
+        because it is asked again at the next look."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 living = await self._handles[node].living.remote([m.pid for m in on_node])
@@ -132,7 +136,8 @@ class RayAgents:
         return dict(zip(nodes, readings, strict=True))
 
     async def _readiness_of(self, node: NodeId) -> dict[str, str]:
-        """`starting` while it has no agent, or its agent does not answer."""
+        """Returns the readiness of one node: `starting` while it has no agent, or its agent does
+        not answer."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 readiness: dict[str, str] = await self._handles[node].readiness.remote()
@@ -154,14 +159,18 @@ class RayAgents:
         self._handles.clear()
 
     def _start(self, node: NodeId, ray_node_id: str) -> Any:
+        """Starts the agent of a node as a detached actor there, and returns its handle."""
         options = ray_internals.detached(ray_node_id, agent_name(node), NAMESPACE)
         return ray.remote(NodeAgent).options(**options).remote(node, self._settings)
 
     def _close_peer(self, node: NodeId) -> None:
+        """Closes the connection to an agent, if there is one."""
         if peer := self._peers.pop(node, None):
             peer.close()
 
     def _send_to(self, node: NodeId, name: str, *args: Hashable) -> None:
+        """Sends a message to an agent, over its socket where it is on this node, by Ray
+        otherwise."""
         handle, peer = self._handles.get(node), self._peers.get(node)
         if handle is not None:
             nearest = peer if peer and peer.is_open else rpc.RayPeer(handle)
@@ -179,14 +188,15 @@ class RayAgents:
     def _send_once(
         self, node: NodeId, name: str, call: Callable[..., Awaitable[None]], *args: Hashable
     ) -> None:
-        """Unless the same waits for its answer: what is repeated to an agent that hangs would pile
-        up without end."""
+        """Sends a message to an agent, unless the same message still waits for its answer: what is
+        repeated to an agent that hangs would pile up without end."""
         key = (node, name, *args)
         if key not in self._pending:
             self._pending[key] = sent = asyncio.ensure_future(self._await_answer(node, call(*args)))
             sent.add_done_callback(lambda _: self._pending.pop(key))
 
     async def _await_answer(self, node: NodeId, sending: Awaitable[None]) -> None:
+        """Waits for the answer of an agent, and forgets the agent where it is dead for good."""
         try:
             await sending
         except rpc.ConnectionLost:
@@ -201,15 +211,18 @@ class RayAgents:
             logger.warning("agent of %s: %r", node, error)
 
     def _may_start(self, node: NodeId) -> bool:
+        """Says whether the pause after the last failed start on a node is over."""
         return time.monotonic() >= self._next_start_s.get(node, 0.0)
 
     def _forget_ends(self, node: NodeId) -> None:
+        """Forgets how the agents of a node have ended, because one answers."""
         for by_node in (self._causes, self._pauses_s, self._next_start_s):
             by_node.pop(node, None)
 
     def _note_end(self, node: NodeId, error: ray.exceptions.RayActorError) -> None:
-        """Tells each cause once. The next look starts another agent, and after further failures a
-        later one, twice as late each time, because only a person can remove the cause."""
+        """Notes that an agent has ended for good, and tells each cause once. The next look starts
+        another agent; after further failures it waits twice as long each time, because only a
+        person can remove the cause."""
         pause_s = self._pauses_s.get(node, 0.0)
         self._next_start_s[node] = time.monotonic() + pause_s
         self._pauses_s[node] = min(START_PAUSE_MOST_S, max(LOOK_S, 2 * pause_s))

@@ -34,7 +34,7 @@ EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
 
 @error_fields
 class RecordingUnreadable(ArbiterError):
-    """The file is not a recording, or of other code."""
+    """Says that a file is not a recording, or one of other code."""
 
     path: str
     line_count: int
@@ -46,7 +46,7 @@ class RecordingUnreadable(ArbiterError):
 
 @dataclass(frozen=True, slots=True)
 class RecordingHeader:
-    """What a core is made with, apart from its policies, which the settings name."""
+    """Holds what a core is made with, apart from its policies, which the settings name."""
 
     protocol: str
     settings: Settings
@@ -83,7 +83,7 @@ class RecordingHeader:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One event; `so_far` hashes the decisions of all before it in this epoch."""
+    """Holds one event; `so_far` hashes the decisions of all events before it in this epoch."""
 
     at: Instant
     event: ev.Event
@@ -97,7 +97,7 @@ class RecordedEpoch:
 
 
 class DecisionHash:
-    """The running hash over decisions."""
+    """Keeps the running hash over decisions."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=6)
@@ -147,7 +147,7 @@ class Recorder:
             self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        """Raises OSError."""
+        """Appends a line. Raises OSError."""
         text = json.dumps(line, separators=(",", ":")) + "\n"
         self._left_bytes -= len(text)
         self._file.write(text)
@@ -160,8 +160,8 @@ class Recorder:
 
 
 def read(path: Path) -> list[RecordedEpoch]:
-    """Every epoch in the file, oldest first; a last line cut off by a kill is left out. Raises
-    RecordingUnreadable."""
+    """Returns every epoch in a file, oldest first, without a last line that was cut off by a kill.
+    Raises RecordingUnreadable."""
     epochs: list[tuple[RecordingHeader, list[Recorded]]] = []
     count = 0
     try:
@@ -201,7 +201,7 @@ def _recorded(line: dict[str, Any]) -> Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An event given again, and what the core decided this time."""
+    """Holds an event that was given to a core again, with what that core decided."""
 
     at: Instant
     event: ev.Event
@@ -210,7 +210,7 @@ class Step:
 
 
 def replay(epoch: RecordedEpoch, policies: Policies) -> Iterator[Step]:
-    """The same events to a new core, at the same instants."""
+    """Gives the same events to a new core, at the same instants."""
     core, decided = epoch.heading.core(policies), DecisionHash()
     for recorded in epoch.events:
         is_same = str(decided) == recorded.so_far

@@ -59,11 +59,12 @@ EX_SOFTWARE = 70  # sysexits.h
 
 
 def monotonic() -> Instant:
+    """Returns the present instant of this host's monotonic clock."""
     return Instant(time.monotonic_ns())
 
 
 class Agents(Protocol):
-    """How node agents are reached; a lost message is repeated by the core."""
+    """Names the messages to node agents. A lost message is repeated by the core."""
 
     def kill(self, node: NodeId, ticket: TicketId) -> None: ...
     def probe(self, node: NodeId) -> None: ...
@@ -78,8 +79,8 @@ COMMANDS_BESIDE_QUEUE_COUNT = 1_000
 
 
 class Mailbox:
-    """A holder's commands, kept until acknowledged; at most `most_count`. Full, it keeps none, and
-    its holder must rejoin, which tells it everything anew."""
+    """Keeps a holder's commands until they are acknowledged, at most `most_count`. A mailbox that
+    is full keeps none, and its holder must rejoin, which tells it everything anew."""
 
     def __init__(self, most_count: int) -> None:
         self._most_count = most_count
@@ -100,8 +101,8 @@ class Mailbox:
         self._has_commands.set()
 
     async def after(self, ack: int, wait_s: float) -> tuple[messages.SequencedCommand, ...]:
-        """Drops the commands up to `ack` and returns the others; without any it waits for one, and
-        returns none after `wait_s`."""
+        """Drops the commands up to `ack` and returns the others. Without any it waits for one, for
+        `wait_s` seconds at most, and then returns none."""
         while self._commands and self._commands[0].sequence <= ack:
             self._commands.popleft()
         if not self._commands:
@@ -171,13 +172,15 @@ class Shell:
     # -- events --------------------------------------------------------------------------------
 
     def feed(self, event: ev.Event) -> None:
-        """Raises RequestError when the core refuses; anything else it raises ends the process."""
+        """Has the core handle an event, and performs its decisions. Raises RequestError when the
+        core refuses; any other error of the core ends the process."""
         with _CrashOnBug(self._crash):
             for decision in self._decide(event):
                 self._perform(decision)
             self.refresh_targets()
 
     def _decide(self, event: ev.Event) -> list[Decision]:
+        """Returns the core's decisions on an event; records both, where a recording is on."""
         now = self._clock()
         if self._recorder:
             self._recorder.event(event, now)
@@ -218,6 +221,7 @@ class Shell:
             self.tell(event)
 
     def _send(self, decision: OutgoingDecision) -> None:
+        """Performs a decision that concerns a holder or a node agent."""
         match decision:
             case Grant():
                 self._grant(decision)
@@ -327,6 +331,7 @@ class Shell:
         self._answer(event.ticket, TicketClosed(event.ticket))
 
     def _grant(self, grant: Grant) -> None:
+        """Answers the call that waits for a ticket's grant, if one still does."""
         answer = self._answers.pop(grant.ticket, None)
         if answer and not answer.done():
             within = Span(max(0, grant.load_by - self._clock()))
@@ -335,6 +340,7 @@ class Shell:
             )
 
     def _answer(self, ticket: TicketId, error: RequestError) -> None:
+        """Answers the call that waits for a ticket with an error, if one still does."""
         answer = self._answers.pop(ticket, None)
         if answer and not answer.done():
             answer.set_exception(error)
@@ -348,28 +354,34 @@ class Shell:
         self._mail[holder] = Mailbox(most_count)
 
     def close_mail(self, holder: HolderId) -> None:
+        """Drops the mailbox of a holder that is gone."""
         self._mail.pop(holder, None)
 
     def has_mail(self, holder: HolderId) -> bool:
+        """Says whether a holder has a mailbox: it has joined."""
         return holder in self._mail
 
     def must_rejoin(self, holder: HolderId) -> bool:
-        """The holder has left too many commands unread."""
+        """Says whether a holder has left too many commands unread."""
         box = self._mail.get(holder)
         return box is not None and box.must_rejoin
 
     @property
     def holders(self) -> tuple[HolderId, ...]:
+        """Returns the holders that have joined."""
         return tuple(self._mail)
 
     async def listen(self, holder: HolderId, ack: int) -> tuple[messages.SequencedCommand, ...]:
+        """Waits for a holder's commands after `ack`, for LISTEN_S at most."""
         return await self._mail[holder].after(ack, LISTEN_S)
 
     def command_all(self, command: messages.Command) -> None:
+        """Sends a command to every holder that has joined."""
         for holder in self.holders:
             self._command(holder, command)
 
     def _command(self, holder: HolderId, command: messages.Command) -> None:
+        """Puts a command into a holder's mailbox, if it has one."""
         box = self._mail.get(holder)
         if box is None or box.must_rejoin:
             return
@@ -378,6 +390,7 @@ class Shell:
             logger.warning("%s reads no commands and must rejoin; %r is dropped", holder, command)
 
     def _revoke(self, revoke: Revoke) -> None:
+        """Sends a revoke, with the time that is left until its barrier drops."""
         barrier = Span(max(0, revoke.barrier_until - self._clock()))
         command = messages.RevokeCommand(revoke.ticket, revoke.reason, revoke.to, barrier)
         self._command(revoke.holder, command)
@@ -401,6 +414,8 @@ class Shell:
     # -- replica counts ------------------------------------------------------------------------
 
     def refresh_targets(self) -> None:
+        """Wakes the calls of `replicas` when the number of replicas wanted of a capability has
+        changed."""
         targets = dict(self.core.replica_targets(self._clock()))
         if targets != self._targets:
             self._targets, self._targets_version = targets, self._targets_version + 1
@@ -408,7 +423,8 @@ class Shell:
             self._targets_changed = asyncio.Event()
 
     async def replicas(self, version: int, wait_s: float) -> tuple[int, dict[str, int]]:
-        """Wanted replicas by capability, once they differ from `version`'s, or after `wait_s`."""
+        """Returns the replicas wanted of each capability, with the version of this answer: as soon
+        as it differs from `version`, or after `wait_s` seconds."""
         if version == self._targets_version:
             try:
                 async with asyncio.timeout(wait_s):
@@ -418,6 +434,7 @@ class Shell:
         return self._targets_version, dict(self._targets)
 
     def snapshot(self) -> messages.Plain:
+        """Returns what `arbiter status` shows, in plain values."""
         return {
             "version": messages.package_version(),
             "protocol": messages.protocol_hash(),
@@ -443,18 +460,19 @@ class Shell:
         )
 
     def explain(self, ticket: TicketId) -> messages.Plain:
-        """Raises UnknownTicket."""
+        """Returns why a ticket waits, or why it went, in plain values. Raises UnknownTicket."""
         explanation: messages.Plain = plain(self.core.explain(ticket, self._clock()))
         return explanation
 
     def plan(self, question: PlanQuestion) -> messages.Plain:
-        """What a request would bring about. The core's state stays as it is (K3), so a failure in
-        here is the caller's alone and ends no process."""
+        """Returns what a request would bring about. The core's state stays as it is (K3), so a
+        failure in here is the caller's alone and ends no process."""
         answer: messages.Plain = plain(self.core.plan(question, self._clock()))
         return answer
 
     @property
     def open_tickets(self) -> int:
+        """Returns how many tickets are on the books."""
         return self.core.open_tickets_count
 
 
@@ -467,6 +485,7 @@ def _as_command(
     | ForgetTenant
     | WarmPrefixes,
 ) -> messages.Command:
+    """Returns a decision as the command that its holder gets."""
     match decision:
         case Queued(ticket, _, predicted):
             return messages.WaitEstimate(ticket, predicted)

@@ -26,7 +26,7 @@ Write = Callable[[str, str], None]  # what a message is about, and the message
 
 
 class StatusLog:
-    """The last message of each holder and device, and when to look for others."""
+    """Keeps the last message of each holder and device, and when to look for others."""
 
     def __init__(self, messages: Messages, write: Write, settle_s: float = SETTLE_S) -> None:
         self._messages, self._write, self._settle_s = messages, write, settle_s
@@ -51,8 +51,8 @@ class StatusLog:
 
 
 def opened(core: Arbiter, epoch: Epoch, clock: Callable[[], Instant]) -> StatusLog | None:
-    """The status log of this arbiter; None outside a cluster. A folder that cannot be written costs
-    the messages, not the arbiter."""
+    """Returns the status log of this arbiter; None outside a cluster. A folder that cannot be
+    written costs the messages, not the arbiter."""
     session = ray_internals.session_folder()
     if session is None:
         return None

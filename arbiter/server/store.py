@@ -65,7 +65,7 @@ _STALE = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, IndexEr
 
 @dataclass(frozen=True, slots=True)
 class ExpectedHolder:
-    """A holder that is expected back, and its process. 0: not known."""
+    """Describes a holder that is expected back, and its process; 0 where that is not known."""
 
     holder: HolderId
     node: NodeId
@@ -76,7 +76,7 @@ class ExpectedHolder:
 
 @dataclass(frozen=True, slots=True)
 class GrantedLease:
-    """A lease that the next epoch must know."""
+    """Describes a lease that the next epoch must know."""
 
     call: LeaseCall
     node: NodeId
@@ -88,8 +88,9 @@ class GrantedLease:
 
 
 class Store:
-    """One session's view. Every write is durable against a killed process (WAL, synchronous
-    NORMAL: 0.016 ms); a failed one is logged and told to `on_trouble`, once until one works."""
+    """Reads and writes the state file for one session. Every write is durable against a killed
+    process (WAL, synchronous NORMAL: 0.016 ms). A write that fails is logged and told to
+    `on_trouble`, once until a write works again."""
 
     def __init__(self, path: Path, session: str) -> None:
         self.path, self._session = path, session
@@ -101,16 +102,16 @@ class Store:
         self._begin()
 
     def next_epoch(self) -> Epoch:
-        """Never one given before, whether or not the last could be saved: the clock is ahead of
-        any count of restarts, which take a second each."""
+        """Returns a number that no epoch had before, whether or not the last could be saved: the
+        clock is ahead of any count of restarts, which take a second each."""
         last = self._fact("epoch")
         epoch = max(json.loads(last) + 1 if last else 0, time.time_ns() // 1_000_000_000)
         self._save_fact("epoch", json.dumps(epoch).encode())
         return Epoch(epoch)
 
     def end_session(self) -> None:
-        """No holder is expected back. The epoch stays, because a holder that missed the end must
-        hear of the next."""
+        """Forgets the holders, because none is expected back. The epoch stays, because a holder
+        that missed the end must hear of the next."""
         for table in ("session_members", "session_drivers"):
             self._write(f"DELETE FROM {table} WHERE session = ?", self._session)
         self._write(
@@ -145,7 +146,7 @@ class Store:
     # -- learned and set -----------------------------------------------------------------------
 
     def learned(self) -> list[Plain]:
-        """What all sessions have learned, a row for each model under its settings."""
+        """Returns what all sessions have learned, a row for each model under its settings."""
         return [json.loads(row[0]) for row in self._read("SELECT value FROM learned_rows")]
 
     def save_learned(self, rows: list[Plain], forgotten: Iterable[LearnedKey] = ()) -> bool:
@@ -159,23 +160,23 @@ class Store:
         return all(self._write(f"DELETE FROM learned_rows WHERE {one}", *key) for key in forgotten)
 
     def floors(self) -> Any:
-        """What `save_floors` was given last in this session; empty when nothing was."""
+        """Returns what `save_floors` was given last in this session; empty when nothing was."""
         return json.loads(self._fact("floors") or b"[]")
 
     def save_floors(self, rows: Any) -> None:
         self._save_fact("floors", json.dumps(rows).encode())
 
     def removing(self) -> Any:
-        """What `save_removing` was given last in this session; empty when nothing was."""
+        """Returns what `save_removing` was given last in this session; empty when nothing was."""
         return json.loads(self._fact("removing") or b"[]")
 
     def save_removing(self, rows: Any) -> bool:
-        """False: they could not be written."""
+        """Saves the models that are being removed. Returns whether that could be written."""
         return self._save_fact("removing", json.dumps(rows).encode())
 
     def registered(self) -> tuple[CapabilitySpec, ...]:
-        """Capabilities that `save_registered` was given last in this session. Raises ValueError
-        when they were written by code that described them otherwise."""
+        """Returns the capabilities that `save_registered` was given last in this session. Raises
+        ValueError when they were written by code that described them otherwise."""
         rows = json.loads(self._fact("registered") or b"[]")
         return tuple(from_json(CapabilitySpec, row) for row in rows)
 
@@ -183,8 +184,8 @@ class Store:
         self._save_fact("registered", json.dumps(to_json(capabilities)).encode())
 
     def leases(self) -> tuple[GrantedLease, ...]:
-        """What `save_leases` was given last in this session; nothing where code that described
-        leases otherwise wrote it."""
+        """Returns what `save_leases` was given last in this session; nothing where code that
+        described leases otherwise wrote it."""
         rows = json.loads(self._fact("leases") or b"[]")
         try:
             return tuple(from_json(GrantedLease, row) for row in rows)
@@ -196,7 +197,7 @@ class Store:
         self._save_fact("leases", json.dumps(to_json(leases)).encode())
 
     def removed_tenants(self) -> dict[str, float]:
-        """When tenants were removed, as last saved, in seconds of the wall clock."""
+        """Returns when tenants were removed, as last saved, in seconds of the wall clock."""
         removed_at_s: dict[str, float] = json.loads(self._fact("removed_tenants") or b"{}")
         return removed_at_s
 
@@ -204,23 +205,24 @@ class Store:
         self._save_fact("removed_tenants", json.dumps(removed).encode())
 
     def removed_models(self) -> Any:
-        """Which models were removed, as last saved."""
+        """Returns which models were removed, as last saved."""
         return json.loads(self._fact("removed_models") or b"[]")
 
     def save_removed_models(self, rows: Any) -> bool:
-        """False: they could not be written."""
+        """Saves which models were removed. Returns whether that could be written."""
         return self._save_fact("removed_models", json.dumps(rows).encode())
 
     def accounts(self) -> Any:
-        """What clients of this session have used, as last saved."""
+        """Returns what clients of this session have used, as last saved."""
         return json.loads(self._fact("accounts") or b"[]")
 
     def save_accounts(self, rows: Any) -> bool:
-        """False: they could not be written."""
+        """Saves what clients have used. Returns whether that could be written."""
         return self._save_fact("accounts", json.dumps(rows).encode())
 
     def usage(self) -> Any:
-        """How the models of this session were used, as last saved; None when it never was."""
+        """Returns how the models of this session were used, as last saved; None when it never
+        was."""
         return _joined([json.loads(row[0]) for row in self._read(_USAGE, self._session)])
 
     def save_usage(self, part: int, exported: Any) -> bool:
@@ -235,8 +237,8 @@ class Store:
         return self._write(delete, self._session, part)
 
     def configuration(self) -> Configuration | None:
-        """None when none was saved, or by other code: a pickle has its fields by place, so one of
-        other classes would be read without an error, and wrong."""
+        """Returns the saved configuration; None when none was saved, or by other code: a pickle has
+        its fields by place, so one of other classes would be read without an error, and wrong."""
         return _configuration(self._fact("configuration"))
 
     def save_configuration(self, configuration: Configuration) -> None:
@@ -244,7 +246,8 @@ class Store:
         self._save_fact("configuration", blob)
 
     def recording(self) -> str | None:
-        """Where this session's events are recorded, if they are."""
+        """Returns the file into which this session's events are recorded; None where they are
+        not."""
         path = self._fact("recording")
         return path.decode() if path else None
 
@@ -254,7 +257,8 @@ class Store:
     # -- what was spent at remotes, by all sessions ----------------------------------------------
 
     def spent(self, day: str, tenant: str, remote: str) -> tuple[int, int]:
-        """Tokens, and millionths of money: spent, and reserved by requests without an end yet."""
+        """Returns tokens, and millionths of money: spent, and reserved by requests that have not
+        ended yet."""
         tokens = micros = 0
         for table in ("remote_spent", "remote_reserved"):
             statement = f"SELECT total(tokens), total(micros) FROM {table}"
@@ -264,8 +268,8 @@ class Store:
         return tokens, micros
 
     def spending(self, day: str) -> list[Plain]:
-        """A row for each tenant and remote of a day: spent, and reserved by requests without an end
-        yet, those of a front that died among them."""
+        """Returns a row for each tenant and remote of a day: what was spent, and what is reserved
+        by requests that have not ended, those of a front that died among them."""
         names = (
             "tenant",
             "remote",
@@ -279,7 +283,8 @@ class Store:
     def reserve(
         self, key: str, day: str, tenant: str, remote: str, tokens: int, micros: int
     ) -> bool:
-        """Repeated: once. False: it could not be written."""
+        """Reserves the price of a request. A repeated call reserves once. Returns False where it
+        could not be written."""
         statement = "INSERT OR IGNORE INTO remote_reserved VALUES (?, ?, ?, ?, ?, ?)"
         return self._write(statement, key, day, tenant, remote, tokens, micros)
 
@@ -310,8 +315,8 @@ class Store:
         return False
 
     def close(self) -> None:
-        """Nothing is kept from here on: a holder that takes its leave of an arbiter that has ended
-        is no trouble."""
+        """Closes the file. Nothing is kept from here on: that a holder leaves an arbiter which has
+        ended is no failure."""
         self._is_open = False
         self._db.close()
 
@@ -363,7 +368,7 @@ class Store:
         return self._run(statement, *values) or []
 
     def _write(self, statement: str, *values: str | bytes | int) -> bool:
-        """False: it failed."""
+        """Performs a write. Returns False where it failed."""
         return self._run(statement, *values) is not None
 
     def _run(self, statement: str, *values: str | bytes | int) -> list[Any] | None:
@@ -386,8 +391,8 @@ class Store:
 
 
 def learned_rows(path: Path) -> list[Plain]:
-    """What a file has of all sessions, for a reader beside the arbiter; empty where there is no
-    such file, or it cannot be read."""
+    """Returns what a file has learned in all sessions, for a reader beside the arbiter; empty where
+    there is no such file, or it cannot be read."""
     try:
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCKED_S)
         try:
@@ -399,8 +404,8 @@ def learned_rows(path: Path) -> list[Plain]:
 
 
 def kept_table(path: Path, session: str) -> Plain | None:
-    """The table that an arbiter of this session runs, for a reader beside it; None where there is
-    no such file, or none of it that this code can read."""
+    """Returns the table that an arbiter of this session runs, for a reader beside it; None where
+    there is no such file, or no table in it that this code can read."""
     try:
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCKED_S)
         try:
@@ -428,8 +433,9 @@ def _configuration(fact: bytes | None) -> Configuration | None:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """All parts of an export of usage as one. They were saved one after the other, so a model may
-    be in none of them or in two, and its last use may be later than the clock of the first part."""
+    """Returns all parts of an export of usage as one. They were saved one after the other, so a
+    model may be in none of them or in two, and its last use may be later than the clock of the
+    first part."""
     if not parts:
         return None
     whole, *others = parts
@@ -452,7 +458,7 @@ def _key(row: Plain) -> LearnedKey:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Raises sqlite3.DatabaseError when the file is not a sound database."""
+    """Opens the state file. Raises sqlite3.DatabaseError when it is not a sound database."""
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     path.chmod(0o600)
     db = sqlite3.connect(path, isolation_level=None, timeout=LOCKED_S)  # each statement commits

@@ -204,7 +204,7 @@ class Residency:
         if self._closed:
             raise TicketClosed(model)
         if not self.plans.known:
-            await self.client().joined()
+            await self.client().wait_until_joined()
         return await self.plans.of(model)
 
     def open(self, held: HeldModel) -> HeldModel:

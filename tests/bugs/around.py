@@ -294,7 +294,7 @@ BUGS = [
         "range(2)",
         "range(1)"),
     Bug("growth is asked for before what was given back is heard", "arbiter/client/holder.py", "HolderClient.grow",
-        "epoch is None or arbiter is None or not await self._flushed()",
+        "epoch is None or arbiter is None or not await self._flush_outbox()",
         "epoch is None or arbiter is None"),
     Bug("a line changes while it is walked", "arbiter/core/records/request_queue.py", "RequestQueue._own_order",
         "order = self._order[node] = list(order)",

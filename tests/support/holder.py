@@ -67,7 +67,7 @@ class Holder:
     def wait_for_an_arbiter(self, within_s: float) -> None:
         """How long its requests do so, in place of UNREACHABLE_S: where three clusters share two
         cores, Ray has taken longer than that to restart an arbiter."""
-        HolderClient.joined.__defaults__ = (within_s,)
+        HolderClient.wait_until_joined.__defaults__ = (within_s,)
 
     async def rest(self) -> bool:
         """Ends this holder as a replica ends. Whether nothing of it is left here: then the process
@@ -79,7 +79,7 @@ class Holder:
         return not left or not (await asyncio.wait(left, timeout=RESTS_WITHIN_S / 2))[1]
 
     async def pid(self) -> int:
-        await self.residency.client().joined()
+        await self.residency.client().wait_until_joined()
         return os.getpid()
 
     async def ask(

@@ -89,7 +89,7 @@ class ScriptedClient:
         self.answers: dict[str, asyncio.Future[Exception | None]] = {}
         self.request_log = RequestLog()
 
-    async def joined(self, within_s: float = 0.0) -> None:
+    async def wait_until_joined(self, within_s: float = 0.0) -> None:
         if self.unreachable_s:
             raise ArbiterUnavailable(self.unreachable_s)
 

@@ -218,7 +218,7 @@ async def _give_back(
 ) -> None:
     client = residency.client()
     # Its process must not end for nothing: the agent starts no other while the arbiter is away.
-    await client.joined(0.0)
+    await client.wait_until_joined(0.0)
     await _restart(residency, held, plan, client.timeouts.load)
     held.devices = devices
     client.tell(ev.GaveBack(held.ticket, devices))

@@ -33,7 +33,7 @@ async def test_request_behind_unsent_messages_fails_when_the_arbiter_stays_unrea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "UNREACHABLE_S", 0.2)
-    monkeypatch.setattr(HolderClient.joined, "__defaults__", (0.2,))
+    monkeypatch.setattr(HolderClient.wait_until_joined, "__defaults__", (0.2,))
     client = joined_client(FakeArbiter(tell=died))
     client.tell(ev.Slept(TicketId("x")))
     async with asyncio.timeout(60):
@@ -47,7 +47,7 @@ async def test_request_to_an_arbiter_that_hangs_is_asked_of_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By Ray, whose calls end with the process they went to. A growth is refused meanwhile."""
-    monkeypatch.setattr(HolderClient.joined, "__defaults__", (60.0,))
+    monkeypatch.setattr(HolderClient.wait_until_joined, "__defaults__", (60.0,))
     client, asked = joined_client(FakeArbiter()), list[object]()
 
     async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:

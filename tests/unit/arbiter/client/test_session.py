@@ -144,7 +144,7 @@ async def test_cancelled_listening_leaves_no_pending_call() -> None:
     client = joined_client(FakeArbiter())
     listening = asyncio.ensure_future(client.session._listen())
     await asyncio.sleep(0)
-    hears = [t for t in asyncio.all_tasks() if "_hear" in str(t.get_coro())]
+    hears = [t for t in asyncio.all_tasks() if "_next_commands" in str(t.get_coro())]
     await asyncio.sleep(0)
     listening.cancel()
     await asyncio.wait([listening, *hears], timeout=60)
