@@ -41,8 +41,8 @@ Plain = dict[str, Any]
 
 
 class LeaseLost(Exception):
-    """The lease has ended: its term is over, its notice ran out, or its heartbeats did not come
-    through for too long. The memory may belong to another ticket by now."""
+    """Says that the lease has ended: its term is over, its notice ran out, or its heartbeats did
+    not come through for too long. The memory may belong to another ticket by now."""
 
     def __init__(self, lease: str, reason: str) -> None:
         super().__init__(lease, reason)
@@ -53,7 +53,7 @@ class LeaseLost(Exception):
 
 
 class LeaseTransport(Protocol):
-    """A way to the arbiter. Raises RequestError when it refuses, OSError when it is away."""
+    """Calls the arbiter. Raises RequestError when it refuses, OSError when it is away."""
 
     def put(self, lease: str, body: Plain) -> Plain: ...
     def delete(self, lease: str, tenant: str | None) -> None: ...
@@ -99,7 +99,8 @@ def _direct() -> urllib.request.OpenerDirector:
 
 
 def _refusal(answer: urllib.error.HTTPError) -> Exception:
-    """The arbiter's own refusals have a code. A failure without one may pass: as good as away."""
+    """Returns the error of a response. A refusal of the arbiter has a code; a failure without one
+    may pass, so it counts as an arbiter that is away."""
     headers = {name.lower(): value for name, value in answer.headers.items()}
     refusal = error_of_response(answer.code, headers, answer.read(), _kind_of)
     return ConnectionError(str(refusal)) if may_pass(refusal) else refusal
@@ -110,7 +111,8 @@ def _kind_of(code: str, status: int) -> type[RequestError]:
 
 
 def _answer(body: bytes) -> Plain:
-    """Raises ConnectionError for what no arbiter said: a proxy in between, or half an answer."""
+    """Returns the lease state of a response. Raises ConnectionError for what no arbiter said: a
+    proxy in between, or half an answer."""
     try:
         reply: Plain = json.loads(body)
         if isinstance(reply["state"], str):
@@ -153,7 +155,8 @@ class RayTransport:
 
 
 def transport() -> LeaseTransport:
-    """Through Ray where this process is connected and ARBITER_URL is not set, else by HTTP."""
+    """Returns the way to the arbiter: Ray where this process is connected and ARBITER_URL is not
+    set, else HTTP."""
     if "ARBITER_URL" not in os.environ and is_in_ray():
         return RayTransport()
     return HttpTransport()
@@ -168,8 +171,8 @@ def is_in_ray() -> bool:
 
 @dataclass(eq=False)
 class Lease:
-    """One lease held by this process. Used by one thread; `notice` and `ended` may be waited for
-    by any."""
+    """Keeps one lease of this process, by heartbeats. One thread uses it; any may wait for `notice`
+    and `ended`."""
 
     name: str
     body: Plain  # what is said of it with each call

@@ -16,7 +16,7 @@ KindOf = Callable[[str, int], type[RequestError]]  # by code and status
 
 
 class ResponseError(RequestError):
-    """An error as the front told it. Its class is also that of its code."""
+    """Says what error the front told. Its class is also that of its code."""
 
     kind: ClassVar[type[RequestError]] = RequestError
 
@@ -46,7 +46,7 @@ _CLASSES: dict[type[RequestError], type[ResponseError]] = {RequestError: Respons
 
 
 def class_of(kind: type[RequestError]) -> type[ResponseError]:
-    """The class whose errors are both told and of this kind."""
+    """Returns the class whose errors are both told by the front and of this kind."""
     if kind not in _CLASSES:
         about = {"__module__": kind.__module__, "kind": kind}
         _CLASSES.setdefault(kind, type(kind.__name__, (ResponseError, kind), about))
@@ -59,7 +59,7 @@ def _rebuilt(kind: type[RequestError], values: tuple[Any, ...]) -> ResponseError
 
 @cache
 def kinds() -> dict[str, type[RequestError]]:
-    """The refusals of this package by their codes."""
+    """Returns the refusals of this package by their codes."""
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     return {k.code: k for k in classes if issubclass(k, RequestError) and "code" in vars(k)}
 
@@ -67,7 +67,7 @@ def kinds() -> dict[str, type[RequestError]]:
 def error_of_response(
     status: int, headers: Mapping[str, str], body: bytes, kind_of: KindOf
 ) -> ResponseError:
-    """What a response with such a status means."""
+    """Returns the error that a response with such a status means."""
     after = headers.get("retry-after", "")
     retry_after_s = float(after) if after.isdigit() else None
     try:
@@ -87,14 +87,15 @@ def of_object(
     retry_after_s: float | None,
     kind_of: KindOf,
 ) -> ResponseError:
-    """The error that OpenAI's error object describes."""
+    """Returns the error that OpenAI's error object describes."""
     param, code = error.get("param"), str(error.get("code") or "")
     param = param if isinstance(param, str) else None
     return class_of(kind_of(code, status))(message, status, code, param, retry_after_s)
 
 
 def may_pass(refusal: RequestError) -> bool:
-    """The arbiter is away, or what answered was not the front in order."""
+    """Says whether an error may pass: the arbiter is away, or what answered was not the front in
+    order."""
     nameless = refusal.code in ("", "internal_error")
     is_away = isinstance(refusal, errors.ArbiterUnavailable)
     return is_away or (refusal.status_code >= 500 and nameless)

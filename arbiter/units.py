@@ -25,7 +25,7 @@ LONGEST_S = 31_622_400.0
 
 
 class Content(StrEnum):
-    """What the rows of a slab are (E1). Idle slabs leave in this order (E4)."""
+    """Names what the rows of a slab are (E1). Idle slabs leave in this order (E4)."""
 
     TEMPORARY = "temporary"
     PICTURE = "picture"

@@ -60,7 +60,9 @@ def _change_registry(state: CoreState, change: Callable[[Registry], None]) -> No
 
 
 def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> None:
-    """Everything that depends on which capabilities and models there are."""
+    """Brings up to date all that depends on which capabilities and models there are: floors, queued
+    tickets, configuration of tickets, hours, budgets, pins. `before`: the capabilities before the
+    change."""
     floors.note_removed(state, before)
     admission.reject_removed_models(state)
     for ticket in state.ledger.tickets():  # also queued ones, which are granted as they stand

@@ -120,7 +120,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class NamedRole:
-    """A role of the configuration, new or in place of a role of policies/roles.py."""
+    """Describes a role of the configuration, new or in place of a role of policies/roles.py."""
 
     name: str
     role: Role

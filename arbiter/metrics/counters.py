@@ -96,7 +96,8 @@ class Counters:
                 self._note_estimate(event, data)
 
     def _note_remote(self, data: dict[str, Any]) -> None:
-        """A request that leaves begins the series, and its end counts."""
+        """Counts a request that left for a remote: its start begins the series, and its end
+        counts."""
         if outcome := data.get("outcome"):
             self._count("remote_answers", data["remote"], outcome)
         whose = data["remote"], data["tenant"]
@@ -114,7 +115,8 @@ class Counters:
             self._count("reload_seconds", capability, by=in_seconds(event.took))
 
     def _note_estimate(self, event: LogEvent, data: dict[str, Any]) -> None:
-        """The event says what a load took and by how much that differs from what was expected."""
+        """Counts how far off an estimate was: the event says what a load took and by how much that
+        differs from what was expected."""
         peak, capability = event.size_bytes or 0, data["capability"]
         granted = peak - data["error_bytes"]
         if granted > 0:

@@ -72,7 +72,8 @@ def samples_of(source: Source) -> Samples:
 
 
 def _begin_at_zero(samples: Samples, source: Source) -> None:
-    """What is counted by capability has a value before its first event, as in `counters.KNOWN`."""
+    """Gives what is counted by capability a value before its first event, as in
+    `counters.KNOWN`."""
     labels = [(capability,) for capability in _capabilities(source)]
     for metric in TABLE.values():
         if metric.labels == CAPABILITY and metric.kind is not MetricType.GAUGE:
@@ -155,8 +156,8 @@ def _device(samples: Samples, device: DeviceView, held: _Held) -> None:
 
 
 def _models(samples: Samples, source: Source) -> None:
-    """A model that is cold keeps its series; a model that has left the table, and its tickets, have
-    none."""
+    """Returns the samples of models. A model that is cold keeps its series; a model that has left
+    the table, and its tickets, have none."""
     state = dict.fromkeys(source.models, 0)
     charged, inflight = dict.fromkeys(source.models, 0), dict.fromkeys(source.models, 0)
     for ticket in source.view.tickets:
@@ -222,7 +223,7 @@ def _tenants(samples: Samples, view: StateView) -> None:
 
 
 def _jobs(samples: Samples, totals: Iterable[JobTotal]) -> None:
-    """Every kind and state has its series from the start."""
+    """Returns the samples of jobs. Every kind and state has its series from the start."""
     states = {(kind, s): 0 for kind, opened in JOBS_OPEN.items() for s in (*opened, *JOB_ENDS)}
     _put(samples, "arbiter_jobs", states.items())
     lines = Counter({("done",): 0, ("failed",): 0, ("left",): 0})

@@ -19,7 +19,7 @@ ABANDONED_AFTER_S = 3_600.0
 
 
 class EngineLogs:
-    """The logs of engines, under Ray's log folder, where the dashboard shows them."""
+    """Keeps the logs of engines under Ray's log folder, where the dashboard shows them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -57,8 +57,8 @@ class EngineLogs:
 
 @contextlib.contextmanager
 def _warns(ticket: str) -> Iterator[None]:
-    """A disk that is full costs a log, and neither a load nor the agent; nor does a file that the
-    agent of another node of this machine removed first."""
+    """Logs what fails within it: a disk that is full costs a log, and neither a load nor the agent;
+    nor does a file that the agent of another node of this machine removed first."""
     try:
         yield
     except OSError as error:

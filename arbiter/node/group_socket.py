@@ -25,11 +25,12 @@ _READ_BYTES = 1_024
 
 
 class GroupSocket(LendingSocket):
-    """`find` notes the process as a user of the copy, under a name in the place of a ticket;
-    `end_use` takes the copy back from it. The kernel lets this user and the group connect."""
+    """Hands copies to processes of the agent's group. `find` notes the process as a user of the
+    copy, under a name in the place of a ticket; `end_use` takes the copy back from it. The kernel
+    lets this user and the group connect."""
 
     def __init__(self, node: NodeId, find: Finds, end_use: Callable[[TicketId], None]) -> None:
-        """Raises OSError."""
+        """Binds the socket. Raises OSError."""
         super().__init__(_folder() / f"{node}.sock", find)
         self.path.chmod(MODE)
         self._end_use = end_use

@@ -61,7 +61,8 @@ def _copies(home: Path) -> list[Path]:
 
 
 def _made_s(copy: Path) -> float:
-    """The time of its last file: a folder's own time is that of its last use."""
+    """Returns when a folder was made, in seconds of the wall clock: the time of its last file,
+    because a folder's own time is that of its last use."""
     return max((file.lstat().st_mtime for file in copy.iterdir()), default=0.0)
 
 

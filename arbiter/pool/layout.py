@@ -52,7 +52,7 @@ CONTENTS = dict(enumerate(Content, 1))  # by the number in a header; 0 is no con
 
 
 class Term(IntEnum):
-    """How long a row stays after a use (G4): the `kind` of its mark. A row whose writer says
+    """Names how long a row stays after a use (G4): the `kind` of its mark. A row whose writer says
     nothing has the first."""
 
     LONG = 0
@@ -86,7 +86,7 @@ assert COUNTS_AT + 8 * len(Count) <= ERASE_AT
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where the rows of a slab lie."""
+    """Says where the rows of a slab lie."""
 
     row_bytes: Bytes
     rows_count: int
@@ -94,13 +94,14 @@ class Geometry:
 
     @property
     def table_end(self) -> Bytes:
-        """The end of header and table, in whole kernel pages: they have memory from the start."""
+        """Returns the end of header and table, in whole kernel pages: these have memory from the
+        start."""
         return _up(HEADER_BYTES + self.rows_count * MARK_BYTES, 4 * KIB)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What tells whose rows these are."""
+    """Says whose rows a slab has, and what gives their bytes a meaning."""
 
     content: Content
     namespace: bytes
@@ -108,8 +109,8 @@ class Header:
 
 
 class Mark(NamedTuple):
-    """What the table says of a row. Times are wall-clock seconds, because they outlive a boot's
-    monotonic clock in a file. `kind`: of a row of KV the Term of the use that expires last.
+    """Describes what the table says of a row. Times are wall-clock seconds, because in a file they
+    outlive a boot's monotonic clock. `kind`: of a row of KV the Term of the use that expires last.
     `asked_s`: when the request came for which it was written."""
 
     key: bytes
@@ -121,13 +122,13 @@ class Mark(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether its times are numbers; others are damage."""
+        """Says whether its times are numbers; others are damage."""
         return math.isfinite(self.expires_s + self.used_s + self.asked_s)
 
 
 class Removal(NamedTuple):
-    """What leaves with a removed tenant: its rows of requests that came until then (wall-clock
-    seconds). Later ones are those of a tenant that has come again under its name."""
+    """Names the rows that leave with a removed tenant: those of requests that came until then
+    (wall-clock seconds). Later rows are those of a tenant that has come again under its name."""
 
     tenant: bytes
     until_s: float = math.inf
@@ -137,32 +138,33 @@ class Removal(NamedTuple):
 
 
 def is_live(expires_s: float, now_s: float) -> bool:
-    """Whether what expires then is there now. An expiry further away than any term is damage, or of
-    a wrong clock."""
+    """Says whether a row that expires then is there now. An expiry further away than any term is
+    damage, or of a wrong clock."""
     return now_s < expires_s <= now_s + LONGEST_TERM_S
 
 
 def content_code(content: Content) -> int:
-    """How a header names a content."""
+    """Returns the number by which a header names a content."""
     return content.rank + 1
 
 
 def tenant_digest(tenant: str) -> bytes:
-    """How a mark names a tenant. The default one, whose requests carry no salt, has zeros."""
+    """Returns the digest by which a mark names a tenant. That of the default tenant, whose requests
+    carry no salt, is zeros."""
     if tenant in ("", DEFAULT_TENANT):
         return NO_TENANT
     return hashlib.blake2b(tenant.encode(), digest_size=TENANT_BYTES).digest()
 
 
 def geometry(capacity: Bytes, row_bytes: Bytes) -> Geometry:
-    """The rows that fit into a file of that size behind their table; perhaps none."""
+    """Returns the rows that fit into a file of that size behind their table; perhaps none."""
     most = max(0, capacity - HEADER_BYTES) // (row_bytes + MARK_BYTES)
     data = _up(HEADER_BYTES + most * MARK_BYTES, PAGE_BYTES)
     return Geometry(row_bytes, min(most, max(0, capacity - data) // row_bytes), data)
 
 
 def read_header(buffer: Buffer) -> Header | None:
-    """None where no whole header of this version is."""
+    """Returns the header; None where there is no whole header of this version."""
     magic, version, content, namespace, row, count, data = _HEADER.unpack_from(buffer, 0)
     if (magic, version) != (MAGIC, VERSION) or content not in CONTENTS:
         return None
@@ -206,15 +208,15 @@ def clear_mark(buffer: Buffer, row: int) -> None:
 
 
 def marked_rows(buffer: Buffer, count: int) -> list[int]:
-    """The rows whose state word says anything but FREE."""
+    """Returns the rows whose state word says anything but FREE."""
     words = buffer[HEADER_BYTES : HEADER_BYTES + count * MARK_BYTES].cast("I")
     states = words[:: MARK_BYTES // _STATE.size].tolist()
     return [row for row, state in enumerate(states) if state != FREE]
 
 
 def read_marks(buffer: Buffer, count: int) -> Iterator[tuple[int, Mark]]:
-    """The rows that say READY and could be: a mark with a key that cannot be, or a time that is no
-    number, is damage."""
+    """Returns the rows that say READY and can be: a mark with a key that cannot be, or a time that
+    is no number, is damage."""
     table = bytes(buffer[HEADER_BYTES : HEADER_BYTES + count * MARK_BYTES])
     for row, at in enumerate(range(0, len(table), MARK_BYTES)):
         state, kind, expires, used, tenant, length, key, stored = _MARK.unpack_from(table, at)

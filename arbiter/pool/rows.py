@@ -28,26 +28,26 @@ ERASED_AT_ONCE = 64  # rows, so that a step waits some 50 ms at most where rows 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Rows to write, by their keys, and the keys that had to leave for them."""
+    """Holds rows to write, by their keys, and the keys that had to leave for them."""
 
     rows: dict[bytes, int]
     evicted: list[bytes] = field(default_factory=list)
 
 
 class _Claim(NamedTuple):
-    """Whose a reserved row will be, and when the request for it came."""
+    """Says whose a reserved row will be, and when the request for it came."""
 
     tenant: bytes
     asked_s: float
 
 
 class Rows:
-    """All rows of a slab. Adopts those that an earlier writer left READY and that have not expired.
-
-    `clock`: wall-clock seconds. `term_s`: how long a row stays after a use of the class `long`;
-    each use names its class, and a row expires with the latest of its uses (G4). `most`: rows
-    beyond so many are not used, however much memory the slab may take. `caps`: which part of the
-    rows a tenant may have, by its digest; without an entry, all."""
+    """Finds, pins, reserves and evicts the rows of a slab. Adopts those that an earlier writer left
+    READY and that have not expired. `clock` returns wall-clock seconds. `term_s`: how long a row
+    stays after a use of the class `long`; each use names its class, and a row expires with the
+    latest of its uses (G4). `most`: rows beyond so many are not used, however much memory the slab
+    may take. `caps`: which part of the rows a tenant may have, by its digest; without an entry,
+    all."""
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class Rows:
         return min(self.slab.usable_count, self._most)
 
     def __len__(self) -> int:
-        """How many rows are READY."""
+        """Returns how many rows are READY."""
         return len(self._ready)
 
     def lookup(self, key: bytes) -> int | None:
-        """The row of a key that is READY and has not expired."""
+        """Returns the row of a key, if it is READY and has not expired."""
         mark = self._marks.get(key)
         if mark is not None and mark.expires_s > self._clock():
             self._counts[Count.HITS] += 1
@@ -124,7 +124,7 @@ class Rows:
         return None
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether `lookup` would find it. Counts nothing."""
+        """Says whether `lookup` would find a key. Counts nothing."""
         mark = self._marks.get(key)
         return mark is not None and mark.expires_s > self._clock()
 
@@ -133,16 +133,16 @@ class Rows:
         self._counts[Count.HITS if is_hit else Count.MISSES] += 1
 
     def keys(self) -> list[bytes]:
-        """The keys of all READY rows, the least recently used first."""
+        """Returns the keys of all READY rows, the least recently used first."""
         return list(self._ready)
 
     def is_reserved(self, key: bytes) -> bool:
-        """Whether its bytes are being written."""
+        """Says whether the bytes of a key's row are being written."""
         return key in self._reserved
 
     def pin(self, keys: Collection[bytes]) -> list[int]:
-        """The rows of keys, which stay as they are until `unpin`. Raises RowMisused, and then pins
-        none."""
+        """Returns the rows of keys, which stay as they are until `unpin`. Raises RowMisused, and
+        then pins none."""
         for key in keys:
             if key not in self._ready:
                 raise RowMisused(key.hex(), "pinned, and it is not READY")
@@ -202,8 +202,8 @@ class Rows:
             layout.write_use(self._buffer, ready[key], of)
 
     def _times(self, term: Term) -> tuple[float, float]:
-        """When a row that is used now expires, and the time of its use, which is later than that of
-        the last use, so that the order outlives this process."""
+        """Returns when a row that is used now expires, and the time of its use, which is later than
+        that of the last use, so that the order outlives this process."""
         now = self._clock()
         self._last_use_s = max(now, self._last_use_s + _TICK_S)
         return now + self._terms_s[term], self._last_use_s
@@ -217,10 +217,11 @@ class Rows:
         term: Term = Term.LONG,
         asked_s: float | None = None,
     ) -> Reserved:
-        """Rows for those keys that are neither READY nor reserved; READY ones count as used. Evicts
-        what it must, but no key of `keys` or `keep`; a tenant at its cap loses rows of its own.
-        What finds no room is left out, the last keys first, and counted. So is all that a request
-        asks for which came before its tenant was removed. `asked_s`: when it came; None: now."""
+        """Returns rows for those keys that are neither READY nor reserved; READY ones count as
+        used. Evicts what it must, but no key of `keys` or `keep`; a tenant at its cap loses rows of
+        its own. Keys that find no room are left out, the last first, and counted. So is all that a
+        request asks for which came before its tenant was removed. `asked_s`: when the request came,
+        in wall-clock seconds; None: now."""
         ready, reserved = self._ready, self._reserved
         new = [key for key in dict.fromkeys(keys) if key not in ready and key not in reserved]
         self.touch([key for key in keys if key in ready][::-1], term)
@@ -429,7 +430,8 @@ class Rows:
         return gone
 
     def _end_of_fixed(self, room: int) -> int:
-        """So many rows stay usable: those permitted, and all up to the last that cannot move."""
+        """Returns how many rows stay usable: those permitted, and all up to the last that cannot
+        move."""
         pinned = (self._ready[key] for key in self._pins)
         fixed = [*self._reserved.values(), *self._forgotten, *pinned]
         return max(room, max(fixed, default=-1) + 1)

@@ -53,8 +53,8 @@ def create(label: str, capacity: Bytes, *, name: str = NAME) -> int:
 
 
 class SlabFile:
-    """The file of a slab, open and mapped. `where`: a descriptor, of which it keeps a copy, or a
-    path such as /proc/123/fd/45. Raises SlabUnusable for what is no slab's file."""
+    """Opens and maps the file of a slab. `where`: a descriptor, of which it keeps a copy, or a path
+    such as /proc/123/fd/45. Raises SlabUnusable for what is no slab's file."""
 
     def __init__(self, where: int | str | Path) -> None:
         self.fd = _open(where)
@@ -72,7 +72,7 @@ class SlabFile:
 
     @property
     def limit_bytes(self) -> Bytes:
-        """How much of the file may be allocated."""
+        """Returns how much of the file may be allocated."""
         return Bytes(self._limit[0])
 
     @limit_bytes.setter
@@ -81,7 +81,7 @@ class SlabFile:
 
     @property
     def allocated_bytes(self) -> Bytes:
-        """What the kernel holds for the whole file, header and table included."""
+        """Returns what the kernel holds for the whole file, header and table included."""
         return Bytes(os.fstat(self.fd).st_blocks * _BLOCK_BYTES)
 
     def punch(self, start: Bytes, end: Bytes) -> None:
@@ -105,11 +105,11 @@ class ExtentPreallocator(Protocol):
     """Where in the file such pages end; 0: there are none."""
 
     def grown(self, start: Bytes, end: Bytes) -> None:
-        """The slab has grown; the next extent would be this range, empty where none is permitted.
-        No page of an earlier one is left here."""
+        """Notes that the slab has grown. The next extent would be this range, which is empty where
+        none is permitted. No page of an earlier range is left here."""
 
     def take(self, start: Bytes, end: Bytes) -> bool:
-        """Whether the range has its pages by this, which are the caller's from now on."""
+        """Says whether this has made the pages of the range, which are the caller's from now on."""
         ...
 
     def cut(self) -> Bytes:
@@ -118,11 +118,10 @@ class ExtentPreallocator(Protocol):
 
 
 class Slab:
-    """A slab as its one writer has it. `row_bytes` and `content` are the writer's; what was written
-    in another namespace, content or geometry is wiped before anything can be read.
-
-    Pages exist for the first `usable_count` rows, and for none behind them but those of `ahead`,
-    which the writer may set."""
+    """Maps a slab for its one writer, and grows and shrinks it. `row_bytes` and `content` are the
+    writer's; what was written in another namespace, content or geometry is wiped before anything
+    can be read. Pages exist for the first `usable_count` rows, and for none behind them but those
+    of `ahead`, which the writer may set."""
 
     def __init__(
         self,
@@ -176,18 +175,18 @@ class Slab:
 
     @property
     def allocated_bytes(self) -> Bytes:
-        """The bytes of the rows that have pages, counted from the first row."""
+        """Returns the bytes of the rows that have pages, counted from the first row."""
         return Bytes(self.file.counts[Count.ALLOCATED])
 
     @property
     def usable_count(self) -> int:
-        """How many rows have their pages."""
+        """Returns how many rows have their pages."""
         whole = self.allocated_bytes // self.geometry.row_bytes
         return min(self.geometry.rows_count, whole)
 
     @property
     def permitted_bytes(self) -> Bytes:
-        """What the rows may have by the limit, in whole extents."""
+        """Returns the bytes that rows may have by the limit, in whole extents."""
         most = self.file.capacity - self.geometry.data_offset
         free = min(most, max(0, self.file.limit_bytes - self.geometry.table_end))
         return Bytes(free if free == most else free // self.extent_bytes * self.extent_bytes)
@@ -211,8 +210,8 @@ class Slab:
         return True
 
     def _permitted_extent(self, allocated: Bytes) -> Bytes:
-        """The size of the extent behind so many bytes of rows; 0: the capacity or the limit has no
-        room for it."""
+        """Returns the size of the extent behind so many bytes of rows; 0 where the capacity or the
+        limit has no room for it."""
         more = min(self.extent_bytes, self.file.capacity - self.geometry.data_offset - allocated)
         return Bytes(more if more > 0 and allocated + more <= self.permitted_bytes else 0)
 
@@ -229,12 +228,12 @@ class Slab:
             self.cut(self.allocated_bytes)
 
     def row(self, row: int) -> memoryview:
-        """The bytes of a row, shape [row_bytes], within the mapping."""
+        """Returns the bytes of a row, shape [row_bytes], within the mapping."""
         start = self.geometry.data_offset + row * self.geometry.row_bytes
         return self.file.buffer[start : start + self.geometry.row_bytes]
 
     def marks(self) -> Iterator[tuple[int, Mark]]:
-        """The rows that are READY and have their pages."""
+        """Returns the rows that are READY and have their pages."""
         return layout.read_marks(self.file.buffer, self.usable_count)
 
     def facts(self) -> dict[str, int]:
@@ -251,7 +250,7 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the writer counted, since the slab had its first row."""
+    """Holds what the writer counted, since the slab had its first row."""
 
     ready_count: int
     hits_count: int
@@ -268,7 +267,7 @@ class Counts:
 
 
 class SlabView:
-    """A slab as its owner sees it. It believes nothing that a writer could make it crash with."""
+    """Shows a slab to its owner. It believes nothing that a writer could make it crash with."""
 
     def __init__(self, where: int | str | Path) -> None:
         self._file = SlabFile(where)
@@ -291,13 +290,13 @@ class SlabView:
 
     @property
     def content(self) -> Content | None:
-        """None while no writer has used the slab."""
+        """Returns what the rows are; None while no writer has used the slab."""
         header = layout.read_header(self._file.buffer)
         return None if header is None else header.content
 
     @property
     def namespace(self) -> bytes:
-        """32 bytes; none while no writer has used the slab."""
+        """Returns 32 bytes; none while no writer has used the slab."""
         header = layout.read_header(self._file.buffer)
         return b"" if header is None else header.namespace
 
@@ -308,7 +307,8 @@ class SlabView:
 
     @property
     def geometry(self) -> Geometry | None:
-        """None while no writer has used the slab, and where its header cannot be."""
+        """Returns where the rows lie; None while no writer has used the slab, and where its header
+        cannot be."""
         header = layout.read_header(self._file.buffer)
         if header is None:
             return None
@@ -317,14 +317,15 @@ class SlabView:
         return header.geometry if possible else None
 
     def marks(self) -> Iterator[tuple[int, Mark]]:
-        """The rows that are READY."""
+        """Returns the rows that are READY."""
         shape = self.geometry
         if shape is None:
             return iter(())
         return layout.read_marks(self._file.buffer, shape.rows_count)
 
     def places(self) -> Iterator[tuple[int, Mark]]:
-        """Where in the file the bytes of each READY row begin; rows without pages are left out."""
+        """Returns where in the file the bytes of each READY row begin, without rows that have no
+        pages."""
         shape = self.geometry
         if shape is not None:
             usable = self._file.counts[Count.ALLOCATED] // shape.row_bytes
@@ -333,16 +334,16 @@ class SlabView:
                     yield shape.data_offset + row * shape.row_bytes, mark
 
     def fileno(self) -> int:
-        """The descriptor of the file, which ends with this view."""
+        """Returns the descriptor of the file, which ends with this view."""
         return self._file.fd
 
     @property
     def ready_count(self) -> int:
-        """How many rows are READY, read from the table."""
+        """Returns how many rows are READY, read from the table."""
         return sum(1 for _ in self.marks())
 
     def has_live_rows(self, now_s: float) -> bool:
-        """Whether a READY row has not expired. `now_s`: wall-clock seconds."""
+        """Says whether a READY row has not expired. `now_s`: wall-clock seconds."""
         return any(layout.is_live(mark.expires_s, now_s) for _, mark in self.marks())
 
     def order_erasure(self, removal: Removal) -> bool:
@@ -351,12 +352,12 @@ class SlabView:
 
     @property
     def must_erase(self) -> bool:
-        """Whether the writer has an order that it has not carried out."""
+        """Says whether the writer has an order that it has not carried out."""
         return self.ordered_removal is not None
 
     @property
     def ordered_removal(self) -> Removal | None:
-        """Which rows it is to erase; None: no order is open."""
+        """Returns which rows the writer is to erase; None where no order is open."""
         return self._file.erasure.removal
 
     def erase_tenant(self, removal: Removal) -> int:
@@ -412,7 +413,8 @@ def _open(where: int | str | Path) -> int:
 
 
 def _sealed_size(where: int | str | Path, fd: int) -> int:
-    """Raises SlabUnusable, and OSError."""
+    """Returns the size of a file that can neither grow nor shrink. Raises SlabUnusable, and
+    OSError."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise SlabUnusable(str(where), "it is no file")

@@ -47,7 +47,7 @@ class _Row(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A row to be saved: where its bytes are, and what they must be if that is known."""
+    """Describes a row to be saved: where its bytes are, and what they must be if that is known."""
 
     mark: Mark
     fd: int
@@ -70,10 +70,9 @@ class _Head:
 
 
 class SavedRows:
-    """The rows of a file that were saved under this content, namespace and size and have not
-    expired. A file that is missing, foreign or damaged has none, and is no error.
-
-    One thread may `read` while another looks at `keys` and `mark`."""
+    """Holds the rows of a file that were saved under this content, namespace and size and have not
+    expired. A file that is missing, foreign or damaged has none, and is no error. One thread may
+    `read` while another looks at `keys` and `mark`."""
 
     def __init__(
         self, path: Path, content: Content, namespace: bytes, row_bytes: Bytes, now_s: float
@@ -94,7 +93,7 @@ class SavedRows:
         return self._rows.keys()
 
     def mark(self, key: bytes) -> Mark | None:
-        """What was known of a row when it was saved."""
+        """Returns what was known of a row when it was saved."""
         row = self._rows.get(key)
         return None if row is None else row.mark
 
@@ -116,13 +115,13 @@ class SavedRows:
         return False
 
     def forget_tenant(self, removal: Removal) -> None:
-        """What leaves with the tenant is found no more."""
+        """Has the rows that leave with a tenant be found no more."""
         rows = list(self._rows.items())  # at once, because a `read` may take one out meanwhile
         for key in [k for k, row in rows if removal.covers(row.mark.tenant, row.mark.asked_s)]:
             self._rows.pop(key, None)
 
     def sources(self) -> Iterator[_Source]:
-        """The rows, to be saved once more."""
+        """Returns the rows, to be saved once more."""
         for row in self._rows.values():
             assert self._fd is not None
             yield _Source(row.mark, self._fd, row.offset, row.digest)
@@ -190,7 +189,8 @@ def erase_tenant(path: Path, removal: Removal) -> bool:
 
 
 def last_expiry(path: Path) -> float:
-    """The wall-clock second at which the last row of a file expires; 0 where it is none of ours."""
+    """Returns the wall-clock second at which the last row of a file expires; 0 where the file is
+    none of ours."""
     fd = _open(path)
     if fd is None:
         return 0.0
@@ -202,7 +202,7 @@ def last_expiry(path: Path) -> float:
 
 
 def _fitting(most_bytes: Bytes, row_bytes: Bytes) -> int:
-    """How many rows a file of that size has."""
+    """Returns how many rows a file of that size has."""
     room = most_bytes - _TABLE_AT - _ALIGNED_BYTES
     return max(0, room // (_up(row_bytes) + _ENTRY_BYTES))
 
@@ -243,7 +243,7 @@ def _write(
     is_wanted: Callable[[], bool],
     has_time: Callable[[], bool],
 ) -> int:
-    """Rows, table and header, in this order. Returns how many rows there are."""
+    """Writes rows, table and header, in this order. Returns how many rows there are."""
     at = _up(_TABLE_AT + len(rows) * _ENTRY_BYTES)
     table: list[bytes] = []
     unsynced, expires_s = 0, 0.0
@@ -302,7 +302,7 @@ def _packed(mark: Mark) -> bytes:
 
 
 def _open(path: Path) -> int | None:
-    """None unless it is a regular file of this user, and no link."""
+    """Opens a file. Returns None unless it is a regular file of this user, and no link."""
     try:
         # Without O_NONBLOCK a pipe of that name would never open.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -317,7 +317,7 @@ def _open(path: Path) -> int | None:
 
 
 def _read_head(fd: int) -> _Head | None:
-    """None where no header of this version is."""
+    """Returns the header; None where there is none of this version."""
     with contextlib.suppress(OSError, struct.error, ValueError):
         magic, version, content, *facts = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
         if (magic, version) == (_MAGIC, _VERSION) and content in layout.CONTENTS:
@@ -326,7 +326,7 @@ def _read_head(fd: int) -> _Head | None:
 
 
 def _read_table(fd: int, head: _Head) -> Iterator[_Row]:
-    """The entries that could be."""
+    """Returns the entries of the table that can be: others are damage."""
     size = os.fstat(fd).st_size
     count = min(head.rows_count, max(0, size - _TABLE_AT) // _ENTRY_BYTES)
     try:

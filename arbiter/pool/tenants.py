@@ -8,19 +8,21 @@ from arbiter.pool.layout import Buffer, Removal
 
 
 def owner_digest(tenant: str) -> bytes:
-    """How a mark names the owner of what a person put there. `tenant`: empty for what all share."""
+    """Returns the digest by which a mark names the owner of what a person put there. `tenant`:
+    empty for what all share."""
     return layout.tenant_digest(tenant) if tenant else layout.SHARED
 
 
 def caps_by_digest(caps: Mapping[str, float]) -> dict[bytes, float]:
-    """`caps`: by the tenants' names, as an engine's configuration has them."""
+    """Returns caps by the digests of tenants. `caps`: by the tenants' names, as an engine's
+    configuration has them."""
     return {layout.tenant_digest(tenant): cap for tenant, cap in caps.items()}
 
 
 class TenantRows:
-    """How many rows each tenant has in a slab, READY or reserved, and which READY ones a capped
-    tenant has: at its cap it loses one of them with each that it adds. `fractions`: of a slab's
-    rows, what a tenant may have, by its digest; all of them where it has no entry."""
+    """Counts how many rows each tenant has in a slab, READY or reserved, and keeps which READY rows
+    a capped tenant has: at its cap it loses one of them with each that it adds. `fractions`: of a
+    slab's rows, what a tenant may have, by its digest; all of them where it has no entry."""
 
     def __init__(self, fractions: Mapping[bytes, float]) -> None:
         self._fractions = dict(fractions)
@@ -31,25 +33,26 @@ class TenantRows:
     def set_fractions(
         self, fractions: Mapping[bytes, float], ready: Iterable[tuple[bytes, bytes]]
     ) -> None:
-        """`ready`: tenant and key of all READY rows, the least recently used first."""
+        """Sets what part of the rows each tenant may have. `ready`: tenant and key of all READY
+        rows, the least recently used first."""
         self._fractions = dict(fractions)
         self._ready = {t: OrderedDict() for t in fractions}
         for tenant, key in ready:
             self.note_use(tenant, key)
 
     def note_use(self, tenant: bytes, key: bytes) -> None:
-        """Of a row that is READY, as of now or before."""
+        """Notes a use of a READY row, now or before."""
         if (own := self._ready.get(tenant)) is not None:
             own[key] = None
             own.move_to_end(key)
 
     def note_end(self, tenant: bytes, key: bytes) -> None:
-        """Of a row that was READY."""
+        """Notes that a READY row has gone."""
         if (own := self._ready.get(tenant)) is not None:
             del own[key]
 
     def ready(self, tenant: bytes) -> Iterable[bytes]:
-        """The keys of a capped tenant's READY rows, the least recently used first."""
+        """Returns the keys of a capped tenant's READY rows, the least recently used first."""
         return self._ready[tenant]
 
     @property
@@ -66,7 +69,7 @@ class TenantRows:
         return self._held[tenant]
 
     def cap(self, tenant: bytes, rows_count: int) -> int:
-        """How many of so many rows it may have."""
+        """Returns how many of so many rows a tenant may have."""
         return int(self._fractions.get(tenant, 1.0) * rows_count)
 
     def is_capped(self, tenant: bytes) -> bool:
@@ -74,9 +77,10 @@ class TenantRows:
 
 
 class Erasure:
-    """Words in a slab's header by which the owner has its writer erase the rows of one removed
-    tenant at a time: which they are, the number of the order, which is written last, and the
-    number of the order that the writer has carried out. No other order is given before that."""
+    """Reads and writes the words in a slab's header by which the owner has its writer erase the
+    rows of one removed tenant at a time: which they are, the number of the order, which is written
+    last, and the number of the order that the writer has carried out. No other order is given
+    before that."""
 
     def __init__(self, buffer: Buffer) -> None:
         start, end = layout.ERASE_AT, layout.ERASE_AT + layout.ERASE_BYTES
@@ -94,7 +98,7 @@ class Erasure:
 
     @property
     def removal(self) -> Removal | None:
-        """Which rows are to go; None: no order is open."""
+        """Returns which rows are to go; None where no order is open."""
         if self._numbers[0] == self._numbers[1]:
             return None
         return Removal(bytes(self._tenant), self._until[0])

@@ -6,5 +6,5 @@ SHORT_PAUSE_S = 1.0  # as long as asyncio's own servers wait then (ACCEPT_RETRY_
 
 
 def is_shortage(error: OSError) -> bool:
-    """Whether the process or the machine is short of descriptors or memory, for now."""
+    """Says whether the process or the machine is short of descriptors or memory, for now."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

@@ -29,9 +29,9 @@ def event_writer(folder: Path, name: str) -> Callable[[str, str], None]:
 
 
 class _Parts(RotatingFileHandler):
-    """A file in parts, of which all but the newest two are emptied. They are not removed, because
-    Ray remembers by inode how far it has read a file: the next file may get that of a removed one,
-    and Ray would pass over its lines."""
+    """Writes a file in parts, of which all but the newest two are emptied. They are not removed,
+    because Ray remembers by inode how far it has read a file: the next file may get that of a
+    removed one, and Ray would pass over its lines."""
 
     def __init__(self, first: Path) -> None:
         self._first, self._number = first, 1

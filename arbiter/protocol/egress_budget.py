@@ -10,7 +10,7 @@ MILLION = 1_000_000
 
 
 def refusal(egress: Egress, spent: DaySpent, now: datetime) -> RemoteBudgetSpent | None:
-    """None: it fits."""
+    """Returns why a request may not leave by the tenant's budget; None when it fits."""
     bounds = (
         (spent.tokens_count, egress.tokens_count, egress.most_tokens_count, 1, "tokens"),
         (spent.money_micros, egress.money_micros, egress.most_money_micros, MILLION, "money"),
@@ -24,7 +24,7 @@ def refusal(egress: Egress, spent: DaySpent, now: datetime) -> RemoteBudgetSpent
 
 
 def day_of(now: datetime) -> str:
-    """The day in UTC, as `2026-11-23`."""
+    """Returns the day in UTC, as `2026-11-23`."""
     return now.astimezone(UTC).date().isoformat()
 
 

@@ -13,13 +13,15 @@ from arbiter.units import Span, in_seconds
 
 
 def to_json(value: Any) -> Any:
-    """A JSON value with the fields of the dataclasses. What `from_json` reads equals what was
-    written; only a union of dataclasses needs the class named, which is the caller's to write."""
+    """Returns a JSON value with the fields of the dataclasses. What `from_json` reads equals what
+    was written; only a union of dataclasses needs the class named, which is the caller's to
+    write."""
     return msgspec.to_builtins(value)
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Raises ValueError, naming the field, for a value that is not of this kind."""
+    """Returns the dataclass that a JSON value describes. Raises ValueError, naming the field, for a
+    value that is not of this kind."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -12,7 +12,7 @@ PID_MOST = 1 << 22  # pid_max of 64-bit Linux (proc(5))
 
 
 class LeaseBody(BaseModel):
-    """The body of `PUT /arbiter/leases/{id}`: repeated in full with each call."""
+    """Describes the body of `PUT /arbiter/leases/{id}`: repeated in full with each call."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -50,5 +50,6 @@ class LeaseBody(BaseModel):
 
 
 def call_of(lease: str, body: dict[str, Any]) -> LeaseCall:
-    """Raises pydantic's ValidationError naming the field."""
+    """Returns the call that a body describes. Raises pydantic's ValidationError naming the
+    field."""
     return LeaseBody.model_validate(body).as_call(lease)

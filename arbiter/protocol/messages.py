@@ -28,7 +28,7 @@ Plain = dict[str, Any]  # JSON-able
 
 @error_fields
 class VersionMismatch(ArbiterError):
-    """An arbiter of other code runs, and holders of that code live."""
+    """Says that an arbiter of other code runs, and holders of that code live."""
 
     running: str
     ours: str
@@ -43,7 +43,8 @@ class VersionMismatch(ArbiterError):
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What a node agent is started with. It names modules that `arbiter` itself may not import."""
+    """Holds what a node agent is started with. It names modules that `arbiter` itself may not
+    import."""
 
     zygote_module: str
     preload: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ class AgentSettings:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The whole of what a person set; kept across restarts of the arbiter."""
+    """Holds all that a person set; kept across restarts of the arbiter."""
 
     settings: Settings
     policies: Policies
@@ -77,7 +78,8 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class StartConfig:
-    """What the arbiter actor is created with. A stored configuration wins over this one's."""
+    """Holds what the arbiter actor is created with. A stored configuration wins over the one in
+    here."""
 
     configuration: Configuration
     agent: AgentSettings
@@ -92,7 +94,7 @@ class StartConfig:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """Answer to Joined. `timeouts`: those in force, some of which end the holder's own waits."""
+    """Answers Joined. `timeouts`: those in force, some of which end the holder's own waits."""
 
     epoch: Epoch
     table: Plain
@@ -110,8 +112,8 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class LeaseCall:
-    """What an outside process says of its lease, in full, each time: it asks, beats and rejoins
-    with the same words (A15)."""
+    """Says what an outside process says of its lease, in full, each time: it asks, beats and
+    rejoins with the same words (A15)."""
 
     lease: str  # its client's name for it, one among those of the tenant
     size_bytes: Bytes
@@ -135,14 +137,15 @@ LEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def lease_ticket(tenant: str, lease: str) -> TicketId:
-    """A name that no client chooses, so that none can name an engine's ticket, or another
+    """Returns a name that no client chooses, so that none can name an engine's ticket, or another
     tenant's lease. What follows the last colon is the client's: see `LEASE_NAME`."""
     return TicketId(f"lease:{tenant}:{lease}")
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseState:
-    """Answer to a LeaseCall. `state`: queued, held, leaving (give it back within `left`), ended."""
+    """Answers a LeaseCall. `state`: queued, held, leaving (the memory is to be back within `left`),
+    ended."""
 
     ticket: TicketId
     state: str
@@ -163,7 +166,8 @@ class RevokeCommand:
 
 @dataclass(frozen=True, slots=True)
 class WaitEstimate:
-    """News of a queued ticket: how long until it serves, as expected when it joined the queue."""
+    """Tells a queued ticket's holder how long it takes until it serves, as estimated when it joined
+    the queue."""
 
     ticket: TicketId
     predicted: Span
@@ -176,14 +180,14 @@ class ReloadCommand:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawCommand:
-    """The load without a request is called off. Requests that wait for the model keep it going."""
+    """Calls off a load without a request. Requests that wait for the model keep it going."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class PurgeCommand:
-    """The ticket's engine is to empty its caches. `only_slabs`: its caches stay, and its slabs give
+    """Has the ticket's engine empty its caches. `only_slabs`: its caches stay, and its slabs give
     back what they have beyond their limits and erase the rows that are to be erased."""
 
     ticket: TicketId
@@ -192,15 +196,16 @@ class PurgeCommand:
 
 @dataclass(frozen=True, slots=True)
 class ForgetTenantCommand:
-    """The holder is to forget what it remembers of a tenant's requests, and to have its engines
-    unload the tenant's own adapters."""
+    """Has the holder forget what it remembers of a tenant's requests, and its engines unload the
+    tenant's own adapters."""
 
     tenant: str
 
 
 @dataclass(frozen=True, slots=True)
 class PrewarmCommand:
-    """The ticket's engine is to warm the stable prefixes of its model: a person begins to speak."""
+    """Has the ticket's engine warm the stable prefixes of its model, because a person begins to
+    speak."""
 
     ticket: TicketId
 
@@ -209,7 +214,7 @@ CacheCommand = PurgeCommand | PrewarmCommand | ForgetTenantCommand
 
 
 class ModelSize(Enum):
-    """The sizes between which a resident model may change (A14)."""
+    """Names the sizes between which a resident model may change (A14)."""
 
     FIRST = "first"  # as it was loaded
     GROWN = "grown"
@@ -218,7 +223,7 @@ class ModelSize(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """The holder that has the model resident changes its size: by hand, or a drafter must go."""
+    """Has the holder change the size of a resident model: by hand, or because a drafter must go."""
 
     model: str
     size: ModelSize
@@ -226,14 +231,14 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanged:
-    """The configuration changed."""
+    """Tells holders that the configuration has changed."""
 
     table: Plain
 
 
 @dataclass(frozen=True, slots=True)
 class Egress:
-    """A request that is about to leave for a remote (J5). Has no part of the request."""
+    """Describes a request that is about to leave for a remote (J5). Has no part of the request."""
 
     id: str  # of this one sending; a repeated message has the same
     remote: str
@@ -248,7 +253,7 @@ class Egress:
 
 @dataclass(frozen=True, slots=True)
 class EgressEnd:
-    """What came of an Egress."""
+    """Says what came of an Egress."""
 
     egress: Egress
     outcome: str  # answered, refused, left, or a failure of deployments.remotes.breaker
@@ -261,7 +266,7 @@ class EgressEnd:
 
 @dataclass(frozen=True, slots=True)
 class DaySpent:
-    """What a tenant has spent at a remote today, and what requests under way have reserved."""
+    """Says what a tenant has spent at a remote today, and what requests under way have reserved."""
 
     tokens_count: int
     money_micros: int
@@ -282,7 +287,8 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class SequencedCommand:
-    """A command with its number in the holder's mailbox; sent again until acknowledged."""
+    """Holds a command with its number in the holder's mailbox; it is sent again until
+    acknowledged."""
 
     sequence: int
     command: Command
@@ -290,7 +296,7 @@ class SequencedCommand:
 
 @dataclass(frozen=True, slots=True)
 class SlabRequest:
-    """What an engine keeps in the node's pool beyond its own life (E1)."""
+    """Names what an engine keeps in the node's pool beyond its own life (E1)."""
 
     content: Content
     owner: str  # capability/model: erased with it
@@ -299,14 +305,14 @@ class SlabRequest:
 
     @property
     def place(self) -> tuple[Content, str, str]:
-        """What has to be equal for an engine to find what another one left. A slab has one owner,
-        with which it is erased, so two models with the same settings have two."""
+        """Returns what has to be equal for an engine to find what another one left. A slab has one
+        owner, with which it is erased, so two models with the same settings have two slabs."""
         return self.content, self.owner, self.key
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest:
-    """Files of a model that engines of a node load from one copy in host RAM (D4)."""
+    """Names files of a model that engines of a node load from one copy in host RAM (D4)."""
 
     owner: types.ModelName
     folder: str  # of the model, or its one file
@@ -316,11 +322,11 @@ class CopyRequest:
 
 @dataclass(frozen=True, slots=True)
 class SpawnSpec:
-    """What the node agent passes to the zygote. Where slabs are asked for and the pool has room,
-    the engine's configuration has `slabs` in addition: by content the `socket` at which the engine
-    of the `ticket` is handed it, the `file` that was saved of an earlier one, and `caps` by tenant.
-    Where a copy is asked for and host RAM has room, it has `copy`: the `socket` at which the engine
-    is handed it, and its `key`."""
+    """Holds what the node agent passes to the zygote. Where slabs are asked for and the pool has
+    room, the engine's configuration has `slabs` in addition: by content the `socket` at which the
+    engine of the `ticket` is handed it, the `file` that was saved of an earlier one, and `caps` by
+    tenant. Where a copy is asked for and host RAM has room, it has `copy`: the `socket` at which
+    the engine is handed it, and its `key`."""
 
     entry: str
     config: Plain
@@ -332,8 +338,9 @@ class SpawnSpec:
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """An engine's process, as the node agent tells of it. `waited`: for the copy of its files in
-    host RAM, which is made once, and for a zygote; neither is a part of what a load takes."""
+    """Describes an engine's process, as the node agent tells of it. `waited`: for the copy of its
+    files in host RAM, which is made once, and for a zygote; neither is a part of what a load
+    takes."""
 
     path: str  # of its socket
     waited: Span
@@ -344,7 +351,8 @@ def agent_name(node: NodeId) -> str:
 
 
 def node_of(ray_node_id: str) -> NodeId:
-    """Short enough for socket paths and tables; 48 random bits tell nodes apart."""
+    """Returns our name of a node, short enough for socket paths and tables; 48 random bits tell
+    nodes apart."""
     return NodeId(ray_node_id[:12])
 
 
@@ -372,5 +380,5 @@ def protocol_hash() -> str:
 
 
 def identity() -> str:
-    """Package version and protocol, as compared in the handshake."""
+    """Returns package version and protocol, as compared in the handshake."""
     return f"{package_version()}/{protocol_hash()}"

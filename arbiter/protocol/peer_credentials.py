@@ -5,12 +5,13 @@ import struct
 
 
 def peer_uid(connected: socket.socket) -> int:
-    """User of the process at the other end, as the kernel recorded it at connect."""
+    """Returns the user of the process at the other end, as the kernel recorded it at connect."""
     return _credentials(connected)[1]
 
 
 def peer_pid(connected: socket.socket) -> int:
-    """Number of the process at the other end; 0 where that is in a namespace beyond ours."""
+    """Returns the number of the process at the other end; 0 where that is in a namespace beyond
+    ours."""
     return _credentials(connected)[0]
 
 

@@ -23,8 +23,8 @@ Raised = TypeVar("Raised", bound=Exception)
 
 
 def raised_there(error: RayError, kind: type[Raised]) -> Raised | None:
-    """What the other process raised, as itself, if it is of this kind. None for anything else that
-    it raised, which is a bug over there, and for what Ray says of the call."""
+    """Returns what the other process raised, as itself, if it is of this kind. None for anything
+    else that it raised, which is a bug over there, and for what Ray says of the call."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     return cause if isinstance(cause, kind) else None
 
@@ -45,18 +45,18 @@ def note_state_file(path: Path) -> None:
 
 
 def noted_state_file() -> Path | None:
-    """What `note_state_file` noted last; None where no arbiter of this cluster has."""
+    """Returns what `note_state_file` noted last; None where no arbiter of this cluster has."""
     path = internal_kv._internal_kv_get(_STATE_FILE, namespace=NAMESPACE.encode())
     return Path(path.decode()) if path else None
 
 
 def logs_folder() -> Path:
-    """Ray's log folder on this node; the dashboard shows what lies here."""
+    """Returns Ray's log folder on this node; the dashboard shows what lies here."""
     return Path(ray._private.worker._global_node.get_logs_dir_path())
 
 
 def session_folder() -> Path | None:
-    """Ray's session folder on this node; None in a process outside a cluster."""
+    """Returns Ray's session folder on this node; None in a process outside a cluster."""
     node = ray._private.worker._global_node
     return Path(node.get_session_dir_path()) if node is not None else None
 
@@ -72,12 +72,12 @@ def own_handle() -> Any | None:
 
 
 def living_nodes() -> dict[NodeId, str]:
-    """Our name and Ray's id of every node that is up."""
+    """Returns our name and Ray's id of every node that is up."""
     return {node_of(n["NodeID"]): n["NodeID"] for n in ray.nodes() if n["Alive"]}
 
 
 def head_node() -> str:
-    """Ray's id of the head; of any living node where none says that it is."""
+    """Returns Ray's id of the head; of any living node where none says that it is."""
     nodes = [n for n in ray.nodes() if n["Alive"]]
     heads = [n for n in nodes if "node:__internal_head__" in n["Resources"]]
     return str((heads or nodes)[0]["NodeID"])
@@ -91,8 +91,9 @@ PRESTART_S = 5.0  # the raylet answers before the process is there
 
 
 async def prestart_worker(keep_s: int) -> None:
-    """An idle worker more on this node, of no job and no runtime environment, which Ray does not
-    end before `keep_s`. What Ray itself does ahead of a driver's tasks. Raises ConnectionError."""
+    """Has Ray start one more idle worker on this node, of no job and no runtime environment, which
+    Ray does not end before `keep_s`: what Ray itself does ahead of a driver's tasks. Raises
+    ConnectionError."""
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
@@ -128,9 +129,10 @@ OTHER_CALLS = 50_000
 
 
 def detached(ray_node_id: str, name: str, namespace: str, waiting_count: int = 0) -> dict[str, Any]:
-    """Options of the only actor of its name, which outlives the process that started it. Ray never
-    repeats its calls: the protocol's own messages may be repeated, safely. `waiting_count`: calls
-    that may wait in a bounded queue; what exceeds it must still get in, to be refused."""
+    """Returns the options of the only actor of its name, which outlives the process that started
+    it. Ray never repeats its calls: the protocol's own messages may be repeated, safely.
+    `waiting_count`: calls that may wait in a bounded queue; what exceeds it must still get in, to
+    be refused."""
     return {
         "name": name,
         "namespace": namespace,
@@ -229,8 +231,8 @@ def _quicken(controller: Any) -> None:
 
 
 def waits_for_replica(context: Context) -> bool:
-    """Whether no replica has taken a request of Serve's proxy yet. `context`: that in which the
-    proxy runs for this request. Serve's router has the request until a replica accepts it."""
+    """Says whether no replica has taken a request of Serve's proxy yet. `context`: that in which
+    the proxy runs for this request. Serve's router has the request until a replica accepts it."""
     from ray.serve import context as serve_context
 
     request = context.get(serve_context._serve_request_context)
@@ -255,8 +257,8 @@ def counted_by_proxy(app: Any) -> Iterator[None]:
 
 
 def deployment_at(app: Any, path: str) -> str | None:
-    """The deployment to which Serve's proxy sends requests for a path; None: to none. `app`: as a
-    middleware of the proxy gets it."""
+    """Returns the deployment to which Serve's proxy sends requests for a path; None where it is
+    none. `app`: as a middleware of the proxy gets it."""
     proxy = _proxy_behind(app)
     match = None if proxy is None else proxy.proxy_router.match_route(path)
     return None if match is None else match[1].deployment_id.name
@@ -269,7 +271,7 @@ def _proxy_behind(app: Any) -> Any | None:
 
 
 def proxies() -> list[Any]:
-    """Handles of Serve's HTTP proxies on living nodes."""
+    """Returns handles of Serve's HTTP proxies on living nodes."""
     from ray.serve._private.constants import SERVE_NAMESPACE, SERVE_PROXY_NAME
     from ray.serve._private.utils import format_actor_name
 
@@ -282,7 +284,7 @@ def proxies() -> list[Any]:
 
 
 def serve_controller() -> Any | None:
-    """The handle of Serve's controller; None where Serve does not run."""
+    """Returns the handle of Serve's controller; None where Serve does not run."""
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     with suppress(ValueError):

@@ -36,7 +36,7 @@ Offers = Mapping[str, Callable[..., Awaitable[Any]]]  # what may be called, by n
 
 @error_fields
 class ConnectionLost(ArbiterError):
-    """The process at the other end is gone, or cannot be reached."""
+    """Says that the process at the other end is gone, or cannot be reached."""
 
     name: str  # of the call
 
@@ -46,7 +46,7 @@ class ConnectionLost(ArbiterError):
 
 @error_fields
 class RemoteError(ArbiterError):
-    """A bug in the process at the other end."""
+    """Says that the process at the other end has a bug."""
 
     name: str  # of the call
     cause: str
@@ -56,19 +56,20 @@ class RemoteError(ArbiterError):
 
 
 class Peer(Protocol):
-    """The process at the other end."""
+    """Calls the process at the other end."""
 
     @property
     def is_open(self) -> bool: ...
 
     async def call(self, name: str, *args: Any) -> Any:
-        """Raises ConnectionLost, RemoteError, or the ArbiterError of the answer."""
+        """Returns the answer of a method at the other end. Raises ConnectionLost, RemoteError, or
+        the ArbiterError of the answer."""
 
     def close(self) -> None: ...
 
 
 class RayPeer:
-    """An actor on any node, called by Ray."""
+    """Calls an actor on any node, by Ray."""
 
     is_open = True  # as far as we know: its calls say when it is not
 
@@ -108,7 +109,8 @@ async def connect(path: Path) -> "SocketPeer":
 
 
 class _Frames(asyncio.Protocol):
-    """Each message is its length in four bytes, little end first, and a pickle."""
+    """Reads and writes messages: each is its length in four bytes, little end first, and a
+    pickle."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -152,7 +154,7 @@ class _Frames(asyncio.Protocol):
 
 
 class SocketPeer(_Frames):
-    """The calling end."""
+    """Calls the process at the other end of a socket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +189,8 @@ class SocketPeer(_Frames):
 
 
 class RpcServer:
-    """The answering end: a socket that only this user may open, in a folder only it may enter."""
+    """Answers calls over a socket that only this user may open, in a folder only this user may
+    enter."""
 
     def __init__(self, node: NodeId, path: Path, offers: Offers) -> None:
         self._node, self._path, self._offers = node, path, offers
@@ -196,8 +199,8 @@ class RpcServer:
         self._opening = asyncio.ensure_future(self._listen())
 
     async def address(self) -> dict[str, str] | None:
-        """The address for `connect_to_socket`; None when the socket could not be opened: Ray
-        carries all."""
+        """Returns the address for `connect_to_socket`; None when the socket could not be opened, so
+        that Ray carries all calls."""
         await asyncio.wait({self._opening})
         is_open = not self._opening.cancelled() and self._opening.exception() is None
         return {"node": self._node, "path": str(self._path)} if is_open else None

@@ -11,7 +11,7 @@ from arbiter.units import Instant, NodeId, Span
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One model at one replica of its capability on one node: what can be resident or not."""
+    """Names one model at one replica of its capability on one node: what can be resident or not."""
 
     capability: str
     model: str
@@ -26,7 +26,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One request: it comes, and keeps its model in use for a while."""
+    """Describes one request: it comes, and keeps its model in use for a while."""
 
     at: Instant
     position: int  # of its seat in Demand.seats
@@ -34,7 +34,7 @@ class Use:
 
 
 class PackedRequests:
-    """Requests in order of time, packed: a million take 24 MB."""
+    """Holds requests in order of time, packed: a million take 24 MB."""
 
     def __init__(self, uses: Iterable[Use]) -> None:
         self._at, self._seat, self._busy = array("q"), array("q"), array("q")
@@ -52,13 +52,13 @@ class PackedRequests:
 
     @property
     def end(self) -> Instant:
-        """The instant of the last request; 0 when there is none."""
+        """Returns the instant of the last request; 0 when there is none."""
         return Instant(self._at[-1] if self._at else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Everything a replay needs besides settings and policies."""
+    """Holds everything a replay needs besides settings and policies."""
 
     nodes: tuple[NodeSeen, ...]
     table: CapabilitiesSet
@@ -66,7 +66,7 @@ class Demand:
     uses: PackedRequests
 
     def wanted(self) -> "dict[tuple[str, str], array[int]]":
-        """When each model of a capability is asked for, at any of its seats."""
+        """Returns when each model of a capability is asked for, at any of its seats."""
         names = [(seat.capability, seat.model) for seat in self.seats]
         times: dict[tuple[str, str], array[int]] = {name: array("q") for name in names}
         for at, seat, _ in self.uses:

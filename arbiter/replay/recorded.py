@@ -38,7 +38,7 @@ class NothingLoaded(ArbiterError):
 
 @dataclass(slots=True)
 class _SeatHistory:
-    """One seat as its events come by."""
+    """Keeps what has happened at one seat, as its events come by."""
 
     need: types.Need
     last_used: Instant = Instant(-1)
@@ -143,8 +143,8 @@ class DemandReader:
         self._note_orders(decisions, at)
 
     def _node_left(self, node: NodeId) -> None:
-        """What a node was asked for is demand as well; nodes are forgotten once no such use is
-        kept."""
+        """Notes that a node has left. What it was asked for is demand as well, so it is forgotten
+        only once no such use is kept."""
         self._nodes_left |= {node} & self._nodes.keys()
         used = {key[2] for key in self._uses.keep_used()}
         gone = self._nodes_left - used
@@ -182,7 +182,8 @@ class DemandReader:
             self._forget(next(iter(self._keys)))
 
     def _forget_unloaded(self, ticket: TicketId) -> None:
-        """A ticket that was loaded goes on: what was refused is its wake or its growth."""
+        """Forgets a ticket that was refused before it loaded. A ticket that was loaded goes on:
+        what was refused is its wake or its growth."""
         if ticket not in self._awake_once:
             self._forget(ticket)
 

@@ -7,7 +7,8 @@ from arbiter.units import Bytes, Instant, Span, in_seconds
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Requests that came at or after the instant from which the replay counts."""
+    """Describes what demand cost under one policy, over the requests that came at or after the
+    instant from which the replay counts."""
 
     requests_count: int
     missed_count: int  # found their model not ready
@@ -63,8 +64,8 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Share of the gap between two policies that a third closes: 0 is the first, 1 the second, by
-    each measure. None where there is no gap."""
+    """Says which share of the gap between two policies a third closes, by each measure: 0 is the
+    first, 1 the second. None where there is no gap."""
 
     missed_fraction: float | None
     moved_fraction: float | None
@@ -84,7 +85,7 @@ def _part(worse: int, best: int, value: int) -> float | None:
 
 
 def as_plain(score: Score) -> dict[str, float]:
-    """The score for JSON: counts and bytes as they are, times in seconds."""
+    """Returns the score for JSON: counts and bytes as they are, times in seconds."""
     plain: dict[str, float] = {f.name: getattr(score, f.name) for f in fields(score)}
     plain["waited_s"] = in_seconds(Span(int(plain.pop("waited"))))
     plain["loading_s"] = in_seconds(Span(int(plain.pop("loading"))))
@@ -95,8 +96,8 @@ def as_plain(score: Score) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedDay:
-    """What the demand of the last day costs under each policy, by its part: `chosen` is the one in
-    force, `lru` the least recently used, `belady` foresight."""
+    """Says what the demand of the last day costs under each policy, by its part: `chosen` is the
+    one in force, `lru` the least recently used, `belady` foresight."""
 
     span: Span  # from the first event that counts to the replay; a day at most
     scores: dict[str, Score]

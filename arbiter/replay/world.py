@@ -61,7 +61,7 @@ class HolderState(Enum):
 
 @dataclass(slots=True)
 class SimulatedHolder:
-    """A holder of one model, as it stands."""
+    """Describes a holder of one model, as it stands."""
 
     seat: Seat
     holder: HolderId
@@ -120,7 +120,8 @@ class World:
         return self._tally.score()
 
     def next_use(self, name: types.ModelName, now: Instant) -> Instant | None:
-        """Foresight, for policies that are yardsticks: when it is asked for next; None: never."""
+        """Returns when a model is asked for next; None: never. This is the foresight of policies
+        that are yardsticks."""
         times = self._wanted.get(name, EMPTY)
         index = bisect_right(times, now)
         return Instant(times[index]) if index < len(times) else None
@@ -143,7 +144,7 @@ class World:
             self._perform(decision)
 
     def _tell(self, event: ev.Event) -> None:
-        """Now, but after what is being performed."""
+        """Has the core handle an event now, but after what is being performed."""
         self._later(Span(0), lambda: self._feed(event))
 
     # -- requests ------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ class World:
         self._beat_by(simulated, _next_second(self.now))
 
     def _empty(self, simulated: SimulatedHolder, order: Revoke) -> None:
-        """Nothing in flight any more."""
+        """Notes that nothing is in flight any more at a holder."""
         if simulated.ticket != order.ticket or simulated.state is not HolderState.DRAINING:
             return
         if order.to is Tier.ASLEEP:
@@ -364,7 +365,7 @@ class World:
             self._read(node)
 
     def _read(self, node: ev.NodeSeen) -> None:
-        """Every engine holds exactly what it was granted."""
+        """Takes a reading, in which every engine holds exactly what it was granted."""
         devices = tuple(ev.DeviceReading(d.device, d.total_bytes, Bytes(0)) for d in node.devices)
         on_node = [
             d

@@ -71,7 +71,8 @@ def _heading(store: Store, chosen: messages.Configuration, epoch: Epoch) -> Reco
 
 
 def _recorder(store: Store, heading: RecordingHeader, log: EventLog) -> Recorder | None:
-    """A file that cannot be written costs the recording, not the arbiter."""
+    """Returns the recorder of this epoch, if it is to be recorded. A file that cannot be written
+    costs the recording, not the arbiter."""
     path = store.recording()
     if path is None:
         return None

@@ -26,7 +26,7 @@ USAGE_PART_COUNT = 64  # models whose uses are looked at in one second: 2 to 3 m
 
 
 class NodeAgents(Protocol):
-    """How nodes and their agents are looked at."""
+    """Names how nodes and their agents are looked at."""
 
     async def look(self, feed: Callable[[ev.Event], None]) -> None: ...
     async def dead(self, members: list[ExpectedHolder]) -> list[HolderId]: ...
@@ -105,6 +105,7 @@ class NodeWatch:
                 self._shell.feed(ev.HolderLost(holder))
 
     def save_all(self) -> None:
+        """Saves what was learned and all of how models were used, before this process ends."""
         self.save_learned()
         self._usage_parts = []  # a new round, of all
         self.save_usage()
@@ -141,7 +142,8 @@ class NodeWatch:
         return self._shell.core.export_accounts()
 
     def save_removing(self) -> None:
-        """Forgets in the state file what is removed by now."""
+        """Saves which models are being removed, so that those removed by now leave the state
+        file."""
         removing = self._shell.core.export_removing()
         if removing != self._removing_saved and self._store.save_removing(removing):
             self._removing_saved = removing

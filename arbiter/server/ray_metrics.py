@@ -19,7 +19,7 @@ EXPORT_S = 5.0  # half of Ray's report interval, so that no gauge expires betwee
 
 
 class RayGauge(Protocol):
-    """What is used of ray.util.metrics.Gauge."""
+    """Names what is used of ray.util.metrics.Gauge."""
 
     def set(self, value: float, tags: dict[str, str]) -> None: ...
 

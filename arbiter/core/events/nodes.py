@@ -8,7 +8,7 @@ from arbiter.units import Bytes, Content, DeviceId, NodeId, Span, TicketId
 
 @dataclass(frozen=True, slots=True)
 class DeviceUnreadable:
-    """The node has this device, and the driver gives no answer for it at the moment."""
+    """Says that a node has this device, and that its driver gives no answer at the moment."""
 
     device: DeviceId
     cause: str
@@ -35,7 +35,7 @@ class NodeLost:
 
 @dataclass(frozen=True, slots=True)
 class ForeignProcess:
-    """A process that holds memory of a GPU and belongs to no ticket."""
+    """Describes a process that holds memory of a GPU and belongs to no ticket."""
 
     pid: int
     name: str  # empty if the agent cannot see the process

@@ -40,17 +40,19 @@ def enforce(state: CoreState, node: Node) -> None:
 
 
 def _bytes_staying(book: DeviceAccount) -> int:
-    """Bytes taken by tickets that are not leaving. Host RAM reserved for a draining ticket does not
-    count, because that ticket may never sleep in it."""
+    """Returns the bytes of a budget that stay taken once all leaving tickets have left. Host RAM
+    reserved for a draining ticket does not count, because that ticket may never sleep in it."""
     going = sum(t.charge(book.device) for t in book.leaving.values() if is_counted_on(t))
     return book.budget_bytes - book.free_bytes - going
 
 
 def _is_above(taken: int, book: DeviceAccount, marks: Watermarks) -> bool:
+    """Says whether so many bytes are above the high watermark of a budget."""
     return taken > fraction_of(book.budget_bytes, marks.high_fraction)
 
 
 def _keep_host(state: CoreState, book: DeviceAccount, marks: Watermarks) -> None:
+    """Keeps the watermarks of host RAM."""
     staying = _bytes_staying(book)
     if not _is_above(staying, book, marks):
         return
@@ -68,7 +70,8 @@ def _keep_host(state: CoreState, book: DeviceAccount, marks: Watermarks) -> None
 
 
 def _keep_device(state: CoreState, book: DeviceAccount, marks: Watermarks) -> None:
-    """Leaves out what the first asker was promised, which is on its way back."""
+    """Keeps the watermarks of a device while a ticket asks for its bytes. What that ticket was
+    promised, and is on its way back, is left out."""
     asking = _first_asking(state, book)
     if asking is None or not _is_above(book.budget_bytes - book.free_bytes, book, marks):
         return
@@ -92,6 +95,7 @@ def _first_asking(state: CoreState, book: DeviceAccount) -> Ticket | None:
 
 
 def _could_use(state: CoreState, ticket: Ticket, book: DeviceAccount) -> bool:
+    """Says whether a ticket could be granted bytes of this device."""
     if ticket.home:
         return book.device in ticket.home
     queued = state.queue.find(ticket.id)

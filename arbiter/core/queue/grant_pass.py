@@ -61,6 +61,7 @@ def _run_node(state: CoreState, node: Node) -> PassEnd:
 
 
 def _new_pass(state: CoreState, node: Node) -> GrantPass:
+    """Begins a pass over a node's queue, with what is free, promised and reserved there now."""
     books = compute_books(state, node)
     reserves = quotas.reserves(state)
     most = placement.most_unpinned_bytes(books)
@@ -93,6 +94,7 @@ def _try_queued(state: CoreState, pass_: GrantPass, queued: QueueEntry) -> None:
 
 
 def _try_load(state: CoreState, pass_: GrantPass, ticket: Ticket, queued: QueueEntry) -> None:
+    """Does what can be done for a queued ticket whose model must load."""
     if pass_.node.has_lost_gpus and not ticket.is_prefetch:
         reject_queued(state, ticket, GpusLost(ticket.node))
     elif pass_.books and pass_.reserved_devices.issuperset(pass_.books):
@@ -107,9 +109,10 @@ def _try_load(state: CoreState, pass_: GrantPass, ticket: Ticket, queued: QueueE
 
 
 def _set_next_pass(state: CoreState, pass_: GrantPass) -> None:
-    """Sets when the node is looked at again, because minimum residency, refusals and urgency end by
-    themselves. Of a device with very many tickets one of these surely ends soon. What ends behind
-    the time that is set already is left out."""
+    """Sets the timer of the node's next pass, because minimum residency, refusals and urgency end
+    by themselves. On a device with more than SCANNED_COUNT tickets one of these surely ends within
+    a second, so they are not looked through. Ends behind the time that is set already are left
+    out."""
     subject = ("queue", pass_.node.node)
     soonest = state.timers.at(subject)
     for book in pass_.books.values():
@@ -126,8 +129,8 @@ def _set_next_pass(state: CoreState, pass_: GrantPass) -> None:
 
 
 def _stays_end(state: CoreState, book: DeviceAccount, soonest: Instant) -> Instant:
-    """Returns when the first ticket of a device may leave that may not now; `soonest` where none
-    may before that."""
+    """Returns the first instant at which a ticket of a device may leave that may not now; `soonest`
+    where that is not before `soonest`."""
     now = state.now
     least = state.settings.min_residency
     for ticket in book.tickets.values():
@@ -142,6 +145,7 @@ def _stays_end(state: CoreState, book: DeviceAccount, soonest: Instant) -> Insta
 
 
 def _residents(pass_: GrantPass) -> list[Ticket]:
+    """Returns the resident tickets of a pass, of each device the first SCANNED_COUNT."""
     return [
         ticket
         for book in pass_.books.values()
@@ -151,8 +155,8 @@ def _residents(pass_: GrantPass) -> list[Ticket]:
 
 
 def _pauses_end(state: CoreState, residents: list[Ticket], soonest: Instant) -> Instant:
-    """Returns when the first model may have no requests any more (C13); `soonest` where that is not
-    before."""
+    """Returns the first instant at which an idle model counts as having no more requests of its own
+    (C13); `soonest` where that is not before `soonest`."""
     least = state.settings.collate_pause
     for ticket in residents:
         if not ticket.inflight and after(ticket.last_used, least) < soonest:
@@ -165,8 +169,9 @@ def _pauses_end(state: CoreState, residents: list[Ticket], soonest: Instant) -> 
 def _collations_end(
     state: CoreState, node: NodeId, residents: list[Ticket], soonest: Instant
 ) -> Instant:
-    """Returns when one of the first of the queue has waited as long as it must for models with
-    which its own trades places (C13); `soonest` where that is not before."""
+    """Returns the first instant at which one of the first tickets of the queue has waited as long
+    as it must for models that trade places with its own (C13); `soonest` where that is not before
+    `soonest`."""
     now = state.now
     most = state.settings.collate_most
     have_given_up = state.trades.have_given_up

@@ -21,6 +21,8 @@ from arbiter.units import Span, after, since
 def grant(
     state: CoreState, pass_: GrantPass, ticket: Ticket, queued: QueueEntry, home: Sizes
 ) -> Outcome:
+    """Takes a ticket out of the queue and grants it these bytes, by device. Counts a bypass for the
+    tickets that asked before it."""
     state.queue.drop(ticket.id)
     state.trades.note_granted((ticket.holder, ticket.model))
     state.accounts.served(queued.request.virtual_start_bytes)

@@ -73,8 +73,8 @@ class GrantPass:
     order_changed: bool = False  # a ticket has aged by a grant
 
     def room(self, device: DeviceId, ticket: Ticket) -> int:
-        """Returns what is free there or on its way back, promised to no ticket and reserved for no
-        other tenant."""
+        """Returns the bytes that are free on a device or on their way back, promised to no ticket
+        and reserved for no tenant other than the ticket's."""
         book, promised = self.books[device], self.promised[device]
         tenant = ticket.client.tenant
         reserved_bytes = quotas.reserved_for_others(
@@ -83,7 +83,8 @@ class GrantPass:
         return book.free_bytes + returning_bytes(book) - promised.total() - reserved_bytes
 
     def limits(self, state: CoreState, ticket: Ticket, need: Bytes) -> Limits:
-        """Returns what this ticket may have as things are; stale once something was revoked."""
+        """Returns what this ticket may have as things are. It is stale once something was
+        revoked."""
         tenant = ticket.client.tenant
         free = {}
         room = {}
@@ -101,7 +102,8 @@ class GrantPass:
         return quotas.at_most(state, tenant, compute_books(state, self.node))
 
     def open_to(self, state: CoreState, ticket: Ticket) -> list[DeviceAccount]:
-        """Returns where a load of it may begin, once there is room."""
+        """Returns the accounts of devices on which a load of this ticket may begin, once there is
+        room."""
         return [
             book
             for device, book in self.books.items()
@@ -110,8 +112,8 @@ class GrantPass:
         ]
 
     def defer(self, queued: QueueEntry, devices: Iterable[DeviceId]) -> Outcome:
-        """Leaves a ticket in its place. An aged ticket holds every device whose bytes it waits for:
-        none where it waits for something else."""
+        """Leaves a ticket in its place. If it is aged, it holds `devices`, whose bytes it waits
+        for, against later tickets; none where it waits for something else."""
         self.has_waiting = True
         if queued.is_aged:
             self.reserved_devices.update(devices)

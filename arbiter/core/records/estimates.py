@@ -447,7 +447,7 @@ class Estimates:
                 self._restore_capability(row)
 
     def _restore_first(self, row: dict[str, Any]) -> None:
-        """A row of the first version: one load and one wake, their medians."""
+        """Takes back a row of the first version, which had one load and one wake: their medians."""
         wakes = [row["wake_ns"]] if row.get("wake_ns") else []
         loads = [row["load_ns"]] if row["load_ns"] else []
         self._restore_model(row | {"corrected_bytes": 0, "loads_ns": loads, "wakes_ns": wakes})

@@ -185,7 +185,7 @@ class Ledger:
         self._count(ticket, 1)
 
     def leave(self, ticket: Ticket, device: DeviceId) -> None:
-        """The device is gone, and with it the ticket's bytes there."""
+        """Takes a ticket's bytes on a device off the books, because the device is gone."""
         self._count(ticket, -1)
         ticket.granted = {d: size for d, size in ticket.granted.items() if d != device}
         ticket.measured = {d: size for d, size in ticket.measured.items() if d != device}
@@ -205,7 +205,7 @@ class Ledger:
 
     @property
     def tickets_count(self) -> int:
-        """Tickets on the books, in any state."""
+        """Returns how many tickets are on the books, in any state."""
         return len(self._tickets)
 
     def tickets(self, *states: State) -> list[Ticket]:
@@ -231,6 +231,7 @@ class Ledger:
         return list(self._leases.values())
 
     def _forget(self, ticket: Ticket) -> None:
+        """Takes a closed ticket out of every index."""
         del self._tickets[ticket.id]
         self._leases.pop(ticket.id, None)
         for index in (self._held, self._holding):
@@ -249,6 +250,7 @@ class Ledger:
                 self._post(book, ticket, sign)
 
     def _post(self, book: DeviceAccount, ticket: Ticket, sign: int) -> None:
+        """Adds a ticket's charge to the account of a device (`sign` 1), or takes it off (-1)."""
         charge = ticket.charge(book.device)
         if charge == 0:
             return
@@ -305,6 +307,7 @@ class Ledger:
             self._short.pop(book.node, None)
 
     def _lend(self, book: DeviceAccount, sign: int) -> None:
+        """Adds the budget of a device that computes to all that can be lent, or takes it off."""
         if book.kind is not DeviceKind.HOST:
             self.lent_bytes = Bytes(self.lent_bytes + sign * book.budget_bytes)
 
@@ -318,6 +321,8 @@ class Ledger:
         self._note(book)
 
     def _note(self, book: DeviceAccount) -> None:
+        """Notes that the account of a device has changed: it is checked in this step, its node is
+        dirty, and it may have become overcommitted."""
         self._touched.add(book.device)
         self.dirty.add(book.node)
         if book.free_bytes < 0:

@@ -34,7 +34,7 @@ class LoadTimeFit:
         self.xy = keep * self.xy + x * y
 
     def export(self) -> list[float]:
-        """The arguments that make an equal one."""
+        """Returns the arguments that make an equal fit."""
         return [self.weight, self.x, self.y, self.xx, self.xy]
 
     def at(self, x: float) -> float:

@@ -21,7 +21,7 @@ def _near(wanted: str, names: list[str]) -> tuple[str, ...]:
 
 
 def _check_same(old: CapabilitySpec, new: CapabilitySpec) -> None:
-    """Raises CapabilityConflict, naming what differs."""
+    """Compares two specs of one name. Raises CapabilityConflict, naming what differs."""
     fields = ("role", "engine", "models", "downscale_to_zero", "is_external")
     different = [f for f in fields if getattr(old, f) != getattr(new, f)]
     if different:
@@ -67,8 +67,8 @@ class Registry:
         self._index()
 
     def unregister(self, capability: str) -> None:
-        """A capability of the table stays in it. Raises UnknownCapability, naming what Python
-        registered."""
+        """Removes a capability that Python registered; a capability of the table stays. Raises
+        UnknownCapability, naming what Python registered."""
         if capability not in self.registered:
             raise UnknownCapability(capability, _near(capability, sorted(self.registered)))
         del self.registered[capability]

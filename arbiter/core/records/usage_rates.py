@@ -146,8 +146,8 @@ class HourlyUsage:
         return iter(self._days)
 
     def export(self, names: Iterable[ModelName]) -> dict[str, Any]:
-        """The hour it began in, and of those of these models that were used: capability, model,
-        hour, uses in that hour, uses by hour of the day."""
+        """Returns the hour it began in, and a row for each of these models that was used:
+        capability, model, hour, uses in that hour, uses by hour of the day."""
         by_name = ((name, self._days.get(name)) for name in names)
         days = [[*n, d.hours_count, d.open_count, list(d.counts)] for n, d in by_name if d]
         return {"began_hours": self._began, "days": days}
@@ -173,6 +173,6 @@ class HourlyUsage:
 
 
 def _faded_sum(days_count: int) -> float:
-    """1 + d + d^2 + ..., so many terms."""
+    """Returns 1 + d + d^2 + ..., so many terms."""
     faded = FADE**HOURS_COUNT
     return (1 - faded**days_count) / (1 - faded)

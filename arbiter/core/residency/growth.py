@@ -173,6 +173,8 @@ def _may_be_lent(state: CoreState, ticket: Ticket) -> bool:
 
 
 def _growing(state: CoreState) -> list[Ticket]:
+    """Returns the tickets that wait for growth, in the order in which they asked, without those
+    that have closed."""
     tickets = []
     for ticket_id in list(state.growing):
         ticket = state.ledger.find(ticket_id)
@@ -185,6 +187,7 @@ def _growing(state: CoreState) -> list[Ticket]:
 
 
 def _grow(state: CoreState, ticket: Ticket) -> None:
+    """Grants a ticket the growth that it waits for."""
     sizes = _wanted_sizes(ticket)
     home = {d: Bytes(size + sizes.get(d, 0)) for d, size in ticket.home.items()}
     _resize(state, ticket, home)
@@ -201,6 +204,7 @@ def _grow(state: CoreState, ticket: Ticket) -> None:
 
 
 def _resize(state: CoreState, ticket: Ticket, home: Sizes) -> None:
+    """Charges a ticket what it has now while it is awake, in bytes by device."""
     others = {d: size for d, size in ticket.granted.items() if d not in home}
     state.ledger.resize(ticket, {**others, **home}, home)
     if ticket.pinned:  # there is less room for other pins now, or more
@@ -221,6 +225,7 @@ def _end(state: CoreState, ticket: Ticket) -> None:
 
 
 def _error(ticket: Ticket, cause: str) -> GrowthRefused:
+    """Returns the error for a growth that is refused."""
     return GrowthRefused(ticket.id, ticket.grows_bytes, cause)
 
 
@@ -228,12 +233,13 @@ def _error(ticket: Ticket, cause: str) -> GrowthRefused:
 
 
 def _wanted_sizes(ticket: Ticket) -> Sizes:
+    """Returns the bytes that a ticket wants to grow by, by device."""
     return {d: part for (d, _), part in _by_share(ticket, ticket.grows_bytes) if part}
 
 
 def _by_share(ticket: Ticket, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes], Bytes]]:
-    """Divides a total over its devices, in the proportion of what it has; the first takes the
-    rest."""
+    """Divides a total over a ticket's devices, in the proportion of what it has there; the first
+    device takes what rounding leaves. Each part comes with its device and the bytes there."""
     home = sorted(ticket.home.items())
     parts = [total * size // max(1, ticket.home_bytes) for _, size in home]
     parts[0] += total - sum(parts)
@@ -262,6 +268,7 @@ def _free(state: CoreState, ticket: Ticket, book: DeviceAccount, has_left: bool 
 
 
 def _never_fits(state: CoreState, ticket: Ticket) -> NeverFits | None:
+    """Returns the error for a growth that could never be granted; None where it could."""
     for device, part in _wanted_sizes(ticket).items():
         book = state.ledger.books[device]
         others = (t for t in book.tickets.values() if t is not ticket and not _may_go(t))
@@ -293,6 +300,8 @@ def _can_wait(state: CoreState, ticket: Ticket) -> bool:
 
 
 def _reachable(book: DeviceAccount, ticket: Ticket, waiting: set[HolderId]) -> Bytes:
+    """Returns the bytes of a device that would be free if every other ticket left that may, except
+    those of holders in `waiting`."""
     leavable = (
         t.charge(book.device)
         for t in book.tickets.values()

@@ -47,6 +47,7 @@ def predict_next(state: CoreState) -> None:
 def _bring_in(
     state: CoreState, node: NodeId, previous: ModelName, candidate: Prefetch | None
 ) -> None:
+    """Prefetches a model that is likely next after another, if nothing is lost by it."""
     if candidate is None or not _is_free(state, node, candidate.name):
         return
     state.prefetched[candidate.name] = after(state.now, state.settings.prefetch_for)
@@ -62,7 +63,7 @@ def _bring_in(
 
 
 def forget(state: CoreState, name: ModelName) -> None:
-    """The prefetch of a model is over without a load."""
+    """Notes that the prefetch of a model is over without a load."""
     state.prefetched.pop(name, None)
 
 
