@@ -448,7 +448,7 @@ class CoreState:
     def note_loaded(self, ticket: Ticket) -> None:
         """Counts the bytes of a load or a wake among those by which turnovers are told."""
         if lent_bytes := self.ledger.lent_bytes:
-            self.usage.reuse.loaded(ticket.home_bytes / lent_bytes)
+            self.usage.reuse.loaded(ticket.granted_home_bytes / lent_bytes)
 
     def drop_queued(self, ticket: Ticket) -> None:
         """Takes a ticket out of the queue without a grant, which costs its tenant nothing; safe for

@@ -63,10 +63,10 @@ BUGS = [
     Bug("an inferred share is as at the start", "arbiter/core/tickets/inexact.py", "shared",
         "not node.inexact",
         "node.inexact"),
-    Bug("a sleep is seen by an inferred share", "arbiter/core/tickets/inexact.py", "held_at_home",
+    Bug("a sleep is seen by an inferred share", "arbiter/core/tickets/inexact.py", "measured_at_home",
         "if not is_at_home(state, ticket):\n"
-        "    return ticket.at_home_bytes",
-        "return ticket.at_home_bytes"),
+        "    return ticket.measured_home_bytes",
+        "return ticket.measured_home_bytes"),
     Bug("dead engines of ours are of another namespace", "arbiter/node/device_probe.py", "",
         "pid not in ours and procfs.process(pid) is None",
         "procfs.process(pid) is None"),

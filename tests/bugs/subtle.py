@@ -121,7 +121,7 @@ BUGS = [
         "copy.over.is_set() or entry != copy.entry or held is None",
         "copy.over.is_set() or held is None"),
     Bug("a quarantined holder wakes its asleep models", "arbiter/core/queue/admission.py", "_wake_refusal",
-        "if (kept := kept_bytes(state, ticket.holder)):\n"
+        "if (kept := quarantined_bytes(state, ticket.holder)):\n"
         "    return HolderQuarantined(ticket.holder, kept)",
         ""),
     Bug("a grant of another epoch is taken", "arbiter/client/holder.py", "HolderClient._ask_once",

@@ -12,14 +12,11 @@ from arbiter.core import events as ev
 from arbiter.core.decisions import Compacted, EventKind, LoadModel, Reason
 from arbiter.core.eviction import eviction, waste
 from arbiter.core.records.compactions import CompactedTicket, Compaction
-from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.ticket import COMING, LEAVING, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets.loads import prefetches_that_make_room
 from arbiter.core.types import Priority
 from arbiter.units import Bytes, DeviceId, after
-
-GOES = frozenset({State.DRAINING, State.RECLAIMING})
-COMES = frozenset({State.QUEUED, State.LOADING})
 
 # -- asking ---------------------------------------------------------------------------------------
 
@@ -98,7 +95,7 @@ def _note_freed(state: CoreState, run: Compaction) -> None:
             _tell_freed(state, run, item)
         elif ticket.reclaim_late:
             run.spare(ticket.model, ticket_id, "its bytes have not come back")
-        elif ticket.state not in GOES:
+        elif ticket.state not in LEAVING:
             run.spare(ticket.model, ticket_id, "it was in use after all")
 
 
@@ -138,7 +135,7 @@ def _is_coming(state: CoreState, item: CompactedTicket) -> bool:
     """Says whether a load is under way, or was asked for and not given up."""
     mine = _tickets_of(state, item)
     if mine:
-        return any(ticket.state in COMES for ticket in mine)
+        return any(ticket.state in COMING for ticket in mine)
     until = state.prefetched.get(item.name)
     return item.holder in state.holders and until is not None and state.now < until
 

@@ -309,7 +309,7 @@ def revoke(state: CoreState, ticket: Ticket, reason: Reason, asker: Ticket | Non
     barrier_until = after(state.now, notice)
     ticket.begin_revocation(reason, Tier.ASLEEP if granted else Tier.GONE, barrier_until)
     if inexact.is_at_home(state, ticket):
-        ticket.note_held_before_sleep(inexact.held_at_home(state, ticket))
+        ticket.note_held_before_sleep(inexact.measured_at_home(state, ticket))
     state.move(ticket, State.DRAINING, granted)
     state.set_timer(ticket, after(barrier_until, state.settings.timeouts.answer))
     send_revoke(state, ticket)

@@ -30,8 +30,8 @@ def may_exceed_budget(ticket: Ticket) -> bool:
 def evict_all_idle(
     state: CoreState, books: Iterable[DeviceAccount], ticket: Ticket
 ) -> Sizes | None:
-    """Returns what the ticket is granted once no idle ticket is left on the device with the most to
-    lend; None while idle tickets still leave."""
+    """Has everything idle leave the device with the most to lend. Returns what the ticket is
+    granted there once it has left, in bytes by device; None until then."""
     book = max(books, key=lambda b: (unpinned_bytes(b), b.device), default=None)
     if book is None:
         return None
@@ -39,12 +39,13 @@ def evict_all_idle(
         if may_leave(state, other):
             note_evicted_for(state, ticket, other)
             revoke(state, other, Reason.SWAP, ticket)
-    returning = [t for t in book.tickets.values() if _returning_bytes(t)]
+    returning = [t for t in book.tickets.values() if _is_awaited(t)]
     return None if returning or book.free_bytes <= 0 else {book.device: Bytes(book.free_bytes)}
 
 
-def _returning_bytes(ticket: Ticket) -> bool:
-    """Says whether the bytes of a ticket are awaited, or will be."""
+def _is_awaited(ticket: Ticket) -> bool:
+    """Says whether an oversize load waits for a ticket to leave: its bytes are on their way back,
+    or it may leave once it has loaded or is idle."""
     if ticket.state is State.RECLAIMING:
         return not ticket.reclaim_late
     if ticket.state in ON_THE_MOVE:

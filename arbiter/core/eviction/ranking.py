@@ -38,7 +38,7 @@ COST_LEAST_S = 1e-9  # what no request will miss still costs this, so that none 
 
 
 class Ranking:
-    """Keeps the order of one device."""
+    """Keeps the tickets of one device in the order in which they would leave."""
 
     def __init__(self, evict: Callable[[Candidate], Price]) -> None:
         self.evict = evict  # whose order it is
@@ -56,15 +56,17 @@ class Ranking:
         changed = book.take_stale()
         if self._looked != state.now:
             changed.update(TicketId(name) for _, name in self._fading.due(state.now))
-            changed.update(self._in_turn(state))
+            changed.update(self._next_in_turn(state))
             self._looked = state.now
         if 2 * len(changed) > len(self._order):
-            self._put_most(state, book, sorted(changed))
+            self._reprice_most(state, book, sorted(changed))
             return
         for ticket_id in sorted(changed):
-            self._put(state, book, ticket_id)
+            self._reprice(state, book, ticket_id)
 
-    def _in_turn(self, state: CoreState) -> list[TicketId]:
+    def _next_in_turn(self, state: CoreState) -> list[TicketId]:
+        """Returns the tickets whose turn it is to be priced again, because prices drift with time
+        and with turnovers."""
         count = len(self._options)
         unswept = since(self._swept, state.now)
         turned = state.usage.reuse.clock - self._swept_turnovers
@@ -84,24 +86,26 @@ class Ranking:
         del self._turn[-due_count:]
         return in_turn
 
-    def _put_most(self, state: CoreState, book: DeviceAccount, tickets: list[TicketId]) -> None:
-        """Does what `_put` does for each of most tickets: one sort is less than a search for each
-        old place and each new one."""
+    def _reprice_most(self, state: CoreState, book: DeviceAccount, tickets: list[TicketId]) -> None:
+        """Does what `_reprice` does for each of most tickets: one sort is less than a search for
+        each old place and each new one."""
         for ticket_id in tickets:
             self._options.pop(ticket_id, None)
-            self._look_at(state, book, ticket_id)
+            self._price(state, book, ticket_id)
         self._order = sorted(option.place for option in self._options.values() if option)
 
-    def _put(self, state: CoreState, book: DeviceAccount, ticket_id: TicketId) -> None:
+    def _reprice(self, state: CoreState, book: DeviceAccount, ticket_id: TicketId) -> None:
+        """Prices a ticket again and puts it into its place."""
         if old := self._options.pop(ticket_id, None):
             del self._order[bisect_left(self._order, old.place)]
-        if priced := self._look_at(state, book, ticket_id):
+        if priced := self._price(state, book, ticket_id):
             insort(self._order, priced.place)
 
-    def _look_at(
+    def _price(
         self, state: CoreState, book: DeviceAccount, ticket_id: TicketId
     ) -> PricedVictim | None:
-        """Returns the price of a ticket as it is now; None where it has left, or stays anyway."""
+        """Returns the price of a ticket as it is now; None where it has left the device, or may not
+        leave."""
         ticket = book.tickets.get(ticket_id)
         if ticket is None:
             return None

@@ -42,7 +42,7 @@ def on_slept(state: CoreState, ticket: Ticket) -> None:
         kill_and_notify(state, ticket, ticket.leaving_reason)
         return
     if ticket.claimed_sleep is None:
-        ticket.claim_sleep(state.now, inexact.held_at_home(state, ticket))
+        ticket.claim_sleep(state.now, inexact.measured_at_home(state, ticket))
         state.decide(RequestReading(ticket.node))
         state.set_timer(ticket, after(state.now, state.settings.timeouts.reclaim_overdue))
 
@@ -53,9 +53,9 @@ def confirm_sleep(state: CoreState, ticket: Ticket) -> None:
     claimed = ticket.claimed_sleep
     if ticket.state is not State.DRAINING or claimed is None:
         return
-    held = inexact.held_at_home(state, ticket)
+    held = inexact.measured_at_home(state, ticket)
     fallen = claimed.from_bytes - held
-    if fallen < fraction_of(ticket.home_bytes, state.settings.slept_fraction):
+    if fallen < fraction_of(ticket.granted_home_bytes, state.settings.slept_fraction):
         ticket.note_held_since_sleep(state.now, held)
         stands_for = since(claimed.fell_at or state.now, state.now)
         # Where only a total is known, another engine may have taken what this one gave.
@@ -87,11 +87,12 @@ def end_if_never_slept(state: CoreState, ticket: Ticket) -> None:
     it, so perhaps no reading of this epoch saw it fall asleep. An asleep ticket may grow a little;
     a ticket that holds more than about half of what it was granted does not sleep."""
     asleep_most = (
-        ticket.home_bytes - fraction_of(ticket.home_bytes, state.settings.slept_fraction) // 2
+        ticket.granted_home_bytes
+        - fraction_of(ticket.granted_home_bytes, state.settings.slept_fraction) // 2
     )
     if inexact.is_at_home(state, ticket):
         return  # what it holds there is inferred
-    if ticket.state is State.ASLEEP and ticket.at_home_bytes > asleep_most:
+    if ticket.state is State.ASLEEP and ticket.measured_home_bytes > asleep_most:
         _end_failed_sleep(state, ticket, Reason.FAILED)
 
 
@@ -108,7 +109,10 @@ def _end_failed_sleep(state: CoreState, ticket: Ticket, reason: Reason) -> None:
     this epoch."""
     least_fraction = state.settings.slept_fraction
     state.log(
-        EventKind.NOT_ASLEEP, ticket, size=ticket.at_home_bytes, wanted_fraction=least_fraction
+        EventKind.NOT_ASLEEP,
+        ticket,
+        size=ticket.measured_home_bytes,
+        wanted_fraction=least_fraction,
     )
     state.estimates.did_not_sleep(ticket.model_key)
     kill_and_notify(state, ticket, reason)

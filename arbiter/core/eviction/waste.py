@@ -46,7 +46,7 @@ def wasted_bytes(state: CoreState, ticket: Ticket) -> Bytes:
     if not is_known or not settled_bytes(state, ticket):
         return Bytes(0)
     shared = sum(ticket.scratch_in_use(device) for device in ticket.home)
-    return Bytes(max(0, ticket.at_home_bytes - shared - next_grant_bytes(state, ticket)))
+    return Bytes(max(0, ticket.measured_home_bytes - shared - next_grant_bytes(state, ticket)))
 
 
 def note(state: CoreState, ticket: Ticket) -> None:

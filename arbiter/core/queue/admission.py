@@ -14,7 +14,7 @@ from arbiter.core.state import CoreState, Holder, reject_queued
 from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.failed_swaps import note_retried
 from arbiter.core.tickets.loads import note_gave_up
-from arbiter.core.tickets.reclaim import kept_bytes
+from arbiter.core.tickets.reclaim import quarantined_bytes
 from arbiter.core.types import ModelName
 from arbiter.errors import (
     NEVER_JOINED,
@@ -169,8 +169,8 @@ def _wake_refusal(state: CoreState, ticket: Ticket, deadline: Span | None) -> Re
     """Returns the error for a request to wake an asleep ticket; None when it may join the queue."""
     if state.closing_by is not None:
         return ArbiterClosing()
-    if quarantined_bytes := kept_bytes(state, ticket.holder):
-        return HolderQuarantined(ticket.holder, quarantined_bytes)
+    if held_bytes := quarantined_bytes(state, ticket.holder):
+        return HolderQuarantined(ticket.holder, held_bytes)
     return floors.refusal(state, ticket.model_name, deadline)
 
 
@@ -189,8 +189,8 @@ def _refusal(state: CoreState, event: ev.Requested) -> RequestError | None:
         return error
     if event.holder not in state.holders:
         return StaleEpoch(NEVER_JOINED, state.epoch)
-    if quarantined_bytes := kept_bytes(state, event.holder):
-        return HolderQuarantined(event.holder, quarantined_bytes)
+    if held_bytes := quarantined_bytes(state, event.holder):
+        return HolderQuarantined(event.holder, held_bytes)
     role = state.registry.specs[event.capability].role
     pressed = pressure.refusal(state, event.holder, role)
     # Asked in any case, because it notes whether the tenant cools down

@@ -46,13 +46,13 @@ def charge_and_grant(state: CoreState, ticket: Ticket, home: Sizes, waited: Span
     if is_to_be_pinned(state, ticket):
         cap_pins(state, ticket.node)
     state.decide(grant_of(ticket))
-    state.log(EventKind.TICKET_GRANTED, ticket, size=ticket.home_bytes, took=waited)
-    if ticket.need_is_explicit and ticket.home_bytes > ticket.need.device_bytes:
+    state.log(EventKind.TICKET_GRANTED, ticket, size=ticket.granted_home_bytes, took=waited)
+    if ticket.need_is_explicit and ticket.granted_home_bytes > ticket.need.device_bytes:
         declared_bytes = ticket.need.device_bytes
         state.log(
             EventKind.EXPLICIT_TOO_LOW,
             ticket,
-            size=ticket.home_bytes,
+            size=ticket.granted_home_bytes,
             explicit_bytes=declared_bytes,
         )
     if ticket.lease:

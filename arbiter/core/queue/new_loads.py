@@ -2,10 +2,11 @@
 it on the device where it fits, asks victims for the room that it lacks, defers it, or rejects it.
 The walk over the queue, and so the order in which tickets come here, is grant_pass.py.
 
-A ticket that cannot load now does not hold up a later ticket that can, until it has been bypassed 8
-times or has waited 30 s. From then on it is aged: no later ticket is granted on a device that it
-could use, and it asks with the priority of the most urgent ticket that it holds up. Bytes that are
-on their way back for one ticket are promised to it, and not lent to another.
+A ticket that cannot load now does not hold up a later ticket that can, until it has been bypassed
+`Settings.bypass_count` times or has waited for `Timeouts.bypass`. From then on it is aged: no later
+ticket is granted on a device that it could use, and it asks with the priority of the most urgent
+ticket that it holds up. Bytes that are on their way back for one ticket are promised to it, and not
+lent to another.
 """
 
 from arbiter.core.decisions import EventKind
@@ -34,7 +35,7 @@ from arbiter.units import Bytes, DeviceId
 
 
 def place(state: CoreState, pass_: GrantPass, ticket: Ticket, queued: QueueEntry) -> Outcome:
-    """Grants a new load, or asks for the room it lacks."""
+    """Grants a queued ticket whose model must load, or asks victims for the room that it lacks."""
     if ticket.is_prefetch:
         return _place_prefetch(state, pass_, ticket, queued)
     need = need_of(state, ticket, queued, pass_.most_bytes)
@@ -101,7 +102,7 @@ def _place_on_one(
         pass_.promised[promised][ticket.client.tenant] += need
     elif ticket.frees:
         return _take_rest(state, pass_, ticket, queued, devices)
-    elif usable == devices and not _is_closed_to_it_only(state, pass_, ticket, priority):
+    elif usable == devices and not _lacks_more_than_bytes(state, pass_, ticket, priority):
         pass_.memo.note(need, ticket.priority, queued.quota_group)
     return pass_.defer(queued, devices)
 
@@ -123,8 +124,8 @@ def _take_rest(
     queued: QueueEntry,
     devices: list[DeviceId],
 ) -> Outcome:
-    """Has `arbiter free` ask for what there is, once nothing leaves for it any more: a model may
-    have been in use after all."""
+    """Reduces the need of a lease of `arbiter free` to what can be had, once nothing leaves for it
+    any more: a model that was asked to leave may have been in use after all."""
     if any(book.leaving for book in pass_.books.values()):
         return pass_.defer(queued, devices)
     rest = freeing.rest_bytes(state, ticket, pass_.books.values())
@@ -133,16 +134,17 @@ def _take_rest(
     if not rest:
         reject_queued(state, ticket, leases.nothing_to_free())
         return Outcome.REJECTED
-    ticket.need_less(rest)
+    ticket.reduce_need(rest)
     state.queue.stats(ticket.node).note_need(queued, rest, queued.estimates_version)
     return place(state, pass_, ticket, queued)
 
 
-def _is_closed_to_it_only(
+def _lacks_more_than_bytes(
     state: CoreState, pass_: GrantPass, ticket: Ticket, priority: Priority
 ) -> bool:
-    """Says whether pressure keeps it from a device that others may use, or what leaves for others
-    stays for it: that it found no room proves nothing of these."""
+    """Says whether a ticket that found no room may lack it for other reasons than bytes: pressure
+    keeps it from a device that others may use, or a model that leaves for others stays for it. Then
+    it proves nothing of later tickets."""
     return any(
         pressure.is_closed_to(state, ticket, device)
         or _may_be_collated(state, ticket, book, priority)
@@ -154,7 +156,8 @@ def _may_be_collated(
     state: CoreState, ticket: Ticket, book: DeviceAccount, priority: Priority
 ) -> bool:
     """Says whether a model of a device may stay for this asker alone, because both trade places.
-    Where all that is there is more urgent, it stays for every asker that is no more urgent."""
+    Where every model there is more urgent than the asker, each stays for all askers that are no
+    more urgent."""
     askers = state.trades.askers_among(ticket.model_name, book.copies.keys(), state.now)
     return bool(askers) and any(True for _ in victims_no_more_urgent(state, book, priority))
 
@@ -195,7 +198,7 @@ def _place_oversize(
     limits: Limits,
     room: list[DeviceAccount],
 ) -> Outcome:
-    """Grants all that a device can lend once everything idle has left it."""
+    """Grants a ticket all that a device can lend once everything idle has left it."""
     need = limits.need_bytes
     if never := quotas.never_fits(state, ticket.client.tenant, need, limits.most_bytes, pass_.node):
         reject_queued(state, ticket, never)
@@ -214,5 +217,5 @@ def _place_oversize(
     if outcome is not Outcome.NOT_APPLICABLE:
         return outcome
     grant(state, pass_, ticket, queued, home)
-    state.log(EventKind.OVERSIZE, ticket, size=need, granted_bytes=ticket.home_bytes)
+    state.log(EventKind.OVERSIZE, ticket, size=need, granted_bytes=ticket.granted_home_bytes)
     return Outcome.GRANTED

@@ -32,6 +32,8 @@ class State(Enum):
     __hash__ = object.__hash__  # an enum's own is a call of Python, on each look into a table
 
 
+COMING = frozenset({State.QUEUED, State.LOADING})
+AWAKE = frozenset({State.LOADING, State.RESIDENT, State.DRAINING})  # a drain may yet be declined
 LEAVING = frozenset({State.DRAINING, State.RECLAIMING})
 CHARGED = frozenset({State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP, State.RECLAIMING})
 UNCHARGED = tuple(state for state in State if state not in CHARGED)  # compared, not hashed
@@ -204,11 +206,12 @@ class Ticket:
         self.keep_warm = Span(0)
 
     def settle_when_idle(self, settles: bool) -> None:
-        """Has it go down to its floor once it is idle, or no longer so."""
+        """Notes whether it goes down to its floor once it is idle."""
         self.settles = settles
 
     def try_unload(self, tries_count: int) -> None:
-        """Has so many heartbeats decide whether it is unloaded by hand; 0: it is not, or is."""
+        """Has so many heartbeats decide whether it is unloaded by hand. 0: no unload is asked for,
+        or it has been decided on."""
         self.unload_tries_count = tries_count
 
     # -- use -----------------------------------------------------------------------------------
@@ -314,7 +317,7 @@ class Ticket:
         least = {d: min(size, before.get(d, size)) for d, size in foreign.items()}
         self.lease = replace(self.lease, is_measured=is_measured, foreign_before=before | least)
 
-    def need_less(self, size: Bytes) -> None:
+    def reduce_need(self, size: Bytes) -> None:
         """Has a queued lease ask for fewer bytes."""
         self.need = Need(size)
 
@@ -332,7 +335,7 @@ class Ticket:
 
     @property
     def grows_bytes(self) -> Bytes:
-        """Returns what it waits for on top of what it has; 0 when it waits for nothing."""
+        """Returns the bytes that it waits for on top of what it has; 0 when it waits for none."""
         return self.growth.more_bytes if self.growth else Bytes(0)
 
     def ask_growth(self, more: Bytes, until: Instant) -> None:
@@ -424,7 +427,7 @@ class Ticket:
         """Notes the holder's word that it sleeps, and the bytes that must now be seen to fall.
         `held`: measured on its devices now."""
         assert self.revocation is not None
-        before = Bytes(max(self.home_bytes, self.revocation.held_before_bytes, held))
+        before = Bytes(max(self.granted_home_bytes, self.revocation.held_before_bytes, held))
         self.revocation.sleep = ClaimedSleep(now, before, held)
 
     def note_held_since_sleep(self, now: Instant, held: Bytes) -> None:
@@ -471,11 +474,11 @@ class Ticket:
         return self.granted.keys() | self.measured.keys()
 
     @property
-    def home_bytes(self) -> Bytes:
-        """Returns what it was granted while awake, over its devices."""
+    def granted_home_bytes(self) -> Bytes:
+        """Returns the bytes that it was granted while awake, over the devices of its home."""
         return Bytes(sum(self.home.values()))
 
     @property
-    def at_home_bytes(self) -> Bytes:
-        """Returns what it is measured to hold on the devices that it was granted while awake."""
+    def measured_home_bytes(self) -> Bytes:
+        """Returns the bytes that it is measured to hold on the devices of its home."""
         return Bytes(sum(self.measured.get(d, 0) for d in self.home))

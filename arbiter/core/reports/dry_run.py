@@ -327,7 +327,7 @@ class _Outcome:
         """Returns what it would be granted, as far as the pass has computed it."""
         queued = self.copied.queue.find(self.ticket)
         if ticket is not None and ticket.home:
-            return ticket.home_bytes
+            return ticket.granted_home_bytes
         declared_bytes = ticket.need.device_bytes if ticket else self.question.need.device_bytes
         return (queued.need_bytes if queued else None) or declared_bytes
 
@@ -411,7 +411,7 @@ def _resident(state: CoreState, question: PlanQuestion, resident: Ticket) -> Pla
         Answer.NOW,
         question.capability,
         question.model,
-        resident.home_bytes,
+        resident.granted_home_bytes,
         resident.node,
         home,
         none,

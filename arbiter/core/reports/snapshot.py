@@ -15,7 +15,7 @@ from arbiter.core.records.ticket import Sizes, Ticket
 from arbiter.core.residency.loading_share import loading_fraction
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.lendable_devices import is_readable
-from arbiter.core.tickets.reclaim import kept_bytes
+from arbiter.core.tickets.reclaim import quarantined_bytes
 from arbiter.core.types import DeviceBytes, DeviceKind, LeaseConditions, ModelName
 from arbiter.units import (
     Bytes,
@@ -252,7 +252,11 @@ def view_of(state: CoreState, now: Instant) -> StateView:
         cooldowns=tuple(_cooldowns(state, now)),
         holders=tuple(
             HolderView(
-                h.holder, h.node, h.capability, since(h.heard_at, now), kept_bytes(state, name)
+                h.holder,
+                h.node,
+                h.capability,
+                since(h.heard_at, now),
+                quarantined_bytes(state, name),
             )
             for name, h in sorted(state.holders.items())
         ),

@@ -14,22 +14,21 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, LogEvent, Reason, WithdrawLoad
 from arbiter.core.eviction.eviction import revoke
-from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.ticket import AWAKE, COMING, State, Ticket
 from arbiter.core.residency import slabs
 from arbiter.core.state import RETRIED_FOR, AskedLoad, CoreState, reject_queued
 from arbiter.core.tickets.pins import cap_pins
-from arbiter.core.tickets.reclaim import kept_bytes
+from arbiter.core.tickets.reclaim import quarantined_bytes
 from arbiter.core.types import Floor, ModelName
 from arbiter.errors import NotResident, OutsideHours, UnknownCapability, UnknownModel
 from arbiter.units import HolderId, Instant, Span, after, in_seconds, seconds, since
 
-COMING = (State.QUEUED, State.LOADING)
-# A holder finds no plan while the model's files are just being copied, and asks for no ticket then.
+# After so long a load for a floor is asked for again: while a model's files are just being copied,
+# its holder finds no plan for the load and asks for no ticket.
 LOOK_AGAIN = seconds(10)
-# What a holder was asked for longer ago, and did not begin, it could not load.
+# A load that a holder was asked for longer ago, and has not begun, it could not begin.
 ASKED_WITHIN = seconds(60)
-LEAST_RETRY_S = 1.0  # of hours that begin at any moment
-AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # a draining ticket may yet decline
+LEAST_RETRY_S = 1.0  # the least time to ask again, where the hours begin at any moment
 
 
 # -- floors ---------------------------------------------------------------------------------------
@@ -233,7 +232,7 @@ def _from_next(holders: Iterable[HolderId], last_load: AskedLoad | None) -> list
 
 def _is_refused(state: CoreState, holder: HolderId) -> bool:
     """Says whether a holder would be granted nothing now: it is silent, or in quarantine."""
-    return state.is_silent(holder) or kept_bytes(state, holder) > 0
+    return state.is_silent(holder) or quarantined_bytes(state, holder) > 0
 
 
 def enforce(state: CoreState) -> None:

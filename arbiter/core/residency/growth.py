@@ -83,13 +83,13 @@ def _shrink(state: CoreState, ticket: Ticket, devices: Devices) -> None:
     """Reduces a ticket to what its holder says; what it is still measured to hold stays on the
     books."""
     sizes = {part.device: part.size_bytes for part in devices}
-    before = ticket.home_bytes
+    before = ticket.granted_home_bytes
     ticket.note_less_since(None)
     home = {d: min(size, sizes.get(d, size)) for d, size in ticket.home.items()}
     if home == ticket.home:
         return
     _resize(state, ticket, home)
-    less = Bytes(before - ticket.home_bytes)
+    less = Bytes(before - ticket.granted_home_bytes)
     if ticket.grown is None or not ticket.grown.beyond_load_bytes:
         ticket.note_drafter_gone()  # it never grew, or gave that back before
     ticket.note_shrunk(less)
@@ -241,7 +241,7 @@ def _by_share(ticket: Ticket, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes]
     """Divides a total over a ticket's devices, in the proportion of what it has there; the first
     device takes what rounding leaves. Each part comes with its device and the bytes there."""
     home = sorted(ticket.home.items())
-    parts = [total * size // max(1, ticket.home_bytes) for _, size in home]
+    parts = [total * size // max(1, ticket.granted_home_bytes) for _, size in home]
     parts[0] += total - sum(parts)
     return [(item, Bytes(part)) for item, part in zip(home, parts, strict=True)]
 

@@ -24,23 +24,24 @@ def loading_fraction(state: CoreState, book: DeviceAccount, now: Instant) -> flo
 def watch(state: CoreState) -> None:
     """Notes which devices are thrashing, and logs when that changes."""
     for book in state.ledger.books.values():
-        _look_at(state, book)
+        _watch_device(state, book)
 
 
 def watch_loaded(state: CoreState, ticket: Ticket) -> None:
     """Notes whether the devices on which a load has ended are thrashing."""
     for device in ticket.home:
         if book := state.ledger.books.get(device):
-            _look_at(state, book)
+            _watch_device(state, book)
 
 
 def watch_thrashing(state: CoreState) -> None:
     """Notes whether devices that were thrashing still are: time alone can end it."""
     for device in list(state.thrashing):
-        _look_at(state, state.ledger.books[device])
+        _watch_device(state, state.ledger.books[device])
 
 
-def _look_at(state: CoreState, book: DeviceAccount) -> None:
+def _watch_device(state: CoreState, book: DeviceAccount) -> None:
+    """Notes whether a device is thrashing, and logs when that changes."""
     if book.kind not in COMPUTE:
         return
     device, most = book.device, state.settings.loading_most_fraction

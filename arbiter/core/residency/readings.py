@@ -277,7 +277,7 @@ def _learn(state: CoreState, ticket: Ticket) -> None:
     if (ticket.grown and ticket.grown.beyond_load_bytes) or not inexact.teaches(state, ticket):
         return
     shared = sum(ticket.scratch_in_use(device) for device in ticket.home)
-    held = Bytes(ticket.at_home_bytes - shared)
+    held = Bytes(ticket.measured_home_bytes - shared)
     ticket.note_reading(held)
     load = ticket.last_load
     key = ticket.model_key
@@ -295,7 +295,7 @@ def _learn(state: CoreState, ticket: Ticket) -> None:
             ticket,
             size=load.peak_bytes,
             took=load.took,
-            error_bytes=load.peak_bytes - ticket.home_bytes,
+            error_bytes=load.peak_bytes - ticket.granted_home_bytes,
             error_ns=load.took - load.predicted if load.predicted else None,
         )
 

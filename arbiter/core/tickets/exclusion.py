@@ -1,11 +1,9 @@
 """Optional exclusion groups (A11): of a role that is named, one model awake on each node."""
 
-from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.ticket import AWAKE, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.types import ModelName
 from arbiter.units import NodeId
-
-AWAKE = frozenset({State.LOADING, State.RESIDENT, State.DRAINING})
 
 
 def excluded_by(state: CoreState, node: NodeId, role: str, name: ModelName) -> list[Ticket]:

@@ -15,8 +15,9 @@ from arbiter.units import Bytes, TicketId
 def shared(
     state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]
 ) -> dict[TicketId, Sizes]:
-    """Returns the measured bytes, with the total of each such device split by current grants,
-    because the agent does not know which engines sleep."""
+    """Returns the measured bytes of each ticket, where the total of each device of which only a
+    total is known is split by current grants: the agent does not know which engines sleep.
+    `seen_bytes`: as the agent reported them."""
     if not node.inexact:
         return seen_bytes
     exact = {ticket_id: dict(sizes) for ticket_id, sizes in seen_bytes.items()}
@@ -31,16 +32,16 @@ def shared(
 
 
 def is_at_home(state: CoreState, ticket: Ticket) -> bool:
-    """Says whether a ticket computes on such a device."""
+    """Says whether a device of a ticket's home is one of which only a total is known."""
     node = state.nodes.get(ticket.node)
     return node is not None and not node.inexact.isdisjoint(ticket.home)
 
 
-def held_at_home(state: CoreState, ticket: Ticket) -> Bytes:
-    """Returns what is measured on the ticket's devices: its own bytes, or those of all engines
-    where only a total is known."""
+def measured_at_home(state: CoreState, ticket: Ticket) -> Bytes:
+    """Returns the bytes that are measured on the ticket's home: its own, or those of all engines
+    there where only a total is known."""
     if not is_at_home(state, ticket):
-        return ticket.at_home_bytes
+        return ticket.measured_home_bytes
     homes = _homes(state, ticket)
     return Bytes(sum(t.measured.get(b.device, 0) for b in homes for t in b.tickets.values()))
 
@@ -54,4 +55,5 @@ def teaches(state: CoreState, ticket: Ticket) -> bool:
 
 
 def _homes(state: CoreState, ticket: Ticket) -> list[DeviceAccount]:
+    """Returns the accounts of the devices of a ticket's home."""
     return [book for device in ticket.home if (book := state.ledger.books.get(device))]

@@ -41,7 +41,7 @@ def refusal(
     if overdue := _overdue(state, terms.tenant):
         return HolderQuarantined(event.holder, overdue)
     unlawful = _unlawful(state, event, terms)
-    if unlawful or terms.frees or terms.on_host:  # of no tenant, whom a cap would bind
+    if unlawful or terms.frees or terms.on_host:  # these are of no tenant, so no cap binds them
         return unlawful
     return _over_cap(state, event, terms)
 
@@ -49,6 +49,8 @@ def refusal(
 def _unlawful(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> LeaseRefused | None:
+    """Returns the error for a lease whose size, term or notice is out of bounds; None when none
+    is."""
     term_most = state.settings.lease_term_most
     notice_most = state.settings.lease_notice_most
     if event.need.device_bytes <= 0:
@@ -63,7 +65,7 @@ def _unlawful(
 
 
 def nothing_to_free() -> LeaseRefused:
-    """Returns the error of `arbiter free` where there is nothing to be had."""
+    """Returns the error of `arbiter free` where nothing can be had."""
     why = (
         "cannot be had: nothing is free there, and nothing idle may leave; `arbiter status` shows"
         " what stays"
@@ -74,7 +76,9 @@ def nothing_to_free() -> LeaseRefused:
 def _over_cap(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> QuotaExceeded | None:
-    has = Bytes(sum(_weight(state, t) for t in _of(state, terms.tenant)))
+    """Returns the error for a lease beyond what one tenant may lease in all; None when it is
+    within."""
+    has = Bytes(sum(_capped_bytes(state, t) for t in _leases_of(state, terms.tenant)))
     wants = event.need.device_bytes
     bound = tenant_cap(state)
     if has + wants <= bound:
@@ -82,9 +86,10 @@ def _over_cap(
     return QuotaExceeded(terms.tenant, has, wants, bound, "bytes")
 
 
-def _weight(state: CoreState, ticket: Ticket) -> Bytes:
-    """Returns what counts against the tenant's cap. Queued leases count as well, or a tenant could
-    fill the whole queue; the RAM of a process beside a GPU does not count."""
+def _capped_bytes(state: CoreState, ticket: Ticket) -> Bytes:
+    """Returns the bytes of a lease that count against its tenant's cap. Queued leases count as
+    well, or a tenant could fill the whole queue; the RAM of a process beside a GPU does not
+    count."""
     return ticket.need.device_bytes if ticket.state is State.QUEUED else device_bytes(state, ticket)
 
 
@@ -96,7 +101,7 @@ def tenant_cap(state: CoreState) -> Bytes:
     return fraction_of(Bytes(lent), state.settings.lease_tenant_fraction)
 
 
-def _of(state: CoreState, tenant: str) -> Iterator[Ticket]:
+def _leases_of(state: CoreState, tenant: str) -> Iterator[Ticket]:
     """Yields a tenant's leases."""
     for ticket in state.ledger.leases():
         if ticket.lease and ticket.lease.terms.tenant == tenant:
@@ -105,7 +110,7 @@ def _of(state: CoreState, tenant: str) -> Iterator[Ticket]:
 
 def _overdue(state: CoreState, tenant: str) -> Bytes:
     """Returns the bytes of leases that are over and whose process has not given them back."""
-    return Bytes(sum(device_bytes(state, t) for t in _of(state, tenant) if t.reclaim_late))
+    return Bytes(sum(device_bytes(state, t) for t in _leases_of(state, tenant) if t.reclaim_late))
 
 
 def new_ticket(
@@ -157,7 +162,7 @@ def begin(state: CoreState, ticket: Ticket) -> None:
     lessees.note_begun(state, ticket)
     state.evicted_for.pop((ticket.holder, ticket.model), None)
     state.set_timer(ticket, notice_given_at(ticket))
-    size = ticket.home_bytes
+    size = ticket.granted_home_bytes
     tenant = terms.tenant
     state.log(EventKind.LEASE_GRANTED, ticket, size=size, took=terms.term, tenant=tenant)
 

@@ -68,7 +68,7 @@ def learn_failure(state: CoreState, ticket: Ticket, cause: str, out_of_memory: b
     other failure cools the model down and refuses every ticket that waits for it."""
     state.log(EventKind.LOAD_FAILED, ticket, cause=cause, out_of_memory=out_of_memory)
     if out_of_memory:
-        held = Bytes(max(ticket.home_bytes, ticket.at_home_bytes))
+        held = Bytes(max(ticket.granted_home_bytes, ticket.measured_home_bytes))
         state.estimates.ran_out(ticket.model_key, held)
         if ticket.attempt == 1:
             state.failures.pop(ticket.model_name, None)
@@ -94,7 +94,7 @@ def note_cause(state: CoreState, event: ev.LoadBroke) -> None:
     if ticket is None:
         return
     if event.out_of_memory:
-        state.estimates.ran_out(ticket.model_key, ticket.home_bytes)
+        state.estimates.ran_out(ticket.model_key, ticket.granted_home_bytes)
     failure = state.failures.get(ticket.model_name)
     if failure and event.out_of_memory and ticket.attempt == 1:
         del state.failures[ticket.model_name]

@@ -77,6 +77,8 @@ def on_timer(state: CoreState, ticket: Ticket) -> None:
 
 
 def _quarantine(state: CoreState, ticket: Ticket) -> None:
+    """Puts the holder of a ticket whose bytes are not back in time into quarantine, and refuses its
+    queued tickets."""
     ticket.note_late_reclaim()
     state.mark_dirty(ticket.node)  # its bytes are not counted on any more
     charged_bytes = charged(ticket)
@@ -102,14 +104,15 @@ def is_counted_on(leaving: Ticket) -> bool:
     return leaving.state is State.DRAINING or not leaving.reclaim_late
 
 
-def kept_bytes(state: CoreState, holder: HolderId) -> Bytes:
-    """Returns what a holder in quarantine has not given back; 0: it is not in quarantine."""
+def quarantined_bytes(state: CoreState, holder: HolderId) -> Bytes:
+    """Returns the bytes that a holder in quarantine has not given back; 0 where the holder is not
+    in quarantine."""
     stuck = [t for t in state.ledger.holding(holder).values() if t.reclaim_late]
     return Bytes(sum(charged(t) for t in stuck))
 
 
 def charged(ticket: Ticket) -> Bytes:
-    """Returns what a ticket is charged on all its devices."""
+    """Returns the bytes that a ticket is charged, over all its devices."""
     return Bytes(sum(ticket.charge(d) for d in ticket.devices))
 
 
