@@ -108,12 +108,12 @@ class Arbiter:
         return self._state.stale_count
 
     def has_joined(self, holder: HolderId) -> bool:
-        """Says whether a holder has joined and does not count as dead since."""
+        """Says whether a holder has joined this epoch and has not been lost since."""
         return holder in self._state.holders
 
     @property
     def awaited(self) -> frozenset[HolderId]:
-        """Returns the holders of the last epoch that are not back."""
+        """Returns the holders of the last epoch that are expected back and have not joined."""
         return frozenset(self._state.awaited)
 
     @property
@@ -132,14 +132,14 @@ class Arbiter:
         return ticket.holder if ticket else None
 
     def lease_history(self, ticket_id: TicketId) -> types.LeaseHistory:
-        """Returns what the next epoch must know of a lease; nothing where it is not on the
-        books."""
+        """Returns what the next epoch must know of a lease; `NO_HISTORY` for a ticket that is not
+        on the books."""
         ticket = self._state.ledger.find(ticket_id)
         return lessees.history_of(self._state, ticket) if ticket else types.NO_HISTORY
 
     def check_grant(self, ticket_id: TicketId, node: NodeId) -> types.GrantCheck:
-        """Says whether an engine may be spawned under this ticket on this node (A3). A lease has no
-        engine."""
+        """Says whether an engine may be spawned under this ticket on this node (A3). Under a lease
+        none may."""
         state = self._state
         ticket = self._state.ledger.find(ticket_id)
         if ticket is None:
@@ -164,7 +164,7 @@ class Arbiter:
         return tuple(sorted(self._state.nodes))
 
     def nodes_with_copy(self, key: str) -> tuple[NodeId, ...]:
-        """Returns the nodes whose agents told of a copy with that key."""
+        """Returns the nodes whose agents have told of a copy of model files with that key."""
         nodes = self._state.nodes.items()
         return tuple(n for n, node in sorted(nodes) if any(c.key == key for c in node.copies))
 
@@ -191,7 +191,8 @@ class Arbiter:
 
     @property
     def hours(self) -> frozenset[str]:
-        """Returns the hours of models and of batch work (C13), of which `HoursRead` is to tell."""
+        """Returns the hours, as text, of all models and of batch work (C13): the shell tells the
+        core by `HoursRead` which are open."""
         registry = self._state.registry
         named = {
             *registry.hours.values(),
@@ -213,7 +214,7 @@ class Arbiter:
 
     @property
     def request_times(self) -> dict[tuple[str, str], HistogramCounts]:
-        """Returns how long requests took that ended in this life (K2), by capability and
+        """Returns how long the requests took that have ended in this epoch (K2), by capability and
         outcome."""
         return {name: taken.read() for name, taken in self._state.request_times.items()}
 
@@ -225,7 +226,7 @@ class Arbiter:
 
     @property
     def learned_changes_count(self) -> int:
-        """Rises with each change of what `export_learned` returns."""
+        """Returns a count that rises with each change of what `export_learned` returns."""
         return self._state.estimates.changes_count
 
     def learned_since(self, count: int) -> tuple[list[dict[str, Any]], list[ModelKey]]:
@@ -280,19 +281,20 @@ class Arbiter:
             self._state.removing[types.ModelName(capability, model)] = None
 
     def restore_removed(self, ages_s: dict[str, float]) -> None:
-        """Takes back how many seconds ago each tenant was removed (E6)."""
+        """Takes back how many seconds ago each tenant of `ages_s` was removed (E6)."""
         for tenant, age_s in ages_s.items():
             self._state.accounts.note_removed(tenant, after(self._state.now, seconds(-age_s)))
 
     def export_removed_models(self) -> list[list[Any]]:
-        """Returns rows of capability, model and when it was removed, of which agents that appear
-        are told (D9); `restore_removed_models` reads them back. Instants are as in
+        """Returns rows of capability, model and the instant of its removal, of models that agents
+        which appear are told of (D9); `restore_removed_models` reads them back. Instants are as in
         `export_usage`."""
         return [[*name, at] for name, at in sorted(self._state.removed_models.items())]
 
     def restore_removed_models(self, rows: list[list[Any]]) -> None:
-        """Takes back the rows of `export_removed_models`; what is later than now is of a clock
-        that has begun anew. Comes after `restore_usage`, which may be of before the removal."""
+        """Takes back the rows of `export_removed_models`. An instant later than now is of a clock
+        that has begun anew since, and counts as now. Called after `restore_usage`, whose rows may
+        be older than the removal."""
         for capability, model, at in rows:
             name = types.ModelName(capability, model)
             self._state.removed_models[name] = min(Instant(at), self._state.now)
@@ -300,7 +302,7 @@ class Arbiter:
 
 
 def _handle_on(copied: CoreState, event: ev.Event, now: Instant) -> list[Decision]:
-    """Handles an event on a copy of the state."""
+    """Handles an event on a copy of the state, for a dry run."""
     twin = object.__new__(Arbiter)
     twin._state = copied
     return twin.handle(event, now)

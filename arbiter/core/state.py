@@ -264,8 +264,8 @@ class CoreState:
         self.decide(LogEvent(kind, data, ticket_id, size, took))
 
     def answer_error_finally(self, ticket_id: TicketId, error: RequestError) -> None:
-        """Answers a ticket with an error for good: asking again under this ticket repeats it. What
-        is kept is another than what an asker raises."""
+        """Answers a ticket with an error for good: asking again under this ticket repeats the
+        error. A copy that was never raised is kept (`ArbiterError.unraised`)."""
         self.keep_answer(ticket_id, error.unraised())
         self.answer_error(ticket_id, error)
 
@@ -273,8 +273,9 @@ class CoreState:
         self, holder: HolderId, name: types.ModelName, retry_after_s: float | None
     ) -> None:
         """Notes that a holder was refused a model, which it may have been asked to load. No client
-        is there to ask for such a load again, so it is asked for after the refusal's time, for
-        `RETRIED_FOR` at most: what is wanted keeps a replica. A prefetch is over."""
+        is there to ask again for such a load, so the core asks again once the refusal's time is
+        over, for `RETRIED_FOR` at most: a model that is wanted keeps a replica. A prefetch is not
+        asked for again."""
         load = self.asked_loads.get(name)
         if load is None or load.holder != holder:
             return
@@ -322,8 +323,9 @@ class CoreState:
 
     @property
     def gave_up_waiting(self) -> bool:
-        """Says whether holders of the last epoch that are not back count as dead. Grants wait less
-        long: on a busy machine a holder comes back after them and finds its engines still there."""
+        """Says whether holders of the last epoch that are not back count as dead. Grants begin
+        sooner than that: on a busy machine a holder may come back after the first grants, and finds
+        its engines still there."""
         lost_at = after(self.began_at, self.settings.timeouts.lost)
         return self.now >= (lost_at if self.awaited else self.settled_at)
 
@@ -336,7 +338,8 @@ class CoreState:
         return is_awaited or self.now < after(self.began_at, self.settings.timeouts.rejoin)
 
     def is_silent(self, holder: HolderId) -> bool:
-        """Says whether a holder was not heard for so long that a grant would only lie there."""
+        """Says whether nothing was heard of a holder for so long that it would not take up a
+        grant."""
         known = self.holders.get(holder)
         return known is None or self.now - known.heard_at >= self.settings.timeouts.silent
 
@@ -377,7 +380,8 @@ class CoreState:
         self.ledger.mark_dirty(*nodes)
 
     def dirty_nodes(self) -> list[NodeId]:
-        """Returns, sorted, where something may be decided now that could not be before."""
+        """Returns the nodes, sorted, on which something may be decided now that could not be
+        before."""
         dirty = self.ledger.dirty | self.queue.dirty
         return sorted(dirty) if dirty else []
 
@@ -402,7 +406,7 @@ class CoreState:
     # -- small moves that several rules share ---------------------------------------------------
 
     def set_timer(self, ticket: Ticket, at: Instant) -> None:
-        """Has the time rule of a ticket run at this time."""
+        """Has the time rules of a ticket run at this instant."""
         self.timers.set(("ticket", ticket.id), at)
 
     def move(
@@ -432,21 +436,21 @@ class CoreState:
         self.note_active(ticket.capability)
 
     def note_active(self, capability: str) -> None:
-        """Keeps the replicas of a capability wanted for a while; the shell is woken when that is
-        over."""
+        """Notes that a capability was active now, so that its replicas stay wanted for
+        `downscale_to_zero`. The shell is woken when that is over."""
         self.active[capability] = self.now
         if spec := self.registry.specs.get(capability):
             self.timers.set(("scale", capability), after(self.now, spec.downscale_to_zero))
 
     def note_uses(self, ticket: Ticket, times_count: int) -> None:
-        """Counts so many uses of a ticket's model, for rates, for habits, and for prefetches."""
+        """Counts uses of a ticket's model, for rates, for habits, and for prefetches."""
         name = ticket.model_name
         self.usage.note_uses(name, times_count, self.now)
         if self.settings.preload != "off":
             self.uses_this_event.append((name, ticket.node))
 
     def note_loaded(self, ticket: Ticket) -> None:
-        """Counts the bytes of a load or a wake among those by which turnovers are told."""
+        """Counts the bytes of a load or a wake, by which the clock of turnovers goes on."""
         if lent_bytes := self.ledger.lent_bytes:
             self.usage.reuse.loaded(ticket.granted_home_bytes / lent_bytes)
 
@@ -459,7 +463,8 @@ class CoreState:
             self.queue.drop(ticket.id)
 
     def unqueue(self, ticket: Ticket) -> None:
-        """Takes a ticket out of the queue: nothing waits for it any more."""
+        """Takes a ticket that stays on the books out of the queue, because no caller waits for it
+        any more."""
         self.drop_queued(ticket)
         self.ledger.touch(ticket)
         self.set_timer(ticket, self.now)

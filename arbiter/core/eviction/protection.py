@@ -11,9 +11,9 @@ from arbiter.units import Instant, Span, after, since
 
 
 def grows_until(state: CoreState, ticket: Ticket, priority: Priority) -> Instant:
-    """Returns until when a resident that waits for more memory (A14) stays: for as long as it may
-    wait, if the asker, which asks with `priority`, is no more urgent. Growth comes before the
-    queue."""
+    """Returns until when a resident that waits for more memory (A14) is protected: for as long as
+    it may wait, if the asker, which asks with `priority`, is no more urgent. Growth comes before
+    the queue."""
     if ticket.id not in state.growing or ticket.growth is None or priority < ticket.priority:
         return state.now
     return ticket.growth.until
@@ -33,8 +33,8 @@ def min_residency_ends(state: CoreState, ticket: Ticket) -> Instant:
 
 
 def _residency_loads(state: CoreState, ticket: Ticket) -> float:
-    """Returns for how many times its load a model stays. Where a device spends too much of its time
-    loading (C13), as many as keep the share of loads within the bound."""
+    """Returns for how many times its load a model stays. On a device that is thrashing (C13), as
+    many as keep the share of loads within the bound."""
     usual = state.settings.min_residency_loads
     if not any(d in state.thrashing for d in ticket.home):
         return usual
@@ -52,9 +52,9 @@ def collated_until(state: CoreState, ticket: Ticket, asker: Ticket) -> Instant:
 
 
 def collation_bound(state: CoreState, ticket: Ticket, asker: Ticket) -> Instant:
-    """Returns until when an asker waits for a model with which it trades places, at most: no longer
-    than half of the time that its deadline leaves. A request that gave up and asks again goes on
-    with its wait. Now where they do not trade."""
+    """Returns until when an asker waits at most for a model with which its own trades places: no
+    longer than half of the time that its deadline leaves; now where the two do not trade. A request
+    that gave up and asks again goes on with its wait."""
     if not state.trades.has_left_for(asker.model_name, ticket.model_name, state.now):
         return state.now
     return trade_bound(state, ticket.capability, asker)
@@ -78,7 +78,8 @@ def trade_bound(state: CoreState, capability: str, asker: Ticket) -> Instant:
 
 
 def pause_ends(state: CoreState, ticket: Ticket) -> Instant:
-    """Returns until when an idle resident may be expected to be asked again (C13)."""
+    """Returns until when an idle resident may be expected to be asked again by its own users
+    (C13)."""
     settings = state.settings
     load = ticket.load
     assert load is not None  # as in min_residency_ends
