@@ -231,7 +231,7 @@ def find_processes() -> tuple[int, dict[int, procfs.Process]]:
 
 
 def _is_same(all_processes: dict[int, procfs.Process], pid: int, ticks: int) -> bool:
-    """Says whether a process that was listed by pid is the one that started at `ticks`."""
+    """Says whether the process that was listed under a pid started at `ticks`."""
     process = all_processes.get(pid)
     return process is not None and process.start_ticks == ticks
 

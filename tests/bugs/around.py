@@ -499,7 +499,7 @@ BUGS = [
     Bug("an agent that hangs is asked the same without end", "arbiter/server/node_agents.py", "RayAgents._send_once",
         "key not in self._pending",
         "True"),
-    Bug("a report to an earlier epoch counts as heard beside another", "arbiter/node/reports.py", "Reports.say",
+    Bug("a report to an earlier epoch counts as heard beside another", "arbiter/node/reports.py", "Reports.send",
         "epoch != sent",
         "epoch != self._epoch"),
     Bug("a Ray that hangs takes a thread of the agent with each report", "arbiter/node/reports.py", "Reports._reach_arbiter",

@@ -33,7 +33,7 @@ BUGS = [
     Bug("a second end brings back what is still listed", "arbiter/node/reports.py", "Reports.note_ended",
         "set(pids) | self._returning.pop(ticket, set())",
         "set(pids)"),
-    Bug("devices that changed are not told", "arbiter/node/reports.py", "Reports.say",
+    Bug("devices that changed are not told", "arbiter/node/reports.py", "Reports.send",
         "self._told not in (None, tells)",
         "False"),
     Bug("only the first process of the dead is looked for", "arbiter/node/children.py", "Children.note",

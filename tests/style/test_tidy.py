@@ -43,7 +43,7 @@ SLOW_LIBRARIES = {"torch", "transformers", "vllm", "diffusers", "sentence_transf
 UNITS = ("_bytes", "_ns", "_s", "_fraction", "_count", "_loads", "_ticks", "_micros")
 UNITLESS = {
     "inflight", "attempt", "rank", "role_rank", "turn", "position", "times", "waiting", "bound",
-    "status_code", "sequence", "version",
+    "status_code", "sequence", "version", "estimates_version",
     "pid", "parent", "group", "session", "fd",  # the kernel's names of things
 }  # fmt: skip
 # How a value came: `reply`, `message`, `request` or `event` would say what it is.

@@ -137,7 +137,7 @@ def _freeze(state: CoreState) -> bytes:
     bare.answers = OrderedDict((t, state.answers[t]) for t in named)
     bare.evictions = EvictionHistory()
     bare.foresight = None  # a function of the replay around this state
-    bare.out = []
+    bare.decisions = []
     frozen = io.BytesIO()
     _Freezer(frozen, state.policies).dump(bare)
     return frozen.getvalue()

@@ -13,7 +13,7 @@ from arbiter.core.records.accounts import byte_seconds
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Sizes, Ticket
 from arbiter.core.residency.loading_share import loading_fraction
-from arbiter.core.state import CoreState, Node
+from arbiter.core.state import CoreState, Holder, Node
 from arbiter.core.tickets.lendable_devices import is_readable
 from arbiter.core.tickets.reclaim import quarantined_bytes
 from arbiter.core.types import DeviceBytes, DeviceKind, LeaseConditions, ModelName
@@ -250,16 +250,7 @@ def view_of(state: CoreState, now: Instant) -> StateView:
         tickets=tuple(_ticket(state, ticket, now) for ticket in state.ledger.tickets()),
         queue=tuple(_queue(state, now)),
         cooldowns=tuple(_cooldowns(state, now)),
-        holders=tuple(
-            HolderView(
-                h.holder,
-                h.node,
-                h.capability,
-                since(h.heard_at, now),
-                quarantined_bytes(state, name),
-            )
-            for name, h in sorted(state.holders.items())
-        ),
+        holders=tuple(_holder(state, holder, now) for _, holder in sorted(state.holders.items())),
         floors=tuple(FloorView(*n, floor.value) for n, floor in sorted(state.all_floors().items())),
         tenants=tuple(_tenant(state, name, now) for name in sorted(state.tenants)),
         clients=tuple(_clients(state, now)),
@@ -291,6 +282,12 @@ def view_of(state: CoreState, now: Instant) -> StateView:
             for copy in node.copies
         ),
     )
+
+
+def _holder(state: CoreState, holder: Holder, now: Instant) -> HolderView:
+    kept = quarantined_bytes(state, holder.holder)
+    silence = since(holder.heard_at, now)
+    return HolderView(holder.holder, holder.node, holder.capability, silence, kept)
 
 
 def _slabs(name: NodeId, node: Node) -> Iterator[SlabView]:

@@ -280,7 +280,7 @@ def take_over(state: CoreState, ticket: Ticket, client: Client) -> None:
 
 def _may_change_hands(state: CoreState, ticket: Ticket, to: str) -> bool:
     """Says whether a ticket may go on the account of tenant `to`: neither the maximum of that
-    tenant nor the reserve of the one that has it would be broken."""
+    tenant nor the reserve of the present tenant would be broken."""
     if not state.tenants:
         return True
     size = device_bytes(state, ticket)
