@@ -86,6 +86,8 @@ def advance(state: CoreState) -> None:
 
 
 def _note_freed(state: CoreState, run: Compaction) -> None:
+    """Takes the models that are being freed further: those whose bytes are back are to be loaded
+    again, and those that stay after all are left alone."""
     for ticket_id, item in list(run.freeing.items()):
         ticket = state.ledger.find(ticket_id)
         if ticket is None and item.holder not in state.holders:
@@ -141,6 +143,7 @@ def _is_coming(state: CoreState, item: CompactedTicket) -> bool:
 
 
 def _tickets_of(state: CoreState, item: CompactedTicket) -> list[Ticket]:
+    """Returns the tickets of a freed model's holder for that model."""
     return [t for t in state.ledger.held_by(item.holder) if t.model_name == item.name]
 
 

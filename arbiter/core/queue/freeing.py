@@ -50,6 +50,8 @@ def rest_bytes(state: CoreState, asker: Ticket, books: Iterable[DeviceAccount]) 
 def _attainable_bytes(
     state: CoreState, book: DeviceAccount, asker: Ticket, by: Instant | None
 ) -> int:
+    """Returns how many bytes of a device a lease of `arbiter free` can have: what is free and what
+    idle tickets hold that may leave in time. `by`: when the lease's wait ends."""
     tenant = asker.client.tenant
     reserved_bytes = quotas.reserved_for_others(quotas.reserves(state), book, tenant)
     spare = quotas.ReserveSlack(state, book, tenant)

@@ -142,6 +142,8 @@ class Accounts:
         return account
 
     def _fold(self, held: Counter[Client], now: Instant) -> None:
+        """Adds the oldest accounts beyond `most_count` that hold nothing to the row of their
+        tenant."""
         if len(self.rows) <= self.most_count:
             return
         idle = [c for c in self.rows if c.name and not held[c]]

@@ -189,6 +189,7 @@ class Estimates:
         return self._size(key, need, need_is_explicit, settled).device_bytes
 
     def _size(self, key: ModelKey, need: Need, need_is_explicit: bool, peak: Bytes) -> Estimate:
+        """Returns what a load takes if `peak` were the highest peak ever measured."""
         size_bytes = need.device_bytes
         source = "explicit"
         if not need_is_explicit:

@@ -399,6 +399,8 @@ def _charged_on(ledger: Ledger) -> dict[DeviceId, set[TicketId]]:
 
 
 def _audit_book(book: DeviceAccount, charged: set[TicketId]) -> None:
+    """Checks the account of a device against the tickets that are charged there. Raises
+    LedgerBroken."""
     device = book.device
     if charged != book.tickets.keys():
         raise LedgerBroken(f"{device}: index {sorted(book.tickets)} != {sorted(charged)}")

@@ -75,6 +75,7 @@ class Registry:
         self._index()
 
     def _index(self) -> None:
+        """Computes what is looked up from the table and what Python registered."""
         self.specs = {}
         self._models = {}
         self.pinning = set()
@@ -88,6 +89,7 @@ class Registry:
         self.on_device = [name for name, floor in floors if floor is Floor.DEVICE]
 
     def _put(self, spec: CapabilitySpec) -> None:
+        """Adds one capability to what is looked up."""
         self.specs[spec.name] = spec
         self._models[spec.name] = {model.name: model for model in spec.models}
         if any(model.pinned for model in spec.models):

@@ -59,7 +59,7 @@ class _Attempt:
 
 def plan(state: CoreState, question: PlanQuestion, now: Instant, step: Step) -> Plan:
     """Returns what the request would bring about at `now`. `state` stays as it is."""
-    resident = _present(state, question)
+    resident = _find_ticket(state, question)
     if resident and resident.state is State.RESIDENT and resident.id not in state.queue:
         return _resident(state, question, resident)
     attempts = _attempts(state, question, resident)
@@ -88,8 +88,9 @@ def _rank(candidate: Plan) -> tuple[int, int, int]:
 # -- who asks, and the copy ------------------------------------------------------------------------
 
 
-def _present(state: CoreState, question: PlanQuestion) -> Ticket | None:
-    """Returns the ticket of the model that a request would find, the readiest first."""
+def _find_ticket(state: CoreState, question: PlanQuestion) -> Ticket | None:
+    """Returns the ticket that a request for this model would find, that which is soonest ready;
+    None when there is none."""
     order = (State.RESIDENT, State.LOADING, State.ASLEEP, State.QUEUED, State.DRAINING)
     tickets = [
         t
@@ -103,8 +104,8 @@ def _present(state: CoreState, question: PlanQuestion) -> Ticket | None:
 
 
 def _attempts(state: CoreState, question: PlanQuestion, resident: Ticket | None) -> list[_Attempt]:
-    """Returns the holders and nodes that the request could go to, those with the most room
-    first."""
+    """Returns the holders and nodes that the request could go to, those with the most room first:
+    holders that have joined, or where there is none a new holder on each node."""
     if resident is not None:
         return [_Attempt(resident.holder, resident.node, False)]
     able: dict[NodeId, _Attempt] = {}
@@ -114,8 +115,8 @@ def _attempts(state: CoreState, question: PlanQuestion, resident: Ticket | None)
         if is_asked and is_able and (question.holder or not state.is_silent(holder.holder)):
             able.setdefault(holder.node, _Attempt(holder.holder, holder.node, False))
     nodes = [n for n in sorted(state.nodes) if question.node in (None, n)]
-    fresh = [_Attempt(question.holder or HOLDER, node, True) for node in nodes]
-    return sorted([*able.values()] or fresh, key=lambda a: _by_room(state, question, a.node))
+    unjoined = [_Attempt(question.holder or HOLDER, node, True) for node in nodes]
+    return sorted([*able.values()] or unjoined, key=lambda a: _by_room(state, question, a.node))
 
 
 def _by_room(state: CoreState, question: PlanQuestion, name: NodeId) -> tuple[bool, int, NodeId]:
@@ -187,7 +188,7 @@ def _try(
     now: Instant,
     step: Step,
 ) -> Plan:
-    """Gives one copy the request, from one attempt."""
+    """Gives the request to one copy of the state, from one attempt, and returns what came of it."""
     copied: CoreState = _Thawer(frozen, state.policies).load()
     copied.foresight = state.foresight
     if attempt.is_new:
@@ -196,12 +197,13 @@ def _try(
     ticket_id, need = (resident.id, resident.need) if resident else (TICKET, question.need)
     request = _request(question, attempt, ticket_id, need)
     decisions = step(copied, request, now)
-    return _Outcome(state, copied, question, attempt, request.ticket, decisions).plan()
+    return _AttemptResult(state, copied, question, attempt, request.ticket, decisions).plan()
 
 
 def _request(
     question: PlanQuestion, attempt: _Attempt, ticket_id: TicketId, need: types.Need
 ) -> ev.Requested:
+    """Returns the event by which the request reaches the core."""
     return ev.Requested(
         ticket_id,
         attempt.holder,
@@ -221,8 +223,8 @@ def _request(
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
-    """Reads an answer from what the copy has decided."""
+class _AttemptResult:
+    """Makes a plan from what the copy of one attempt has decided."""
 
     state: CoreState  # as it is
     copied: CoreState  # as it would be
@@ -243,15 +245,16 @@ class _Outcome:
         if victims := tuple(self._victims()):
             return self._evicting(ticket, victims)
         sentences = explain(self.copied, self.ticket, self.copied.now).sentences
-        return self._with_seat(
+        return self._plan(
             Answer.NOT_BEFORE, sentences=sentences, wait=self._wait(ticket), ticket=ticket
         )
 
     def _granted(self, grant: Grant) -> Plan:
+        """Returns the plan of a request that is granted at once."""
         ticket = self.copied.ledger.find(self.ticket)
         assert ticket is not None
         on = ", ".join(f"{human(d.size_bytes)} on {d.device}" for d in grant.devices)
-        return self._with_seat(
+        return self._plan(
             Answer.NOW,
             sentences=(f"Now: {on}; nothing leaves for it.",),
             wait=Span(0),
@@ -261,13 +264,15 @@ class _Outcome:
         )
 
     def _refused(self, error: RequestError) -> Plan:
+        """Returns the plan of a request that is refused, for now or for good."""
         passes = error.retry_after_s is not None and not _is_beyond_bound(error)
         wait = span_of(error.retry_after_s) if passes and error.retry_after_s else None
         answer = Answer.NOT_BEFORE if passes else Answer.NEVER
-        return self._with_seat(answer, sentences=(f"{error}.",), wait=wait, code=error.code)
+        return self._plan(answer, sentences=(f"{error}.",), wait=wait, code=error.code)
 
     def _evicting(self, ticket: Ticket, victims: tuple[PlanVictim, ...]) -> Plan:
-        return self._with_seat(
+        """Returns the plan of a request for which others leave."""
+        return self._plan(
             Answer.AFTER_EVICTING,
             sentences=tuple(victim_sentence(v) for v in victims),
             wait=self._wait(ticket),
@@ -276,7 +281,7 @@ class _Outcome:
             ticket=ticket,
         )
 
-    def _with_seat(
+    def _plan(
         self,
         answer: Answer,
         *,
@@ -288,6 +293,8 @@ class _Outcome:
         code: str | None = None,
         ticket: Ticket | None = None,
     ) -> Plan:
+        """Returns a plan of this attempt. `ticket`: the request's, in the copy; None where it was
+        refused."""
         if load is None:
             load = wait_estimate.load_span(self.copied, ticket) if ticket else Span(0)
         stays = self._stays(ticket)
@@ -324,7 +331,8 @@ class _Outcome:
         )
 
     def _need(self, ticket: Ticket | None) -> Bytes:
-        """Returns what it would be granted, as far as the pass has computed it."""
+        """Returns the bytes that the request would be granted, as far as the grant pass has
+        computed them."""
         queued = self.copied.queue.find(self.ticket)
         if ticket is not None and ticket.home:
             return ticket.granted_home_bytes
@@ -353,6 +361,8 @@ class _Outcome:
         return (types.DeviceBytes(devices[0], self._need(ticket)),)
 
     def _victims(self) -> Iterator[PlanVictim]:
+        """Yields the models that would leave for the request: those revoked, and prefetches
+        abandoned."""
         events = [d for d in self.decisions if isinstance(d, LogEvent)]
         revoked = [
             d.ticket
@@ -377,6 +387,7 @@ class _Outcome:
         return tuple(types.DeviceBytes(d, ticket.charge(d)) for d in devices)
 
     def _victim(self, before: Ticket) -> PlanVictim:
+        """Describes a model that would leave, as it is before that."""
         state = self.state
         left = self.copied.ledger.find(before.id)
         sleeps = left is not None and left.revocation and left.revocation.to is Tier.ASLEEP
@@ -404,6 +415,7 @@ def _is_beyond_bound(error: RequestError) -> bool:
 
 
 def _resident(state: CoreState, question: PlanQuestion, resident: Ticket) -> Plan:
+    """Returns the plan of a request whose model is resident."""
     home = tuple(types.DeviceBytes(d, size) for d, size in sorted(resident.home.items()))
     sentences = (f"It is resident ({resident.id}), and serves at once.",)
     none: tuple[PlanVictim, ...] = ()
@@ -427,6 +439,7 @@ def _resident(state: CoreState, question: PlanQuestion, resident: Ticket) -> Pla
 def _waiting(
     question: PlanQuestion, node: NodeId | None, wait: Span | None, sentences: tuple[str, ...]
 ) -> Plan:
+    """Returns the plan of a request that no attempt could be made for."""
     return Plan(
         Answer.NOT_BEFORE,
         question.capability,

@@ -106,6 +106,8 @@ def explain(state: CoreState, ticket_id: TicketId, now: Instant) -> Explanation:
 
 
 def _closed(state: CoreState, ticket_id: TicketId, past: tuple[PastEviction, ...]) -> Explanation:
+    """Returns the explanation of a ticket that is off the books. Raises UnknownTicket where nothing
+    is remembered of it."""
     answer = state.answers.get(ticket_id)
     if answer is None and not past:
         raise UnknownTicket(ticket_id)
@@ -134,6 +136,8 @@ def _waits_for_cheaper(
 
 
 def _waiting(state: CoreState, ticket: Ticket) -> tuple[tuple[TicketId, ...], tuple[Shortage, ...]]:
+    """Returns the tickets before a queued ticket, and what it lacks on each device that it could go
+    to."""
     tickets = [w.request.ticket for w in state.queue.at(ticket.node)]  # it competes with these only
     ahead = tuple(tickets[: tickets.index(ticket.id)])
     node = state.nodes.get(ticket.node)
@@ -191,6 +195,8 @@ def _shortage(state: CoreState, ticket: Ticket, book: DeviceAccount, need: Bytes
 def _charged_ticket(
     state: CoreState, ticket: Ticket, device: DeviceId, option: PricedVictim, obstacle: str | None
 ) -> ChargedTicket:
+    """Describes a ticket on a device that is short, with what losing it costs and why it may
+    stay."""
     return ChargedTicket(
         ticket.id,
         ticket.model,
@@ -221,6 +227,7 @@ def _current_sentences(
     shortages: tuple[Shortage, ...],
     now: Instant,
 ) -> list[str]:
+    """Says in what state a ticket is, and all that keeps it there."""
     for_s = in_seconds(since(ticket.since, now))
     sentences = [f"{ticket.model} ({ticket.id}) is {ticket.state.value} for {for_s:.1f} s."]
     sentences += _waste_sentences(state, ticket)
@@ -317,6 +324,7 @@ def _silence_sentence(state: CoreState, ticket: Ticket, now: Instant) -> str:
 
 
 def _shortages_sentences(ticket: Ticket, shortages: tuple[Shortage, ...]) -> list[str]:
+    """Says what a queued ticket lacks on each device that it could go to."""
     if not shortages:
         return ["No node agent has introduced a device it could go to."]
     sentences = [line for shortage in shortages for line in _shortage_sentences(shortage)]
@@ -327,6 +335,7 @@ def _shortages_sentences(ticket: Ticket, shortages: tuple[Shortage, ...]) -> lis
 
 
 def _shortage_sentences(s: Shortage) -> list[str]:
+    """Says what a queued ticket lacks on one device, and which tickets there may leave or stay."""
     reserved = f" ({human(s.kept_bytes)} of both reserved for others)" if s.kept_bytes else ""
     head = f"On {s.device} it needs {human(s.need_bytes)}, {human(s.free_bytes)} are free"
     coming = human(s.coming_bytes)
@@ -354,6 +363,7 @@ def _shortage_sentences(s: Shortage) -> list[str]:
 
 
 def _past(choice: EvictionRecord, ticket_id: TicketId, now: Instant) -> PastEviction:
+    """Describes an eviction by the part that a ticket had in it."""
     part = "asked" if ticket_id == choice.waiting else "spared"
     if any(w.ticket == ticket_id and w.is_chosen for w in choice.weighed):
         part = "went"
@@ -371,6 +381,7 @@ def _past(choice: EvictionRecord, ticket_id: TicketId, now: Instant) -> PastEvic
 
 
 def _eviction_sentence(past: PastEviction, ticket_id: TicketId) -> str:
+    """Says what an eviction chose and spared, and what part a ticket had in it."""
     ago = f"{in_seconds(past.ago):.1f} s ago"
     chosen = ", ".join(_priced(w) for w in past.weighed if w.is_chosen)
     spared = ", ".join(_priced(w) for w in past.weighed if not w.is_chosen) or "none"

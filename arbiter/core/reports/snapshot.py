@@ -285,6 +285,7 @@ def view_of(state: CoreState, now: Instant) -> StateView:
 
 
 def _holder(state: CoreState, holder: Holder, now: Instant) -> HolderView:
+    """Returns a holder as it is shown."""
     kept = quarantined_bytes(state, holder.holder)
     silence = since(holder.heard_at, now)
     return HolderView(holder.holder, holder.node, holder.capability, silence, kept)

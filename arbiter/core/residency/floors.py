@@ -53,6 +53,8 @@ def on_table(state: CoreState, before: dict[ModelName, Floor]) -> None:
 
 
 def _act_on(state: CoreState, name: ModelName, before: Floor, floor: Floor, *, source: str) -> None:
+    """Acts on a floor that a person or the table has changed: pins, lets idle tickets go down to
+    it, loads, withdraws loads, and refuses requests that it rules out."""
     state.log(
         EventKind.FLOOR_SET,
         capability=name.capability,

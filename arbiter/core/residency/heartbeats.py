@@ -234,6 +234,8 @@ def _end_unnamed(state: CoreState, holder: HolderId, ticket_id: TicketId) -> Non
 
 def _apply_loading(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> None:
     # A request that waits for the load counts as in flight.
+    """Takes what a heartbeat says of a load: it is over, a request waits for it, or a wake was not
+    begun."""
     ticket.note_prefetch(ticket.is_prefetch and held.inflight == 0)
     is_wake = ticket.wakes_count > 0  # then an old heartbeat may still say resident
     if held.phase is types.Phase.RESIDENT and (not is_wake or _is_confirmed(state, ticket)):
@@ -245,6 +247,7 @@ def _apply_loading(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> Non
 
 
 def _apply_resident(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> None:
+    """Takes what a heartbeat says of a resident: its use and its size."""
     if held.phase is types.Phase.RESIDENT:
         note_use(state, ticket, held)
         growth.on_heartbeat(state, ticket, held.devices)
@@ -255,6 +258,8 @@ def _apply_resident(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> No
 
 
 def _apply_draining(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> None:
+    """Takes what a heartbeat says of a victim: it sleeps, it unloads, or its barrier has
+    dropped."""
     ticket.note_inflight(held.inflight)
     revocation = ticket.revocation
     assert revocation is not None

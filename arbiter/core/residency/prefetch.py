@@ -91,6 +91,7 @@ def _declared(state: CoreState, name: ModelName) -> Prefetch | None:
 
 
 def _most_used(state: CoreState, capability: str) -> ModelName | None:
+    """Returns the model of a capability that was used the most of late."""
     spec = state.registry.specs.get(capability)
     models = {ModelName(spec.name, m.name) for m in spec.models} if spec else set()
     needed = models - state.registry.optional
@@ -102,6 +103,7 @@ def _is_resident(state: CoreState, name: ModelName) -> bool:
 
 
 def _habitual(state: CoreState, name: ModelName) -> Prefetch | None:
+    """Returns the model that most often followed this one, if that is a habit."""
     followers = state.usage.transition_counts.get(name, {})
     if not followers:
         return None
