@@ -51,7 +51,7 @@ async def test_end_of_an_engine_is_reported_during_a_slow_reading(
         return Readings((), ())
 
     running = agent_in(folder)
-    monkeypatch.setattr(running._reports, "say", send)
+    monkeypatch.setattr(running._reports, "send", send)
     monkeypatch.setattr(running._probe, "read", read)
     async with asyncio.timeout(START_S / 2):
         await running.spawn(T, FAKE_ENGINE)
@@ -86,7 +86,7 @@ async def test_reading_is_taken_again_when_an_engine_came_or_went_meanwhile(
         return [[engine.ticket for engine in reading.engines] for reading in measured]
 
     running = agent_in(folder)
-    monkeypatch.setattr(running._reports, "say", send)
+    monkeypatch.setattr(running._reports, "send", send)
     monkeypatch.setattr(running._probe, "read", read)
     async with asyncio.timeout(START_S):
         await eventually(lambda: taken)
@@ -173,7 +173,7 @@ async def test_reading_is_taken_once_the_arbiter_is_back(
         return Readings((), ())
 
     running = agent_in(folder, BROKEN_ZYGOTE)
-    monkeypatch.setattr(running._reports, "say", send)
+    monkeypatch.setattr(running._reports, "send", send)
     monkeypatch.setattr(running._probe, "read", read)
     async with asyncio.timeout(START_S):
         await is_asked.wait()
@@ -421,7 +421,7 @@ async def test_idle_copy_of_weights_leaves_behind_adapters_and_before_kv_where_r
         dropped.extend(d for e in events if isinstance(e, ev.Measured) for d in e.dropped)
         return True
 
-    monkeypatch.setattr(reports.Reports, "say", staticmethod(hear))
+    monkeypatch.setattr(reports.Reports, "send", staticmethod(hear))
     monkeypatch.setattr(reports.Reports, "call", staticmethod(Grants().call))
     running = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB), disk_bytes=Bytes(0))
     try:
@@ -471,7 +471,7 @@ async def test_server_of_a_copys_files_that_hangs_stops_no_reading(
         answers.wait(START_S)
         return False
 
-    monkeypatch.setattr(reports.Reports, "say", staticmethod(hear))
+    monkeypatch.setattr(reports.Reports, "send", staticmethod(hear))
     monkeypatch.setattr(reports.Reports, "call", staticmethod(Grants().call))
     monkeypatch.setattr(host_copies, "SWEEP_S", 0.01)
     monkeypatch.setattr(host_copies, "_has_changed", hangs)

@@ -120,7 +120,7 @@ async def test_an_agent_that_cannot_start_says_why_once_until_one_answers(
             raise RayActorError(error_msg=f"a traceback\n  of the start\n{cause}\n")
 
         made._handles[N] = FakeArbiter(rpc_address=died)
-        await made._sent(N, made._look_at(N, made._handles[N]))
+        await made._await_answer(N, made._look_at(N, made._handles[N]))
         assert N not in made._handles  # the next look starts another
 
     async def nowhere() -> None:
