@@ -63,6 +63,11 @@ def test_tail_of_a_prefix_leaves_before_its_head_also_under_the_next_writer(
 
 
 @pytest.mark.spec("G4")
+def test_terms_are_five_minutes_an_hour_unless_told_and_a_day() -> None:
+    assert (TERMS_S[Term.SHORT], TERMS_S[Term(0)], TERMS_S[Term.EXTENDED]) == (300, 3_600, 86_400)
+
+
+@pytest.mark.spec("G4")
 def test_row_expires_with_the_latest_of_its_uses_also_under_the_next_writer(
     fd: int, clock: Clock, rows: Rows
 ) -> None:

@@ -103,6 +103,24 @@ def test_a_wrong_value_is_named_with_what_is_allowed(
     assert says in message
 
 
+@pytest.mark.spec("C13", "F3", "G4", "G5")
+def test_what_a_table_leaves_out_is_as_the_specification_has_it(tmp_path: Path) -> None:
+    models = {"m": {"source": "x", "adapters": {"folder": str(tmp_path)}}}
+    chat = {"role": "text", "engine": "vllm", "models": models}
+    table = parse_table({"capabilities": {"chat": chat}})
+    assert (table.arbiter.loading_most, table.arbiter.pool_sweep_s) == (0.3, 300)
+    model = table.capabilities["chat"].models["m"]
+    assert model.adapters is not None
+    assert (model.rewarm_s, model.adapters.rebalance_s) == (240, 60)
+
+
+@pytest.mark.spec("G4")
+def test_pool_is_swept_at_most_once_a_minute(tmp_path: Path) -> None:
+    config = shipped()
+    front_table(config)["arbiter"]["pool_sweep_s"] = 59
+    assert "greater than or equal to 60" in refused(config, tmp_path)
+
+
 def test_an_unknown_policy_is_named_with_those_there_are(tmp_path: Path) -> None:
     config = shipped()
     front_table(config)["arbiter"]["evict"] = "random"

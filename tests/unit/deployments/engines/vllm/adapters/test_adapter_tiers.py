@@ -25,8 +25,12 @@ def view(hot: str = "", warm: str = "", fixed: str = "", slots: int = 3, **uses:
 
 @pytest.mark.spec("F3")
 def test_ten_uses_in_a_minute_make_hot_and_one_makes_warm() -> None:
-    found = moves(view(a=HOT_USES, b=HOT_USES - 1, c=1))
+    found = moves(view(a=10, b=9, c=1))
     assert (found.promote, found.stage) == (["a"], ["b", "c"])
+    uses = RecentUses()
+    for adapter, now_s in (("before", 0.0), ("within", 1.0), ("within", 60.0)):
+        uses.note(adapter, now_s)
+    assert uses.counts(60.0) == {"within": 2}
 
 
 @pytest.mark.spec("F3")
