@@ -122,6 +122,25 @@ def test_what_the_default_closes_of_each_reported_trace_is_what_its_records_say(
 
 
 @pytest.mark.spec("N4")
+def test_cells_below_lru_and_what_is_closed_of_clients_alone_are_what_the_records_say() -> None:
+    page = (FOLDER.parent / "benchmarks.md").read_text()
+    traces_closed = report.by_trace(told(), DEFAULTS.evict)
+    below = ", ".join(
+        f"{sum(parts[part].below_count for parts in traces_closed.values())} of "
+        f"{sum(parts[part].cells_count for parts in traces_closed.values())}"
+        for part in DRAWN_LEAST
+    )
+    assert f"| cells below LRU: misses, bytes, waiting | | | {below} |" in page
+    clients = [parts for trace, parts in traces_closed.items() if trace.startswith("servegen-")]
+    assert len(clients) == 4
+    closed = ", ".join(
+        f"{mean(parts[part].fraction for parts in clients):.2f}" for part in DRAWN_LEAST
+    )
+    [row] = re.findall(r"^\| mean of ServeGen's \|.*", page, re.MULTILINE)
+    assert f"| {closed} |" in row, row
+
+
+@pytest.mark.spec("N4")
 def test_report_names_each_part_also_where_foresight_saves_hardly_any_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
