@@ -89,7 +89,9 @@ def test_real_llama_server_keeps_prompts_in_its_slots_alone(llama: Child) -> Non
 
     def cached(letter: str) -> int:
         messages = [{"role": "user", "content": 100 * letter}]
-        return int(asked(llama, messages=messages)["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return int(
+            asked(llama, messages=messages)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        )
 
     assert [cached(letter) > 100 for letter in "xyxy"] == [False, False, True, True]
     assert [cached(letter) < 10 for letter in "zxyz"] == [True, True, True, True]
