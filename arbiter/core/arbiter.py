@@ -280,6 +280,19 @@ class Arbiter:
         for capability, model in rows:
             self._state.removing[types.ModelName(capability, model)] = None
 
+    def export_asked(self) -> list[list[str]]:
+        """Returns rows of capability and model, of loads without a request that may yet begin, but
+        for prefetches; `restore_asked` reads them back."""
+        return [list(name) for name in sorted(floors.yet_to_begin(self._state))]
+
+    def restore_asked(self, rows: list[list[str]]) -> None:
+        """Takes back the rows of `export_asked`. What has been loaded since is not loaded again,
+        because a holder that has it rejoins before grants are made."""
+        for capability, model in rows:
+            self._state.awaiting_holder[types.ModelName(capability, model)] = None
+        if rows:
+            self._state.timers.set(("floors", ""), self._state.settled_at)
+
     def restore_removed(self, ages_s: dict[str, float]) -> None:
         """Takes back how many seconds ago each tenant of `ages_s` was removed (E6)."""
         for tenant, age_s in ages_s.items():

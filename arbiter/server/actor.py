@@ -319,9 +319,10 @@ class ArbiterActor:
         self._store.save_floors(self._shell.core.export_floors())
 
     async def load(self, capability: str, model: str) -> None:
-        """Loads a model by hand, without a request. Raises UnknownCapability, UnknownModel,
-        NotResident, OutsideHours."""
+        """Loads a model by hand, without a request; what has not begun is kept across restarts.
+        Raises UnknownCapability, UnknownModel, NotResident, OutsideHours."""
         self._shell.feed(ev.LoadAsked(capability, model))
+        self._watch.save_asked()
 
     async def compact(
         self, request: str, models: tuple[types.ModelName, ...], wait_s: float

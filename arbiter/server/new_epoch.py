@@ -67,6 +67,7 @@ def _heading(store: Store, chosen: messages.Configuration, epoch: Epoch) -> Reco
         {name: max(0.0, now - at) for name, at in store.removed_tenants().items()},
         store.removed_models(),
         store.removing(),
+        store.asked(),
     )
 
 

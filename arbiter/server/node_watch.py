@@ -54,6 +54,7 @@ class NodeWatch:
         self._learned_saved_count = shell.core.learned_changes_count
         self._removed_saved = shell.core.export_removed_models()
         self._removing_saved = shell.core.export_removing()
+        self._asked_saved = shell.core.export_asked()
         # Written at least once: what is in the file may be of a clock that has begun anew.
         self._accounts_saved: list[list[Any]] | None = None
         self._usage_saved: dict[int, bytes] = {}  # digests of the parts that are in the file
@@ -77,6 +78,7 @@ class NodeWatch:
         for looks_count in itertools.count(1):
             self.save_learned()
             self.save_removing()
+            self.save_asked()
             if self._usage_parts or looks_count % self._usage_looks_count == 0:
                 self.save_usage()
             self._sweep()
@@ -107,6 +109,7 @@ class NodeWatch:
     def save_all(self) -> None:
         """Saves what was learned and all of how models were used, before this process ends."""
         self.save_learned()
+        self.save_asked()
         self._usage_parts = []  # a new round, of all
         self.save_usage()
         while self._usage_parts:
@@ -147,6 +150,12 @@ class NodeWatch:
         removing = self._shell.core.export_removing()
         if removing != self._removing_saved and self._store.save_removing(removing):
             self._removing_saved = removing
+
+    def save_asked(self) -> None:
+        """Saves which loads without a request are yet to begin."""
+        asked = self._shell.core.export_asked()
+        if asked != self._asked_saved and self._store.save_asked(asked):
+            self._asked_saved = asked
 
     def save_learned(self) -> None:
         """Saves what was learned of models, and which models were removed."""

@@ -60,24 +60,24 @@ class RecordingHeader:
     removed_s: Any = None  # how long ago each tenant was removed; None: none was
     removed_models: Any = None  # as the core exported them; None: none was removed
     removing: Any = None  # models that were removed and are still held; None: none is
+    asked: Any = None  # models that are to load without a request; None: none is
 
     def core(self, policies: Policies) -> Arbiter:
         holders = frozenset(self.known_holders)
         core = Arbiter(self.settings, policies, self.epoch, holders, self.began)
-        if self.learned:
-            core.restore_learned(self.learned)
-        if self.floors:
-            core.restore_floors(self.floors)
-        if self.accounts:
-            core.restore_accounts(self.accounts)
-        if self.usage:
-            core.restore_usage(self.usage)
-        if self.removed_s:
-            core.restore_removed(self.removed_s)
-        if self.removed_models:
-            core.restore_removed_models(self.removed_models)
-        if self.removing:
-            core.restore_removing(self.removing)
+        restored = (
+            (core.restore_learned, self.learned),
+            (core.restore_floors, self.floors),
+            (core.restore_accounts, self.accounts),
+            (core.restore_usage, self.usage),
+            (core.restore_removed, self.removed_s),
+            (core.restore_removed_models, self.removed_models),  # after usage
+            (core.restore_removing, self.removing),
+            (core.restore_asked, self.asked),
+        )
+        for restore, kept in restored:
+            if kept:
+                restore(kept)
         return core
 
 

@@ -174,6 +174,14 @@ class Store:
         """Saves the models that are being removed. Returns whether that could be written."""
         return self._save_fact("removing", json.dumps(rows).encode())
 
+    def asked(self) -> Any:
+        """What `save_asked` was given last in this session; empty when nothing was."""
+        return json.loads(self._fact("asked") or b"[]")
+
+    def save_asked(self, rows: Any) -> bool:
+        """False: they could not be written."""
+        return self._save_fact("asked", json.dumps(rows).encode())
+
     def registered(self) -> tuple[CapabilitySpec, ...]:
         """Returns the capabilities that `save_registered` was given last in this session. Raises
         ValueError when they were written by code that described them otherwise."""

@@ -282,6 +282,17 @@ def _is_fresh(state: CoreState, pending: AskedLoad) -> bool:
     return since(pending.asked_at, state.now) < ASKED_WITHIN
 
 
+def yet_to_begin(state: CoreState) -> set[ModelName]:
+    """Returns the models that are to load without a request and that no holder is known to have
+    begun. A prefetch is a guess, and a load that was tried long enough is over."""
+    asked = {
+        name
+        for name, pending in state.asked_loads.items()
+        if not pending.is_refused and since(pending.first_asked_at, state.now) < RETRIED_FOR
+    }
+    return (asked | state.awaiting_holder.keys()) - state.prefetched.keys()
+
+
 def return_freed(state: CoreState) -> None:
     """Loads again what left for a lease of `arbiter free`, once that lease is over (A15)."""
     for ticket_id in list(state.freed_for):

@@ -238,3 +238,17 @@ async def test_shutdown_waits_for_open_tickets_without_a_snapshot(
             shell.feed(ev.Released(TicketId("t"), "manual", HolderId("h")))
             shell.feed(ev.EngineGone(NodeId("n"), TicketId("t"), True))
             assert await closing == 0
+
+
+@pytest.mark.spec("D8", "A18")
+async def test_load_by_hand_that_waits_for_its_replica_is_known_to_the_next_epoch(
+    running: Running,
+) -> None:
+    async with running() as actor:
+        await actor.load("c", "a")
+        async with running() as successor:
+            assert successor._shell.core.export_asked() == [["c", "a"]]
+            await successor.set_floor("c", "a", Floor.COLD)
+            successor._watch.save_asked()
+            async with running() as third:
+                assert third._shell.core.export_asked() == []

@@ -1,11 +1,13 @@
 """Loads that no request asked for and that were refused: which are tried again, and until when."""
 
+from typing import Any
+
 import pytest
 
 from arbiter import units
 from arbiter.core import events as ev
 from arbiter.core.decisions import Decision, LoadModel
-from arbiter.core.types import Level
+from arbiter.core.types import Level, Phase
 from arbiter.errors import ModelCoolingDown, NeverFits, RequestCancelled, UnderPressure
 from arbiter.units import HolderId, TicketId, seconds
 from tests.support.core_driver import CPU, CoreDriver, gib, granted, refusal
@@ -25,8 +27,8 @@ def press(d: CoreDriver, t: float, level: Level = Level.CRITICAL, term_s: float 
     d.at(t, ev.PressurePushed(CPU, level, gib(1), seconds(term_s)))
 
 
-def ask(d: CoreDriver, t: float, name: str) -> list[Decision]:
-    return d.ask(t, name, 10, holder="k", capability="embedding", model="e1")
+def ask(d: CoreDriver, t: float, name: str, size: float = 10) -> list[Decision]:
+    return d.ask(t, name, size, holder="k", capability="embedding", model="e1")
 
 
 def replicas(d: CoreDriver, t: float) -> int:
@@ -137,3 +139,55 @@ def test_client_that_is_refused_under_pressure_has_nothing_loaded_without_it() -
     assert isinstance(refusal(ask(d, 1, "e1")), UnderPressure)
     assert replicas(d, 400) == 0
     assert LoadModel(K, "e1") not in d.fire_timer(10)
+
+
+def next_epoch(before: CoreDriver, **made: Any) -> CoreDriver:
+    """An arbiter that has what the last one left in the state file."""
+    after = CoreDriver(**made)
+    after.arbiter.restore_asked(before.arbiter.export_asked())
+    return after
+
+
+@pytest.mark.spec("D8", "A18")
+def test_load_by_hand_that_no_replica_was_told_of_comes_in_the_next_epoch() -> None:
+    d = CoreDriver(holders=())
+    d.at(1, ev.LoadAsked("embedding", "e1"))
+    after = next_epoch(d, holders=())
+    after.fire_timer(1)
+    assert replicas(after, 400) == 1, "it is wanted"
+    assert after.join(401, "k", capability="embedding") == [LoadModel(K, "e1")]
+    granted_now = ask(after, 402, "e1")
+    assert granted(granted_now) == ["e1"]
+    after.at(403, ev.Loaded(TicketId("e1"), seconds(1)))
+    assert after.arbiter.export_asked() == [], "it is there"
+
+
+@pytest.mark.spec("D8", "A18")
+def test_load_by_hand_whose_command_was_lost_with_its_epoch_is_asked_for_again() -> None:
+    d = driver()
+    assert d.at(1, ev.LoadAsked("embedding", "e1")) == [LoadModel(K, "e1")]
+    after = next_epoch(d, known=("k",), holders=())
+    assert after.join(2, "k", capability="embedding") == [LoadModel(K, "e1")]
+
+
+@pytest.mark.spec("D8", "A18")
+def test_load_by_hand_that_its_replica_has_begun_is_not_asked_for_again() -> None:
+    d = driver()
+    d.at(1, ev.LoadAsked("embedding", "e1"))
+    assert granted(ask(d, 2, "e1")) == ["e1"]
+    after = next_epoch(d, known=("k",), holders=())
+    held = after.held("e1", Phase.LOADING, size=10, model="e1")
+    assert LoadModel(K, "e1") not in after.join(2, "k", held, capability="embedding")
+    assert LoadModel(K, "e1") not in after.fire_timer(6)
+
+
+@pytest.mark.spec("D8", "A18", "C11")
+def test_next_epoch_is_asked_for_no_load_that_is_over_nor_for_a_prefetch() -> None:
+    d = driver()
+    d.at(0, ev.LoadAsked("embedding", "e1"))
+    assert isinstance(refusal(ask(d, 1, "e1", 300)), NeverFits)
+    assert d.arbiter.export_asked() == []
+    d.at(2, ev.LoadAsked("embedding", "e2"))
+    assert d.arbiter.export_asked() == [["embedding", "e2"]]
+    d.at(700, ev.TimerFired())
+    assert d.arbiter.export_asked() == [], "its replica could not begin it"
