@@ -1,12 +1,8 @@
-"""Who lives in the simulated world: engines with their real bytes, node agents, holders.
-
-Each does what its real counterpart does, and each can fail at it. None of them shares anything
-with the arbiter but messages.
+"""The holders of the simulated world, and those who call them. As agents.py has it, each can fail,
+and shares nothing with the arbiter but messages.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,182 +12,24 @@ from arbiter.core import types
 from arbiter.core.decisions import Grant, LoadModel, Refuse, Revoke, Tier
 from arbiter.units import (
     GIB,
-    SECOND,
     Bytes,
-    DeviceId,
     Epoch,
     HolderId,
     Instant,
-    NodeId,
     Span,
     TicketId,
     host_device,
     seconds,
 )
+from tests.sim.agents import Agent, Engine, Spawn
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 BEAT_S = 1.0
-CONFIRM_S, CONFIRM_AGAIN_S = 10.0, 0.25
 ASK_AGAIN_S = 3.0
 GROWS_S, STAYS_GROWN_S = 10.0, 15.0
 RESIDUE_SHARE = 0.05  # of the device bytes, left while asleep
-
-
-class Spawn(Enum):
-    """How a spawn ended."""
-
-    STARTED = auto()
-    CLOSED = auto()  # its ticket ended meanwhile
-    FAILED = auto()  # no such grant, or neither arbiter nor agent answered
-
-
-@dataclass
-class Engine:
-    """A process tree. `held` is the truth; `extra` the part it takes beyond its grant."""
-
-    ticket: TicketId
-    holder: HolderId
-    granted: dict[DeviceId, int]
-    host_bytes: int
-    held: dict[DeviceId, int] = field(default_factory=dict)
-    extra: dict[DeviceId, int] = field(default_factory=dict)
-    alive: bool = True
-    stuck: bool = False  # its memory does not come back
-    is_outside: bool = False  # under a lease: nobody but its own holder ends it
-
-    def fill(self) -> None:
-        self.held = {**self.held, **self.granted}
-
-    def resize(self, devices: tuple[types.DeviceBytes, ...]) -> None:
-        """Another process in its place."""
-        self.granted = {d.device: int(d.size_bytes) for d in devices}
-        self.extra = {}
-        self.fill()
-
-    def take_more(self, share: float) -> None:
-        for device, size in self.granted.items():
-            self.extra[device] = int(size * share)
-            self.held[device] = size + self.extra[device]
-
-
-@dataclass
-class Agent:
-    """One per node: measures, reaps, reports in order."""
-
-    world: "World"
-    node: NodeId
-    specs: tuple[types.DeviceSpec, ...]
-    epoch: Epoch | None = None
-    engines: dict[TicketId, Engine] = field(default_factory=dict)
-    tombstones: set[TicketId] = field(default_factory=set)
-    down_until: Instant = Instant(0)
-    last_arrival: Instant = Instant(0)
-    lives_count: int = 0  # a spawn under way ends with the process that began it
-    reading_s: float = 0.0  # how long one takes
-
-    @property
-    def is_up(self) -> bool:
-        return self.world.now >= self.down_until and self.node not in self.world.dead_nodes
-
-    def spawn(self, engine: Engine, then: Callable[[Spawn], None]) -> None:
-        """Asks the arbiter first (A3), as `Reports.confirm` does; `then` hears how it ended."""
-        began, life = self.world.now, self.lives_count
-
-        def ask() -> None:
-            check = self.world.check_grant(self, engine.ticket)
-            self.world.at(self.world.now + self.world.delay(), lambda: answered(check))
-
-        def answered(check: types.GrantCheck | None) -> None:
-            is_late = self.world.now - began > CONFIRM_S * SECOND
-            if not self.is_up or self.lives_count != life:
-                then(Spawn.FAILED)
-            elif check is types.GrantCheck.GRANTED:
-                then(Spawn.STARTED if self.start(engine) else Spawn.CLOSED)
-            elif check is types.GrantCheck.ENDED or engine.ticket in self.tombstones:
-                then(Spawn.CLOSED)
-            elif check is types.GrantCheck.NOT_GRANTED or is_late:
-                then(Spawn.FAILED)
-            else:  # it settles, or is away
-                self.world.later(CONFIRM_AGAIN_S, ask, exactly=True)
-
-        self.world.at(self.world.now + self.world.delay(), ask)
-
-    def start(self, engine: Engine) -> bool:
-        if not self.is_up or engine.ticket in self.tombstones:
-            return False
-        self.engines[engine.ticket] = engine
-        engine.fill()  # worst case: all of it from the first instant
-        return True
-
-    def beat(self) -> None:
-        self.world.later(1.0, self.beat, exactly=True)
-        if self.is_up:
-            self.read()
-
-    def read(self) -> None:
-        if not self.is_up:
-            return
-        reading, life = self.reading(), self.lives_count
-
-        def send() -> None:
-            """Engines that ended meanwhile are left out, as `NodeAgent` does."""
-            if self.is_up and self.lives_count == life:
-                present = tuple(e for e in reading.engines if e.ticket in self.engines)
-                self.report(replace(reading, engines=present))
-
-        if self.reading_s:
-            self.world.later(self.reading_s, send, exactly=True)
-        else:
-            send()
-
-    def reading(self) -> ev.Measured:
-        devices = tuple(ev.DeviceReading(s.device, s.total_bytes, Bytes(0)) for s in self.specs)
-        engines = tuple(
-            ev.EngineReading(
-                e.ticket, tuple(types.DeviceBytes(d, Bytes(b)) for d, b in e.held.items() if b)
-            )
-            for e in self.engines.values()
-        )
-        return ev.Measured(self.node, devices, engines)
-
-    def report(self, event: ev.Event) -> None:
-        """In order: nothing overtakes what was sent before."""
-        if self.world.chance("lose"):
-            return
-        arrival = Instant(max(self.last_arrival + 1, self.world.now + self.world.delay()))
-        self.last_arrival = arrival
-        epoch = self.epoch
-        self.world.at(arrival, lambda: self.world.on_agent_message(self, epoch, event))
-
-    def reap(self, ticket: TicketId) -> None:
-        if not self.is_up:
-            return
-        engine = self.engines.get(ticket)
-        if engine is not None and engine.is_outside and engine.alive:
-            return
-        self.tombstones.add(ticket)
-        if engine is None:
-            self.report(ev.EngineGone(self.node, ticket, True))
-        elif engine.alive:
-            self.world.later(0.3, lambda: self.end(engine))
-        else:
-            self.report(ev.EngineGone(self.node, ticket, False))
-
-    def end(self, engine: Engine) -> None:
-        """The process is dead; its memory returns now, late, or never."""
-        if not engine.alive:
-            return
-        engine.alive = False
-        engine.stuck = self.world.chance("stuck")
-        self.report(ev.EngineGone(self.node, engine.ticket, False))
-        if not engine.stuck:
-            self.world.later(7.0 if self.world.chance("slow") else 0.2, lambda: self.free(engine))
-
-    def free(self, engine: Engine) -> None:
-        if self.engines.pop(engine.ticket, None):
-            self.report(ev.EngineGone(self.node, engine.ticket, True))
 
 
 @dataclass

@@ -11,7 +11,8 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Grant, Revoke
 from arbiter.units import GIB, Bytes, TicketId, seconds
-from tests.sim.actors import BEAT_S, Engine, Held, Holder
+from tests.sim.actors import BEAT_S, Held, Holder
+from tests.sim.agents import Engine
 
 LONGEST_S = 30.0
 TERMS = types.LeaseConditions("t", seconds(LONGEST_S), seconds(3))

@@ -42,7 +42,8 @@ from arbiter.units import (
     seconds,
 )
 from policies import bundle
-from tests.sim.actors import Agent, Caller, Holder
+from tests.sim.actors import Caller, Holder
+from tests.sim.agents import Agent
 from tests.sim.interventions import EVENING, EXTRA, EXTRA_MODEL, NIGHT, Interventions
 from tests.sim.lease_holders import LeaseHolder, size_of
 
