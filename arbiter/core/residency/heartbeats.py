@@ -18,7 +18,13 @@ from arbiter.core.tickets import leases, lessees, quotas
 from arbiter.core.tickets.failed_swaps import forget_evicted_for
 from arbiter.core.tickets.loads import let_sleep, on_loaded
 from arbiter.core.tickets.pins import cap_pins
-from arbiter.core.tickets.reclaim import charged, kill_and_notify, notify_holder, reclaim
+from arbiter.core.tickets.reclaim import (
+    charged,
+    kill_and_notify,
+    mark_reclaimed,
+    notify_holder,
+    reclaim,
+)
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
 from arbiter.units import (
     Bytes,
@@ -124,7 +130,10 @@ def _log_runs(state: CoreState, holder: Holder, event: ev.Renewed) -> None:
 
 
 def on_lost(state: CoreState, holder: HolderId) -> None:
-    """Ends the tickets of a holder that is dead, or silent for so long that it counts as dead."""
+    """Ends the tickets of a holder that is dead, or silent for so long that it counts as dead. On a
+    node that is not known they are off the books at once, because the node may be lost, and then no
+    agent says that their bytes are back. Where it introduces itself after all, nothing is granted
+    there before a reading, in which their engines are unclaimed."""
     state.awaited.discard(holder)
     if state.holders.pop(holder, None):
         state.log(EventKind.HOLDER_LOST, holder=holder)
@@ -137,6 +146,8 @@ def on_lost(state: CoreState, holder: HolderId) -> None:
             state.close(ticket)
         elif ticket.state is not State.RECLAIMING:
             reclaim(state, ticket, Reason.LOST)
+        if ticket.state is State.RECLAIMING and ticket.node not in state.nodes:
+            mark_reclaimed(state, ticket)
     floors.on_holder_lost(state, holder)
 
 

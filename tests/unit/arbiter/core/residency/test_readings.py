@@ -98,6 +98,43 @@ def test_node_that_comes_back_starts_empty_and_its_old_engines_are_killed() -> N
     assert driver.free() == 50
 
 
+@pytest.mark.spec("A18", "A19")
+def test_node_lost_before_its_agent_found_the_next_epoch_leaves_no_ticket_behind() -> None:
+    driver = CoreDriver(known=("h",), holders=())
+    driver.join(1, "h", driver.held("a", types.Phase.RESIDENT, size=30), node="gone")
+    driver.at(2, ev.NodeLost(NodeId("gone")))
+    assert driver.tickets() == []
+
+
+@pytest.mark.spec("A19")
+def test_replica_that_rejoins_after_its_node_was_given_up_leaves_no_ticket_behind() -> None:
+    """A raylet that hangs is given up while the workers of its node live on for some seconds."""
+    driver = CoreDriver()
+    driver.resident(0, "a", 30)
+    driver.resident(0, "b", 30)
+    held = driver.held("a", t=1), driver.held("b", t=1)
+    driver.at(1, ev.NodeLost(NODE))
+    again = [replace(each, ticket=TicketId(f"{each.ticket}2")) for each in held]
+    driver.join(2, "h", *again)
+    assert killed(driver.at(3, ev.Released(TicketId("b2"), "idle"))) == ["b2"]
+    driver.at(4, ev.HolderLost(HolderId("h")))
+    assert driver.tickets() == []
+
+
+@pytest.mark.spec("A18", "A19", "B1")
+def test_engines_of_a_replica_lost_on_a_node_still_unknown_are_charged_and_killed_once_it_is() -> (
+    None
+):
+    driver = CoreDriver(known=("h", "other"), holders=())
+    driver.join(1, "h", driver.held("a", types.Phase.RESIDENT, size=30), node="late")
+    driver.at(2, ev.HolderLost(HolderId("h")))
+    driver.at(2, ev.HolderLost(HolderId("other")))
+    driver.see_node(6, 80, 0, node="late")
+    driver.engines["a"] = {DeviceId("late/cpu:0"): 30}
+    assert killed(driver.read(6, node="late")) == ["a"]
+    assert driver.free(DeviceId("late/cpu:0")) == 50
+
+
 def test_losing_one_node_leaves_the_others_alone() -> None:
     driver = CoreDriver(device=80)
     driver.see_node(0, 80, 0, node="m")
