@@ -5,7 +5,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Collection, Hashable
 from functools import partial
 from typing import Any
 
@@ -93,10 +93,12 @@ class RayAgents:
             raise UnknownHostCopy(key)
         return all(known)
 
-    async def look(self, feed: Callable[[ev.Event], None]) -> None:
-        """Starts agents on new nodes, and feeds the core with the nodes that are gone."""
+    async def look(self, feed: Callable[[ev.Event], None], known: Collection[NodeId]) -> None:
+        """Starts agents on new nodes, and feeds the core with the nodes that are gone. `known`: those
+        that agents have introduced, also an agent that outlives for some seconds its node, which Ray
+        gave up."""
         living = await asyncio.to_thread(ray_internals.living_nodes)
-        for node in self._nodes - living.keys():
+        for node in self._nodes.union(known) - living.keys():
             self._close_peer(node)
             self._forget_ends(node)
             if handle := self._handles.pop(node, None):

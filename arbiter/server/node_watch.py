@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import ray
@@ -18,7 +18,7 @@ from arbiter.server.hours_clock import HoursClock
 from arbiter.server.node_agents import LOOK_S
 from arbiter.server.shell import Shell
 from arbiter.server.store import ExpectedHolder, Store
-from arbiter.units import HolderId, in_seconds
+from arbiter.units import HolderId, NodeId, in_seconds
 
 logger = logging.getLogger("arbiter")
 
@@ -28,7 +28,7 @@ USAGE_PART_COUNT = 64  # models whose uses are looked at in one second: 2 to 3 m
 class NodeAgents(Protocol):
     """Names how nodes and their agents are looked at."""
 
-    async def look(self, feed: Callable[[ev.Event], None]) -> None: ...
+    async def look(self, feed: Callable[[ev.Event], None], known: Collection[NodeId]) -> None: ...
     async def dead(self, members: list[ExpectedHolder]) -> list[HolderId]: ...
 
 
@@ -66,7 +66,7 @@ class NodeWatch:
         else is done here."""
         while True:
             try:
-                await self._agents.look(self._shell.feed)
+                await self._agents.look(self._shell.feed, self._shell.core.nodes)
                 await self.drop_dead_holders()
             except ray.exceptions.RayError as error:
                 logger.warning("cannot see the nodes: %r; next look in %.0f s", error, LOOK_S)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
+from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.errors import AgentAway, LeaseRefused
 from arbiter.protocol.messages import AgentSettings
@@ -151,7 +152,7 @@ async def test_agent_that_cannot_start_is_started_at_growing_intervals(
         return FakeArbiter(rpc_address=rpc_address)
 
     async def look() -> None:
-        await made.look(lambda event: None)
+        await made.look(lambda event: None, ())
         await asyncio.gather(*made._pending.values())
 
     monkeypatch.setattr(node_agents.ray_internals, "own_node", lambda: N)
@@ -170,6 +171,16 @@ async def test_agent_that_cannot_start_is_started_at_growing_intervals(
     assert starts_s[-2:] == [300, 300] and len(starts_s) == 12
 
 
+@pytest.mark.spec("A18", "A19")
+async def test_node_that_ray_gave_up_before_this_epoch_is_lost_though_its_agent_introduced_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_agents.ray_internals, "living_nodes", dict)
+    told: list[ev.Event] = []
+    await RayAgents(AgentSettings("no.zygote")).look(told.append, (N,))
+    assert told == [ev.NodeLost(N)]
+
+
 @pytest.mark.spec("A18", "J8")
 async def test_agent_that_hangs_is_asked_each_thing_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it answers, and then anew; however often the nodes are looked at or a kill repeated."""
@@ -181,7 +192,7 @@ async def test_agent_that_hangs_is_asked_each_thing_once(monkeypatch: pytest.Mon
 
     async def repeat() -> None:
         for ticket in (JOB, JOB, TicketId("other")) * 5:
-            await made.look(lambda event: None)
+            await made.look(lambda event: None, ())
             made.kill(N, ticket)
             made.probe(N)
 

@@ -1,6 +1,6 @@
 """What the arbiter's process looks at and saves each second, and what it does not save again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class NoAgents:
     def probe(self, node: NodeId) -> None: ...
     def drop_slabs(self, node: NodeId, owner: str) -> None: ...
     def drop_tenant(self, node: NodeId, tenant: str, ago: Span) -> None: ...
-    async def look(self, feed: Callable[[ev.Event], None]) -> None: ...
+    async def look(self, feed: Callable[[ev.Event], None], known: Collection[NodeId]) -> None: ...
 
     async def dead(self, members: list[ExpectedHolder]) -> list[HolderId]:
         return []
