@@ -28,6 +28,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BLOCK_BYTES = 512  # the unit of st_blocks (stat(2))
 _MOST_COUNTED = 1 << 62  # more is damage, and would soon overflow
+_OF_ROWS = Count.ALLOCATED, Count.READY, Count.HOT  # what is there now
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
@@ -153,7 +154,7 @@ class Slab:
         layout.erase_header(buffer)
         self.file.punch(self.geometry.data_offset, self.file.capacity)
         buffer[layout.HEADER_BYTES : end] = bytes(end - layout.HEADER_BYTES)
-        for count in Count:
+        for count in _OF_ROWS:  # the others are of all its writers
             self.file.counts[count] = 0
         layout.write_header(buffer, header)
 

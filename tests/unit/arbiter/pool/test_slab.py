@@ -168,6 +168,17 @@ def test_other_namespace_content_or_geometry_finds_no_row_and_no_byte(
         assert len(rows) == 0, "what was wiped does not come back"
 
 
+@pytest.mark.spec("E7")
+def test_totals_of_a_slab_go_on_where_another_namespace_wipes_it(fd: int) -> None:
+    with rows_of(fd, Clock()) as rows:
+        store(rows, *keys(5))
+        assert rows.lookup(b"missing") is None
+    Slab(fd, Content.KV, OTHER, ROW, extent_bytes=EXTENT).close()
+    with contextlib.closing(SlabView(fd)) as view:
+        counts = view.counts
+    assert (counts.ready_count, counts.stored_count, counts.misses_count) == (0, 5, 1)
+
+
 @pytest.mark.spec("E2")
 def test_owner_sees_what_a_slab_holds_and_for_whom(fd: int) -> None:
     clock = Clock()
