@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from arbiter import errors
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Grant, LoadModel, Refuse, Revoke, Tier
+from arbiter.core.decisions import Grant, LoadModel, Refuse, Revoke, Tier, WithdrawLoad
 from arbiter.units import (
     GIB,
     Bytes,
@@ -26,6 +26,7 @@ from tests.sim.agents import Agent, Engine, Spawn
 if TYPE_CHECKING:
     from tests.sim.world import World
 
+ToHolder = Grant | Refuse | Revoke | LoadModel | WithdrawLoad
 BEAT_S = 1.0
 ASK_AGAIN_S = 3.0
 GROWS_S, STAYS_GROWN_S = 10.0, 15.0
@@ -63,6 +64,7 @@ class Caller:
     model: str
     priority: types.Priority = types.Priority.NORMAL
     tenant: str = "default"
+    deadline_s: float | None = None
     answered: str | None = None
 
 
@@ -82,6 +84,7 @@ class Holder:
     asked: dict[TicketId, ev.Requested] = field(default_factory=dict)
     callers: list[Caller] = field(default_factory=list)
     number: int = 0
+    deadlines: dict[TicketId, Instant] = field(default_factory=dict)  # of what it asked for
 
     # -- callers -------------------------------------------------------------------------------
 
@@ -101,7 +104,10 @@ class Holder:
                 takes_s = 15.0 if self.world.chance("long") else 2.0
                 self.world.later(takes_s, partial(self.done, ticket))
             elif not any(self.raise_priority(r, caller) for r in self.asked.values()):
-                self.want(caller.model, ticket, priority=caller.priority, tenant=caller.tenant)
+                self.want(
+                    caller.model, ticket, priority=caller.priority, tenant=caller.tenant,
+                    deadline_s=caller.deadline_s,
+                )  # fmt: skip
         self.callers = [c for c in self.callers if c.answered is None]
 
     def current(self, model: str) -> Held | None:
@@ -117,6 +123,7 @@ class Holder:
     def want(
         self, model: str, ticket: Held | None, attempt: int = 1,
         priority: types.Priority = types.Priority.NORMAL, tenant: str = "default",
+        deadline_s: float | None = None,
     ) -> None:  # fmt: skip
         if ticket and ticket.phase is not types.Phase.ASLEEP:
             return  # loading, or leaving: asked again when that is over
@@ -128,6 +135,9 @@ class Holder:
             name, self.holder, self.capability, model, need, need_is_explicit=True,
             attempt=attempt, priority=priority, client=types.Client(tenant),
         )  # fmt: skip
+        self.deadlines.pop(name, None)
+        if deadline_s is not None:
+            self.deadlines[name] = Instant(self.world.now + seconds(deadline_s))
         self.asked[name] = request
         self.ask(name)
 
@@ -147,8 +157,24 @@ class Holder:
 
     def ask(self, name: TicketId) -> None:
         if self.alive and (request := self.asked.get(name)):
-            self.send(request)
+            until = self.deadlines.get(name)
+            left = None if until is None else Span(max(0, until - self.world.now))
+            self.send(replace(request, deadline=left))
             self.world.later(ASK_AGAIN_S, lambda: self.ask(name), exactly=True)
+
+    def withdraw(self, model: str) -> None:
+        """The last caller has gone, or a person takes back a load."""
+        self.answer_all(model, "left")
+        requests = [request for request in self.asked.values() if request.model == model]
+        asked = {name for request in requests for name in (request.ticket, *request.gang)}
+        loading = {
+            held.ticket
+            for held in self.held.values()
+            if held.model == model and held.phase is types.Phase.LOADING
+        }
+        for name in sorted(asked | loading):
+            self.asked.pop(name, None)
+            self.send(ev.Withdrawn(name, self.holder))
 
     def done(self, ticket: Held) -> None:
         if ticket.inflight:
@@ -247,7 +273,7 @@ class Holder:
         self.held.pop(ticket.ticket, None)
         self.asked.pop(ticket.ticket, None)
 
-    def on_decision(self, decision: Grant | Refuse | Revoke | LoadModel) -> None:
+    def on_decision(self, decision: ToHolder) -> None:
         if not self.alive:
             return
         match decision:
@@ -260,9 +286,16 @@ class Holder:
                 self.on_refuse(ticket, error)
             case Revoke():
                 self.on_revoke(decision)
-            case LoadModel(_, model):
-                if self.current(model) is None:
-                    self.want(model, None)
+            case LoadModel() | WithdrawLoad():
+                self.on_unasked_load(decision)
+
+    def on_unasked_load(self, decision: LoadModel | WithdrawLoad) -> None:
+        model = decision.model
+        if isinstance(decision, LoadModel):
+            if self.current(model) is None:
+                self.want(model, None)
+        elif not any(c.model == model and c.answered is None for c in self.callers):
+            self.withdraw(model)
 
     # -- loading -------------------------------------------------------------------------------
 

@@ -70,10 +70,30 @@ class Agent:
     last_arrival: Instant = Instant(0)
     lives_count: int = 0  # a spawn under way ends with the process that began it
     reading_s: float = 0.0  # how long one takes
+    unreadable: set[DeviceId] = field(default_factory=set)
+    lost: set[DeviceId] = field(default_factory=set)  # GPUs that fell off the bus
 
     @property
     def is_up(self) -> bool:
         return self.world.now >= self.down_until and self.node not in self.world.dead_nodes
+
+    def introduction(self) -> ev.NodeSeen:
+        present = tuple(spec for spec in self.specs if spec.device not in self.lost)
+        return ev.NodeSeen(self.node, present, lost=tuple(sorted(self.lost)))
+
+    def lose(self, device: DeviceId) -> None:
+        """A GPU falls off the bus, and what computes on it ends."""
+        self.lost.add(device)
+        self.send(self.introduction())
+        for engine in [e for e in self.engines.values() if device in e.granted]:
+            for sizes in (engine.held, engine.extra):
+                sizes.pop(device, None)
+            self.end(engine)
+
+    def find(self, device: DeviceId) -> None:
+        """The GPU is back."""
+        self.lost.discard(device)
+        self.send(self.introduction())
 
     def spawn(self, engine: Engine, then: Callable[[Spawn], None]) -> None:
         """Asks the arbiter first (A3), as `Reports.confirm` does; `then` hears how it ended."""
@@ -99,7 +119,7 @@ class Agent:
         self.world.at(self.world.now + self.world.delay(), ask)
 
     def start(self, engine: Engine) -> bool:
-        if not self.is_up or engine.ticket in self.tombstones:
+        if not self.is_up or engine.ticket in self.tombstones or self.lost & engine.granted.keys():
             return False
         self.engines[engine.ticket] = engine
         engine.fill()  # worst case: all of it from the first instant
@@ -127,19 +147,29 @@ class Agent:
             send()
 
     def reading(self) -> ev.Measured:
-        devices = tuple(ev.DeviceReading(s.device, s.total_bytes, Bytes(0)) for s in self.specs)
+        hidden = self.unreadable | self.lost
+        seen = [spec for spec in self.specs if spec.device not in hidden]
+        devices = tuple(ev.DeviceReading(s.device, s.total_bytes, Bytes(0)) for s in seen)
         engines = tuple(
             ev.EngineReading(
-                e.ticket, tuple(types.DeviceBytes(d, Bytes(b)) for d, b in e.held.items() if b)
+                e.ticket,
+                tuple(
+                    types.DeviceBytes(d, Bytes(b))
+                    for d, b in e.held.items() if b and d not in hidden
+                ),
             )
             for e in self.engines.values()
-        )
-        return ev.Measured(self.node, devices, engines)
+        )  # fmt: skip
+        blind = tuple(ev.DeviceUnreadable(d, "injected") for d in sorted(self.unreadable))
+        return ev.Measured(self.node, devices, engines, unreadable=blind)
 
     def report(self, event: ev.Event) -> None:
+        """A reading that is lost is followed by the next."""
+        if not self.world.chance("lose"):
+            self.send(event)
+
+    def send(self, event: ev.Event) -> None:
         """In order: nothing overtakes what was sent before."""
-        if self.world.chance("lose"):
-            return
         arrival = Instant(max(self.last_arrival + 1, self.world.now + self.world.delay()))
         self.last_arrival = arrival
         epoch = self.epoch

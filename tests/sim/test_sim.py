@@ -9,12 +9,13 @@ from functools import cache
 import pytest
 
 from arbiter.core import events as ev
+from tests.sim.peopled_world import PeopledWorld
 from tests.sim.world import World
 
 SEEDS_COUNT = int(os.environ.get("SIM_SEEDS", "200"))
 FIRST_SEED = int(os.environ.get("SIM_FIRST_SEED", "0"))  # for runs in several parts
 BATCHES_COUNT = 10  # so that a failure is seen before all seeds have run
-FAULTS_S, QUIET_S = 60, 200
+FAULTS_S, QUIET_S, CLOSING_S = 60, 200, 60
 # Of one test, as in pyproject.toml; of more seeds a second for each, five times what one takes.
 TIMEOUT_S = max(600, SEEDS_COUNT // BATCHES_COUNT)
 # Failed once, beyond the seeds that every run has: a wake beyond its tenant's quota that waited for
@@ -24,9 +25,9 @@ SLOW_READINGS_COUNT = 10
 KILLS_PER_SEED = 8  # 200 seeds make 1,000 real kills; muting and misses are not counted
 
 
-def run(seed: int) -> World:
+def run(seed: int, kind: type[World] = World) -> World:
     """Safety: anything may break. Then liveness: nothing breaks any more, and all is well soon."""
-    world = World(seed)
+    world = kind(seed)
     world.schedule(calls=40, kills=KILLS_PER_SEED, within_s=FAULTS_S)
     try:
         world.run(until_s=FAULTS_S)
@@ -64,6 +65,18 @@ def ran(batch: int) -> FaultCounts:
 @pytest.mark.parametrize("batch", range(BATCHES_COUNT))
 def test_device_is_never_oversold_and_after_faults_every_request_is_answered(batch: int) -> None:
     ran(batch)
+
+
+@pytest.mark.spec("A8", "A15", "A19", "A20", "A21", "B1", "D8", "K4")
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("batch", range(BATCHES_COUNT))
+def test_world_with_people_answers_every_request_and_closes_without_a_ticket(batch: int) -> None:
+    for seed in range(batch, SEEDS_COUNT // 4, BATCHES_COUNT):
+        world = run(FIRST_SEED + seed, PeopledWorld)
+        assert world.arbiter is not None
+        world.feed(ev.ClosingDown())
+        world.run(until_s=FAULTS_S + QUIET_S + CLOSING_S)
+        assert not world.arbiter.open_tickets_count, f"seed={seed}: {world.lost_tickets()}"
 
 
 @pytest.mark.spec("B1")

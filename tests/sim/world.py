@@ -26,8 +26,9 @@ from arbiter.core.decisions import (
     RequestReading,
     Revoke,
     SetTimer,
+    WithdrawLoad,
 )
-from arbiter.core.settings import DEFAULTS, TenantLimits, Timeouts, Watermarks
+from arbiter.core.settings import DEFAULTS, Settings, TenantLimits, Timeouts, Watermarks
 from arbiter.units import (
     GIB,
     SECOND,
@@ -42,7 +43,7 @@ from arbiter.units import (
     seconds,
 )
 from policies import bundle
-from tests.sim.actors import Caller, Holder
+from tests.sim.actors import Caller, Holder, ToHolder
 from tests.sim.agents import Agent
 from tests.sim.interventions import EVENING, EXTRA, EXTRA_MODEL, NIGHT, Interventions
 from tests.sim.lease_holders import LeaseHolder, size_of
@@ -83,7 +84,7 @@ class World:
         self.now = Instant(0)
         limited = TENANTS if self.rng.random() < 0.4 else ()
         marks = Watermarks() if self.rng.random() < 0.3 else None
-        self.settings = replace(SETTINGS, tenants=limited, device_marks=marks)
+        self.settings = self.vary(replace(SETTINGS, tenants=limited, device_marks=marks))
         self.faults = True
         self.agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.order = itertools.count()
@@ -115,6 +116,10 @@ class World:
                 self.new_holder(agent)
 
     # -- making --------------------------------------------------------------------------------
+
+    def vary(self, settings: Settings) -> Settings:
+        """Returns the settings of this world."""
+        return settings
 
     def _need(self, sleeps: bool) -> types.Need:
         weights = self.rng.randint(5, 55) * GIB
@@ -250,7 +255,7 @@ class World:
             self.feed(event)
         elif agent.epoch != self.epoch:
             agent.epoch = self.epoch
-            self.feed(ev.NodeSeen(agent.node, agent.specs))
+            self.feed(agent.introduction())
 
     def feed(self, event: ev.Event) -> None:
         assert self.arbiter is not None
@@ -258,7 +263,7 @@ class World:
             match decision:
                 case Grant(ticket, _) | Refuse(ticket, _):
                     self.to_holder(HolderId(ticket.split(".", maxsplit=1)[0]), decision)
-                case Revoke(_, holder) | LoadModel(holder, _):
+                case Revoke(_, holder) | LoadModel(holder, _) | WithdrawLoad(holder, _):
                     self.to_holder(holder, decision)
                 case KillEngine(node, ticket):
                     self.to_agent(node, methodcaller("reap", ticket))
@@ -275,7 +280,7 @@ class World:
             return None
         return self.arbiter.check_grant(ticket, agent.node)
 
-    def to_holder(self, name: HolderId, decision: Grant | Refuse | Revoke | LoadModel) -> None:
+    def to_holder(self, name: HolderId, decision: ToHolder) -> None:
         holder, epoch = self.holders[name], self.epoch
         if self.chance("lose"):
             return
