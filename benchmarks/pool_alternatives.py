@@ -65,7 +65,9 @@ class Extents:
 
 
 async def extents(count: int) -> dict[str, Any]:
-    read, took, asked, waits, meanwhile = [], [], [], [], [0.0]
+    read: list[float] = []
+    took: list[float] = []
+    asked, waits, meanwhile = [], [], [0.0]
     fd = create("extents", Bytes(8 * EXTENT_BYTES))
     with closing(Extents(fd)) as slab:
         async with live_arbiter({"chat": capability(a=model(MODEL_MIB))}, mib=BUDGET_MIB) as d:

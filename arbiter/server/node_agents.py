@@ -94,9 +94,9 @@ class RayAgents:
         return all(known)
 
     async def look(self, feed: Callable[[ev.Event], None], known: Collection[NodeId]) -> None:
-        """Starts agents on new nodes, and feeds the core with the nodes that are gone. `known`: those
-        that agents have introduced, also an agent that outlives for some seconds its node, which Ray
-        gave up."""
+        """Starts agents on new nodes, and feeds the core with the nodes that are gone. `known`:
+        nodes that agents have introduced. An agent may outlive for some seconds its node, which Ray
+        has given up."""
         living = await asyncio.to_thread(ray_internals.living_nodes)
         for node in self._nodes.union(known) - living.keys():
             self._close_peer(node)
