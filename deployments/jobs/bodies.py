@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deployments.jobs.database import storage_error
-from deployments.jobs.errors import Conflict
+from deployments.jobs.errors import Conflict, StorageFailed, StorageFull
 
 PIECE_BYTES = 1 << 20  # of one read, write or message: what a process holds of a body at once
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}(\.[a-z]+)?")
@@ -66,13 +66,18 @@ class Bodies:
         self.adopt(name, name)
 
     def draft(self, draft: str, body: bytes) -> None:
-        """All of a body under a name of the writer's own, durable; `adopt` gives it its name."""
+        """All of a body under a name of the writer's own, durable; `adopt` gives it its name. Where
+        the disk does not take all of it, nothing of it stays there."""
         part = draft + PART
-        self.append(part, 0, b"")
-        for start in range(0, len(body), PIECE_BYTES):
-            self.append(part, start, body[start : start + PIECE_BYTES])
-        with self._translated(), self._opened(part, os.O_RDONLY) as file:
-            os.fsync(file)
+        try:
+            self.append(part, 0, b"")
+            for start in range(0, len(body), PIECE_BYTES):
+                self.append(part, start, body[start : start + PIECE_BYTES])
+            with self._translated(), self._opened(part, os.O_RDONLY) as file:
+                os.fsync(file)
+        except (StorageFull, StorageFailed):
+            self.remove(part)
+            raise
 
     def adopt(self, draft: str, name: str) -> None:
         """Gives a draft its name, in place of what has the name."""

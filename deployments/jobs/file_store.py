@@ -8,7 +8,13 @@ from typing import Any
 
 from deployments.jobs.bodies import PART, Bodies
 from deployments.jobs.database import Database
-from deployments.jobs.errors import Conflict, NotFound, Refused, TenantLimitReached
+from deployments.jobs.errors import (
+    Conflict,
+    NotFound,
+    Refused,
+    StorageFull,
+    TenantLimitReached,
+)
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
 # OpenAI's, but for those that only its own services write
@@ -111,13 +117,19 @@ class FileStore:
             )
 
     def append(self, file_id: str, offset: int, piece: bytes) -> None:
-        """The next piece of an upload. Raises NotFound, Conflict; Superseded, because a piece that
-        a former process writes late would cut off what the next one has."""
-        with self._db.writing():
-            row = self._row(file_id)
-            if row["state"] != UPLOADING:
-                raise Conflict("file", file_id, row["state"], "written")
-            self._bodies.append(file_id + PART, offset, piece)
+        """The next piece of an upload. Raises NotFound, Conflict; StorageFull, after which nothing
+        of the upload is there; Superseded, because a piece that a former process writes late would
+        cut off what the next one has."""
+        try:
+            with self._db.writing():
+                row = self._row(file_id)
+                if row["state"] != UPLOADING:
+                    raise Conflict("file", file_id, row["state"], "written")
+                self._bodies.append(file_id + PART, offset, piece)
+        except StorageFull:
+            self._bodies.remove(file_id + PART)  # first, so that the row has room to go
+            self._forget([file_id])
+            raise
 
     def finish(self, file_id: str) -> File:
         """The upload is complete. Raises NotFound; Conflict where pieces are missing."""

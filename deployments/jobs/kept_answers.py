@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from deployments.jobs.bodies import Bodies
 from deployments.jobs.database import Database
+from deployments.jobs.errors import StorageFull
 from deployments.jobs.store import REQUEST, RESULT, JobState, JobStore, NewJob
 
 
@@ -24,9 +25,18 @@ class KeptAnswers:
 
     def keep(self, new: NewJob, request: bytes, result: bytes) -> None:
         """A completed job that no runner ran; the second time it changes nothing. Raises
-        StorageFull."""
-        self._bodies.write(new.id + REQUEST, request)
-        self._bodies.write(new.id + RESULT, result)
+        StorageFull, after which nothing of it is there."""
+        if self._db.row("SELECT 1 FROM jobs WHERE id = ?", new.id) is not None:
+            return
+        try:
+            self._bodies.write(new.id + REQUEST, request)
+            self._bodies.write(new.id + RESULT, result)
+            self._insert(new, len(request), len(result))
+        except StorageFull:
+            self._bodies.remove(new.id + REQUEST, new.id + RESULT)
+            raise
+
+    def _insert(self, new: NewJob, request_bytes: int, result_bytes: int) -> None:
         now_s = self._clock()
         with self._db.writing() as db:
             db.execute(
@@ -37,7 +47,7 @@ class KeptAnswers:
                 (
                     *(new.id, new.tenant, new.kind, new.path, new.model),
                     *(json.dumps(new.headers), json.dumps(new.meta), JobState.COMPLETED),
-                    *(now_s, now_s, new.keep_s, now_s, now_s, len(request), len(result)),
+                    *(now_s, now_s, new.keep_s, now_s, now_s, request_bytes, result_bytes),
                 ),
             )
 

@@ -25,7 +25,13 @@ from typing import Any
 
 from deployments.jobs.bodies import PART, Bodies
 from deployments.jobs.database import Database
-from deployments.jobs.errors import Conflict, NotFound, Refused, TenantLimitReached
+from deployments.jobs.errors import (
+    Conflict,
+    NotFound,
+    Refused,
+    StorageFull,
+    TenantLimitReached,
+)
 
 EVENTS_MOST_BYTES = 64 << 20  # of one job: 100,000 tokens' events, or ten pictures as they form
 # Remembered places to which readers have read a job's events, 200 bytes each. A second reader of
@@ -126,7 +132,7 @@ class JobStore:
         self._bodies.write(new.id + REQUEST, body)
         try:
             self._insert(new, len(body), most_unfinished, most_bytes)
-        except TenantLimitReached:
+        except (TenantLimitReached, StorageFull):
             self._bodies.remove(new.id + REQUEST)
             raise
         return self.get(new.tenant, new.id)

@@ -6,11 +6,9 @@ write, for each n; this process then goes on. What must hold: each line has one 
 
 import json
 import os
-import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,10 +20,10 @@ from deployments.jobs.database import Database
 from deployments.jobs.errors import StorageFull, Superseded
 from deployments.jobs.file_store import FileStore, NewFile
 from deployments.jobs.store import JobState, JobStore, NewJob
+from tests.support.full_disk import FULL_BYTES, full_disk
 
 LINES = 4
 BATCH = NewBatch("batch_a", "t", "/v1/x", "file-in", "24h", 3_600.0, "file-out", "file-err")
-FULL_BYTES = 256 << 10  # of the largest file, where a test wants the disk full
 
 
 class Work:
@@ -179,17 +177,6 @@ def test_late_piece_of_a_replaced_process_changes_no_upload(tmp_path: Path) -> N
         former.files.append("file-a", 0, b"abcd")
     assert heir.files.finish("file-a").bytes == 8
     assert heir.files.content("t", "file-a", 0) == b"abcdefgh"
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process grows beyond FULL_BYTES. Python ignores the signal: it is EFBIG."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.spec("J4")
