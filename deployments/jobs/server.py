@@ -18,7 +18,7 @@ from deployments.config.schema import Table, parse_table
 from deployments.front.inference.service import InferenceService
 from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.database import state_path
-from deployments.jobs.errors import NewerStateFile
+from deployments.jobs.errors import NewerStateFile, StorageFailed, StorageFull
 from deployments.jobs.service import JobsService
 from deployments.jobs.store import Job, NewJob
 
@@ -38,25 +38,37 @@ class JobsServer(JobsService):
         self._inference = InferenceService()
         self._table: object = None
         self._read_at = self._accepted_at = -TABLE_S
-        self._refusal: NewerStateFile | None = None
+        self._path = state_path(state_file)
+        self._refusal: NewerStateFile | StorageFull | StorageFailed | None = None
+        self._open()
+
+    def _open(self) -> None:
+        """Takes the jobs over, or refuses every call with what is wrong: a replica that does not
+        start would tell callers nothing, and after three of them Serve starts no other."""
         try:
-            super().__init__(state_path(state_file), self._current)
-        except NewerStateFile as error:  # a replica that does not start would tell callers nothing
-            logger.error("jobs refuses every call: %s", error)
+            super().__init__(self._path, self._current)
+        except (NewerStateFile, StorageFull, StorageFailed) as error:
+            if self._refusal is None:
+                logger.error("jobs refuses every call: %s", error)
             self._refusal = error
         else:
+            self._refusal = None
             asyncio.get_running_loop().call_soon(self.start)
 
     async def answer(self, method: str, *args: Any) -> Any:
-        """What that method gives. Raises what it raises; NewerStateFile, whatever is asked."""
+        """What that method gives. Raises what it raises; NewerStateFile, StorageFull and
+        StorageFailed, whatever is asked."""
         if self._refusal is not None:
             raise self._refusal
         return await getattr(self, method)(*args)
 
     async def check_health(self) -> None:
-        """See JobsService. A replica that refuses is well: another would refuse as well."""
+        """See JobsService. A replica that refuses is well: another would refuse as well. Serve asks
+        every two seconds, so a disk that is mended is used soon."""
         if self._refusal is None:
             await super().check_health()
+        elif not isinstance(self._refusal, NewerStateFile):
+            self._open()
 
     def start(self) -> None:
         super().start()
