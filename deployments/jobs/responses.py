@@ -101,7 +101,8 @@ def without_answer(job: Job, echo: Json) -> Json:
     status = "failed" if job.status is not None else STATUS.get(job.state, job.state.value)
     error = None
     if job.error is not None:
-        error = {"code": job.error.get("code") or "server_error", "message": job.error["message"]}
+        code, message = job.error.get("code"), job.error.get("message")
+        error = {"code": code or "server_error", "message": message or ""}
     elif job.state is JobState.EXPIRED:
         error = {"code": "expired", "message": f"it was not answered by {job.deadline_s:.0f}"}
     response = {

@@ -403,9 +403,14 @@ def _job(row: sqlite3.Row) -> Job:
     return Job(**{**fields, **read, "state": JobState(row["state"])})
 
 
-def _error_of(body: bytes) -> Any:
-    """Returns OpenAI's error object from the body of an answer."""
+def _error_of(body: bytes) -> dict[str, Any]:
+    """Returns OpenAI's error object from the body of an answer; of an answer that has none, its
+    text as one."""
     try:
-        return json.loads(body)["error"]
-    except (ValueError, KeyError, TypeError):
-        return {"message": body[:1_000].decode(errors="replace"), "type": "server_error"}
+        error = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        error = None
+    if isinstance(error, dict):
+        return error
+    text = error if isinstance(error, str) else body[:1_000].decode(errors="replace")
+    return {"message": text, "type": "server_error"}

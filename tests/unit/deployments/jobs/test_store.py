@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from arbiter.server.store import Store
+from deployments.jobs import operator_rows
 from deployments.jobs.bodies import Bodies
 from deployments.jobs.database import Database, has_unfinished
 from deployments.jobs.errors import Conflict, NotFound, Superseded, TenantLimitReached
@@ -304,3 +305,24 @@ def test_what_is_in_progress_and_does_not_run_is_queued_again(jobs: Jobs) -> Non
     jobs.store.cancel("t", "c")
     jobs.store.requeue_all_but({"a"})
     assert [jobs.state(name) for name in "abc"] == ["in_progress", "queued", "cancelled"]
+
+
+@pytest.mark.spec("J4", "L3")
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b'{"error": "no room"}', "no room"),
+        (b'{"error": null}', '{"error": null}'),
+        (b'{"error": ["a"]}', '{"error": ["a"]}'),
+        (b"[" * 5_000, "[" * 1_000),
+    ],
+)
+def test_error_of_any_form_is_an_object_with_a_message(
+    jobs: Jobs, answer: bytes, message: str
+) -> None:
+    jobs.create()
+    jobs.store.begin("a")
+    jobs.store.complete("a", 500, answer)
+    job = jobs.store.get("t", "a")
+    assert job.error == {"message": message, "type": "server_error"}
+    assert operator_rows.job(job)["errors"] == [{"code": None, "line": None}]
