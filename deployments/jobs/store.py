@@ -232,6 +232,8 @@ class JobStore:
             for number, line in enumerate(self._bodies.lines(job_id + EVENTS, offset), before + 1):
                 if number > job.event_count or len(events) >= PAGE_COUNT or size >= PAGE_BYTES:
                     break
+                if not line.endswith(b"\n"):
+                    break  # cut where a machine lost its power: what follows is lost
                 offset += len(line)
                 if number > after:
                     events.append((number, json.loads(line)))

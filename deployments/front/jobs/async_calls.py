@@ -121,13 +121,14 @@ async def pages(
     jobs: JobsClient, tenant: str, job_id: str, after: int
 ) -> AsyncGenerator[EventPage, None]:
     """Pages of events as they come, until the job is finished; a page without events after a while
-    of silence. Raises NotFound, JobsAway."""
+    of silence. A machine that lost its power may have lost the last events of a finished job: they
+    are not waited for. Raises NotFound, JobsAway."""
     while True:
         page: EventPage = await jobs.call("events", tenant, job_id, after, POLL_S)
         if page.events:
             after = page.events[-1][0]
         yield page
-        if page.job.state.is_finished and after >= page.job.event_count:
+        if page.job.state.is_finished and (not page.events or after >= page.job.event_count):
             return
 
 

@@ -326,3 +326,15 @@ def test_error_of_any_form_is_an_object_with_a_message(
     job = jobs.store.get("t", "a")
     assert job.error == {"message": message, "type": "server_error"}
     assert operator_rows.job(job)["errors"] == [{"code": None, "line": None}]
+
+
+@pytest.mark.spec("J4")
+@pytest.mark.parametrize("lost_bytes", [3, 9])
+def test_events_that_a_loss_of_power_took_are_left_out(jobs: Jobs, lost_bytes: int) -> None:
+    jobs.create()
+    jobs.store.begin("a")
+    jobs.store.append_events("a", ["data: 1", "data: 2"])  # of ten bytes each, with its end
+    jobs.store.complete("a", 200, b"answer")
+    jobs.bodies.cut("a-events", jobs.bodies.size("a-events") - lost_bytes)
+    assert jobs.store.events("t", "a").events == ((1, "data: 1"),)
+    assert jobs.store.events("t", "a", 1).events == ()

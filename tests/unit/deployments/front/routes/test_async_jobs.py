@@ -229,3 +229,17 @@ async def test_response_that_is_preferred_async_is_a_job_and_a_response(
     await ended(front, http, answer.headers["location"])
     client = front.client()
     assert (await client.responses.retrieve(answer.json()["id"])).status == "completed"
+
+
+@pytest.mark.spec("J8")
+async def test_reader_of_events_that_are_lost_comes_to_an_end(
+    front: Front, http: httpx.AsyncClient
+) -> None:
+    location = (await http.post("/v1/completions", json=STREAM, headers=ASYNC)).headers["location"]
+    await ended(front, http, location)
+    name, bodies = location.removeprefix("/v1/jobs/") + "-events", front.service._bodies
+    *_, last = bodies.lines(name)
+    bodies.cut(name, bodies.size(name) - len(last))  # as a loss of power does
+    async with asyncio.timeout(20):
+        told = (await http.get(f"{location}/events")).text
+    assert [line for line in told.splitlines() if line.startswith("id:")][-1] == "id: 5"
