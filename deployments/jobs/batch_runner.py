@@ -140,6 +140,7 @@ class BatchRunner:
         task = asyncio.create_task(self._carry_step(batch, work))
         self._steps[batch.id] = task
         task.add_done_callback(log_failure)
+        task.add_done_callback(partial(self._step_ended, batch.id))
 
     async def _carry_step(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -152,9 +153,19 @@ class BatchRunner:
             await asyncio.sleep(again.after_s)
         except Superseded as error:
             logger.warning("%s", error)
-        finally:
-            del self._steps[batch.id]
+
+    def _step_ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        """Has the next step begin, but not at once after a step that a bug ended: the same step
+        would fail again, and read the whole file each time."""
+
+        def go_on() -> None:
+            del self._steps[batch_id]
             self.wake()
+
+        if task.cancelled() or task.exception() is None:
+            go_on()
+        else:
+            asyncio.get_running_loop().call_later(FAILED_AGAIN_S, go_on)
 
     async def _validate(self, batch: Batch) -> None:
         """Checks each line of the input file, and starts the batch or fails it. Raises RetryLater,
@@ -174,7 +185,7 @@ class BatchRunner:
                 lines = []
             if validator.is_over:
                 break
-            if validator.total % YIELD_EVERY == 0:
+            if validator.number % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
         await self._blocking(self._store.add_lines, batch.id, lines)
         if errors := validator.all_errors:
@@ -194,6 +205,8 @@ class BatchRunner:
         self._failures = Counter({k: n for k, n in self._failures.items() if k[0] != batch.id})
         self._first_s = {k: s for k, s in self._first_s.items() if k[0] != batch.id}
         await self._flush()
+        if "in_progress" not in batch.times:  # lines that a validation left behind are none of its
+            await self._blocking(self._store.clear_lines, batch.id)
         while batch.outcome == "expired":
             lines = await self._blocking(self._store.some_lines, batch.id, CHUNK)
             if not lines:

@@ -95,7 +95,7 @@ class Validator:
         self.errors: list[LineError] = []
         self.total = 0
         self.models: dict[tuple[str, str], None] = {}  # in the order of their first lines
-        self._number = 0
+        self.number = 0  # of the line that was checked last, from 1
 
     @property
     def is_over(self) -> bool:
@@ -112,7 +112,7 @@ class Validator:
     async def check(self, offset: int, raw: bytes) -> Line | None:
         """Returns a line that is right; None: it is blank, or wrong, which `errors` tells. Raises
         RetryLater."""
-        self._number += 1
+        self.number += 1
         if not raw.strip():
             return None
         self.total += 1
@@ -125,12 +125,12 @@ class Validator:
             self.errors.append(wrong.error)
             return None
         self.models[model, served] = None
-        return Line(self._number, offset, len(raw), model, served)
+        return Line(self.number, offset, len(raw), model, served)
 
     async def _target(self, raw: bytes) -> tuple[str, str]:
         """Model and served name. Raises WrongLine; RetryLater where a file server is away."""
         line = self._parsed(raw)
-        if (first := self._seen.setdefault(line.custom_id, self._number)) != self._number:
+        if (first := self._seen.setdefault(line.custom_id, self.number)) != self.number:
             message = (
                 f"line {first} has the custom_id {line.custom_id!r} too; give each line its own"
             )
@@ -175,7 +175,7 @@ class Validator:
         it lies in a row of the state file."""
         short = None if param is None else _clipped(param, FIELD_MOST)
         clipped = _clipped(message, MESSAGE_MOST)
-        return WrongLine(LineError(_clipped(code, FIELD_MOST), clipped, self._number, short))
+        return WrongLine(LineError(_clipped(code, FIELD_MOST), clipped, self.number, short))
 
 
 def _clipped(text: str, most: int) -> str:
