@@ -113,7 +113,7 @@ def has_unfinished(path: Path) -> bool:
     """Whether a state file has work left, without opening it for writing: False where there is
     none, or none with these tables."""
     try:
-        db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=0.05)
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=0.05)
         try:
             return bool(db.execute(UNFINISHED).fetchone()[0])
         finally:

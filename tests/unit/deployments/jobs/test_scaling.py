@@ -69,3 +69,13 @@ async def test_call_is_sent_again_while_the_replica_is_replaced(
     with pytest.raises(JobsAway) as caught:
         await JobsClient(send, within_s=0.05).call("get", "t", "a")
     assert caught.value.status_code == 503 and "RayActorError" in str(caught.value)
+
+
+@pytest.mark.spec("J4", "H0")
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a%41b", "\u00fc"])
+def test_unfinished_work_is_seen_whatever_the_folder_is_called(tmp_path: Path, name: str) -> None:
+    (folder := tmp_path / name).mkdir()
+    store = JobStore(Database(folder / "arbiter.sqlite"), Bodies(folder / "jobs"))
+    store.create(NewJob("a", "t", "async", "/v1/x", "one"), b"")
+    policy = JobsPolicy(str(folder / "arbiter.sqlite"))
+    assert policy(SimpleNamespace(total_num_requests=0))[0] == 1  # type: ignore[arg-type]
