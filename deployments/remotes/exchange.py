@@ -232,12 +232,17 @@ async def _data_lines(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        parsed = json.loads(raw)
+        parsed = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise Failed(Failure.PROTOCOL, "its answer is no JSON object")
     return parsed
+
+
+def _refuse_constant(word: str) -> None:
+    """Raises Failed: Python reads and writes NaN and Infinity, and a client's JSON has neither."""
+    raise Failed(Failure.FORM, f"a number of its answer is {word}, which is not JSON")
 
 
 @contextmanager

@@ -164,6 +164,8 @@ def _call(function: Mapping[str, Any]) -> Fields:
     written = function.get("arguments") or "{}"
     try:
         arguments = json.loads(written) if isinstance(written, str) else written
+        # Python also reads what it cannot write as JSON: NaN, 1e999, halves of surrogate pairs.
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

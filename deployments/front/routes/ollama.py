@@ -117,9 +117,7 @@ async def embed(body: bodies.Embed, request: Request, caller: Inferrer, front: S
     reply = embedded(
         _named(body.model, first.head), json.loads(first.body), first.head.headers, began_ns
     )
-    answer = WholeResponse(json.dumps(reply), media_type="application/json")
-    answer.sending = front.service.counted
-    return answer
+    return _whole(reply, front)
 
 
 @router.post("/pull", responses=refusals(501))
@@ -159,10 +157,18 @@ async def _spoken(
         if first.head.status != 200:
             return whole_response(first)
         answer = Answer(_named(body.model, first.head), spoken, first.head.headers, began_ns)
-        return JSONResponse(answer.whole(json.loads(first.body)))
+        return _whole(answer.whole(json.loads(first.body)), front)
     assert isinstance(first, messages.ResponseHead), "no progress here"
     answer = Answer(_named(body.model, first), spoken, first.headers, began_ns)
     return ClosingStream(answer.streamed(_bytes(parts)), media_type=LINES, holds=parts)
+
+
+def _whole(reply: dict[str, Any], front: FrontState) -> WholeResponse:
+    """A response of one piece, in flight until its client has it. Half of a surrogate pair, which a
+    remote may write, is escaped in it as it was there."""
+    response = WholeResponse(json.dumps(reply), media_type="application/json")
+    response.sending = front.service.counted
+    return response
 
 
 async def _loaded(

@@ -44,12 +44,15 @@ NO_CHATS = (
     b'{"choices": [{"message": {"tool_calls": [{"id": "a"}]}}]}',
     b'{"choices": [{"message": {}, "finish_reason": []}]}',
     b'{"choices": [{"message": {}}], "usage": [7]}',
+    b'{"choices": [{"message": {}, "logprobs": [NaN]}]}',
+    b'{"choices": [{"message": {}}], "x": -Infinity}',
 )
 NO_EVENTS = (
     b'{"choices": {"delta": {}}}',
     b'{"choices": ["a"]}',
     b'{"choices": [{"delta": "a"}]}',
     b'{"choices": [{"delta": {"tool_calls": [{"function": {"arguments": []}}]}}]}',
+    b'{"choices": [{"delta": {}, "logprobs": [NaN]}]}',
 )
 
 

@@ -94,7 +94,13 @@ async def test_calls_without_an_index_are_calls_of_their_own() -> None:
 
 
 @pytest.mark.spec("J1")
-@pytest.mark.parametrize("written", ["[1]", "5", '"a"', "null", "[" * 100_000])
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("[1]", "5", '"a"', "null", "[" * 100_000),
+        *('{"a": NaN}', '{"a": [-Infinity]}', '{"a": 1e999}', '{"a": "\\ud800"}'),
+    ],
+)
 async def test_arguments_that_are_no_object_are_one_with_their_text(written: str) -> None:
     call = {"index": 0, "function": {"name": "f", "arguments": written}}
     called, last = await lines(sse(delta(tool_calls=[call]), USAGE), size=10_000)

@@ -47,3 +47,26 @@ async def test_answer_of_no_declared_length_is_a_whole_answer(
     answer = await client.post(path, json={"model": "voice", **asked})
     assert answer.status_code == 200
     assert answer.json().items() >= told.items() and front.service.in_flight == 0
+
+
+@pytest.mark.spec("J1", "L3")
+async def test_answer_that_python_cannot_write_again_is_no_error_of_the_front(
+    client: AsyncClient, front: FrontState
+) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": NaN}'}}
+    message = {
+        "content": "\ud83d",
+        "tool_calls": [call],
+    }  # half of a pair, which a remote may write
+    speaker, raw = Speaker(), json.dumps({"choices": [{"message": message}]}).encode()
+    speaker.response = Response(JSON, raw)
+    front.service = InferenceService(speaker.send_of)
+    speak = {"role": "text", "engine": "m:f", "models": {"voice": {"source": "x"}}}
+    front.service.configure(parse_table({"capabilities": {"speak": speak}}))
+    asked = {"model": "voice", "stream": False, "messages": [{"role": "user", "content": "x"}]}
+    answer = await client.post("/api/chat", json=asked)
+    assert answer.status_code == 200
+    told = json.loads(answer.content)["message"]
+    assert told["content"] == "\ud83d"
+    [found] = told["tool_calls"]
+    assert found["function"]["arguments"] == {"text": '{"a": NaN}'}
