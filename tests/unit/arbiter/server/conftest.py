@@ -1,6 +1,6 @@
 """An arbiter without Ray."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,9 @@ from tests.support.local_arbiter import Running, running_in
 
 @pytest.fixture
 def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
-    async def look(self: RayAgents, feed: Callable[[ev.Event], None]) -> None: ...
+    async def look(
+        self: RayAgents, feed: Callable[[ev.Event], None], known: Collection[NodeId]
+    ) -> None: ...
 
     monkeypatch.setattr(RayAgents, "look", look)
     monkeypatch.setattr(ray_internals, "session_name", lambda: "session")
