@@ -153,9 +153,9 @@ class NodeWatch:
 
     def save_asked(self) -> None:
         """Saves which loads without a request are yet to begin."""
-        asked = self._shell.core.export_asked()
-        if asked != self._asked_saved and self._store.save_asked(asked):
-            self._asked_saved = asked
+        rows = self._shell.core.export_asked()
+        if rows != self._asked_saved and self._store.save_asked(rows):
+            self._asked_saved = rows
 
     def save_learned(self) -> None:
         """Saves what was learned of models, and which models were removed."""

@@ -284,13 +284,13 @@ def _is_fresh(state: CoreState, pending: AskedLoad) -> bool:
 
 def yet_to_begin(state: CoreState) -> set[ModelName]:
     """Returns the models that are to load without a request and that no holder is known to have
-    begun. A prefetch is a guess, and a load that was tried long enough is over."""
-    asked = {
+    begun. A prefetch is for no request yet, and a load that was tried long enough is over."""
+    pending_names = {
         name
         for name, pending in state.asked_loads.items()
         if not pending.is_refused and since(pending.first_asked_at, state.now) < RETRIED_FOR
     }
-    return (asked | state.awaiting_holder.keys()) - state.prefetched.keys()
+    return (pending_names | state.awaiting_holder.keys()) - state.prefetched.keys()
 
 
 def return_freed(state: CoreState) -> None:
