@@ -1,6 +1,5 @@
 """Engines that load from a host copy of their files answer as from the files, and sleep in it."""
 
-import os
 import re
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from deployments.engines.vllm.slabs.lent_slab import weights_digest
 from tests.support import pictures as pic
 from tests.support.engine_host import Child, ZygoteUnderTest, device_bytes, host_bytes, served
 from tests.support.host_copies import Copies
+from tests.support.open_files import open_files
 from tests.support.speech import transcribe, wav
 
 pytestmark = pytest.mark.spec("D4")
@@ -106,8 +106,8 @@ def completed(child: Child) -> Any:
 
 def copied_file(child: Child) -> Path:
     """The first file of the copy, as the engine has it open."""
-    links = Path(f"/proc/{child.pid}/fd").iterdir()
-    [file] = [fd for fd in links if re.search(r"host-shared.*\.0\b", os.readlink(fd))]
+    targets = open_files(child.pid)
+    [file] = [fd for fd, target in targets.items() if re.search(r"host-shared.*\.0\b", target)]
     return file
 
 

@@ -32,6 +32,7 @@ from tests.support.engine_host import (
     tree,
     until,
 )
+from tests.support.open_files import open_files
 from tests.support.speech import transcribe, wav
 
 VLLM = "deployments.engines.vllm.engine:build"
@@ -200,8 +201,8 @@ def test_a_wake_from_a_damaged_host_copy_is_noticed_and_loads_from_disk(chat: Ch
 
 def damage_host_copy(child: Child) -> None:
     """Zeros in the middle half of what sleeps: weights of most layers, still a proper file."""
-    links = (fd for pid in tree(child.pid) for fd in Path(f"/proc/{pid}/fd").iterdir())
-    (copy,) = [fd for fd in links if "memfd:host-copy" in os.readlink(fd)]
+    targets = (item for pid in tree(child.pid) for item in open_files(pid).items())
+    (copy,) = [fd for fd, target in targets if "memfd:host-copy" in target]
     with copy.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(size // 4)
@@ -361,8 +362,8 @@ def test_model_of_two_processes_answers_as_one_and_leaves_nothing_when_its_front
 
 def listening(pids: list[int]) -> set[Path]:
     """Where these processes take connections by unix sockets."""
-    links = (link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir())
-    inodes = {os.readlink(link).removeprefix("socket:[").removesuffix("]") for link in links}
+    targets = (target for pid in pids for target in open_files(pid).values())
+    inodes = {target.removeprefix("socket:[").removesuffix("]") for target in targets}
     rows = (row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:])
     return {Path(row[7]) for row in rows if row[3] == "00010000" and row[6] in inodes}
 

@@ -28,6 +28,7 @@ from tests.support.engine_host import (
     until,
     zygote,
 )
+from tests.support.open_files import open_files
 
 FAKE = "tests.support.fake_engine:FakeEngine"
 MIB = 1 << 20
@@ -207,10 +208,10 @@ def test_a_child_holds_no_descriptor_of_the_zygote(light: ZygoteUnderTest) -> No
     assert child.ready()[0] == 200
     inodes = {
         link.split("[")[1].rstrip("]")
-        for link in (os.readlink(fd) for fd in Path(f"/proc/{light.process.pid}/fd").iterdir())
+        for link in open_files(light.process.pid).values()
         if link.startswith("socket:")
     }
-    held = [os.readlink(fd) for fd in Path(f"/proc/{child.pid}/fd").iterdir()]
+    held = open_files(child.pid).values()
     assert not [link for link in held if link.startswith("socket:[") and link[8:-1] in inodes]
     assert not [link for link in held if link.endswith(".lock")]
 

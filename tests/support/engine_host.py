@@ -18,6 +18,7 @@ from typing import Any
 
 from arbiter.node.cleanup import sweep
 from arbiter.node.zygote_client import private_folder
+from tests.support.open_files import open_files
 from tests.support.waits import WITHIN_S, pauses
 
 ROOT = Path(__file__).parents[2]
@@ -270,10 +271,9 @@ def _private(pid: int) -> int:
 def _memfds(pid: int, wanted: Callable[[str], bool]) -> int:
     seen = {}
     for one in tree(pid):
-        for fd in Path(f"/proc/{one}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                name = os.readlink(fd)
-                if name.startswith("/memfd:") and wanted(name):
+        for fd, name in open_files(one).items():
+            if name.startswith("/memfd:") and wanted(name):
+                with contextlib.suppress(FileNotFoundError):
                     stat = os.stat(fd)
                     seen[stat.st_ino] = stat.st_blocks * 512
     return sum(seen.values())

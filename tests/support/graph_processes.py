@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.graph.conftest import Graph, command_of, name_of, pids
 from tests.support.engine_host import device_bytes
+from tests.support.open_files import open_files
 
 # Part of the command line of each victim. Ray names its workers after their actor.
 VICTIMS = {
@@ -70,7 +71,7 @@ def log_of(graph: Graph, replica: str) -> Path | None:
     for pid in graph.workers():
         if f"ServeReplica:{replica}:" not in command_of(pid):
             continue
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            if f"/logs/serve/replica_{replica}" in (file := os.readlink(fd)):
+        for file in open_files(pid).values():
+            if f"/logs/serve/replica_{replica}" in file:
                 return Path(file)
     return None

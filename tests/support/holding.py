@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from arbiter.units import KIB
+from tests.support.open_files import open_files
 
 # A fresh interpreter, so that next to nothing is shared with the test's.
 _HOLD = """
@@ -44,8 +45,8 @@ def kernel_bytes(pid: int) -> int:
     pairs = dict(line.split(":", 1) for line in lines)
     resident = sum(int(pairs[key].split()[0]) * KIB for key in ("RssAnon", "RssShmem"))
     files = {}
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        if os.readlink(fd).startswith("/memfd:"):
+    for fd, target in open_files(pid).items():
+        if target.startswith("/memfd:"):
             status = os.stat(fd)
             files[status.st_ino] = status.st_blocks * 512
     return resident + sum(files.values())
