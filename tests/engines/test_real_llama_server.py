@@ -85,7 +85,7 @@ def test_real_llama_server_lists_its_model_and_refuses_what_changes_it(llama: Ch
 
 @pytest.mark.spec("G3")
 def test_real_llama_server_keeps_prompts_in_its_slots_alone(llama: Child) -> None:
-    """Nobody has what left its two slots, so no other replica would serve it sooner."""
+    """What left its two slots is in no process, so no other replica would serve it sooner."""
 
     def cached(letter: str) -> int:
         messages = [{"role": "user", "content": 100 * letter}]

@@ -39,7 +39,7 @@ class Engine:
     extra: dict[DeviceId, int] = field(default_factory=dict)
     alive: bool = True
     stuck: bool = False  # its memory does not come back
-    is_outside: bool = False  # under a lease: nobody but its own holder ends it
+    is_outside: bool = False  # under a lease: only its own holder ends it
 
     def fill(self) -> None:
         self.held = {**self.held, **self.granted}
