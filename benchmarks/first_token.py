@@ -141,14 +141,15 @@ def bare(model: str, engine_args: dict[str, Any], rounds: int) -> report.Sample:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="small-chat")
+    models = table_of(shipped(2, 1))["capabilities"]["chat"]["models"]
+    parser.add_argument("--model", default="small-chat", choices=sorted(models))
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     states: list[tuple[str, Callable[[str, str], float], dict[str, Any]]] = [
         ("engine_gone", engine_gone, shipped(2, 1_000)),
         ("zero_replicas", zero_replicas, shipped(2, 1)),
     ]
-    chat = table_of(shipped(2, 1))["capabilities"]["chat"]["models"][args.model]
+    chat = models[args.model]
     if chat.get("can_sleep", True):
         states.insert(0, ("asleep", asleep, shipped(300, 1_000)))
     figures: dict[str, Any] = {"model": args.model}
