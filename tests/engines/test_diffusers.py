@@ -359,6 +359,29 @@ def test_adapters_are_served_by_name_and_leave_the_base_as_it_was(
         assert (status, said["error"]["code"]) == (400, "adapter_invalid")
 
 
+@pytest.mark.spec("H5", "F1")
+def test_two_owners_of_equal_adapter_files_have_a_slot_each(
+    engines: ZygoteUnderTest, drawing: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapters"
+    for name in ("night", "@acme/night"):
+        make_adapter(drawing, folder / name, seed=1)
+    given = {"folder": str(folder), "store": str(tmp_path / "store"), "max_rank": 8, "slots": 2}
+    with served(engines, "equal", ENTRY, config(drawing, adapters=given, can_sleep=False)) as child:
+        drawn = []
+        for tenant in ("", "acme", ""):
+            body = {"model": "draw:night", "prompt": RED.caption, "x_seed": 7}
+            headers = {"content-type": "application/json", messages.TENANT_HEADER: tenant}
+            _, answer, connection = pic.send(child, GENERATIONS, json.dumps(body).encode(), headers)
+            raw = answer.read()
+            connection.close()
+            assert answer.status == 200, raw
+            drawn += pic.pictures(json.loads(raw))
+        assert (tmp_path / "store" / "@acme").is_dir(), "it has its own copy"
+        first, own, again = (picture.tobytes() for picture in drawn)
+        assert first == own == again
+
+
 @pytest.mark.spec("B2")
 def test_pictures_are_drawn_only_under_the_dispatch_lock(
     engines: ZygoteUnderTest, drawing: Path

@@ -5,6 +5,7 @@ denoiser (the UNet or the transformer). They are copied, hashed and checked befo
 (deployments.adapters.store); a pipeline holds as many as it has slots, the last used ones.
 """
 
+import hashlib
 import json
 from collections import OrderedDict
 from pathlib import Path
@@ -92,7 +93,8 @@ class LoadedAdapters:
         }
         metadata = {key: config[key] for key in _SCALE if config.get(key)}
         metadata["target_modules"] = sorted({name.rpartition(".lora_")[0] for name in state})
-        name = f"lora_{folder.name}"
+        # Of the whole path: two owners' folders of equal files have one name, their digest.
+        name = f"lora_{hashlib.sha256(str(folder).encode()).hexdigest()[:32]}"
         self._denoiser.load_lora_adapter(
             state, prefix=None, adapter_name=name, metadata=metadata, low_cpu_mem_usage=True
         )
