@@ -45,7 +45,7 @@ Read = Callable[[int, int], Awaitable[bytes]]  # reads the file: from an offset,
 class LineBody(BaseModel):
     """One line of an input file."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")  # which _parsed refuses, with one error
 
     custom_id: Annotated[str, Field(min_length=1, max_length=512)]
     method: Literal["POST"]
@@ -161,7 +161,7 @@ class Validator:
             message = f"more than {LINE_MOST_BYTES} bytes; shorten this request"
             raise self._wrong("line_too_large", message, None)
         try:
-            return LineBody.model_validate_json(raw)
+            line = LineBody.model_validate_json(raw)
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             if problem["type"] == "json_invalid":
@@ -169,6 +169,10 @@ class Validator:
             field = str(problem["loc"][0]) if problem["loc"] else None
             message = f"`{field}`: {problem['msg']}" if field else problem["msg"]
             raise self._wrong("invalid_request", message, field) from error
+        for name in line.model_extra or ():
+            message = f"`{name}`: a line has no such field; leave it out"
+            raise self._wrong("invalid_request", message, name)
+        return line
 
     def _wrong(self, code: str, message: str, param: str | None) -> WrongLine:
         """Makes the error of this line. The message may repeat the line's text, so it is clipped:

@@ -8,7 +8,7 @@ unchanged. Extension fields may come as headers as well (`x-priority` for `x_pri
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -55,6 +55,12 @@ PRIVATE = frozenset(
     "mm_processor_kwargs media_io_kwargs priority request_id return_mm_kwargs session_id "
     "vllm_xargs".split()
 )
+
+
+T = TypeVar("T")
+# The list of a body. A body of 32 MiB may hold 16 million wrong items: its first error refuses it,
+# where pydantic would make one of each.
+Items = Annotated[list[T], Field(fail_fast=True)]
 
 
 # What the engine reads of a message: described, not checked, because the engine knows more kinds.
@@ -109,7 +115,7 @@ def not_served(why: str, *harmless: object) -> BeforeValidator:
 
 
 _NOT_EMPTY = Field(min_length=1)
-Texts = Annotated[str | list[str], _NOT_EMPTY, _at_most(MAX_DOCUMENTS)]
+Texts = Annotated[str | Items[str], _NOT_EMPTY, _at_most(MAX_DOCUMENTS)]
 
 
 class Body(BaseModel):
@@ -182,7 +188,7 @@ class Generates(Streams):
 class Samples(Generates):
     stream_options: dict[str, Any] | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: Annotated[list[str], Field(max_length=MAX_STOPS)] | str | None = None
+    stop: Annotated[Items[str], Field(max_length=MAX_STOPS)] | str | None = None
     seed: int | None = None
     max_tokens: int | None = Field(None, ge=0)
     presence_penalty: float | None = None
@@ -193,11 +199,11 @@ class Samples(Generates):
 class Chat(Samples):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Items[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -205,7 +211,7 @@ class Chat(Samples):
 class Prewarm(Chat):
     """POST /v1/prewarm: a chat that is about to come, as far as it is known"""
 
-    messages: list[Message] = Field(
+    messages: Items[Message] = Field(
         [], max_length=MAX_MESSAGES, description="absent: what the configuration declares"
     )
 
@@ -263,10 +269,10 @@ class Responses(StoredFields, Generates):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
-    input: str | list[dict[str, Any]] = Field(min_length=1)
+    input: str | Items[dict[str, Any]] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Items[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     text: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -274,12 +280,12 @@ class Responses(StoredFields, Generates):
 class Messages(Generates):
     """POST /v1/messages, as Anthropic has it"""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int = Field(ge=1)
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
+    system: str | Items[dict[str, Any]] | None = None
+    stop_sequences: Items[str] | None = Field(None, max_length=MAX_STOPS)
     top_k: int | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Items[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
 
@@ -287,9 +293,9 @@ class Messages(Generates):
 class CountTokens(Body):
     """POST /v1/messages/count_tokens"""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: str | Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
 
 
 class Embeddings(Body):
@@ -319,10 +325,10 @@ class Reranks(Body):
         description="absent, as TEI's clients have it: the only model here that reranks",
     )
     query: str = Field(min_length=1)
-    texts: list[str] | None = Field(
+    texts: Items[str] | None = Field(
         None, min_length=1, max_length=MAX_DOCUMENTS, description="TEI's form, for `documents`"
     )
-    documents: list[str | Document] | None = Field(
+    documents: Items[str | Document] | None = Field(
         None, min_length=1, max_length=MAX_DOCUMENTS, validate_default=True
     )
     top_n: int | None = Field(None, ge=1, description="of the best; absent: all")

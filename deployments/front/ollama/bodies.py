@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from deployments.front.inference.schemas import (
     MAX_STOPS,
     MAX_TOOLS,
     STAY_WARM_MOST_S,
+    Items,
     not_served,
 )
 
@@ -58,7 +60,7 @@ class Options(GoBody):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: Annotated[list[str], Field(max_length=MAX_STOPS)] | str | None = None
+    stop: Annotated[Items[str], Field(max_length=MAX_STOPS)] | str | None = None
     num_predict: int | None = Field(None, description="tokens; below 0: no bound")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -137,16 +139,16 @@ class ToolCall(GoBody):
 class Message(GoBody):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
-    images: list[str] | None = None
-    tool_calls: list[ToolCall] | None = None
+    images: Items[str] | None = None
+    tool_calls: Items[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
     tool_name: str | None = None  # of a result: which call it answers
 
 
 class Chat(Generates):
     """POST /api/chat; without messages it only loads the model"""
 
-    messages: list[Message] = Field([], max_length=MAX_MESSAGES)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    messages: Items[Message] = Field([], max_length=MAX_MESSAGES)
+    tools: Items[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
 
     def openai(self) -> Fields:
         tools = {"tools": self.tools} if self.tools else {}
@@ -158,7 +160,7 @@ class Generate(Generates):
 
     prompt: str = ""
     system: str | None = None
-    images: list[str] | None = None
+    images: Items[str] | None = None
     raw: bool = False
     suffix: Annotated[None, not_served("not served; end the text within `prompt`", "")] = None
     template: Annotated[None, not_served("not served; the model has its own", "")] = None
@@ -183,7 +185,7 @@ class Generate(Generates):
 class Embed(ModelBody):
     """POST /api/embed"""
 
-    input: str | list[str] = Field(min_length=1)
+    input: str | Items[str] = Field(min_length=1)
     truncate: bool = Field(True, description="cut what is too long; false: refuse it")
     dimensions: int | None = Field(None, ge=1)
 
@@ -208,25 +210,35 @@ def as_openai(messages: list[Message]) -> list[Fields]:
     """Ollama's tool calls have no ids: a result answers the first call of its tool that has none
     yet; where it names no tool, the first call."""
     converted: list[Fields] = []
-    called: list[str] = []  # tools, each call's id being its place
-    unanswered: list[int] = []
+    call_count = 0  # a call's id is its place
+    calls: deque[int] = deque()
+    calls_by_tool: defaultdict[str, deque[int]] = defaultdict(deque)
+    answered: set[int] = set()
     for message in messages:
         one: Fields = {"role": message.role, "content": _content(message)}
         if message.tool_calls:
-            begin = len(called)
-            called += [call.function.name for call in message.tool_calls]
-            unanswered += range(begin, len(called))
-            one["tool_calls"] = [
-                _call(call.function, number)
-                for number, call in enumerate(message.tool_calls, begin)
-            ]
+            one["tool_calls"] = []
+            for number, call in enumerate(message.tool_calls, call_count):
+                calls.append(number)
+                calls_by_tool[call.function.name].append(number)
+                one["tool_calls"].append(_call(call.function, number))
+            call_count += len(message.tool_calls)
         if message.role == "tool":
-            of_tool = [number for number in unanswered if called[number] == message.tool_name]
-            number = next(iter(of_tool or unanswered), 0)
-            unanswered = [other for other in unanswered if other != number]
+            _drop_answered(calls, answered)
+            of_tool = calls_by_tool[message.tool_name or ""]
+            _drop_answered(of_tool, answered)
+            number = next(iter(of_tool or calls), 0)
+            answered.add(number)
             one["tool_call_id"] = f"call_{number}"
         converted.append(one)
     return converted
+
+
+def _drop_answered(calls: deque[int], answered: set[int]) -> None:
+    """Drops what was answered from the front, so that each call is passed once, however many there
+    are."""
+    while calls and calls[0] in answered:
+        calls.popleft()
 
 
 def _call(function: ToolFunction, number: int) -> Fields:

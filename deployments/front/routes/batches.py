@@ -4,7 +4,7 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from deployments.front.dependencies import Inferrer, State
 from deployments.front.inference.request import BadRequest
@@ -14,6 +14,8 @@ from deployments.front.routes.json_route import JsonRoute
 from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.file_store import BATCH_KEPT_S
 from deployments.jobs.validation import ENDPOINTS, FIELD_MOST, window_s
+
+METADATA_MOST = 16  # entries, as OpenAI has it
 
 router = APIRouter(
     prefix="/v1/batches", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 503)
@@ -27,19 +29,28 @@ class ExpiresAfter(BaseModel):
     seconds: Annotated[int, Field(ge=EXPIRES_LEAST_S, le=EXPIRES_MOST_S)]
 
 
+def _few(metadata: object) -> object:
+    """Raises ValueError for more entries than OpenAI allows."""
+    if isinstance(metadata, dict) and len(metadata) > METADATA_MOST:
+        raise ValueError(f"{len(metadata)} entries; at most {METADATA_MOST}")
+    return metadata
+
+
 class BatchBody(BaseModel):
     """The body of `POST /v1/batches`."""
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=128)]
     endpoint: str
     completion_window: str  # OpenAI takes `24h`; here any number of s, m, h, d up to 14 days
+    # The bound comes before what each has to be: pydantic makes an error of each that is wrong.
     metadata: (
         Annotated[
             dict[
                 Annotated[str, Field(max_length=64)],
                 Annotated[str, Field(max_length=512)],
             ],
-            Field(max_length=16),
+            Field(max_length=METADATA_MOST),
+            BeforeValidator(_few),
         ]
         | None
     ) = None

@@ -93,6 +93,7 @@ async def test_lines_are_collated_by_model(service: JobsService, capability: Cap
         (line("b") | {"method": "GET"}, "invalid_request", "method"),
         ({"custom_id": "b"}, "invalid_request", "method"),
         (line("") | {"extra": 1}, "invalid_request", "custom_id"),
+        (line("b") | {"extra": 1, "more": 2}, "invalid_request", "extra"),
         ([1], "invalid_request", None),
     ],
 )
@@ -106,6 +107,13 @@ async def test_one_wrong_line_fails_the_batch_and_is_named(
     assert (error["line"], error["code"], error["param"]) == (3, code, param)
     assert not capability.calls
     assert plain["request_counts"]["total"] == 0 and plain["output_file_id"] is None
+
+
+@pytest.mark.spec("J4", "L3")
+def test_many_unknown_fields_of_a_line_make_no_error_each() -> None:
+    unknown = {str(number): number for number in range(1_000)}
+    body = validation.LineBody.model_validate(line("a") | unknown)
+    assert body.model_extra == unknown, "and the first of them is refused, above"
 
 
 @pytest.mark.spec("J4", "L3")

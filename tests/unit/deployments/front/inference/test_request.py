@@ -2,6 +2,7 @@
 
 import json
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deployments import messages
 from deployments.config.fields import KvTerm
 from deployments.config.schema import Table, parse_table
 from deployments.engines.vllm.batching.batch_gate import MAX_WAITING
+from deployments.front.inference import request
 from deployments.front.inference.model_names import ModelNames
 from deployments.front.inference.request import (
     BadRequest,
@@ -144,6 +146,22 @@ async def test_extension_that_is_nearly_one_of_ours_is_refused_with_the_one_mean
     with pytest.raises(BadRequest, match=f"`{name}`.*`{meant}`") as caught:
         await read(raw, path=path)
     assert caught.value.param == name
+
+
+@pytest.mark.spec("J2", "L3")
+async def test_names_of_many_unknown_extensions_are_not_all_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[str] = []
+
+    def compare(name: str, ours: list[str], **_: object) -> list[str]:
+        compared.append(name)
+        return get_close_matches(name, ours)
+
+    monkeypatch.setattr(request, "get_close_matches", compare)
+    unknown = {f"x_other_{number}": 1 for number in range(1_000)}
+    await read(json.dumps(PLAIN | {"x_" + "y" * 1_000: 1} | unknown).encode())
+    assert compared == [f"x_other_{number}" for number in range(request.MISSPELT_MOST)]
 
 
 async def test_conversation_that_a_header_names_is_the_key_of_its_call() -> None:

@@ -73,6 +73,32 @@ def test_result_of_a_tool_answers_the_call_that_it_names() -> None:
     assert [one["tool_call_id"] for one in unnamed] == ids
 
 
+@pytest.mark.spec("J1", "L3")
+def test_each_call_of_a_tool_is_passed_once_however_many_results_there_are() -> None:
+    class Name(str):
+        """Counts how often it is compared."""
+
+        __slots__ = ()
+        compared_count = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            Name.compared_count += 1
+            return str.__eq__(self, other)
+
+    calls = [bodies.ToolCall(function=bodies.ToolFunction(name="a"))] * 100
+    asked = bodies.Message(role="assistant", tool_calls=calls)
+    for call in calls:
+        call.function.name = Name("a")
+    results = [bodies.Message(role="tool") for _ in range(5_000)]
+    for result in results:
+        result.tool_name = Name("b")
+    converted = bodies.as_openai([*[asked] * 50, *results])
+    ids = [one["tool_call_id"] for one in converted[50:]]
+    assert ids == [f"call_{number}" for number in range(5_000)]
+    assert Name.compared_count < 30_000
+
+
 @pytest.mark.spec("J1", "J2")
 @pytest.mark.parametrize(
     ("given", "seconds"),
