@@ -12,14 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from openai import APIError, OpenAI
+from openai.types.chat import ChatCompletion
 
 from tests.graph.conftest import Graph, until
 from tests.support.graph_processes import VICTIMS, books_are_true, victims
+from tests.support.graph_processor import Processor
 
 CHAT = "tiny-chat"
 # With the proxy the connections of its clients end, which is no typed error.
 KINDS = sorted(VICTIMS.keys() - {"proxy"})
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
+TOKENS = 900  # of each of eight answers: some seconds
 
 
 def stream_once(client: OpenAI) -> str:
@@ -64,3 +67,29 @@ def test_a_killed_process_loses_nothing(graph: Graph, client: OpenAI, kind: str)
     assert set(outcomes) <= {"answered", "engine_lost", "arbiter_unavailable"}
     until(lambda: books_are_true(graph), 60, "the books equal the measured bytes")
     assert stream_once(client) == "answered"
+
+
+@pytest.mark.spec("A19", "N1")
+def test_request_whose_engine_dies_before_its_first_byte_is_answered_by_the_next(
+    graph: Graph, client: OpenAI
+) -> None:
+    """A whole answer has no byte before its end; the client itself asks once."""
+    assert stream_once(client) == "answered"
+
+    def ask() -> ChatCompletion:
+        return client.chat.completions.create(
+            model=CHAT, messages=HELLO, max_tokens=TOKENS, n=8, extra_body={"ignore_eos": True}
+        )
+
+    processor = Processor(graph, CHAT)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        until(processor.has_computed, 60, "its engine computes")
+        old = victims(graph, "engine")
+        assert old and not asked.done()
+        for pid in old:
+            os.kill(pid, signal.SIGKILL)
+        answer = asked.result()
+    assert [choice.finish_reason for choice in answer.choices] == ["length"] * 8
+    assert answer.usage and answer.usage.completion_tokens == 8 * TOKENS
+    assert not set(old) & set(victims(graph, "engine")), "another engine answered"
