@@ -69,6 +69,7 @@ class AsyncJob(Generic[T]):
         expired. A front that is away or full (AGAIN_STATUS) is asked again; its refusal, or
         FrontUnreachable, is raised after AWAY_S in which it gave no other answer."""
         answered_s = time.monotonic()
+        has_followed = False
         while True:
             is_finished = False
             try:
@@ -77,6 +78,9 @@ class AsyncJob(Generic[T]):
                     request = Request("GET", f"{JOBS}/{self.id}/result")
                     return await self._connection.answer(request, self._read)
                 answered_s = time.monotonic()
+                if has_followed:  # its events ended before the job: they cannot be read
+                    await asyncio.sleep(AGAIN_S)
+                has_followed = True
                 async with aclosing(self._connection.pieces(self._events)) as pieces:
                     async for _ in pieces:  # the front sends events or comments until the job ends
                         answered_s = time.monotonic()

@@ -212,11 +212,16 @@ def _compact(data: Json) -> bytes:
 
 
 async def kept(
-    parts: Parts, response_id: str, meta: Mapping[str, Any], keep: KeepResponse
+    parts: Parts,
+    response_id: str,
+    meta: Mapping[str, Any],
+    keep: KeepResponse,
+    *,
+    is_to_be_stored: bool,
 ) -> Parts:
     """The parts of a call with our marks in its response object, which `keep` is given before the
-    client has the last of it; where `keep` says no, the object says `store: false`. Raises what
-    the parts raise."""
+    client has the last of it; where `keep` says no, the object says `store: false`.
+    `is_to_be_stored`: what the events before the last say. Raises what the parts raise."""
     events: _AnnotatedEvents | None = None
     async with aclosing(parts):
         async for part in parts:
@@ -226,7 +231,7 @@ async def kept(
                     object_["store"] = await keep(object_)
                     yield messages.FullResponse(_of_any_length(part.head), _body(object_))
                 case messages.ResponseHead() if part.is_event_stream and part.status == 200:
-                    events = _AnnotatedEvents(response_id, meta, keep)
+                    events = _AnnotatedEvents(response_id, meta, keep, is_to_be_stored)
                     yield _of_any_length(part)
                 case bytes() if events is not None:
                     if piece := await events.feed(part):
@@ -236,8 +241,11 @@ async def kept(
 
 
 class _AnnotatedEvents:
-    def __init__(self, response_id: str, meta: Mapping[str, Any], keep: KeepResponse) -> None:
+    def __init__(
+        self, response_id: str, meta: Mapping[str, Any], keep: KeepResponse, is_to_be_stored: bool
+    ) -> None:
         self._events, self._id, self._meta, self._keep = Events(), response_id, meta, keep
+        self._is_to_be_stored = is_to_be_stored
 
     async def feed(self, piece: bytes) -> bytes:
         return b"".join([await self._marked(event) for event in self._events.feed(piece)])
@@ -245,7 +253,8 @@ class _AnnotatedEvents:
     async def _marked(self, event: str) -> bytes:
         if '"response"' not in event or "response" not in (data := data_of(event)):
             return f"{event}\n\n".encode()
-        data["response"] = marked(data["response"], self._id, self._meta, True)
+        is_stored = self._is_to_be_stored
+        data["response"] = marked(data["response"], self._id, self._meta, is_stored)
         if data.get("type") in TERMINAL:
             data["response"]["store"] = await self._keep(data["response"])
         return sse(data)

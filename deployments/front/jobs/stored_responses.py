@@ -22,6 +22,7 @@ from deployments.front.inference.request import (
 from deployments.front.inference.schemas import DAY_S, StoredFields
 from deployments.front.inference.service import AnyCall, Parts
 from deployments.front.jobs import async_calls
+from deployments.front.middleware.body_limit import MAX_BODY_BYTES
 from deployments.jobs import responses
 from deployments.jobs.client import JobsClient
 from deployments.jobs.errors import NotFound
@@ -98,6 +99,9 @@ class StoredResponses:
             history = await self._history(checked.previous_response_id)
         sent = responses.self_contained(fields, history)
         body = json.dumps(sent).encode()
+        if len(body) > MAX_BODY_BYTES:  # each turn adds to it, though its own body is within that
+            message = f"{len(body)} bytes with all turns before; at most {MAX_BODY_BYTES}"
+            raise BadRequest(f"{message}: begin a new conversation", "previous_response_id")
         return PreparedResponse(checked, is_stored, body, responses.echoed(sent))
 
     async def _history(self, response_id: str) -> list[Json]:
@@ -149,7 +153,8 @@ class StoredResponses:
                 return False
             return True
 
-        return responses.kept(parts, new.id, new.meta, keep)
+        is_stored = prepared.is_stored
+        return responses.kept(parts, new.id, new.meta, keep, is_to_be_stored=is_stored)
 
     def _new(self, prepared: PreparedResponse, model: str, response_id: str) -> NewJob:
         return NewJob(

@@ -1,6 +1,7 @@
 """Calls that the front keeps as jobs, against a front that answers as a test says. With the real
 one: tests/graph/test_python.py."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -112,6 +113,29 @@ async def test_result_waits_until_the_job_is_finished_although_the_front_breaks_
         kept = await client.submit(client.chat, "Hello")
         assert (await kept.result()).text == "Hi."
     assert looks == 3
+
+
+@pytest.mark.spec("J7", "J4")
+async def test_result_asks_seldom_where_events_end_before_their_job(
+    front: ScriptedFront, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "AGAIN_S", 0.01)
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def pause(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 3:
+            front.says("GET", JOB, job("completed"))
+        await sleep(0)
+
+    monkeypatch.setattr(jobs.asyncio, "sleep", pause)
+    front.says("GET", JOB, job("in_progress"))
+    front.streams(f"{JOB}/events", "event: error\ndata: {}\n\n")
+    async with AsyncClient(url, model="m") as client:
+        kept = await client.submit(client.chat, "Hello")
+        assert (await kept.result()).text == "Hi."
+    assert pauses == [0.01] * 3
 
 
 @pytest.mark.spec("J7", "J4")

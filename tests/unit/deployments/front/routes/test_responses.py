@@ -112,6 +112,30 @@ async def test_store_false_keeps_nothing_and_asks_the_jobs_process_nothing(
         await client.responses.retrieve(said.id)
 
 
+async def test_no_event_of_a_stream_says_that_what_is_not_kept_is_stored(
+    client: AsyncOpenAI,
+) -> None:
+    first = await client.responses.create(model="one", input="Who?")
+    stream = await client.responses.create(
+        model="one", input="Why?", previous_response_id=first.id, store=False, stream=True
+    )
+    objects = [event.response async for event in stream if hasattr(event, "response")]
+    assert len(objects) > 1
+    assert {(one.model_extra or {})["store"] for one in objects} == {False}
+
+
+@pytest.mark.spec("L3")
+async def test_conversation_has_the_bound_of_a_body_with_all_its_turns(
+    front: Front, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_responses, "MAX_BODY_BYTES", 3_000)
+    first = await client.responses.create(model="one", input="x" * 2_000)
+    with pytest.raises(openai.BadRequestError, match="begin a new conversation") as refused:
+        await client.responses.create(model="one", input="y" * 2_000, previous_response_id=first.id)
+    assert refused.value.param == "previous_response_id"
+    assert len(front.responder.bodies) == 1
+
+
 async def test_answer_that_cannot_be_kept_is_given_and_says_so(
     front: Front, client: AsyncOpenAI
 ) -> None:
