@@ -84,6 +84,10 @@ class KeysBroken(KeyTrouble):
     """The file exists and cannot be used; every request is refused until it is repaired."""
 
 
+class KeysUnread(KeysBroken):
+    """The system did not let the file be read, which may pass with the file as it is."""
+
+
 def keys_path(configured: str | None = None, state_file: str | None = None) -> Path:
     """Returns the file of keys: beside the arbiter's state, if not configured otherwise."""
     if configured:
@@ -105,9 +109,11 @@ class Keyring:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._seen: tuple[int, int, int] | None = None  # inode, size, mtime
+        # Inode, size, mtime, ctime: a change of mode or owner changes only the last.
+        self._seen: tuple[int, int, int, int] | None = None
         self._keys: dict[str, Key] = {}
         self._broken: KeysBroken | None = None
+        self._last = ""  # what the log has of it
 
     @property
     def is_open(self) -> bool:
@@ -130,11 +136,13 @@ class Keyring:
             status = self.path.stat()
         except FileNotFoundError:
             stamp = None
+        except OSError as error:
+            raise self._told(KeysUnread(f"{self.path}: {error}")) from error
         else:
-            stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+            stamp = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         if stamp != self._seen:
-            self._seen = stamp
             self._read()
+            self._seen = stamp
         if self._broken:
             raise self._broken
         return self._keys
@@ -142,9 +150,18 @@ class Keyring:
     def _read(self) -> None:
         try:
             self._keys, self._broken = load(self.path), None
+        except KeysUnread as error:
+            self._told(error)
+            raise  # not remembered: the next request reads again
         except KeysBroken as error:
+            self._broken = self._told(error)
+
+    def _told(self, error: KeysBroken) -> KeysBroken:
+        """Logs it, unless the last one was the same: each request may meet it again."""
+        if str(error) != self._last:
             logger.error("%s", error)
-            self._broken = error
+            self._last = str(error)
+        return error
 
 
 _FILE = TypeAdapter(list[Key])
@@ -159,7 +176,7 @@ def load(path: Path) -> dict[str, Key]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise KeysBroken(f"{path}: {error}") from error
+        raise KeysUnread(f"{path}: {error}") from error
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise KeysBroken(f"{path} must be yours and of mode 0600; `chmod 600 {path}`")
     try:

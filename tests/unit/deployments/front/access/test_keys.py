@@ -1,6 +1,9 @@
 """Keys are kept as hashes and compared as such; what needs one stays off without it."""
 
+import resource
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,50 @@ def test_keys_file_writable_by_others_refuses_every_request(path: Path) -> None:
     keys.ensure_first(path)
     path.chmod(0o666)
     assert refusal(Authenticator(Keyring(path)), request(), Scope.INFER)[0] == 503
+
+
+@pytest.mark.spec("L1")
+def test_keys_file_of_a_wrong_mode_is_used_once_its_mode_is_right(path: Path) -> None:
+    token = keys.add(path, "ann", "acme", ALL)
+    gate = Authenticator(Keyring(path))
+    path.chmod(0o644)
+    assert refusal(gate, request(token), Scope.INFER) == (503, "keys_unreadable")
+    path.chmod(0o600)
+    assert gate.require(request(token), Scope.INFER).tenant == "acme"
+    path.chmod(0o644)
+    assert refusal(gate, request(token), Scope.INFER) == (503, "keys_unreadable")
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.spec("L1")
+def test_front_without_a_free_descriptor_reads_the_keys_at_the_next_request(path: Path) -> None:
+    token = keys.add(path, "ann", "acme", ALL)
+    gate = Authenticator(Keyring(path))
+    with no_more_files():
+        assert refusal(gate, request(token), Scope.INFER) == (503, "keys_unreadable")
+    assert gate.require(request(token), Scope.INFER).tenant == "acme"
+
+
+@pytest.mark.spec("L1")
+def test_keys_file_that_cannot_be_looked_up_refuses_each_request_until_it_can(path: Path) -> None:
+    token = keys.add(path, "ann", "acme", ALL)
+    aside = path.rename(path.with_name("aside"))
+    path.symlink_to(path)  # the system gives up: too many levels of symbolic links
+    ring = Keyring(path)
+    assert refusal(Authenticator(ring), request(token), Scope.INFER) == (503, "keys_unreadable")
+    with pytest.raises(keys.KeysBroken, match=str(path)):
+        ring.caller(token)
+    aside.rename(path)
+    assert Authenticator(ring).require(request(token), Scope.INFER).tenant == "acme"
 
 
 @pytest.mark.spec("L1")
