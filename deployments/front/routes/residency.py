@@ -12,6 +12,7 @@ from arbiter.core.types import Floor, Level, ModelName
 from arbiter.errors import UnknownModel
 from arbiter.protocol.messages import ModelSize, Resize
 from arbiter.units import Bytes, TicketId, seconds
+from deployments.config.capability_section import MERGED
 from deployments.config.fields import Strict
 from deployments.config.schema import Table
 from deployments.front.dependencies import Admin, State, Viewer
@@ -106,8 +107,9 @@ async def load(model: str, front: State, _: Admin) -> dict[str, str]:
 
 @router.post("/models/unload/{model:path}")
 async def unload(model: str, front: State, _: Admin) -> dict[str, Any]:
-    """Unloads its idle tickets; those that load leave once loaded and idle; those in use stay."""
-    capability = _home(front.table, model)
+    """Unloads its idle tickets; those that load leave once loaded and idle; those in use stay. Of a
+    model or of its merged copy, `MODEL+merged`."""
+    capability = _home(front.table, model.removesuffix(MERGED))
     mine = [row.ticket for row in (await arbiter_gateway.state()).of_model(capability, model)]
     for ticket in mine:
         await call_arbiter("unload", TicketId(ticket))
@@ -127,9 +129,7 @@ async def shrink(model: str, front: State, _: Admin) -> dict[str, str]:
 
 
 async def _resize(table: Table, model: str, size: ModelSize) -> dict[str, str]:
-    home = table.homes.get(model)
-    if home is None:
-        raise UnknownModel(model, "", tuple(sorted(table.homes)))
+    home = _home(table, model)
     if not table.capabilities[home].models[model].grow_to:
         raise BadRequest(f"{model} has no `grow_to`", "model")
     await call_arbiter("resize", Resize(model, size))
@@ -164,5 +164,7 @@ async def pressure(body: PressureBody, _: Admin) -> dict[str, Any]:
 
 
 def _home(table: Table, model: str) -> str:
-    """Its capability; empty for an unknown model, which the arbiter refuses by name."""
-    return table.homes.get(model, "")
+    """Returns its capability. Raises UnknownModel."""
+    if (home := table.homes.get(model)) is None:
+        raise UnknownModel(model, "", tuple(sorted(table.homes)))
+    return home
