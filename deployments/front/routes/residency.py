@@ -155,7 +155,14 @@ async def compact(body: CompactBody, front: State, _: Admin) -> dict[str, Any]:
 
 @router.post("/pressure")
 async def pressure(body: PressureBody, _: Admin) -> dict[str, Any]:
-    """An outside monitor reports that memory is short, for a term."""
+    """An outside monitor reports that memory is short, for a term: of a device, or of all devices
+    of a node."""
+    devices = (await arbiter_gateway.state()).plain["devices"]
+    places = sorted({row[name] for row in devices for name in ("node", "device")})
+    if body.where not in places:
+        there_are = ", ".join(places) or "none yet"
+        refusal = f"`where`: no device or node {body.where!r}; there are: {there_are}"
+        raise BadRequest(refusal, "where", 404)
     free = None if body.free_bytes is None else Bytes(body.free_bytes)
     level = Level[body.level.upper()]
     event = PressurePushed(body.where, level, free, seconds(body.term_s))

@@ -61,3 +61,20 @@ async def test_merged_copy_is_unloaded_by_its_name_and_without_its_base(
     arbiter.answers["state"] = STATE
     answer = await client.post("/arbiter/models/unload/voice", headers=owner)
     assert answer.json() == {"model": "voice", "tickets": []}
+
+
+@pytest.mark.spec("C5")
+async def test_pressure_of_a_place_that_there_is_not_is_refused_with_those_there_are(
+    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
+) -> None:
+    devices = [{"device": f"n/{name}", "node": "n"} for name in ("gpu:0", "host")]
+    arbiter.answers["state"] = STATE | {"devices": devices}
+    wrong = {"where": "n/gpu:7", "level": "low"}
+    answer = await client.post("/arbiter/pressure", json=wrong, headers=owner)
+    assert (answer.status_code, error(answer)["param"]) == (404, "where")
+    assert error(answer)["message"].endswith("there are: n, n/gpu:0, n/host")
+    assert [call[0] for call in arbiter.calls] == ["state"]
+    for place in ("n", "n/gpu:0"):
+        right = wrong | {"where": place}
+        assert (await client.post("/arbiter/pressure", json=right, headers=owner)).is_success
+        assert arbiter.calls[-1][1].where == place
