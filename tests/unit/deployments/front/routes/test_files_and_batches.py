@@ -14,48 +14,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from deployments.config.jobs_section import JobsConfig
-from deployments.front import application
 from deployments.front.access import keys
-from deployments.front.access.auth import Authenticator
-from deployments.front.access.keys import Keyring, Scope
-from deployments.front.dependencies import READERS_MOST, FrontState
+from deployments.front.access.keys import Scope
+from deployments.front.dependencies import READERS_MOST
 from deployments.jobs import bodies
-from deployments.jobs.client import JobsClient
-from deployments.jobs.errors import StorageFull
-from deployments.jobs.service import JobsService
-from tests.support.jobs import CHAT, Capability, chat, jobs_service, table
-
-
-class Front:
-    """The front's application over a service of jobs in this process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.capability = Capability()
-        self.service: JobsService = jobs_service(folder, self.capability)
-        self.full: str | None = None  # a method that finds the disk full
-        self.keys = folder / "keys.json"
-        self.state = state = FrontState(0, auth=Authenticator(Keyring(self.keys)))
-        plain = table()
-        arbiter = plain.arbiter.model_copy(update={"state_file": str(folder / "arbiter.sqlite")})
-        state.service.configure(plain.model_copy(update={"arbiter": arbiter}))
-        state.jobs = JobsClient(self._send)
-        self._app = application.build(state)
-
-    async def _send(self, method: str, *args: Any) -> Any:
-        if method == self.full:
-            raise StorageFull("/state", "no space left on device")
-        return await getattr(self.service, method)(*args)
-
-    def http(self, key: str = "none") -> httpx.AsyncClient:
-        headers = {"authorization": f"Bearer {key}"} if key != "none" else {}
-        transport = httpx.ASGITransport(self._app)
-        return httpx.AsyncClient(
-            transport=transport, base_url="http://localhost/v1", headers=headers
-        )
-
-    def client(self, key: str = "none") -> AsyncOpenAI:
-        http = self.http()
-        return AsyncOpenAI(base_url="http://localhost/v1", api_key=key, http_client=http)
+from tests.support.jobs import CHAT
+from tests.support.jobs_front import Front, lines
 
 
 @pytest.fixture
@@ -63,13 +27,6 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
     made = Front(tmp_path)
     yield made
     await made.service.close()
-
-
-def lines(*names: str) -> bytes:
-    rows = [
-        {"custom_id": name, "method": "POST", "url": CHAT, "body": chat(name)} for name in names
-    ]
-    return "\n".join(json.dumps(row) for row in rows).encode()
 
 
 async def finished(client: AsyncOpenAI, batch_id: str) -> Any:
