@@ -54,11 +54,15 @@ class JobsClient:
         """Has the replica started, where it may not run, by a caller that needs it soon."""
         if time.monotonic() - self._heard_at > WAKE_AGAIN_S:
             self._heard_at = time.monotonic()
-            self._background.begin(self._wake())
+            self.begin("page", "", None, "", 1)
 
-    async def _wake(self) -> None:
-        with contextlib.suppress(RequestError):  # the call that needs it says so
-            await self.call("page", "", None, "", 1)
+    def begin(self, method: str, *args: Any) -> None:
+        """Makes a call whose answer no caller awaits, not even its refusal."""
+        self._background.begin(self._call_unheeded(method, *args))
+
+    async def _call_unheeded(self, method: str, *args: Any) -> None:
+        with contextlib.suppress(RequestError):
+            await self.call(method, *args)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Raises the RequestError that the service raised; JobsAway."""

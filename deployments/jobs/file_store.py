@@ -127,8 +127,7 @@ class FileStore:
                     raise Conflict("file", file_id, row["state"], "written")
                 self._bodies.append(file_id + PART, offset, piece)
         except StorageFull:
-            self._bodies.remove(file_id + PART)  # first, so that the row has room to go
-            self._forget([file_id])
+            self._drop(file_id)
             raise
 
     def finish(self, file_id: str) -> File:
@@ -147,6 +146,12 @@ class FileStore:
                 (PROCESSED, file_id, UPLOADING),
             )
         return _file(self._row(file_id))
+
+    def abandon(self, file_id: str) -> None:
+        """Forgets an upload that goes no further; a file that is complete stays."""
+        row = self._db.row("SELECT state FROM job_files WHERE id = ?", file_id)
+        if row is not None and row["state"] == UPLOADING:
+            self._drop(file_id)
 
     def get(self, tenant: str, file_id: str) -> File:
         """Raises NotFound, also for another tenant's, for an expired file and for an upload
@@ -213,6 +218,11 @@ class FileStore:
             db.executemany("DELETE FROM job_files WHERE id = ?", [(one,) for one in ids])
         for one in ids:
             self._bodies.remove(one, one + PART)
+
+    def _drop(self, file_id: str) -> None:
+        """Forgets an unfinished upload, also on a full disk."""
+        self._bodies.remove(file_id + PART)  # first, so that the row has room to go
+        self._forget([file_id])
 
     def _row(self, file_id: str) -> sqlite3.Row:
         row = self._db.row("SELECT * FROM job_files WHERE id = ?", file_id)

@@ -184,6 +184,11 @@ class JobsService:
         """Ends a complete upload. Raises NotFound."""
         return await self._blocking(self._files.finish, file_id)
 
+    async def abandon_file(self, file_id: str) -> None:
+        """Forgets an upload that goes no further. A file that is complete, or is not there, is left
+        as it is."""
+        await self._blocking(self._files.abandon, file_id)
+
     async def file(self, tenant: str, file_id: str) -> File:
         """Raises NotFound."""
         return await self._blocking(self._files.get, tenant, file_id)

@@ -16,6 +16,7 @@ from deployments.front.middleware.body_limit import FORM_BYTES
 from deployments.front.openapi import refusals
 from deployments.front.routes.uploads import read_form
 from deployments.jobs.bodies import PIECE_BYTES, folder_of
+from deployments.jobs.client import JobsClient
 from deployments.jobs.database import state_path, storage_error
 from deployments.jobs.file_store import PURPOSES, File, NewFile
 
@@ -80,12 +81,20 @@ async def _keep(form: FormData, tenant: str, front: FrontState) -> File:
     name = "".join(c for c in file.filename or "" if c.isprintable())[-NAME_MOST:] or "file"
     size, after_s = file.size or 0, _expires_after_s(form)
     new = NewFile(f"file-{uuid.uuid4().hex}", tenant, name, str(purpose), size, after_s)
-    await front.jobs.call("begin_file", new)
+    try:
+        return await _store(file, new, front.jobs)
+    except BaseException:  # its client may have left: it must not count against its tenant
+        front.jobs.begin("abandon_file", new.id)
+        raise
+
+
+async def _store(file: UploadFile, new: NewFile, jobs: JobsClient) -> File:
+    await jobs.call("begin_file", new)
     offset = 0
     while piece := await file.read(PIECE_BYTES):
-        await front.jobs.call("append_file", new.id, offset, piece)
+        await jobs.call("append_file", new.id, offset, piece)
         offset += len(piece)
-    stored: File = await front.jobs.call("finish_file", new.id)
+    stored: File = await jobs.call("finish_file", new.id)
     return stored
 
 

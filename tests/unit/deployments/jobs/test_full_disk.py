@@ -69,3 +69,19 @@ def test_response_that_finds_no_room_leaves_nothing_and_a_kept_one_stays(work: W
     with full_disk():
         work.answers.keep(NEW, b"{}", LARGE)  # repeated, because the first answer was lost
     assert work.jobs.result("t", "a") == b"answer"
+
+
+@pytest.mark.spec("J4", "L3")
+def test_upload_is_abandoned_only_while_it_is_unfinished(work: Work) -> None:
+    most = 2 * PIECE_BYTES, 2
+    for name, piece in (("file-a", LARGE), ("file-b", b"")):
+        work.files.begin(NewFile(name, "t", "a", "user_data", len(piece)), *most)
+    work.files.append("file-a", 0, LARGE)
+    work.files.finish("file-b")
+    for name in ("file-a", "file-b", "file-c"):
+        for _ in ("once", "again"):
+            work.files.abandon(name)
+    assert work.bodies.names() == {"file-b"}
+    assert work.files.get("t", "file-b").bytes == 0
+    with pytest.raises(NotFound):
+        work.files.finish("file-a")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,8 +19,10 @@ from deployments.front.access import keys
 from deployments.front.access.keys import Scope
 from deployments.front.dependencies import READERS_MOST
 from deployments.jobs import bodies
+from deployments.jobs.client import JobsAway, JobsClient
 from tests.support.jobs import CHAT
 from tests.support.jobs_front import Front, lines
+from tests.support.waits import eventually
 
 
 @pytest.fixture
@@ -307,6 +310,41 @@ async def test_tenant_has_so_many_uploads_at_once_at_most(front: Front) -> None:
         go_on.set()
         assert [(await upload).status_code for upload in uploads] == [200] * (most + 1)
         assert (await post(one, held())).status_code == 200
+
+
+@pytest.mark.spec("J4", "J8")
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_upload_that_breaks_off_leaves_nothing_and_counts_no_more(
+    front: Front, tmp_path: Path, leaves: bool
+) -> None:
+    """Its client leaves, or the process of jobs does not answer."""
+    front.service.config = front.service.config.model_copy(update={"tenant_files": 1})
+    written = asyncio.Event()
+
+    async def send(method: str, *args: Any) -> Any:
+        answer = await getattr(front.service, method)(*args)
+        if method == "append_file":
+            written.set()
+            await asyncio.sleep(math.inf if leaves else 0)
+            raise JobsAway("its answer is lost")
+        return answer
+
+    whole, front.state.jobs = front.state.jobs, JobsClient(send)
+    content = HEAD + b"content" + END
+    upload = asyncio.create_task(front.http().post("/files", content=content, headers=FORM))
+    async with asyncio.timeout(60):
+        await written.wait()
+        if leaves:
+            upload.cancel()
+        await asyncio.wait([upload])
+    assert leaves or upload.result().status_code == 503
+
+    async def has_room() -> bool:
+        return (await front.http().post("/files", content=content, headers=FORM)).is_success
+
+    front.state.jobs = whole
+    await eventually(has_room)
+    assert [name for name in os.listdir(tmp_path / "jobs") if name.endswith(bodies.PART)] == []
 
 
 @pytest.mark.spec("J4", "L1")
