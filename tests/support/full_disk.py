@@ -8,10 +8,10 @@ FULL_BYTES = 256 << 10  # of the largest file
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process grows beyond FULL_BYTES. Python ignores the signal: it is EFBIG."""
+def full_disk(most_bytes: int = FULL_BYTES) -> Iterator[None]:
+    """No file of this process grows beyond `most_bytes`. Python ignores the signal: it is EFBIG."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
     try:
         yield
     finally:

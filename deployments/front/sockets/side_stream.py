@@ -29,24 +29,38 @@ class SideStreamLost(Exception):
 
 def reader_token() -> str:
     """Returns a token that all processes of this user on this node of the cluster share, and no
-    others know; empty outside of a cluster."""
+    others know; empty outside of a cluster, and where the token can be neither read nor kept."""
     folder = ray_internals.session_folder()
-    return _token_in(folder) if folder is not None else ""
+    try:
+        return _token_in(folder) if folder is not None else ""
+    except OSError:  # a full disk, say; the streams go by Serve, and the next request tries again
+        return ""
 
 
 @functools.cache
 def _token_in(folder: Path) -> str:
+    """Reads the token of this folder, and makes it where there is none. Raises OSError."""
     path = folder / "serve-arbiter-reader"
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        pass
     token = secrets.token_hex(16)
     draft = path.with_suffix(f".{token}")
-    with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(token)
+    draft_file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
+        with open(draft_file, "w") as file:
+            file.write(token)
         os.link(draft, path)  # the file appears with its content, and only the first link succeeds
     except FileExistsError:
         pass
     finally:
         os.unlink(draft)
+    return _read(path)
+
+
+def _read(path: Path) -> str:
+    """Returns the token; empty where the file is another user's. Raises OSError."""
     with path.open() as token_file:  # others may write to the folder, so the open file is asked
         return token_file.read() if os.fstat(token_file.fileno()).st_uid == os.getuid() else ""
 

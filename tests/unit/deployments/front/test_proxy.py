@@ -24,6 +24,7 @@ from deployments.front import proxy
 from deployments.front.proxy import middlewares
 from deployments.front.sockets import side_stream
 from deployments.replica.engine_client import EngineLink
+from tests.support.full_disk import full_disk
 from tests.support.streaming_engine import StreamingEngine, serving
 from tests.support.waits import eventually
 
@@ -362,3 +363,22 @@ def test_reader_token_of_a_node_is_one_and_for_this_user_alone(
     assert not side_stream.is_reader(None) and not side_stream.is_reader("x" * len(token))
     monkeypatch.setattr(ray_internals, "session_folder", lambda: None)
     assert not side_stream.is_reader("") and not side_stream.is_reader(token)
+
+
+@pytest.mark.spec("L3", "N1")
+def test_reader_token_that_finds_no_room_is_none_until_it_does_and_leaves_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "session"
+    monkeypatch.setattr(ray_internals, "session_folder", lambda: folder)
+    assert side_stream.reader_token() == ""
+    folder.mkdir()
+    with full_disk(0):
+        assert side_stream.reader_token() == "" and not side_stream.is_reader("x")
+    assert list(folder.iterdir()) == []
+    token = side_stream.reader_token()
+    assert token and side_stream.is_reader(token)
+    side_stream._token_in.cache_clear()  # as another process
+    with full_disk(0):
+        assert side_stream.reader_token() == token
+    assert len(list(folder.iterdir())) == 1
