@@ -4,6 +4,7 @@ The event loop's own threads are few, five where Ray gives the process no CPU of
 asked in them, as for the arbiter. So files are read in others: of each model in one, and what it
 waits for delays no other model. Threads that have done their work stay for the next, a few of them:
 each request with an adapter looks at its files, and the start of a thread costs more than that.
+Serve's controller, which may hang too, is asked in a thread of these for the same reason.
 
     made = await in_thread(config.source, plan, model, capability)
 """

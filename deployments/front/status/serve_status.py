@@ -14,6 +14,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
+from deployments.config.file_threads import in_thread
+
 logger = logging.getLogger("ray.serve")
 
 FAILED = frozenset({ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY})
@@ -54,8 +56,10 @@ class Applications:
     async def _fresh(self) -> Overviews | None:
         try:
             async with asyncio.timeout(WAIT_S):
-                return await asyncio.to_thread(self._ask)
-        except (TimeoutError, RayError, RayServeException) as error:
+                # In a thread of its own: the event loop has few, and a controller that hangs would
+                # take one with each probe.
+                return await in_thread("Serve's status", self._ask)
+        except (OSError, RayError, RayServeException) as error:
             logger.warning("Serve's status is not known: %r", error)
             return None
 

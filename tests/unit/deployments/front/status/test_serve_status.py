@@ -1,14 +1,18 @@
 """What readiness learns from Serve."""
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
+from deployments.front.status import serve_status
 from deployments.front.status.serve_status import CAUSE_CHARS, Applications
+from tests.support.waits import WITHIN_S
 
 
 def overview(status: str, message: str = "") -> ApplicationStatusOverview:
@@ -61,3 +65,28 @@ async def test_controller_that_does_not_answer_is_no_failure() -> None:
         raise ActorUnavailableError("the controller restarts", None)
 
     assert await Applications(ask).failures(["chat"]) == {}
+
+
+@pytest.mark.spec("J9")
+async def test_controller_that_hangs_takes_no_thread_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve_status, "WAIT_S", 0.01)
+    monkeypatch.setattr(serve_status, "FRESH_S", 0.0)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    answers = threading.Event()
+
+    def ask() -> dict[str, Any]:
+        answers.wait(WITHIN_S)
+        return {"chat": overview("UNHEALTHY", "out of memory")}
+
+    applications = Applications(ask)
+    try:
+        for _ in range(3):
+            assert await applications.failures(["chat"]) == {}
+        async with asyncio.timeout(WITHIN_S / 4):
+            assert await asyncio.to_thread(threading.get_ident)
+    finally:
+        answers.set()
+    monkeypatch.setattr(serve_status, "WAIT_S", WITHIN_S)
+    assert "out of memory" in (await applications.failures(["chat"]))["chat"]
