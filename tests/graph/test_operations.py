@@ -114,7 +114,7 @@ GET /arbiter/leases
 PUT /arbiter/leases/{lease}
 DELETE /arbiter/leases/{lease}
 DELETE /arbiter/tenants/{tenant}/kept
-POST /arbiter/leases/{lease}/drain
+POST /arbiter/leases/{ticket}/drain
 POST /arbiter/leases/cleanup
 POST /arbiter/queue/{ticket}/cancel
 POST /arbiter/queue/{ticket}/raise

@@ -42,9 +42,9 @@ async def hear(lease: LeaseId, body: LeaseBody, caller: Lessee) -> JSONResponse:
     return JSONResponse(plain(await call_arbiter("lease", lease_body.as_call(lease))))
 
 
-@router.delete("/{lease}")
+@router.delete("/{lease}", responses=refusals(404))
 async def release(lease: str, caller: Lessee) -> dict[str, str]:
-    """Ends the lease; a lease that has ended stays so."""
+    """Ends the lease; a lease that has ended stays so. Raises UnknownLease."""
     await call_arbiter("end_lease", lease, caller.tenant)
     return {"lease": lease, "state": "ended"}
 
@@ -55,11 +55,12 @@ async def clean_up(_: Admin) -> dict[str, Any]:
     return {"ended": await call_arbiter("clean_leases")}
 
 
-@router.post("/{lease}/drain", responses=refusals(404))
-async def drain(lease: str, _: Admin) -> dict[str, str]:
-    """Gives the holder notice, also of a lease that the arbiter may not interrupt."""
+@router.post("/{ticket}/drain", responses=refusals(404))
+async def drain(ticket: str, _: Admin) -> dict[str, str]:
+    """Gives the holder notice, also of a lease that the arbiter may not interrupt. `ticket`: of the
+    lease, because names of leases are each tenant's own. Raises UnknownLease."""
     state = await arbiter_gateway.state()
-    if lease not in {row.ticket for row in state.leases}:
-        raise UnknownLease(lease)
-    await call_arbiter("unload", TicketId(lease))
-    return {"lease": lease}
+    if ticket not in {row.ticket for row in state.leases}:
+        raise UnknownLease(ticket)
+    await call_arbiter("unload", TicketId(ticket))
+    return {"lease": ticket}

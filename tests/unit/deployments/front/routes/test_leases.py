@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from httpx import AsyncClient
 
+from arbiter.errors import UnknownLease
 from deployments.front.access import keys
 from deployments.front.access.keys import Scope
 from tests.support.front_application import STATE, Arbiter, error
@@ -40,3 +41,15 @@ async def test_drain_of_an_unknown_lease_is_404(
     answer = await client.post("/arbiter/leases/mine/drain", headers=owner)
     assert answer.json() == {"lease": "mine"}
     assert arbiter.calls[-1] == ("unload", "mine")
+
+
+@pytest.mark.spec("L3")
+async def test_description_tells_names_of_leases_from_tickets_and_that_a_lease_may_be_unknown(
+    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
+) -> None:
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    assert "404" in paths["/arbiter/leases/{lease}"]["delete"]["responses"]
+    assert "404" in paths["/arbiter/leases/{ticket}/drain"]["post"]["responses"]
+    arbiter.answers["end_lease"] = UnknownLease("none")
+    answer = await client.delete("/arbiter/leases/none", headers=owner)
+    assert (answer.status_code, error(answer)["code"]) == (404, "lease_not_found")
