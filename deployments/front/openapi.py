@@ -33,12 +33,16 @@ _REFUSALS = {
     401: "this needs an API key",
     403: "the key lacks a scope, or the Host or Origin is not allowed",
     404: "no such model",
+    408: "the body came too slowly",
     409: "in conflict with the present state; the message says which",
     410: "an operator cancelled it while it waited",
     413: "the body is too large",
+    415: "the body is encoded; send it as it is",
     429: "a queue is full; see Retry-After",
     501: "not served here; the message says what to do",
+    502: "a remote or an adapter's origin failed",
     503: "cannot be served now; see Retry-After",
+    504: "a remote did not answer by the request's deadline",
     507: "larger than the whole budget",
 }
 _OF_MODELS = tuple(status for status in _REFUSALS if status != 501)

@@ -76,9 +76,10 @@ async def cancel(job_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
     return await async_calls.shown(ended, front.table)
 
 
-@router.delete("/{job_id}")
+@router.delete("/{job_id}", responses=refusals(409))
 async def delete(job_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
-    """Cancels it where it is unfinished, and forgets it. Raises NotFound."""
+    """Cancels it where it is unfinished, and forgets it. Raises NotFound; Conflict while its call
+    still ends."""
     await async_calls.cancelled(front.jobs, caller.tenant, job_id)
     await front.jobs.call("delete", caller.tenant, job_id)
     return {"id": job_id, "object": "job", "deleted": True}

@@ -418,6 +418,16 @@ async def test_description_names_each_body_and_no_status_that_is_never_sent(
 
 
 @pytest.mark.spec("L3")
+async def test_description_names_refusals_of_bodies_of_remotes_and_of_a_job_that_ends(
+    client: AsyncClient,
+) -> None:
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    for path in ("/v1/chat/completions", "/v1/embeddings"):
+        assert {"408", "415", "502", "504"} <= paths[path]["post"]["responses"].keys()
+    assert "409" in paths["/v1/jobs/{job_id}"]["delete"]["responses"]
+
+
+@pytest.mark.spec("L3")
 async def test_description_says_of_what_is_not_served_what_to_do_and_what_is_harmless(
     client: AsyncClient,
 ) -> None:
