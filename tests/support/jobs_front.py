@@ -45,7 +45,7 @@ class Front:
         )
 
     def client(self, key: str = "none") -> AsyncOpenAI:
-        http = self.http()
+        http: Any = self.http()  # of httpx, whichever the client is typed for
         return AsyncOpenAI(base_url="http://localhost/v1", api_key=key, http_client=http)
 
 
