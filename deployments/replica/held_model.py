@@ -368,6 +368,7 @@ class HeldModel:
             requests.served_count,
             client=self.demand.client,
             stay_warm=Span(max(0, requests.warm_until_ns - now_ns)),
+            need_is_explicit=self.plan.need_is_explicit,
         )
 
 

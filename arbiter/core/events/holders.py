@@ -38,6 +38,7 @@ class HeldTicket:
     lease_history: LeaseHistory = NO_HISTORY
     client: Client = ANYBODY  # of its last request
     stay_warm: Span = Span(0)  # from now, in which it does not count as idle: a client asked so
+    need_is_explicit: bool = False  # the configuration gives its need
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from arbiter.core.eviction.sleep import on_slept
 from arbiter.core.histogram import SECONDS_BOUNDS, Histogram
 from arbiter.core.records.ticket import Grown, Load, Sizes, State, Ticket
 from arbiter.core.residency import copy_readings, floors, growth, idle, loading_share
-from arbiter.core.residency.readings import charge_unclaimed
+from arbiter.core.residency.readings import LEARNED_AFTER, charge_unclaimed
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import leases, lessees, quotas
 from arbiter.core.tickets.failed_swaps import forget_evicted_for
@@ -339,7 +339,9 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
 def _ticket_from(
     state: CoreState, event: ev.Joined, held: ev.HeldTicket, home: Sizes, granted: Sizes
 ) -> Ticket:
-    """Makes a ticket from what its holder reports as it joins."""
+    """Makes a ticket from what its holder reports as it joins. An earlier epoch has learned from
+    each load that is over: learned from once more, it would count twice."""
+    is_loading = held.phase is types.Phase.LOADING
     ticket = Ticket(
         held.ticket,
         event.holder,
@@ -348,7 +350,7 @@ def _ticket_from(
         held.model,
         settings_key=held.settings_key,
         need=held.need,
-        need_is_explicit=False,
+        need_is_explicit=held.need_is_explicit,
         attempt=1,
         opened=state.now,
         since=state.now,
@@ -364,7 +366,8 @@ def _ticket_from(
         load=Load(
             after(state.now, state.settings.timeouts.load),
             resident_since=state.now,
-            settled_bytes=None if held.phase is types.Phase.LOADING else Bytes(0),
+            readings_count=0 if is_loading else LEARNED_AFTER,
+            settled_bytes=None if is_loading else Bytes(0),
         ),
         grown=Grown(Bytes(0), shrinks_from=state.now),  # an earlier epoch may have let it grow
     )

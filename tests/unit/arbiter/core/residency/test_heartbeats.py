@@ -8,6 +8,7 @@ from arbiter import errors
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import KillEngine, Revoke, Tier
+from arbiter.core.records.estimates import ModelKey
 from arbiter.units import HolderId, NodeId, Span, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
@@ -16,6 +17,7 @@ from tests.support.core_driver import (
     PATIENT,
     PLAIN,
     CoreDriver,
+    gib,
     granted,
     is_granted,
     killed,
@@ -186,6 +188,38 @@ def test_load_whose_engine_was_seen_goes_on_whatever_was_lent_beside_it() -> Non
     assert granted(driver.fire_timer(11)) == ["b"]
     assert killed(driver.join(12, "late", driver.held("a", types.Phase.LOADING, size=30))) == []
     assert driver.state_of("a") == "loading"
+
+
+@pytest.mark.spec("A17", "A18")
+@pytest.mark.parametrize("is_explicit", [False, True])
+def test_nothing_is_learned_again_of_a_load_that_an_earlier_epoch_saw(is_explicit: bool) -> None:
+    driver = CoreDriver(device=80, known=("h",), holders=())
+    held = replace(driver.held("a", size=20), need_is_explicit=is_explicit)
+    driver.join(1, "h", held)
+    driver.engines["a"] = {CPU: 12}
+    for t in range(2, 6):
+        driver.read(t)
+    of_b = ModelKey("text", "b", "")
+    assert driver.estimates.size(of_b, types.Need(gib(15), gib(15)), False).device_bytes == gib(30)
+    assert "estimate_error" not in driver.kinds()
+
+
+@pytest.mark.spec("A17", "A18")
+@pytest.mark.parametrize(("is_explicit", "of_b"), [(False, 22), (True, 30)])
+def test_load_that_ends_in_a_new_epoch_teaches_what_its_capability_needs_unless_explicit(
+    is_explicit: bool, of_b: float
+) -> None:
+    driver = CoreDriver(device=80, known=("h",), holders=())
+    held = replace(
+        driver.held("a", types.Phase.LOADING, size=20, inflight=1), need_is_explicit=is_explicit
+    )
+    driver.join(1, "h", held)
+    driver.at(2, ev.Loaded(TicketId("a"), seconds(1)))
+    driver.engines["a"] = {CPU: 12}
+    driver.read(3), driver.read(4)
+    estimate = driver.estimates.size(ModelKey("text", "b", ""), types.Need(gib(15), gib(15)), False)
+    assert estimate.device_bytes == gib(of_b)
+    assert "estimate_error" in driver.kinds()
 
 
 @pytest.mark.spec("A18")
