@@ -202,6 +202,7 @@ class HeldModel:
     plan: ModelPlan
     ticket: TicketId
     state: HolderState = HolderState.QUEUED
+    has_slept: bool = False  # under this ticket
     devices: tuple[DeviceBytes, ...] = ()
     link: EngineLink | None = None
     work: asyncio.Task[None] | None = None  # the load, wake or unload under way
@@ -223,6 +224,7 @@ class HeldModel:
         assert to in lawful, f"{self.ticket}: no way from {self.state.value} to {to.value}"
         logger.debug("%s: %s -> %s", self.ticket, self.state.value, to.value)
         before, self.state = self.state, to
+        self.has_slept |= to is HolderState.ASLEEP
         if self.warmer is not None:
             self.warmer.on_move(before, to)
 
@@ -230,7 +232,7 @@ class HeldModel:
         """Queues the model once more, under a new ticket: the first try's is over."""
         if self.state is not HolderState.QUEUED:  # a refusal leaves it there
             self.move(HolderState.QUEUED)
-        self.ticket, self.load.attempt = new_ticket(self.model), 2
+        self.ticket, self.load.attempt, self.has_slept = new_ticket(self.model), 2, False
 
     @property
     def model(self) -> str:
@@ -369,6 +371,7 @@ class HeldModel:
             client=self.demand.client,
             stay_warm=Span(max(0, requests.warm_until_ns - now_ns)),
             need_is_explicit=self.plan.need_is_explicit,
+            has_slept=self.has_slept,
         )
 
 

@@ -39,6 +39,7 @@ class HeldTicket:
     client: Client = ANYBODY  # of its last request
     stay_warm: Span = Span(0)  # from now, in which it does not count as idle: a client asked so
     need_is_explicit: bool = False  # the configuration gives its need
+    has_slept: bool = False  # under this ticket, so a load of it is a wake
 
 
 @dataclass(frozen=True, slots=True)

@@ -362,6 +362,7 @@ def _ticket_from(
         warm_until=after(state.now, held.stay_warm),
         priority=held.priority,
         uses_count=held.uses_count,
+        wakes_count=int(held.has_slept),
         client=held.client,
         load=Load(
             after(state.now, state.settings.timeouts.load),

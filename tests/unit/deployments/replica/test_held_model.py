@@ -139,6 +139,17 @@ async def test_model_walks_the_arrows_of_the_table(
         assert walk == WALKS[scenario]
 
 
+@pytest.mark.spec("A18", "D1")
+async def test_heartbeat_says_that_a_model_has_slept_also_once_it_serves_again() -> None:
+    async with base.holder() as (residency, _, _):
+        await base.use(residency)
+        held = residency.models["a"]
+        assert not held.heartbeat_entry().has_slept
+        assert await falls_asleep(residency) is held and held.heartbeat_entry().has_slept
+        await base.use(residency)
+        assert held.state is R and held.heartbeat_entry().has_slept
+
+
 def test_every_arrow_of_the_table_is_walked() -> None:
     walked = {arrow for walk in WALKS.values() for arrow in pairwise(walk)}
     assert walked == {(state, to) for state, targets in TRANSITIONS.items() for to in targets}

@@ -222,6 +222,22 @@ def test_load_that_ends_in_a_new_epoch_teaches_what_its_capability_needs_unless_
     assert "estimate_error" in driver.kinds()
 
 
+@pytest.mark.spec("A17", "A18", "D1")
+@pytest.mark.parametrize("phase", [types.Phase.LOADING, types.Phase.ASLEEP])
+def test_wake_in_a_new_epoch_does_not_count_as_a_load(phase: types.Phase) -> None:
+    driver = CoreDriver(device=80, host=80, known=("h",), holders=())
+    driver.host_sizes["a"] = 20
+    held = replace(driver.held("a", phase, size=30), has_slept=True)
+    driver.join(1, "h", held)
+    driver.read(2)
+    if phase is types.Phase.ASLEEP:
+        assert is_granted(driver.ask(3, "a", 30, host=20), "a")
+    driver.at(5, ev.Loaded(TicketId("a"), seconds(2)))
+    key = ModelKey("text", "a", "")
+    assert driver.last("model_wake").took == driver.estimates.wake_time(key) == seconds(2)
+    assert driver.estimates.load_time(key) == 0
+
+
 @pytest.mark.spec("A18")
 def test_a_late_joiner_does_not_bring_a_closed_ticket_back() -> None:
     driver = CoreDriver()

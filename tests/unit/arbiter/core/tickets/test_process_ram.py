@@ -108,6 +108,18 @@ def test_the_second_sleep_needs_as_much_as_the_first(kept: float) -> None:
     assert driver.charged(HOST) == 52
 
 
+@pytest.mark.spec("A18", "B4", "D1")
+def test_pinned_copy_of_a_model_that_slept_before_a_restart_is_no_ram_of_its_process() -> None:
+    driver = GpuCoreDriver(device=60, host=200, known=("h",), holders=())
+    home = (types.DeviceBytes(GPU, gib(60)),)
+    driver.host_sizes["a"] = 50
+    driver.join(1, "h", replace(driver.held("a", size=60), devices=home, has_slept=True))
+    driver.engines["a"] = {GPU: 60, HOST: 50 + RAM}
+    driver.read(2)
+    driver.ask(40, "b", 60), driver.ask(40, "c", 60)
+    assert (driver.state_of("a"), driver.charged(HOST)) == ("draining", 50 + RAM)
+
+
 @pytest.mark.spec("B4")
 def test_a_short_host_budget_costs_sleepers_their_copies_and_no_resident_its_gpu() -> None:
     """What a process needs of RAM was not lent to it: whether RAM is really short is for pressure
