@@ -106,11 +106,13 @@ def note_cause(state: CoreState, event: ev.LoadBroke) -> None:
 
 
 def refuse_waiters(state: CoreState, failed: Ticket, error: LoadFailed) -> None:
-    """Refuses every queued ticket for the model whose load failed."""
+    """Refuses every queued ticket for the model whose load failed, and has what makes room for it
+    loaded again."""
     for ticket_id in state.queue.of_model(failed.model_name):
         waiting = state.ledger.find(ticket_id)
         assert waiting is not None
         if waiting.state is State.QUEUED:
+            reload_evicted(state, (waiting.holder, waiting.model))
             state.answer_error_finally(ticket_id, error)
             state.close(waiting)
 

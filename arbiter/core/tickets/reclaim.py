@@ -7,7 +7,7 @@ Whatever ends a ticket comes through `reclaim`; whatever proves its bytes are ba
 from arbiter.core.decisions import EventKind, KillEngine, Reason, Revoke, Tier
 from arbiter.core.events import Released
 from arbiter.core.records.ticket import CHARGED, State, Ticket
-from arbiter.core.state import CoreState
+from arbiter.core.state import CoreState, reject_queued
 from arbiter.errors import HolderQuarantined, TicketClosed
 from arbiter.units import Bytes, HolderId, TicketId, after, since
 
@@ -90,12 +90,8 @@ def _quarantine(state: CoreState, ticket: Ticket) -> None:
         node=ticket.node,
     )
     for other in state.ledger.held_by(ticket.holder):
-        if other.state is State.QUEUED:
-            state.answer_error_finally(other.id, HolderQuarantined(ticket.holder, charged_bytes))
-            state.close(other)
-        elif other.id in state.queue:
-            state.unqueue(other)
-            state.answer_error(other.id, HolderQuarantined(ticket.holder, charged_bytes))
+        if other.id in state.queue:
+            reject_queued(state, other, HolderQuarantined(ticket.holder, charged_bytes))
 
 
 def is_counted_on(leaving: Ticket) -> bool:

@@ -8,7 +8,7 @@ from arbiter import units
 from arbiter.core import events as ev
 from arbiter.core.decisions import Decision, LoadModel
 from arbiter.core.types import Level, Phase
-from arbiter.errors import ModelCoolingDown, NeverFits, RequestCancelled, UnderPressure
+from arbiter.errors import HolderQuarantined, ModelCoolingDown, NeverFits, RequestCancelled, UnderPressure
 from arbiter.units import HolderId, TicketId, seconds
 from tests.support.core_driver import CPU, CoreDriver, gib, granted, refusal
 
@@ -88,6 +88,19 @@ def test_load_by_hand_refused_in_a_cool_down_is_asked_for_again_once_that_is_ove
     assert LoadModel(K, "e1") not in d.fire_timer(2.9)
     assert LoadModel(K, "e1") in d.fire_timer(3.1)
     assert granted(ask(d, 3.2, "e1y")) == ["e1y"]
+
+
+@pytest.mark.spec("A10", "D8")
+def test_load_by_hand_refused_in_a_quarantine_is_asked_of_the_next_replica() -> None:
+    d = driver()
+    d.resident(0, "e2x", 80, holder="k", capability="embedding", model="e2")
+    d.at(9, ev.LoadAsked("embedding", "e1"))
+    ask(d, 9, "e1", 80)
+    d.join(9.5, "g", capability="embedding")
+    d.at(10, ev.Released(TicketId("e2x"), "manual"))
+    error = refusal(d.fire_timer(15))
+    assert isinstance(error, HolderQuarantined) and error.retry_after_s
+    assert LoadModel(HolderId("g"), "e1") in d.fire_timer(15.1 + error.retry_after_s)
 
 
 @pytest.mark.spec("C5", "D8")

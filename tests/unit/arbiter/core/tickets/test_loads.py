@@ -39,6 +39,17 @@ def test_failed_load_cools_the_model_down_and_refuses_its_queued_tickets() -> No
 
 
 @pytest.mark.spec("A12")
+def test_what_left_for_a_ticket_that_another_load_s_failure_refuses_is_loaded_again() -> None:
+    driver = CoreDriver(device=80, holders=("h", "g"))
+    driver.resident(0, "c", 60)
+    driver.ask(20, "a1", 20)
+    assert revoked(driver.ask(20, "a2", 60, holder="g")) == [("c", "swap", "gone")]
+    decisions = driver.at(21, ev.LoadBroke(TicketId("a1"), "bad weights", False))
+    assert refusal(decisions) == errors.LoadFailed("a", "bad weights", False)
+    assert LoadModel(HolderId("h"), "c") in decisions
+
+
+@pytest.mark.spec("A12")
 def test_cool_down_grows_with_repeats_up_to_a_bound_and_is_cleared_by_success() -> None:
     driver = CoreDriver()
     t, pauses = 0.0, []
