@@ -25,6 +25,10 @@ class Timers:
         if armed is None or at < armed:
             self._at[subject] = at
             heapq.heappush(self._heap, (at, subject))
+            # A time that was replaced stays in the heap until it is due, which may be in a year.
+            if len(self._heap) > 2 * len(self._at) + 64:
+                self._heap = [(at, subject) for subject, at in self._at.items()]
+                heapq.heapify(self._heap)
 
     def at(self, subject: Subject) -> Instant:
         """Returns the time of a subject; NEVER where none is set."""
