@@ -134,6 +134,8 @@ class HolderClient:
                 raise TicketClosed(ticket) from None
             raise ArbiterUnavailable(0.0) from None
         except rpc.ConnectionLost:
+            # The arbiter may live on, in the same epoch, and would make room for the growth.
+            self.tell(replace(event, more_bytes=Bytes(0)))
             raise ArbiterUnavailable(0.0) from None
         except asyncio.CancelledError:
             # Ray cancels the remote call by itself; a socket does not.

@@ -54,6 +54,8 @@ async def test_request_to_an_arbiter_that_hangs_is_asked_of_the_next(
         asked.append(epoch)
         return given(requested, epoch)
 
+    async def tell(*_: object) -> None: ...  # that the growth is withdrawn
+
     async with asyncio.timeout(60):
         asking = asyncio.ensure_future(client.acquire(ASKED))
         growing = asyncio.ensure_future(client.grow(TicketId("t"), Bytes(5), Span(7)))
@@ -62,7 +64,7 @@ async def test_request_to_an_arbiter_that_hangs_is_asked_of_the_next(
         with pytest.raises(ArbiterUnavailable):
             await growing
         assert not asking.done()
-        client.session.arbiter = RayPeer(FakeArbiter(acquire=acquire))
+        client.session.arbiter = RayPeer(FakeArbiter(acquire=acquire, tell=tell))
         client.session.epoch = Epoch(6)
         client.session.lost.clear()
         client.session.joined.set()
@@ -86,6 +88,29 @@ async def test_a_growth_whose_caller_has_gone_is_withdrawn() -> None:
         assert await heard.get() == ev.GrowthAsked(TicketId("t"), Bytes(0), Span(7))
     client.session.epoch = None
     await client.close()
+
+
+@pytest.mark.spec("A14", "A18")
+async def test_a_growth_whose_connection_is_lost_is_withdrawn_in_the_same_epoch() -> None:
+    """The caller has its error, and the arbiter lives on and would evict for the growth."""
+    told: asyncio.Queue[ev.Event] = asyncio.Queue()
+
+    async def tell(epoch: object, holder: object, event: ev.Event) -> None:
+        told.put_nowait(event)
+
+    client = joined_client(FakeArbiter(tell=tell))
+    arbiter = client.session.arbiter
+    growing = asyncio.ensure_future(client.grow(TicketId("t"), Bytes(5), Span(7)))
+    await asyncio.sleep(0)
+    client.session.lose(Epoch(5))  # a heartbeat without an answer in time
+    async with asyncio.timeout(60):
+        with pytest.raises(ArbiterUnavailable):
+            await growing
+        client.session._clear_outbox()  # as each join does
+        client.session.arbiter, client.session.epoch = arbiter, Epoch(5)
+        client.session.joined.set()
+        assert await told.get() == ev.GrowthAsked(TicketId("t"), Bytes(0), Span(7))
+    await let_go(client)
 
 
 @pytest.mark.spec("A13", "A18")
