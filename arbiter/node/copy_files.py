@@ -129,7 +129,7 @@ def make(source: SourceFiles, lease: str, request: CopyRequest) -> CopyFiles:
     it."""
     mode = GROUP_MODE if request.for_group else USER_MODE
     parts = ["index", *map(str, range(len(source.rows)))]
-    fds: list[int] = []
+    fds, sealed = list[int](), list[int]()
     try:
         fds.extend(_create(f"{lease}.{part}", mode) for part in parts)
         key = _hashed(source, fds[1:])
@@ -138,7 +138,11 @@ def make(source: SourceFiles, lease: str, request: CopyRequest) -> CopyFiles:
         names, sizes = zip(*source.layout, strict=True)
         index = Index(VERSION, key, lease, request.owner, names, sizes, request.for_group)
         os.write(fds[0], json.dumps(asdict(index)).encode())
-        return CopyFiles(index, tuple(_sealed(fd) for fd in fds))
+        sealed.extend(map(_sealed, fds))
+        return CopyFiles(index, tuple(sealed))
+    except OSError:
+        fds.extend(sealed)  # their memory is given back with the last descriptor
+        raise
     finally:
         for fd in fds:
             os.close(fd)

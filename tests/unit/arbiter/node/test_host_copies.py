@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -262,6 +263,28 @@ async def test_model_without_such_files_or_with_unreadable_ones_has_no_copy(
     monkeypatch.setattr(copy_files, "make", make)
     assert await node.lend("t", request(model)) is None
     await eventually(lambda: not node.arbiter.held)
+
+
+def test_copy_for_which_there_is_no_descriptor_left_keeps_none_open(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, sealed = copy_files._sealed, list[int]()
+
+    def short(fd: int) -> int:
+        if len(sealed) == 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        sealed.append(real(fd))
+        return sealed[-1]
+
+    monkeypatch.setattr(copy_files, "_sealed", short)
+    source = copy_files.look(request(model))
+    assert source
+    with pytest.raises(OSError, match="Too many open files"):
+        copy_files.make(source, "lease", request(model))
+    assert len(sealed) == 2
+    for fd in sealed:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 async def test_copy_whose_files_cannot_be_looked_at_once_it_is_made_takes_no_memory(
