@@ -186,11 +186,11 @@ class ArbiterActor:
         """Takes a heartbeat, and returns the epoch. Raises StaleEpoch: the holder must join
         again."""
         self._sessions.check(epoch, renewed.holder)
+        self._sessions.check_mail(epoch, renewed.holder)  # refused, its counts are sent again
         self._shell.feed(renewed)
         if not self._shell.core.has_joined(renewed.holder):  # it was silent, and counted as dead
             self._sessions.lost(renewed.holder)
             raise StaleEpoch(epoch, self._shell.epoch)
-        self._sessions.check_mail(epoch, renewed.holder)
         return self._shell.epoch
 
     async def listen(

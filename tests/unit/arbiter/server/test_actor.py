@@ -203,6 +203,29 @@ async def test_holder_that_left_its_commands_unread_is_alive_and_only_rejoins(
         await actor.tell(epoch, H, ev.HolderLost(H))
 
 
+@pytest.mark.spec("A18", "C10")
+async def test_counts_of_a_heartbeat_that_is_refused_are_taken_once(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder sends them again in its next session."""
+    counts = ev.Renewed(H, (), usage=(ev.Usage(types.ANYBODY, 3),))
+    async with running() as actor:
+        monkeypatch.setattr(
+            shell, "COMMANDS_BESIDE_QUEUE_COUNT", -actor._shell.core.settings.queue_total_count + 1
+        )
+        first, epoch = await join(actor, "1"), actor._shell.epoch
+        for model in "ab":
+            await actor.resize(messages.Resize(model, messages.ModelSize.GROWN))
+        with pytest.raises(StaleEpoch):
+            await actor.renew(epoch, counts)
+        await join(actor, "2")
+        await ended(first)
+        await actor.renew(epoch, counts)
+        [account] = actor._shell.core._state.accounts.rows.values()
+        assert account.requests_count == 3
+        await actor.tell(epoch, H, ev.HolderLost(H))
+
+
 @pytest.mark.spec("A19")
 async def test_holder_that_takes_its_leave_ends_no_other(running: Running) -> None:
     async with running() as actor:
