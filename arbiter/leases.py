@@ -34,7 +34,7 @@ AGAIN_S = 0.5  # between calls that did not get through; a restart takes 1-2 s
 GIVE_UP_S = 30.0  # without any answer before the grant; three times the longest outage expected
 HTTP_S = 5.0  # beyond what the call itself waits; both together are less than the lapse
 LAPSE_S = 10.0  # without a heartbeat through, until the arbiter has said its bound (lease_lapse)
-LEAST_TERM_S = 0.001  # of a term that is over; none at all would be refused as a mistake
+LEAST_S = 0.001  # left of a term or a wait that is over; none at all would be refused as a mistake
 GIB = 1 << 30
 
 Plain = dict[str, Any]
@@ -196,9 +196,10 @@ class Lease:
         LeaseLost when the lease ended while it waited; ArbiterUnavailable after GIVE_UP_S without
         an answer."""
         began = answered_s = time.monotonic()
-        if within_s is not None:
-            self.body["deadline_s"] = within_s
         while self.state in ("", "queued") and not self.ended.is_set():  # or another gave it up
+            if within_s is not None:  # an arbiter that begins anew counts from this call
+                waited_s = time.monotonic() - began
+                self.body["deadline_s"] = max(LEAST_S, within_s - waited_s)
             try:
                 self._take_reply(self.way.put(self.id, self._heartbeat()))
                 answered_s = time.monotonic()
@@ -255,7 +256,7 @@ class Lease:
         body = {**self.body, "devices": self.devices, "seen": self.state, "wait_s": WAIT_S}
         if self._held_since_s is not None:
             held_s = time.monotonic() - self._held_since_s
-            body["term_s"] = max(LEAST_TERM_S, self.body["term_s"] - held_s)
+            body["term_s"] = max(LEAST_S, self.body["term_s"] - held_s)
         return body
 
     def _beat(self) -> None:

@@ -217,6 +217,23 @@ def test_lease_heartbeat_repeats_the_rest_of_the_term(monkeypatch: pytest.Monkey
     assert 0 < lease._heartbeat()["term_s"] < 1
 
 
+@pytest.mark.spec("A18")
+def test_wait_for_a_lease_is_bounded_from_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arbiter that begins anew meanwhile takes the deadline as it is sent."""
+    now = 50.0
+
+    def answer(number: int) -> dict[str, Any]:
+        nonlocal now
+        now += 20
+        return {"state": "queued"} if number < 3 else HELD
+
+    monkeypatch.setattr(leases.time, "monotonic", lambda: now)
+    way = ScriptedTransport(answer)
+    leases.ask(1, way=way).acquire(within_s=30).release()
+    first, second, third = (body["deadline_s"] for body in way.bodies[:3])
+    assert (first, second) == (30, 10) and 0 < third < 1
+
+
 @pytest.mark.parametrize(
     ("error", "heard"),
     [
