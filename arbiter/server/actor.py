@@ -176,7 +176,7 @@ class ArbiterActor:
             case ev.Released():
                 self._shell.feed(replace(event, holder=holder))
             case ev.GrowthAsked():
-                self._shell.withdraw_growth(event)
+                self._shell.withdraw_growth(replace(event, holder=holder))
             case ev.HolderLost():
                 self._sessions.lost(holder)
             case _:

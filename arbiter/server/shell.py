@@ -326,9 +326,12 @@ class Shell:
 
     def withdraw_growth(self, event: ev.GrowthAsked) -> None:
         """Withdraws a growth because its holder says so. A pending `grow` of it raises
-        TicketClosed."""
-        self.feed(event)
-        self._answer(event.ticket, TicketClosed(event.ticket))
+        TicketClosed. The word of another holder does nothing: the core would refuse it, and the
+        refusal would reach the call that waits for the ticket."""
+        owner = self.core.holder_of(event.ticket)
+        if owner is None or event.holder in (None, owner):
+            self.feed(event)
+            self._answer(event.ticket, TicketClosed(event.ticket))
 
     def _grant(self, grant: Grant) -> None:
         """Answers the call that waits for a ticket's grant, if one still does."""

@@ -9,7 +9,7 @@ from ray.exceptions import OwnerDiedError, RayActorError
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.errors import OutsideHours, SettingsConflict, StaleEpoch
+from arbiter.errors import OutsideHours, SettingsConflict, StaleEpoch, TicketClosed
 from arbiter.metrics.series import from_plain
 from arbiter.protocol import messages
 from arbiter.server import shell
@@ -20,6 +20,7 @@ from arbiter.server.store import ExpectedHolder, Store
 from arbiter.units import Bytes, Epoch, HolderId, NodeId, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
+from tests.support.core_driver import CPU, NODE, gib
 from tests.support.fake_arbiter import never
 from tests.support.heap_trims import begun_trims
 from tests.support.hours import hours_away
@@ -224,6 +225,40 @@ async def test_counts_of_a_heartbeat_that_is_refused_are_taken_once(
         [account] = actor._shell.core._state.accounts.rows.values()
         assert account.requests_count == 3
         await actor.tell(epoch, H, ev.HolderLost(H))
+
+
+@pytest.mark.spec("A14")
+async def test_growth_is_withdrawn_by_its_own_holder_alone(running: Running) -> None:
+    grown, within = TicketId("g"), seconds(60)
+    async with running() as actor:
+        epoch = actor._shell.epoch
+        actor._shell.feed(
+            ev.NodeSeen(NODE, (types.DeviceSpec(CPU, types.DeviceKind.CPU, gib(80)),))
+        )
+        actor._shell.feed(ev.Measured(NODE, (ev.DeviceReading(CPU, gib(80), gib(0)),), ()))
+        for ticket in ("g", "idle"):
+            held = ev.HeldTicket(
+                TicketId(ticket), "a", types.Phase.RESIDENT, int(ticket == "g"), seconds(100),
+                (types.DeviceBytes(CPU, gib(30)),), types.Need(gib(30)),
+            )  # fmt: skip
+            open_call: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            joined = ev.Joined(HolderId(ticket), NODE, "c", (held,))
+            await actor.join(None, joined, ticket, [], [open_call])
+        owner, other = HolderId("g"), HolderId("idle")
+        growing = asyncio.ensure_future(
+            actor.grow(epoch, owner, ev.GrowthAsked(grown, gib(20), within))
+        )
+        await asyncio.sleep(0)
+        withdrawn = ev.GrowthAsked(grown, Bytes(0), within)
+        await actor.tell(epoch, other, withdrawn)
+        for _ in range(3):  # as many turns as its answer would take
+            await asyncio.sleep(0)
+        assert not growing.done() and grown in actor._shell.core._state.growing
+        await actor.tell(epoch, owner, withdrawn)
+        async with asyncio.timeout(60):
+            with pytest.raises(TicketClosed):
+                await growing
+        assert grown not in actor._shell.core._state.growing
 
 
 @pytest.mark.spec("A19")
