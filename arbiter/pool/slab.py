@@ -3,7 +3,7 @@
 The owner, a node agent, creates the file, keeps it open and says how much of it may be allocated.
 One writer at a time, an engine, maps it, grows and shrinks it within that limit, and marks rows
 READY once their bytes are there. The next writer of the same namespace finds them; any other finds
-an empty slab. Nothing here waits or locks, but for what a writer's `Ahead` does.
+an empty slab. Nothing here waits or locks, but for what a writer's `ExtentPreallocator` does.
 """
 
 import contextlib
