@@ -280,7 +280,7 @@ class CoreState:
         if load is None or load.holder != holder:
             return
         self.asked_loads[name] = replace(load, is_refused=True)
-        if retry_after_s is None or name in self.prefetched:
+        if retry_after_s is None or self.is_prefetch(name, load.asked_at):
             return
         again_at = after(self.now, seconds(retry_after_s))
         if since(load.first_asked_at, again_at) < RETRIED_FOR:
@@ -300,6 +300,12 @@ class CoreState:
         self.answers[ticket_id] = error
         if len(self.answers) > self.settings.remembered_count:
             self.answers.popitem(last=False)
+
+    def is_prefetch(self, name: types.ModelName, asked_at: Instant) -> bool:
+        """Says whether a load of a model that was asked for at an instant is its prefetch, which
+        lasts for a term whether or not it led to a load."""
+        until = self.prefetched.get(name)
+        return until is not None and asked_at < until
 
     # -- finding -------------------------------------------------------------------------------
 

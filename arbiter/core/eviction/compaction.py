@@ -138,8 +138,7 @@ def _is_coming(state: CoreState, item: CompactedTicket) -> bool:
     mine = _tickets_of(state, item)
     if mine:
         return any(ticket.state in COMING for ticket in mine)
-    until = state.prefetched.get(item.name)
-    return item.holder in state.holders and until is not None and state.now < until
+    return item.holder in state.holders and state.is_prefetch(item.name, state.now)
 
 
 def _tickets_of(state: CoreState, item: CompactedTicket) -> list[Ticket]:

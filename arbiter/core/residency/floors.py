@@ -285,12 +285,13 @@ def _is_fresh(state: CoreState, pending: AskedLoad) -> bool:
 def yet_to_begin(state: CoreState) -> set[ModelName]:
     """Returns the models that are to load without a request and that no holder is known to have
     begun. A prefetch is for no request yet, and a load that was tried long enough is over."""
-    pending_names = {
-        name
+    asked_at = {
+        name: pending.asked_at
         for name, pending in state.asked_loads.items()
         if not pending.is_refused and since(pending.first_asked_at, state.now) < RETRIED_FOR
     }
-    return (pending_names | state.awaiting_holder.keys()) - state.prefetched.keys()
+    asked_at |= dict.fromkeys(state.awaiting_holder, state.now)
+    return {name for name, at in asked_at.items() if not state.is_prefetch(name, at)}
 
 
 def return_freed(state: CoreState) -> None:

@@ -70,8 +70,7 @@ def forget(state: CoreState, name: ModelName) -> None:
 def takes_free_room(state: CoreState, name: ModelName) -> bool:
     """Says whether a load of the model that is asked for now is its prefetch, or as one because
     requests are served without the model too, as by the base of a merged copy (F7)."""
-    until = state.prefetched.get(name)
-    return name in state.registry.optional or (until is not None and state.now < until)
+    return name in state.registry.optional or state.is_prefetch(name, state.now)
 
 
 # -- predicting -----------------------------------------------------------------------------------

@@ -393,3 +393,14 @@ def test_optional_model_is_not_prefetched() -> None:
     come_and_go(d, 3, "a3", 30)
     optional(d, 8, "a")
     assert use(d, 10) == []
+
+
+@pytest.mark.spec("C11", "D8")
+def test_prefetch_that_led_to_no_load_bears_on_no_load_that_is_asked_for_later() -> None:
+    d = driver()
+    assert use(d, 10) == [LoadModel(HolderId("h"), "a")]
+    assert d.arbiter.export_asked() == []
+    d.fire_timer(80)
+    assert d.arbiter.export_asked() == [], "a prefetch that is over is no load to begin"
+    d.arbiter.restore_asked([["text", "a"]])  # as a load that waits for a holder
+    assert d.arbiter.export_asked() == [["text", "a"]]
