@@ -232,7 +232,8 @@ class HeldModel:
         """Queues the model once more, under a new ticket: the first try's is over."""
         if self.state is not HolderState.QUEUED:  # a refusal leaves it there
             self.move(HolderState.QUEUED)
-        self.ticket, self.load.attempt, self.has_slept = new_ticket(self.model), 2, False
+        self.ticket, self.load.attempt = new_ticket(self.model), 2
+        self.has_slept = False
 
     @property
     def model(self) -> str:

@@ -20,7 +20,7 @@ def test_timers_are_due_once_in_order_and_never_late() -> None:
     assert timers.due(Instant(100)) == []
 
 
-def test_subject_that_is_set_again_and_again_takes_no_more_room_and_is_due_when_it_was_set() -> None:
+def test_subject_that_is_set_again_and_again_takes_no_more_room_and_is_due_in_order() -> None:
     timers, year = Timers(), 10**9
     others = [("ticket", f"b{n}") for n in range(10)]
     for n, other in enumerate(others):

@@ -8,7 +8,13 @@ from arbiter import units
 from arbiter.core import events as ev
 from arbiter.core.decisions import Decision, LoadModel
 from arbiter.core.types import Level, Phase
-from arbiter.errors import HolderQuarantined, ModelCoolingDown, NeverFits, RequestCancelled, UnderPressure
+from arbiter.errors import (
+    HolderQuarantined,
+    ModelCoolingDown,
+    NeverFits,
+    RequestCancelled,
+    UnderPressure,
+)
 from arbiter.units import HolderId, TicketId, seconds
 from tests.support.core_driver import CPU, CoreDriver, gib, granted, refusal
 
