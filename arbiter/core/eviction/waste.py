@@ -112,7 +112,9 @@ def may_load(state: CoreState, name: ModelName) -> bool:
     except (UnknownCapability, UnknownModel):
         return False
     is_external = state.registry.specs[name.capability].is_external
-    return name not in state.failures and not is_external
+    failure = state.failures.get(name)  # kept after its cool-down, which the next would double
+    is_cooling_down = failure is not None and state.now < failure.until
+    return not is_cooling_down and not is_external
 
 
 # -- for whom -------------------------------------------------------------------------------------

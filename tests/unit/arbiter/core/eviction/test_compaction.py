@@ -227,6 +227,18 @@ def test_load_that_its_holder_never_asks_for_ends_the_compaction() -> None:
     assert d.arbiter.compaction("by hand") is None
 
 
+def test_model_whose_last_load_failed_may_be_compacted_once_its_cool_down_is_over() -> None:
+    d = driver(holders=("h", "g"))
+    d.resident(0, "a", 20)
+    d.ask(1, "a2", 20, holder="g")
+    d.at(2, ev.LoadBroke(TicketId("a2"), "bad weights", False))
+    d.gone(2, "a2")
+    [answer] = ask_compaction(d, 3, "a")
+    assert isinstance(answer, Compacted)
+    assert [spared.why for spared in answer.spared] == ["it could not be loaded again now"]
+    assert revoked(ask_compaction(d, 4.1, "a")) == [("a", "compact", "gone")]
+
+
 def test_lost_holder_does_not_load_again_and_its_model_is_not_counted() -> None:
     d = driver()
     d.resident(0, "a", 20)
