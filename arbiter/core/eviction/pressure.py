@@ -142,6 +142,13 @@ def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureStat
         return
     pressure_state.acts_at = after(state.now, state.settings.timeouts.pressure_tick)
     state.timers.set(("pressure", book.device), pressure_state.acts_at)
+    _take_back(state, book, pressure_state)
+    if pressure_state.level is Level.CRITICAL:
+        _purge(state, book)
+
+
+def _take_back(state: CoreState, book: DeviceAccount, pressure_state: PressureState) -> None:
+    """Asks for the drafters and models that the present level demands."""
     with_drafter, victims = _with_drafter(state, book), candidates(state, book)
     for ticket in with_drafter:
         ticket.note_drafter_revoked(state.now)
@@ -156,8 +163,6 @@ def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureStat
         held = Bytes(sum(charged(t) for t in book.tickets.values()))
         level = pressure_state.level.name.lower()
         state.log(EventKind.PRESSURE_NOTHING_LEFT, size=held, device=book.device, level=level)
-    if pressure_state.level is Level.CRITICAL:
-        _purge(state, book)
 
 
 def _purge(state: CoreState, book: DeviceAccount) -> None:
@@ -221,12 +226,14 @@ def is_spared(state: CoreState, ticket: Ticket) -> bool:
 
 
 def evict_next(state: CoreState, busy: Ticket) -> None:
-    """Takes another ticket at once in place of a victim that was in use after all."""
+    """Takes another ticket at once in place of a victim that was in use after all. At a critical
+    level every idle ticket was asked, and the tick empties caches again."""
     for device in sorted(busy.devices):
         book = state.ledger.books.get(device)
         pressure_state = state.pressure.get(device)
         if book and pressure_state and pressure_state.level is not Level.NOMINAL:
-            _relieve(state, book, pressure_state)
+            if not _cpu_device_acts_for(state, book):
+                _take_back(state, book, pressure_state)
 
 
 # -- loads ----------------------------------------------------------------------------------------

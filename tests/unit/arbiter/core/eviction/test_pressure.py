@@ -142,6 +142,16 @@ def test_busy_victim_of_pressure_is_skipped_for_the_next() -> None:
     assert d.state_of("e1x") == "resident"
 
 
+def test_busy_victim_at_a_critical_level_has_no_caches_emptied_again() -> None:
+    d = driver()
+    decided = d.at(10, pushed(types.Level.CRITICAL))
+    names = [name for name, *_ in revoked(decided)]
+    assert len(names) > 1
+    for name in names:
+        assert purged(d.at(10.5, ev.Busy(TicketId(name), 1))) == []
+    assert {ticket for ticket, _ in purged(d.fire_timer(15))} >= set(names), "at its tick"
+
+
 def test_pressure_without_victims_left_is_reported_once() -> None:
     d = CoreDriver()
     d.resident(0, "a", 10)
