@@ -231,9 +231,10 @@ def evict_next(state: CoreState, busy: Ticket) -> None:
     for device in sorted(busy.devices):
         book = state.ledger.books.get(device)
         pressure_state = state.pressure.get(device)
-        if book and pressure_state and pressure_state.level is not Level.NOMINAL:
-            if not _cpu_device_acts_for(state, book):
-                _take_back(state, book, pressure_state)
+        if book is None or pressure_state is None or pressure_state.level is Level.NOMINAL:
+            continue
+        if not _cpu_device_acts_for(state, book):
+            _take_back(state, book, pressure_state)
 
 
 # -- loads ----------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ class Keyring:
 
     def _read(self) -> None:
         try:
-            self._keys, self._broken = load(self.path), None
+            self._keys, self._broken, self._last = load(self.path), None, ""
         except KeysUnread as error:
             self._told(error)
             raise  # not remembered: the next request reads again

@@ -182,17 +182,25 @@ async def test_holder_that_counts_as_dead_is_told_to_rejoin_with_its_next_heartb
         await actor.renew(epoch, ev.Renewed(H, ()))
 
 
+async def join_and_leave_unread(
+    actor: ArbiterActor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[asyncio.Future[None], Epoch]:
+    """Has a holder join and read none of more commands than its mailbox takes. Returns the call
+    that listens, and the epoch."""
+    most = -actor._shell.core.settings.queue_total_count + 1
+    monkeypatch.setattr(shell, "COMMANDS_BESIDE_QUEUE_COUNT", most)
+    first, epoch = await join(actor, "1"), actor._shell.epoch
+    for model in "ab":
+        await actor.resize(messages.Resize(model, messages.ModelSize.GROWN))
+    return first, epoch
+
+
 @pytest.mark.spec("A18")
 async def test_holder_that_left_its_commands_unread_is_alive_and_only_rejoins(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running() as actor:
-        monkeypatch.setattr(
-            shell, "COMMANDS_BESIDE_QUEUE_COUNT", -actor._shell.core.settings.queue_total_count + 1
-        )
-        first, epoch = await join(actor, "1"), actor._shell.epoch
-        for model in "ab":
-            await actor.resize(messages.Resize(model, messages.ModelSize.GROWN))
+        first, epoch = await join_and_leave_unread(actor, monkeypatch)
         await actor.tell(epoch, H, ev.Slept(TicketId("t")))  # its requests are no death of it
         for heard in (actor.listen(H, epoch, 0), actor.renew(epoch, ev.Renewed(H, ()))):
             with pytest.raises(StaleEpoch):
@@ -211,12 +219,7 @@ async def test_counts_of_a_heartbeat_that_is_refused_are_taken_once(
     """The holder sends them again in its next session."""
     counts = ev.Renewed(H, (), usage=(ev.Usage(types.ANYBODY, 3),))
     async with running() as actor:
-        monkeypatch.setattr(
-            shell, "COMMANDS_BESIDE_QUEUE_COUNT", -actor._shell.core.settings.queue_total_count + 1
-        )
-        first, epoch = await join(actor, "1"), actor._shell.epoch
-        for model in "ab":
-            await actor.resize(messages.Resize(model, messages.ModelSize.GROWN))
+        first, epoch = await join_and_leave_unread(actor, monkeypatch)
         with pytest.raises(StaleEpoch):
             await actor.renew(epoch, counts)
         await join(actor, "2")

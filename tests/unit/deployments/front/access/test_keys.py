@@ -120,7 +120,9 @@ def test_keys_file_writable_by_others_refuses_every_request(path: Path) -> None:
 
 
 @pytest.mark.spec("L1")
-def test_keys_file_of_a_wrong_mode_is_used_once_its_mode_is_right(path: Path) -> None:
+def test_keys_file_of_a_wrong_mode_is_used_once_its_mode_is_right(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     token = keys.add(path, "ann", "acme", ALL)
     gate = Authenticator(Keyring(path))
     path.chmod(0o644)
@@ -128,7 +130,9 @@ def test_keys_file_of_a_wrong_mode_is_used_once_its_mode_is_right(path: Path) ->
     path.chmod(0o600)
     assert gate.require(request(token), Scope.INFER).tenant == "acme"
     path.chmod(0o644)
-    assert refusal(gate, request(token), Scope.INFER) == (503, "keys_unreadable")
+    for _ in range(2):
+        assert refusal(gate, request(token), Scope.INFER) == (503, "keys_unreadable")
+    assert sum("mode 0600" in record.message for record in caplog.records) == 2, "once each time"
 
 
 @contextmanager
