@@ -35,7 +35,7 @@ def chat(engines: ZygoteUnderTest, tmp_path_factory: pytest.TempPathFactory) -> 
         "tool_call_parser": "hermes",
     }
     given = {"model": str(models / NAME), "served_name": NAME, "engine_args": args}
-    child = engines.spawn("chat", VLLM, given).hold()
+    child = engines.spawn(NAME, VLLM, given).hold()
     status, body = child.ready()
     assert status == 200, body
     yield child

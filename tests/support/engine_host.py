@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arbiter.node import procfs
 from arbiter.node.cleanup import sweep
 from arbiter.node.zygote_client import private_folder
 from tests.support.open_files import open_files
@@ -191,11 +192,10 @@ def waits_for_a_lock(pid: int) -> bool:
 
 
 def is_gone(pid: int) -> bool:
-    """Dead and reaped, or a zombie: no bytes either way."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    """Reaped, or a zombie whose other threads have ended too: no bytes either way, and the zygote
+    can reap it before it forks the next."""
+    process = procfs.process(pid)
+    return process is None or not process.alive
 
 
 def tree(pid: int) -> list[int]:
