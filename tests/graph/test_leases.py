@@ -205,7 +205,7 @@ def interleave(graph: Graph) -> None:
             took = list(pool.map(lambda model: jobs_of(graph, model, 5), [CHAT, EMBEDDING] * 4))
         told = [e for e in graph.events() if e["seq"] > began]
         loads = [e for e in told if e["kind"] == "model_load" and e["model"] in (CHAT, EMBEDDING)]
-        assert 2 <= len(loads) <= 4  # a load, and then at most three swaps
+        assert 2 <= len(loads) <= 4, (loads, took)  # a load, and then at most three swaps
         # One window of the other model, and the loads; each job is bounded by `post`, too.
         swapping_s = sum(e["took_s"] for e in loads)
         assert max(max(each) for each in took) < COLLATE_S + swapping_s + RUN_S
