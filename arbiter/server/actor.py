@@ -53,7 +53,7 @@ class ArbiterActor:
         self._boot = boot
         path = Path(boot.state_file) if boot.state_file else default_path()
         self._store = self._open_store(path)
-        chosen = self._store.configuration() or boot.configuration.numbered(1)
+        chosen = self._store.configuration(boot.configuration)
         self._store.save_configuration(chosen)
         self._agents = RayAgents(boot.agent)
         self._tasks: set[asyncio.Future[None]] = set()

@@ -1,5 +1,6 @@
 """What must outlive the arbiter, in one SQLite file of mode 0600. Of each cluster's life: the epoch
-counter, the holders, the configuration, registrations and usage; of all of them: learned estimates.
+counter, the holders and usage; from one life to the next: what a person set and registered; of all
+of them: learned estimates.
 
 The books are not in it: holders and measurement are their truth. Losing the file loses comfort,
 never bytes, so a broken one is moved aside and a new one begun, and where none can be written the
@@ -28,6 +29,9 @@ LearnedKey = tuple[str, str, str]  # capability, model, settings: see estimates.
 # Lives of clusters remembered, some kB each; a user has a few at once, and old ones never return.
 SESSIONS_KEPT = 64
 SPENDING_DAYS_KEPT = 62  # two months, for a person who compares them with a bill
+# What a person set lasts until a person changes it, so the next life of a cluster takes it over.
+_LASTING = ("configuration", "registered")
+_ENDED = "ended"  # of a life that was ended in order: the next one may have the same name
 LOCKED_S = 1.0  # another cluster's arbiter writes for 0.016 ms; heartbeats come each second
 
 _SCHEMA = """
@@ -99,7 +103,7 @@ class Store:
         self.on_trouble: Callable[[str], None] = lambda why: None
         self._is_file = self._is_open = True
         self._db = self._open_somehow()
-        self._begin()
+        self.begins_life = self._begin()  # of a cluster: no arbiter of this one ran before
 
     def next_epoch(self) -> Epoch:
         """Returns a number that no epoch had before, whether or not the last could be saved: the
@@ -111,12 +115,13 @@ class Store:
 
     def end_session(self) -> None:
         """Forgets the holders, because none is expected back. The epoch stays, because a holder
-        that missed the end must hear of the next."""
+        that missed the end must hear of the next, and so does what lasts."""
         for table in ("session_members", "session_drivers"):
             self._write(f"DELETE FROM {table} WHERE session = ?", self._session)
-        self._write(
-            "DELETE FROM session_facts WHERE session = ? AND name != 'epoch'", self._session
-        )
+        kept = ("epoch", *_LASTING)
+        others = f"session = ? AND name NOT IN ({', '.join('?' * len(kept))})"
+        self._write(f"DELETE FROM session_facts WHERE {others}", self._session, *kept)
+        self._save_fact(_ENDED, b"")
 
     # -- holders that are expected back --------------------------------------------------------
 
@@ -183,7 +188,7 @@ class Store:
         return self._save_fact("asked", json.dumps(rows).encode())
 
     def registered(self) -> tuple[CapabilitySpec, ...]:
-        """Returns the capabilities that `save_registered` was given last in this session. Raises
+        """Returns the capabilities that `save_registered` was given last. Raises
         ValueError when they were written by code that described them otherwise."""
         rows = json.loads(self._fact("registered") or b"[]")
         return tuple(from_json(CapabilitySpec, row) for row in rows)
@@ -244,10 +249,17 @@ class Store:
         delete = f"DELETE FROM session_facts WHERE session = ? AND {beyond}"
         return self._write(delete, self._session, part)
 
-    def configuration(self) -> Configuration | None:
-        """Returns the saved configuration; None when none was saved, or by other code: a pickle has
-        its fields by place, so one of other classes would be read without an error, and wrong."""
-        return _configuration(self._fact("configuration"))
+    def configuration(self, at_start: Configuration) -> Configuration:
+        """Returns the configuration that this arbiter begins with. What was saved wins over that of
+        its start, except where a life of a cluster begins with another file than what was saved
+        began with (C12). What other code saved is not read: a pickle has its fields by place, so
+        an object of other classes would be read without an error, and wrong."""
+        saved = _configuration(self._fact("configuration"))
+        if saved is None:
+            return at_start.numbered(1)
+        if self.begins_life and at_start.table not in (saved.table, saved.written):
+            return at_start.numbered(saved.generation + 1)
+        return saved
 
     def save_configuration(self, configuration: Configuration) -> None:
         blob = protocol_hash().encode() + b"\n" + pickle.dumps(configuration)
@@ -353,7 +365,17 @@ class Store:
                 Path(f"{self.path}{suffix}").unlink(missing_ok=True)
             return _open(self.path)
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
+        """Returns whether a life of a cluster begins, which then has what lasts of the one
+        before."""
+        begins = not self._read("SELECT 1 FROM sessions WHERE session = ?", self._session)
+        if begins:
+            before = "SELECT session FROM sessions ORDER BY begun_ns DESC LIMIT 1"
+            lasting = f"session = ({before}) AND name IN ({', '.join('?' * len(_LASTING))})"
+            taken = f"SELECT ?, name, value FROM session_facts WHERE {lasting}"
+            self._write(f"INSERT INTO session_facts {taken}", self._session, *_LASTING)
+        ended = "DELETE FROM session_facts WHERE session = ? AND name = ? RETURNING name"
+        begins = bool(self._read(ended, self._session, _ENDED)) or begins
         self._write("INSERT OR REPLACE INTO sessions VALUES (?, ?)", self._session, time.time_ns())
         newest = f"SELECT session FROM sessions ORDER BY begun_ns DESC LIMIT {SESSIONS_KEPT}"
         for table in ("session_members", "session_drivers", "session_facts", "sessions"):
@@ -361,6 +383,7 @@ class Store:
         for table in ("remote_spent", "remote_reserved"):
             days = f"SELECT DISTINCT day FROM {table} ORDER BY day DESC LIMIT {SPENDING_DAYS_KEPT}"
             self._write(f"DELETE FROM {table} WHERE day NOT IN ({days})")
+        return begins
 
     def _fact(self, name: str) -> bytes | None:
         mine = "session = ? AND name = ?"

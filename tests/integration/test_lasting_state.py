@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from arbiter.client.admin import call_arbiter, record_arbiter
+from arbiter.client.admin import call_arbiter, record_arbiter, start_arbiter, stop_arbiter
 from arbiter.core.types import CapabilitySpec, Floor, ModelSpec
 from arbiter.errors import CapabilityConflict, UnknownCapability
 from arbiter.protocol import messages
 from arbiter.server import state_lock
 from arbiter.units import seconds
-from deployments.config import boot
-from deployments.config.schema import parse_table
+from deployments.config import boot, runtime_settings
+from deployments.config.schema import Table, parse_table
 from deployments.front.access import keys
 from tests.support import pages
 from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
@@ -61,6 +61,40 @@ async def test_registration_outlives_a_kill_of_the_arbiter_and_a_change_of_the_t
         with pytest.raises(UnknownCapability) as caught:
             await registered_is_known()
         assert caught.value.known == ("chat",)
+
+
+@pytest.mark.spec("A2", "C12", "J5")
+async def test_what_was_set_goes_on_in_the_next_life_unless_the_file_has_changed() -> None:
+    async with live_arbiter() as d:
+        first = await runtime_settings.read_config()
+        tasks = {"sum": {"ladder": ["a"]}}
+        said = await runtime_settings.change_config(first.generation, {"bypass_count": 3}, tasks)
+        await d.until(lambda s: s["epoch"] > 0 and s["generation"] == said.generation)
+        await call_arbiter("register", VAD)
+
+        await begin_another_life(d.table)
+        again = await runtime_settings.read_config()
+        assert (again.generation, again.table) == (said.generation, said.table)
+        await registered_is_known()
+        await call_arbiter("configure", boot.configuration(d.table))  # the front reads its file
+        assert await runtime_settings.read_config() == again
+
+        edited = d.table.arbiter.model_copy(update={"bypass_count": 7})
+        await begin_another_life(d.table.model_copy(update={"arbiter": edited}))
+        other = await runtime_settings.read_config()
+        assert (other.generation, other.table.arbiter.bypass_count) == (said.generation + 1, 7)
+        assert not other.table.tasks
+        await registered_is_known()
+        await call_arbiter("unregister", "vad")
+        await begin_another_life(d.table)
+        with pytest.raises(UnknownCapability):
+            await registered_is_known()
+
+
+async def begin_another_life(table: Table) -> None:
+    """Ends the arbiter in order, as the end of its cluster does, and starts it from a file."""
+    await asyncio.to_thread(stop_arbiter, 20.0)
+    await start_arbiter(boot.boot(table))
 
 
 @pytest.mark.spec("C1", "C12")

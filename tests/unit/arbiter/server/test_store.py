@@ -1,6 +1,7 @@
 """What outlives the arbiter, and what may be lost."""
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from arbiter.protocol.messages import Configuration
 from arbiter.server import store as module
 from arbiter.server.store import SESSIONS_KEPT, ExpectedHolder, Store
-from arbiter.units import HolderId, NodeId
+from arbiter.units import Generation, HolderId, NodeId
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
 from tests.support.local_arbiter import TABLE
@@ -23,6 +24,10 @@ def row(model: str, peak: int = 1) -> dict[str, Any]:
 
 def chosen() -> Configuration:
     return configuration(parse_table(TABLE))
+
+
+def other_file() -> Configuration:
+    return configuration(parse_table(TABLE | {"arbiter": {"bypass_count": 3}}))
 
 
 def opened(folder: Path, session: str = "one") -> Store:
@@ -52,7 +57,39 @@ def test_holders_learned_values_and_configuration_come_back(tmp_path: Path) -> N
     store.close()
     again = opened(tmp_path)
     assert (again.members(), again.learned()) == ((ME,), [row("a")])
-    assert again.configuration() == chosen()
+    assert again.configuration(other_file()) == chosen()
+
+
+@pytest.mark.spec("C12", "J5")
+def test_next_life_of_a_cluster_goes_on_with_what_was_set_unless_its_file_has_changed(
+    tmp_path: Path,
+) -> None:
+    file = chosen()
+    changed = replace(other_file(), written=file.table, generation=Generation(4))
+    store = opened(tmp_path)
+    store.save_configuration(changed)
+    store.end_session()
+    assert opened(tmp_path).configuration(file) == changed
+    assert opened(tmp_path, "two").configuration(file) == changed
+    assert opened(tmp_path, "three").configuration(changed) == changed  # as an upgrade begins
+    edited = replace(file, table=file.table | {"edited": True})
+    assert opened(tmp_path, "four").configuration(edited) == edited.numbered(5)
+    assert opened(tmp_path, "four").configuration(edited) == changed, "another epoch of that life"
+
+
+@pytest.mark.spec("A2")
+@pytest.mark.parametrize("ends", [True, False])
+def test_registration_goes_on_in_the_next_life_of_a_cluster(tmp_path: Path, ends: bool) -> None:
+    capability = chosen().capabilities.capabilities[0]
+    store = opened(tmp_path)
+    store.save_registered((capability,))
+    if ends:
+        store.end_session()
+    store.close()
+    for life in ("one", "two"):
+        assert opened(tmp_path, life).registered() == (capability,)
+    opened(tmp_path, "three").save_registered(())
+    assert opened(tmp_path, "four").registered() == ()
 
 
 @pytest.mark.spec("A20")
@@ -84,11 +121,10 @@ def test_clusters_of_one_user_keep_apart_and_share_what_was_learned(tmp_path: Pa
     one.save_learned([row("a")])
     one.save_configuration(chosen())
     two = opened(tmp_path, "two")
-    assert (two.members(), two.learned(), two.configuration()) == ((), [row("a")], None)
+    assert (two.members(), two.learned()) == ((), [row("a")])
     two.add_member(ExpectedHolder(HolderId("other"), NodeId("n")))
     two.end_session()
-    again = opened(tmp_path)
-    assert (again.members(), again.configuration()) == ((ME,), chosen())
+    assert opened(tmp_path).members() == (ME,)
 
 
 @pytest.mark.spec("A17")
@@ -129,7 +165,7 @@ def test_ended_session_has_no_members_but_later_epochs(tmp_path: Path) -> None:
     before = store.next_epoch()
     store.end_session()
     again = opened(tmp_path)
-    assert (again.members(), again.configuration()) == ((), None)
+    assert again.members() == ()
     assert again.next_epoch() > before
 
 
@@ -169,7 +205,7 @@ def test_a_configuration_of_other_code_is_dropped_though_it_could_be_read(
     store = opened(tmp_path)
     store.save_configuration(chosen())
     monkeypatch.setattr(module, "protocol_hash", lambda: "other")
-    assert store.configuration() is None
+    assert store.configuration(other_file()) == other_file().numbered(1)
 
 
 @pytest.mark.spec("A18")
