@@ -37,7 +37,7 @@ class DeviceRow:
     device: str
     node: str
     kind: str  # gpu, cpu or host
-    name: str
+    name: str  # of a GPU with its UUID
     capacity_bytes: int
     budget_bytes: int
     charged_bytes: int
@@ -236,8 +236,10 @@ def computing_bytes(sizes: Mapping[str, int]) -> int:
 
 
 def _device(row: Mapping[str, Any], tickets: list[dict[str, Any]]) -> DeviceRow:
-    names = DeviceRow.__dataclass_fields__.keys() - {"parts"}
-    return DeviceRow(**{name: row[name] for name in names}, parts=tuple(parts_of(row, tickets)))
+    names = DeviceRow.__dataclass_fields__.keys() - {"name", "parts"}
+    card = f"{row['name']} {row['uuid']}".strip()
+    parts = tuple(parts_of(row, tickets))
+    return DeviceRow(**{name: row[name] for name in names}, name=card, parts=parts)
 
 
 def _models(state: Mapping[str, Any], facts: Facts, now_unix_s: float) -> list[ModelRow]:

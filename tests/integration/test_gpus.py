@@ -17,6 +17,7 @@ from arbiter.core.types import LeaseConditions
 from arbiter.errors import ArbiterUnavailable, HolderQuarantined
 from arbiter.protocol.messages import LeaseCall
 from arbiter.units import GIB, MIB, Bytes, seconds
+from deployments.monitoring.view import Facts, view_of
 from tests.support import message_counter, nvml
 from tests.support.engine_host import device_bytes
 from tests.support.gpu_engine import KEPT
@@ -69,20 +70,25 @@ def gpu_of(state: dict[str, Any], name: str) -> str:
     return found
 
 
-@pytest.mark.spec("B1", "B7")
+@pytest.mark.spec("B1", "B2", "B3", "B7")
 async def test_the_state_shows_each_gpu_by_name_and_card_and_who_else_is_on_it() -> None:
     async with gpus(a=100) as (d, fake):
         fake.gpus[1].compute = {os.getpid(): 3 * GIB}
         fake.write()
-        shown = by_name(await d.until(lambda s: by_name(s)["gpu:1"]["foreign_processes"]))
+        state = await d.until(lambda s: by_name(s)["gpu:1"]["foreign_processes"])
+        shown = by_name(state)
         first, second = shown["gpu:0"], shown["gpu:1"]
         assert (first["name"], first["uuid"]) == ("NVIDIA A10G", "GPU-aaaa")
         assert (second["name"], second["uuid"]) == ("NVIDIA H100 80GB HBM3", "GPU-bbbb")
         assert [g["capacity_bytes"] // GIB for g in (first, second)] == [24, 80]
         assert [g["physical_free_bytes"] // GIB for g in (first, second)] == [24, 77]
+        arena = round((LENT + 512) * MIB / 0.9)  # less a tenth, and 512 MiB for each card
+        assert {g["budget_bytes"] for g in (first, second)} == {arena - arena // 10 - (512 << 20)}
         [stranger] = second["foreign_processes"]
         assert (stranger["pid"], stranger["size_bytes"]) == (os.getpid(), 3 * GIB)
         assert first["is_exact"] and second["is_exact"]
+        [_, row] = [r for r in view_of(state, Facts(), 0.0).devices if r.kind == "gpu"]
+        assert row.name == "NVIDIA H100 80GB HBM3 GPU-bbbb"  # as the console and `top` show it
 
 
 @pytest.mark.spec("A3", "B1", "B5", "C9")

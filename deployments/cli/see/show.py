@@ -50,6 +50,9 @@ def _status(state: dict[str, Any]) -> Iterator[RenderableType]:
         yield Text("It waits for the holders of its last epoch and grants nothing yet.", "yellow")
     yield ""
     yield _devices(state["devices"])
+    if gpus := [device for device in state["devices"] if device["kind"] == "gpu"]:
+        yield ""
+        yield _cards(gpus)
     yield ""
     yield _tickets(state["tickets"])
     if state["queue"]:
@@ -88,6 +91,26 @@ def _devices(devices: list[dict[str, Any]]) -> RenderableType:
     ]
     heads = tuple(name.replace("_", " ") for name in DEVICE_SIZES)
     return table(("device", *heads, "pressure", "loading"), rows, numbers=(*heads, "loading"))
+
+
+def _cards(gpus: list[dict[str, Any]]) -> RenderableType:
+    """The card behind each GPU, as NVML tells it, and the processes on it that are not ours."""
+    rows = [
+        (
+            d["device"],
+            d["name"],
+            d["uuid"],
+            size(d["capacity_bytes"]),
+            size(d["physical_free_bytes"]),
+            ", ".join(
+                f"{process['name'] or 'a process'} {process['pid']}: {size(process['size_bytes'])}"
+                for process in d["foreign_processes"]
+            ),
+        )
+        for d in gpus
+    ]
+    numbers = ("total", "free on the card")
+    return table(("card of", "name", "UUID", *numbers, "processes of others"), rows, numbers)
 
 
 def _tickets(tickets: list[dict[str, Any]]) -> RenderableType:

@@ -70,6 +70,23 @@ def test_status_shows_devices_tickets_and_queue(told: ScriptedFront, run: Run) -
     assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
 
 
+@pytest.mark.spec("B1")
+def test_status_shows_each_card_and_what_others_have_on_it(
+    front: ScriptedFront, run: Run, state: dict[str, Any]
+) -> None:
+    [cpu, *others] = state["devices"]
+    stranger = {"pid": 77, "name": "blender", "size_bytes": 3 * GIB}
+    card = {"device": "n/gpu:1", "kind": "gpu", "name": "NVIDIA A10G", "uuid": "GPU-aaaa"}
+    card |= {"capacity_bytes": 24 * GIB, "physical_free_bytes": 21 * GIB}
+    front.says(
+        *("GET", "/arbiter/state"),
+        state | {"devices": [cpu | card | {"foreign_processes": [stranger]}, *others]},
+    )
+    *_, line = [row for row in run("status").stdout.splitlines() if row.startswith("n/gpu:1")]
+    cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
+    assert cells[1:] == ["NVIDIA A10G", "GPU-aaaa", "24.0 GiB", "21.0 GiB", "blender 77: 3.0 GiB"]
+
+
 @pytest.mark.spec("B7")
 def test_status_for_programs_is_the_state_as_it_came(
     told: ScriptedFront, run: Run, state: dict[str, Any]
