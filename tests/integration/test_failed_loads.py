@@ -1,5 +1,6 @@
 """Loads that break or are abandoned (A8, A12): what is tried again, comes back or goes on."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import ray
 
 from arbiter.errors import LoadFailed
+from arbiter.protocol import messages
 from tests.support.live_arbiter import LiveArbiter, capability, kill, live_arbiter, model
 from tests.support.waits import eventually
 
@@ -112,14 +114,15 @@ async def test_abandoned_load_stops_early_and_goes_on_when_it_is_nearly_done(
     gate = tmp_path / "gate"
     reached = gate.with_suffix(".reached")
     gate.touch()
-    slow = model(50, load_seconds=2, gate=str(gate))
+    slow = model(50, load_seconds=5, gate=str(gate))
     async with live_arbiter({"chat": capability(a=slow)}) as d:
         h = d.holder()
         assert await h.ask.remote("a") == 200  # and its seconds are known
         await d.unload("a")
 
         asked = h.ask.remote("a")
-        await is_loading(d)
+        granted = (await eventually(lambda: grants(d, 2)))[-1]
+        await eventually(lambda: time.time() - granted["unix_s"] > 3)  # of five and more
         ray.cancel(asked)
         await d.until(lambda s: not s["tickets"])
         assert (await d.events("model_unload"))[-1]["reason"] == "withdrawn"
@@ -137,6 +140,12 @@ async def test_abandoned_load_stops_early_and_goes_on_when_it_is_nearly_done(
         assert await h.ask.remote("a") == 200
         assert await order(d, "model_load") == loads == [("model_load", "a")] * 2
         await d.books_are_true()
+
+
+async def grants(d: LiveArbiter, count: int) -> list[messages.Plain]:
+    """All of them, once there are so many."""
+    granted = await d.events("ticket_granted")
+    return granted if len(granted) >= count else []
 
 
 async def is_loading(d: LiveArbiter) -> None:

@@ -14,11 +14,17 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 # Each step's model needs the bytes of as many others as stand in it.
 STEPS = (
-    ("drafter", "emotion", "speaker-id"),
-    ("vision", "image"),
-    ("embedding", "turn-detector"),
-    ("wake-word", "vad"),
-    ("asr", "tts", "text"),
+    ("drafter",),
+    ("emotion",),
+    ("speaker-id",),
+    ("vision", "image"),  # of one rank
+    ("embedding",),
+    ("turn-detector",),
+    ("wake-word",),
+    ("vad",),
+    ("asr",),
+    ("tts",),
+    ("text",),
 )
 # Whatever else this machine runs: its shortage of memory would have models leave as well.
 NO_PRESSURE = {"ram": {"low": 0, "critical": 0}, "stalls": {"low": 1, "critical": 1}}
@@ -39,7 +45,7 @@ async def test_lowest_roles_leave_first_and_each_tells_its_act_and_what_it_costs
     table: dict[str, Any] = {
         role: capability(role, **{role: model(WEIGHTS_MIB, can_sleep=False)}) for role in roles
     }
-    sizes = {f"asker-{n}": len(step) * one - CONTEXT_MIB for n, step in enumerate(STEPS)}
+    sizes = {f"asker-{n:02}": len(step) * one - CONTEXT_MIB for n, step in enumerate(STEPS)}
     askers = {name: model(mib, can_sleep=False) for name, mib in sizes.items()}
     table["asker"] = capability("asker", **askers)
     highest = {"asker": {"rank": 200, "act": "it asks no more", "evict_cost_s": 3}}
@@ -64,8 +70,8 @@ async def test_lowest_roles_leave_first_and_each_tells_its_act_and_what_it_costs
                 role = ROLES[e["model"]]
                 cost_s = pytest.approx(took_s[e["model"]] + role.evict_cost_s, abs=0.002)
                 assert (e["act"], e["reason"], e["cost_s"]) == (role.act, "swap", cost_s)
-            await d.unload("asker-0")
-            [told] = [e for e in await d.events("eviction") if e["model"] == "asker-0"]
+            await d.unload("asker-00")
+            [told] = [e for e in await d.events("eviction") if e["model"] == "asker-00"]
             assert (told["act"], told["reason"]) == ("it asks no more", "manual")
             assert told["cost_s"] > 3
             await d.books_are_true()

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -77,8 +78,12 @@ async def test_driver_that_hangs_is_dead_after_ten_seconds_and_rejoins_when_it_g
     async with live_arbiter() as d:
         async with driver("a") as (running, ticket):
             await in_use(d, ticket)
+            stopped_s = time.time()
             os.kill(running.process.pid, signal.SIGSTOP)
             await given_up(d, ticket, SILENCE_S + SLACK_S)
+            [lost] = await d.events("holder_lost")
+            # From its last heartbeat on, which may have been a second before.
+            assert lost["unix_s"] - stopped_s > SILENCE_S - 1.5
             await d.books_are_true()
             os.kill(running.process.pid, signal.SIGCONT)
 
