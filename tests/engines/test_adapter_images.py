@@ -17,7 +17,6 @@ from arbiter.pool import Removal, SlabView
 from arbiter.pool.layout import SHARED, tenant_digest
 from arbiter.units import MIB, Bytes, Content
 from benchmarks import adapter_zipf
-from deployments.engines.vllm.adapters.adapter_tiers import HOT_USES
 from deployments.messages import ADAPTERS, TENANT_HEADER
 from tests.support.engine_host import (
     Child,
@@ -298,8 +297,12 @@ def test_slots_of_another_rank_and_a_damaged_slab_are_as_an_empty_one(
 
 
 def takes_its_slot_back(child: Child, name: str, right: list[int]) -> None:
-    """An adapter with ten uses in a minute, in the turn after others had to have all slots."""
-    for _ in range(HOT_USES):
+    """An adapter with ten uses in a minute, in the turn after others had to have all slots; with
+    nine it does not."""
+    seldom = NAMES[3]
+    for _ in range(9):
+        tokens(child, seldom)
+    for _ in range(10):
         assert tokens(child, name) == right
     streams = [opened(child, other) for other in NAMES[1:3]]
     said = tiers(child)
@@ -309,6 +312,8 @@ def takes_its_slot_back(child: Child, name: str, right: list[int]) -> None:
         stream.close()
     until(lambda: tiers(child)["top"][0]["tier"] == "hot", 60)
     assert tiers(child)["requests"]["hot"] == hot, "without a request"
+    [other] = [row for row in tiers(child)["top"] if row["adapter"] == f"tiny:{seldom}"]
+    assert (other["tier"], other["uses"]) == ("warm", 9)
     assert tokens(child, name) == right
     assert tiers(child)["requests"]["hot"] == hot + 1
 
