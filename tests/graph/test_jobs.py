@@ -25,6 +25,7 @@ from tests.support.graph_tasks import HELLO, PLAIN, TINY, WIDE, in_use
 
 pytestmark = pytest.mark.spec("J4")
 SMALL, LEFT = "small-chat", "left-chat"  # neither fits beside WIDE
+DRAW = "tiny-draw"
 FILE_BYTES = 64 << 20
 IN_FLIGHT = 8  # `jobs.in_flight`, as shipped
 LATER = {"prefer": "respond-async"}
@@ -90,6 +91,19 @@ def begin_response(graph: Graph, client: OpenAI) -> Callable[[], str]:
     return end
 
 
+def begin_pictures(graph: Graph, client: OpenAI) -> Callable[[], str]:
+    body = {"model": DRAW, "prompt": "a port", "n": 10, "x_steps": 100}
+    many = [
+        graph.post("/v1/images/generations", body, headers=LATER)[1]["id"] for _ in range(IN_FLIGHT)
+    ]
+
+    def end() -> str:
+        [state] = {cancel(graph, one) for one in many}
+        return state
+
+    return end
+
+
 def begin_batch(graph: Graph, client: OpenAI) -> Callable[[], str]:
     made = begin(client, CHAT, [LONG | {"messages": HELLO, "n": 2}] * IN_FLIGHT)
 
@@ -101,14 +115,20 @@ def begin_batch(graph: Graph, client: OpenAI) -> Callable[[], str]:
 
 
 @pytest.mark.spec("J8")
-@pytest.mark.parametrize("kind", [begin_job, begin_response, begin_batch])
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [(begin_job, LEFT), (begin_response, LEFT), (begin_batch, LEFT), (begin_pictures, DRAW)],
+)
 def test_cancelled_work_stops_its_engine(
-    graph: Graph, client: OpenAI, kind: Callable[[Graph, OpenAI], Callable[[], str]]
+    graph: Graph,
+    client: OpenAI,
+    kind: Callable[[Graph, OpenAI], Callable[[], str]],
+    model: str,
 ) -> None:
-    until(lambda: not serves(graph, LEFT), 60, "no request is in its engine")
+    until(lambda: not serves(graph, model), 60, "no request is in its engine")
     end = kind(graph, client)
-    until(lambda: serves(graph, LEFT), 60, "its engine serves")
-    processor = Processor(graph, LEFT)
+    until(lambda: serves(graph, model), 60, "its engine serves")
+    processor = Processor(graph, model)
     until(processor.has_computed, 60, "the engine computes")
     assert end() == "cancelled"
     until(processor.rests, STOPS_WITHIN_S, "the engine has stopped")

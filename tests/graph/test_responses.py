@@ -19,7 +19,9 @@ from deployments.front.access import keys
 from deployments.front.access.keys import Scope
 from deployments.front.dependencies import READERS_MOST
 from deployments.jobs import sse
+from models.shapes import Fact
 from tests.graph.conftest import Graph, until
+from tests.support import pictures as pic
 from tests.support import speech
 from tests.support.graph_commands import unload_all
 from tests.support.graph_processes import replicas, victims
@@ -161,27 +163,44 @@ def test_no_tenant_reaches_the_responses_and_jobs_of_another(
     assert mine.responses.retrieve(kept.id).output_text == kept.output_text
 
 
-SPOKEN, SPOKEN_TYPE = speech.form(speech.wav(np.zeros(16_000, np.float32), 16_000), model="tiny.en")
+SILENT = speech.wav(np.zeros(16_000, np.float32), 16_000)
 
 
-# By route: what is asked of it, and the kind of its answer.
-LATER: dict[str, tuple[dict[str, Any] | bytes, str]] = {
-    "images/generations": ({**DRAWN, "stream": True, "partial_images": 2}, "event-stream"),
-    "audio/speech": ({"model": "joe", "input": "Hello", "voice": "joe"}, "audio"),
-    "audio/transcriptions": (SPOKEN, "json"),
-    "completions": ({"model": MODEL, "prompt": "Who", "max_tokens": 2}, "json"),
-    "embeddings": ({"model": "all-minilm-l6-v2", "input": "x"}, "json"),
+WHO = [{"role": "user", "content": "Who?"}]
+EDITED = pic.form(
+    {"model": "tiny-draw", "prompt": "a port"}, {"image": pic.drawn(Fact("red", "circle", "blue"))}
+)
+RANKED = {"model": "minilm-reranker", "query": "Who?", "documents": ["a lease", "a port"]}
+# By route: what is asked of it, as a body or as a form and its type, and the kind of its answer.
+LATER: dict[str, tuple[dict[str, Any] | tuple[bytes, str], str]] = {
+    "/v1/images/generations": ({**DRAWN, "stream": True, "partial_images": 2}, "event-stream"),
+    "/v1/images/edits": ((EDITED, pic.FORM["content-type"]), "json"),
+    "/v1/audio/speech": ({"model": "joe", "input": "Hello", "voice": "joe"}, "audio"),
+    "/v1/audio/transcriptions": (speech.form(SILENT, model="tiny.en"), "json"),
+    "/v1/vad": (speech.form(SILENT, model="silero-vad"), "json"),
+    "/v1/completions": ({"model": MODEL, "prompt": "Who", "max_tokens": 2}, "json"),
+    "/v1/messages": ({"model": MODEL, "messages": WHO, "max_tokens": 2}, "json"),
+    "/v1/responses": ({"model": MODEL, "input": "Who?", "max_output_tokens": 2}, "json"),
+    "/v1/embeddings": ({"model": "all-minilm-l6-v2", "input": "x"}, "json"),
+    "/v1/rerank": (RANKED, "json"),
+    "/api/chat": ({"model": MODEL, "messages": WHO, "options": {"num_predict": 2}}, "json"),
+    "/api/generate": ({"model": MODEL, "prompt": "Who?", "options": {"num_predict": 2}}, "json"),
+    "/api/embed": ({"model": "all-minilm-l6-v2", "input": "x"}, "json"),
 }
+# Of which an answer has one: text, choices, vectors or pictures, content, output, ranks, speech.
+ANSWERED = {"text", "choices", "data", "content", "output", "results", "segments"}
 
 
 @pytest.fixture(scope="module")
 def begun(graph: Graph) -> dict[str, tuple[int, Any]]:
     """The answers to requests that ask all routes at once for an answer later."""
 
-    def begin(body: dict[str, Any] | bytes, path: str) -> tuple[int, Any]:
-        raw = body if isinstance(body, bytes) else None
-        headers = {"prefer": "respond-async"} | ({"content-type": SPOKEN_TYPE} if raw else {})
-        return graph.post(f"/v1/{path}", body if raw is None else None, raw, headers)
+    def begin(body: dict[str, Any] | tuple[bytes, str], path: str) -> tuple[int, Any]:
+        later = {"prefer": "respond-async"}
+        if isinstance(body, dict):
+            return graph.post(path, body, headers=later)
+        raw, content_type = body
+        return graph.post(path, None, raw, later | {"content-type": content_type})
 
     return {path: begin(body, path) for path, (body, _) in LATER.items()}
 
@@ -201,7 +220,7 @@ def test_any_generating_route_answers_later(
     if kind == "audio":
         assert said.startswith(b"ID3")  # mp3, as where no format is asked for
     elif kind == "json":
-        assert {"text", "choices", "data"} & json.loads(said).keys()
+        assert ANSWERED & json.loads(said).keys()
     else:
         events = [sse.data_of(event)["type"] for event in said.decode().split("\n\n")[:-1]]
         assert events == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]

@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from arbiter.core.types import Priority
 from arbiter.errors import UnknownModel
 from deployments import messages
 from deployments.config.file_threads import in_thread
@@ -23,8 +24,10 @@ from deployments.front.access.keys import Caller
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.inference.relay import ClosingStream, WholeResponse, whole_response
 from deployments.front.inference.request import BadRequest
-from deployments.front.inference.service import Parts
+from deployments.front.inference.service import AnyCall, Parts
 from deployments.front.inference.tasks import task_of
+from deployments.front.jobs.accepted import submit
+from deployments.front.jobs.async_calls import prefers_async
 from deployments.front.ollama import bodies, catalogue
 from deployments.front.ollama.answers import Answer, Spoken, embedded, in_chat, in_generate, now
 from deployments.front.openapi import refusals
@@ -108,6 +111,8 @@ async def generate(
 
 @router.post("/embed")
 async def embed(body: bodies.Embed, request: Request, caller: Inferrer, front: State) -> Response:
+    if _is_later(request):
+        return await _accepted(EMBEDDINGS, body.openai(), request, caller, front)
     began_ns = time.monotonic_ns()
     async with aclosing(_run(EMBEDDINGS, body.openai(), request, caller, front)) as parts:
         first = await anext(parts)
@@ -149,6 +154,8 @@ async def _spoken(
     caller: Caller,
     front: FrontState,
 ) -> Response:
+    if _is_later(request):
+        return await _accepted(path, body.openai(), request, caller, front)
     began_ns = time.monotonic_ns()
     parts = _run(path, body.openai(), request, caller, front)
     first = await anext(parts)
@@ -161,6 +168,30 @@ async def _spoken(
     assert isinstance(first, messages.ResponseHead), "no progress here"
     answer = Answer(_named(body.model, first), spoken, first.headers, began_ns)
     return ClosingStream(answer.streamed(_bytes(parts)), media_type=LINES, holds=parts)
+
+
+def _is_later(request: Request) -> bool:
+    return prefers_async(request.headers.getlist("prefer"))
+
+
+async def _accepted(
+    path: str, fields: dict[str, Any], request: Request, caller: Caller, front: FrontState
+) -> Response:
+    """202 with a job. Its result is OpenAI's, and whole, because Ollama's lines are a stream of one
+    connection. Raises RequestError."""
+    fields = {name: value for name, value in fields.items() if not name.startswith("stream")}
+    with front.service.admitted():
+        call, priority, raw = await _call(path, fields, request, caller, front)
+        return await submit(front, call, request.headers, raw, priority)
+
+
+async def _call(
+    path: str, fields: dict[str, Any], request: Request, caller: Caller, front: FrontState
+) -> tuple[AnyCall, Priority | None, bytes]:
+    """The call that an OpenAI body means, the priority it asks for, and the body. Raises
+    RequestError."""
+    raw = json.dumps(fields | {"model": await _name(front, fields["model"], caller)}).encode()
+    return *(await call_for(request, caller, front, path, raw)), raw
 
 
 def _whole(reply: dict[str, Any], front: FrontState) -> WholeResponse:
@@ -196,12 +227,9 @@ async def _run(
 ) -> Parts:
     """The response to an OpenAI body: no progress, because Ollama's lines have no comments; whole
     where it is no event stream, also where its engine declares no length. Raises RequestError."""
-    service = front.service
-    fields["model"] = await _name(front, fields["model"], caller)
-    with service.admitted():
-        raw = json.dumps(fields).encode()
-        call, _ = await call_for(request, caller, front, path, raw)
-        parts = service.run(replace(call, wants_progress=False))
+    with front.service.admitted():
+        call, _, _ = await _call(path, fields, request, caller, front)
+        parts = front.service.run(replace(call, wants_progress=False))
         async with aclosing(parts):
             first = await anext(parts)
             if isinstance(first, messages.ResponseHead) and not first.is_event_stream:
