@@ -139,7 +139,7 @@ def _(event: ev.Withdrawn, state: CoreState) -> None:
 @apply.register
 def _(event: ev.Loaded, state: CoreState) -> None:
     if ticket := state.find_or_count_stale(event.ticket, State.LOADING):
-        loads.on_loaded(state, ticket, event.took, verified=event.verified)
+        loads.on_loaded(state, ticket, event.took, verified=event.verified, is_used=event.is_used)
         loading_share.watch_loaded(state, ticket)
 
 

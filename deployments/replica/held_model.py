@@ -147,6 +147,10 @@ class Demand:
     is_wanted: bool = False  # even while no request waits: pinned, or brought back
 
     @property
+    def has_waiting(self) -> bool:
+        return any(not waiter.done() for waiter in self.waiters)
+
+    @property
     def is_any(self) -> bool:
         return bool(self.waiters) or self.is_wanted
 

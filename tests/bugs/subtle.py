@@ -59,7 +59,7 @@ BUGS = [
     Bug("growth takes what is kept for another tenant", "arbiter/core/residency/growth.py", "_free",
         "book.free_bytes - reserved_bytes",
         "book.free_bytes"),
-    Bug("a prefetch causes another prefetch", "arbiter/core/tickets/loads.py", "_first_use",
+    Bug("a prefetch causes another prefetch", "arbiter/core/tickets/loads.py", "on_loaded",
         "ticket.is_prefetch",
         "False"),
     Bug("what was prefetched is not followed when it is used", "arbiter/core/residency/prefetch.py", "predict_next",

@@ -170,6 +170,7 @@ class Loaded:
     ticket: TicketId
     took: Span
     verified: bool = True  # False: its probe differed after the wake, so it was loaded from disk
+    is_used: bool = True  # False: no request waits for it; a person, a pin or the arbiter asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ def _apply_loading(state: CoreState, ticket: Ticket, held: ev.HeldTicket) -> Non
     ticket.note_prefetch(ticket.is_prefetch and held.inflight == 0)
     is_wake = ticket.wakes_count > 0  # then an old heartbeat may still say resident
     if held.phase is types.Phase.RESIDENT and (not is_wake or _is_confirmed(state, ticket)):
-        on_loaded(state, ticket, since(ticket.since, state.now))
+        on_loaded(state, ticket, since(ticket.since, state.now), is_used=False)  # it counts uses
         loading_share.watch_loaded(state, ticket)
         note_use(state, ticket, held)
     elif is_wake and held.phase is types.Phase.ASLEEP and _is_confirmed(state, ticket):

@@ -12,15 +12,22 @@ from arbiter.errors import TRIED_AGAIN, LoadFailed, TicketClosed
 from arbiter.units import Bytes, Span, after, since
 
 
-def on_loaded(state: CoreState, ticket: Ticket, took: Span, *, verified: bool = True) -> None:
+def on_loaded(
+    state: CoreState, ticket: Ticket, took: Span, *, verified: bool = True, is_used: bool
+) -> None:
     """Moves LOADING -> RESIDENT, after a load or a wake. The copy in host RAM stays charged for as
     long as it is measured. `verified`: False for a wake whose probe differed, so that the engine
     loaded from disk. Nothing is learned from how long that took, and the engine may end without
-    having served, so the next heartbeat counts the use."""
+    having served, so the next heartbeat counts the use. `is_used`: False where no request is known
+    to have waited for it; its uses are those that heartbeats tell of. Grant and first use are one
+    step all the same: the model is in use until its holder says otherwise (A5)."""
     state.move(ticket, State.RESIDENT, granted=dict(ticket.home))
     ticket.end_load(took, state.now)
-    if verified or ticket.is_prefetch:
-        _first_use(state, ticket)
+    if ticket.is_prefetch:
+        _note_prefetched(state, ticket)
+    elif verified and is_used:
+        ticket.begin_first_use()
+        state.note_uses(ticket, 1)
     else:
         ticket.note_inflight(1)
     state.note_loaded(ticket)
@@ -42,17 +49,12 @@ def on_loaded(state: CoreState, ticket: Ticket, took: Span, *, verified: bool = 
     state.log(kind, ticket, size=charged(ticket), took=took, predicted_ns=predicted)
 
 
-def _first_use(state: CoreState, ticket: Ticket) -> None:
-    """Counts grant and first use as one step: the model is in use until its holder says otherwise.
-    A prefetched model has no use until its holder reports one."""
-    if ticket.is_prefetch:
-        state.prefetched.pop(ticket.model_name, None)
-        if not state.compactions.is_loading(ticket.model_name):  # else it leads to nothing new
-            state.prefetched_this_event.append((ticket.model_name, ticket.node))
-        ticket.note_inflight(0)
-        return
-    ticket.begin_first_use()
-    state.note_uses(ticket, 1)
+def _note_prefetched(state: CoreState, ticket: Ticket) -> None:
+    """Notes that a prefetch is over. Its model has no use until its holder reports one."""
+    state.prefetched.pop(ticket.model_name, None)
+    if not state.compactions.is_loading(ticket.model_name):  # else it leads to nothing new
+        state.prefetched_this_event.append((ticket.model_name, ticket.node))
+    ticket.note_inflight(0)
 
 
 def on_load_failed(state: CoreState, ticket: Ticket, cause: str, out_of_memory: bool) -> None:

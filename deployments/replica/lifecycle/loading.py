@@ -170,7 +170,8 @@ def serve(residency: ResidencyApi, held: HeldModel, took_s: float, verified: boo
         held.requests.on_begin = warmer.interrupt
     held.move(HolderState.RESIDENT)
     held.requests.last_end_ns, held.demand.is_wanted = time.monotonic_ns(), False
-    residency.client().tell(ev.Loaded(held.ticket, seconds(took_s), verified))
+    is_used = held.demand.has_waiting
+    residency.client().tell(ev.Loaded(held.ticket, seconds(took_s), verified, is_used))
     held.admit_waiting()
     residency.tell_caps(held)
     if held.watch is None:

@@ -304,6 +304,19 @@ async def test_client_that_comes_and_goes_does_not_end_a_reload() -> None:
         assert not residency.background.running
 
 
+@pytest.mark.spec("A17", "D7")
+async def test_end_of_a_load_says_whether_a_request_waits_for_it() -> None:
+    async with holder() as (residency, arbiter, _):
+        residency._on_command(messages.ReloadCommand("a"))
+        await until(lambda: "Loaded" in arbiter.kinds())
+        await use(residency)
+        revoke(residency, Reason.PRESSURE)
+        await until(lambda: "a" not in residency.models)
+        await use(residency)
+        loads = [event for event in arbiter.told if isinstance(event, ev.Loaded)]
+        assert [load.is_used for load in loads] == [False, True]
+
+
 @pytest.mark.spec("A12")
 async def test_asleep_model_that_made_room_for_a_failed_load_is_woken() -> None:
     async with holder() as (residency, arbiter, engine):

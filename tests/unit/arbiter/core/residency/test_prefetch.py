@@ -222,6 +222,16 @@ ONE = replace(PIPELINE, one_resident_roles=frozenset({"text"}))
 
 
 @pytest.mark.spec("A11")
+def test_load_that_no_request_waits_for_leads_to_no_prefetch() -> None:
+    d = driver()
+    d.at(30, ev.LoadAsked("embedding", "e1"))
+    d.ask(30, "e1x", 10, holder="k", model="e1", capability="embedding")
+    done = ev.Loaded(TicketId("e1x"), seconds(1), is_used=False)
+    assert d.at(31, done) == d.beat(32, "e1x", holder="k") == []
+    told = ev.Renewed(HolderId("k"), (used(d, "e1x", 33),))
+    assert d.at(33, told) == [LoadModel(HolderId("h"), "a")]
+
+
 def test_nothing_is_prefetched_beside_a_model_of_its_exclusion_group() -> None:
     d = driver(ONE)
     d.resident(5, "b", 5)

@@ -7,8 +7,9 @@ import pytest
 
 from arbiter import errors
 from arbiter.core import events as ev
+from arbiter.core import types
 from arbiter.core.decisions import Grant, KillEngine, LoadModel
-from arbiter.units import HolderId, TicketId, in_seconds, seconds
+from arbiter.units import GIB, HolderId, TicketId, in_seconds, seconds
 from tests.support.core_driver import (
     CPU,
     NODE,
@@ -36,6 +37,44 @@ def test_failed_load_cools_the_model_down_and_refuses_its_queued_tickets() -> No
     assert driver.charged() == 80
     assert granted(driver.gone(2, "a1")) == ["b"]
     assert refusal(driver.ask(2, "a3", 1)) == errors.ModelCoolingDown("a", "bad weights", 1.0)
+
+
+def settled_gib(driver: CoreDriver, t: float) -> float:
+    """Of the one ticket that it has."""
+    [ticket] = driver.arbiter.snapshot(s(t)).tickets
+    return ticket.settled_bytes / GIB
+
+
+@pytest.mark.spec("A17", "D7")
+def test_load_that_no_request_waits_for_has_no_first_use() -> None:
+    driver = CoreDriver(device=80)
+    driver.at(0, ev.LoadAsked("text", "a"))
+    assert is_granted(driver.ask(0, "a", 20, explicit=False), "a")
+    driver.at(1, ev.Loaded(TicketId("a"), seconds(1), is_used=False))
+    ticket = driver.ticket("a")
+    assert ticket.inflight == 1  # until its holder says otherwise
+    driver.beat(2, "a")
+    driver.engines["a"] = {CPU: 10}
+    for t in (3, 4, 5):
+        driver.read(t)
+    assert (ticket.uses_count, settled_gib(driver, 5)) == (0, 0)
+    driver.at(6, ev.Renewed(HolderId("h"), (replace(driver.held("a", t=6), uses_count=1),)))
+    driver.read(7)
+    assert (ticket.uses_count, settled_gib(driver, 7)) == (1, 10)
+
+
+@pytest.mark.spec("A17", "D7")
+def test_uses_of_a_load_whose_end_only_a_heartbeat_tells_are_the_holder_s() -> None:
+    driver = CoreDriver(device=80)
+    driver.ask(0, "a", 20)
+    driver.ask(0, "b", 20)
+    told = [
+        replace(driver.held(name, types.Phase.RESIDENT), uses_count=uses_count)
+        for name, uses_count in (("a", 0), ("b", 2))
+    ]
+    driver.at(20, ev.Renewed(HolderId("h"), tuple(told)))
+    assert [driver.state_of("a"), driver.state_of("b")] == ["resident", "resident"]
+    assert [driver.ticket("a").uses_count, driver.ticket("b").uses_count] == [0, 2]
 
 
 @pytest.mark.spec("A12")
