@@ -10,8 +10,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import NoReturn, Protocol
 
@@ -160,7 +160,7 @@ class Shell:
         self._recorder, self._day, self._jobs = recorder, day, jobs
         self._statuses = statuses
         self._answers: dict[TicketId, asyncio.Future[messages.Granted]] = {}  # that calls wait for
-        self._callers: dict[TicketId, int] = {}  # how many calls of `acquire` wait for each
+        self._callers: dict[TicketId, int] = {}  # how many calls wait for each
         self._compacting: dict[str, asyncio.Future[Compacted]] = {}  # by request
         self._mail: dict[HolderId, Mailbox] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -259,37 +259,42 @@ class Shell:
         """Waits for the answer. The same ticket asked again shares it; when the last asker is
         cancelled the ticket is withdrawn."""
         ticket = requested.ticket
-        loop = asyncio.get_running_loop()
-        answer = self._answers.setdefault(ticket, loop.create_future())
+        with self._waiting(ticket) as answer:
+            try:
+                self.feed(requested)
+                return await asyncio.shield(answer)
+            except asyncio.CancelledError:
+                if self._callers[ticket] == 1 and not answer.done():
+                    self.feed(ev.Withdrawn(ticket, requested.holder))
+                raise
+
+    async def grow(self, event: ev.GrowthAsked) -> messages.Granted:
+        """Asks for more memory for a resident model and waits for the answer. Refused, the model
+        goes on as it is; when the last asker is cancelled the wish is withdrawn. Raises what the
+        core refuses with."""
+        with self._waiting(event.ticket) as answer:
+            try:
+                self.feed(event)
+                return await asyncio.shield(answer)
+            except asyncio.CancelledError:
+                if self._callers[event.ticket] == 1:
+                    self.feed(replace(event, more_bytes=Bytes(0)))
+                raise
+
+    @contextmanager
+    def _waiting(self, ticket: TicketId) -> Iterator[asyncio.Future[messages.Granted]]:
+        """Gives a call the answer that it shares with all calls that wait for a ticket, and forgets
+        it with the last of them."""
+        answer = self._answers.setdefault(ticket, asyncio.get_running_loop().create_future())
         self._callers[ticket] = self._callers.get(ticket, 0) + 1
         try:
-            self.feed(requested)
-            return await asyncio.shield(answer)
-        except asyncio.CancelledError:
-            if self._callers[ticket] == 1 and not answer.done():
-                self.feed(ev.Withdrawn(ticket, requested.holder))
-            raise
+            yield answer
         finally:
             self._callers[ticket] -= 1
             if not self._callers[ticket]:
                 del self._callers[ticket]
                 if self._answers.get(ticket) is answer:
                     del self._answers[ticket]
-
-    async def grow(self, event: ev.GrowthAsked) -> messages.Granted:
-        """Asks for more memory for a resident model and waits for the answer. Refused, the model
-        goes on as it is; cancelled, the wish is withdrawn. Raises what the core refuses with."""
-        ticket = event.ticket
-        answer = self._answers.setdefault(ticket, asyncio.get_running_loop().create_future())
-        try:
-            self.feed(event)
-            return await asyncio.shield(answer)
-        except asyncio.CancelledError:
-            self.feed(replace(event, more_bytes=Bytes(0)))
-            raise
-        finally:
-            if self._answers.get(ticket) is answer:
-                del self._answers[ticket]
 
     async def compact(self, event: ev.CompactAsked, wait_s: float) -> Compacted:
         """Waits until all is freed and loaded again; after `wait_s` it returns how far that has
@@ -326,8 +331,7 @@ class Shell:
 
     def withdraw_growth(self, event: ev.GrowthAsked) -> None:
         """Withdraws a growth because its holder says so. A pending `grow` of it raises
-        TicketClosed. The word of another holder does nothing: the core would refuse it, and the
-        refusal would reach the call that waits for the ticket."""
+        TicketClosed. The word of another holder does nothing."""
         owner = self.core.holder_of(event.ticket)
         if owner is None or event.holder in (None, owner):
             self.feed(event)

@@ -27,8 +27,13 @@ Devices = tuple[types.DeviceBytes, ...]
 
 
 def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
-    """Notes a wish to grow, or refuses it at once where it could never be granted."""
-    ticket = state.find_or_count_stale(event.ticket, State.RESIDENT, by=event.holder)
+    """Notes a wish to grow, or refuses it at once where it could never be granted. Raises
+    TicketClosed, to this asker alone, for a ticket that another holder has."""
+    ticket = state.ledger.find(event.ticket)
+    if ticket is not None and event.holder not in (None, ticket.holder):
+        state.stale_count += 1
+        raise TicketClosed(event.ticket)
+    ticket = state.find_or_count_stale(event.ticket, State.RESIDENT)
     if ticket is None:
         return state.answer_error(event.ticket, TicketClosed(event.ticket))
     _end(state, ticket)

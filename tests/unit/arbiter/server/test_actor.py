@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,38 +231,73 @@ async def test_counts_of_a_heartbeat_that_is_refused_are_taken_once(
         await actor.tell(epoch, H, ev.HolderLost(H))
 
 
+GROWN, OWNER, OTHER = TicketId("g"), HolderId("g"), HolderId("idle")
+GROWTH = ev.GrowthAsked(GROWN, gib(20), seconds(60))
+NO_GROWTH = replace(GROWTH, more_bytes=Bytes(0))
+
+
+async def begin_growth(actor: ArbiterActor) -> asyncio.Future[messages.Granted]:
+    """Has the owner wait for more than is free beside the idle model of another holder."""
+    actor._shell.feed(ev.NodeSeen(NODE, (types.DeviceSpec(CPU, types.DeviceKind.CPU, gib(80)),)))
+    actor._shell.feed(ev.Measured(NODE, (ev.DeviceReading(CPU, gib(80), gib(0)),), ()))
+    for ticket in ("g", "idle"):
+        held = ev.HeldTicket(
+            TicketId(ticket), "a", types.Phase.RESIDENT, int(ticket == "g"), seconds(100),
+            (types.DeviceBytes(CPU, gib(30)),), types.Need(gib(30)),
+        )  # fmt: skip
+        open_call: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        joined = ev.Joined(HolderId(ticket), NODE, "c", (held,))
+        await actor.join(None, joined, ticket, [], [open_call])
+    growing = asyncio.ensure_future(actor.grow(actor._shell.epoch, OWNER, GROWTH))
+    await asyncio.sleep(0)
+    return growing
+
+
+async def is_growing(actor: ArbiterActor, growing: asyncio.Future[messages.Granted]) -> bool:
+    for _ in range(3):  # as many turns as its answer would take
+        await asyncio.sleep(0)
+    return not growing.done() and GROWN in actor._shell.core._state.growing
+
+
+@pytest.mark.spec("A14")
+async def test_growth_is_not_ended_by_what_another_holder_asks_for(running: Running) -> None:
+    async with running() as actor:
+        epoch, growing = actor._shell.epoch, await begin_growth(actor)
+        with pytest.raises(TicketClosed):
+            await actor.grow(epoch, OTHER, replace(GROWTH, more_bytes=gib(1)))
+        with pytest.raises(TicketClosed):
+            await actor.acquire(epoch, ev.Requested(GROWN, OTHER, "c", "a", types.Need(gib(1))))
+        assert await is_growing(actor, growing)
+        await actor.tell(epoch, OTHER, ev.Released(TicketId("idle"), "x"))
+        actor._shell.feed(ev.EngineGone(NODE, TicketId("idle"), True))
+        async with asyncio.timeout(60):
+            assert sum(part.size_bytes for part in (await growing).devices) == gib(50)
+
+
+@pytest.mark.spec("A14")
+async def test_growth_goes_on_when_one_of_two_calls_for_it_is_cancelled(running: Running) -> None:
+    async with running() as actor:
+        growing = await begin_growth(actor)
+        again = asyncio.ensure_future(actor.grow(actor._shell.epoch, OWNER, GROWTH))
+        await asyncio.sleep(0)
+        growing.cancel()
+        assert await is_growing(actor, again)
+        again.cancel()
+        await asyncio.wait({growing, again}, timeout=60)
+        assert GROWN not in actor._shell.core._state.growing
+
+
 @pytest.mark.spec("A14")
 async def test_growth_is_withdrawn_by_its_own_holder_alone(running: Running) -> None:
-    grown, within = TicketId("g"), seconds(60)
     async with running() as actor:
-        epoch = actor._shell.epoch
-        actor._shell.feed(
-            ev.NodeSeen(NODE, (types.DeviceSpec(CPU, types.DeviceKind.CPU, gib(80)),))
-        )
-        actor._shell.feed(ev.Measured(NODE, (ev.DeviceReading(CPU, gib(80), gib(0)),), ()))
-        for ticket in ("g", "idle"):
-            held = ev.HeldTicket(
-                TicketId(ticket), "a", types.Phase.RESIDENT, int(ticket == "g"), seconds(100),
-                (types.DeviceBytes(CPU, gib(30)),), types.Need(gib(30)),
-            )  # fmt: skip
-            open_call: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            joined = ev.Joined(HolderId(ticket), NODE, "c", (held,))
-            await actor.join(None, joined, ticket, [], [open_call])
-        owner, other = HolderId("g"), HolderId("idle")
-        growing = asyncio.ensure_future(
-            actor.grow(epoch, owner, ev.GrowthAsked(grown, gib(20), within))
-        )
-        await asyncio.sleep(0)
-        withdrawn = ev.GrowthAsked(grown, Bytes(0), within)
-        await actor.tell(epoch, other, withdrawn)
-        for _ in range(3):  # as many turns as its answer would take
-            await asyncio.sleep(0)
-        assert not growing.done() and grown in actor._shell.core._state.growing
-        await actor.tell(epoch, owner, withdrawn)
+        epoch, growing = actor._shell.epoch, await begin_growth(actor)
+        await actor.tell(epoch, OTHER, NO_GROWTH)
+        assert await is_growing(actor, growing)
+        await actor.tell(epoch, OWNER, NO_GROWTH)
         async with asyncio.timeout(60):
             with pytest.raises(TicketClosed):
                 await growing
-        assert grown not in actor._shell.core._state.growing
+        assert GROWN not in actor._shell.core._state.growing
 
 
 @pytest.mark.spec("A19")
