@@ -9,6 +9,7 @@ from arbiter.core.eviction.eviction import release_copies
 from arbiter.core.queue.grants import charge_and_grant
 from arbiter.core.records.ticket import Ticket
 from arbiter.core.state import CoreState
+from arbiter.core.tickets.lendable_devices import is_readable
 from arbiter.errors import HostRamShort
 from arbiter.units import Bytes, host_device
 
@@ -17,9 +18,9 @@ def grant(state: CoreState, ticket: Ticket) -> None:
     """Answers the request for a copy's lease."""
     book, need = state.ledger.books.get(host_device(ticket.node)), ticket.need.device_bytes
     node = state.nodes.get(ticket.node)
-    is_readable = book is not None and node is not None and book.device in node.readings
-    if book is None or not is_readable or not state.is_settled or book.free_bytes < need:
-        free = book.free_bytes if book else Bytes(0)
+    is_open = book and node and is_readable(state, node, book.device, state.now)
+    if book is None or not is_open or not state.is_settled or book.free_bytes < need:
+        free = book.free_bytes if book and is_open else Bytes(0)
         state.answer_error_finally(ticket.id, HostRamShort(ticket.model, need, free))
         release_copies(state, ticket.node, need)
         return

@@ -80,6 +80,14 @@ def test_a_copy_without_room_is_refused_at_once_with_the_numbers() -> None:
     assert driver.free(HOST) == 10 and driver.find("second") is None
 
 
+def test_a_copy_is_granted_on_no_reading_of_an_agent_before_it_restarted() -> None:
+    driver = CoreDriver(host=40)
+    driver.see_node(1, 80, 40)  # another life of the agent
+    assert refusal(ask(driver, 1, "copy", 30)) == HostRamShort("copy", gib(30), gib(0))
+    driver.read(2)
+    assert granted(ask(driver, 2, "second", 30)) == ["second"]
+
+
 def test_a_copy_that_finds_no_room_has_an_unused_copy_leave_for_the_next() -> None:
     driver = CoreDriver(host=40)
     made(driver, 0, "copy", 30)
