@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayError
 
-from arbiter.client.admin import find_arbiter
+from arbiter.client.admin import arbiter_handle
+from arbiter.errors import ActorAbsent
 from arbiter.protocol import ray_internals
 from arbiter.protocol.messages import Plain
 
@@ -99,14 +100,12 @@ class ArbiterPolicy:
         version = -1
         while True:
             try:
-                arbiter = find_arbiter()
-                if arbiter is None:
-                    raise LookupError("no arbiter")
+                arbiter = arbiter_handle()
                 answer = arbiter.replicas.remote(version, POLL_S)
                 version, count = ray.get(answer, timeout=POLL_S + ANSWER_S)
                 self.wanted = count.get(self._capability, 0)
                 self.note_table(ray.get(arbiter.table.remote(), timeout=ANSWER_S))
-            except (RayError, LookupError):
+            except (RayError, ActorAbsent):
                 version, self.wanted = -1, None
                 time.sleep(AGAIN_S)
 

@@ -21,7 +21,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from arbiter.errors import ArbiterUnavailable, RequestError
+from arbiter.errors import ActorAbsent, ArbiterUnavailable, RequestError
 from arbiter.protocol import messages, ray_internals
 
 POLL_S = 15.0  # of the event stream, which then asks again
@@ -40,6 +40,11 @@ def find_arbiter() -> Any | None:
     return find_actor(messages.NAME)
 
 
+def arbiter_handle() -> Any:
+    """Returns the handle of the arbiter's actor. Raises ActorAbsent."""
+    return actor_handle(messages.NAME)
+
+
 async def start_arbiter(boot: messages.StartConfig) -> Any:
     """Returns the handle of the one arbiter, and starts it when there is none. An arbiter of other
     code is replaced if it has no holders, else raises VersionMismatch. Raises GetTimeoutError,
@@ -56,7 +61,7 @@ async def call_arbiter(method: str, *args: Any, within_s: float = CALL_S) -> Any
             return await _call(method, args)
     except RayTaskError as error:  # a bug over there is raised as it is
         raise ray_internals.raised_there(error, RequestError) or error from None
-    except (RayError, TimeoutError, LookupError) as error:
+    except (RayError, TimeoutError, ActorAbsent) as error:
         raise ArbiterUnavailable(time.monotonic() - began) from error
 
 
@@ -72,11 +77,9 @@ async def subscribe(after: int = 0) -> AsyncIterator[messages.Plain]:
 async def _call(method: str, args: tuple[Any, ...]) -> Any:
     """Sends a call, and sends it again when it may not have arrived. Every method may be repeated;
     only `unregister` then raises UnknownCapability if the first call was carried out. Raises
-    LookupError when there is no arbiter."""
+    ActorAbsent."""
     while True:
-        handle = await asyncio.to_thread(find_arbiter)
-        if handle is None:
-            raise LookupError("no arbiter")
+        handle = await asyncio.to_thread(arbiter_handle)
         try:
             return await getattr(handle, method).remote(*args)
         except ActorUnavailableError:
@@ -213,6 +216,14 @@ def find_actor(name: str) -> Any | None:
         return ray.get_actor(name, namespace=messages.NAMESPACE)
     except ValueError:
         return None
+
+
+def actor_handle(name: str) -> Any:
+    """Returns the handle of one of our actors. Raises ActorAbsent."""
+    handle = find_actor(name)
+    if handle is None:
+        raise ActorAbsent(name)
+    return handle
 
 
 def _kill(handle: Any | None) -> None:

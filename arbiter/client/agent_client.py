@@ -6,7 +6,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from arbiter.client.admin import find_actor
+from arbiter.client.admin import actor_handle
+from arbiter.errors import ActorAbsent
 from arbiter.protocol import messages, ray_internals, rpc
 from arbiter.units import TicketId
 
@@ -31,7 +32,7 @@ class AgentClient:
             try:
                 agent = await self._find()
                 return await agent.call(method, ticket, spec)
-            except (rpc.ConnectionLost, LookupError, RayError):
+            except (rpc.ConnectionLost, ActorAbsent, RayError):
                 self._drop(agent)
             await asyncio.sleep(AGAIN_S)
 
@@ -47,19 +48,17 @@ class AgentClient:
         self._preparing = asyncio.ensure_future(self._prepare())
 
     async def _prepare(self) -> None:
-        with contextlib.suppress(LookupError, RayError, TimeoutError):
+        with contextlib.suppress(ActorAbsent, RayError, TimeoutError):
             async with asyncio.timeout(PREPARE_S):
                 await self._find()
 
     async def _find(self) -> rpc.Peer:
-        """Returns the connection to this node's agent. Raises LookupError when there is none yet,
+        """Returns the connection to this node's agent. Raises ActorAbsent when there is none yet,
         RayError while it restarts."""
         async with self._finding:
             if self._agent is None:
                 node = ray_internals.own_node()
-                handle = await asyncio.to_thread(find_actor, messages.agent_name(node))
-                if handle is None:
-                    raise LookupError("no agent")
+                handle = await asyncio.to_thread(actor_handle, messages.agent_name(node))
                 address = await handle.rpc_address.remote()
                 self._agent = await rpc.connect_to_socket(handle, address, node)
             return self._agent

@@ -15,11 +15,11 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from arbiter.client.admin import find_arbiter
+from arbiter.client.admin import arbiter_handle
 from arbiter.client.request_log import RequestLog
 from arbiter.core import events as ev
 from arbiter.core.settings import Timeouts
-from arbiter.errors import RequestError, StaleEpoch
+from arbiter.errors import ActorAbsent, RequestError, StaleEpoch
 from arbiter.node import procfs
 from arbiter.protocol import messages, ray_internals, rpc
 from arbiter.units import Epoch, HolderId
@@ -154,19 +154,17 @@ class Session:
                 logger.info("%s rejoins: %s", self.holder, stale)
             except (rpc.RemoteError, RayTaskError) as error:
                 logger.error("the arbiter failed on %s: %r", self.holder, error)
-            except (RayError, rpc.ConnectionLost, TimeoutError, LookupError):
+            except (RayError, rpc.ConnectionLost, TimeoutError, ActorAbsent):
                 self._handle = None
             self._leave()
             await asyncio.sleep(pause_s)
             pause_s = min(REJOIN_MOST_S, 2 * pause_s)
 
     async def _join(self) -> None:
-        """Joins the epoch of the arbiter that is found now. Raises LookupError when there is no
+        """Joins the epoch of the arbiter that is found now. Raises ActorAbsent when there is no
         arbiter, VersionMismatch when it runs other code."""
         if self._handle is None:
-            self._handle = await asyncio.to_thread(find_arbiter)
-        if self._handle is None:
-            raise LookupError("no arbiter")
+            self._handle = await asyncio.to_thread(arbiter_handle)
         async with asyncio.timeout(ANSWER_S):
             greeting = await self._handle.hello.remote()
             if greeting["identity"] != messages.identity():

@@ -38,6 +38,7 @@ ArbiterError
     RequestCancelled      410  an operator has ended its wait
     TicketNotGranted      409  an engine was to be spawned under a ticket without a grant
     StaleEpoch            409  message of an earlier epoch of the arbiter
+  ActorAbsent             neither arbiter nor agent of this name runs in the cluster
   AgentAway               a node's agent did not answer just now; the arbiter asks it again
   SlabUnusable            a file that should hold a slab is none, or cannot be mapped
   RowMisused              a slab's writer pinned, unpinned or freed a row out of turn: its bug
@@ -75,6 +76,7 @@ from arbiter.errors.models import (
 )
 from arbiter.errors.service import (
     NEVER_JOINED,
+    ActorAbsent,
     AgentAway,
     ArbiterClosing,
     ArbiterUnavailable,
@@ -114,6 +116,7 @@ __all__ = [
     "NAMES_TOLD",
     "NEVER_JOINED",
     "TRIED_AGAIN",
+    "ActorAbsent",
     "AgentAway",
     "ArbiterClosing",
     "ArbiterError",

@@ -71,6 +71,17 @@ class StaleEpoch(RequestError):
         return f"message of epoch {self.sent}, but the arbiter is in epoch {self.current}; rejoin"
 
 
+@error_fields
+class ActorAbsent(ArbiterError):
+    """No actor of this name runs in the cluster: the arbiter or a node's agent has yet to start, or
+    was stopped."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"no actor named {self.name} runs in this cluster; `arbiter serve` starts it"
+
+
 class AgentAway(ArbiterError):
     """A node's agent did not answer just now. What was asked of it is asked again."""
 

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.errors import (
+    ActorAbsent,
     ArbiterError,
     ArbiterUnavailable,
     RequestError,
@@ -29,7 +30,7 @@ logger = logging.getLogger("arbiter.agent")
 REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as away
 CONFIRM_S = 10.0  # a restart takes 1.0-2.0 s measured; as long as a holder waits for the arbiter
 CONFIRM_AGAIN_S = 0.05  # until the arbiter is back, and with it the holder of the ticket
-AWAY = (RayError, ArbiterError, ValueError, TimeoutError)  # what a call of the arbiter raises
+AWAY = (RayError, ArbiterError, TimeoutError)  # what a call of the arbiter raises
 
 
 class Reports:
@@ -180,11 +181,19 @@ class Reports:
             logger.warning("the arbiter failed on %s: %s", self._node, error)
 
     async def _reach_arbiter(self) -> rpc.Peer:
-        """Returns the connection to the arbiter. Raises RayError, ValueError when there is none."""
+        """Returns the connection to the arbiter. Raises RayError, ActorAbsent when there is
+        none."""
         async with self._finding:
             if self._arbiter is None:
-                look_up = partial(ray.get_actor, NAME, namespace=NAMESPACE)
-                handle = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
+                handle = await asyncio.get_running_loop().run_in_executor(self._lookups, _look_up)
                 address = (await handle.hello.remote()).get("rpc_address")
                 self._arbiter = await rpc.connect_to_socket(handle, address, self._node)
             return self._arbiter
+
+
+def _look_up() -> Any:
+    """Returns the handle of the arbiter's actor. Raises ActorAbsent, RayError."""
+    try:
+        return ray.get_actor(NAME, namespace=NAMESPACE)
+    except ValueError:
+        raise ActorAbsent(NAME) from None

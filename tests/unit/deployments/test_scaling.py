@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from arbiter.client import admin
+from deployments import scaling
 from deployments.scaling import (
+    AGAIN_S,
     DEFAULT_TO_ZERO_S,
     FEWER_AFTER_S,
     STARTS_WITHIN_S,
@@ -70,6 +73,28 @@ def test_idle_replica_without_an_arbiter_stays_as_the_last_table_said() -> None:
     assert alone.replicas(Context(0, current_num_replicas=1)) == 1
     clock.now_s = 21
     assert alone.replicas(Context(0, current_num_replicas=1)) == 0
+
+
+@pytest.mark.spec("H0")
+def test_policy_that_finds_no_arbiter_looks_again_and_hides_no_bug(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two looks the first finds none, the second has a bug."""
+    alone, pauses = policy(1), list[float]()
+
+    def find(_: str) -> None:
+        if pauses:
+            raise KeyError("a bug")
+
+    def pause(s: float) -> None:
+        assert not pauses, "it goes on"
+        pauses.append(s)
+
+    monkeypatch.setattr(admin, "find_actor", find)
+    monkeypatch.setattr(scaling.time, "sleep", pause)
+    with pytest.raises(KeyError, match="a bug"):
+        alone._follow()
+    assert pauses == [AGAIN_S] and alone.wanted is None
 
 
 def test_several_replicas_follow_demand_up_at_once_and_down_after_a_while() -> None:

@@ -78,6 +78,14 @@ async def test_arbiter_that_is_gone_or_does_not_answer_is_unavailable(
         await admin.call_arbiter("explain", "t")
 
 
+async def test_bug_beside_a_call_of_the_arbiter_is_no_absence_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(Answering(KeyError("a bug")), monkeypatch)
+    with pytest.raises(KeyError, match="a bug"):
+        await admin.call_arbiter("explain", "t")
+
+
 class Actors:
     """Of a cluster of one node, by name: an arbiter that hangs, and a node agent. As in Ray, one
     that is killed answers once more, then cannot be reached, and then is dead."""

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from ray.exceptions import ActorDiedError
 
-from arbiter.client import agent_client, session
+from arbiter.client import admin, session
 from arbiter.client.holder import HolderClient
 from arbiter.client.session import Session
 from arbiter.core import events as ev
@@ -29,7 +29,7 @@ class NextEpoch:
         self.actor = FakeArbiter(hello=self.hello, join=self.join, tell=self.tell)
         monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
         monkeypatch.setattr(ray_internals, "own_handle", lambda: None)
-        monkeypatch.setattr(agent_client, "find_actor", lambda name: None)
+        monkeypatch.setattr(admin, "find_actor", lambda name: None)
 
     async def hello(self) -> dict[str, object]:
         return {"identity": messages.identity(), "holders": 0}
@@ -131,6 +131,28 @@ async def test_connection_ended_by_a_bug_is_raised_by_check(
         client.check()
     client.session.epoch = None
     await client.close()
+
+
+@pytest.mark.spec("A18")
+async def test_bug_in_a_command_ends_the_connection_and_is_no_absence_of_the_arbiter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arbiter, reload = NextEpoch(monkeypatch), messages.ReloadCommand("m")
+    monkeypatch.setattr(admin, "find_actor", lambda _: arbiter.actor)
+
+    async def listen(*_: object) -> tuple[messages.SequencedCommand, ...]:
+        return (messages.SequencedCommand(1, reload),)
+
+    def on_command(command: messages.Command) -> None:
+        if command is reload:
+            raise KeyError("a bug")
+
+    arbiter.actor.methods["listen"] = listen
+    client = HolderClient("chat", HolderId("h"), lambda: (), on_command)
+    await asyncio.wait(client.session._tasks, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.raises(KeyError, match="a bug"):
+        client.check()
+    await let_go(client)
 
 
 async def test_closing_a_client_is_no_failure() -> None:

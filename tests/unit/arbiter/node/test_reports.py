@@ -146,6 +146,17 @@ async def test_ray_that_does_not_say_where_the_arbiter_is_stops_nothing_else(
 
 
 @pytest.mark.spec("A18")
+async def test_bug_beside_a_report_is_no_absence_of_the_arbiter() -> None:
+    async def report(*_: object) -> None:
+        raise ValueError("a bug")
+
+    receiver = ReportReceiver()
+    receiver.reports._arbiter = RayPeer(FakeArbiter(report=report))
+    with pytest.raises(ValueError, match="a bug"):
+        await receiver.reports.send(())
+
+
+@pytest.mark.spec("A18")
 async def test_bug_of_the_arbiter_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     receiver = ReportReceiver()
 
