@@ -51,7 +51,7 @@ class NodeWatch:
         self._shell, self._agents, self._store, self._sweep = shell, agents, store, sweep
         self._hours, self._usage_looks_count = hours, usage_looks_count
         self._clock, self._began_s = clock, clock()
-        self._learned_saved_count = shell.core.learned_changes_count
+        self._learned_saved_count = 0  # what was forgotten as rows were taken back leaves the file
         self._removed_saved = shell.core.export_removed_models()
         self._removing_saved = shell.core.export_removing()
         self._asked_saved = shell.core.export_asked()

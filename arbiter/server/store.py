@@ -151,8 +151,10 @@ class Store:
     # -- learned and set -----------------------------------------------------------------------
 
     def learned(self) -> list[Plain]:
-        """Returns what all sessions have learned, a row for each model under its settings."""
-        return [json.loads(row[0]) for row in self._read("SELECT value FROM learned_rows")]
+        """Returns what all sessions have learned, a row for each model under its settings. The rows
+        that were written last are at the end: a row that is replaced gets another rowid."""
+        rows = self._read("SELECT value FROM learned_rows ORDER BY rowid")
+        return [json.loads(row[0]) for row in rows]
 
     def save_learned(self, rows: list[Plain], forgotten: Iterable[LearnedKey] = ()) -> bool:
         """Writes rows and removes those of forgotten keys; all others are another session's to

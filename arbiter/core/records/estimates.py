@@ -148,6 +148,9 @@ class Estimate:
     source: str  # explicit, learned, computed, corrected
 
 
+# Settings of one model that are remembered, those that were used last; a kB each. The settings in
+# force, those that a person goes back to, and as many of another system with the same state file.
+SETTINGS_KEPT_COUNT = 4
 ROW_VERSION = 1  # of exported rows; those before had no version, one load and one wake
 
 
@@ -164,7 +167,7 @@ class Estimates:
         self._wakes = RecentLoadTimes()
         self._slow_loads: SlowLoads[ModelKey] = SlowLoads()
         self._runs: RunTimes[ModelKey] = RunTimes()
-        # The keys of `_peak` and `_runs`, by model.
+        # Under which settings each model was used, those used last at the end
         self._keys: dict[ModelName, dict[ModelKey, None]] = {}
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
         self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
@@ -220,6 +223,7 @@ class Estimates:
         """Notes a sleep that did not give the bytes back. Once is enough for this epoch, because
         what stays behind is mostly the engine's own. It is not kept beyond it, because a zygote
         that died can be the cause too."""
+        self._note_settings(key)
         self._sleepless.add(key)
 
     def _with_headroom(self, peak: Bytes) -> Bytes:
@@ -244,6 +248,7 @@ class Estimates:
 
     def load_begins(self, key: ModelKey, now: Instant) -> None:
         """Notes that a load begins."""
+        self._note_settings(key)
         self._slow_loads.note_begun(key, now)
 
     def may_refuse(self, key: ModelKey, now: Instant) -> bool:
@@ -297,13 +302,14 @@ class Estimates:
     def saw_peak(self, key: ModelKey, peak: Bytes) -> None:
         """Learns a measured peak, if it is the highest yet."""
         if peak > self._peak.get(key, Bytes(0)):
+            self._note_settings(key)
             self._peak[key] = peak
-            self._keys.setdefault(key.name, {})[key] = None
             self.version += 1
             self._note_changed(key)
 
     def saw_settled(self, key: ModelKey, held: Bytes) -> None:
         """Learns what a load needed up to its first use, which the next load replaces."""
+        self._note_settings(key)
         self._settled[key] = held
         self._note_changed(key)
 
@@ -324,6 +330,7 @@ class Estimates:
     ) -> None:
         """Learns how long a load took, which also ends the correction after a failure for
         memory."""
+        self._note_settings(key)
         self._predictor.loaded(key.capability, weights, took)
         if estimate := self._loads.of(key):
             self._slow_loads.note(key, estimate, took, now)
@@ -339,12 +346,13 @@ class Estimates:
 
     def woke(self, key: ModelKey, took: Span) -> None:
         """Learns how long a wake took."""
+        self._note_settings(key)
         self._wakes.note(key, took)
         self._note_changed(key)
 
     def ran(self, key: ModelKey, took: Span) -> None:
         """Learns how long an answered request ran since its model served."""
-        self._keys.setdefault(key.name, {})[key] = None
+        self._note_settings(key)
         if self._runs.note(key, took):
             self._note_changed(key)
 
@@ -354,12 +362,23 @@ class Estimates:
     def ran_out(self, key: ModelKey, held: Bytes) -> None:
         """Learns that a load failed for memory while it was charged `held`: the next asks for
         more."""
+        self._note_settings(key)
         self._corrected[key] = Bytes(held + int(held * self._settings.oom_growth_fraction))
         self.version += 1
         self._note_changed(key)
 
+    def _note_settings(self, key: ModelKey) -> None:
+        """Notes that a model is used under these settings. What was learned under those that were
+        used longest ago is forgotten beyond SETTINGS_KEPT_COUNT."""
+        keys = self._keys.setdefault(key.name, {})
+        keys.pop(key, None)
+        keys[key] = None
+        if len(keys) > SETTINGS_KEPT_COUNT:
+            self.forget(next(iter(keys)))
+
     def forget(self, key: ModelKey) -> None:
         """Forgets what was learned under one key."""
+        self.version += 1
         for table in (self._peak, self._corrected, self._settled):
             table.pop(key, None)
         for recent in (self._loads, self._wakes):
@@ -371,14 +390,10 @@ class Estimates:
         self._note_changed(key)
 
     def forget_model(self, *names: ModelName) -> None:
-        """Forgets what was learned of models under any settings, in one pass over all keys."""
-        gone = set(names)
-        sizes = (self._peak, self._corrected, self._settled)
-        tables = (*sizes, self._loads, self._wakes, self._sleepless, self._runs)
-        keys = {k for table in tables for k in table}
-        for key in [k for k in keys if k.name in gone]:
-            self.forget(key)
-        for name in gone:
+        """Forgets what was learned of models under any settings."""
+        for name in names:
+            for key in list(self._keys.get(name, ())):
+                self.forget(key)
             self._slowest.pop(name, None)
             self._keys.pop(name, None)
             self._note_changed(_row_key(name.capability))
@@ -392,10 +407,10 @@ class Estimates:
             self._changed[key] = self.changes_count
 
     def changed_since(self, count: int) -> tuple[list[dict[str, Any]], list[ModelKey]]:
-        """Returns the rows of `export` that have changed since `changes_count` was `count`, and the
-        keys of those that it has no more."""
+        """Returns the rows of `export` that have changed since `changes_count` was `count`, the
+        newest change last, and the keys of those that it has no more."""
         changed = takewhile(lambda key: self._changed[key] > count, reversed(self._changed))
-        rows = {key: self._row(key) for key in changed}
+        rows = {key: self._row(key) for key in reversed(list(changed))}
         return [row for row in rows.values() if row], [key for key, row in rows.items() if not row]
 
     def export(self) -> list[dict[str, Any]]:
@@ -436,8 +451,8 @@ class Estimates:
         }
 
     def restore(self, rows: list[dict[str, Any]]) -> None:
-        """Takes back the rows of `export`; rows of a version that this code does not know are left
-        out."""
+        """Takes back the rows of `export`, the newest last; rows of a version that this code does
+        not know are left out."""
         for row in rows:
             version = row.get("version", 0)
             if version == 0:
@@ -455,9 +470,9 @@ class Estimates:
 
     def _restore_model(self, row: dict[str, Any]) -> None:
         key = ModelKey(row["capability"], row["model"], row["settings_key"])
+        self._note_settings(key)
         if row["peak_bytes"]:
             self._peak[key] = Bytes(row["peak_bytes"])
-            self._keys.setdefault(key.name, {})[key] = None
         if row["corrected_bytes"]:
             self._corrected[key] = Bytes(row["corrected_bytes"])
         if settled := row.get("settled_bytes"):  # rows of the same version had none before D7
@@ -468,7 +483,6 @@ class Estimates:
         for took_ns in row["wakes_ns"]:
             self._wakes.note(key, Span(took_ns))
         for took_ns in row.get("runs_ns", ()):  # rows of the same version had none before J5
-            self._keys.setdefault(key.name, {})[key] = None
             self._runs.note(key, Span(took_ns))
 
     def _restore_capability(self, row: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.arbiter import Arbiter
+from arbiter.core.records.estimates import SETTINGS_KEPT_COUNT, ModelKey
 from arbiter.core.records.usage_rates import UsageCounts
 from arbiter.core.settings import DEFAULTS
 from arbiter.core.types import ModelName
@@ -42,6 +43,7 @@ class Watched:
         self.store = Store(folder / "state", "session")
         known = frozenset(member.holder for member in self.store.members())
         self.core = Arbiter(DEFAULTS, bundle(DEFAULTS), Epoch(1), known, self.now())
+        self.core.restore_learned(self.store.learned())
         shell = Shell(self.core, Epoch(1), NoAgents(), EventLog(Epoch(1)), clock=self.now)
         hours = HoursClock(shell.feed)
         self.watch = NodeWatch(
@@ -190,10 +192,26 @@ def test_rows_of_newer_code_are_left_in_the_file(tmp_path: Path) -> None:
     newer = {"version": 99, "capability": "c", "model": "b", "settings_key": "k"}
     Store(tmp_path / "state", "newer").save_learned([newer])
     watched = Watched(tmp_path)
-    watched.core.restore_learned(watched.store.learned())
     watched.core._state.estimates.note_turnover("c", seconds(4))
     watched.watch.save_learned()
     assert newer in watched.store.learned() and len(watched.store.learned()) == 2
+
+
+@pytest.mark.spec("A17", "A18")
+def test_settings_used_longest_ago_leave_the_file_over_restarts(tmp_path: Path) -> None:
+    keys = [ModelKey("c", "a", str(n)) for n in range(SETTINGS_KEPT_COUNT + 1)]
+    watched = Watched(tmp_path)
+    for key in keys[:-1]:
+        watched.core._state.estimates.loaded(key, seconds(1))
+        watched.watch.save_learned()
+    watched.core._state.estimates.loaded(keys[0], seconds(1))  # the oldest row is the newest now
+    watched.watch.save_learned()
+    row = next(row for row in watched.store.learned() if row["model"])
+    watched.store.save_learned([row | keys[-1]._asdict()])  # of another system, which knew none
+    again = Watched(tmp_path)
+    again.watch.save_learned()
+    kept = {row["settings_key"] for row in again.store.learned() if row["model"]}
+    assert kept == {key.settings_key for key in (keys[0], *keys[2:])}
 
 
 @pytest.mark.spec("A5", "A18")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arbiter.core import events as ev
 from arbiter.core.decisions import Grant
-from arbiter.core.records.estimates import Estimates, ModelKey
+from arbiter.core.records.estimates import SETTINGS_KEPT_COUNT, Estimates, ModelKey
 from arbiter.core.records.run_times import KEPT_COUNT, SAVED_EACH_COUNT
 from arbiter.core.records.usage import Usage
 from arbiter.core.records.usage_rates import UsageCounts
@@ -99,6 +99,40 @@ def test_a_load_changes_the_rows_of_its_model_and_capability_alone() -> None:
     rows, forgotten = known.changed_since(count)
     assert {(row["capability"], row["model"]) for row in rows} == {KEYS[0].name, ("text", "")}
     assert forgotten == []
+
+
+SETTINGS = [ModelKey("text", "a", f"settings {n}") for n in range(SETTINGS_KEPT_COUNT + 2)]
+
+
+def settings_of(rows: list[dict[str, Any]], model: str = "a") -> set[str]:
+    return {row["settings_key"] for row in rows if row["model"] == model}
+
+
+@pytest.mark.spec("A17")
+def test_settings_of_a_model_that_were_used_longest_ago_are_forgotten_beyond_a_bound() -> None:
+    known, other = Estimates(DEFAULTS), ModelKey("text", "b", "settings 0")
+    for key in (other, *SETTINGS[:SETTINGS_KEPT_COUNT]):
+        known.loaded(key, Span(5))
+        known.saw_peak(key, Bytes(7))
+    known.ran(SETTINGS[0], Span(1))  # used once more
+    count = known.changes_count
+    for key in SETTINGS[SETTINGS_KEPT_COUNT:]:
+        known.loaded(key, Span(5))
+    gone = SETTINGS[1:3]
+    left = {key.settings_key for key in SETTINGS} - {key.settings_key for key in gone}
+    assert settings_of(known.export()) == left and settings_of(known.export(), "b")
+    assert known.changed_since(count)[1] == gone
+    assert (known.load_time(gone[0]), known.load_time(SETTINGS[0])) == (0, 5)
+
+
+@pytest.mark.spec("A17")
+def test_rows_beyond_the_bound_are_forgotten_as_they_are_taken_back_the_newest_kept() -> None:
+    row = {"peak_bytes": 7, "corrected_bytes": 0, "loads_ns": [5], "wakes_ns": [], "version": 1}
+    known = Estimates(DEFAULTS)
+    known.restore([row | key._asdict() for key in SETTINGS])
+    left = {key.settings_key for key in SETTINGS[2:]}
+    assert settings_of(known.export()) == left
+    assert known.changed_since(0) == ([], SETTINGS[:2]), "these leave the file, none is written"
 
 
 @pytest.mark.spec("J5")
