@@ -291,10 +291,11 @@ def _new_ticket(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket
 
 
 def _enqueue(state: CoreState, ticket: Ticket, event: ev.Requested) -> None:
-    """Puts a new or an asleep ticket into the queue of its node."""
+    """Puts a new or an asleep ticket into the queue of its node. It takes a turn of the tenant that
+    asks, also where an asleep ticket stays on the account of another, whose limits then hold."""
     deadline = None if event.deadline is None else after(state.now, event.deadline)
     ticket.set_priority(types.Priority.BATCH if ticket.is_prefetch else event.priority)
-    tenant = ticket.client.tenant
+    tenant = ticket.client.tenant if ticket.lease else event.client.tenant
     work_bytes = ticket.need.device_bytes / quotas.share_of(state, tenant)
     if ticket.is_prefetch:  # no client asked for it, so it costs no tenant a turn
         work_bytes = 0.0
@@ -309,7 +310,7 @@ def _enqueue(state: CoreState, ticket: Ticket, event: ev.Requested) -> None:
         is_of_gang=bool(ticket.gang),
         is_first=ticket.frees,
         is_asleep=ticket.state is not State.QUEUED,
-        quota_group=quotas.quota_group(state, tenant),
+        quota_group=quotas.quota_group(state, ticket.client.tenant),
         virtual_start_bytes=state.accounts.virtual_start_of(tenant, work_bytes),
         tenant=tenant,
         work_bytes=work_bytes,

@@ -197,6 +197,22 @@ def test_queued_wake_that_another_tenant_takes_over_waits_for_bytes_of_that_tena
     assert granted(driver.gone(32.2, "c")) == ["a"]
 
 
+def test_wake_costs_its_asker_a_turn_also_where_it_stays_on_another_tenant_s_account() -> None:
+    driver = with_sleeper(20, keeps=2)
+    driver.resident(25, "c", 19, tenant="z")
+    for t in (26, 28, 30):  # until the turns of y and z so far are behind those of others
+        driver.resident(t, f"vad{t}", 45, tenant="v")
+        driver.at(t + 1, ev.Released(TicketId(f"vad{t}"), "x"))
+        driver.gone(t + 1, f"vad{t}")
+    driver.resident(32, "d", 58, tenant="v")
+    driver.beat(33, "d", inflight=1)
+    assert granted(driver.ask(34, "a", 20, host=30, tenant="z")) == []
+    assert (holds(driver, "z"), holds(driver, "y")) == (19, 2)
+    for name, tenant in (("e", "y"), ("small", "w"), ("large", "z")):
+        assert granted(driver.ask(35, name, 5, tenant=tenant)) == []
+    assert driver.queue() == ["a", "e", "small", "large"]
+
+
 def test_wake_that_a_reserve_set_since_never_leaves_room_for_is_refused() -> None:
     limits = settings(terms("x", reserved=60))
     driver = CoreDriver(device=80, host=100, settings=limits, known=("h",), holders=())
