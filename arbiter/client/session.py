@@ -180,7 +180,6 @@ class Session:
             self._clear_outbox()  # the introduction that follows tells the same
             introduction = self._introduction()
             welcome = await self._handle.join.remote(
-                self.epoch,
                 introduction,
                 session_id,
                 [own] if own is not None else [],

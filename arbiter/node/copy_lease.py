@@ -41,7 +41,6 @@ class CopyLease:
     ) -> None:
         self._calls, self._node, self._name = calls, node, name
         self._label, self._size = label, size
-        # Also said when it asks: an arbiter believes it only of a lease that it has granted before.
         self._devices = (DeviceBytes(host_device(node), size),)
         self.is_held = False
 

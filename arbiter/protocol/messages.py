@@ -121,7 +121,9 @@ class LeaseCall:
     label: str  # what people call it
     node: NodeId | None = None  # None: the only one there is
     pid: int | None = None  # whose tree is measured; None: the lease counts as granted, no more
-    devices: tuple[DeviceBytes, ...] = ()  # as granted; empty while it waits
+    # As granted; empty while it waits. The arbiter goes by its own record and reads it no more. It
+    # stays because a front of older code outlives an upgrade, and a pickle has its fields by place.
+    devices: tuple[DeviceBytes, ...] = ()
     deadline: Span | None = None
     users_count: int = 0  # of a host copy: engines that have it open (D4)
     seen: str = ""  # the state it knows; answered when there is another

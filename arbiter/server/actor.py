@@ -137,7 +137,6 @@ class ArbiterActor:
 
     async def join(
         self,
-        epoch: Epoch | None,
         joined: ev.Joined,
         session_id: str,
         handles: list[Any],

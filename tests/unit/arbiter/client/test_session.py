@@ -34,7 +34,7 @@ class NextEpoch:
     async def hello(self) -> dict[str, object]:
         return {"identity": messages.identity(), "holders": 0}
 
-    async def join(self, _: Epoch | None, joined: ev.Joined, *__: object) -> messages.JoinReply:
+    async def join(self, joined: ev.Joined, *_: object) -> messages.JoinReply:
         self.joined.append(joined)
         return messages.JoinReply(Epoch(6), {"capabilities": {}}, HASTY)
 

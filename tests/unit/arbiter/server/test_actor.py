@@ -33,7 +33,7 @@ H = HolderId("h")
 async def join(actor: ArbiterActor, stay: str) -> asyncio.Future[None]:
     """As a client does: its pending keepalive goes along."""
     call = asyncio.ensure_future(actor.keepalive(stay))
-    await actor.join(None, ev.Joined(H, NodeId("n"), "c", ()), stay, [], [call])
+    await actor.join(ev.Joined(H, NodeId("n"), "c", ()), stay, [], [call])
     return call
 
 
@@ -133,7 +133,7 @@ async def test_keepalive_of_a_replaced_session_returns(
     async with running() as actor:
         forever = asyncio.ensure_future(asyncio.Event().wait())
         joined = ev.Joined(H, NodeId("n"), "c", ())
-        await actor.join(None, joined, "1", [], [forever])
+        await actor.join(joined, "1", [], [forever])
         second = await join(actor, "2")
         async with asyncio.timeout(60):
             await actor.keepalive("1")
@@ -147,7 +147,7 @@ async def test_dead_holder_breaks_its_keepalive_and_is_lost(running: Running) ->
     async with running() as actor:
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         joined = ev.Joined(H, NodeId("n"), "c", ())
-        await actor.join(None, joined, "1", [], [broken])
+        await actor.join(joined, "1", [], [broken])
         broken.set_exception(OwnerDiedError("", "", ""))
         async with asyncio.timeout(60):
             while actor._shell.has_mail(H):
@@ -162,7 +162,7 @@ async def test_holder_that_joins_learns_the_times_that_a_person_set(
     async with running() as actor:
         forever = asyncio.ensure_future(asyncio.Event().wait())
         joined = ev.Joined(H, NodeId("n"), "c", ())
-        welcome = await actor.join(None, joined, "1", [], [forever])
+        welcome = await actor.join(joined, "1", [], [forever])
         assert (welcome.timeouts.barrier, welcome.timeouts.load) == (seconds(60), seconds(90))
         forever.cancel()
         await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
@@ -247,7 +247,7 @@ async def begin_growth(actor: ArbiterActor) -> asyncio.Future[messages.Granted]:
         )  # fmt: skip
         open_call: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         joined = ev.Joined(HolderId(ticket), NODE, "c", (held,))
-        await actor.join(None, joined, ticket, [], [open_call])
+        await actor.join(joined, ticket, [], [open_call])
     growing = asyncio.ensure_future(actor.grow(actor._shell.epoch, OWNER, GROWTH))
     await asyncio.sleep(0)
     return growing
@@ -317,7 +317,7 @@ async def test_arbiter_that_is_being_killed_does_not_count_its_holders_as_lost(
     async with running() as actor:
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         joined = ev.Joined(H, NodeId("n"), "c", ())
-        await actor.join(None, joined, "1", [], [broken])
+        await actor.join(joined, "1", [], [broken])
         [watch] = [t for t in asyncio.all_tasks() if "_watch_holder" in repr(t)]
         broken.set_exception(RayActorError())
         async with asyncio.timeout(60):
@@ -336,7 +336,7 @@ async def test_sessions_that_are_over_are_forgotten_however_often_a_holder_joins
     async with running() as actor, asyncio.timeout(60):
         forever = asyncio.ensure_future(asyncio.Event().wait())
         for number in range(100):  # the calls of `keepalive` are lost
-            await actor.join(None, joined, str(number), [], [forever])
+            await actor.join(joined, str(number), [], [forever])
         assert not actor._sessions._ends and len(actor._sessions._over) == 8
         await actor.keepalive("98")
         waits = asyncio.ensure_future(actor.keepalive("99"))
