@@ -33,7 +33,8 @@ def test_message_of_another_holder_about_a_ticket_is_stale() -> None:
     thief, ticket = HolderId("thief"), TicketId("a")
     driver.at(1, ev.Released(ticket, "manual", thief))
     driver.at(2, ev.Withdrawn(ticket, thief))
-    driver.at(3, ev.GrowthAsked(ticket, units.Bytes(1), seconds(1), thief))
+    with pytest.raises(errors.TicketClosed):
+        driver.at(3, ev.GrowthAsked(ticket, units.Bytes(1), seconds(1), thief))
     with pytest.raises(errors.TicketClosed):
         driver.at(4, ev.Requested(ticket, thief, "chat", "a", types.Need(units.Bytes(1))))
     assert (
