@@ -38,6 +38,8 @@ class Holdings:
             own[ticket_id] = None
         else:
             own.pop(ticket_id, None)
+            if not own:
+                del self.tickets[tenant]
 
 
 def _add(counts: Counter[Any], key: Any, more: int) -> None:

@@ -15,6 +15,7 @@ than a holder drops it (ollama waits for the same reason: server/sched.go).
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from arbiter.core.records.holdings import Holdings
 from arbiter.core.records.ticket import CHARGED, LEAVING, TRANSITIONS, Sizes, State, Ticket
@@ -370,46 +371,107 @@ class Ledger:
 
 
 def audit(ledger: Ledger) -> None:
-    """Checks all the books from the tickets up. Raises LedgerBroken where an index differs from
-    them."""
+    """Checks all the books, and every index and sum that is kept of tickets and devices, against
+    the tickets themselves. What only says where to look next is left out: dirty nodes, and what has
+    changed since a ranking. Raises LedgerBroken where one differs."""
     ledger.check(set(ledger.books))
-    on_devices = _charged_on(ledger)
+    charges = _charges(ledger)
     for device, book in ledger.books.items():
-        _audit_book(book, on_devices.get(device, set()))
-    if ledger.tickets(State.CLOSED):
-        raise LedgerBroken("a closed ticket is still on the books")
-    names = {t.model_name for t in ledger.tickets()}
-    of_models = {t.id for name in names for t in ledger.of_model(name)}
-    if of_models != {t.id for t in ledger.tickets()}:
-        raise LedgerBroken(f"index {sorted(of_models)} of tickets by model differs")
-    for holder in {t.holder for t in ledger.tickets()}:
-        charged = {t.id for t in ledger.held_by(holder) if t.state in CHARGED}
-        if charged != ledger.holding(holder).keys():
-            raise LedgerBroken(f"{holder}: holding {sorted(charged)}, index differs")
+        _audit_book(book, charges.get(device, {}))
+    _audit_holdings(ledger, charges)
+    _audit_tickets(ledger)
+    _audit_devices(ledger)
 
 
-def _charged_on(ledger: Ledger) -> dict[DeviceId, set[TicketId]]:
-    """Returns the tickets charged on each device, as the tickets say."""
-    tickets: dict[DeviceId, set[TicketId]] = {}
-    for ticket in ledger.tickets():
+def _charges(ledger: Ledger) -> dict[DeviceId, dict[TicketId, Bytes]]:
+    """Returns what tickets are charged on each device, as the tickets say."""
+    charges: dict[DeviceId, dict[TicketId, Bytes]] = {}
+    for ticket in ledger.tickets(*CHARGED):
         for device in ticket.devices:
-            if ticket.charge(device) > 0:
-                tickets.setdefault(device, set()).add(ticket.id)
-    return tickets
+            if (charge := ticket.charge(device)) > 0:
+                charges.setdefault(device, {})[ticket.id] = charge
+    return charges
 
 
-def _audit_book(book: DeviceAccount, charged: set[TicketId]) -> None:
+def _compare(what: str, index: Mapping[Any, object], truth: Mapping[Any, object]) -> None:
+    """Raises LedgerBroken, naming a few entries that differ, where an index is not as the tickets
+    say."""
+    if index != truth:
+        keys = {**index, **truth}
+        differing = sorted(str(key) for key in keys if index.get(key) != truth.get(key))
+        raise LedgerBroken(f"{what}: the index differs from the tickets at {differing[:5]}")
+
+
+def _audit_book(book: DeviceAccount, charges: Mapping[TicketId, Bytes]) -> None:
     """Checks the account of a device against the tickets that are charged there. Raises
     LedgerBroken."""
     device = book.device
-    if charged != book.tickets.keys():
-        raise LedgerBroken(f"{device}: index {sorted(book.tickets)} != {sorted(charged)}")
-    leaving = {t.id for t in book.tickets.values() if t.state in LEAVING}
-    if leaving != book.leaving.keys():
-        raise LedgerBroken(f"{device}: leaving {sorted(book.leaving)} != {sorted(leaving)}")
-    loading = {t.id for t in book.tickets.values() if t.state is State.LOADING}
-    if loading != book.loading.keys():
-        raise LedgerBroken(f"{device}: loading {sorted(book.loading)} != {sorted(loading)}")
-    pinned = sum(t.charge(device) for t in book.tickets.values() if t.pinned)
-    if pinned != book.pinned_bytes or book.copies.total() != len(book.tickets):
+    _compare(f"{device}: charged", dict.fromkeys(book.tickets), dict.fromkeys(charges))
+    leaving = {t.id: t for t in book.tickets.values() if t.state in LEAVING}
+    _compare(f"{device}: leaving", book.leaving, leaving)
+    loading = {t.id: t for t in book.tickets.values() if t.state is State.LOADING}
+    _compare(f"{device}: loading", book.loading, loading)
+    copies = Counter(t.model_name for t in book.tickets.values())
+    _compare(f"{device}: tickets by model", book.copies, copies)
+    pinned = sum(charges[t.id] for t in book.tickets.values() if t.pinned)
+    if pinned != book.pinned_bytes:
         raise LedgerBroken(f"{device}: pinned {book.pinned_bytes}, tickets {pinned}")
+    held: Counter[str] = Counter()
+    for ticket in book.tickets.values() if book.kind is not DeviceKind.HOST else ():
+        held[ticket.client.tenant] += charges[ticket.id]
+    _compare(f"{device}: bytes by tenant", book.held, held)
+
+
+def _audit_holdings(ledger: Ledger, charges: Mapping[DeviceId, Mapping[TicketId, Bytes]]) -> None:
+    """Checks whose the bytes on devices that compute are. Raises LedgerBroken."""
+    by_client: Counter[Client] = Counter()
+    tickets: dict[str, dict[TicketId, None]] = {}
+    for device, book in ledger.books.items():
+        for ticket in book.tickets.values() if book.kind is not DeviceKind.HOST else ():
+            by_client[ticket.client] += charges[device][ticket.id]
+            tickets.setdefault(ticket.client.tenant, {})[ticket.id] = None
+    by_tenant: Counter[str] = Counter()
+    for client, held in by_client.items():
+        by_tenant[client.tenant] += held
+    holdings = ledger.holdings
+    _compare("bytes by client", holdings.by_client, by_client)
+    _compare("bytes by tenant", holdings.by_tenant, by_tenant)
+    _compare("tickets by tenant", holdings.tickets, tickets)
+
+
+def _audit_devices(ledger: Ledger) -> None:
+    """Checks what is kept of all devices together. Raises LedgerBroken."""
+    lent_bytes = 0
+    short: dict[NodeId, set[DeviceId]] = {}
+    for device, book in ledger.books.items():
+        lent_bytes += 0 if book.kind is DeviceKind.HOST else book.budget_bytes
+        if book.free_bytes < 0:
+            short.setdefault(book.node, set()).add(device)
+    if lent_bytes != ledger.lent_bytes:
+        raise LedgerBroken(f"budgets of all devices {ledger.lent_bytes}, of each {lent_bytes}")
+    listed = {node: devices for node, devices in ledger._short.items() if devices}
+    _compare("overcommitted devices", listed, short)
+
+
+def _audit_tickets(ledger: Ledger) -> None:
+    """Checks the indexes of all tickets. Raises LedgerBroken."""
+    held: dict[HolderId, dict[TicketId, Ticket]] = {}
+    holding: dict[HolderId, dict[TicketId, Ticket]] = {}
+    of_model: dict[ModelName, dict[TicketId, Ticket]] = {}
+    leases: dict[TicketId, Ticket] = {}
+    open_count: Counter[str] = Counter()
+    for ticket in ledger.tickets():
+        held.setdefault(ticket.holder, {})[ticket.id] = ticket
+        of_model.setdefault(ticket.model_name, {})[ticket.id] = ticket
+        open_count[ticket.capability] += 1
+        if ticket.lease:
+            leases[ticket.id] = ticket
+        if ticket.state in CHARGED:
+            holding.setdefault(ticket.holder, {})[ticket.id] = ticket
+        elif ticket.state is State.CLOSED:
+            raise LedgerBroken(f"{ticket.id} is closed and still on the books")
+    _compare("tickets by holder", ledger._held, held)
+    _compare("charged tickets by holder", ledger._holding, holding)
+    _compare("tickets by model", ledger._of_model, of_model)
+    _compare("leases", ledger._leases, leases)
+    _compare("tickets by capability", ledger.open_count, open_count)
