@@ -8,7 +8,7 @@ BUGS = [
     Bug("what is pinned does not count against a maximum", "arbiter/core/tickets/quotas.py", "never_fits",
         "terms.most_bytes - pinned(state, tenant)",
         "terms.most_bytes"),
-    Bug("a tenant that cools down is let in at its limit", "arbiter/core/tickets/quotas.py", "_cooling_down",
+    Bug("a tenant that cools down is let in at its limit", "arbiter/core/tickets/quotas.py", "cooling_down",
         "cooled if is_cooling else terms.average_bytes",
         "terms.average_bytes"),
     Bug("what leaves for others is counted on twice", "arbiter/core/tickets/quotas.py", "ReserveSlack.take",

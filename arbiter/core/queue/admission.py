@@ -32,7 +32,7 @@ from arbiter.errors import (
     UnknownModel,
     UnknownTicket,
 )
-from arbiter.units import Span, TicketId, after, in_seconds, since
+from arbiter.units import TicketId, after, in_seconds, since
 
 # -- asking ---------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ def _repeat_request(state: CoreState, ticket: Ticket, event: ev.Requested) -> No
         state.decide(grant_of(ticket))
     elif ticket.state in (State.ASLEEP, State.DRAINING):
         quotas.take_over(state, ticket, event.client)
-        if error := _wake_refusal(state, ticket, event.deadline):
+        if error := _wake_refusal(state, ticket, event):
             state.answer_error(ticket.id, error)
         elif ticket.id not in state.queue:
             _enqueue(state, ticket, event)
@@ -165,13 +165,14 @@ def refuse_all(state: CoreState) -> None:
         reject_queued(state, ticket, ArbiterClosing())
 
 
-def _wake_refusal(state: CoreState, ticket: Ticket, deadline: Span | None) -> RequestError | None:
+def _wake_refusal(state: CoreState, ticket: Ticket, event: ev.Requested) -> RequestError | None:
     """Returns the error for a request to wake an asleep ticket; None when it may join the queue."""
     if state.closing_by is not None:
         return ArbiterClosing()
     if held_bytes := quarantined_bytes(state, ticket.holder):
         return HolderQuarantined(ticket.holder, held_bytes)
-    return floors.refusal(state, ticket.model_name, deadline)
+    closed = floors.refusal(state, ticket.model_name, event.deadline)
+    return closed or quotas.cooling_down(state, event.client.tenant)
 
 
 def _refusal(state: CoreState, event: ev.Requested) -> RequestError | None:

@@ -55,7 +55,7 @@ def refusal(
     books = compute_books(state, node) if node and not node.may_gain_devices else ()
     bounds = at_most(state, tenant, books).values() or [need]
     bound = max(bounds) if how is Split.NONE else sum(bounds)
-    return _cooling_down(state, tenant) or never_fits(state, tenant, need, bound, node)
+    return cooling_down(state, tenant) or never_fits(state, tenant, need, bound, node)
 
 
 def never_fits(
@@ -119,7 +119,7 @@ def share_of(state: CoreState, tenant: str) -> float:
     return limits.share_fraction if limits else 1.0
 
 
-def _cooling_down(state: CoreState, tenant: str) -> TenantCoolingDown | None:
+def cooling_down(state: CoreState, tenant: str) -> TenantCoolingDown | None:
     """Returns the error for a tenant that held more than its average over the last hour allows;
     notes when it begins to cool down and when it has."""
     limits = limits_of(state, tenant)

@@ -325,6 +325,23 @@ def test_tenant_over_its_average_cools_down_until_well_below_it() -> None:
     assert granted(driver.ask(later, "large", 1, tenant="x")) == ["large"]
 
 
+def test_tenant_over_its_average_wakes_no_model_either() -> None:
+    limits = settings(terms("x", average=10))
+    driver = CoreDriver(device=80, host=100, settings=limits)
+    driver.resident(0, "a", 40, host=30, tenant="x")
+    driver.engines["a"] = {CPU: 40}
+    driver.read(1)
+    assert revoked(driver.ask(1500, "b", 60, tenant="y")) == [("a", "swap", "asleep")]
+    driver.at(1501, ev.Slept(TicketId("a")))
+    driver.engines["a"] = {HOST: 30}
+    driver.read(1502)
+    driver.at(1503, ev.LoadBroke(TicketId("b"), "x", False))
+    driver.gone(1504, "b")
+    error = refusal(driver.ask(1505, "a", 40, host=30, tenant="x"))
+    assert isinstance(error, TenantCoolingDown) and driver.state_of("a") == "asleep"
+    assert granted(driver.ask(1506, "a", 40, host=30, tenant="y")) == ["a"]
+
+
 def test_tenants_limits_hold_before_the_agent_of_the_holders_node_is_there() -> None:
     """As in a new epoch, in which holder and agent join in any order."""
     driver = CoreDriver(device=80, settings=settings(terms("x", most=30, average=10)))
