@@ -20,8 +20,10 @@ class Failure(StrEnum):
     SERVER = "server"  # a status of 500 and above, or an error that comes with 200
     LIMITED = "limited"  # 429
     KEY = "key"  # 401, 403
-    PROTOCOL = "protocol"  # a redirect, another content type, more bytes than allowed, no JSON
-    FORM = "form"  # JSON of another form than its path has: the remote works, and not for this one
+    PROTOCOL = "protocol"  # a redirect, another content type, no JSON
+    # The remote works, and the request may be the reason: no RULES, so no other request is refused.
+    SIZE = "size"  # more bytes than the row's bounds allow
+    FORM = "form"  # JSON of another form than its path has
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,9 @@ class Breaker:
     def failed(self, failure: Failure, retry_after_s: float | None = None) -> None:
         """Counts a failure, and opens the breaker where its rule says so. `retry_after_s`: as the
         remote asks for it; the rule bounds it."""
-        if failure is Failure.FORM:
+        rule = RULES.get(failure)
+        if rule is None:
             return self.answered()
-        rule = RULES[failure]
         self._in_a_row[failure] += 1
         was_tried, self._is_tried = self._is_tried, False
         if not was_tried and self._in_a_row[failure] < rule.in_a_row:

@@ -209,9 +209,8 @@ class Exchange:
                 return
             self.answer_bytes += len(piece)
             if self.answer_bytes > bounds.answer_bytes:
-                raise Failed(
-                    Failure.PROTOCOL, f"its answer is larger than {bounds.answer_bytes} bytes"
-                )
+                why = f"its answer is larger than {bounds.answer_bytes} bytes; ask for less of it"
+                raise Failed(Failure.SIZE, why)
             yield piece
 
 
@@ -222,9 +221,7 @@ async def _data_lines(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
         async for piece in pieces:
             *lines, rest = (rest + piece).split(b"\n")
             if len(rest) > EVENT_MOST_BYTES:
-                raise Failed(
-                    Failure.PROTOCOL, f"one of its events is over {EVENT_MOST_BYTES} bytes"
-                )
+                raise Failed(Failure.SIZE, f"one of its events is over {EVENT_MOST_BYTES} bytes")
             for line in lines:
                 if line.startswith(b"data:"):
                     yield line.removeprefix(b"data:").strip()

@@ -43,7 +43,6 @@ KEY_REFUSED = b"HTTP/1.1 401 no\r\ncontent-length: 0\r\n\r\n"
 # By the remote's name: what becomes of a request, and after how many of them it is left alone.
 KINDS = {
     "redirects": ("protocol", 1),
-    "endless": ("protocol", 1),
     "no-json": ("protocol", 1),
     "silent": ("timeout", 3),
     "resets": ("broken", 3),
@@ -54,7 +53,7 @@ KINDS = {
     "within": ("connect", 3),
 }
 # The same, of a stream that has begun.
-STREAMS = {"breaks": "broken", "endless-events": "protocol"}
+STREAMS = {"breaks": "broken", "endless-events": "size"}
 SECRETS = [r"ACME-\d{4}", r"(z|zz)+$"]  # the second takes for ever over many z
 FILE_KEY = "key-of-a-remote-of-a-file"
 KEYED = {"keyed-by-variable": REMOTE_KEY[1], "keyed-by-file": FILE_KEY}
@@ -186,6 +185,18 @@ def test_hostile_remote_ends_in_a_typed_error_is_left_alone_and_harms_no_other(
     sample = f'arbiter_remote_answers_total{{outcome="{kind}",remote="{name}"}}'
     until(lambda: sample in owner_reads(graph, "/metrics").decode(), 60, "a scrape has them")
     assert not seen, "a redirect was followed"
+
+
+@pytest.mark.spec("J5", "L3")
+def test_answers_above_their_bound_are_errors_of_their_own_requests(
+    graph: Graph, hostile: None, bea: OpenAI
+) -> None:
+    for _ in range(2):
+        refused = refusal(bea, "endless-chat")
+        assert (refused.status_code, refused.code) == (502, "remote_failed"), refused
+        assert f"larger than {BOUNDS['answer_bytes']} bytes" in refused.message
+    shown = remotes(graph)["endless"]
+    assert (shown["cause"], shown["in_flight"], shown["cools_down_s"]) == (None, 0, 0)
 
 
 @pytest.mark.spec("J5")

@@ -52,10 +52,13 @@ def test_after_the_cool_down_one_request_tries_and_a_failure_doubles_it(clock: C
 
 
 @pytest.mark.spec("J5", "L3")
-def test_answers_of_another_form_refuse_no_other_request(clock: Clock) -> None:
+@pytest.mark.parametrize("failure", sorted(set(Failure) - RULES.keys()))
+def test_answers_that_the_request_may_have_caused_refuse_no_other(
+    clock: Clock, failure: Failure
+) -> None:
     breaker = Breaker(clock)
     fail(breaker, Failure.SERVER, 2)
-    fail(breaker, Failure.FORM, 9)
+    fail(breaker, failure, 9)
     assert breaker.left_s == 0
     fail(breaker, Failure.SERVER, 2)
     assert breaker.left_s == 0, "the remote has answered in between"

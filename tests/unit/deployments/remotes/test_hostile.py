@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -94,7 +95,7 @@ async def failure(
         (says(JSON + b"x-long: " + b"a" * 20_000 + b"\r\n\r\n{}"), "protocol"),
         (hangs(JSON + b"content-length: 9\r\n\r\n{"), "timeout"),
         (drips, "timeout"),
-        (forever(b" " * 1_000, JSON + b"\r\n"), "protocol"),
+        (forever(b" " * 1_000, JSON + b"\r\n"), "size"),
         (says(JSON + b"content-length: 99\r\n\r\n{"), "broken"),
         (resets(JSON + b"content-length: 99\r\n\r\n{"), "broken"),
         (resets(b""), "broken"),
@@ -124,9 +125,9 @@ async def test_an_answer_that_is_none_ends_within_its_bounds(answer: Answer, kin
 @pytest.mark.parametrize(
     ("answer", "kind", "has_begun"),
     [
-        (forever(EVENT, SSE + b"\r\n"), "protocol", True),
-        (forever(b": a comment\n\n", SSE + b"\r\n"), "protocol", False),
-        (forever(b"a", SSE + b"\r\ndata: "), "protocol", False),
+        (forever(EVENT, SSE + b"\r\n"), "size", True),
+        (forever(b": a comment\n\n", SSE + b"\r\n"), "size", False),
+        (forever(b"a", SSE + b"\r\ndata: "), "size", False),
         (hangs(SSE + b"\r\n" + EVENT), "timeout", True),
         (says(SSE + b"\r\n" + EVENT), "broken", True),
         (resets(SSE + b"\r\n" + EVENT), "broken", True),
@@ -153,6 +154,28 @@ async def test_a_stream_that_breaks_is_not_begun_again(
     assert (spent_count, end.money_micros) == (egress.tokens_count, egress.money_micros)
     assert bool(parts) == has_begun and end.answer_bytes <= QUICK["answer_bytes"] + 1
     assert all(isinstance(p, messages.ResponseHead) or p == EVENT for p in parts)
+
+
+@pytest.mark.spec("J5", "L3")
+async def test_answers_above_their_bound_take_the_remote_from_no_other_caller() -> None:
+    large = CHATTED[:-1] + b', "x": "' + b"a" * (1 << 20) + b'"}'
+    answers = [large, large, large, CHATTED]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await says(JSON + b"\r\n" + answers.pop(0))(reader, writer)
+
+    async with raw_remote(answer) as port:
+        remotes = Remotes(CountingBook())
+        bounds = {"answer_bytes": 1 << 20}
+        remotes.configure(section(f"http://127.0.0.1:{port}/v1", bounds=bounds))
+        call = remotes.call(await asked(), "far-chat", CLOUD)
+        for _ in range(3):
+            with pytest.raises(RemoteFailed, match=f"larger than {1 << 20} bytes"):
+                [part async for part in remotes.run(call)]
+        other = remotes.call(await asked(), "far-chat", replace(CLOUD, tenant="other"))
+        (whole,) = [part async for part in remotes.run(other)]
+    await remotes.background.done()
+    assert isinstance(whole, messages.FullResponse) and whole.head.status == 200
 
 
 @pytest.mark.spec("J5")
