@@ -40,7 +40,15 @@ from types import MappingProxyType
 from typing import Any
 
 from arbiter.errors import RequestError
-from deployments.adapters.safe_files import AdapterInvalid, is_folder, open_plain, read_json
+from deployments.adapters.safe_files import (
+    AdapterInvalid,
+    AdaptersAway,
+    is_folder,
+    is_there,
+    open_plain,
+    read_json,
+    unreadable,
+)
 from deployments.config.url_allowlist import is_allowed
 
 CONFIG, WEIGHTS, EXTRAS = "adapter_config.json", "adapter_model.safetensors", "serve.json"
@@ -149,7 +157,8 @@ class Catalogue:
         """The adapter that a client names, or None when this tenant may see none of that name. What
         lies behind a manifest that cannot be read is told only to a client that names its base, or
         an adapter of all tenants, which the manifest may hide: any other bare name may mean an
-        adapter of another base, or none at all. Raises AdapterAmbiguous, AdapterInvalid."""
+        adapter of another base, or none at all. Raises AdapterAmbiguous, AdapterInvalid,
+        AdaptersAway; OSError where a folder cannot be read."""
         if not self.may_name(name):
             return None
         base, bare = _parted(name)
@@ -175,7 +184,7 @@ class Catalogue:
         """The entries of those names that mean an adapter which can be read."""
         entries = []
         for name in names:
-            with contextlib.suppress(AdapterInvalid, AdapterAmbiguous):
+            with contextlib.suppress(AdapterInvalid, AdapterAmbiguous, AdaptersAway):
                 if entry := self.find(name, tenant):
                     entries.append(entry)
         return entries
@@ -198,17 +207,18 @@ class Catalogue:
         names: set[str] = set()
         for home, owner in _homes(folder, tenant):
             names |= self._listed(home)
-            with contextlib.suppress(AdapterInvalid):  # a request for one of them gets the reason
+            # A request for one of them gets the reason.
+            with contextlib.suppress(AdapterInvalid, AdaptersAway):
                 names |= self._rows(home, owner).keys() - self._reserved
         return names
 
     def _place(self, base: str, name: str, tenant: str) -> _Place | None:
-        """A tenant's own adapter hides the common one. Raises AdapterInvalid for a bad manifest."""
+        """A tenant's own adapter hides the common one. Raises OSError, and what `_rows` raises."""
         if base not in self._folders:
             return None
         for home, owner in _homes(self._folder(base), tenant):
             path = home / name
-            if is_folder(home) and is_folder(path) and os.path.lexists(path / CONFIG):
+            if is_folder(home) and is_folder(path) and is_there(path / CONFIG):
                 return _Place(path, owner)
             row = self._rows(home, owner).get(name)
             if row is not None:
@@ -216,10 +226,11 @@ class Catalogue:
         return None
 
     def _place_of_bare(self, base: str, name: str, tenant: str) -> _Place | None:
-        """Like `_place`, but raises AdapterInvalid only where all tenants have such an adapter."""
+        """Like `_place`, but a manifest that cannot be read is an error only where all tenants have
+        such an adapter."""
         try:
             return self._place(base, name, tenant)
-        except AdapterInvalid:
+        except (AdapterInvalid, AdaptersAway):
             if self._is_common(base, name):
                 raise
             return None
@@ -228,11 +239,12 @@ class Catalogue:
         """Whether all tenants have an adapter of this name, as far as can be read."""
         try:
             return self._place(base, name, "") is not None
-        except AdapterInvalid:
+        except (AdapterInvalid, AdaptersAway):
             return False
 
     def _rows(self, home: Path, owner: str) -> Mapping[str, Mapping[str, Any]]:
-        """Rows of the manifest in a folder, read again when it changed. Raises AdapterInvalid."""
+        """Rows of the manifest in a folder, read again when it changed. Raises AdapterInvalid,
+        AdaptersAway."""
         file = home / MANIFEST
         try:
             status = file.lstat()
@@ -244,7 +256,7 @@ class Catalogue:
             self._manifests.pop(file, None)
             return {}
         except OSError as error:
-            raise AdapterInvalid(MANIFEST, f"{error.filename}: {error.strerror}") from error
+            raise unreadable(MANIFEST, error) from error
         if manifest.fault:
             raise AdapterInvalid(MANIFEST, manifest.fault)
         return manifest.rows
@@ -264,6 +276,7 @@ class Catalogue:
         return CatalogueEntry(name, base, path, 0, 0, (), home_place.owner, *extras, url)
 
     def _entry(self, name: str, base: str, home_place: _Place) -> CatalogueEntry:
+        """Raises AdapterInvalid, AdaptersAway."""
         path = home_place.path
         try:
             stamp = _stamp(path)
@@ -273,7 +286,7 @@ class Catalogue:
                     self._read.clear()
                 stamped = self._read[path] = stamp, _read_entry(name, base, home_place, stamp)
         except OSError as error:
-            raise AdapterInvalid(name, f"{error.filename}: {error.strerror}") from error
+            raise unreadable(name, error) from error
         return stamped[1]
 
     def _listed(self, folder: Path) -> frozenset[str]:
@@ -319,7 +332,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
     """Times, inodes and sizes, which change when an adapter is replaced, also by an owner who sets
     the times back. Raises OSError."""
     config, weights = (path / CONFIG).lstat(), (path / WEIGHTS).lstat()
-    extras = (path / EXTRAS).lstat().st_mtime_ns if os.path.lexists(path / EXTRAS) else 0
+    extras = (path / EXTRAS).lstat().st_mtime_ns if is_there(path / EXTRAS) else 0
     return (
         config.st_mtime_ns,
         config.st_ctime_ns,
@@ -338,7 +351,7 @@ def _read_entry(name: str, base: str, home_place: _Place, stamp: tuple[int, ...]
     rank = read_json(name, path / CONFIG).get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise AdapterInvalid(name, f"{CONFIG}: `r` is {rank!r}, not a rank")
-    extras = read_json(name, path / EXTRAS) if os.path.lexists(path / EXTRAS) else {}
+    extras = read_json(name, path / EXTRAS) if is_there(path / EXTRAS) else {}
     options = _extras(name, EXTRAS, extras)
     with open_plain(name, path / WEIGHTS) as weights:
         size = os.fstat(weights.fileno()).st_size

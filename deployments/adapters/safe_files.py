@@ -1,5 +1,6 @@
 """Reads the files of an adapter, which a tenant controls: only plain files, and bounded."""
 
+import errno
 import json
 import os
 import stat
@@ -10,6 +11,11 @@ from arbiter.errors import RequestError
 
 # PEFT writes about 1 KB; long lists of target modules reach 20 KB.
 MAX_CONFIG_BYTES = 1 << 18
+# What the owner of an adapter has caused and can mend, as by a link or a mode. Every other error is
+# the file system's, and may pass.
+_OWNERS_FAULTS = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM}
+)
 
 
 class AdapterInvalid(RequestError):
@@ -25,12 +31,42 @@ class AdapterInvalid(RequestError):
         return f"adapter {self.name!r} cannot be served: {self.reason}"
 
 
+class AdaptersAway(RequestError):
+    """The folder of an adapter cannot be read now."""
+
+    status_code, code, retry_after_s = 503, "adapters_away", 5.0  # as long as a front looks
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(name, why)
+        self.name, self.why = name, why
+
+    def __str__(self) -> str:
+        return f"whether {self.name!r} is an adapter cannot be told now: {self.why}"
+
+
+def unreadable(name: str, error: OSError) -> AdapterInvalid | AdaptersAway:
+    """What a file of an adapter that could not be read means for a request."""
+    kind = AdapterInvalid if error.errno in _OWNERS_FAULTS else AdaptersAway
+    return kind(name, f"{error.filename or name}: {error.strerror}")
+
+
 def is_folder(path: Path) -> bool:
-    """Whether the path is a folder, and not a link to one."""
+    """Whether the path is a folder, and not a link to one. Raises OSError where that cannot be
+    told."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything has this path, be it a broken link. Raises OSError where that cannot be
+    told."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def open_plain(name: str, file: Path) -> BinaryIO:

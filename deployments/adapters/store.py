@@ -37,7 +37,7 @@ from deployments.adapters.catalogue import (
 )
 from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.adapters.int8 import round_weights
-from deployments.adapters.safe_files import AdapterInvalid, open_plain
+from deployments.adapters.safe_files import AdapterInvalid, AdaptersAway, open_plain, unreadable
 from deployments.adapters.validate import Rules, check
 from deployments.config.file_threads import in_thread
 
@@ -85,7 +85,7 @@ class Store:
     def publish(self, entry: CatalogueEntry, rules: Rules) -> Published:
         """Copies, hashes and checks the adapter, and only then names the copy, unless the copy of
         this entry under these rules is there. Blocks for the copy. Raises AdapterInvalid,
-        AdapterNotCopied."""
+        AdaptersAway, AdapterNotCopied."""
         if entry.rank > rules.max_rank:
             reason = f"rank {entry.rank} is above the {rules.max_rank} its model serves"
             raise AdapterInvalid(entry.name, reason)
@@ -102,7 +102,7 @@ class Store:
         except OSError as error:
             if error.errno in _FULL:
                 raise AdapterNotCopied(entry.name, str(error.strerror)) from error
-            raise AdapterInvalid(entry.name, f"{error.filename}: {error.strerror}") from error
+            raise unreadable(entry.name, error) from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -178,7 +178,7 @@ class CheckedAdapters:
 
     async def take(self, entry: CatalogueEntry) -> Published:
         """The checked copy, which is made again when the entry changed or the copy is gone. Raises
-        AdapterInvalid, AdapterNotCopied."""
+        AdapterInvalid, AdaptersAway, AdapterNotCopied."""
         if published := self._current(entry):
             return published
         key = entry.tenant, entry.name
@@ -220,16 +220,19 @@ class EngineCatalogue:
         self._adapters = Catalogue({base: Path(section["folder"])}, urls=urls, fetched=fetched)
 
     async def find(self, name: str, tenant: str) -> CatalogueEntry | None:
-        """As `Catalogue.find`. Raises AdapterAmbiguous, AdapterInvalid, OSError."""
-        return await in_thread(self._thread, self._adapters.find, name, tenant)
+        """As `Catalogue.find`. Raises AdapterAmbiguous, AdapterInvalid, AdaptersAway."""
+        try:
+            return await in_thread(self._thread, self._adapters.find, name, tenant)
+        except OSError as error:
+            raise AdaptersAway(name, f"{error.filename}: {error.strerror}") from error
 
     async def entries(self, names: Iterable[str], tenant: str) -> list[CatalogueEntry]:
         """As `Catalogue.entries`. Raises OSError."""
         return await in_thread(self._thread, self._adapters.entries, names, tenant)
 
     async def outdated(self, entries: Mapping[str, CatalogueEntry]) -> list[str]:
-        """The keys of those entries that the catalogue has no more, or otherwise. Raises
-        OSError."""
+        """The keys of those entries that the catalogue has no more, or otherwise; not of those that
+        cannot be read now. Raises OSError where the process gets no thread."""
         return await in_thread(self._thread, self._outdated, dict(entries)) if entries else []
 
     def _outdated(self, entries: Mapping[str, CatalogueEntry]) -> list[str]:
@@ -238,6 +241,8 @@ class EngineCatalogue:
     def _is_current(self, entry: CatalogueEntry) -> bool:
         try:
             return self._adapters.find(entry.full_name, entry.tenant) == entry
+        except (OSError, AdaptersAway):
+            return True
         except RequestError:
             return False
 

@@ -52,7 +52,8 @@ class AdaptedCapability(Capability):
         return messages.FullResponse(head, body)
 
     async def served_by(self, call: messages.InferenceCall) -> str:
-        """Returns the copy into which the call's adapter was merged, while there is one."""
+        """Returns the copy into which the call's adapter was merged, while there is one. Raises
+        AdaptersAway."""
         merging = self._merging.get(call.model)
         if merging is None or call.path == messages.ACQUIRE:
             return call.model
@@ -110,7 +111,8 @@ class AdapterFetcher:
         self._fetcher = Fetcher(Path(section["store"]) / FETCHED, self._rules.bounds)
 
     async def bring(self, name: str, tenant: str) -> None:
-        """Raises AdapterInvalid, FetchFailed. The engine refuses names that no catalogue has."""
+        """Raises AdapterInvalid, AdaptersAway, FetchFailed. The engine refuses names that no
+        catalogue has."""
         entry = await self._catalogue.find(name, tenant)
         if entry is None or not entry.url:
             return

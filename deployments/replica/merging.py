@@ -19,6 +19,7 @@ from typing import Any
 from arbiter.core.decisions import Reason
 from arbiter.errors import RequestError
 from deployments.adapters.catalogue import CatalogueEntry
+from deployments.adapters.safe_files import AdaptersAway
 from deployments.adapters.store import CheckedAdapters, EngineCatalogue, Store
 from deployments.adapters.validate import Rules
 from deployments.config import safetensors_header
@@ -96,7 +97,7 @@ class Merging:
 
     async def served_by(self, served: str, tenant: str) -> str:
         """Notes a request, and returns the held model whose engine is to answer it. A request for
-        the model itself waits for no look into the folder of its adapters."""
+        the model itself waits for no look into the folder of its adapters. Raises AdaptersAway."""
         entry = await self._found(served, tenant)
         name = entry and (entry.tenant, served)
         self._share.note(name)
@@ -120,12 +121,15 @@ class Merging:
 
     async def _found(self, served: str, tenant: str) -> CatalogueEntry | None:
         """Returns the adapter's entry; None for the model itself, and for a name whose request the
-        model's engine refuses."""
+        model's engine refuses. Raises AdaptersAway."""
         if served == self._model:
             return None
-        with contextlib.suppress(RequestError):
+        try:
             return await self._catalogue.find(served, tenant)
-        return None
+        except AdaptersAway:
+            raise
+        except RequestError:
+            return None
 
     def _has_traffic(self, copy: MergedCopy) -> bool:
         share = self._share.of(copy.name)
@@ -135,7 +139,7 @@ class Merging:
         """Ends a copy that is of no use any more. What a file server does not say, or not within
         LOOK_S, is asked again."""
         owner, served = copy.name
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(AdaptersAway, TimeoutError):
             async with asyncio.timeout(LOOK_S):
                 if not self._has_traffic(copy) or await self._found(served, owner) != copy.entry:
                     copy.over.set()

@@ -1,8 +1,10 @@
-"""Adapter folders on a file server that hangs."""
+"""Adapter folders on a file server that hangs, or that answers with an error."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,3 +32,15 @@ def hung_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         yield is_back
     finally:
         is_back.set()
+
+
+def failing_folder(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int) -> None:
+    """Has the kernel say nothing of what is in a folder, but an error of that number."""
+    asked = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        if folder in path.parents:
+            raise OSError(number, os.strerror(number), str(path))
+        return asked(path)
+
+    monkeypatch.setattr(Path, "lstat", lstat)

@@ -38,7 +38,7 @@ class AdapterResolver:
 
     async def folder(self, name: str, tenant: str) -> str:
         """The checked copy, or an empty text where this tenant may see none of that name. Raises
-        AdapterInvalid, AdapterAmbiguous."""
+        AdapterInvalid, AdapterAmbiguous, AdaptersAway, AdapterNotCopied."""
         entry = await self._catalogue.find(name, tenant)
         return str((await self._checked.take(entry)).path) if entry else ""
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from arbiter.core.types import Priority
-from arbiter.errors import RequestError, UnknownModel
+from arbiter.errors import UnknownModel
 from deployments.adapters.catalogue import Catalogue, CatalogueEntry
+from deployments.adapters.safe_files import AdaptersAway
 from deployments.config.file_threads import in_thread
 from deployments.config.schema import Table
 
@@ -25,19 +26,6 @@ FOLDERS_S = 5.0
 # Names on either side of a wrong name in the alphabet that are compared with it for a near miss.
 # Comparing all of 10,000 would block the front for a tenth of a second.
 NEIGHBOURS = 50
-
-
-class AdaptersAway(RequestError):
-    """The folder of an adapter cannot be read now."""
-
-    code, retry_after_s = "adapters_away", FOLDERS_S
-
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(name, why)
-        self.name, self.why = name, why
-
-    def __str__(self) -> str:
-        return f"whether {self.name!r} is an adapter cannot be told now: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)

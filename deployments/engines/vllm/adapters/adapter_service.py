@@ -141,7 +141,7 @@ class AdapterService:
 
     async def asked(self, body: bytes, tenant: str) -> AdapterRequest | None:
         """The adapter that a request names, or None when it means the base or an unknown model,
-        which vLLM refuses itself. Raises AdapterInvalid, AdapterAmbiguous."""
+        which vLLM refuses itself. Raises AdapterInvalid, AdapterAmbiguous, AdaptersAway."""
         try:
             model = json.loads(body).get("model")
         except (ValueError, RecursionError, AttributeError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deployments.front.inference.model_names import AdaptersAway
+from deployments.adapters.safe_files import AdaptersAway
 from deployments.jobs import batch_runner, validation
 from deployments.jobs.batch_store import Line
 from deployments.jobs.service import JobsService

@@ -13,7 +13,8 @@ import pytest
 from arbiter.core.types import Priority
 from arbiter.errors import DeadlineUnmet, EngineLost, NeverFits
 from arbiter.units import Bytes, TicketId
-from deployments.front.inference.model_names import AdaptersAway, ModelNames, Target
+from deployments.adapters.safe_files import AdaptersAway
+from deployments.front.inference.model_names import ModelNames, Target
 from deployments.jobs import batch_runner, batch_store, calls, validation
 from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.errors import Conflict, NotFound, Refused, TenantLimitReached

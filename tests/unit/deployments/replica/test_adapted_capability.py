@@ -16,13 +16,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from deployments.adapters.fetch import FetchFailed
+from deployments.adapters.safe_files import AdaptersAway
 from deployments.adapters.store import CheckedAdapters, EngineCatalogue, Store
 from deployments.replica import adapted_capability
 from deployments.replica.adapted_capability import AdaptedCapability, AdapterFetcher
 from deployments.routing.rank import AdapterSlots
 from tests.support.adapters import write
 from tests.support.fetching import RULES, SHAPES
-from tests.support.hung_folders import hung_folders
+from tests.support.hung_folders import failing_folder, hung_folders
 
 URL = "memory://replica/law/"
 
@@ -64,20 +65,22 @@ def asking(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 @pytest.mark.spec("F2")
-@pytest.mark.parametrize("what", ["cut", "away"])
-async def test_files_that_say_what_to_fetch_and_cannot_be_read_are_a_typed_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+async def test_model_files_that_say_what_to_fetch_and_cannot_be_read_are_a_typed_failure(
+    tmp_path: Path,
 ) -> None:
     config = config_of(tmp_path)
-    if what == "cut":
-        (tmp_path / "base" / "model.safetensors").write_bytes(b"no header")
-    else:
-
-        async def find(*_: object) -> None:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-        monkeypatch.setattr(EngineCatalogue, "find", find)
+    (tmp_path / "base" / "model.safetensors").write_bytes(b"no header")
     with pytest.raises(FetchFailed, match="chat:law"):
+        await of_no_cluster().prepare(*asking(config))
+
+
+@pytest.mark.spec("F2", "L3")
+async def test_adapter_folder_that_cannot_be_read_is_the_error_that_the_front_has_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    failing_folder(monkeypatch, tmp_path / "adapters", errno.ESTALE)
+    with pytest.raises(AdaptersAway, match=f"chat:law.*{os.strerror(errno.ESTALE)}"):
         await of_no_cluster().prepare(*asking(config))
 
 

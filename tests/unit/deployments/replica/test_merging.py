@@ -2,6 +2,7 @@
 and as soon as that is not what they ask for, to the model again."""
 
 import asyncio
+import errno
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -17,11 +18,12 @@ from arbiter.core.decisions import Reason
 from arbiter.errors import TicketClosed
 from arbiter.protocol import messages
 from arbiter.units import TicketId
+from deployments.adapters.safe_files import AdaptersAway
 from deployments.replica import merging
 from deployments.replica.held_model import HolderState
 from deployments.replica.merging import Merging, TrafficShare
 from tests.support.adapters import write
-from tests.support.hung_folders import hung_folders
+from tests.support.hung_folders import failing_folder, hung_folders
 from tests.support.scripted_holder import ScriptedClient, ScriptedEngine, holder, revoke, until
 
 pytestmark = pytest.mark.spec("F7")
@@ -208,6 +210,22 @@ async def test_server_that_hangs_delays_requests_for_adapters_and_none_for_their
             await until(lambda: COPY not in residency.models)
             server.set()
             assert await asked == ["a"]
+
+
+@pytest.mark.spec("D5")
+async def test_copy_stays_while_the_folder_of_its_adapter_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with merging_holder(tmp_path, monkeypatch) as (residency, of, _, _):
+        await merge(residency, of)
+        copy = of._copy
+        assert copy is not None
+        with monkeypatch.context() as away:
+            failing_folder(away, tmp_path / "in" / "x", errno.EIO)
+            with pytest.raises(AdaptersAway):
+                await serve(of, "x")
+            await of._end_if_useless(copy)
+        assert await serve(of, "x") == [COPY]
 
 
 @pytest.mark.spec("E6")
