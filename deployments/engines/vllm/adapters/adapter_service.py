@@ -133,6 +133,7 @@ class AdapterService:
         self._names: dict[str, str] = {}  # digest to name, as it was asked for last
         self.mover = AdapterMover(self.gate)
         self._rebalance_s = float(section.get("rebalance_s", REBALANCE_S))
+        self.turns: asyncio.Task[None] | None = None  # of the mover; it never ends by itself
         self._pins: dict[str, CatalogueEntry] = {}  # by digest
         self._leaving: set[str] = set()  # digests of removed tenants, which leave once unused
         self._leaver: asyncio.Task[None] | None = None
