@@ -12,6 +12,8 @@ from arbiter.errors import UnknownModel
 from deployments.client import AsyncClient, Audio, Client, FrontUnreachable, Line, batches
 from deployments.front.inference.request import BadRequest
 from deployments.jobs import batch_runner
+from deployments.jobs.errors import StorageFailed
+from deployments.jobs.file_store import FileStore
 from tests.support.answering_front import MODEL, AnsweringFront, both, whole
 from tests.support.scripted_front import ScriptedFront
 
@@ -98,6 +100,23 @@ async def test_wrong_line_is_the_typed_error_of_its_batch(
         await client.submit_batch([good], completion_window="soon")
     kept = await front.jobs.files("default", None, "", 100, "asc")
     assert len(kept) == 1  # of the batch that failed; what was refused at once leaves none
+
+
+async def test_refusal_of_a_batch_is_told_also_where_its_file_cannot_be_deleted(
+    clients: dict[str, AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+
+    def delete(_: FileStore, tenant: str, file_id: str) -> None:
+        refused.append(file_id)
+        raise StorageFailed("the folder", "no answer of its disk")
+
+    monkeypatch.setattr(FileStore, "delete", delete)
+    client = clients["http"]
+    line = await client.line("a", client.chat, "Hello")
+    with pytest.raises(BadRequest, match="completion_window"):
+        await client.submit_batch([line], completion_window="soon")
+    assert len(refused) == 1
 
 
 async def test_expired_and_cancelled_batches_say_what_became_of_their_lines(
