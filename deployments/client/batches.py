@@ -47,7 +47,8 @@ class BatchStatus:
 
     @property
     def error(self) -> RequestError | None:
-        """Why no line was run: the first that is wrong. None: lines were run, or will be."""
+        """Why it failed: the first line that is wrong, or that its input was lost while lines were
+        run. None: lines were run, or will be."""
         if self.state != "failed":
             return None
         first, *others = self.plain["errors"]["data"]
@@ -131,7 +132,7 @@ class AsyncBatch(Generic[T]):
     async def results(self) -> AsyncGenerator[LineResult[T]]:
         """Waits for its end; then each line's result, answers first, in the order in which they
         came. A line that was not run because the batch was cancelled has none. Raises RequestError:
-        why no line was run."""
+        why the batch failed."""
         status = await self.wait()
         if status.error is not None:
             raise status.error

@@ -13,15 +13,30 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
+from pydantic import ValidationError
+
 from arbiter.errors import RequestError
 from deployments.config.jobs_section import JobsConfig
 from deployments.front.inference.service import InferenceService
 from deployments.front.status.forecasts import Forecasts
 from deployments.jobs import validation
-from deployments.jobs.batch_store import Batch, BatchState, BatchStore, FinishedLine, Line
+from deployments.jobs.batch_store import (
+    Batch,
+    BatchState,
+    BatchStore,
+    FinishedLine,
+    Line,
+    LineError,
+)
 from deployments.jobs.bodies import Bodies
 from deployments.jobs.calls import Answer, RetryLater, attempt
-from deployments.jobs.errors import StorageFailed, StorageFull, Superseded, TenantLimitReached
+from deployments.jobs.errors import (
+    BodyLost,
+    StorageFailed,
+    StorageFull,
+    Superseded,
+    TenantLimitReached,
+)
 from deployments.jobs.line_queue import LineQueue
 from deployments.jobs.runner import STORAGE_AGAIN_S, SWEEP_S, Blocking, rounds
 from deployments.jobs.waits import CallsInFlight
@@ -145,6 +160,8 @@ class BatchRunner:
     async def _carry_step(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
+        except BodyLost as error:
+            await self._give_up(batch, error)
         except (StorageFull, StorageFailed) as error:
             logger.error("batch %s waits: %s", batch.id, error)
             await asyncio.sleep(STORAGE_AGAIN_S)
@@ -293,6 +310,8 @@ class BatchRunner:
         except RetryLater as again:
             logger.info("%s line %d is tried again: %s", batch.id, line.number, again.why)
             await self._put_back(batch, line, again.after_s)
+        except BodyLost as error:
+            await self._give_up(batch, error)
         except (StorageFull, StorageFailed) as error:
             logger.error("%s line %d waits: %s", batch.id, line.number, error)
             await self._put_back(batch, line, STORAGE_AGAIN_S)
@@ -306,10 +325,22 @@ class BatchRunner:
         await self._blocking(self._queue.put_back, batch, line, time.monotonic() + after_s)
 
     async def _request(self, batch: Batch, line: Line) -> tuple[str, bytes]:
-        """The line's custom id and its body."""
+        """The line's custom id and its body. Raises BodyLost where the input file is gone, or has
+        another line in its place."""
         raw = await self._blocking(self._bodies.read, batch.input_file, line.offset, line.length)
-        fields = json.loads(raw)
-        return fields["custom_id"], json.dumps(fields["body"]).encode()
+        try:
+            checked = validation.LineBody.model_validate_json(raw)
+        except ValidationError as error:
+            why = f"line {line.number} is not what it was when it was checked"
+            raise BodyLost(str(self._bodies.path(batch.input_file)), why) from error
+        return checked.custom_id, json.dumps(checked.body).encode()
+
+    async def _give_up(self, batch: Batch, lost: BodyLost) -> None:
+        """Lets a batch fail whose input is lost: no later try would find it."""
+        logger.error("batch %s fails: %s", batch.id, lost)
+        message = f"the input file {batch.input_file} was lost after its upload; upload it again"
+        error = LineError("input_file_lost", message, param="input_file_id")
+        await self._blocking(self._store.give_up, batch.id, error)
 
     async def _table(self) -> InferenceService:
         """Raises RetryLater while the arbiter is away."""

@@ -4,7 +4,8 @@
          |             '-------> cancelling -> cancelled
          '-> failed
 
-A batch that is validated may be cancelled, or expire, as one in progress may.
+A batch that is validated may be cancelled, or expire, as one in progress may. A batch whose input
+is lost goes by `finalizing` to `failed`, from wherever it needs its input.
 
 A line is a row until its result is in the output or error file: one transaction deletes the row,
 counts it, and moves the length of the file that counts. So each line has one result, whatever dies
@@ -134,6 +135,7 @@ class Batch:
             BatchState.COMPLETED,
             BatchState.EXPIRED,
             BatchState.CANCELLED,
+            BatchState.FAILED,
         )
         output = self.output_file if is_ended and self.output_bytes else None
         errors = self.error_file if is_ended and self.error_bytes else None
@@ -301,16 +303,22 @@ class BatchStore:
 
     def fail(self, batch_id: str, errors: Sequence[LineError]) -> None:
         """Ends a batch that has wrong lines: none of its lines is run."""
-        plain = [
-            {"code": one.code, "line": one.line, "message": one.message, "param": one.param}
-            for one in errors
-        ]
         self.clear_lines(batch_id)
         with self._db.writing() as db:
             db.execute(
                 "UPDATE batches SET state = 'failed', errors = ?,"
                 " times = json_set(times, '$.failed', ?) WHERE id = ? AND state = 'validating'",
-                (json.dumps(plain), self._clock(), batch_id),
+                (_errors(errors), self._clock(), batch_id),
+            )
+
+    def give_up(self, batch_id: str, error: LineError) -> None:
+        """Begins to fail a batch that cannot go on, whatever its lines; `end` ends it, with the
+        results so far."""
+        with self._db.writing() as db:
+            db.execute(
+                "UPDATE batches SET state = 'finalizing', outcome = 'failed', errors = ?"
+                " WHERE id = ? AND state IN ('validating', 'in_progress', 'finalizing')",
+                (_errors([error]), batch_id),
             )
 
     def lines(self, batch_id: str, model: str, served: str, after: int, limit: int) -> list[Line]:
@@ -422,6 +430,15 @@ class BatchStore:
                 " WHERE id = ? AND state IN ('validating', 'in_progress')",
                 (state, outcome, self._clock(), batch_id),
             )
+
+
+def _errors(errors: Sequence[LineError]) -> str:
+    """The column of a batch's errors, in OpenAI's form."""
+    plain = [
+        {"code": one.code, "line": one.line, "message": one.message, "param": one.param}
+        for one in errors
+    ]
+    return json.dumps(plain)
 
 
 def _batch(row: sqlite3.Row) -> Batch:

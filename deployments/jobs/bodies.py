@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deployments.jobs.database import storage_error
-from deployments.jobs.errors import Conflict, StorageFailed, StorageFull
+from deployments.jobs.errors import BodyLost, Conflict, StorageFailed, StorageFull
 
 PIECE_BYTES = 1 << 20  # of one read, write or message: what a process holds of a body at once
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}(\.[a-z]+)?")
@@ -86,10 +86,15 @@ class Bodies:
             self._sync_folder()
 
     def read(self, name: str, offset: int = 0, most_bytes: int = PIECE_BYTES) -> bytes:
-        """Reads at most so many bytes from an offset; empty at the end. Raises StorageFailed where
-        the file is gone."""
-        with self._translated(), self._opened(name, os.O_RDONLY) as file:
-            return os.pread(file, most_bytes, offset)
+        """Reads at most so many bytes from an offset; empty at the end. Raises BodyLost where
+        the file is gone and its folder is not."""
+        try:
+            with self._translated(), self._opened(name, os.O_RDONLY) as file:
+                return os.pread(file, most_bytes, offset)
+        except StorageFailed as error:
+            if isinstance(error.__cause__, FileNotFoundError) and self.folder.is_dir():
+                raise BodyLost(error.path, error.why) from error
+            raise
 
     def lines(self, name: str, offset: int = 0) -> Iterator[bytes]:
         """Each line with its end, from an offset on."""

@@ -30,6 +30,10 @@ class StorageFailed(RequestError):
         )
 
 
+class BodyLost(StorageFailed):
+    """A body that a row names is gone from the folder, or is no longer as it was written."""
+
+
 @error_fields
 class NewerStateFile(RequestError):
     """Newer code has written the tables of jobs; this code would read them wrongly."""

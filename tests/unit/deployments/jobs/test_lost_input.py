@@ -1,0 +1,118 @@
+"""A batch whose input file is lost fails and says so, wherever it needs the file."""
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from deployments.jobs import batch_runner, calls
+from deployments.jobs.batch_store import Batch, NewBatch
+from deployments.jobs.bodies import Bodies
+from deployments.jobs.errors import BodyLost, StorageFailed
+from deployments.jobs.service import JobsService
+from tests.support.jobs import (
+    CHAT,
+    Capability,
+    begin,
+    ended,
+    jobs_service,
+    line,
+    results,
+    upload,
+)
+from tests.support.waits import eventually
+
+pytestmark = pytest.mark.spec("J4")
+
+
+@pytest.fixture
+def capability() -> Capability:
+    made = Capability()
+    made.gate.clear()
+    return made
+
+
+@pytest.fixture
+async def service(
+    tmp_path: Path, capability: Capability, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[JobsService]:
+    monkeypatch.setattr(calls, "AGAIN_LEAST_S", 0.01)
+    monkeypatch.setattr(batch_runner, "SWEEP_S", 0.05)
+    made = jobs_service(tmp_path, capability)
+    made.config = made.config.model_copy(update={"in_flight": 1})
+    yield made
+    await made.close()
+
+
+def check_failed(batch: Batch) -> None:
+    plain = batch.plain
+    assert plain["status"] == "failed" and plain["failed_at"]
+    [error] = plain["errors"]["data"]
+    assert (error["code"], error["param"]) == ("input_file_lost", "input_file_id")
+    assert f"file-{batch.id}" in error["message"] and "upload it again" in error["message"]
+
+
+def input_of(folder: Path) -> Path:
+    return Bodies(folder / "jobs").path("file-batch_a")
+
+
+async def test_batch_whose_input_is_gone_before_its_validation_fails(
+    tmp_path: Path, service: JobsService, capability: Capability
+) -> None:
+    await upload(service, [line("a")], "file-batch_a")
+    input_of(tmp_path).unlink()
+    names = "file-batch_a", "1h", 3_600.0, "file-out", "file-err"
+    await service.create_batch(NewBatch("batch_a", "t", CHAT, *names))
+    check_failed(await ended(service))
+    assert not capability.calls
+
+
+def gone(file: Path) -> None:
+    file.unlink()
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:250])
+
+
+def overwritten(file: Path) -> None:
+    file.write_bytes(b"?" * file.stat().st_size)
+
+
+@pytest.mark.parametrize("lose", [gone, cut, overwritten])
+async def test_batch_that_loses_its_input_fails_with_the_results_that_it_has(
+    tmp_path: Path,
+    service: JobsService,
+    capability: Capability,
+    lose: Callable[[Path], None],
+) -> None:
+    await begin(service, [line(f"r{number}") for number in range(5)])
+    await eventually(lambda: capability.at_gate)
+    lose(input_of(tmp_path))
+    capability.gate.set()
+    batch = await ended(service)
+    check_failed(batch)
+    assert batch.plain["request_counts"] == {"total": 5, "completed": 1, "failed": 0}
+    found = await results(service, batch.plain["output_file_id"])
+    assert [row["custom_id"] for row in found] == ["r0"]
+    await begin(service, [line("z")], "batch_b")
+    assert (await ended(service, "batch_b")).state == "completed", "others go on"
+
+
+async def test_batch_that_expires_without_its_input_comes_to_its_end(
+    tmp_path: Path, service: JobsService, capability: Capability
+) -> None:
+    await begin(service, [line("a")], window_s=0.5)
+    await eventually(lambda: capability.at_gate)
+    input_of(tmp_path).unlink()
+    check_failed(await ended(service))
+
+
+def test_body_of_a_folder_that_is_away_is_not_lost(tmp_path: Path) -> None:
+    bodies = Bodies(tmp_path / "jobs")
+    with pytest.raises(BodyLost):
+        bodies.read("file-a")
+    bodies.folder.rmdir()
+    with pytest.raises(StorageFailed) as failed:
+        bodies.read("file-a")
+    assert not isinstance(failed.value, BodyLost)
