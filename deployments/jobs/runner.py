@@ -95,10 +95,12 @@ class Runner:
         blocking: Blocking,
         service: Callable[[], Awaitable[InferenceService]],
         config: Callable[[], JobsConfig],
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None],
+        trim: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`on_change`: called when a job has new events or another state."""
-        self._on_change = on_change
+        """`on_change`: called when a job has new events or another state. `trim`: forgets what a
+        tenant has beyond its bounds."""
+        self._on_change, self._trim = on_change, trim
         self._store, self._blocking, self._service = store, blocking, service
         self._config = config
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -180,9 +182,11 @@ class Runner:
         """Makes one attempt, and notes in the store what became of it."""
         try:
             answer = await self._attempt(job)
-            if not await self._blocking(
+            if await self._blocking(
                 self._store.complete, job.id, answer.status, answer.body, answer.content_type
             ):
+                await self._trim(job.tenant)
+            else:
                 await self._blocking(self._store.requeue, job.id)  # it was cancelled meanwhile
         except asyncio.CancelledError:
             # The job was cancelled, or this process ends and leaves the job to the next one.

@@ -65,7 +65,12 @@ class JobsService:
         self._kept = KeptAnswers(self._db, bodies, self._store)
         self._changed = asyncio.Event()
         self._runner = Runner(
-            self._store, self._blocking, service, lambda: self.config, self._tell_change
+            self._store,
+            self._blocking,
+            service,
+            lambda: self.config,
+            self._tell_change,
+            self._trim,
         )
         self._files = FileStore(self._db, bodies)
         self._batches = BatchStore(self._db, bodies)
@@ -112,6 +117,7 @@ class JobsService:
         await self._trim(new.tenant)
 
     async def _trim(self, tenant: str) -> None:
+        """Forgets the tenant's oldest finished jobs beyond its bounds."""
         most = self.config.tenant_results, self.config.tenant_result_bytes
         await self._blocking(self._kept.trim, tenant, *most)
 

@@ -63,6 +63,27 @@ async def test_job_is_run_as_its_tenant_with_priority_batch(
     assert (call.priority, call.tenant) == (Priority.BATCH, "t")
 
 
+@pytest.mark.spec("J4")
+async def test_oldest_results_are_forgotten_when_a_job_ends(
+    service: JobsService, capability: Capability
+) -> None:
+    capability.gate.clear()
+    bounds = {"tenant_results": 2, "in_flight": 1}
+    service.config = service.config.model_copy(update=bounds)
+    for name in "abcd":
+        await create(service, name)
+    capability.gate.set()
+    await finished(service, "d")
+
+    async def kept() -> list[str]:
+        return [job.id for job in await service.page("t")]
+
+    async def is_trimmed() -> bool:
+        return sorted(await kept()) == ["c", "d"]
+
+    await eventually(is_trimmed)
+
+
 @pytest.mark.spec("J4", "L3")
 async def test_wrong_body_fails_with_the_field_named(
     service: JobsService, capability: Capability
