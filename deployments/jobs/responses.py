@@ -63,13 +63,21 @@ def history_of(request: Json, response: Json) -> list[Json]:
 
 
 def input_items(response_id: str, request: Json) -> list[Json]:
-    """The items of its input, the oldest first, each with an id and with its content as parts."""
+    """The items of its input, the oldest first, each with an id and with its content as parts. An
+    item keeps the id that its client gave it, unless an earlier item has it too: pages begin behind
+    an id."""
     stem = response_id.removeprefix("resp_")
-    return [_item(f"item_{stem}_{n}", item) for n, item in enumerate(items_of(request["input"]))]
+    items: dict[str, Json] = {}
+    for number, item in enumerate(items_of(request["input"])):
+        own = item.get("id")
+        is_its = isinstance(own, str) and own != "" and own not in items
+        item_id = own if is_its else f"item_{stem}_{number}"
+        items[item_id] = _item(item_id, item)
+    return list(items.values())
 
 
 def _item(item_id: str, item: Json) -> Json:
-    fields = {"id": item_id, "type": "message", **item}
+    fields = {"type": "message", **item, "id": item_id}
     if fields["type"] == "message":
         fields = {"status": "completed", **fields}
         kind = "output_text" if item.get("role") == "assistant" else "input_text"

@@ -337,6 +337,22 @@ async def test_input_items_are_listed_in_both_orders_and_by_pages(client: AsyncO
     assert [item.id async for item in oldest] == [item.id for item in reversed(newest.data)]
 
 
+async def test_pages_of_input_items_end_also_where_a_client_repeats_their_ids(
+    client: AsyncOpenAI,
+) -> None:
+    ids: list[Any] = ["a", "b", "a", "a", None, 7, ""]
+    items: Any = [{"id": one, "role": "user", "content": "Who?"} for one in ids]
+    kept = await client.responses.create(model="one", input=items)
+    for order in ("asc", "desc"):
+        pages = client.responses.input_items.list(kept.id, order=order, limit=1)
+        listed: list[Any] = []
+        async for item in pages:
+            listed.append(item.id)
+            assert len(listed) <= len(ids), "the pages go round"
+        assert len(set(listed)) == len(ids)
+        assert (listed if order == "asc" else listed[::-1])[:2] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("said", "field"),
     [
