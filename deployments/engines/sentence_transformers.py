@@ -14,7 +14,8 @@ import copy
 import json
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ MAX_BODY_BYTES = 32 << 20  # these characters, where each has four bytes
 # is refused by its length. Prose has 4 to 6 characters a token, and the words of vocabularies have
 # up to 20; the rest is for runs of blanks, and for words that are one unknown token at any length.
 MAX_CHARS_PER_TOKEN = 64
+# Of texts whose tokens are counted in one turn: at most 0.1 s, beside one text of any length.
+COUNTED_CHARS = 64 << 10
 # The window of a model that reads any length, as a static one does: that of other long models.
 MOST_WINDOW = 32_768
 # A field of vLLM's API, and its value for texts that are to be cut to the model's window.
@@ -117,7 +120,7 @@ class EmbeddingEngine:
         self.model: Any = None
         self._counting: Any = None
         self._prompt = ""  # what the library puts before each text, where the model's files say so
-        self._counter = ThreadPoolExecutor(1, "count")  # starts its thread with the first request
+        self._counter = OneThread("count")  # starts its thread with the first request
         self.worker = OneThread("embed", PASS_MOST_S)  # starts its thread with the load
         self.batching: asyncio.Task[None] | None = None
 
@@ -171,6 +174,7 @@ class EmbeddingEngine:
     async def health(self) -> None:
         assert self.batching and not self.batching.done(), "the batching task has ended"
         self.worker.check()
+        self._counter.check()
 
     async def _work(self, function: Any, *args: Any) -> Any:
         """Runs a function in the one thread that touches the model."""
@@ -251,16 +255,20 @@ class EmbeddingEngine:
             await asgi.send_bytes(send, "application/json", answer)
 
     async def _counted(self, texts: list[str], *, is_cut: bool) -> int:
-        """Runs `_count` in a thread beside the worker's. Raises BadField."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._counter, self._count, texts, is_cut)
-
-    def _count(self, texts: list[str], is_cut: bool = False) -> int:
-        """Tokens of all texts, each with the model's prompt. Raises BadField for one longer than
-        the model's window, where that is not to be cut: a vector of its beginning says nothing of
-        the rest. One text at a time, so that no more than one text's tokens are in RAM, and none
-        behind the first text that is too long."""
+        """The tokens of all texts, counted in a thread beside the worker's, in turns with other
+        requests. Raises BadField."""
         total = 0
+        async with aclosing(self._counter.each(self._counts(texts, is_cut=is_cut))) as counts:
+            async for count in counts:
+                total += count
+        return total
+
+    def _counts(self, texts: list[str], *, is_cut: bool = False) -> Iterator[int]:
+        """Yields the tokens of the texts of each turn, each text with the model's prompt. Raises
+        BadField for one longer than the model's window, where that is not to be cut: a vector of
+        its beginning says nothing of the rest. One text at a time, so that no more than one text's
+        tokens are in RAM, and none behind the first text that is too long."""
+        total = chars = 0
         for number, text in enumerate(texts):
             count = self._tokens(self._prompt + text)
             if is_cut:
@@ -270,8 +278,11 @@ class EmbeddingEngine:
                     f"input {number} has {count} tokens; this model reads at most {self.window}"
                 )
                 raise BadField("input", message)
-            total += count
-        return total
+            total, chars = total + count, chars + len(text)
+            if chars >= COUNTED_CHARS:
+                yield total
+                total = chars = 0
+        yield total
 
     def _tokens(self, text: str) -> int:
         if isinstance(self._counting, Tokenizer):

@@ -153,7 +153,7 @@ async def test_request_that_is_counted_while_a_batch_is_padded_changes_nothing_o
         set_padding(**how)
         if not counted:
             counted.append(0)
-            counted[0] = engine._count(["another request"])
+            [counted[0]] = engine._counts(["another request"])
 
     monkeypatch.setattr(tokenizer, "set_truncation_and_padding", set_padding_and_lose_the_turn)
     assert await engine._embed(texts) == pytest.approx(alone, abs=1e-5)
@@ -175,9 +175,38 @@ async def test_prompt_that_a_model_puts_before_each_text_counts_and_is_not_cut_o
     text = " ".join(["lease"] * (plain.window - 4))  # with two special tokens
     [prompted] = await engine._embed([text])
     assert prompted == pytest.approx((await plain._embed([f"query: {text}"]))[0], abs=1e-5)
-    assert engine._count([text]) == plain._count([f"query: {text}"]) == plain.window
+    assert [*engine._counts([text])] == [*plain._counts([f"query: {text}"])] == [plain.window]
     with pytest.raises(module.BadField, match=f"{plain.window + 1} tokens"):
-        engine._count([f"{text} lease"])
+        list(engine._counts([f"{text} lease"]))
+
+
+@pytest.mark.spec("H1", "J8")
+async def test_tokens_of_a_large_request_are_counted_in_turns_with_other_requests() -> None:
+    engine = module.build({"model": PATH})
+    engine.window = module.MOST_WINDOW
+    begun, go_on = threading.Event(), threading.Event()
+    counted: list[int] = []
+
+    def tokens(text: str) -> int:
+        begun.set()
+        assert go_on.wait(60)
+        counted.append(len(text))
+        return 2
+
+    engine._tokens = tokens  # type: ignore[method-assign]
+    large = ["x" * module.COUNTED_CHARS] * 3
+    many = asyncio.ensure_future(engine._counted(large, is_cut=False))
+    await asyncio.to_thread(begun.wait, 60)
+    one = asyncio.ensure_future(engine._counted(["one"], is_cut=False))
+    leaves = asyncio.ensure_future(engine._counted(["leaves"], is_cut=False))
+    await asyncio.sleep(0)  # both are queued
+    leaves.cancel()
+    await asyncio.wait({leaves})
+    go_on.set()
+    async with asyncio.timeout(60):
+        assert (await one, await many) == (2, 6)
+    assert counted[:2] == [module.COUNTED_CHARS, len("one")], "it waits for one turn, not for all"
+    assert len("leaves") not in counted
 
 
 @pytest.mark.spec("H1")
