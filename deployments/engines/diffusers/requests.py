@@ -55,7 +55,7 @@ class Setting:
     height: int
     steps: int
     guidance: float | None
-    adapter: str  # the name as asked for; empty: none
+    adapter: str  # the folder of its checked copy; empty: none
     edit: Edit | None = None
 
 
