@@ -161,7 +161,7 @@ class BatchRunner:
         try:
             await work
         except BodyLost as error:
-            await self._give_up(batch, error)
+            await self._without_input(batch, error)
         except (StorageFull, StorageFailed) as error:
             logger.error("batch %s waits: %s", batch.id, error)
             await asyncio.sleep(STORAGE_AGAIN_S)
@@ -311,7 +311,7 @@ class BatchRunner:
             logger.info("%s line %d is tried again: %s", batch.id, line.number, again.why)
             await self._put_back(batch, line, again.after_s)
         except BodyLost as error:
-            await self._give_up(batch, error)
+            await self._without_input(batch, error)
         except (StorageFull, StorageFailed) as error:
             logger.error("%s line %d waits: %s", batch.id, line.number, error)
             await self._put_back(batch, line, STORAGE_AGAIN_S)
@@ -335,12 +335,15 @@ class BatchRunner:
             raise BodyLost(str(self._bodies.path(batch.input_file)), why) from error
         return checked.custom_id, json.dumps(checked.body).encode()
 
-    async def _give_up(self, batch: Batch, lost: BodyLost) -> None:
-        """Lets a batch fail whose input is lost: no later try would find it."""
-        logger.error("batch %s fails: %s", batch.id, lost)
+    async def _without_input(self, batch: Batch, lost: BodyLost) -> None:
         message = f"the input file {batch.input_file} was lost after its upload; upload it again"
         error = LineError("input_file_lost", message, param="input_file_id")
-        await self._blocking(self._store.give_up, batch.id, error)
+        await self._give_up(batch.id, error, lost)
+
+    async def _give_up(self, batch_id: str, error: LineError, lost: BodyLost) -> None:
+        """Lets a batch fail that has lost a file: no later try would find it."""
+        logger.error("batch %s fails: %s", batch_id, lost)
+        await self._blocking(self._store.give_up, batch_id, error)
 
     async def _table(self) -> InferenceService:
         """Raises RetryLater while the arbiter is away."""
@@ -368,9 +371,13 @@ class BatchRunner:
 
     async def _flush(self) -> None:
         """Keeps the results so far. Two calls at once are harmless, because a line is kept once."""
-        taken = list(self._finished)
-        if taken:
-            await self._blocking(self._store.keep, taken)
+        for batch_id in {one.batch for one in self._finished}:
+            taken = [one for one in self._finished if one.batch == batch_id]
+            try:
+                await self._blocking(self._store.keep, taken)
+            except BodyLost as lost:
+                message = "results of this batch were lost from the disk; send it again"
+                await self._give_up(batch_id, LineError("output_file_lost", message), lost)
             self._finished = [one for one in self._finished if one not in taken]
 
 

@@ -4,8 +4,8 @@
          |             '-------> cancelling -> cancelled
          '-> failed
 
-A batch that is validated may be cancelled, or expire, as one in progress may. A batch whose input
-is lost goes by `finalizing` to `failed`, from wherever it needs its input.
+A batch that is validated may be cancelled, or expire, as one in progress may. A batch whose files
+are lost goes by `finalizing` to `failed`, from wherever it needs them.
 
 A line is a row until its result is in the output or error file: one transaction deletes the row,
 counts it, and moves the length of the file that counts. So each line has one result, whatever dies
@@ -23,7 +23,7 @@ from typing import Any
 
 from deployments.jobs.bodies import Bodies
 from deployments.jobs.database import Database
-from deployments.jobs.errors import NotFound, TenantLimitReached
+from deployments.jobs.errors import BodyLost, Conflict, NotFound, TenantLimitReached
 from deployments.jobs.file_store import (
     BATCH_KEPT_S,
     BATCH_OUTPUT,
@@ -340,7 +340,8 @@ class BatchStore:
 
     def keep(self, finished: Sequence[FinishedLine]) -> int:
         """Writes results: one append to each file, one transaction for each batch. A line that has
-        its result, or whose batch ends, is left out. Returns how many were kept."""
+        its result, or whose batch ends, is left out. Returns how many were kept. Raises
+        BodyLost."""
         by_batch: dict[str, list[FinishedLine]] = defaultdict(list)
         for one in finished:
             by_batch[one.batch].append(one)
@@ -365,8 +366,7 @@ class BatchStore:
                 text = b"".join(one.text for one in mine if one.is_error is is_error)
                 length = row[f"{name}_bytes"]
                 if text:
-                    file = row[f"{name}_file"]
-                    length = self._bodies.append(file, length, text, is_synced=True)
+                    length = self._append(row[f"{name}_file"], length, text)
                 lengths.append(length)
             failed = sum(one.is_error for one in mine)
             db.execute(
@@ -375,6 +375,14 @@ class BatchStore:
                 (len(mine) - failed, failed, json.dumps(usage), *lengths, batch_id),
             )
         return len(mine)
+
+    def _append(self, file: str, length: int, text: bytes) -> int:
+        """Appends to a file of results, and returns its new length. Raises BodyLost where not all
+        is there that the row counts."""
+        try:
+            return self._bodies.append(file, length, text, is_synced=True)
+        except Conflict as gap:
+            raise BodyLost(str(self._bodies.path(file)), str(gap)) from gap
 
     def _take(self, db: sqlite3.Connection, one: FinishedLine) -> bool:
         key = "batch = ? AND model = ? AND served = ? AND number = ?"
@@ -386,12 +394,18 @@ class BatchStore:
         self._enter(batch_id, BatchState.FINALIZING, "completed")
 
     def end(self, batch: Batch) -> None:
-        """Gives the tenant the output and error files, and enters the last state."""
+        """Gives the tenant the output and error files, and enters the last state. A batch that has
+        failed gives what is whole of them."""
         now_s = self._clock()
-        names = (
+        names = [
             ("output", batch.output_file, batch.output_bytes),
             ("error", batch.error_file, batch.error_bytes),
-        )
+        ]
+        if batch.outcome == "failed":
+            names = [
+                (kind, file, length if self._bodies.size(file) >= length else 0)
+                for kind, file, length in names
+            ]
         with self._db.writing() as db:
             for kind, file, length in names:
                 self._bodies.cut(file, length)
@@ -405,9 +419,9 @@ class BatchStore:
                     )
             db.execute("DELETE FROM batch_lines WHERE batch = ?", (batch.id,))
             db.execute(
-                "UPDATE batches SET state = outcome, times = json_set(times, '$.' || outcome, ?)"
-                " WHERE id = ? AND outcome != ''",
-                (now_s, batch.id),
+                "UPDATE batches SET state = outcome, times = json_set(times, '$.' || outcome, ?),"
+                " output_bytes = ?, error_bytes = ? WHERE id = ? AND outcome != ''",
+                (now_s, *(length for _, _, length in names), batch.id),
             )
         for _, file, length in names:
             if not length:

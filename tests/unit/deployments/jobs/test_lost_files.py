@@ -1,10 +1,13 @@
-"""A batch whose input file is lost fails and says so, wherever it needs the file."""
+"""A batch whose files are lost fails and says so, wherever it needs them."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
+from arbiter.errors import NeverFits
+from arbiter.units import Bytes, TicketId
 from deployments.jobs import batch_runner, calls
 from deployments.jobs.batch_store import Batch, NewBatch
 from deployments.jobs.bodies import Bodies
@@ -106,6 +109,27 @@ async def test_batch_that_expires_without_its_input_comes_to_its_end(
     await eventually(lambda: capability.at_gate)
     input_of(tmp_path).unlink()
     check_failed(await ended(service))
+
+
+async def test_batch_that_loses_its_results_fails_and_keeps_no_other_from_its_own(
+    tmp_path: Path, service: JobsService, capability: Capability
+) -> None:
+    capability.gate.set()
+    capability.memory["two"] = asyncio.Event()
+    capability.refusals = [NeverFits(TicketId("t"), Bytes(2), Bytes(1))]
+    await begin(service, [line("refused"), line("answered"), line("later", "two")])
+    output, errors = (Bodies(tmp_path / "jobs").path(f"file-batch_a-{n}") for n in ("out", "err"))
+    await eventually(lambda: output.exists() and errors.exists())
+    await begin(service, [line("z", "two")], "batch_b")
+    output.unlink()
+    capability.memory["two"].set()
+    plain = (await ended(service)).plain
+    [error] = plain["errors"]["data"]
+    assert (plain["status"], error["code"]) == ("failed", "output_file_lost")
+    assert plain["output_file_id"] is None, "it is not whole"
+    [kept] = await results(service, plain["error_file_id"])
+    assert kept["custom_id"] == "refused"
+    assert (await ended(service, "batch_b")).state == "completed"
 
 
 def test_body_of_a_folder_that_is_away_is_not_lost(tmp_path: Path) -> None:
