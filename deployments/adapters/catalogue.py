@@ -184,7 +184,7 @@ class Catalogue:
         """The entries of those names that mean an adapter which can be read."""
         entries = []
         for name in names:
-            with contextlib.suppress(AdapterInvalid, AdapterAmbiguous, AdaptersAway):
+            with contextlib.suppress(AdapterInvalid, AdapterAmbiguous, AdaptersAway, OSError):
                 if entry := self.find(name, tenant):
                     entries.append(entry)
         return entries

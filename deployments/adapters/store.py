@@ -227,7 +227,7 @@ class EngineCatalogue:
             raise AdaptersAway(name, f"{error.filename}: {error.strerror}") from error
 
     async def entries(self, names: Iterable[str], tenant: str) -> list[CatalogueEntry]:
-        """As `Catalogue.entries`. Raises OSError."""
+        """As `Catalogue.entries`. Raises OSError where the process gets no thread."""
         return await in_thread(self._thread, self._adapters.entries, names, tenant)
 
     async def outdated(self, entries: Mapping[str, CatalogueEntry]) -> list[str]:
