@@ -19,7 +19,8 @@ class Failure(StrEnum):
     BROKEN = "broken"  # the connection ended before the answer did
     SERVER = "server"  # a status of 500 and above, or an error that comes with 200
     LIMITED = "limited"  # 429
-    KEY = "key"  # 401, 403
+    KEY = "key"  # 401
+    FORBIDDEN = "forbidden"  # 403: of a wrong key too, or of one request that is not to be served
     PROTOCOL = "protocol"  # a redirect, another content type, no JSON
     # The remote works, and the request may be the reason: no RULES, so no other request is refused.
     SIZE = "size"  # more bytes than the row's bounds allow
@@ -43,6 +44,7 @@ RULES = {
     Failure.TIMEOUT: _TRANSIENT,
     Failure.BROKEN: _TRANSIENT,
     Failure.SERVER: _TRANSIENT,
+    Failure.FORBIDDEN: _TRANSIENT,
     Failure.LIMITED: Rule(1, 5.0, 300.0),
     Failure.CERTIFICATE: Rule(1, 300.0, 300.0),
     Failure.KEY: Rule(1, 300.0, 300.0),

@@ -127,8 +127,10 @@ class Exchange:
         if status == 429:
             after_s = _seconds(response.headers.get("retry-after", ""))
             raise Failed(Failure.LIMITED, "it has too many requests (429)", after_s)
-        if status in (401, 403):
-            raise Failed(Failure.KEY, f"it does not take our key ({status})")
+        if status == 401:
+            raise Failed(Failure.KEY, "it does not take our key (401)")
+        if status == 403:
+            raise Failed(Failure.FORBIDDEN, "it forbids this request, or our key (403)")
         if status >= 500:
             raise Failed(Failure.SERVER, f"its status is {status}")
         if status >= 400:

@@ -322,6 +322,20 @@ async def test_what_a_remote_says_of_an_error_is_not_passed_on(
     )
 
 
+@pytest.mark.spec("J5", "L3")
+async def test_requests_that_a_remote_forbids_take_it_from_no_other_caller(
+    remotes: Remotes, remote: GoodRemote, book: CountingBook
+) -> None:
+    for _ in range(2):
+        remote.status = 403
+        for _ in range(2):
+            with pytest.raises(RemoteFailed, match="403"):
+                await answer(remotes, await asked())
+        remote.status = 200
+        await answer(remotes, await asked())
+    assert [end.outcome for end in book.ends] == ["forbidden", "forbidden", "answered"] * 2
+
+
 async def test_other_paths_and_names_are_refused(remotes: Remotes) -> None:
     request = await asked(path="/v1/completions", prompt="a")
     with pytest.raises(messages.NotServedHere):
