@@ -46,8 +46,8 @@ class AdaptersAway(RequestError):
 
 def unreadable(name: str, error: OSError) -> AdapterInvalid | AdaptersAway:
     """What a file of an adapter that could not be read means for a request."""
-    kind = AdapterInvalid if error.errno in _OWNERS_FAULTS else AdaptersAway
-    return kind(name, f"{error.filename or name}: {error.strerror}")
+    why = f"{error.filename or name}: {error.strerror}"
+    return AdapterInvalid(name, why) if error.errno in _OWNERS_FAULTS else AdaptersAway(name, why)
 
 
 def is_folder(path: Path) -> bool:
