@@ -1,12 +1,13 @@
-"""Builders of Serve applications: the front's, which `import_path` in serve_config.yaml names, and
-a capability's, which the front calls for each row of its table; `import_path` may name it too."""
+"""Builders of Serve applications. `import_path` in serve_config.yaml names `front`, and the front
+calls `of_table` for each row of its table. For a capability's deployment with options of its own
+`import_path` may name `capability` (CONTRIBUTING.md)."""
 
 import asyncio
 import hashlib
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -95,25 +96,6 @@ def capability(args: CapabilityArgs) -> Application:
     """Returns the application of any capability. `class` in `args` names its class, from any
     package. Raises ConfigError."""
     return _capability(_class_of(args.class_), args)
-
-
-def _builder(class_: str) -> Callable[[CapabilityArgs], Application]:
-    """A builder for one class, in whose place `class` in `args` may name another."""
-
-    def build(args: CapabilityArgs) -> Application:
-        return _capability(_class_of(args.class_ or class_), args)
-
-    return build
-
-
-text = _builder(CLASSES["text"])
-embedding = _builder(CLASSES["embedding"])
-rerank = _builder(CLASSES["rerank"])
-vision = _builder(CLASSES["vision"])
-image = _builder(CLASSES["image"])
-asr = _builder(CLASSES["asr"])
-tts = _builder(CLASSES["tts"])
-vad = _builder(CLASSES["vad"])
 
 
 def of_table(name: str, config: CapabilityConfig) -> Application:

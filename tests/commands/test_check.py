@@ -19,6 +19,7 @@ from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.settings import DEFAULTS
 from arbiter.server.store import Store
 from arbiter.units import GIB, Bytes, seconds
+from deployments.app import CLASSES
 from deployments.config.config_file import check_file
 from deployments.config.load_plan import plan
 from tests.support.command_line import Run
@@ -62,7 +63,7 @@ def with_applications() -> Config:
                 "deployments": [{"name": name}],
             }
         )
-    chat(config)["import_path"] = "deployments.app:text"
+    chat(config)["args"]["class"] = CLASSES["text"]
     return config
 
 
@@ -145,7 +146,7 @@ WRONG: dict[str, tuple[Callable[[Config], Any], str, str]] = {
     ),
     "an argument it does not know": (
         lambda c: chat(c)["args"].update(capabilty="chat"),
-        PLACE + "args: deployments.app:text: capabilty: ", "not permitted",
+        PLACE + "args: deployments.app:capability: capabilty: ", "not permitted",
     ),
     "no such deployment": (
         lambda c: chat(c)["deployments"][0].update(name="chart"),
@@ -247,7 +248,7 @@ def test_a_builder_beside_the_file_is_found(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`serve run` looks in the working folder too."""
-    (tmp_path / "beside.py").write_text("from deployments.app import text as build\n")
+    (tmp_path / "beside.py").write_text("from deployments.app import capability as build\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
     config = with_applications()
