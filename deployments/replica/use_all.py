@@ -5,7 +5,8 @@ process of its own.
 
 The models that are not resident are requested as a gang: granted in one step, or none of them. The
 resident ones are not in use while a request waits for the others, or two such requests could wait
-for each other for ever; they may be unloaded meanwhile, and are loaded again.
+for each other for ever; they may be unloaded meanwhile, and are loaded again. No shipped capability
+needs it: CONTRIBUTING.md says when one of another package does.
 """
 
 import asyncio
