@@ -181,7 +181,7 @@ BUGS = [
     Bug("what lies in the files is not looked at", "deployments/replica/model_files/loaded_files.py", "changed_in_sleep",
         "loaded.pieces not in ('', pieces_now)",
         "loaded.pieces in (None, pieces_now)"),
-    Bug("the end of a large file is not read", "deployments/replica/model_files/loaded_files.py", "pieces",
+    Bug("the end of a large file is not read", "deployments/config/model_content.py", "pieces",
         "PIECES - 1",
         "PIECES"),
     Bug("an error at the end of a stream is lost", "deployments/replica/calls/stream_batching.py", "_Inlet.take",

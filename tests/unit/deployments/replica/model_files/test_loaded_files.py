@@ -12,6 +12,7 @@ from arbiter.core.decisions import Reason
 from arbiter.core.types import Need
 from arbiter.units import MIB, Bytes, TicketId
 from deployments.config.load_plan import ModelPlan
+from deployments.config.model_content import pieces
 from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.lifecycle import watchdog
 from deployments.replica.model_files import loaded_files
@@ -19,7 +20,6 @@ from deployments.replica.model_files.loaded_files import (
     LoadedFiles,
     changed_in_sleep,
     look,
-    pieces,
     read_whole,
 )
 from tests.support.waits import eventually

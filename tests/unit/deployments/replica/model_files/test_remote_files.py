@@ -13,6 +13,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core.decisions import Reason, Tier
 from arbiter.errors import LoadFailed
+from deployments.config import model_content
 from deployments.replica.held_model import HolderState
 from deployments.replica.lifecycle import loading, resize
 from deployments.replica.model_files import loaded_files, remote_files
@@ -93,9 +94,9 @@ async def test_growth_whose_files_cannot_be_looked_at_is_a_failed_load(
 async def test_models_whose_file_server_hangs_delay_no_look_at_another_and_no_call_of_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_end, seen, begun = threading.Event(), loaded_files.files, []
+    may_end, seen, begun = threading.Event(), model_content.files, []
 
-    def files(model: str) -> loaded_files.Files:
+    def files(model: str) -> model_content.Files:
         begun.append(model)
         assert not model.startswith("/away") or may_end.wait(60)
         return seen(model)
