@@ -58,6 +58,13 @@ def contents(model: str, rows: Files) -> str:
     return digest.hexdigest()
 
 
+def content_of(model: str) -> str:
+    """Returns the hash of what a model's files hold now, by which its pictures are known; of a hub
+    id, which names its content, the id itself. Raises OSError."""
+    rows = files(model)
+    return contents(model, rows) if rows else model
+
+
 def pieces(size_bytes: int) -> list[tuple[int, int]]:
     """Returns which parts of a file `contents` reads, as start and length."""
     if size_bytes <= WHOLE_BYTES:

@@ -11,7 +11,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -19,6 +18,7 @@ from vllm.multimodal.media import ImageMediaIO
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from deployments import messages
+from deployments.config import model_content
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Asgi, Receive, Scope, Send
@@ -27,7 +27,6 @@ from deployments.requests.picture_bounds import BROKEN
 FACTS = "/pictures"  # GET: what the cache holds; DELETE: empties it of what no step reads
 # An idle engine looks so often for pictures past their term, to give their memory back.
 TICK_S = 15.0
-_PIECES, _PIECE_BYTES = 64, 64 << 10  # of a file larger than all of them
 
 
 class Pictures:
@@ -37,7 +36,7 @@ class Pictures:
     def __init__(self, llm: AsyncLLM, *, has_cache: bool) -> None:
         self._llm, self._has_cache = llm, has_cache
         self._reader = ImageMediaIO()
-        self._model = content_hash(Path(llm.model_config.model))
+        self._model = model_content.content_of(llm.model_config.model)
 
     def adopt(self, state: Any) -> None:
         """Has vLLM's routes pass identities on; `state` is that of its application."""
@@ -156,24 +155,3 @@ class NamedMessages(AnthropicServingMessages):
         names = {url: source["uuid"] for _, source, url in _pictures(plain)}
         for _, part, url in _pictures({"messages": openai_messages}):
             part["uuid"] = names[url]
-
-
-def content_hash(folder: Path) -> str:
-    """The hash of a model's content: names and sizes of its files, small ones whole, and pieces all
-    over each large one: weights that were trained or converted anew differ in every piece."""
-    digest = hashlib.sha256(str(folder).encode() if not folder.is_dir() else b"")
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder)} {size} ".encode())
-        with path.open("rb") as stream:
-            for start, length in _pieces(size):
-                stream.seek(start)
-                digest.update(stream.read(length))
-    return digest.hexdigest()
-
-
-def _pieces(size: int) -> list[tuple[int, int]]:
-    """Start and length of each part of a file that counts."""
-    if size <= _PIECES * _PIECE_BYTES:
-        return [(0, size)]
-    return [((size - _PIECE_BYTES) * n // (_PIECES - 1), _PIECE_BYTES) for n in range(_PIECES)]
