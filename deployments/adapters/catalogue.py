@@ -49,6 +49,7 @@ from deployments.adapters.safe_files import (
     read_json,
     unreadable,
 )
+from deployments.config.adapter_names import bare_of, base_of, full_name, is_full
 from deployments.config.url_allowlist import is_allowed
 
 CONFIG, WEIGHTS, EXTRAS = "adapter_config.json", "adapter_model.safetensors", "serve.json"
@@ -79,7 +80,7 @@ class AdapterAmbiguous(RequestError):
         self.name, self.bases = name, bases
 
     def __str__(self) -> str:
-        full = ", ".join(f"{base}:{self.name}" for base in self.bases)
+        full = ", ".join(full_name(base, self.name) for base in self.bases)
         return f"several models have an adapter {self.name!r}; write one of {full}"
 
 
@@ -101,7 +102,7 @@ class CatalogueEntry:
 
     @property
     def full_name(self) -> str:
-        return f"{self.base}:{self.name}"
+        return full_name(self.base, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class Catalogue:
         AdaptersAway; OSError where a folder cannot be read."""
         if not self.may_name(name):
             return None
-        base, bare = _parted(name)
+        base, bare = (base_of(name) if is_full(name) else ""), bare_of(name)
         look = self._place if base else self._place_of_bare
         places: dict[str, _Place] = {}
         for each in [base] if base else list(self._folders):
@@ -176,9 +177,8 @@ class Catalogue:
 
     def may_name(self, name: str) -> bool:
         """Whether an adapter may be called so, whatever is in the folders. Reads no disk."""
-        base, bare = _parted(name)
-        is_whole = ":" not in name or base != ""
-        return is_whole and bool(_NAME.fullmatch(bare)) and bare not in self._reserved
+        bare = bare_of(name)
+        return base_of(name) != "" and bool(_NAME.fullmatch(bare)) and bare not in self._reserved
 
     def entries(self, names: Iterable[str], tenant: str = "") -> list[CatalogueEntry]:
         """The entries of those names that mean an adapter which can be read."""
@@ -192,7 +192,7 @@ class Catalogue:
     def names(self, tenant: str = "") -> list[str]:
         """Full names, `base:adapter`, of all that this tenant may see, sorted."""
         return sorted(
-            f"{base}:{name}"
+            full_name(base, name)
             for base in self._folders
             for name in self._names_of(self._folder(base), tenant)
         )
@@ -309,12 +309,6 @@ class Catalogue:
             )
             matching = [name for name, _ in zip(names, range(MAX_NAMES), strict=False)]
         return frozenset(matching) - self._reserved
-
-
-def _parted(name: str) -> tuple[str, str]:
-    """The base model and the bare name of an adapter; a bare name has no base."""
-    base, colon, bare = name.partition(":")
-    return (base, bare) if colon else ("", name)
 
 
 def home_of(folder: Path, tenant: str) -> Path:

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from arbiter.units import LONGEST_S
+from deployments.config.adapter_names import base_of
 from deployments.config.fields import Strict
 
 PREFIX = "task:"  # of a task's name where a request names a model
@@ -58,6 +59,6 @@ def check_ladders(
     nor an adapter of one here."""
     for task, config in tasks.items():
         for name in config.ladder:
-            if name not in remotes and name.partition(":")[0] not in models:
+            if name not in remotes and base_of(name) not in models:
                 names = ", ".join(sorted({*models, *remotes}))
                 raise ValueError(f"tasks.{task}.ladder: no model {name!r}; there is: {names}")

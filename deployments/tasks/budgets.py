@@ -6,6 +6,7 @@ from typing import Any
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.types import ModelName
 from arbiter.units import in_seconds
+from deployments.config.adapter_names import base_of
 from deployments.config.load_plan import ModelPlan
 from deployments.config.schema import Table
 
@@ -19,7 +20,7 @@ def broken_budgets(
     estimates.restore(learned)
     for task, config in sorted(table.tasks.items()):
         for name in config.ladder if config.budget_s is not None else ():
-            model = name.partition(":")[0]
+            model = base_of(name)
             if model not in plans:
                 continue  # a remote, of which its own section says what it may take
             assert config.budget_s is not None

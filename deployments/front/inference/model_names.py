@@ -12,6 +12,7 @@ from arbiter.core.types import Priority
 from arbiter.errors import UnknownModel
 from deployments.adapters.catalogue import Catalogue, CatalogueEntry
 from deployments.adapters.safe_files import AdaptersAway
+from deployments.config.adapter_names import bare_of, base_of, is_full
 from deployments.config.file_threads import in_thread
 from deployments.config.schema import Table
 
@@ -65,20 +66,15 @@ class ModelNames:
     async def _entry(self, name: str, tenant: str, within_s: float) -> CatalogueEntry | None:
         """The adapter of a name. A bare name is looked for in every folder, because several models
         may have an adapter of it, and then it means none of them. Raises AdaptersAway."""
-        base, colon, _ = name.partition(":")
         try:
-            where = base if colon else None
+            where = base_of(name) if is_full(name) else None
             return await self._read(where, within_s, self._adapters.find, name, tenant)
         except OSError as error:
             raise AdaptersAway(name, _why(error, within_s)) from error
 
     def home(self, name: str) -> str:
         """The capability of a name that `visible` returned; reads no disk."""
-        return self._homes[self.base(name)]
-
-    def base(self, name: str) -> str:
-        """The model of a name that `visible` returned: itself, or an adapter's base."""
-        return name if name in self._homes else name.partition(":")[0]
+        return self._homes[base_of(name)]
 
     async def visible(self, tenant: str) -> tuple[str, ...]:
         """Models, then adapters by full name, as far as these are read within FOLDERS_S."""
@@ -117,7 +113,7 @@ class ModelNames:
 
     def _near(self, name: str, tenant: str) -> tuple[str, ...]:
         adapters = self._adapters.names(tenant)
-        bare = {full.partition(":")[2]: full for full in adapters}
+        bare = {bare_of(full): full for full in adapters}
         return (*_around(name, adapters), *_around(name, sorted(bare)))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from arbiter.errors import RequestError, UnknownModel
 from deployments import messages
+from deployments.config.adapter_names import base_of
 from deployments.config.front_section import Profile
 from deployments.config.task_section import PREFIX, TaskConfig
 from deployments.front.access.keys import Caller
@@ -48,11 +49,6 @@ class NoRung(RequestError):
 def task_of(model: str) -> str | None:
     """The task that a model's name means; None: it means none."""
     return model.removeprefix(PREFIX) if model.startswith(PREFIX) else None
-
-
-def base_of(name: str) -> str:
-    """The model of a rung: itself, or its adapter's base."""
-    return name.partition(":")[0]
 
 
 class Tasks:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from deployments.config.adapter_names import base_of
 from deployments.config.capability_section import CapabilityConfig
 from deployments.config.load_plan import plan
 from deployments.config.remotes_section import RemoteModel
@@ -35,11 +36,11 @@ def tags(
             "name": name,
             "model": name,
             "modified_at": _time(started_unix_s),
-            "size": sizes[_base(table, name)] or 0,
+            "size": sizes[base_of(name)] or 0,
             "digest": _digest(table, name),
-            "details": _details(table.capabilities[table.homes[_base(table, name)]]),
-            **_facts(known[_base(table, name)]),
-            "capabilities": abilities(table, _base(table, name)),
+            "details": _details(table.capabilities[table.homes[base_of(name)]]),
+            **_facts(known[base_of(name)]),
+            "capabilities": abilities(table, base_of(name)),
         }
         for name in names
     ]
@@ -174,10 +175,6 @@ def weights_bytes(model: str, capability: CapabilityConfig) -> int:
     return int(need.weights_bytes)
 
 
-def _base(table: Table, name: str) -> str:
-    return name if name in table.homes else name.partition(":")[0]
-
-
 def _details(capability: CapabilityConfig) -> Fields:
     return _in_detail(capability.engine, "safetensors")
 
@@ -195,7 +192,7 @@ def _in_detail(family: str, form: str) -> Fields:
 
 def _digest(table: Table, name: str) -> str:
     """Hashes where the model comes from and how it is run: Ollama's clients compare it."""
-    base = _base(table, name)
+    base = base_of(name)
     config = table.capabilities[table.homes[base]].models[base]
     return _sha256(f"{name} {config.model_dump_json()}")
 

@@ -11,6 +11,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from arbiter.core.types import Priority
 from arbiter.protocol.ray_internals import own_node
+from deployments.config.adapter_names import base_of
 from deployments.config.task_section import PREFIX
 from deployments.front.access.keys import Caller, Scope
 from deployments.front.dependencies import FrontState, Inferrer, State
@@ -18,7 +19,7 @@ from deployments.front.inference.relay import WholeResponse, relay
 from deployments.front.inference.request import parse
 from deployments.front.inference.schemas import OF_THE_TABLE, SCHEMAS
 from deployments.front.inference.service import AnyCall, Parts
-from deployments.front.inference.tasks import base_of, task_of
+from deployments.front.inference.tasks import task_of
 from deployments.front.jobs.accepted import submit
 from deployments.front.jobs.async_calls import prefers_async
 from deployments.front.middleware.error_forms import form_of
@@ -110,7 +111,7 @@ async def models(caller: Inferrer, front: State) -> dict[str, Any]:
     known, visible = await asyncio.gather(
         model_cards.facts(table, table.homes), names.visible(caller.tenant)
     )
-    cards = [_card(front, name, names.home(name), known[names.base(name)]) for name in visible]
+    cards = [_card(front, name, names.home(name), known[base_of(name)]) for name in visible]
     remotes = [_remote_card(front, name) for name in front.service.remotes.names(caller)]
     tasks = [_task_card(front, name, known) for name in sorted(front.table.tasks)]
     return {"object": "list", "data": cards + remotes + tasks}

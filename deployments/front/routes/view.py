@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from deployments.config.adapter_names import base_of, is_full
 from deployments.front.dependencies import FrontState, SeenEvent, State, Viewer
 from deployments.front.openapi import refusals
 from deployments.front.routes.arbiter import EVENT_STREAM, viewed
@@ -24,7 +25,7 @@ def facts_of(front: FrontState) -> Callable[[], Awaitable[Facts]]:
 
     async def facts() -> Facts:
         names = await front.service.names.visible("")
-        counts = Counter(base for base, colon, _ in (n.partition(":") for n in names) if colon)
+        counts = Counter(base_of(name) for name in names if is_full(name))
         return Facts(front.table.homes, counts)
 
     return facts
@@ -73,9 +74,7 @@ async def adapters(
     rows = [
         name
         for name in names
-        if (base := name.partition(":"))[1]
-        and (not model or base[0] == model)
-        and words in name.casefold()
+        if is_full(name) and (not model or base_of(name) == model) and words in name.casefold()
     ]
     tiers = await tiers_of(front.service, front.viewing, rows, most, caller.tenant)
     shown = in_order(rows, tiers)[:most]

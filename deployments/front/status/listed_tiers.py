@@ -9,6 +9,7 @@ from typing import Any
 
 from arbiter.errors import ArbiterUnavailable, RequestError
 from deployments import messages
+from deployments.config.adapter_names import base_of
 from deployments.front.inference.service import InferenceService
 from deployments.front.status.viewing import Viewing
 
@@ -28,10 +29,9 @@ async def tiers_of(
         state = await viewing.state()
     except ArbiterUnavailable:
         return {}
-    base = service.names.base
-    by_base: dict[str, list[str]] = {base(name): [] for name in names}
+    by_base: dict[str, list[str]] = {base_of(name): [] for name in names}
     for name in names[:most]:
-        by_base[base(name)].append(name)
+        by_base[base_of(name)].append(name)
     answers = await asyncio.gather(
         *(_of_model(service, state, model, rows, tenant) for model, rows in by_base.items())
     )
