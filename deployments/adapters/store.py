@@ -38,7 +38,7 @@ from deployments.adapters.catalogue import (
 from deployments.adapters.folder_cache import alone, make_room, remove_abandoned
 from deployments.adapters.int8 import round_weights
 from deployments.adapters.safe_files import AdapterInvalid, AdaptersAway, open_plain, unreadable
-from deployments.adapters.validate import Rules, check
+from deployments.adapters.validate import Rules, check, rules_of
 from deployments.config.file_threads import in_thread
 
 _CHUNK_BYTES = 1 << 20
@@ -164,6 +164,11 @@ class Store:
         return self._folder / _KNOWN / hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 
+def store_of(config: Mapping[str, Any]) -> Store:
+    """The store of an engine with this configuration, which its replica shares."""
+    return Store(Path(config["adapters"]["store"]))
+
+
 class CheckedAdapters:
     """The store as one engine uses it: an adapter that was published and has not changed is there
     at once, also while others are copied."""
@@ -175,6 +180,12 @@ class CheckedAdapters:
         # copied once.
         self._copying = WeakValueDictionary[tuple[str, str], asyncio.Lock]()
         self._places = asyncio.Semaphore(_COPIES)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "CheckedAdapters":
+        """Those of an engine with this configuration. Reads its model's headers. Raises OSError,
+        BadHeader."""
+        return cls(store_of(config), rules_of(config))
 
     async def take(self, entry: CatalogueEntry) -> Published:
         """The checked copy, which is made again when the entry changed or the copy is gone. Raises

@@ -10,6 +10,7 @@ from typing import Any
 from deployments.adapters.catalogue import CONFIG, WEIGHTS
 from deployments.adapters.safe_files import MAX_CONFIG_BYTES, AdapterInvalid, read_json
 from deployments.config import safetensors_header
+from deployments.config.model_files import adapted_folder
 from deployments.config.safetensors_header import slot_bytes
 
 _PREFIX = "base_model.model."  # PEFT's, before the module's name in the base
@@ -47,6 +48,13 @@ class Rules:
         rank, in float32."""
         weights_bytes = slot_bytes(self.shapes, self.max_rank, item_bytes=4) + HEADER_ROOM_BYTES
         return {CONFIG: MAX_CONFIG_BYTES, WEIGHTS: weights_bytes}
+
+
+def rules_of(config: Mapping[str, Any]) -> Rules:
+    """Those of an engine with this configuration, whose model's headers are read. Raises OSError,
+    BadHeader."""
+    folder = adapted_folder(Path(config["model"]))
+    return Rules(safetensors_header.linear_shapes(folder), config["adapters"]["max_rank"])
 
 
 def check(name: str, folder: Path, rules: Rules) -> None:

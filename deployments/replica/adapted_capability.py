@@ -11,11 +11,10 @@ from arbiter.errors import TicketClosed
 from deployments import messages
 from deployments.adapters.catalogue import FETCHED
 from deployments.adapters.fetch import Fetcher, FetchFailed
-from deployments.adapters.store import EngineCatalogue, Store
-from deployments.adapters.validate import Rules
+from deployments.adapters.store import EngineCatalogue, store_of
+from deployments.adapters.validate import rules_of
 from deployments.config import safetensors_header
 from deployments.config.file_threads import in_thread
-from deployments.config.model_files import adapted_folder
 from deployments.replica.capability import Capability
 from deployments.replica.held_model import HolderState
 from deployments.replica.merging import Merging
@@ -103,12 +102,10 @@ class AdapterFetcher:
 
     def __init__(self, config: dict[str, Any]) -> None:
         """Reads the model's files. Raises OSError, safetensors_header.BadHeader."""
-        section = config["adapters"]
-        shapes = safetensors_header.linear_shapes(adapted_folder(Path(config["model"])))
-        self._rules = Rules(shapes, section["max_rank"])
+        self._rules = rules_of(config)
         self._catalogue = EngineCatalogue(config)
-        self._store = Store(Path(section["store"]))
-        self._fetcher = Fetcher(Path(section["store"]) / FETCHED, self._rules.bounds)
+        self._store = store_of(config)
+        self._fetcher = Fetcher(Path(config["adapters"]["store"]) / FETCHED, self._rules.bounds)
 
     async def bring(self, name: str, tenant: str) -> None:
         """Raises AdapterInvalid, AdaptersAway, FetchFailed. The engine refuses names that no

@@ -13,18 +13,15 @@ import contextlib
 import logging
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from arbiter.core.decisions import Reason
 from arbiter.errors import RequestError
 from deployments.adapters.catalogue import CatalogueEntry
 from deployments.adapters.safe_files import AdaptersAway
-from deployments.adapters.store import CheckedAdapters, EngineCatalogue, Store
-from deployments.adapters.validate import Rules
+from deployments.adapters.store import CheckedAdapters, EngineCatalogue
 from deployments.config import safetensors_header
 from deployments.config.file_threads import in_thread
-from deployments.config.model_files import adapted_folder
 from deployments.replica.held_model import HeldModel, HolderState, new_ticket
 from deployments.replica.lifecycle import unloading
 from deployments.replica.residency import Residency
@@ -144,12 +141,6 @@ class Merging:
                 if not self._has_traffic(copy) or await self._found(served, owner) != copy.entry:
                     copy.over.set()
 
-    def _checked(self) -> CheckedAdapters:
-        """Reads the model's files. Raises OSError, safetensors_header.BadHeader."""
-        section = self.config["adapters"]
-        shapes = safetensors_header.linear_shapes(adapted_folder(Path(self.config["model"])))
-        return CheckedAdapters(Store(Path(section["store"])), Rules(shapes, section["max_rank"]))
-
     def _begin(self, copy: MergedCopy) -> None:
         """Begins a copy. After a copy that found no room, the next is asked for a window of
         requests later."""
@@ -160,7 +151,7 @@ class Merging:
     async def _run(self, copy: MergedCopy) -> None:
         """Runs a copy from the first step to the end of its engine."""
         try:
-            checked = await in_thread(self.config["model"], self._checked)
+            checked = await in_thread(self.config["model"], CheckedAdapters.of, self.config)
             published = await checked.take(copy.entry)
             served = copy.name[1]
             plans = self._residency.plans

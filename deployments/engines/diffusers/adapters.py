@@ -14,10 +14,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from deployments.adapters.catalogue import CONFIG, WEIGHTS, home_of
-from deployments.adapters.store import CheckedAdapters, EngineCatalogue, Store
-from deployments.adapters.validate import Rules
-from deployments.config.model_files import adapted_folder
-from deployments.config.safetensors_header import linear_shapes
+from deployments.adapters.store import CheckedAdapters, EngineCatalogue
 from deployments.engines.protocol import Config
 
 _PREFIX = "base_model.model."  # PEFT's, before the module's name in the base
@@ -30,11 +27,8 @@ class AdapterResolver:
 
     def __init__(self, config: Config) -> None:
         """`config["adapters"]`: what the load plan made. Raises OSError, BadHeader."""
-        section = config["adapters"]
-        shapes = linear_shapes(adapted_folder(Path(config["model"])))
-        rules = Rules(shapes, section["max_rank"])
         self._catalogue = EngineCatalogue(config)
-        self._checked = CheckedAdapters(Store(Path(section["store"])), rules)
+        self._checked = CheckedAdapters.of(config)
 
     async def folder(self, name: str, tenant: str) -> str:
         """The checked copy, or an empty text where this tenant may see none of that name. Raises

@@ -3,10 +3,12 @@
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from deployments.adapters.catalogue import CatalogueEntry
-from deployments.engines.vllm.adapters import adapter_service
+from deployments.engines.protocol import Config
 from deployments.engines.vllm.adapters.adapter_service import AdapterService
 from deployments.engines.vllm.batching.batch_gate import BatchGate
 from tests.support.hung_folders import hung_folders
@@ -23,13 +25,21 @@ class Llm:
         await asyncio.sleep(0)
 
 
+def config_of(folder: Path) -> Config:
+    """Of an engine with one linear module, and no adapter in its folder."""
+    (folder / "model").mkdir()
+    save_file(
+        {"q_proj.weight": np.zeros((8, 8), np.float32)}, folder / "model" / "model.safetensors"
+    )
+    given = {"folder": str(folder / "none"), "store": str(folder / "store"), "max_rank": 8}
+    return {"model": str(folder / "model"), "served_name": "tiny", "adapters": given}
+
+
 @pytest.mark.spec("F3")
 async def test_stale_pins_are_dropped_once_by_requests_that_find_them_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(adapter_service, "linear_shapes", lambda _: {})
-    given = {"folder": str(tmp_path / "none"), "store": str(tmp_path), "max_rank": 8}
-    service = AdapterService({"model": "tiny", "adapters": given}, BatchGate(4, 32))
+    service = AdapterService(config_of(tmp_path), BatchGate(4, 32))
     service.llm = llm = Llm()  # type: ignore[assignment]
     for number, digest in enumerate(("a", "b"), start=1):
         service._numbers[digest] = number
@@ -43,9 +53,7 @@ async def test_stale_pins_are_dropped_once_by_requests_that_find_them_at_once(
 async def test_adapter_folder_that_hangs_stops_only_those_that_ask_for_its_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_service, "linear_shapes", lambda _: {})
-    given = {"folder": str(tmp_path / "none"), "store": str(tmp_path), "max_rank": 8}
-    service = AdapterService({"model": "tiny", "adapters": given}, BatchGate(4, 32))
+    service = AdapterService(config_of(tmp_path), BatchGate(4, 32))
     with hung_folders(monkeypatch) as server:
         asked = asyncio.ensure_future(service.asked(b'{"model": "tiny:a"}', ""))
         assert await service.asked(b'{"model": "tiny"}', "") is None

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
@@ -25,9 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from arbiter.errors import RequestError
 from deployments.adapters.catalogue import CatalogueEntry
 from deployments.adapters.safe_files import AdapterInvalid
-from deployments.adapters.store import CheckedAdapters, EngineCatalogue, Store
-from deployments.adapters.validate import Rules
-from deployments.config.safetensors_header import linear_shapes
+from deployments.adapters.store import CheckedAdapters, EngineCatalogue
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Config, Receive, Scope, Send
@@ -126,8 +123,7 @@ class AdapterService:
         self.llm: AsyncLLM | None = None
         self.gate = gate
         self._catalogue = EngineCatalogue(config)
-        rules = Rules(linear_shapes(Path(config["model"])), section["max_rank"])
-        self._shelf = CheckedAdapters(Store(Path(section["store"])), rules)
+        self._shelf = CheckedAdapters.of(config)
         self._numbers: dict[str, int] = {}  # digest to vLLM's number for it
         self._loads: dict[str, asyncio.Task[str]] = {}  # of adapters that run
         self._names: dict[str, str] = {}  # digest to name, as it was asked for last
