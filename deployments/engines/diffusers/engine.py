@@ -61,7 +61,7 @@ class DiffusersEngine:
         self.pipeline = Pipeline(config["model"], args, threads, slots)
         self.turns = dispatch_lock.DispatchLock(config.get("dispatch_lock"))
         self.batches = Batches(self._draw, args.get("max_batch", 4))
-        self.shelf: AdapterResolver | None = None
+        self.adapters: AdapterResolver | None = None
         self.parked: host_copy.HostCopy | None = None
         self.removed_tenants: list[str] = []  # removed while the engine was asleep
         self.running: asyncio.Task[None] | None = None
@@ -70,7 +70,7 @@ class DiffusersEngine:
         """Loads the model. A second call, after a wake that did not verify, keeps worker and
         batching task."""
         if "adapters" in self.config:
-            self.shelf = AdapterResolver(self.config)
+            self.adapters = AdapterResolver(self.config)
         await self.batches.work(self.pipeline.load)
         if self.running is None or self.running.done():
             self.running = asyncio.create_task(self.batches.run())
@@ -113,8 +113,8 @@ class DiffusersEngine:
         if path == "/v1/models":
             card = {"id": self.name, "object": "model", "owned_by": "serve-arbiter", "created": 0}
             return await asgi.respond(send, 200, {"object": "list", "data": [card]})
-        if path == messages.ADAPTERS and self.shelf is not None:
-            return await self._tell_tiers(self.shelf, scope, receive, send)
+        if path == messages.ADAPTERS and self.adapters is not None:
+            return await self._tell_tiers(self.adapters, scope, receive, send)
         if path not in _NAMES or scope["method"] != "POST":
             return await asgi.refuse(send, 404, f"no route {scope['method']} {path}")
         try:
@@ -130,14 +130,14 @@ class DiffusersEngine:
             await asgi.refuse_request(send, error)
 
     async def _tell_tiers(
-        self, shelf: AdapterResolver, scope: Scope, receive: Receive, send: Send
+        self, adapters: AdapterResolver, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answers messages.ADAPTERS. Pictures keep no adapter in the pool: none is warm."""
         raw = await asgi.read_body(receive)
         if raw is None:
             return
         tenant = dict(scope["headers"]).get(messages.TENANT_HEADER.encode(), b"").decode("latin-1")
-        folders = await shelf.published(asgi.json_object(raw)["names"], tenant)
+        folders = await adapters.published(asgi.json_object(raw)["names"], tenant)
         hot = self.pipeline.adapters.folders
         tiers = {name: "hot" if folder in hot else "cold" for name, folder in folders.items()}
         await asgi.respond(send, 200, {"tiers": tiers})
@@ -182,7 +182,7 @@ class DiffusersEngine:
         """The folder of the adapter that a request names; empty: the base. Raises RequestError."""
         if name in ("", self.name):
             return ""
-        folder = await self.shelf.folder(name, tenant) if self.shelf else ""
+        folder = await self.adapters.folder(name, tenant) if self.adapters else ""
         if not folder:
             raise BadField("model", f"{name!r} is neither {self.name!r} nor one of its adapters")
         return folder

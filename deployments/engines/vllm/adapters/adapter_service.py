@@ -123,7 +123,7 @@ class AdapterService:
         self.llm: AsyncLLM | None = None
         self.gate = gate
         self._catalogue = EngineCatalogue(config)
-        self._shelf = CheckedAdapters.of(config)
+        self._checked = CheckedAdapters.of(config)
         self._numbers: dict[str, int] = {}  # digest to vLLM's number for it
         self._loads: dict[str, asyncio.Task[str]] = {}  # of adapters that run
         self._names: dict[str, str] = {}  # digest to name, as it was asked for last
@@ -149,7 +149,7 @@ class AdapterService:
         if entry is None:
             return None
         await self._unpin_stale()
-        published = await self._shelf.take(entry)
+        published = await self._checked.take(entry)
         self._names[published.digest] = entry.full_name
         self.mover.owners[published.digest] = entry.tenant
         number = self._numbers.setdefault(published.digest, len(self._numbers) + 1)
@@ -257,7 +257,7 @@ class AdapterService:
         hot = (self._names[digest] for digest in self.mover.hot if digest in self._names)
         names = {*asgi.json_object(raw)["names"], *hot}
         entries = await self._catalogue.entries(names, callers.current().tenant)
-        published = await self._shelf.peek(entries)
+        published = await self._checked.peek(entries)
         tiers = dict.fromkeys((entry.full_name for entry in entries), COLD)
         tiers |= {name: self.mover.tier(one.digest) for name, one in published.items()}
         await asgi.respond(send, 200, {"tiers": tiers})

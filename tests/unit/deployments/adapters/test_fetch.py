@@ -57,15 +57,15 @@ async def test_fetched_adapter_is_copied_and_checked_as_a_folder_is(
     assert (entry.priority, entry.pin, entry.full_name) == ("high", True, "chat:law")
     fetcher = Fetcher(tmp_path / "fetched", RULES.bounds)
     await asyncio.gather(*(fetcher.bring(entry) for _ in range(8)))
-    shelf = CheckedAdapters(Store(tmp_path / "store"), RULES)
-    published = await shelf.take(entry)
+    checked = CheckedAdapters(Store(tmp_path / "store"), RULES)
+    published = await checked.take(entry)
     assert (published.path / "adapter_config.json").is_file()
     memory.put(str(tmp_path / "good"), "/ours/bad", recursive=True)
     memory.pipe("/ours/bad/adapter_config.json", b"{}")
     bad = found(tmp_path, "memory://ours/bad/")
     await fetcher.bring(bad)
     with pytest.raises(AdapterInvalid, match="peft_type"):
-        await shelf.take(bad)
+        await checked.take(bad)
 
 
 @pytest.mark.spec("F2")
@@ -285,13 +285,13 @@ async def test_a_public_site_is_read_and_not_followed_elsewhere(
 ) -> None:
     monkeypatch.setattr(checked_sockets, "is_public", lambda address: True)
     root = f"http://127.0.0.1:{site.server_port}"
-    fetcher, shelf = (
+    fetcher, checked = (
         Fetcher(tmp_path / "fetched", RULES.bounds),
         CheckedAdapters(Store(tmp_path / "s"), RULES),
     )
     entry = found(tmp_path, f"{root}/law/", (f"{root}/law/",))
     await fetcher.bring(entry)
-    assert (await shelf.take(entry)).size_bytes > 0
+    assert (await checked.take(entry)).size_bytes > 0
     away = found(tmp_path, f"{root}/away/", (f"{root}/away/",))
     Site.asked.clear()
     with pytest.raises(FetchFailed, match=r"302.*no redirect is followed"):

@@ -57,8 +57,8 @@ async def test_adapter_of_a_bucket_is_the_one_that_was_uploaded(
     entry = found(tmp_path, "law-v3")
     await fetcher(tmp_path).bring(entry)
     assert contents(entry.path) == contents(write(tmp_path / "same", SHAPES))
-    shelf = CheckedAdapters(Store(tmp_path / "store"), RULES)
-    assert (await shelf.take(entry)).size_bytes > 0
+    checked = CheckedAdapters(Store(tmp_path / "store"), RULES)
+    assert (await checked.take(entry)).size_bytes > 0
 
 
 async def test_missing_key_or_bucket_is_told_and_found_once_it_is_there(

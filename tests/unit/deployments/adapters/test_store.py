@@ -309,14 +309,14 @@ def test_other_adapters_are_served_while_a_cold_adapter_is_copied(tmp_path: Path
     store = SlowStore(tmp_path / "store")
 
     async def story() -> None:
-        shelf = CheckedAdapters(store, RULES)
-        first = await shelf.take(warm)
-        waiting = [asyncio.ensure_future(shelf.take(cold)) for _ in range(3)]
+        checked = CheckedAdapters(store, RULES)
+        first = await checked.take(warm)
+        waiting = [asyncio.ensure_future(checked.take(cold)) for _ in range(3)]
         assert await asyncio.to_thread(store.begun.wait, 10)
         try:
             async with asyncio.timeout(60):
-                assert await shelf.take(warm) == first
-                await shelf.take(new)
+                assert await checked.take(warm) == first
+                await checked.take(new)
         finally:
             store.allowed.set()
         assert len({made.digest for made in await asyncio.gather(*waiting)}) == 1
@@ -330,13 +330,13 @@ async def test_what_an_engine_remembers_of_adapters_renamed_without_end_has_a_bo
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "MAX_READ", 3)
-    shelf, law = CheckedAdapters(store, RULES), write(tmp_path / "in" / "law", SHAPES)
+    checked, law = CheckedAdapters(store, RULES), write(tmp_path / "in" / "law", SHAPES)
     for number in range(10):
         law = law.rename(tmp_path / "in" / f"law-{number}")
         adapter = entry(law)
-        made = await asyncio.gather(*(shelf.take(adapter) for _ in range(4)))
+        made = await asyncio.gather(*(checked.take(adapter) for _ in range(4)))
         assert all(published is made[0] for published in made), "it is remembered"
-        assert len(shelf._known) <= 3 and not shelf._copying
+        assert len(checked._known) <= 3 and not checked._copying
 
 
 @pytest.mark.spec("F2")
