@@ -19,17 +19,12 @@ from arbiter.core.types import Need
 from arbiter.errors import EngineLost
 from arbiter.units import Bytes, TicketId
 from deployments.config.load_plan import ModelPlan
+from deployments.config.model_content import WHOLE_BYTES, contents, files, pieces
 from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.lifecycle import watchdog
 from deployments.replica.lifecycle.watchdog import start_watchdog
 from deployments.replica.model_files import file_events, loaded_files
-from deployments.replica.model_files.loaded_files import (
-    WHOLE_BYTES,
-    LoadedFiles,
-    contents,
-    files,
-    pieces,
-)
+from deployments.replica.model_files.loaded_files import LoadedFiles
 from deployments.routing.pieces import KeptKv
 from tests.support.waits import eventually
 
