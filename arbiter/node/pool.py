@@ -160,9 +160,9 @@ class PooledSlab:
         return self.view.geometry is not None
 
     def order_erasures(self) -> None:
-        """Gives the writer the next order, once it has carried out the last one. An engine that has
+        """Gives the writer the next removal, once it has carried out the last. An engine that has
         not opened the slab yet may never do so, but it may know the file with the tenant's rows
-        already, and bring them back: its orders wait until it has."""
+        already, and bring them back: its removals wait until it has."""
         if self.erasing and self._is_written and self.view.order_erasure(self.erasing[0]):
             del self.erasing[0]
 

@@ -348,17 +348,17 @@ class SlabView:
         return any(layout.is_live(mark.expires_s, now_s) for _, mark in self.marks())
 
     def order_erasure(self, removal: Removal) -> bool:
-        """Has the writer erase the rows of a tenant. False: an earlier order is still open."""
-        return self._file.erasure.order(removal)
+        """Has the writer erase the rows of a tenant. False: an earlier removal is still open."""
+        return self._file.erasure.begin(removal)
 
     @property
     def must_erase(self) -> bool:
-        """Says whether the writer has an order that it has not carried out."""
+        """Says whether the writer has a removal to carry out."""
         return self.ordered_removal is not None
 
     @property
     def ordered_removal(self) -> Removal | None:
-        """Returns which rows the writer is to erase; None where no order is open."""
+        """Returns which rows the writer is to erase; None where no removal is open."""
         return self._file.erasure.removal
 
     def erase_tenant(self, removal: Removal) -> int:
@@ -397,7 +397,7 @@ class SlabView:
         self._file.punch(Bytes(0), self.capacity)
 
     def finish_erasure(self) -> None:
-        """Closes the order that the last writer left open. Nothing of its tenant is there."""
+        """Closes the removal that the last writer left open. Nothing of its tenant is there."""
         self._file.erasure.finish()
 
     def close(self) -> None:

@@ -78,9 +78,9 @@ class TenantRows:
 
 class Erasure:
     """Reads and writes the words in a slab's header by which the owner has its writer erase the
-    rows of one removed tenant at a time: which they are, the number of the order, which is written
-    last, and the number of the order that the writer has carried out. No other order is given
-    before that."""
+    rows of one removed tenant at a time: which they are, the number of the removal, which is
+    written last, and the number of the removal that the writer has carried out. No other removal
+    begins before that."""
 
     def __init__(self, buffer: Buffer) -> None:
         start, end = layout.ERASE_AT, layout.ERASE_AT + layout.ERASE_BYTES
@@ -88,8 +88,8 @@ class Erasure:
         self._tenant = buffer[start + 24 : end]
         self._numbers = buffer[start : start + 16].cast("Q")
 
-    def order(self, removal: Removal) -> bool:
-        """Orders a removal; the slab's owner calls this. False: an earlier order is still open."""
+    def begin(self, removal: Removal) -> bool:
+        """Begins a removal; the slab's owner calls this. False: an earlier one is still open."""
         if self.removal is not None:
             return False
         self._tenant[:], self._until[0] = removal
@@ -98,7 +98,7 @@ class Erasure:
 
     @property
     def removal(self) -> Removal | None:
-        """Returns which rows are to go; None where no order is open."""
+        """Returns which rows are to go; None where no removal is open."""
         if self._numbers[0] == self._numbers[1]:
             return None
         return Removal(bytes(self._tenant), self._until[0])

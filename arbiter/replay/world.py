@@ -103,7 +103,7 @@ class World:
         self._tickets: dict[TicketId, SimulatedHolder] = {}
         self._wanted = demand.wanted()
         self._agenda: list[tuple[Instant, int, Callable[[], None]]] = []
-        self._order = itertools.count()
+        self._sequence = itertools.count()
         self._numbers = itertools.count()
         self._woken_at = NEVER
 
@@ -129,7 +129,7 @@ class World:
     # -- time ----------------------------------------------------------------------------------
 
     def _at(self, when: Instant, action: Callable[[], None]) -> None:
-        heapq.heappush(self._agenda, (when, next(self._order), action))
+        heapq.heappush(self._agenda, (when, next(self._sequence), action))
 
     def _later(self, span: Span, action: Callable[[], None]) -> None:
         self._at(after(self.now, span), action)
@@ -286,22 +286,22 @@ class World:
 
     # -- leaving -------------------------------------------------------------------------------
 
-    def _revoked(self, order: Revoke) -> None:
-        simulated = self._tickets.get(order.ticket)
-        if simulated is None or simulated.ticket != order.ticket:
+    def _revoked(self, revoke: Revoke) -> None:
+        simulated = self._tickets.get(revoke.ticket)
+        if simulated is None or simulated.ticket != revoke.ticket:
             return
         if simulated.state is not HolderState.RESIDENT:  # taken: its engine is being ended
             self._leave(simulated)
             return
-        self._tally.evictions_count += self._counts(self.now) and not order.reason.only_if_idle
-        if order.reason.only_if_idle and simulated.busy_until > self.now:
+        self._tally.evictions_count += self._counts(self.now) and not revoke.reason.only_if_idle
+        if revoke.reason.only_if_idle and simulated.busy_until > self.now:
             self._tell(ev.Busy(simulated.ticket, 1))
-        elif simulated.busy_until > order.barrier_until:
+        elif simulated.busy_until > revoke.barrier_until:
             simulated.state = HolderState.DRAINING
-            self._at(order.barrier_until, lambda: self._drop_barrier(simulated, order.ticket))
+            self._at(revoke.barrier_until, lambda: self._drop_barrier(simulated, revoke.ticket))
         else:
             simulated.state = HolderState.DRAINING
-            self._at(max(self.now, simulated.busy_until), lambda: self._empty(simulated, order))
+            self._at(max(self.now, simulated.busy_until), lambda: self._empty(simulated, revoke))
 
     def _drop_barrier(self, simulated: SimulatedHolder, ticket: TicketId) -> None:
         if simulated.ticket != ticket or simulated.state is not HolderState.DRAINING:
@@ -310,14 +310,14 @@ class World:
         self._serve(simulated)
         self._beat_by(simulated, _next_second(self.now))
 
-    def _empty(self, simulated: SimulatedHolder, order: Revoke) -> None:
+    def _empty(self, simulated: SimulatedHolder, revoke: Revoke) -> None:
         """Notes that nothing is in flight any more at a holder."""
-        if simulated.ticket != order.ticket or simulated.state is not HolderState.DRAINING:
+        if simulated.ticket != revoke.ticket or simulated.state is not HolderState.DRAINING:
             return
-        if order.to is Tier.ASLEEP:
-            self._later(simulated.seat.sleep, lambda: self._slept(simulated, order.ticket))
+        if revoke.to is Tier.ASLEEP:
+            self._later(simulated.seat.sleep, lambda: self._slept(simulated, revoke.ticket))
         else:
-            self._later(simulated.seat.unload, lambda: self._unloaded(simulated, order))
+            self._later(simulated.seat.unload, lambda: self._unloaded(simulated, revoke))
 
     def _slept(self, simulated: SimulatedHolder, ticket: TicketId) -> None:
         if simulated.ticket != ticket or simulated.state is not HolderState.DRAINING:
@@ -331,9 +331,9 @@ class World:
         if simulated.ticket == ticket and simulated.state is HolderState.ASLEEP:
             self._ask(simulated)
 
-    def _unloaded(self, simulated: SimulatedHolder, order: Revoke) -> None:
-        if simulated.ticket == order.ticket:
-            self._feed(ev.Released(order.ticket, order.reason.value))
+    def _unloaded(self, simulated: SimulatedHolder, revoke: Revoke) -> None:
+        if simulated.ticket == revoke.ticket:
+            self._feed(ev.Released(revoke.ticket, revoke.reason.value))
             self._leave(simulated)
 
     def _kill_engine(self, node: NodeId, ticket: TicketId) -> None:

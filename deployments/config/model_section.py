@@ -63,7 +63,7 @@ class AdaptersConfig(Strict):
     wait_s: float = Field(30.0, gt=0, le=600)  # for a slot, when others hold them all
     # Where those in `remote.json` may come from, as `s3://bucket/loras/`: whole folders
     urls: tuple[str, ...] = ()
-    rebalance_s: float = Field(60.0, gt=0, le=3_600)  # between two turns of slots and images
+    rebalance_s: float = Field(60.0, gt=0, le=3_600)  # between two rebalances of slots and images
     merge: MergeConfig | None = None  # absent: none is merged
 
     @field_validator("urls")

@@ -185,7 +185,9 @@ class EngineHost:
         self.asleep = False
         self.known_probe: str | None = None
         self.loaded = asyncio.Event()
-        self.turn = asyncio.Lock()  # held by a sleep, a wake and whatever must not meet either
+        self.residency_lock = (
+            asyncio.Lock()
+        )  # held by a sleep, a wake and whatever must not meet either
         self.held = asyncio.Event()
         self.side_streams = SideStreams()
         self.routes: dict[str, Callable[[Receive, Send], Awaitable[None]]] = {
@@ -308,7 +310,7 @@ class EngineHost:
         engine = self.engine
         if self.failure or not self.loaded.is_set() or not isinstance(engine, ShrinksSlabs):
             return await asgi.respond(send, 200, {"shrinks": False})
-        async with self.turn:
+        async with self.residency_lock:
             await self._attempt(send, engine.shrink_slabs(), {"shrinks": True})
 
     async def _cap_slabs(self, receive: Receive, send: Send) -> None:
@@ -316,7 +318,7 @@ class EngineHost:
         engine, body = self.engine, await asgi.read_body(receive)
         if self.failure or not self.loaded.is_set() or not isinstance(engine, CapsSlabs):
             return await asgi.respond(send, 200, {"caps": False})
-        async with self.turn:
+        async with self.residency_lock:
             caps = asgi.json_object(body or b"")["caps"]
             await self._attempt(send, engine.cap_slabs(caps), {"caps": True})
 
@@ -325,7 +327,7 @@ class EngineHost:
         engine, body = self.engine, await asgi.read_body(receive)
         if self.failure or not self.loaded.is_set() or not isinstance(engine, ForgetsTenants):
             return await asgi.respond(send, 200, {"forgets": False})
-        async with self.turn:
+        async with self.residency_lock:
             tenant = asgi.json_object(body or b"")["tenant"]
             await self._attempt(send, engine.forget_tenant(tenant), {"forgets": True})
 
@@ -351,7 +353,7 @@ class EngineHost:
     async def _turned(self, send: Send, act: Awaitable[dict[str, Any]]) -> None:
         """Answers what the act returns. After an act that failed half way the engine's state is
         unknown, so the process ends and frees its bytes."""
-        async with self.turn:
+        async with self.residency_lock:
             task = asyncio.ensure_future(act)
             await asyncio.wait({task})
         if not (error := task.exception()):

@@ -71,11 +71,11 @@ class OneThread:
         self._began_s = time.monotonic()
 
     @contextmanager
-    def in_turn(self, turn: AbstractContextManager[None]) -> Iterator[None]:
-        """Enters `turn` in the thread. The time of the wait does not count as a step, because
-        another engine may have the turn for as long as it computes."""
+    def holding(self, lock: AbstractContextManager[None]) -> Iterator[None]:
+        """Takes `lock` in the thread. The time of the wait does not count as a step, because
+        another engine may hold the lock for as long as it computes."""
         self._began_s = None
-        with turn:
+        with lock:
             self.note_step()
             yield
 

@@ -114,7 +114,7 @@ class EmbeddingEngine:
         self.parts: list[int] = config.get("parts", [])
         self.max_batch, self.matryoshka = args.get("max_batch", 32), args.get("matryoshka", False)
         self.threads: int = args.get("threads", config.get("threads", 1))
-        self.turns = dispatch_lock.DispatchLock(config.get("dispatch_lock"))
+        self.dispatch_lock = dispatch_lock.DispatchLock(config.get("dispatch_lock"))
         self.queue: asyncio.Queue[QueuedTexts] = asyncio.Queue()
         self.parked: host_copy.HostCopy | None = None
         self.model: Any = None
@@ -223,7 +223,7 @@ class EmbeddingEngine:
 
     def _encode(self, requests: list[list[str]]) -> list[np.ndarray]:
         texts = [text for request in requests for text in request]
-        with self.worker.in_turn(self.turns.one()), torch.inference_mode():
+        with self.worker.holding(self.dispatch_lock.one()), torch.inference_mode():
             vectors = self.model.encode(
                 texts, batch_size=self.max_batch, show_progress_bar=False, convert_to_numpy=True
             )

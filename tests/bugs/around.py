@@ -562,7 +562,7 @@ BUGS = [
     Bug("a sleeping engine is not asked to shrink its slabs", "deployments/replica/residency.py", "_purge",
         "is_asleep and only_slabs",
         "False"),
-    Bug("an order to erase replaces an open one", "arbiter/pool/tenants.py", "Erasure.order",
+    Bug("a removal replaces an open one", "arbiter/pool/tenants.py", "Erasure.begin",
         "self.removal is not None",
         "False"),
     Bug("what a killed writer had to erase stays", "arbiter/node/pool.py", "PooledSlab.carry_out_erasures",

@@ -264,15 +264,15 @@ async def test_a_drawing_without_clients_ends_between_two_steps(drawing: Path) -
     step = scheduler.step
     scheduler.step = lambda *args, **more: steps.append(1) or step(*args, **more)
 
-    def order(count: int) -> DrawRequest:
+    def draw_request(count: int) -> DrawRequest:
         return DrawRequest(Setting(64, 64, count, 2.0, ""), RED.caption, "", [1])
 
     async with asyncio.timeout(120):
-        async with aclosing(engine.batches.events(order(1_000))) as events:
+        async with aclosing(engine.batches.events(draw_request(1_000))) as events:
             async for event in events:
                 if isinstance(event, Step) and event.step == 3:
                     break
-        async with aclosing(engine.batches.events(order(10))) as events:
+        async with aclosing(engine.batches.events(draw_request(10))) as events:
             made = [event async for event in events if isinstance(event, DrawnPicture)]
     assert pic.shows(made[0].image) == RED
     assert len(steps) < 500

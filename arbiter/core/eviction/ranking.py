@@ -44,7 +44,7 @@ class Ranking:
         self.evict = evict  # whose order it is
         self._options: dict[TicketId, PricedVictim | None] = {}  # None: not priced, it stays anyway
         self._order: list[Key] = []  # their places; each ends with its ticket
-        self._turn: list[TicketId] = []  # whose turn it is to be priced again
+        self._to_reprice: list[TicketId] = []  # round robin, the next at the end
         self._fading = Timers()
         self._looked: Instant | None = None
         self._swept = Instant(0)
@@ -56,7 +56,7 @@ class Ranking:
         changed = book.take_stale()
         if self._looked != state.now:
             changed.update(TicketId(name) for _, name in self._fading.due(state.now))
-            changed.update(self._next_in_turn(state))
+            changed.update(self._next_to_reprice(state))
             self._looked = state.now
         if 2 * len(changed) > len(self._order):
             self._reprice_most(state, book, sorted(changed))
@@ -64,7 +64,7 @@ class Ranking:
         for ticket_id in sorted(changed):
             self._reprice(state, book, ticket_id)
 
-    def _next_in_turn(self, state: CoreState) -> list[TicketId]:
+    def _next_to_reprice(self, state: CoreState) -> list[TicketId]:
         """Returns the tickets whose turn it is to be priced again, because prices drift with time
         and with turnovers."""
         count = len(self._options)
@@ -78,13 +78,13 @@ class Ranking:
         by_turnovers = ceil(count * turned / PRICED_FOR_TURNOVERS)
         due_count = max(SWEPT_COUNT, count * unswept // PRICED_FOR, by_turnovers)
         if due_count >= count or state.foresight:
-            self._turn = []
+            self._to_reprice = []
             return list(self._options)
-        if not self._turn:
-            self._turn = list(self._options)
-        in_turn = self._turn[-due_count:]
-        del self._turn[-due_count:]
-        return in_turn
+        if not self._to_reprice:
+            self._to_reprice = list(self._options)
+        due = self._to_reprice[-due_count:]
+        del self._to_reprice[-due_count:]
+        return due
 
     def _reprice_most(self, state: CoreState, book: DeviceAccount, tickets: list[TicketId]) -> None:
         """Does what `_reprice` does for each of most tickets: one sort is less than a search for

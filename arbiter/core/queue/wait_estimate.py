@@ -90,10 +90,10 @@ def estimated_wait(state: CoreState, ticket: Ticket, queued: QueueEntry) -> Span
     if room_at is None:
         return None
     turnover = state.estimates.turnover(ticket.capability)
-    turns = _turns(state, queued, books, ahead)
+    rounds = _rounds_before(state, queued, books, ahead)
     wait = max(
-        since(state.now, room_at) + turns * (_turn(state, ahead) + turnover),
-        _until_those_ahead_serve(state, ahead, turnover) if turns else Span(0),
+        since(state.now, room_at) + rounds * (_round(state, ahead) + turnover),
+        _until_those_ahead_serve(state, ahead, turnover) if rounds else Span(0),
         _until_those_ahead_leave(state, ticket, ahead, turnover),
         _until_its_hours(state, ticket, queued),
     )
@@ -140,7 +140,9 @@ def _ahead(state: CoreState, ticket: Ticket, queued: QueueEntry, book: DeviceAcc
     return _Ahead(count, sample, needs, [other for other in tickets if other is not None])
 
 
-def _turns(state: CoreState, queued: QueueEntry, books: list[DeviceAccount], ahead: _Ahead) -> int:
+def _rounds_before(
+    state: CoreState, queued: QueueEntry, books: list[DeviceAccount], ahead: _Ahead
+) -> int:
     """Returns how many times all budgets of its devices must be lent anew before it is the ticket's
     turn: what it and the tickets before it lack, in whole sums of these budgets."""
     needed_bytes = int(_lacking(state, queued, books[0]))
@@ -149,7 +151,7 @@ def _turns(state: CoreState, queued: QueueEntry, books: list[DeviceAccount], ahe
     return needed_bytes // max(1, sum(book.budget_bytes for book in books))
 
 
-def _turn(state: CoreState, ahead: _Ahead) -> Span:
+def _round(state: CoreState, ahead: _Ahead) -> Span:
     """Returns how long one of the tickets before it loads and stays resident, on average."""
     loads = [load_span(state, other) for other in ahead.tickets]
     load = sum(loads) // len(loads) if loads else 0

@@ -84,8 +84,8 @@ class ReuseLearner:
         self.clock: Turnovers = 0.0
         self._most = [d**2 for d in doubt]  # variances
         self._models: dict[ModelName, ModelUses] = {}
-        self._order: list[ModelName] = []  # as they were first used: whose turn it is to be asked
-        self._turn = 0
+        self._names: list[ModelName] = []  # as they were first used, to be asked round robin
+        self._asked_last = 0  # the place in `_names` of the model that was asked last
         self._recent: list[ModelName] = []  # distinct, the newest first
         self._leaders: list[tuple[dict[ModelName, int], int]] = []  # followers, visits and doubt
         self._weights = list(born)
@@ -104,15 +104,15 @@ class ReuseLearner:
     def ask_others(self, name: ModelName, counts: Callable[[ModelName], UsageCounts]) -> None:
         """Asks of two other models in turn how soon they are wanted, because a model must load. An
         open question is left open until silence has answered it."""
-        if not self._order:
+        if not self._names:
             return
         for a, (row, most) in enumerate(zip(self._covariance, self._most, strict=True)):
             if row[a] < most:
                 row[a] += DRIFT
-        count, first = len(self._order), self._turn + 1
+        count, first = len(self._names), self._asked_last + 1
         asked_count = 0
         for turn in range(first, first + min(TRIES_COUNT, count)):
-            other = self._order[turn % count]
+            other = self._names[turn % count]
             uses = self._models[other]
             asked_at = uses.asked_at
             is_open = (
@@ -131,7 +131,7 @@ class ReuseLearner:
             asked_count += 1
             if asked_count == LOOKS_COUNT:
                 break
-        self._turn = turn % count
+        self._asked_last = turn % count
 
     def used(self, name: ModelName, times_count: int) -> None:
         """Counts uses of a model at the present turnover."""
@@ -139,7 +139,7 @@ class ReuseLearner:
         once = 1.0
         if uses is None:
             uses = self._models[name] = ModelUses(self.clock, self.clock)
-            self._order.append(name)
+            self._names.append(name)
             self._note_recent(name, uses)
         else:
             once = 1 - exp((uses.last - self.clock) / SAME_VISIT)
@@ -168,9 +168,9 @@ class ReuseLearner:
         for uses in self._models.values():
             for name in gone & uses.followers.keys():
                 del uses.followers[name]
-        self._order = list(self._models)
-        if self._turn >= len(self._order):
-            self._turn = 0
+        self._names = list(self._models)
+        if self._asked_last >= len(self._names):
+            self._asked_last = 0
         self._recent = [name for name in self._recent if name not in gone]
         self._note_leaders()
 
@@ -251,16 +251,16 @@ class ReuseLearner:
     # -- across restarts -----------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[ModelName]:
-        return iter(self._order)
+        return iter(self._names)
 
     def export(self, names: Iterable[ModelName] | None = None) -> dict[str, Any]:
         """Returns all of it as plain values, of models those that are named; `restore` reads them
         back."""
-        named = self._order if names is None else [name for name in names if name in self._models]
+        named = self._names if names is None else [name for name in names if name in self._models]
         return {
             "soon": SOON,
             "clock": self.clock,
-            "turn": self._turn,
+            "turn": self._asked_last,
             "weights": list(self._weights),
             "covariance": [list(row) for row in self._covariance],
             "recent": [list(name) for name in self._recent],
@@ -279,11 +279,11 @@ class ReuseLearner:
         numbers = (exported["clock"], *weights, *(value for row in covariance for value in row))
         if not has_form or not all(map(isfinite, numbers)) or not models.keys() >= {*recent}:
             return
-        self.clock, self._turn = exported["clock"], exported["turn"]
+        self.clock, self._asked_last = exported["clock"], exported["turn"]
         if exported.get("soon") == SOON:
             self._weights = list(weights)
             self._covariance = [list(row) for row in covariance]
-        self._models, self._order, self._recent = models, list(models), recent
+        self._models, self._names, self._recent = models, list(models), recent
         self._note_leaders()
 
 

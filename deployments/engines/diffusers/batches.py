@@ -2,7 +2,7 @@
 
     batches = Batches(draw, most=4)
     task = asyncio.create_task(batches.run())
-    async with aclosing(batches.events(order)) as events:  # leaving it early withdraws the order
+    async with aclosing(batches.events(request)) as events:  # leaving it early withdraws it
         async for event in events: ...                     # Step, Preview, DrawnPicture
 
 Pictures that wait while a batch is drawn and agree in their setting become the next batch. There
@@ -44,7 +44,7 @@ class DrawingFailed(RequestError):
 class Step:
     """One step of a picture is done."""
 
-    number: int  # of the picture in its order, from 0
+    number: int  # of the picture in its request, from 0
     step: int  # from 1
     of: int
 
@@ -89,14 +89,14 @@ class DrawRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """One picture of an order."""
+    """One picture of a request."""
 
-    order: DrawRequest
+    request: DrawRequest
     number: int
 
     @property
     def seed(self) -> int:
-        return self.order.seeds[self.number]
+        return self.request.seeds[self.number]
 
 
 # Called after each step with its number, from 1, and the number of steps; and with what decodes the
@@ -115,21 +115,21 @@ class Batches:
         self._waiting: list[Picture] = []
         self._arrived = asyncio.Event()
 
-    async def events(self, order: DrawRequest) -> AsyncGenerator[Event, None]:
-        """Yields events until all pictures of the order are drawn. Raises DrawingFailed."""
-        self._waiting += [Picture(order, number) for number in range(len(order.seeds))]
+    async def events(self, request: DrawRequest) -> AsyncGenerator[Event, None]:
+        """Yields events until all pictures of the request are drawn. Raises DrawingFailed."""
+        self._waiting += [Picture(request, number) for number in range(len(request.seeds))]
         self._arrived.set()
-        missing = len(order.seeds)
+        missing = len(request.seeds)
         try:
             while missing:
-                event = await order.events.get()
+                event = await request.events.get()
                 if isinstance(event, RequestError):
                     raise event
                 missing -= isinstance(event, DrawnPicture)
                 yield event
         finally:
-            order.has_left = True
-            self._waiting = [p for p in self._waiting if p.order is not order]
+            request.has_left = True
+            self._waiting = [p for p in self._waiting if p.request is not request]
 
     async def work(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs `function` in the one thread that touches the model."""
@@ -143,19 +143,19 @@ class Batches:
             await asyncio.wait({work})
             if error := work.exception():
                 cause = DrawingFailed(f"{type(error).__name__}: {error}")
-                for order in {picture.order for picture in batch}:
-                    order.events.put_nowait(cause)
+                for request in {picture.request for picture in batch}:
+                    request.events.put_nowait(cause)
             else:
                 for picture, image in zip(batch, work.result(), strict=True):
-                    picture.order.events.put_nowait(DrawnPicture(picture.number, image))
+                    picture.request.events.put_nowait(DrawnPicture(picture.number, image))
 
     async def _next(self) -> list[Picture]:
         """Waits for a picture, and takes all others that fit into its batch."""
         while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
-        setting = self._waiting[0].order.setting
-        batch = [p for p in self._waiting if p.order.setting == setting][: self._most]
+        setting = self._waiting[0].request.setting
+        batch = [p for p in self._waiting if p.request.setting == setting][: self._most]
         self._waiting = [p for p in self._waiting if p not in batch]
         return batch
 
@@ -165,12 +165,12 @@ class Batches:
 
         def on_step(step: int, of: int, decode: Callable[[], list[Image.Image] | None]) -> None:
             self.worker.note_step()
-            if all(picture.order.has_left for picture in batch):
+            if all(picture.request.has_left for picture in batch):
                 raise BatchAbandoned
-            at = [picture.order.preview_at(step, of) for picture in batch]
+            at = [picture.request.preview_at(step, of) for picture in batch]
             previews = decode() if any(index is not None for index in at) else None
             for place, (picture, index) in enumerate(zip(batch, at, strict=True)):
-                tell = picture.order.events.put_nowait
+                tell = picture.request.events.put_nowait
                 loop.call_soon_threadsafe(tell, Step(picture.number, step, of))
                 if previews and index is not None:
                     preview = Preview(picture.number, index, previews[place])

@@ -59,7 +59,7 @@ class DiffusersEngine:
         slots = config.get("adapters", {}).get("slots", 0)
         threads = args.get("threads", config.get("threads", 1))
         self.pipeline = Pipeline(config["model"], args, threads, slots)
-        self.turns = dispatch_lock.DispatchLock(config.get("dispatch_lock"))
+        self.dispatch_lock = dispatch_lock.DispatchLock(config.get("dispatch_lock"))
         self.batches = Batches(self._draw, args.get("max_batch", 4))
         self.adapters: AdapterResolver | None = None
         self.parked: host_copy.HostCopy | None = None
@@ -76,7 +76,7 @@ class DiffusersEngine:
             self.running = asyncio.create_task(self.batches.run())
 
     def _draw(self, *args: Any) -> Any:
-        with self.batches.worker.in_turn(self.turns.one()):
+        with self.batches.worker.holding(self.dispatch_lock.one()):
             return self.pipeline.draw(*args)
 
     async def sleep(self) -> None:
@@ -118,10 +118,10 @@ class DiffusersEngine:
         if path not in _NAMES or scope["method"] != "POST":
             return await asgi.refuse(send, 404, f"no route {scope['method']} {path}")
         try:
-            order = await self._parsed(scope, receive)
-            if order is None:
+            parsed = await self._parsed(scope, receive)
+            if parsed is None:
                 return
-            response = Response(self, path, *order)
+            response = Response(self, path, *parsed)
             if response.fields.stream:
                 await asgi.until_disconnected(response.stream(send), receive)
             elif body := await asgi.until_disconnected(response.whole(), receive):
@@ -162,9 +162,11 @@ class DiffusersEngine:
             form, raw_fields = None, asgi.json_object(raw)
         kind = VariationFields if scope["path"] == VARIATIONS else ImageFields
         fields = requests.fields_of(raw_fields, kind)
-        return fields, await self._order(fields, form, str(raw_fields.get("model", "")), tenant)
+        return fields, await self._draw_request(
+            fields, form, str(raw_fields.get("model", "")), tenant
+        )
 
-    async def _order(
+    async def _draw_request(
         self, fields: ImageFields, form: Form | None, name: str, tenant: str
     ) -> DrawRequest:
         """Raises RequestError."""
@@ -192,9 +194,9 @@ class Response:
     """One request's answer: whole, or as events."""
 
     def __init__(
-        self, engine: DiffusersEngine, path: str, fields: ImageFields, order: DrawRequest
+        self, engine: DiffusersEngine, path: str, fields: ImageFields, request: DrawRequest
     ) -> None:
-        self.engine, self.fields, self.order = engine, fields, order
+        self.engine, self.fields, self.request = engine, fields, request
         self.kind = _NAMES[path]
         self.format = fields.output_format or "png"
 
@@ -205,7 +207,7 @@ class Response:
             async for event in events:
                 if isinstance(event, DrawnPicture):
                     pictures[event.number] = await self._encoded(event)
-        seeds = self.order.seeds
+        seeds = self.request.seeds
         data = [{"b64_json": pictures[i], "x_seed": seed} for i, seed in enumerate(seeds)]
         return {"created": int(time.time()), "data": data, **self._facts(len(data))}
 
@@ -225,7 +227,7 @@ class Response:
         await send({"type": "http.response.body", "body": b""})
 
     def _events(self) -> AsyncGenerator[Event, None]:
-        return self.engine.batches.events(self.order)
+        return self.engine.batches.events(self.request)
 
     async def _line(self, event: Event) -> bytes:
         match event:
@@ -235,7 +237,7 @@ class Response:
                 fields = {"partial_image_index": event.index, **self._facts(0)}
                 name = f"{self.kind}.partial_image"
             case DrawnPicture():
-                fields = {"x_seed": self.order.seeds[event.number], **self._facts(1)}
+                fields = {"x_seed": self.request.seeds[event.number], **self._facts(1)}
                 name = f"{self.kind}.completed"
         more = {"b64_json": await self._encoded(event), "created_at": int(time.time())}
         fields |= {"type": name, "x_picture": event.number, **more}
@@ -248,7 +250,7 @@ class Response:
 
     def _facts(self, pictures: int) -> dict[str, Any]:
         """What the answer says of all its pictures; `pictures`: how many usage counts."""
-        setting = self.order.setting
+        setting = self.request.setting
         fields: dict[str, Any] = {
             "size": f"{setting.width}x{setting.height}",
             "output_format": self.format,
@@ -261,7 +263,7 @@ class Response:
 
     def _usage(self, pictures: int) -> dict[str, Any]:
         """Tokens of the prompt, and places of latents for what OpenAI counts as image tokens."""
-        setting, pipeline = self.order.setting, self.engine.pipeline
+        setting, pipeline = self.request.setting, self.engine.pipeline
         text = pipeline.tokens(self.fields.prompt)
         places = setting.width * setting.height // pipeline.pipe.vae_scale_factor**2
         output = pictures * places

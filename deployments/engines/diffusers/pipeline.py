@@ -97,16 +97,16 @@ class Pipeline:
 
     def draw(self, batch: Sequence[Picture], on_step: OnStep) -> list[Image.Image]:
         """One picture for each of the batch, which has one setting. Raises what `on_step` does."""
-        setting = batch[0].order.setting
+        setting = batch[0].request.setting
         pipe, how = self._chosen(setting.edit, setting.width, setting.height, len(batch))
-        how["prompt"] = [picture.order.prompt for picture in batch]
+        how["prompt"] = [picture.request.prompt for picture in batch]
         how["generator"] = [torch.Generator().manual_seed(picture.seed) for picture in batch]
         how["num_inference_steps"] = setting.steps
         how["callback_on_step_end"] = self._callback(on_step, setting.width, setting.height)
         if setting.guidance is not None:
             how["guidance_scale"] = setting.guidance
         if self.limits.takes_negative:
-            how["negative_prompt"] = [picture.order.negative for picture in batch]
+            how["negative_prompt"] = [picture.request.negative for picture in batch]
         self.adapters.use(setting.adapter)
         parameters = _takes(pipe)
         with torch.inference_mode():

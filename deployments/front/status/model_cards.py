@@ -109,11 +109,11 @@ async def from_files(
 ) -> dict[str, T | None]:
     """What `read_files` returns for each of these models of the table, THREADS_MOST models at a
     time; None where it took longer than FILES_S for all of them. Raises what it raises."""
-    turns = asyncio.Semaphore(THREADS_MOST)
+    places = asyncio.Semaphore(THREADS_MOST)
 
     async def read(model: str) -> T:
         capability = table.capabilities[table.homes[model]]
-        async with turns:
+        async with places:
             return await in_thread(capability.models[model].source, read_files, model, capability)
 
     reads = {model: asyncio.ensure_future(read(model)) for model in models}

@@ -92,10 +92,10 @@ async def _until_other_bytes(held: HeldModel) -> None:
     was_asleep = False
     while not (changed is held.files and _is_whole(held)):
         is_asleep = held.state is HolderState.ASLEEP
-        turn = held.files, held.files.settles_in_s == 0.0
-        if _is_whole(held) and (turn != read_as or (is_asleep and not was_asleep)):
-            read_as = turn
-            changed = turn[0] if await loaded_files.read_whole(turn[0]) else changed
+        version = held.files, held.files.settles_in_s == 0.0
+        if _is_whole(held) and (version != read_as or (is_asleep and not was_asleep)):
+            read_as = version
+            changed = version[0] if await loaded_files.read_whole(version[0]) else changed
         was_asleep = is_asleep
         await asyncio.sleep(LOOK_S)
 

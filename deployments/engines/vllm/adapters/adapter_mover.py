@@ -49,7 +49,7 @@ class AdapterMover:
         self._reported: Counter[str] = Counter()  # of `requests_by_tier`
         self._report: asyncio.Task[None] | None = None
         self._moving = asyncio.Lock()
-        self._sleeps = 0  # a turn of `rebalance` ends when this count has changed since its begin
+        self._sleeps = 0  # a pass of `rebalance` ends when this count has changed since its begin
         # Requests whose adapter was cold when they came, and had its image when they entered.
         self.staged = 0
 
@@ -140,7 +140,7 @@ class AdapterMover:
         self._reported = self.requests_by_tier.copy()
         await self._call("count_adapters", *counts)
 
-    # -- in turns --------------------------------------------------------------------------------
+    # -- rebalancing -----------------------------------------------------------------------------
 
     async def run(self, every_s: float) -> None:
         while True:
@@ -148,7 +148,7 @@ class AdapterMover:
             await self.rebalance()
 
     async def rebalance(self) -> None:
-        """A turn of the tiers: notes which adapters should stay, and brings what is used."""
+        """Notes which adapters should keep their tiers, and brings what is used."""
         sleeps = self._sleeps
         await self._call("keep_adapters", self._kept())
         await self.look()

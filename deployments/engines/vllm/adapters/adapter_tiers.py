@@ -13,7 +13,7 @@ HOT_USES, WARM_USES = 10, 1  # F3
 WINDOW_S = 60.0
 # Uses of one adapter that are remembered; adapters with more count as equally busy.
 _MOST_USES = 100
-# Images made in one turn: each reads a file, 3 ms of processor time for 0.19 MB, in which the
+# Images made in one rebalance: each reads a file, 3 ms of processor time for 0.19 MB, in which the
 # engine makes no step (docs/benchmarks.md).
 MOST_STAGED = 32
 
@@ -65,7 +65,7 @@ class TierMoves:
 
 
 def moves(view: View) -> TierMoves:
-    """What a turn brings, without taking a slot from an adapter that is as busy or runs."""
+    """What a rebalance brings, without taking a slot from an adapter that is as busy or runs."""
     busy = [adapter for adapter, uses in view.uses.items() if uses >= HOT_USES][::-1]
     stays = view.hot & (set(busy) | view.fixed)
     room = max(0, view.slots - len(stays | view.fixed))

@@ -138,7 +138,7 @@ def test_writer_erases_what_the_owner_orders_and_nothing_else(fd: int) -> None:
         store(own, ACME, b"secret")
         store(own, OTHER, b"theirs")
         assert owner.order_erasure(Removal(ACME))
-        assert owner.must_erase and not owner.order_erasure(Removal(OTHER)), "one order at a time"
+        assert owner.must_erase and not owner.order_erasure(Removal(OTHER)), "one removal at a time"
         assert own.shrink_to_limit() == [b"secret"]
         assert not owner.must_erase
         assert content_of(b"secret") not in bytes_of(fd)

@@ -56,7 +56,7 @@ async def test_engine_shrinks_its_slabs_awake_and_asleep_and_not_in_the_midst_of
     assert (await post(host, "shrink_slabs"))[0] == 200
     assert (await post(host, "sleep"))[0] == 200
     assert (await post(host, "shrink_slabs"))[0] == 200 and engine.shrunk == 2
-    async with host.turn:
+    async with host.residency_lock:
         asked = asyncio.ensure_future(post(host, "shrink_slabs"))
         for _ in range(10):
             await asyncio.sleep(0)

@@ -111,7 +111,7 @@ class Steps:
         yield
 
     def run(self) -> None:
-        with self._worker.in_turn(self._its_turn()):
+        with self._worker.holding(self._its_turn()):
             self._worker.note_step()
             self.stepped.set()
             assert self.go_on.wait(60)

@@ -45,13 +45,13 @@ class Painter:
         assert self.go_on.wait(WITHIN_S)
         if self.fails and len(self.batches) == 1:
             raise self.fails
-        for step in range(1, batch[0].order.setting.steps + 1):
-            on_step(step, batch[0].order.setting.steps, lambda: images)
+        for step in range(1, batch[0].request.setting.steps + 1):
+            on_step(step, batch[0].request.setting.steps, lambda: images)
             self.steps += 1
         return images
 
 
-def order(*seeds: int, setting: Setting = BASE, previews: int = 0) -> DrawRequest:
+def draw_request(*seeds: int, setting: Setting = BASE, previews: int = 0) -> DrawRequest:
     return DrawRequest(setting, "a picture", "", seeds, previews)
 
 
@@ -87,12 +87,12 @@ async def queued(*asked: Callable[[], Any]) -> list[asyncio.Task[Any]]:
 async def test_pictures_that_wait_and_agree_share_the_next_batch() -> None:
     painter = Painter()
     async with running(painter) as batches:
-        first = await queued(lambda: drawn(batches, order(1)))
+        first = await queued(lambda: drawn(batches, draw_request(1)))
         await begun(painter)
         rest = await queued(
-            lambda: drawn(batches, order(2, 3)),
-            lambda: drawn(batches, order(7, setting=OTHER)),
-            lambda: drawn(batches, order(4, 5, 6)),
+            lambda: drawn(batches, draw_request(2, 3)),
+            lambda: drawn(batches, draw_request(7, setting=OTHER)),
+            lambda: drawn(batches, draw_request(4, 5, 6)),
         )
         painter.go_on.set()
         answers = await asyncio.gather(*first, *rest)
@@ -111,11 +111,11 @@ async def test_each_step_is_told_and_previews_divide_the_steps() -> None:
     painter = Painter()
     painter.go_on.set()
     async with running(painter) as batches:
-        events = await drawn(batches, order(1, previews=3))
+        events = await drawn(batches, draw_request(1, previews=3))
     assert [e.step for e in events if isinstance(e, Step)] == [1, 2, 3, 4]
     assert [e.index for e in events if isinstance(e, Preview)] == [0, 1, 2]
     assert isinstance(events[-1], DrawnPicture)
-    at = [order(1, previews=2).preview_at(step, 10) for step in range(1, 11)]
+    at = [draw_request(1, previews=2).preview_at(step, 10) for step in range(1, 11)]
     assert at == [None, None, 0, None, None, None, 1, None, None, None]
 
 
@@ -123,12 +123,12 @@ async def test_each_step_is_told_and_previews_divide_the_steps() -> None:
 async def test_a_batch_without_clients_ends_before_its_next_step() -> None:
     painter = Painter()
     async with running(painter) as batches:
-        [gone] = await queued(lambda: drawn(batches, order(1)))
+        [gone] = await queued(lambda: drawn(batches, draw_request(1)))
         await begun(painter)
         gone.cancel()
         await asyncio.wait({gone})
         painter.go_on.set()
-        assert isinstance((await drawn(batches, order(2)))[-1], DrawnPicture)
+        assert isinstance((await drawn(batches, draw_request(2)))[-1], DrawnPicture)
     assert painter.batches == [[1], [2]]
     assert painter.steps == STEPS  # those of the second
 
@@ -138,9 +138,9 @@ async def test_a_client_that_leaves_takes_only_its_own_pictures_along() -> None:
     painter = Painter()
     async with running(painter) as batches:
         [both, stays] = await queued(
-            lambda: drawn(batches, order(1)), lambda: drawn(batches, order(2))
+            lambda: drawn(batches, draw_request(1)), lambda: drawn(batches, draw_request(2))
         )
-        [waits] = await queued(lambda: drawn(batches, order(3, setting=OTHER)))
+        [waits] = await queued(lambda: drawn(batches, draw_request(3, setting=OTHER)))
         await begun(painter)
         for task in (both, waits):
             task.cancel()
@@ -156,15 +156,15 @@ async def test_an_error_of_the_library_is_the_answer_and_the_next_batch_is_drawn
     painter.go_on.set()
     async with running(painter) as batches:
         with pytest.raises(DrawingFailed, match="RuntimeError: no such kernel"):
-            await drawn(batches, order(1))
-        assert isinstance((await drawn(batches, order(2)))[-1], DrawnPicture)
+            await drawn(batches, draw_request(1))
+        assert isinstance((await drawn(batches, draw_request(2)))[-1], DrawnPicture)
 
 
 @pytest.mark.spec("H9")
 async def test_step_of_a_picture_that_hangs_is_noticed() -> None:
     painter = Painter()
     async with running(painter) as batches:
-        [drawing] = await queued(lambda: drawn(batches, order(1)))
+        [drawing] = await queued(lambda: drawn(batches, draw_request(1)))
         await begun(painter)
         batches.worker.check()
         batches.worker.most_s = 0.0
