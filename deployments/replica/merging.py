@@ -161,7 +161,7 @@ class Merging:
             copy.held = held = HeldModel(plan, new_ticket(plan.model))
             held.demand.is_wanted = True
             logger.info("%s: merges %s into a copy of %s", held.ticket, served, self._model)
-            self._residency.open(held)
+            self._residency.begin_load(held)
             await self._until_over(copy, held)
         except (RequestError, OSError, safetensors_header.BadHeader) as error:
             logger.warning("%s is not merged into a copy: %s", copy.name[1], error)

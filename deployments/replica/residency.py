@@ -130,7 +130,7 @@ class Residency:
         try:
             async with asyncio.timeout(deadline_s):
                 for _ in range(ATTEMPTS_COUNT):
-                    held = self.models.get(model) or await self._open(model)
+                    held = self.models.get(model) or self._find_or_load(await self.plan(model))
                     if held.state is HolderState.RESIDENT:
                         if await self._is_current(held):
                             held.begin_request(priority, client)
@@ -191,13 +191,10 @@ class Residency:
         else:
             unloading.close(self, held)
 
-    async def _open(self, model: str) -> HeldModel:
-        """Returns a held model with its load under way; another request may have opened it
-        meanwhile."""
-        return self._held(await self.plan(model))
-
-    def _held(self, plan: ModelPlan) -> HeldModel:
-        return self.models.get(plan.model) or self.open(HeldModel(plan, new_ticket(plan.model)))
+    def _find_or_load(self, plan: ModelPlan) -> HeldModel:
+        """Returns the held model; where there is none yet, a new one with its load under way."""
+        held = self.models.get(plan.model)
+        return held or self.begin_load(HeldModel(plan, new_ticket(plan.model)))
 
     async def plan(self, model: str) -> ModelPlan:
         """Waits for the arbiter's table. Raises RequestError."""
@@ -207,8 +204,8 @@ class Residency:
             await self.client().wait_until_joined()
         return await self.plans.of(model)
 
-    def open(self, held: HeldModel) -> HeldModel:
-        """Begins its load; no other held model has its name."""
+    def begin_load(self, held: HeldModel) -> HeldModel:
+        """Begins the load of a new held model; no other one has its name."""
         self.models[held.model] = held
         self.begin_work(held, loading.load(self, held))
         return held
@@ -339,7 +336,7 @@ class Residency:
             plan = await self.plan(model)
             if self._withdrawn[model] > withdrawn_count:
                 return
-            held = self._held(plan)
+            held = self._find_or_load(plan)
             if held.state in LEAVING:
                 if await held.wait(None):
                     return held.end_request()  # it serves on

@@ -59,7 +59,7 @@ async def _bring(
     for held in held_models:
         held.gang = gang
         held.note_request(priority, client, until_s)
-        residency.open(held)
+        residency.begin_load(held)
 
     async def serve(model: str) -> None:
         left_s = None if until_s is None else max(0.0, until_s - time.monotonic())

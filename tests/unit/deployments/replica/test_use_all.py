@@ -75,16 +75,16 @@ async def test_gang_member_stays_in_the_queue_when_a_load_without_a_request_is_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with holder() as (residency, arbiter):
-        opens = residency.open
+        begin_load = residency.begin_load
 
-        def open_(held: HeldModel) -> HeldModel:
-            """The command arrives before the request that opened the model waits for it."""
+        def withdrawn_at_once(held: HeldModel) -> HeldModel:
+            """The command arrives before the request that began the load waits for it."""
             asyncio.get_running_loop().call_soon(
                 residency._on_command, messages.WithdrawCommand(held.model)
             )
-            return opens(held)  # type: ignore[no-any-return]
+            return begin_load(held)  # type: ignore[no-any-return]
 
-        monkeypatch.setattr(residency, "open", open_)
+        monkeypatch.setattr(residency, "begin_load", withdrawn_at_once)
         seen = asyncio.ensure_future(see(residency))
         await asked(arbiter, "a", "b")
         assert all(len(request.gang) == 2 for request in arbiter.requests)
