@@ -184,10 +184,10 @@ def refusal(error: RequestError) -> tuple[ResponseHead, bytes]:
 
 def stream_error(error: RequestError) -> bytes:
     """An SSE event for a stream that breaks after its head was sent."""
-    return late(*refusal(error))
+    return response_event(*refusal(error))
 
 
-def late(head: ResponseHead, body: bytes) -> bytes:
+def response_event(head: ResponseHead, body: bytes) -> bytes:
     """An SSE event for a whole response behind a head of status 200. Its error object says its own
     status, which is told nowhere else."""
     try:

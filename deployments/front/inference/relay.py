@@ -175,7 +175,7 @@ class AwaitedResponse:
             while (first := await self.first_part()) is None:
                 yield self._comment()
             if isinstance(first, messages.FullResponse):  # a status of 200 was sent already
-                yield messages.late(first.head, first.body)
+                yield messages.response_event(first.head, first.body)
             elif not first.is_event_stream:
                 content_type = first.headers.get("content-type", "no content type")
                 yield messages.stream_error(

@@ -9,7 +9,8 @@ from typing import Any
 from arbiter.errors import RequestError
 
 Fields = dict[str, Any]
-Spoken = Callable[[str, str, list[Fields]], Fields]  # of content, thinking and tool calls
+# The fields in which a route carries content, thinking and tool calls: in_chat or in_generate.
+ContentFields = Callable[[str, str, list[Fields]], Fields]
 
 # The header of deployments.replica.capability: seconds until the model served.
 WAITED = "x-arbiter-waited-s"
@@ -39,9 +40,9 @@ class Answer:
     """One answer: durations in ns, counts in tokens. `began_ns`: of the request, monotonic."""
 
     def __init__(
-        self, model: str, spoken: Spoken, headers: Mapping[str, str], began_ns: int
+        self, model: str, content_fields: ContentFields, headers: Mapping[str, str], began_ns: int
     ) -> None:
-        self._model, self._spoken, self._began_ns = model, spoken, began_ns
+        self._model, self._content_fields, self._began_ns = model, content_fields, began_ns
         self._load_ns = load_ns(headers)
         self._first_ns = 0
         self._usage: Mapping[str, Any] = {}
@@ -55,8 +56,8 @@ class Answer:
         self._usage = reply.get("usage") or {}
         self._reason = _REASONS.get(choice.get("finish_reason") or "", "stop")
         calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
-        spoken = self._spoken(message.get("content") or "", _thinking(message), calls)
-        return self._last(spoken | _logprobs(choice))
+        fields = self._content_fields(message.get("content") or "", _thinking(message), calls)
+        return self._last(fields | _logprobs(choice))
 
     async def streamed(self, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Lines of JSON from server-sent events. A break is a line with its error."""
@@ -66,15 +67,15 @@ class Answer:
                     message = error.get("message", "") if isinstance(error, dict) else str(error)
                     yield _line({"error": message})
                     return
-                if spoken := self._piece(event):
-                    yield _line(self._head() | spoken | {"done": False})
+                if fields := self._piece(event):
+                    yield _line(self._head() | fields | {"done": False})
         except RequestError as error:  # the front lost the replica, or the remote
             yield _line({"error": str(error)})
             return
         if self._calls:
             calls = [_call(self._calls[number]) for number in sorted(self._calls)]
-            yield _line(self._head() | self._spoken("", "", calls) | {"done": False})
-        yield _line(self._last(self._spoken("", "", [])))
+            yield _line(self._head() | self._content_fields("", "", calls) | {"done": False})
+        yield _line(self._last(self._content_fields("", "", [])))
 
     def _piece(self, event: Mapping[str, Any]) -> Fields | None:
         self._usage = event.get("usage") or self._usage
@@ -86,7 +87,7 @@ class Answer:
             self._collect(delta.get("tool_calls") or ())
             content, thinking = delta.get("content") or "", _thinking(delta)
             if content or thinking or _logprobs(choice):
-                return self._spoken(content, thinking, []) | _logprobs(choice)
+                return self._content_fields(content, thinking, []) | _logprobs(choice)
         return None
 
     def _collect(self, calls: Any) -> None:
@@ -102,21 +103,21 @@ class Answer:
     def _head(self) -> Fields:
         return {"model": self._model, "created_at": now()}
 
-    def _last(self, spoken: Fields) -> Fields:
+    def _last(self, fields: Fields) -> Fields:
         ended_ns = time.monotonic_ns()
         total_ns = ended_ns - self._began_ns
-        spoke_ns = ended_ns - self._first_ns if self._first_ns else 0
+        generated_ns = ended_ns - self._first_ns if self._first_ns else 0
         measured = {
             "done": True,
             "done_reason": self._reason,
             "total_duration": total_ns,
             "load_duration": self._load_ns,
             "prompt_eval_count": self._usage.get("prompt_tokens", 0),
-            "prompt_eval_duration": max(0, total_ns - spoke_ns - self._load_ns),
+            "prompt_eval_duration": max(0, total_ns - generated_ns - self._load_ns),
             "eval_count": self._usage.get("completion_tokens", 0),
-            "eval_duration": spoke_ns,
+            "eval_duration": generated_ns,
         }
-        return self._head() | spoken | measured
+        return self._head() | fields | measured
 
 
 def load_ns(headers: Mapping[str, str]) -> int:

@@ -29,7 +29,14 @@ from deployments.front.inference.tasks import task_of
 from deployments.front.jobs.accepted import submit
 from deployments.front.jobs.async_calls import prefers_async
 from deployments.front.ollama import bodies, catalogue
-from deployments.front.ollama.answers import Answer, Spoken, embedded, in_chat, in_generate, now
+from deployments.front.ollama.answers import (
+    Answer,
+    ContentFields,
+    embedded,
+    in_chat,
+    in_generate,
+    now,
+)
 from deployments.front.openapi import refusals
 from deployments.front.routes.json_route import JsonRoute
 from deployments.front.routes.openai import call_for
@@ -96,7 +103,7 @@ async def show(body: bodies.Show, caller: Inferrer, front: State) -> dict[str, A
 async def chat(body: bodies.Chat, request: Request, caller: Inferrer, front: State) -> Response:
     if not body.messages:
         return await _loaded(body, in_chat, request, caller, front)
-    return await _spoken(CHAT, body, in_chat, request, caller, front)
+    return await _generated(CHAT, body, in_chat, request, caller, front)
 
 
 @router.post("/generate")
@@ -106,7 +113,7 @@ async def generate(
     if not body.prompt and not body.images:
         return await _loaded(body, in_generate, request, caller, front)
     path = COMPLETION if body.raw else CHAT
-    return await _spoken(path, body, in_generate, request, caller, front)
+    return await _generated(path, body, in_generate, request, caller, front)
 
 
 @router.post("/embed")
@@ -146,10 +153,10 @@ async def _known(
     )
 
 
-async def _spoken(
+async def _generated(
     path: str,
     body: bodies.Chat | bodies.Generate,
-    spoken: Spoken,
+    content_fields: ContentFields,
     request: Request,
     caller: Caller,
     front: FrontState,
@@ -163,10 +170,12 @@ async def _spoken(
         await parts.aclose()
         if first.head.status != 200:
             return whole_response(first)
-        answer = Answer(_named(body.model, first.head), spoken, first.head.headers, began_ns)
+        answer = Answer(
+            _named(body.model, first.head), content_fields, first.head.headers, began_ns
+        )
         return _whole(answer.whole(json.loads(first.body)), front)
     assert isinstance(first, messages.ResponseHead), "no progress here"
-    answer = Answer(_named(body.model, first), spoken, first.headers, began_ns)
+    answer = Answer(_named(body.model, first), content_fields, first.headers, began_ns)
     return ClosingStream(answer.streamed(_bytes(parts)), media_type=LINES, holds=parts)
 
 
@@ -204,7 +213,7 @@ def _whole(reply: dict[str, Any], front: FrontState) -> WholeResponse:
 
 async def _loaded(
     body: bodies.Chat | bodies.Generate,
-    spoken: Spoken,
+    content_fields: ContentFields,
     request: Request,
     caller: Caller,
     front: FrontState,
@@ -219,7 +228,7 @@ async def _loaded(
     if first.head.status != 200:
         return whole_response(first)
     head = {"model": body.model, "created_at": now(), "done": True, "done_reason": "load"}
-    return JSONResponse(head | spoken("", "", []))
+    return JSONResponse(head | content_fields("", "", []))
 
 
 async def _run(

@@ -180,7 +180,9 @@ async def test_error_has_one_type_of_anthropics_before_and_after_the_head(
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         is_late = scope["query_string"] == b"late"
-        status, sent = (200, messages.late(head, body)) if is_late else (head.status, body)
+        status, sent = (
+            (200, messages.response_event(head, body)) if is_late else (head.status, body)
+        )
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": sent})

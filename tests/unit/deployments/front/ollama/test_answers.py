@@ -21,12 +21,14 @@ def delta(reason: str | None = None, **fields: Any) -> dict[str, Any]:
     return {"choices": [{"delta": fields, "finish_reason": reason}]}
 
 
-async def lines(stream: bytes, size: int = 7, spoken: Any = in_chat) -> list[dict[str, Any]]:
+async def lines(
+    stream: bytes, size: int = 7, content_fields: Any = in_chat
+) -> list[dict[str, Any]]:
     async def cut() -> AsyncIterator[bytes]:
         for start in range(0, len(stream), size):
             yield stream[start : start + size]
 
-    answer = Answer("m", spoken, {WAITED: "1.5"}, time.monotonic_ns() - 2 * 10**9)
+    answer = Answer("m", content_fields, {WAITED: "1.5"}, time.monotonic_ns() - 2 * 10**9)
     return [json.loads(line) async for line in answer.streamed(cut())]
 
 
@@ -66,7 +68,7 @@ async def test_probabilities_of_tokens_stand_beside_their_text() -> None:
 @pytest.mark.spec("J1")
 async def test_completion_stream_is_a_response() -> None:
     text = {"choices": [{"text": "a", "finish_reason": "stop"}]}
-    first, last = await lines(sse(text, USAGE), spoken=in_generate)
+    first, last = await lines(sse(text, USAGE), content_fields=in_generate)
     assert (first["response"], last["response"], last["done_reason"]) == ("a", "", "stop")
 
 
