@@ -78,7 +78,7 @@ def test_pictures_show_what_their_prompts_say(draw: Child) -> None:
 
 
 @pytest.mark.spec("H5")
-def test_picture_is_the_same_whoever_shares_its_batch(draw: Child) -> None:
+def test_picture_is_the_same_whatever_shares_its_batch(draw: Child) -> None:
     alone = one(draw, RED.caption, x_seed=7)
     prompts = [(RED.caption, 7), *((fact.caption, n) for n, fact in enumerate(all_facts()[:15]))]
     with ThreadPoolExecutor(16) as pool:

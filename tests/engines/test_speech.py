@@ -331,7 +331,7 @@ def test_speech_in_another_language_is_translated_to_english(knows: Child, langu
 
 
 @pytest.mark.spec("H3", "J1")
-def test_language_that_is_given_is_the_one_that_is_heard_and_named(knows: Child) -> None:
+def test_given_language_is_transcribed_and_named(knows: Child) -> None:
     """Told that it is English, Whisper writes English words for the same sound."""
     text, english = SPOKEN["de"]
     raw = whisper_base.spoken(text, "de")

@@ -240,7 +240,7 @@ async def other_agent(d: LiveArbiter, pid: int) -> bool:
 
 
 @pytest.mark.spec("C6")
-async def test_model_whose_files_are_in_host_ram_is_granted_before_one_that_came_earlier(
+async def test_model_whose_files_are_in_host_ram_is_granted_before_an_earlier_request(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(MIB))

@@ -1,5 +1,5 @@
 """Code of product, benchmarks and planted bugs uses no word that docs/glossary.md retires, in names
-or in prose."""
+or in prose; of tests the names use none."""
 
 import io
 import re
@@ -109,6 +109,19 @@ def test_code_uses_no_retired_word() -> None:
     assert not broken, "docs/glossary.md has the words to use instead"
 
 
+def retired_in_names(path: Path) -> list[str]:
+    """Names of tests with a retired word: they are links of docs/behaviours.md."""
+    names = re.findall(r"\bdef (test_\w+)", text_of(path))
+    return [name for name in names if any(form_of(entry).search(name) for entry in RETIRED)]
+
+
+def test_names_of_tests_use_no_retired_word() -> None:
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert len(tests) > 100
+    broken = broken_in(tests, retired_in_names)
+    assert not broken, "docs/glossary.md has the words to use instead"
+
+
 def test_words_not_gone_yet_are_retired_and_still_there() -> None:
     assert not NOT_YET - set(RETIRED)
     everywhere = set().union(*(retired_in(path) for path in CODE))
@@ -130,6 +143,12 @@ def test_retired_word_is_found_in_names_and_prose(source: str, word: str) -> Non
     texts = [" ".join(words_of(text)) for text in texts_of(source)]
     assert any(word in text for text in texts)
     assert word in may_hold(source)
+
+
+def test_retired_word_is_found_in_the_name_of_a_test(tmp_path: Path) -> None:
+    file, names = tmp_path / "test_it.py", ["test_nobody_waits", "test_none_that_waits"]
+    file.write_text("".join(f"async def {name}(): ...\n" for name in names))
+    assert retired_in_names(file) == names[:1]
 
 
 @pytest.mark.parametrize("source", ["remind = 1", "# of another kind\nthat = 2", "'reminder'"])

@@ -231,7 +231,7 @@ def test_image_of_a_tenants_own_adapter_leaves_with_the_tenant_and_a_common_one_
 
 
 @pytest.mark.spec("E6")
-def test_image_that_tenants_share_is_of_the_one_that_had_it_made(fd: int) -> None:
+def test_image_that_tenants_share_is_of_the_tenant_that_had_it_made(fd: int) -> None:
     engine = Engine(fd)
     for tenant in ("acme", "other"):
         engine.images.note_owner(asked(1), tenant)

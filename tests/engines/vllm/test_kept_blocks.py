@@ -147,7 +147,7 @@ def test_memory_of_the_record_is_bounded_by_the_blocks(cache: Cache) -> None:
     assert all(held for held, _ in kept._counts.values())
 
 
-def test_reset_cache_and_one_that_is_off_hold_nothing(
+def test_reset_cache_and_a_cache_that_is_off_hold_nothing(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.run(1_001, 10)

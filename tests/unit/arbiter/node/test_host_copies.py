@@ -463,7 +463,7 @@ async def test_idle_copy_is_offered_to_leave_and_counts_the_loads_that_found_it(
 
 
 @pytest.mark.spec("E7")
-async def test_loads_are_counted_by_whether_they_found_a_copy_also_of_one_that_has_left(
+async def test_loads_are_counted_by_whether_they_found_a_copy_also_after_that_has_left(
     node: Node, model: Path
 ) -> None:
     assert node.copies.contents() == ()

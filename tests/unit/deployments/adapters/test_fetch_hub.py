@@ -59,7 +59,7 @@ async def test_adapter_of_a_hub_is_fetched_and_its_token_goes_nowhere_else(
     assert TOKEN not in caplog.text
 
 
-async def test_revision_of_a_url_is_the_one_that_is_fetched(tmp_path: Path, hub: Hub) -> None:
+async def test_revision_that_a_url_names_is_fetched(tmp_path: Path, hub: Hub) -> None:
     entry = found(tmp_path, f"{LAW}@{PINNED}")
     await fetcher(tmp_path).bring(entry)
     assert contents(entry.path) == contents(tmp_path / "pinned")

@@ -51,7 +51,7 @@ async def refusal(tmp_path: Path, entry: CatalogueEntry) -> str:
     return str(await fetching.refusal(tmp_path, entry))
 
 
-async def test_adapter_of_a_bucket_is_the_one_that_was_uploaded(
+async def test_adapter_of_a_bucket_is_fetched_as_it_was_uploaded(
     tmp_path: Path, server: S3Server
 ) -> None:
     entry = found(tmp_path, "law-v3")

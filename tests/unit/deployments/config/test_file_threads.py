@@ -43,7 +43,9 @@ async def test_next_model_takes_a_thread_that_is_done_and_few_of_them_stay() -> 
 
 
 @pytest.mark.spec("D5")
-async def test_files_that_hang_keep_one_thread_whoever_leaves_and_delay_no_other_model() -> None:
+async def test_files_that_hang_keep_one_thread_whose_readers_left_and_delay_no_other_model() -> (
+    None
+):
     server = threading.Event()
     asked = [in_thread("hangs", server.wait, WITHIN_S) for _ in range(5)]
     try:

@@ -78,7 +78,7 @@ async def test_row_is_deployed_once_by_however_many_fronts(
 
 
 @pytest.mark.spec("A2")
-async def test_new_or_changed_row_is_deployed_alone_and_one_that_is_gone_is_deleted(
+async def test_new_or_changed_row_is_deployed_alone_and_a_row_that_is_gone_is_deleted(
     apps: CapabilityApps, fake: FakeServe
 ) -> None:
     await apps.follow(table(chat={}, other={}))

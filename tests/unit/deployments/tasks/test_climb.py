@@ -202,7 +202,7 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.spec("J5")
 @pytest.mark.usefixtures("looks_often")
-async def test_rung_that_waits_is_left_for_the_one_that_is_sooner_and_its_call_is_closed() -> None:
+async def test_rung_that_waits_is_left_for_a_sooner_rung_and_its_call_is_closed() -> None:
     waits = Waits(None, None, "2")
     [answer] = await waits.heard()
     assert isinstance(answer, FullResponse) and signed(answer.head, 2)

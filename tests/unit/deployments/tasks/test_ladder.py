@@ -155,7 +155,7 @@ def test_primary_that_must_load_goes_before_a_rung_of_which_nothing_is_known() -
 
 
 @pytest.mark.spec("J5")
-def test_rung_that_keeps_the_budget_goes_before_a_better_one_that_does_not() -> None:
+def test_rung_that_keeps_the_budget_goes_before_a_better_rung_that_does_not() -> None:
     slow, quick = Prediction("resident", 0.0, 0.0, 20.0), Prediction("cold", 0.0, 2.0, 1.0)
     made = order(task(), [here(0, slow), here(1, quick)], 5.0)
     assert names(made) == ["m1", "m0"]
@@ -206,7 +206,7 @@ def test_rung_is_left_only_where_it_waits_past_the_budget(
 
 
 @pytest.mark.spec("J5")
-def test_rung_is_left_only_for_one_that_is_known_to_be_sooner_and_can_have_the_request() -> None:
+def test_rung_is_left_only_for_a_rung_that_is_known_to_be_sooner_and_can_have_the_request() -> None:
     assert onward(QUEUED, here(1, MUST_LOAD), here(2, NOTHING), left_s=-1.0) is None
     assert onward(QUEUED, here(1, SERVES, "it has no eyes"), left_s=-1.0) is None
     assert onward(QUEUED, here(1, MUST_LOAD), here(2, SERVES), left_s=-1.0) == "m2"

@@ -196,7 +196,7 @@ def test_model_that_is_used_after_all_is_spared_and_the_next_goes() -> None:
     ]
 
 
-def test_model_that_is_not_loaded_is_told_and_one_that_does_not_exist_refused() -> None:
+def test_compaction_tells_of_a_model_that_is_not_loaded_and_refuses_an_unknown_model() -> None:
     d = driver()
     spared = (SparedModel("a", None, "it is not loaded"),)
     assert ask_compaction(d, 1, "a") == [Compacted("by hand", 0, gib(0), spared, True)]

@@ -136,7 +136,7 @@ def test_a_sleep_that_is_not_seen_ends_the_engine() -> None:
 
 
 @pytest.mark.spec("D1")
-def test_a_sleep_without_a_fall_is_doubted_before_one_that_still_falls() -> None:
+def test_a_sleep_without_a_fall_is_doubted_before_a_sleep_that_still_falls() -> None:
     driver = claims_to_sleep()
     for t, held in (21.2, 80), (22.2, 40), (23.2, 20):
         driver.engines["a"] = {CPU: held, HOST: 40}

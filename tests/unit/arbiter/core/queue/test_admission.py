@@ -196,9 +196,7 @@ def test_best_fit_leaves_the_smallest_hole() -> None:
 
 
 @pytest.mark.spec("B3", "A17")
-def test_estimate_has_the_context_of_a_gpu_where_the_node_has_one_and_nobody_said_the_size() -> (
-    None
-):
+def test_estimate_has_the_context_of_a_gpu_where_the_node_has_one_and_no_size_is_given() -> None:
     driver = CoreDriver(device=80)
     gpu = types.DeviceSpec(DeviceId("g/gpu:0"), types.DeviceKind.GPU, gib(80))
     driver.at(0, ev.NodeSeen(NodeId("g"), (gpu,)))

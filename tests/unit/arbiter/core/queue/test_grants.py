@@ -39,7 +39,7 @@ def is_aged(driver: CoreDriver, name: str) -> bool:
 
 
 @pytest.mark.spec("C6")
-def test_ticket_that_cannot_load_does_not_hold_up_a_later_one_that_can() -> None:
+def test_ticket_that_cannot_load_does_not_hold_up_a_later_ticket_that_can() -> None:
     driver = CoreDriver(device=80)
     loading(driver, 50)
     assert driver.ask(1, "large", 60) == []
@@ -398,7 +398,7 @@ def test_asleep_ticket_wakes_on_its_device_though_its_model_was_elsewhere_last()
 
 
 @pytest.mark.spec("C5", "C6")
-def test_ticket_exempt_from_pressure_is_not_held_up_by_one_that_is_not() -> None:
+def test_ticket_exempt_from_pressure_is_not_held_up_by_a_ticket_that_is_not() -> None:
     driver = CoreDriver(device=80)
     loading(driver, 75)
     assert driver.ask(1, "e", 10, capability="embedding", model="e1") == []
@@ -478,7 +478,7 @@ def test_oversized_ticket_swaps_within_its_exclusion_group() -> None:
 
 
 @pytest.mark.spec("B6", "C6")
-def test_oversizable_ticket_is_not_held_up_by_a_smaller_one_that_must_fit() -> None:
+def test_oversizable_ticket_is_not_held_up_by_a_smaller_ticket_that_must_fit() -> None:
     driver = oversized()
     driver.ask(0, "a", 50, priority=HIGH)
     assert driver.ask(1, "b", 60) == []
@@ -487,7 +487,7 @@ def test_oversizable_ticket_is_not_held_up_by_a_smaller_one_that_must_fit() -> N
 
 
 @pytest.mark.spec("N2")
-def test_grant_pass_skips_tickets_no_smaller_than_one_that_cannot_be_placed(
+def test_grant_pass_skips_tickets_no_smaller_than_an_unplaceable_ticket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = CoreDriver(device=80)

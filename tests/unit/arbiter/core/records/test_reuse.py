@@ -66,7 +66,7 @@ def test_chances_are_those_of_the_formulas_after_any_history(seed: int) -> None:
 
 
 @pytest.mark.spec("N4")
-def test_model_of_each_turnover_becomes_likelier_than_one_that_came_once() -> None:
+def test_model_of_each_turnover_becomes_likelier_than_a_model_used_once() -> None:
     learner = ReuseLearner()
     use(learner, 0, 0.25)
     for n in range(1, 200):

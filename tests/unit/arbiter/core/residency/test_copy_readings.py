@@ -155,7 +155,7 @@ def test_a_copy_is_measured_as_any_ticket() -> None:
 
 
 @pytest.mark.spec("C6")
-def test_a_model_whose_files_are_in_host_ram_is_granted_before_one_that_came_earlier() -> None:
+def test_a_model_whose_files_are_in_host_ram_is_granted_before_an_earlier_request() -> None:
     driver = CoreDriver(host=40)
     driver.resident(0, "a", 80)
     driver.beat(1, "a", inflight=1)

@@ -253,7 +253,7 @@ def test_gpu_that_an_agent_does_not_count_once_it_is_back_is_lost_until_it_is_se
 
 
 @pytest.mark.spec("B1", "B5")
-def test_ticket_over_two_gpus_waits_for_one_that_has_not_answered_yet() -> None:
+def test_ticket_over_two_gpus_waits_for_a_gpu_that_has_not_answered_yet() -> None:
     driver = GpuCoreDriver(device=80, holders=())
     come_back_without_an_answer(driver)
     assert ask_over_both(driver, 2, "a") == []
@@ -272,7 +272,7 @@ def test_ticket_larger_than_the_node_is_refused_though_a_known_gpu_cannot_be_rea
 
 
 @pytest.mark.spec("B1", "A19")
-def test_a_sleeper_that_could_wake_only_on_a_lost_gpu_goes_with_it() -> None:
+def test_an_asleep_model_that_could_wake_only_on_a_lost_gpu_goes_with_it() -> None:
     driver = two()
     driver.ask(20, "c", 60)
     driver.at(21, ev.Slept(TicketId("a")))
@@ -284,7 +284,7 @@ def test_a_sleeper_that_could_wake_only_on_a_lost_gpu_goes_with_it() -> None:
 
 
 @pytest.mark.spec("A10", "B5")
-def test_a_ticket_over_two_gpus_stays_charged_on_the_one_that_is_left() -> None:
+def test_a_ticket_over_two_gpus_stays_charged_on_the_gpu_that_is_left() -> None:
     driver = GpuCoreDriver(device=80, host=100)
     need = types.Need(gib(120))
     driver.at(0, ev.Requested(

@@ -59,7 +59,7 @@ def test_bytes_on_their_way_to_a_growing_resident_are_not_lent_to_the_queue() ->
     assert granted(d.gone(24, "c")) == ["a"] and d.charged() == 70
 
 
-def test_bytes_on_their_way_to_a_growing_resident_are_not_granted_to_one_that_asked_later() -> None:
+def test_bytes_on_their_way_to_a_growing_resident_are_not_granted_to_a_later_asker() -> None:
     d = CoreDriver(holders=("h", "k", "l"))
     for name, holder in (("a", "h"), ("b", "k"), ("c", "l")):
         d.resident(0, name, 20, holder=holder)

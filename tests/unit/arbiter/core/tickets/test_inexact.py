@@ -73,7 +73,9 @@ def test_a_device_that_gives_too_little_back_confirms_no_sleep() -> None:
 
 @pytest.mark.spec("A16", "D1")
 @pytest.mark.parametrize(("awake", "charged"), [("b", 40), ("", 15)], ids=["beside", "alone"])
-def test_no_sleeper_is_ended_for_a_share_that_was_only_inferred(awake: str, charged: float) -> None:
+def test_no_asleep_model_is_ended_for_a_share_that_was_only_inferred(
+    awake: str, charged: float
+) -> None:
     """`a` (20) sleeps: of what `b` holds a share would fall to it, or all that strangers do."""
     driver = GpuCoreDriver(device=60, host=200, holders=())
     del driver.there[OTHER]

@@ -62,7 +62,7 @@ def test_process_ram_is_no_part_of_what_is_learned_of_its_model() -> None:
 
 
 @pytest.mark.spec("B4", "D1")
-def test_a_sleeper_has_room_for_its_process_beside_its_weights() -> None:
+def test_an_asleep_model_has_room_for_its_process_beside_its_weights() -> None:
     driver = driver_with("a")
     driver.ask(20, "b", 60), driver.ask(20, "c", 60)
     assert driver.state_of("a") == "draining"
@@ -72,7 +72,9 @@ def test_a_sleeper_has_room_for_its_process_beside_its_weights() -> None:
 
 
 @pytest.mark.spec("B4", "D1")
-def test_a_model_whose_copy_and_process_do_not_fit_goes_for_good_and_no_sleeper_with_it() -> None:
+def test_a_model_whose_copy_and_process_do_not_fit_goes_for_good_and_no_asleep_model_with_it() -> (
+    None
+):
     """Two copies fit into the budget, two copies and two processes do not."""
     driver = driver_with("a", "b", host=103)
     driver.ask(20, "c", 60)
@@ -83,7 +85,7 @@ def test_a_model_whose_copy_and_process_do_not_fit_goes_for_good_and_no_sleeper_
 
 
 @pytest.mark.spec("A9", "B4")
-def test_a_refused_sleep_gives_back_its_bed_and_keeps_its_process() -> None:
+def test_a_refused_sleep_gives_back_its_host_reservation_and_keeps_its_process() -> None:
     driver = driver_with("a")
     driver.ask(20, "b", 60), driver.ask(20, "c", 60)
     assert driver.charged(HOST) == 52
@@ -121,7 +123,7 @@ def test_pinned_copy_of_a_model_that_slept_before_a_restart_is_no_ram_of_its_pro
 
 
 @pytest.mark.spec("B4")
-def test_a_short_host_budget_costs_sleepers_their_copies_and_no_resident_its_gpu() -> None:
+def test_a_short_host_budget_costs_asleep_models_their_copies_and_no_resident_its_gpu() -> None:
     """What a process needs of RAM was not lent to it: whether RAM is really short is for pressure
     to say."""
     driver = driver_with("a", "b", host=100)

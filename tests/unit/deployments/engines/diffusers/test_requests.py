@@ -161,7 +161,7 @@ def test_an_edit_has_the_size_of_its_picture_or_the_one_asked_for() -> None:
 
 
 @given(st.integers(1, 20_000), st.integers(1, 20_000), st.integers(4, 300))
-def test_a_fitted_size_is_one_that_the_model_draws(width: int, height: int, blocks: int) -> None:
+def test_a_fitted_size_is_a_size_that_the_model_draws(width: int, height: int, blocks: int) -> None:
     limits = replace(LIMITS, max_pixels=blocks * 16 * 16)
     fitted = requests._fitted((width, height), limits)
     assert requests.size_of("{}x{}".format(*fitted), limits) == fitted

@@ -97,9 +97,7 @@ async def test_all_of_a_prewarm_without_marks_is_stable() -> None:
 
 @pytest.mark.parametrize("tenant", [DEFAULT_TENANT, "acme"])
 @pytest.mark.parametrize("adapter", [None, "legal"])
-async def test_declared_prefix_is_the_one_that_requests_begin_with(
-    tenant: str, adapter: str | None
-) -> None:
+async def test_requests_begin_with_the_declared_prefix(tenant: str, adapter: str | None) -> None:
     """The key that the front sends with a request is that of the plan's prefix."""
     declared = {"system": SYSTEM["content"], "tools": [TOOL], "adapter": adapter, "tenant": tenant}
     of = table(stable_prefixes=[declared], thinking=False, defaults={"temperature": 0})

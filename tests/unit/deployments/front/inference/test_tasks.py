@@ -120,7 +120,7 @@ class Waiting(Response):
 
 @pytest.mark.spec("J5", "A8")
 @pytest.mark.parametrize("is_pinned", [False, True])
-async def test_rung_whose_wait_grows_past_the_budget_is_cancelled_for_one_that_is_sooner(
+async def test_rung_whose_wait_grows_past_the_budget_is_cancelled_for_a_sooner_rung(
     client: AsyncClient,
     front: FrontState,
     engines: Engines,
