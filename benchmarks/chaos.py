@@ -1,5 +1,5 @@
 """Random kills under load, on a real cluster with real child processes: is a byte ever lost or
-doubled, is anybody left without an answer?
+doubled, is any request left without an answer?
 
     python -m benchmarks.chaos --kills 200
 

@@ -3,10 +3,10 @@
     python -m benchmarks.core_scale [--samples 500]
 
 No Ray and no engine: events go straight into `Arbiter.handle`, each call timed alone; the functions
-it calls are counted in other calls. One device a
-node, ten resident models of one holder and one of another, and a hundred queued tickets on each, at
-three sizes; the larger ones again with only as many devices touched as the smallest has; and one
-device with very many residents.
+it calls are counted in other calls. Each node has one device, ten resident models of one holder and
+one of another, and a hundred queued tickets. There are three sizes; the larger ones are measured
+again with only as many devices touched as the smallest has; and there is one device with very many
+residents.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 """Private pages of processes, without asking the kernel each second for what has not changed.
 
-It walks all page tables of a process for `smaps_rollup`: 15 to 25 ms for each of an engine's two
-(benchmarks.md), a core for twenty sleeping engines; again for `smaps`, which has each mapping; and
-for `maps`, which names them, it writes thousands of lines.
-But a process gets a page of its own by a fault and loses one from its resident set, and both are
-counted where asking costs 20 us. Only whether another process still maps the same page is not, so
-nothing is believed for long.
+The kernel walks all page tables of a process for `smaps_rollup`: 15 to 25 ms for each of an
+engine's two processes (docs/benchmarks.md), which is a whole core for twenty sleeping engines. It
+walks them again for `smaps`, which has each mapping, and writes thousands of lines for `maps`,
+which names them. But a process gets a page of its own by a fault and loses one from its resident
+set, and the kernel counts both where asking costs 20 us. It does not count whether another process
+still maps the same page, so a reading is kept for a short time only.
 """
 
 import os

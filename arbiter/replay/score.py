@@ -1,4 +1,4 @@
-"""What a replay cost those who asked, and how far that is from what foresight would have cost."""
+"""What a replay cost the requests, and how far that is from what foresight would have cost."""
 
 from dataclasses import dataclass, field, fields
 

@@ -1,4 +1,4 @@
-"""Transcription: sound in, text out, by the Whisper family in the child."""
+"""Transcription: sound in, text out, by the Whisper family in its engine."""
 
 from deployments.replica.capability import Capability
 

@@ -1,4 +1,4 @@
-"""The embedding capability: text in, vectors out, by sentence-transformers in the child."""
+"""The embedding capability: text in, vectors out, by sentence-transformers in its engine."""
 
 from deployments.replica.capability import Capability
 

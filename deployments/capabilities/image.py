@@ -1,4 +1,4 @@
-"""The image capability: text or a picture in, pictures out, by diffusers in the child."""
+"""The image capability: text or a picture in, pictures out, by diffusers in its engine."""
 
 from deployments.replica.adapted_capability import AdaptedCapability
 

@@ -1,4 +1,4 @@
-"""Rerank, score and classify, and the vectors behind them: vLLM's pooling runner in the child."""
+"""Rerank, score and classify, and the vectors behind them: vLLM's pooling runner in its engine."""
 
 from deployments.replica.capability import Capability
 

@@ -1,4 +1,4 @@
-"""Vision: chat about pictures, by vLLM's multimodal models in the child.
+"""Vision: chat about pictures, by vLLM's multimodal models in its engine.
 
 The front lets only pictures within bounds pass (deployments.front.inference.pictures); the engine
 gives each an identity of its own (deployments.engines.vllm.pictures.picture_identity).

@@ -2,9 +2,10 @@
 between nothing happens, so that each sleep or load does not cost another one.
 
 Host RAM: shared copies that no engine uses leave first (D4); then the cheapest asleep tickets let
-go of their copies, but never the last to fall asleep,
-which was let in for its own sake. A device, where watermarks are switched on: only while a ticket
-waits for its bytes or wants to grow, and only victims that may leave for the first of these.
+go of their copies, except the ticket that fell asleep last, whose sleep would have been in vain.
+
+A device, where watermarks are switched on: only while a ticket waits for its bytes or wants to
+grow, and only victims that may leave for the first of these.
 """
 
 from collections.abc import Iterator

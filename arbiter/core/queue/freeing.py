@@ -1,9 +1,9 @@
 """Says how much `arbiter free` can have at once, and what stays (A15).
 
-Such a lease asks before every other request for what is free or idle on one device of its node,
-however lately it was loaded and however urgent it was. What is pinned or in use stays, also what
-proves to be in use when it is asked to leave; so a lease that asks for more than the rest gets the
-rest.
+The lease of `arbiter free` asks before every other request, for what is free or idle on one device
+of its node, however lately that was loaded and however urgent it was. What is pinned or in use
+stays, also what proves to be in use when it is asked to leave; a lease that asks for more than the
+rest gets the rest.
 """
 
 from collections.abc import Iterable, Iterator

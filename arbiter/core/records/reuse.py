@@ -7,10 +7,11 @@ models in turn how soon they are wanted; the next use, or 0.8 turnovers of silen
 Of each model a dozen numbers are kept, and at most FOLLOWERS_COUNT counts of what came after it; a
 use or a load takes the same time however many models there are.
 
-`WINDOWS`, `SAME_VISIT`, `SOON`, `DOUBT`, the numbers of looks, leaders and followers and the terms
-before logarithms were compared, and `BORN` was fitted, on fifteen public traces of four families,
-where half and double of one change the gap that is closed by 0.03 at most; what it closes is told
-of seven other traces (docs/benchmarks.md). The other constants were set beforehand.
+Fifteen public traces of four families chose `WINDOWS`, `SAME_VISIT`, `SOON`, `DOUBT`, the numbers
+of looks, leaders and followers and the terms before logarithms, and `BORN` was fitted to them. Half
+or double of any one changes by 0.03 at most what the policy closes there of the gap between LRU and
+Belady. What it closes on seven other traces is in docs/benchmarks.md. The other constants were set
+beforehand.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

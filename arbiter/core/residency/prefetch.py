@@ -3,11 +3,13 @@
 A model is likely next if it is the next in a declared pipeline (voice activity, speech, text,
 voice) that is not resident, or what most often followed before. A stage that is ready leads to the
 stage behind it, used or not, so that a pipeline comes in ahead of its requests; a habit leads on
-only once its model is used. A wrong prefetch must cost no
-request anything, so it is made only while nothing waits or loads, at nominal pressure, for a model
-whose size was measured, into room that is free; and if the room has gone when its request comes,
-the request goes, not another model. Until it is used it is batch work without minimum residency,
-and while it still loads it ends as soon as a ticket waits for its bytes (eviction.make_room).
+only once its model is used.
+
+A wrong prefetch must cost no request anything. So it is made only while nothing waits or loads, at
+nominal pressure, for a model whose size was measured, into room that is free; and if the room has
+gone when its request comes, the request goes, not another model. Until it is used it is batch work
+without minimum residency, and while it still loads it ends as soon as a ticket waits for its bytes
+(eviction.make_room).
 """
 
 from dataclasses import dataclass

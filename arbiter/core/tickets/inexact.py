@@ -2,8 +2,8 @@
 
 The agent measures the bytes of all engines on such a device together, by how much the device has
 filled since no engine was there. This module splits the total by current grants. A split share is
-inferred, so it neither ends an asleep ticket nor teaches a peak, and the whole device shows a
-sleep.
+inferred, so it neither ends an asleep ticket nor teaches a peak. Whether a model sleeps is told by
+the fall of the device's total.
 """
 
 from arbiter.core.records.ledger import DeviceAccount

@@ -1,4 +1,4 @@
-"""Adapters in a vLLM child: from the name in a request to a slot in the batch.
+"""Adapters in an engine of vLLM: from the name in a request to a slot in the batch.
 
 Each request takes three steps, and fails alone at any of them, with the reason: the service finds
 its adapter in the catalogue, copies and checks it, before vLLM sees the request; the request waits

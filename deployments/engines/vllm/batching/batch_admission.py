@@ -14,8 +14,8 @@ need a slot, which fills the batch; a free slot goes to the adapter with the lon
 bounded: a request older than `ageing_s` counts as if its adapter ran. While it finds no slot, the
 least busy adapter whose own requests come later *drains*: none of its requests enters until its
 slot is free. An adapter keeps its slot for `turn_s` at least, so that slots do not change hands
-with every request. Without this
-rule a cold adapter waited 7.9 s under a flood on hot ones, with it 2.0 s."""
+with every request. Without this rule a cold adapter waited 7.9 s under a flood on hot ones, with it
+2.0 s."""
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence

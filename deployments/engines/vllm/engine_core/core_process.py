@@ -5,9 +5,9 @@ takes its two addresses from `_perform_handshakes`, and a frontend given `client
 no process. The core dies with its frontend (PR_SET_PDEATHSIG); the frontend watches a pidfd.
 
 Why not a thread of the frontend: measured on 2 shared cores, 32 streams, six rounds in turn, two
-processes give 0.98 (4 M parameters) and 1.04 (214 M) of one's tokens per second and start as fast.
-They hold 30 MB more. For that a request hears of a crashed core, and control calls never wait for
-a step.
+processes give 0.98 (4 M parameters) and 1.04 (214 M) times the tokens per second of one, and start
+as fast. They hold 30 MB more. In return a request is answered when the core crashes, and control
+calls never wait for a step.
 """
 
 import json
