@@ -112,8 +112,8 @@ class ReuseLearner:
                 row[a] += DRIFT
         count, first = len(self._names), self._asked_last + 1
         asked_count = 0
-        for turn in range(first, first + min(TRIES_COUNT, count)):
-            other = self._names[turn % count]
+        for place in range(first, first + min(TRIES_COUNT, count)):
+            other = self._names[place % count]
             uses = self._models[other]
             asked_at = uses.asked_at
             is_open = (
@@ -132,7 +132,7 @@ class ReuseLearner:
             asked_count += 1
             if asked_count == LOOKS_COUNT:
                 break
-        self._asked_last = turn % count
+        self._asked_last = place % count
 
     def used(self, name: ModelName, times_count: int) -> None:
         """Counts uses of a model at the present turnover."""
