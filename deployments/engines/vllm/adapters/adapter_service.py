@@ -278,7 +278,7 @@ class AdapterService:
     def adopt(self, llm: AsyncLLM, state: Any) -> None:
         """Lets vLLM's routes resolve a model's name through the request that has it."""
         self.llm = self.mover.llm = llm
-        self.rebalancing = asyncio.ensure_future(self.mover.run(self._rebalance_s))
+        self.turns = asyncio.ensure_future(self.mover.run(self._rebalance_s))
         models = state.openai_serving_models
         models.lora_requests = _AskedAdapters()
         plain_name = models.model_name
