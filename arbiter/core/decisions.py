@@ -126,7 +126,7 @@ class DropTenant:
 
 @dataclass(frozen=True, slots=True)
 class RequestReading:
-    """Has the node agent send a reading now rather than at its next turn."""
+    """Has the node agent send a reading now rather than when the next is due."""
 
     node: NodeId
 

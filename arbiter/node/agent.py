@@ -281,7 +281,7 @@ class NodeAgent:
         """Sends the ends of engines at once, because a request may wait for their bytes; then a
         reading."""
         await self._reports.send_ends()
-        self._pool.turn(self._copies.idle())
+        self._pool.enforce_budget(self._copies.idle())
         if not self._is_delivered and not await self._reports.send(()):
             return  # a reading that waits for the arbiter would be of before
         readings, returned = await self._read(), self._returned

@@ -2,9 +2,10 @@
 
 A slab is a memory file that the agent made and holds; one engine at a time writes it
 (arbiter.pool.slab). The engine's death gives it back as it is, and the next engine of the same
-model and key finds in it what the last one left. Each turn the agent writes into every slab how
-many bytes it may take: so the pool stays within its budget without a message to any engine. KV that
-must leave the RAM is saved to a file first (G4), unless there is no time.
+model and key finds in it what the last one left. Before each reading that it sends, the agent
+writes into every slab how many bytes it may take: so the pool stays within its budget without a
+message to any engine. KV that must leave the RAM is saved to a file first (G4), unless there is no
+time.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ SWEEP_S = 300.0  # G4
 # An agent that ends saves slabs for this long: 2.4 GiB. An arbiter waits 10 s for its end.
 END_S = 6.0
 _LEAST_BYTES = 2 * EXTENT_BYTES  # a pool that holds less serves nothing
-_STEP_BYTES = 2 * EXTENT_BYTES  # what a writer may grow by until the next turn
+_STEP_BYTES = 2 * EXTENT_BYTES  # what a writer may grow by until the next reading
 _LINK_PREFIX = f"/memfd:{NAME}-"  # of what /proc/PID/fd shows for a slab's file
 
 
@@ -319,7 +320,7 @@ class Pool:
 
     # -- keeping to the budget -------------------------------------------------------------------
 
-    def turn(self, copies: Sequence[IdleCopy] = ()) -> None:
+    def enforce_budget(self, copies: Sequence[IdleCopy] = ()) -> None:
         """Drops what is to go, of slabs and of `copies`, and tells every writer how much it may
         take."""
         self._drop_saved()
@@ -400,7 +401,7 @@ class Pool:
 
     def _drop_some(self, copies: Iterable[IdleCopy], physical: int, files: SlabFiles | None) -> int:
         """Drops one after the other down to the low mark, so that no more goes than must. With
-        `files`, KV is saved first: it and what would follow it stay until a later turn. Returns
+        `files`, KV is saved first: it and what would follow it stay until a later call. Returns
         what of the RAM could be the slabs' now: more than before where a copy has left, which is of
         use to them only up to their budget."""
         idle: list[PooledSlab | IdleCopy] = [s for s in self._slabs if s.ticket is None]

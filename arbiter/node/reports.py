@@ -114,7 +114,7 @@ class Reports:
                 self._last_told = tells
         except AWAY as error:
             self._note_away(arbiter, error)
-            return False  # the next turn repeats it
+            return False  # the next call repeats it
         self._failure = ""
         return True
 

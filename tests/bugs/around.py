@@ -468,7 +468,7 @@ BUGS = [
     Bug("a slab that is lent is saved all the same", "arbiter/node/pool.py", "Pool.lend",
         "slab.end_save()",
         ""),
-    Bug("critical need waits for a save", "arbiter/node/pool.py", "Pool.turn",
+    Bug("critical need waits for a save", "arbiter/node/pool.py", "Pool.enforce_budget",
         "self.files if has_time else None",
         "self.files"),
     Bug("KV leaves and idle copies of weights stay", "arbiter/node/pool.py", "Pool._drop_some",
@@ -478,8 +478,8 @@ BUGS = [
         "ends_s - time.monotonic()",
         "CALL_S"),
     Bug("a file server that hangs stops the readings of its node", "arbiter/node/agent.py", "NodeAgent._report",
-        "self._pool.turn(self._copies.idle())",
-        "self._pool.turn(self._copies.idle())\n"
+        "self._pool.enforce_budget(self._copies.idle())",
+        "self._pool.enforce_budget(self._copies.idle())\n"
         "await self._copies.sweep()"),
     Bug("a copy leaves while a process of the group has it open", "arbiter/node/host_copies.py", "HostCopies._used_by_group",
         "copy.users.add(user)",

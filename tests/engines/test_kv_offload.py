@@ -183,7 +183,7 @@ def test_pool_under_pressure_saves_what_the_next_engine_restores(
             pool._kept_free_bytes = 10**9
             available = Bytes(10**9 - pool.allocated_bytes)
             patch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), available))
-            until(lambda: pool.turn() or bool(pool.dropped()), 60)
+            until(lambda: pool.enforce_budget() or bool(pool.dropped()), 60)
         [gone] = pool.dropped()
         assert (gone.reason, gone.was_saved, pool.allocated_bytes) == ("pressure", True, 0)
         with served(engines, second, VLLM, lent(pool, second, tiny)) as child:

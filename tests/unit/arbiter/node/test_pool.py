@@ -158,7 +158,7 @@ def test_idle_copies_of_weights_leave_behind_adapters_and_before_kv(
     copies = idle_copies(Bytes(pool.allocated_bytes // 6), left)
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
     pool._kept_free_bytes = int(short_fraction * pool.allocated_bytes)
-    pool.turn(copies)
+    pool.enforce_budget(copies)
     assert [each.content for each in pool.dropped()] == gone
     assert {each.reason for each in pool.dropped()} == {"pressure"}
     assert left == ["older", "newer"][: gone.count("weights")]
@@ -176,7 +176,7 @@ def test_no_more_copies_leave_than_bring_the_slabs_to_their_budget(
     pool.budget_bytes = pool.allocated_bytes
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
     pool._kept_free_bytes = MIB
-    pool.turn(copies)
+    pool.enforce_budget(copies)
     assert left == ["older"]
     assert [(e.content, e.reason) for e in pool.dropped()] == [
         ("weights", "pressure"),
@@ -192,7 +192,7 @@ def test_full_pool_drops_no_copy_of_weights_because_they_are_not_in_its_budget(
     pool.take_back(A)
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(10**12)))
     pool.budget_bytes = Bytes(pool.allocated_bytes - 1)
-    pool.turn([IdleCopy("k", "chat/w", Bytes(MIB), 0.0, lambda: pytest.fail("it left"))])
+    pool.enforce_budget([IdleCopy("k", "chat/w", Bytes(MIB), 0.0, lambda: pytest.fail("it left"))])
     assert [(each.content, each.reason) for each in pool.dropped()] == [("kv", "full")]
 
 
@@ -202,7 +202,7 @@ def test_writers_together_stay_within_the_budget(pool: Pool) -> None:
     for _ in range(5):
         fill(first)
         fill(second)
-        pool.turn()
+        pool.enforce_budget()
         first.shrink_to_limit()
         second.shrink_to_limit()
         assert sum(s.limit_bytes for s in pool.readings()) <= 0.9 * pool.budget_bytes
@@ -215,7 +215,7 @@ def test_writer_that_filled_the_pool_makes_room_for_the_next(pool: Pool) -> None
     fill(first)
     assert len(first) > 80
     second = opened(pool.lend(B, OTHER))
-    pool.turn()
+    pool.enforce_budget()
     heavy, light = pool.readings()
     assert heavy.allocated_bytes > heavy.limit_bytes
     assert light.limit_bytes >= 64 * MIB
@@ -235,7 +235,7 @@ def test_idle_slabs_leave_longest_unused_first_and_no_more_than_must(
     has = pool.allocated_bytes
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
     pool._kept_free_bytes = int(0.05 * has)  # of so much the pool is short
-    pool.turn()
+    pool.enforce_budget()
     [gone] = pool.dropped()
     assert (gone.owner, gone.reason) == ("chat/k1", "pressure")
     assert gone.size_bytes == has - pool.allocated_bytes
@@ -254,7 +254,7 @@ def test_contents_leave_in_their_order_however_recently_used(
         pool.take_back(A)
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
     pool._kept_free_bytes = pool.allocated_bytes
-    pool.turn()
+    pool.enforce_budget()
     left = [gone.content for gone in pool.dropped()]
     assert left == ["temporary", "picture", "adapter", "weights", "kv"]
 
@@ -267,7 +267,7 @@ def test_writer_is_asked_to_shrink_where_nothing_is_idle(
     has = pool.allocated_bytes
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
     pool._kept_free_bytes = has // 2
-    pool.turn()
+    pool.enforce_budget()
     rows.shrink_to_limit()
     assert pool.allocated_bytes < has
     assert pool.readings()[0].rows_count < 40
@@ -389,7 +389,7 @@ def until(pool: Pool, holds: Callable[[], bool]) -> None:
     end_s = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end_s
-        pool.turn()
+        pool.enforce_budget()
         os.sched_yield()
 
 
@@ -401,7 +401,7 @@ def files_in(pool: Pool) -> list[Path]:
 
 def settled(pool: Pool) -> None:
     files_in(pool)
-    pool.turn()
+    pool.enforce_budget()
 
 
 def saved_keys(path: str | Path | None) -> set[bytes]:
@@ -442,7 +442,7 @@ def test_turns_do_not_wait_for_a_save_and_one_goes_on_at_a_time(
     hold_saves(saving, held)
     squeeze(saving, monkeypatch)
     for _ in range(3):
-        saving.turn()
+        saving.enforce_budget()
     assert [slab.save is not None for slab in saving._slabs] == [True, False]
     assert saving.dropped() == () and saving.allocated_bytes > 0
     held.set()
@@ -460,7 +460,7 @@ def test_slab_that_is_lent_while_it_is_saved_stays_and_its_file_is_not_made(
     idle(saving, CHAT)
     hold_saves(saving, held)
     squeeze(saving, monkeypatch)
-    saving.turn()
+    saving.enforce_budget()
     found = write(saving.lend(B, CHAT), "new")
     held.set()
     settled(saving)
@@ -477,10 +477,10 @@ def test_slab_that_is_lent_just_after_its_save_stays_and_so_does_its_file(
 ) -> None:
     idle(saving, CHAT)
     squeeze(saving, monkeypatch)
-    saving.turn()
+    saving.enforce_budget()
     assert len(files_in(saving)) == 1
     found = write(saving.lend(B, CHAT))
-    saving.turn()
+    saving.enforce_budget()
     assert saving.dropped() == () and found.lookup(b"a") is not None
     assert saved_keys(saving.file_for(CHAT)) == {b"a", b"b", b"c", b"d"}
 
@@ -492,9 +492,9 @@ def test_critical_need_does_not_wait_for_a_save(
     idle(saving, CHAT, OTHER)
     hold_saves(saving, held)
     squeeze(saving, monkeypatch)
-    saving.turn()
+    saving.enforce_budget()
     squeeze(saving, monkeypatch, kept_free=int(saving.allocated_bytes))
-    saving.turn()
+    saving.enforce_budget()
     assert [gone.was_saved for gone in saving.dropped()] == [False, False]
     held.set()
     settled(saving)
@@ -523,7 +523,7 @@ def test_contents_that_are_soon_made_anew_are_not_saved(
     opened(slab, Content.TEMPORARY).reserve([b"a"])
     saving.take_back(A)
     squeeze(saving, monkeypatch)
-    saving.turn()
+    saving.enforce_budget()
     assert [gone.was_saved for gone in saving.dropped()] == [False]
     assert files_in(saving) == []
 
@@ -577,7 +577,7 @@ def test_expired_and_abandoned_files_are_swept(
     assert files_in(saving) == sorted([kept, folder / "written.slab.2.tmp"])
     monkeypatch.setattr(slab_files.time, "time", lambda now=time.time: now() + 3601)
     saving._swept_s -= 301
-    saving.turn()
+    saving.enforce_budget()
     assert kept not in files_in(saving)
 
 
@@ -599,7 +599,7 @@ def test_file_of_a_model_that_is_removed_while_it_is_saved_is_not_made(
     idle(saving, CHAT)
     hold_saves(saving, held)
     squeeze(saving, monkeypatch)
-    saving.turn()
+    saving.enforce_budget()
     saving.drop_owner("chat/m")
     held.set()
     assert files_in(saving) == []
@@ -644,10 +644,10 @@ def test_slab_that_leaves_while_a_disk_that_hangs_takes_its_rows_gives_its_memor
     idle(saving, CHAT)
     held_open = os.dup(saving._slabs[0].fd)  # as the save has it
     squeeze(saving, monkeypatch)
-    saving.turn()
+    saving.enforce_budget()
     assert begun.wait(60)
     squeeze(saving, monkeypatch, kept_free=int(saving.allocated_bytes))
-    saving.turn()
+    saving.enforce_budget()
     assert [gone.was_saved for gone in saving.dropped()] == [False]
     saving._thread.submit(lambda: None).result(60)
     assert (os.fstat(held_open).st_blocks, saving.leaving_bytes) == (0, 0)
@@ -668,8 +668,8 @@ def test_save_for_which_the_agent_has_no_descriptor_left_fails_and_the_turn_goes
 
     with monkeypatch.context() as patched:
         patched.setattr(slab_files.os, "dup", no_more)
-        saving.turn()
-    saving.turn()
+        saving.enforce_budget()
+    saving.enforce_budget()
     assert [gone.was_saved for gone in saving.dropped()] == [False]
 
 
@@ -679,7 +679,7 @@ def test_engine_that_loads_while_ram_is_short_may_take_no_more_than_is_left(
 ) -> None:
     pool._kept_free_bytes = 0
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(100 * MIB)))
-    pool.turn()
+    pool.enforce_budget()
     pool.lend(A, CHAT)
     [reading] = pool.readings()
     assert reading.limit_bytes <= 100 * MIB
@@ -700,7 +700,7 @@ def test_slab_with_nothing_to_save_costs_no_other_its_file(
     assert [gone.was_saved for gone in saving.dropped()] == [True, False]
     idle(saving, CHAT)
     hold_saves(saving, held)
-    saving.turn()
+    saving.enforce_budget()
     write(saving.lend(B, CHAT))  # so that the save is unwanted before it begins
     held.set()
     assert files_in(saving) == [Path(saving.file_for(OTHER) or "")]
@@ -719,7 +719,7 @@ def test_rows_that_a_wrong_clock_has_expire_in_years_are_swept_from_ram_and_disk
     assert len(files_in(saving)) == 1
     monkeypatch.setattr(pools.time, "time", lambda now=time.time: now() - 40 * 86_400)
     saving._swept_s -= 301
-    saving.turn()
+    saving.enforce_budget()
     assert [(gone.owner, gone.reason) for gone in saving.dropped()[1:]] == [("chat/o", "stale")]
     assert files_in(saving) == []
 
@@ -776,7 +776,7 @@ def test_save_under_way_as_an_agent_ends_is_cut_short_too_and_keeps_what_it_has_
     begun, goes_on = stuck
     idle(saving, CHAT)
     squeeze(saving, monkeypatch)
-    saving.turn()
+    saving.enforce_budget()
     assert begun.wait(60)
     saving.save_idle(within_s=0.0)
     goes_on.set()
@@ -790,10 +790,10 @@ def test_sweep_is_as_often_as_it_is_set(tmp_path: Path) -> None:
     files_in(made)
     (tmp_path / "slabs" / "expired.slab").touch()
     made._swept_s -= 59
-    made.turn()
+    made.enforce_budget()
     assert len(files_in(made)) == 1
     made._swept_s -= 2
-    made.turn()
+    made.enforce_budget()
     assert files_in(made) == []
     made.close()
 
@@ -866,7 +866,7 @@ def test_save_that_may_have_read_a_removed_tenants_rows_makes_no_file(
     saving.take_back(A)
     hold_saves(saving, held)
     squeeze(saving, monkeypatch)
-    saving.turn()
+    saving.enforce_budget()
     saving.drop_tenant(Removal(ACME))
     held.set()
     assert files_in(saving) == []
@@ -881,7 +881,7 @@ def test_writers_erase_one_removed_tenant_after_the_other(pool: Pool) -> None:
     assert [s.must_erase for s in pool.readings()] == [True, True]
     for _ in range(3):
         rows.shrink_to_limit()
-        pool.turn()
+        pool.enforce_budget()
     assert [s.must_erase for s in pool.readings()] == [False, True], "the other has no turn"
     assert keys_in(pool, "chat/m") == []
 
@@ -920,7 +920,7 @@ def test_engine_that_loads_while_a_tenant_is_removed_brings_none_of_its_rows_bac
         rows.before_erasure = saved.forget_tenant
         rows.reserve([b"a"], tenant=ACME)
         rows.mark_restored(mark)
-        saving.turn()
+        saving.enforce_budget()
         assert [s.must_erase for s in saving.readings()] == [True]
         rows.shrink_to_limit()
         assert rows.keys() == [] and saved.mark(b"a") is None

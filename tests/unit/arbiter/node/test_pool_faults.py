@@ -135,7 +135,7 @@ class Chaos:
         available = self.random.choice([10**11] * 4 + [max(0, kept - has)])
         self.pool._kept_free_bytes = kept
         self.patch.setattr(pools.procfs, "ram", lambda: (Bytes(total), Bytes(available)))
-        self.pool.turn()
+        self.pool.enforce_budget()
         for _, _, rows in self.writers.values():
             rows.shrink_to_limit()
 
