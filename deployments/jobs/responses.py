@@ -70,9 +70,9 @@ def input_items(response_id: str, request: Json) -> list[Json]:
     items: dict[str, Json] = {}
     for number, item in enumerate(items_of(request["input"])):
         own = item.get("id")
-        is_its = isinstance(own, str) and own != "" and own not in items
-        item_id = own if is_its else f"item_{stem}_{number}"
-        items[item_id] = _item(item_id, item)
+        if not isinstance(own, str) or own == "" or own in items:
+            own = f"item_{stem}_{number}"
+        items[own] = _item(own, item)
     return list(items.values())
 
 
