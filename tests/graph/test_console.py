@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 from openai import OpenAI
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 
 from tests.browser import conftest as browsers
 from tests.browser.conftest import VIEWS, Tab, watched
 from tests.graph.conftest import Graph, until
+from tests.support.graph_commands import send
 from tests.support.graph_processes import victims
 
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
@@ -84,3 +85,60 @@ def test_a_model_is_loaded_from_the_console_with_the_owners_key(graph: Graph, ta
     page.keyboard.press("Escape")
     row = page.get_by_role("row").filter(has_text="tiny-chat")
     expect(row).to_contain_text("resident", timeout=WITHIN_MS)
+
+
+@pytest.mark.spec("K4")
+def test_models_and_leases_are_steered_from_the_console_after_their_victims_are_shown(
+    graph: Graph, client: OpenAI, tab: Tab
+) -> None:
+    client.embeddings.create(model=EMBEDDING, input="Who holds the memory?")
+    page = tab.open("models")
+    key = (graph.folder / "admin.key").read_text().strip()
+    page.evaluate("key => sessionStorage.setItem('key', key)", key)
+    [ticket] = [t["ticket"] for t in graph.state()["tickets"] if t["model"] == EMBEDDING]
+    act(page, f"Unload {EMBEDDING}", f"{ticket} would leave", "Unload it", "Asked to leave")
+    until(lambda: ticket not in tickets(graph), 60, "it has left")
+
+    page = tab.open("events")
+    left = page.get_by_role("row").filter(has_text="asked to leave (manual)").first
+    left.get_by_role("button", name=ticket).click()
+    expect(page.get_by_role("dialog")).to_contain_text(EMBEDDING)
+
+    page = tab.open(f"models?{EMBEDDING}")
+    for floor, shows in (("device", f"{EMBEDDING} needs"), ("cold", "It may leave.")):
+        page.get_by_label(f"Floor of {EMBEDDING}").select_option(floor)
+        confirm(page, shows, f"Set {floor}", f"Its floor is {floor}.")
+        assert floors(graph).get(EMBEDDING, "cold") == floor
+
+    held = send(graph, "POST", "/arbiter/free", {"gb": 0.001, "term_s": 300})
+    lease = held["lease"]["ticket"]
+    page = tab.open("leases")
+    act(
+        page,
+        "Drain hold",
+        "give 1.0 MiB back",
+        "Give notice",
+        "It has its notice.",
+    )
+    until(lambda: lease not in tickets(graph), 60, "its notice is over")
+
+
+def act(page: Page, button: str, shows: str, done_by: str, then: str) -> None:
+    page.get_by_role("button", name=button, exact=True).click()
+    confirm(page, shows, done_by, then)
+
+
+def confirm(page: Page, shows: str, done_by: str, then: str) -> None:
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(shows)
+    dialog.get_by_role("button", name=done_by).click()
+    expect(dialog).to_contain_text(then)
+    page.keyboard.press("Escape")
+
+
+def tickets(graph: Graph) -> set[str]:
+    return {t["ticket"] for t in graph.state()["tickets"]}
+
+
+def floors(graph: Graph) -> dict[str, str]:
+    return {row["model"]: row["floor"] for row in graph.state()["floors"]}

@@ -15,7 +15,6 @@ import pytest
 from tests.graph.conftest import BIN, ROOT, Graph, until
 from tests.support.graph_commands import (
     CHAT,
-    EMBEDDING,
     drain,
     environment,
     level,
@@ -30,7 +29,8 @@ HELLO: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Who holds the memory?"}],
     "max_tokens": 2,
 }
-EMBED = {"model": EMBEDDING, "input": "a lease"}
+IMAGE = "tiny-draw"
+DRAW = {"model": IMAGE, "prompt": "a red circle on blue"}
 COLLATE_S = 30
 RUN_S = 60  # of forty jobs that take a few seconds together, on a busy machine
 TRAINER = [sys.executable, "-m", "tests.support.trainer", "100"]
@@ -87,8 +87,8 @@ def test_cleanup_ends_a_lease_whose_holder_has_gone(graph: Graph) -> None:
 
 
 def cleanup(graph: Graph) -> list[str]:
-    """The leases that it ended; the command is run by another test."""
-    ended: list[str] = send(graph, "POST", "/arbiter/leases/cleanup")["ended"]
+    """The leases that it ended."""
+    ended: list[str] = read_command(graph, "cleanup")["ended"]
     return ended
 
 
@@ -194,31 +194,46 @@ def collated(graph: Graph) -> Iterator[None]:
 def interleave(graph: Graph) -> None:
     jobs_of(graph, CHAT, 1)
     largest = charged(graph, CHAT)
-    jobs_of(graph, EMBEDDING, 1)
-    largest = max(largest, charged(graph, EMBEDDING))
+    jobs_of(graph, IMAGE, 1)
+    largest = max(largest, charged(graph, IMAGE))
     until(lambda: unload_all(graph), 60, "both have left")
     gb = (cpu(graph)["free_bytes"] - largest * 1.05) / (1 << 30)
     held = send(graph, "POST", "/arbiter/free", {"gb": gb, "term_s": 300})
     try:
         began = graph.state()["sequence"]
         with ThreadPoolExecutor(8) as pool:  # four clients of each model, with five jobs each
-            took = list(pool.map(lambda model: jobs_of(graph, model, 5), [CHAT, EMBEDDING] * 4))
+            took = list(pool.map(lambda model: jobs_of(graph, model, 5), [CHAT, IMAGE] * 4))
         told = [e for e in graph.events() if e["seq"] > began]
-        loads = [e for e in told if e["kind"] == "model_load" and e["model"] in (CHAT, EMBEDDING)]
+        loads = [e for e in told if e["kind"] == "model_load" and e["model"] in (CHAT, IMAGE)]
         assert 2 <= len(loads) <= 4, (loads, took)  # a load, and then at most three swaps
         # One window of the other model, and the loads; each job is bounded by `post`, too.
         swapping_s = sum(e["took_s"] for e in loads)
         assert max(max(each) for each in took) < COLLATE_S + swapping_s + RUN_S
+        for waited_s, told_s in waits(told):
+            assert waited_s < told_s + swapping_s, told  # loads take longer on a busy machine
         assert cpu(graph)["loading_fraction"] > 0
     finally:
         drain(graph, held["lease"]["ticket"])
 
 
+def waits(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Of each load whose ticket was told that it waits: the seconds until it had loaded, and those
+    that it was told when it joined the queue."""
+    joined: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event["kind"] == "ticket_waits":
+            joined.setdefault(event["ticket"], event)
+    loaded = {e["ticket"]: e["unix_s"] for e in events if e["kind"] == "model_load"}
+    both = [(loaded[ticket], told) for ticket, told in joined.items() if ticket in loaded]
+    assert both, "the second model was told how long it waits for the first one"
+    return [(unix_s - told["unix_s"], told["took_s"]) for unix_s, told in both]
+
+
 def jobs_of(graph: Graph, model: str, count: int) -> list[float]:
     """The seconds that each of some jobs took, one after the other."""
     path, body = "/v1/chat/completions", HELLO
-    if model == EMBEDDING:
-        path, body = "/v1/embeddings", EMBED
+    if model == IMAGE:
+        path, body = "/v1/images/generations", DRAW
     took = []
     for _ in range(count):
         began = time.monotonic()
