@@ -342,7 +342,8 @@ class Holder:
         if not self.alive or engine is None or not engine.alive:
             return
         ticket.phase, ticket.idle_since = types.Phase.RESIDENT, self.world.now
-        self.send(ev.Loaded(ticket.ticket, seconds(1)))
+        is_used = any(c.answered is None and c.model == ticket.model for c in self.callers)
+        self.send(ev.Loaded(ticket.ticket, seconds(1), is_used=is_used))
         self.world.later(1, lambda: self.drop_host_copy(ticket))
         if self.world.chance("rogue"):
             engine.take_more(0.2)
