@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from deployments.jobs.batch_store import (
     LineError,
 )
 from deployments.jobs.bodies import Bodies
-from deployments.jobs.calls import Answer, RetryLater, attempt
+from deployments.jobs.calls import Answer, EngineDied, RetryLater, attempt
 from deployments.jobs.errors import (
     BodyLost,
     StorageFailed,
@@ -39,6 +40,7 @@ from deployments.jobs.errors import (
 )
 from deployments.jobs.line_queue import LineQueue
 from deployments.jobs.runner import STORAGE_AGAIN_S, SWEEP_S, Blocking, rounds
+from deployments.jobs.suspects import LOST_TRIES, Suspects
 from deployments.jobs.waits import CallsInFlight
 from deployments.replica.background import BackgroundTasks, log_failure
 
@@ -65,9 +67,10 @@ class BatchRunner:
         blocking: Blocking,
         service: Callable[[], Awaitable[InferenceService]],
         config: Callable[[], JobsConfig],
+        suspects: Suspects,
     ) -> None:
         self._store, self._bodies, self._blocking = store, bodies, blocking
-        self._service, self._config = service, config
+        self._service, self._config, self._suspects = service, config, suspects
         self._queue = LineQueue(store.lines, time.monotonic)
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._failures: Counter[tuple[str, int]] = Counter()  # bugs that ended a line's call
@@ -245,10 +248,12 @@ class BatchRunner:
 
     async def _fill(self) -> None:
         """Begins lines while fewer than `in_flight` run. At the bound, a line whose model has
-        waited for a whole turn makes room for a line of another model (CallsInFlight)."""
+        waited for a whole turn makes room for a line of another model (CallsInFlight). A line that
+        is to run alone has no others of its model begin (Suspects)."""
         config = self._config()
+        alone: set[str] = set()  # whose calls are not in `_suspects` yet
         while not self._is_stuck:
-            late = self._waits.models(config.turn_s)
+            late = self._waits.models(config.turn_s) | self._suspects.models | alone
             if len(self._running) >= config.in_flight:
                 has_other = bool(late) and await self._blocking(self._queue.has_line, late)
                 if has_other:
@@ -258,6 +263,8 @@ class BatchRunner:
             if taken is None:
                 return
             batch, line = taken
+            if line.losses:
+                alone.add(line.model)
             task = asyncio.create_task(self._carry(batch, line))
             self._running[batch.id, line.number] = task
             task.add_done_callback(log_failure)
@@ -288,11 +295,34 @@ class BatchRunner:
             custom_id, body = await self._request(batch, line)
             if self._failures[batch.id, line.number] >= FAILED_TRIES:
                 return self._keep(_finished(batch, line, custom_id, None, _FAILED))
-            service = await self._table()
-            headers, now_s = validation.JSON_HEADERS, time.monotonic()
-            waited_s = now_s - self._first_s.setdefault((batch.id, line.number), now_s)
-            async with self._waits.call(line.model) as call:
-                answer = await attempt(
+            answer = await self._attempt(batch, line, body)
+            self._keep(_result(batch, line, custom_id, answer))
+        except TenantLimitReached as error:
+            logger.warning("%s line %d waits: %s", batch.id, line.number, error)
+            await self._put_back(batch, line, ROOM_AGAIN_S)
+        except RetryLater as again:
+            logger.info("%s line %d is tried again: %s", batch.id, line.number, again.why)
+            if isinstance(again, EngineDied):
+                line = replace(line, losses=line.losses + 1)
+            await self._put_back(batch, line, again.after_s)
+        except BodyLost as error:
+            await self._without_input(batch, error)
+        except (StorageFull, StorageFailed) as error:
+            logger.error("%s line %d waits: %s", batch.id, line.number, error)
+            await self._put_back(batch, line, STORAGE_AGAIN_S)
+
+    async def _attempt(self, batch: Batch, line: Line, body: bytes) -> Answer:
+        """Makes one attempt. The death of the engine in the last of LOST_TRIES attempts is taken
+        for the answer. Raises RetryLater, StorageFull, StorageFailed, Superseded."""
+        service = await self._table()
+        headers, now_s = validation.JSON_HEADERS, time.monotonic()
+        waited_s = now_s - self._first_s.setdefault((batch.id, line.number), now_s)
+        try:
+            async with (
+                self._suspects.call(line.model, line.losses),
+                self._waits.call(line.model) as call,
+            ):
+                return await attempt(
                     service,
                     batch.endpoint,
                     body,
@@ -303,18 +333,11 @@ class BatchRunner:
                     forecasts=self._forecasts,
                     waited_s=waited_s,
                 )
-            self._keep(_result(batch, line, custom_id, answer))
-        except TenantLimitReached as error:
-            logger.warning("%s line %d waits: %s", batch.id, line.number, error)
-            await self._put_back(batch, line, ROOM_AGAIN_S)
-        except RetryLater as again:
-            logger.info("%s line %d is tried again: %s", batch.id, line.number, again.why)
-            await self._put_back(batch, line, again.after_s)
-        except BodyLost as error:
-            await self._without_input(batch, error)
-        except (StorageFull, StorageFailed) as error:
-            logger.error("%s line %d waits: %s", batch.id, line.number, error)
-            await self._put_back(batch, line, STORAGE_AGAIN_S)
+        except EngineDied as died:
+            if line.losses + 1 >= LOST_TRIES:
+                return died.answer
+            await self._blocking(self._store.note_loss, batch.id, line)
+            raise
 
     def _keep(self, finished: FinishedLine) -> None:
         self._first_s.pop((finished.batch, finished.line.number), None)

@@ -37,6 +37,8 @@ FINISHED_MOST = 500  # of one tenant: what failed may have 70 kB of errors in it
 # Of results, in one transaction: the disk takes them while the arbiter waits for the file.
 PORTION_BYTES = 4 << 20
 OPEN = UNFINISHED_BATCH
+_LINE = "number, offset, length, model, served, losses"
+_KEY = "batch = ? AND model = ? AND served = ? AND number = ?"
 
 
 class BatchState(StrEnum):
@@ -78,6 +80,7 @@ class Line:
     length: int
     model: str
     served: str
+    losses: int = 0  # attempts that ended with the death of the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +286,8 @@ class BatchStore:
     def add_lines(self, batch_id: str, lines: Iterable[Line]) -> None:
         with self._db.writing() as db:
             db.executemany(
-                "INSERT OR REPLACE INTO batch_lines VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO batch_lines (batch, model, served, number, offset, length)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
                 [
                     (batch_id, one.model, one.served, one.number, one.offset, one.length)
                     for one in lines
@@ -324,7 +328,7 @@ class BatchStore:
     def lines(self, batch_id: str, model: str, served: str, after: int, limit: int) -> list[Line]:
         """Returns lines of one model that have no result yet, with a number above `after`."""
         rows = self._db.rows(
-            "SELECT number, offset, length, model, served FROM batch_lines WHERE batch = ?"
+            f"SELECT {_LINE} FROM batch_lines WHERE batch = ?"
             " AND model = ? AND served = ? AND number > ? ORDER BY number LIMIT ?",
             *(batch_id, model, served, after, limit),
         )
@@ -333,10 +337,16 @@ class BatchStore:
     def some_lines(self, batch_id: str, limit: int) -> list[Line]:
         """Returns some of the lines that have no result yet, of any model."""
         rows = self._db.rows(
-            "SELECT number, offset, length, model, served FROM batch_lines WHERE batch = ? LIMIT ?",
+            f"SELECT {_LINE} FROM batch_lines WHERE batch = ? LIMIT ?",
             *(batch_id, limit),
         )
         return [Line(*row) for row in rows]
+
+    def note_loss(self, batch_id: str, line: Line) -> None:
+        """Notes that another attempt at a line ended with the death of the engine."""
+        with self._db.writing() as db:
+            more = f"UPDATE batch_lines SET losses = losses + 1 WHERE {_KEY}"
+            db.execute(more, _key(batch_id, line))
 
     def keep(self, finished: Sequence[FinishedLine]) -> int:
         """Writes results: one append to each file, one transaction for each batch. A line that has
@@ -385,9 +395,8 @@ class BatchStore:
             raise BodyLost(str(self._bodies.path(file)), str(gap)) from gap
 
     def _take(self, db: sqlite3.Connection, one: FinishedLine) -> bool:
-        key = "batch = ? AND model = ? AND served = ? AND number = ?"
-        values = (one.batch, one.line.model, one.line.served, one.line.number)
-        return db.execute(f"DELETE FROM batch_lines WHERE {key}", values).rowcount == 1
+        key = _key(one.batch, one.line)
+        return db.execute(f"DELETE FROM batch_lines WHERE {_KEY}", key).rowcount == 1
 
     def finalize(self, batch_id: str) -> None:
         """Notes that every line has its result; `end` ends the batch."""
@@ -453,6 +462,10 @@ def _errors(errors: Sequence[LineError]) -> str:
         for one in errors
     ]
     return json.dumps(plain)
+
+
+def _key(batch_id: str, line: Line) -> tuple[str, str, str, int]:
+    return batch_id, line.model, line.served, line.number
 
 
 def _batch(row: sqlite3.Row) -> Batch:

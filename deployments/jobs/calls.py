@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from arbiter.core.types import Priority
-from arbiter.errors import DeadlineUnmet, EngineLost, RequestError, error_fields
+from arbiter.errors import DeadlineUnmet, EngineLost, ReplicaLost, RequestError, error_fields
 from deployments import messages
 from deployments.config.task_section import PREFIX
 from deployments.front.access.keys import Caller, Scope
@@ -20,6 +20,7 @@ from deployments.front.inference.service import AnyCall, InferenceService, Parts
 from deployments.front.inference.tasks import Tasks, task_of
 from deployments.front.status.forecasts import Forecasts
 from deployments.jobs.sse import Events, data_of
+from deployments.jobs.suspects import LOST_TRIES
 from deployments.tasks.climb import TaskCall
 
 TRANSIENT = (429, 503)
@@ -69,6 +70,21 @@ class RetryLater(Exception):
         self.why = why
 
 
+class EngineDied(RetryLater):
+    """The engine died under the attempt. A call may end every engine that runs it: the attempts are
+    counted (Suspects)."""
+
+    @property
+    def answer(self) -> Answer:
+        """What becomes of the call when there are no more attempts."""
+        message = (
+            f"the engine died in each of {LOST_TRIES} attempts at this request, in all but the"
+            f" first of them with no other job beside it ({self.why}); change the request, or see"
+            " the engine's log for the cause"
+        )
+        return _failed(message, EngineLost.code)
+
+
 class StreamCut(RetryLater):
     """A stream of events ended with an error, or without its last event. An engine may end every
     stream of a request so: the tries are counted."""
@@ -80,8 +96,11 @@ class StreamCut(RetryLater):
     @property
     def answer(self) -> Answer:
         """What becomes of the job when there are no more tries."""
-        body = messages.error_body(self.why, kind="server_error", code=self.code)
-        return Answer(502, body)
+        return _failed(self.why, self.code)
+
+
+def _failed(message: str, code: str) -> Answer:
+    return Answer(502, messages.error_body(message, kind="server_error", code=code))
 
 
 async def attempt(
@@ -117,6 +136,10 @@ async def attempt(
             answer = await _collect(_after_progress(parts, on_progress), on_events)
         return replace(answer, request_id=request.request_id)
     except RequestError as error:
+        # A ticket says that an engine had the call: a model that left each time has none.
+        is_death = isinstance(error, EngineLost) and not isinstance(error, ReplicaLost)
+        if is_death and error.ticket is not None:
+            raise EngineDied(error.retry_after_s, str(error)) from error
         if messages.is_transient(error) or error.status_code in TRANSIENT:
             raise RetryLater(error.retry_after_s, str(error)) from error
         return refused(error)
@@ -219,7 +242,7 @@ def _error_in(event: str) -> RetryLater | None:
         return None
     fields = error if isinstance(error, dict) else {"message": error}
     why, code = str(fields.get("message", error))[:500], str(fields.get("code") or "no_response")
-    return RetryLater(None, why) if code == EngineLost.code else StreamCut(why, code)
+    return EngineDied(None, why) if code == EngineLost.code else StreamCut(why, code)
 
 
 def _answer_of(head: messages.ResponseHead, body: bytes) -> Answer:

@@ -2,7 +2,8 @@
 
 Lines are collated: a model keeps its turn while it has lines, over all batches, for `turn_s` at
 most while another waits, and its adapters one after another. Within a turn the tenant with the
-fewest lines in flight is next, then the batch that was made first.
+fewest lines in flight is next, then the batch that was made first. A *suspect*, a line under which
+an engine has died (Suspects), goes behind the other lines of its group.
 """
 
 from collections import Counter, deque
@@ -24,22 +25,33 @@ class Group:
     model: str
     served: str
     ready: deque[Line] = field(default_factory=deque)
+    suspects: deque[Line] = field(default_factory=deque)
     last: int = 0  # the highest number that was read
     is_read: bool = False  # all its lines were read; a batch that has begun gets no further lines
 
     def fill(self, read_lines: ReadLines) -> bool:
-        """Reads further lines if none is in memory. Returns whether it has a line now. Blocks."""
-        if not self.ready and not self.is_read:
+        """Reads further lines if all in memory are suspects. Returns whether it has a line now.
+        Blocks."""
+        while not self.ready and not self.is_read:
             lines = read_lines(self.batch.id, self.model, self.served, self.last, AHEAD)
-            self.ready.extend(lines)
+            for line in lines:
+                self.add(line)
             self.last = lines[-1].number if lines else self.last
             self.is_read = len(lines) < AHEAD
-        return bool(self.ready)
+        return bool(self.ready or self.suspects)
+
+    def add(self, line: Line) -> None:
+        """Adds a line behind those of its kind."""
+        (self.suspects if line.losses else self.ready).append(line)
+
+    def next(self) -> Line:
+        """Takes the next line."""
+        return (self.ready or self.suspects).popleft()
 
     @property
     def is_over(self) -> bool:
         """Says whether all its lines were taken; one of them may still be put back."""
-        return self.is_read and not self.ready
+        return self.is_read and not self.ready and not self.suspects
 
 
 class LineQueue:
@@ -82,7 +94,7 @@ class LineQueue:
         self._served = group.served
         self._in_flight[group.batch.id] += 1
         self._tenants[group.batch.tenant] += 1
-        return group.batch, group.ready.popleft()
+        return group.batch, group.next()
 
     def _ready(self, now_s: float, without: Collection[str]) -> list[Group]:
         """Returns the groups that have a line now, for another model than these. Blocks."""
@@ -127,7 +139,10 @@ class LineQueue:
         group = next((one for one in groups if (one.model, one.served) == wanted), None)
         if group is None:
             groups.append(group := Group(batch, *wanted, is_read=True))
-        group.ready.appendleft(line)
+        if line.losses:
+            group.add(line)
+        else:
+            group.ready.appendleft(line)
 
     def is_open(self, batch_id: str) -> bool:
         """Says whether lines of the batch are in flight or to come, also for a blocked model.

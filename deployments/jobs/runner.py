@@ -23,9 +23,18 @@ from deployments.config.jobs_section import JobsConfig
 from deployments.front.inference.service import InferenceService
 from deployments.front.status.forecasts import Forecasts
 from deployments.jobs import responses
-from deployments.jobs.calls import AGAIN_MOST_S, Answer, RetryLater, StreamCut, attempt, refused
+from deployments.jobs.calls import (
+    AGAIN_MOST_S,
+    Answer,
+    EngineDied,
+    RetryLater,
+    StreamCut,
+    attempt,
+    refused,
+)
 from deployments.jobs.errors import Conflict, StorageFailed, StorageFull, Superseded
 from deployments.jobs.store import Job, JobStore
+from deployments.jobs.suspects import LOST_TRIES, Suspects
 from deployments.jobs.waits import Call, CallsInFlight
 from deployments.replica.background import log_failure
 
@@ -95,6 +104,7 @@ class Runner:
         blocking: Blocking,
         service: Callable[[], Awaitable[InferenceService]],
         config: Callable[[], JobsConfig],
+        suspects: Suspects,
         on_change: Callable[[], None],
         trim: Callable[[str], Awaitable[None]],
     ) -> None:
@@ -102,7 +112,7 @@ class Runner:
         tenant has beyond its bounds."""
         self._on_change, self._trim = on_change, trim
         self._store, self._blocking, self._service = store, blocking, service
-        self._config = config
+        self._config, self._suspects = config, suspects
         self._running: dict[str, asyncio.Task[None]] = {}
         # By job id: how far a model is that does not serve yet; when a job may be tried again, on
         # the monotonic clock; how many streams of a job were cut.
@@ -147,15 +157,18 @@ class Runner:
         now = time.monotonic()
         self._not_before = {one: s for one, s in self._not_before.items() if s > now}
         config = self._config()
-        late = tuple(self._waits.models(config.turn_s))
+        alone = set(self._suspects.models)
+        late = tuple(self._waits.models(config.turn_s) | alone)
         queued = await self._blocking(self._store.queued, tuple(self._not_before), late)
         for job in queued:
             if len(self._running) >= config.in_flight:
                 self._waits.give_way(config.turn_s, config.in_flight)
                 break
-            if job.id not in self._running:
+            if job.id not in self._running and job.model not in alone:
                 await self._begin(job.id)
-        if not queued and not self._running and not self._not_before:
+                if job.losses:
+                    alone.add(job.model)
+        if not (queued or late or self._running or self._not_before):
             return None
         return min([SWEEP_S, *(s - now for s in self._not_before.values())])
 
@@ -194,7 +207,8 @@ class Runner:
         except RetryLater as again:
             logger.info("job %s is tried again in %.0f s: %s", job.id, again.after_s, again.why)
             self._not_before[job.id] = time.monotonic() + again.after_s
-            await self._blocking(self._store.requeue, job.id)
+            losses = 1 if isinstance(again, EngineDied) else 0
+            await self._blocking(self._store.requeue, job.id, losses)
         except (StorageFull, StorageFailed) as error:
             self._not_before[job.id] = time.monotonic() + STORAGE_AGAIN_S
             await self._keep_refusal(job, error)
@@ -202,10 +216,15 @@ class Runner:
             logger.warning("%s", error)
 
     async def _attempt(self, job: Job) -> Answer:
-        """Makes one attempt. The error of the last of CUT_TRIES cut streams is taken for the
-        answer. Raises RetryLater, StorageFull, StorageFailed, Superseded."""
+        """Makes one attempt. The error of the last of CUT_TRIES cut streams, or of LOST_TRIES
+        attempts under which the engine died, is taken for the answer. Raises RetryLater,
+        StorageFull, StorageFailed, Superseded."""
         try:
             answer = await self._answer(job)
+        except EngineDied as died:
+            if job.losses + 1 < LOST_TRIES:
+                raise
+            answer = died.answer
         except StreamCut as cut:
             self._cuts[job.id] += 1
             if self._cuts[job.id] < CUT_TRIES:
@@ -225,7 +244,10 @@ class Runner:
         sent = kind.request(job, body) if kind else body
         writer = EventWriter(self._store, self._blocking, job.id, self._on_change)
         try:
-            async with self._waits.call(job.model) as call:
+            async with (
+                self._suspects.call(job.model, job.losses),
+                self._waits.call(job.model) as call,
+            ):
                 answer = await attempt(
                     service,
                     job.path,

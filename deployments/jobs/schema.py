@@ -67,8 +67,13 @@ _FIGURES = (
     WHERE ended_s IS NOT NULL AND (attempts > 0 OR state != 'completed')""",
     """CREATE INDEX IF NOT EXISTS batches_by_time ON batches (created_s)""",
 )
+# How many attempts at a job or a line ended with the death of the engine
+_LOSSES = (
+    """ALTER TABLE jobs ADD COLUMN losses INTEGER NOT NULL DEFAULT 0""",
+    """ALTER TABLE batch_lines ADD COLUMN losses INTEGER NOT NULL DEFAULT 0""",
+)
 # By version: the statements that make it of the one before.
-STEPS: tuple[tuple[str, ...], ...] = (_JOBS, _FIGURES)
+STEPS: tuple[tuple[str, ...], ...] = (_JOBS, _FIGURES, _LOSSES)
 
 
 def migrate(db: sqlite3.Connection, path: Path) -> None:

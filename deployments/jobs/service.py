@@ -37,6 +37,7 @@ from deployments.jobs.file_store import BATCH, File, FileStore, NewFile
 from deployments.jobs.kept_answers import KeptAnswers
 from deployments.jobs.runner import Blocking, Runner
 from deployments.jobs.store import EventPage, Job, JobStore, NewJob
+from deployments.jobs.suspects import Suspects
 from deployments.jobs.sweep import sweep
 
 logger = logging.getLogger("ray.serve")
@@ -64,18 +65,20 @@ class JobsService:
         self._store = JobStore(self._db, bodies)
         self._kept = KeptAnswers(self._db, bodies, self._store)
         self._changed = asyncio.Event()
+        suspects = Suspects()
         self._runner = Runner(
             self._store,
             self._blocking,
             service,
             lambda: self.config,
+            suspects,
             self._tell_change,
             self._trim,
         )
         self._files = FileStore(self._db, bodies)
         self._batches = BatchStore(self._db, bodies)
         self._batch_runner = BatchRunner(
-            self._batches, bodies, self._blocking, service, lambda: self.config
+            self._batches, bodies, self._blocking, service, lambda: self.config, suspects
         )
         self._removal = asyncio.Event()  # a tenant is to be forgotten
         self._tasks: list[asyncio.Task[None]] = []

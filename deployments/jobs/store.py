@@ -97,6 +97,7 @@ class Job:
     error: dict[str, Any] | None  # OpenAI's error object; None: none
     position: int = 0  # jobs that are queued before it, of all tenants
     progress: dict[str, Any] | None = None  # while its model loads; kept by no file
+    losses: int = 0  # attempts that ended with the death of the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,14 +335,15 @@ class JobStore:
             self._bodies.remove(draft + PART)
         return bool(ended)
 
-    def requeue(self, job_id: str) -> None:
-        """Queues a job that is to be tried again; a job that is being cancelled is cancelled."""
+    def requeue(self, job_id: str, losses: int = 0) -> None:
+        """Queues a job that is to be tried again; a job that is being cancelled is cancelled.
+        `losses`: attempts that ended with the death of the engine, in addition."""
         with self._db.writing() as db:
             db.execute(
                 "UPDATE jobs SET state = iif(state = 'cancelling', 'cancelled', 'queued'),"
-                " ended_s = iif(state = 'cancelling', ?, NULL)"
+                " ended_s = iif(state = 'cancelling', ?, NULL), losses = losses + ?"
                 " WHERE id = ? AND state IN ('in_progress', 'cancelling')",
-                (self._clock(), job_id),
+                (self._clock(), losses, job_id),
             )
 
     def requeue_all_but(self, running: Collection[str]) -> None:
