@@ -19,7 +19,7 @@ from deployments.front.inference.request import ParsedRequest, parse
 from deployments.front.inference.service import AnyCall, InferenceService, Parts
 from deployments.front.inference.tasks import Tasks, task_of
 from deployments.front.status.forecasts import Forecasts
-from deployments.jobs.sse import Events, data_of
+from deployments.jobs.sse import Events, data_of, is_whole
 from deployments.jobs.suspects import LOST_TRIES
 from deployments.tasks.climb import TaskCall
 
@@ -28,6 +28,7 @@ NO_SCOPES = frozenset[Scope]()
 # Between two tries: at least the first, so that a refusal does not spin; at most the second, so
 # that work goes on soon after a fault is over.
 AGAIN_LEAST_S, AGAIN_MOST_S = 1.0, 30.0
+CUT_WITHIN = "the stream was cut within an event"
 ANSWER_MOST_BYTES = 256 << 20  # ten pictures of 4096 pixels as base64, or hours of speech
 
 
@@ -202,7 +203,7 @@ async def _collect(parts: Parts, on_events: OnEvents) -> Answer:
     """Returns the whole answer; of a stream it tells the events as they come. Raises RetryLater,
     StreamCut."""
     head: messages.ResponseHead | None = None
-    events, pieces, size = Events(), [], 0
+    events, last, pieces, size = Events(), "", [], 0
     async for part in parts:
         match part:
             case messages.FullResponse():
@@ -210,13 +211,17 @@ async def _collect(parts: Parts, on_events: OnEvents) -> Answer:
             case messages.ResponseHead():
                 head = part
             case bytes() if head is not None and head.is_event_stream:
-                await _tell(events.feed(part), on_events)
+                whole = events.feed(part)
+                await _tell(whole, on_events)
+                last = whole[-1] if whole else last
             case bytes():
                 pieces.append(part)
                 size += len(part)
                 if size > ANSWER_MOST_BYTES:
                     return refused(AnswerTooLarge(size, ANSWER_MOST_BYTES))
     assert head is not None, "a response has a head"
+    if not (is_whole(last) and is_whole(events.rest)):
+        raise StreamCut(CUT_WITHIN)
     return _answer_of(head, b"".join(pieces))
 
 
@@ -236,6 +241,10 @@ def _error_in(event: str) -> RetryLater | None:
     """Returns the error of an event that ends a stream; None of any other event."""
     if '"error"' not in event:
         return None
+    if not is_whole(event):  # cut, and what broke the stream stands behind it in the same line
+        event = "data:" + event.rpartition("data:")[2]
+        if not is_whole(event):
+            return StreamCut(CUT_WITHIN)
     data = data_of(event)
     error = data if data.get("type") == "error" else data.get("error")
     if not error or "response" in data or "choices" in data:

@@ -6,6 +6,7 @@ from typing import Any
 
 _END = re.compile(rb"\r?\n\r?\n")
 _END_MOST = 4  # bytes of it
+DONE = "[DONE]"  # the data of OpenAI's last event
 # str.splitlines would also end a line at U+2028, U+2029 and U+0085, which JSON has within texts.
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
@@ -29,12 +30,32 @@ class Events:
             del self._rest[:begin]
         return [one.decode(errors="replace") for one in whole if one and not one.startswith(b":")]
 
+    @property
+    def rest(self) -> str:
+        """What came behind the last whole event."""
+        return self._rest.decode(errors="replace")
+
 
 def data_of(event: str) -> dict[str, Any]:
     """The JSON of an event; empty where it has none."""
-    text = "\n".join(line[5:] for line in _LINE_END.split(event) if line.startswith("data:"))
     try:
-        document = json.loads(text)
+        document = json.loads(_text_of(event))
     except ValueError:
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def is_whole(event: str) -> bool:
+    """Says whether the data of an event is JSON, or DONE. Also True of an event without data."""
+    text = _text_of(event).strip()
+    if text in ("", DONE):
+        return True
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _text_of(event: str) -> str:
+    return "\n".join(line[5:] for line in _LINE_END.split(event) if line.startswith("data:"))

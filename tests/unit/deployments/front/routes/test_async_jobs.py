@@ -9,10 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
+from arbiter.errors import EngineLost
+from arbiter.units import TicketId
+from deployments import messages
 from deployments.front import dependencies
 from deployments.front.access import keys
 from deployments.front.jobs import async_calls
 from deployments.front.status.arbiter_gateway import Presence
+from deployments.jobs import calls
 from tests.support.jobs import CHAT, chat
 from tests.support.responding import SOUND, Front, fail_at_the_second_look
 from tests.support.waits import eventually
@@ -20,6 +24,8 @@ from tests.support.waits import eventually
 pytestmark = pytest.mark.spec("J4")
 ASYNC = {"prefer": "respond-async"}
 STREAM = {"model": "one", "prompt": "x", "stream": True}
+CUT = b'data: {"type": "image_generation.partial_image", "b64_json": "AAAA'
+LOST = messages.stream_error(EngineLost("one", TicketId("t")))
 SPEECH = {"model": "voice", "input": "Hello", "voice": "joe"}
 
 
@@ -113,6 +119,27 @@ async def test_events_are_read_by_number_and_the_result_is_the_stream(
     result = await http.get(f"{location}/result")
     assert result.headers["content-type"].startswith("text/event-stream")
     assert result.text.count("data: ") == 6
+
+
+@pytest.mark.parametrize(
+    ("cut", "losses"),
+    [(b"", 0), (CUT, 0), (CUT + b"\n\n", 0), (CUT + LOST, 1), (CUT + LOST[:40] + b"\n\n", 0)],
+)
+async def test_stream_that_is_cut_within_an_event_is_no_answer(
+    front: Front,
+    http: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    cut: bytes,
+    losses: int,
+) -> None:
+    monkeypatch.setattr(calls, "AGAIN_LEAST_S", 0.01)
+    front.responder.broken_ends = [cut] if cut else []
+    location = (await http.post("/v1/completions", json=STREAM, headers=ASYNC)).headers["location"]
+    job = await ended(front, http, location)
+    assert (job["status"], job["attempts"]) == ("completed", 2 if cut else 1)
+    assert (await http.get(f"{location}/result")).text.count("data: ") == 6
+    job_id = location.removeprefix("/v1/jobs/")
+    assert (await front.service.get("default", job_id)).losses == losses
 
 
 @pytest.mark.spec("J8")
