@@ -108,3 +108,20 @@ class TenantLimitReached(RequestError):
 
     def __str__(self) -> str:
         return f"this key's tenant has {self.what}, and {self.most} at most; delete or wait for one"
+
+
+@error_fields
+class EventsRestarted(RequestError):
+    """The attempt whose events a reader has is over, and another has events of its own."""
+
+    job: str
+    last: int
+    attempt: int
+    status_code, code = 409, "events_restarted"
+
+    def __str__(self) -> str:
+        return (
+            f"the events of {self.job} up to number {self.last} are of an attempt that was lost,"
+            f" and it is at attempt {self.attempt}; drop them, and read its events from the first"
+            " (`after=0`)"
+        )

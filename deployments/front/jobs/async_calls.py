@@ -15,6 +15,7 @@ from deployments.front.inference.service import AnyCall
 from deployments.front.status import model_cards
 from deployments.front.status.arbiter_gateway import Presence
 from deployments.jobs.client import JobsClient
+from deployments.jobs.errors import EventsRestarted
 from deployments.jobs.responses import Json
 from deployments.jobs.store import EventPage, Job, JobState, NewJob
 from deployments.messages import InferenceCall
@@ -135,8 +136,16 @@ async def pages(
 async def events(
     jobs: JobsClient, tenant: str, job_id: str, after: int
 ) -> AsyncGenerator[bytes, None]:
-    """A job's events as they were, each with its number as `id`."""
+    """A job's events as they were, each with its number as `id`. Raises NotFound, JobsAway;
+    EventsRestarted where the reader has events of another attempt."""
+    attempt: int | None = None  # whose events the reader has
     async for page in pages(jobs, tenant, job_id, after):
+        job = page.job
+        is_other = attempt not in (None, job.attempts) or after > job.event_count
+        if after and is_other:
+            raise EventsRestarted(job_id, after, job.attempts)
+        attempt = job.attempts
+        after = page.events[-1][0] if page.events else after
         yield b"".join(f"id: {number}\n{text}\n\n".encode() for number, text in page.events) or (
             COMMENT
         )

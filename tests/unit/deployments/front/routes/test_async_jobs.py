@@ -17,6 +17,7 @@ from deployments.front.access import keys
 from deployments.front.jobs import async_calls
 from deployments.front.status.arbiter_gateway import Presence
 from deployments.jobs import calls
+from deployments.jobs.errors import EventsRestarted
 from tests.support.jobs import CHAT, chat
 from tests.support.responding import SOUND, Front, fail_at_the_second_look
 from tests.support.waits import eventually
@@ -119,6 +120,31 @@ async def test_events_are_read_by_number_and_the_result_is_the_stream(
     result = await http.get(f"{location}/result")
     assert result.headers["content-type"].startswith("text/event-stream")
     assert result.text.count("data: ") == 6
+
+
+async def test_reader_has_no_events_of_two_attempts(
+    front: Front, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "AGAIN_LEAST_S", 0.01)
+    front.responder.gate.clear()
+    front.responder.broken_ends = [LOST]
+    location = (await http.post("/v1/completions", json=STREAM, headers=ASYNC)).headers["location"]
+    job_id = location.removeprefix("/v1/jobs/")
+
+    async def has_events() -> bool:
+        return (await front.service.get("default", job_id)).event_count == 5
+
+    await eventually(has_events)
+    stream = async_calls.events(front.state.jobs, "default", job_id, 0)
+    assert (await anext(stream)).count(b"id: ") == 5
+    front.responder.gate.set()
+    assert (await ended(front, http, location))["attempts"] == 2
+    with pytest.raises(EventsRestarted, match="up to number 5 are of an attempt that was lost"):
+        await anext(stream)
+    told = (await http.get(f"{location}/events", params={"after": 7})).text
+    assert json.loads(told.removeprefix("data: "))["error"]["code"] == "events_restarted"
+    whole = (await http.get(f"{location}/events")).text
+    assert [line for line in whole.splitlines() if line.startswith("id:")][-1] == "id: 6"
 
 
 @pytest.mark.parametrize(
