@@ -1,4 +1,5 @@
-"""Runner: makes the calls of queued jobs, as many at a time as the table says, the oldest first.
+"""Runner: makes the calls of queued jobs, as many at a time as the table says. The most urgent is
+next, then the job of the tenant with the fewest calls in flight, then the oldest.
 Where all of these are taken, a call whose model has waited for a turn makes room (Waits).
 
 A transient refusal puts a job back into the queue for some seconds; nothing but its deadline ends
@@ -16,7 +17,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from deployments import messages
 from deployments.config.jobs_section import JobsConfig
@@ -114,6 +114,7 @@ class Runner:
         self._store, self._blocking, self._service = store, blocking, service
         self._config, self._suspects = config, suspects
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._tenants: Counter[str] = Counter()  # calls in flight
         # By job id: how far a model is that does not serve yet; when a job may be tried again, on
         # the monotonic clock; how many streams of a job were cut.
         self.progress: dict[str, dict[str, Any]] = {}
@@ -160,11 +161,13 @@ class Runner:
         alone = set(self._suspects.models)
         late = tuple(self._waits.models(config.turn_s) | alone)
         queued = await self._blocking(self._store.queued, tuple(self._not_before), late)
-        for job in queued:
+        left = [job for job in queued if job.id not in self._running]
+        while left:
             if len(self._running) >= config.in_flight:
                 self._waits.give_way(config.turn_s, config.in_flight)
                 break
-            if job.id not in self._running and job.model not in alone:
+            left.remove(job := min(left, key=self._rank))
+            if job.model not in alone:
                 await self._begin(job.id)
                 if job.losses:
                     alone.add(job.model)
@@ -172,22 +175,28 @@ class Runner:
             return None
         return min([SWEEP_S, *(s - now for s in self._not_before.values())])
 
+    def _rank(self, job: Job) -> tuple[int, int]:
+        """By what a queued job goes before others; equal ones keep the order of the store."""
+        return job.priority, self._tenants[job.tenant]
+
     async def _begin(self, job_id: str) -> None:
         job = await self._blocking(self._store.begin, job_id)
         if job is not None:
             self._on_change()
             task = asyncio.create_task(self._carry(job))
             self._running[job_id] = task
+            self._tenants[job.tenant] += 1
             task.add_done_callback(log_failure)
             # No `finally` of the task, because a task cancelled before its first step has none.
-            task.add_done_callback(partial(self._ended, job_id))
+            task.add_done_callback(partial(self._ended, job))
 
-    def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
-        del self._running[job_id]
+    def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
+        del self._running[job.id]
+        self._tenants[job.tenant] -= 1
         # The task has failed by a bug, or because the store could not note what became of the job.
         if not task.cancelled() and task.exception() is not None:
-            self._not_before[job_id] = time.monotonic() + AGAIN_MOST_S
-        self.progress.pop(job_id, None)
+            self._not_before[job.id] = time.monotonic() + AGAIN_MOST_S
+        self.progress.pop(job.id, None)
         self._on_change()
         self.wake()
 
@@ -256,7 +265,7 @@ class Runner:
                     job.tenant,
                     writer.add,
                     on_progress=partial(self._tell_progress, job.id, call),
-                    priority=Priority[job.meta.get("priority", Priority.BATCH.name)],
+                    priority=job.priority,
                     forecasts=self._forecasts,
                     waited_s=max(0.0, time.time() - job.created_s),
                 )

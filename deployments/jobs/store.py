@@ -19,10 +19,11 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from arbiter.core.types import Priority
 from deployments.jobs.bodies import PART, Bodies
 from deployments.jobs.database import Database
 from deployments.jobs.errors import (
@@ -40,6 +41,23 @@ PLACES_MOST = 10_000
 QUEUED_MOST = 1_000  # jobs that are read in one look at what is next, above all that run at once
 PAGE_BYTES, PAGE_COUNT = 1 << 20, 1_000  # of the events in one message
 REQUEST, RESULT, EVENTS = "-request", "-result", "-events"  # behind a job's id: its bodies
+
+# The queued jobs; their order is by urgency, then by turns of the tenants, then by age. A suspect
+# goes behind its tenant's other jobs.
+_VALUES = " ".join(f"WHEN '{one.name}' THEN {one.value}" for one in Priority)
+_URGENCY = f"CASE json_extract(meta, '$.priority') {_VALUES} ELSE {Priority.BATCH.value} END"
+_QUEUED = (
+    f"SELECT *, {_URGENCY} AS urgency, row_number() OVER"
+    f" (PARTITION BY tenant, {_URGENCY} ORDER BY losses > 0, created_s, id) AS turn"
+    " FROM jobs WHERE state = 'queued'"
+)
+_ORDER = ("urgency", "turn", "created_s", "id")
+_BEFORE = (
+    f"WITH queued AS ({_QUEUED}) SELECT count(*)"
+    " FROM queued, (SELECT * FROM queued WHERE id = ?) AS mine WHERE"
+    f" ({', '.join(f'queued.{one}' for one in _ORDER)})"
+    f" < ({', '.join(f'mine.{one}' for one in _ORDER)})"
+)
 
 
 class JobState(StrEnum):
@@ -98,6 +116,10 @@ class Job:
     position: int = 0  # jobs that are queued before it, of all tenants
     progress: dict[str, Any] | None = None  # while its model loads; kept by no file
     losses: int = 0  # attempts that ended with the death of the engine
+
+    @property
+    def priority(self) -> Priority:
+        return Priority[self.meta.get("priority", Priority.BATCH.name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +182,12 @@ class JobStore:
             )
 
     def get(self, tenant: str, job_id: str) -> Job:
-        """Returns a job of a tenant. Raises NotFound, also for a job of another tenant."""
-        return self._job_of(self._find(job_id), tenant, job_id)
+        """Returns a job of a tenant with its position. Raises NotFound, also for a job of another
+        tenant."""
+        job = self._job_of(self._find(job_id), tenant, job_id)
+        if job.state is not JobState.QUEUED:
+            return job
+        return replace(job, position=self._db.rows(_BEFORE, job_id)[0][0])
 
     def get_of_any(self, job_id: str) -> Job:
         """Returns the job with this id, of any tenant. Raises NotFound."""
@@ -205,7 +231,7 @@ class JobStore:
 
     def delete(self, tenant: str, job_id: str) -> None:
         """Forgets a finished job and its bodies. Raises NotFound, Conflict."""
-        job = self.get(tenant, job_id)
+        job = self._job_of(self._find(job_id), tenant, job_id)
         if not job.state.is_finished:
             raise Conflict("job", job_id, job.state, "deleted; cancel it first")
         self._forget([job_id])
@@ -217,7 +243,7 @@ class JobStore:
     def result(self, tenant: str, job_id: str, offset: int = 0) -> bytes:
         """Returns a piece of a job's answer from an offset; empty at the end. Raises NotFound;
         Conflict where the job has no answer."""
-        job = self.get(tenant, job_id)
+        job = self._job_of(self._find(job_id), tenant, job_id)
         if job.status is None:
             raise Conflict("job", job_id, job.state, "read: it has no answer")
         return self._bodies.read(job_id + RESULT, offset)
@@ -225,7 +251,7 @@ class JobStore:
     def events(self, tenant: str, job_id: str, after: int = 0) -> EventPage:
         """Returns events with a number above `after`, as many as one message takes. Raises
         NotFound."""
-        job = self.get(tenant, job_id)
+        job = self._job_of(self._find(job_id), tenant, job_id)
         events: list[tuple[int, str]] = []
         size = 0
         if job.event_count > max(after, 0):
@@ -269,12 +295,12 @@ class JobStore:
     def queued(
         self, without: Collection[str] = (), without_models: Collection[str] = ()
     ) -> Sequence[Job]:
-        """Returns queued jobs, the oldest first, QUEUED_MOST at most, but for the ids of `without`
-        and the jobs for the models of `without_models`: they would hide later jobs."""
+        """Returns queued jobs in their order, QUEUED_MOST at most, but for the ids of `without` and
+        the jobs for the models of `without_models`: they would hide later jobs."""
         mine = (
-            "SELECT * FROM jobs WHERE state = 'queued'"
-            " AND id NOT IN (SELECT value FROM json_each(?))"
-            " AND model NOT IN (SELECT value FROM json_each(?)) ORDER BY created_s, id LIMIT ?"
+            f"{_QUEUED} AND id NOT IN (SELECT value FROM json_each(?))"
+            " AND model NOT IN (SELECT value FROM json_each(?))"
+            f" ORDER BY {', '.join(_ORDER)} LIMIT ?"
         )
         left_out = json.dumps([*without]), json.dumps([*without_models])
         return [_job(row) for row in self._db.rows(mine, *left_out, QUEUED_MOST)]
@@ -383,11 +409,7 @@ class JobStore:
             self._bodies.remove(one + REQUEST, one + RESULT, one + EVENTS, one + RESULT + PART)
 
     def _find(self, job_id: str) -> sqlite3.Row | None:
-        before = (
-            "(SELECT count(*) FROM jobs AS other WHERE other.state = 'queued' AND"
-            " jobs.state = 'queued' AND other.created_s < jobs.created_s)"
-        )
-        return self._db.row(f"SELECT *, {before} AS position FROM jobs WHERE id = ?", job_id)
+        return self._db.row("SELECT * FROM jobs WHERE id = ?", job_id)
 
     def _job_of(self, row: sqlite3.Row | None, tenant: str, job_id: str) -> Job:
         if row is None or row["tenant"] != tenant:

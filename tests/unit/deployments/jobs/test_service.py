@@ -283,6 +283,29 @@ async def test_no_more_calls_at_once_than_the_table_says(
     assert capability.most_at_once == 2
 
 
+@pytest.mark.spec("J4", "C10")
+async def test_urgent_jobs_go_first_and_tenants_take_turns(
+    service: JobsService, capability: Capability
+) -> None:
+    service.config = service.config.model_copy(update={"in_flight": 2})
+    capability.gate.clear()
+    queued = [("t", f"a{number}", "BATCH") for number in range(20)]
+    queued += [("u", "small", "BATCH"), ("v", "urgent", "URGENT")]
+    for tenant, name, priority in queued:
+        new = NewJob(name, tenant, "async", CHAT, "one", meta={"priority": priority})
+        await service.create(new, json.dumps(chat(name)).encode())
+    await eventually(lambda: capability.at_once == 2)
+    assert (await service.get("v", "urgent")).position == 0
+    service.config = service.config.model_copy(update={"in_flight": 4})
+    service._runner.wake()
+    await eventually(lambda: capability.at_once == 4)
+    assert list(capability.by_text) == ["a0", "a1", "urgent", "small"]
+    capability.gate.set()
+    for number in range(20):
+        await finished(service, f"a{number}")
+    assert not +service._runner._tenants
+
+
 @pytest.mark.spec("J4", "L1")
 async def test_polls_of_another_tenant_find_nothing_and_no_poll_calls_a_model(
     service: JobsService, capability: Capability

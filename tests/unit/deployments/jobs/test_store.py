@@ -201,6 +201,26 @@ def test_position_counts_those_that_are_queued_before(jobs: Jobs) -> None:
     assert jobs.store.get("t", "c").position == 1
 
 
+@pytest.mark.spec("J4", "C10")
+def test_queue_is_by_urgency_then_by_turns_of_the_tenants_then_by_age(jobs: Jobs) -> None:
+    for job_id, tenant, meta in (
+        *(("a1", "large", {}), ("a2", "large", {}), ("a3", "large", {})),
+        *(("b1", "small", {}), ("high", "large", {"priority": "HIGH"})),
+        *(("urgent", "other", {"priority": "URGENT"}), ("b2", "small", {"priority": "BATCH"})),
+    ):
+        new = NewJob(job_id, tenant, "async", "/v1/x", "one", meta=dict(meta))
+        assert jobs.store.create(new, b"asked").id == job_id
+        jobs.now_s += 1
+    order = ["urgent", "high", "a1", "b1", "a2", "b2", "a3"]
+    assert [job.id for job in jobs.store.queued()] == order
+    assert [jobs.store.get(job.tenant, job.id).position for job in jobs.store.queued()] == [
+        *range(len(order))
+    ]
+    jobs.store.begin("a1")
+    jobs.store.requeue("a1", losses=1)
+    assert [job.id for job in jobs.store.queued()][2:] == ["a2", "b1", "a3", "b2", "a1"]
+
+
 @pytest.mark.spec("J4")
 def test_policy_sees_unfinished_work_without_writing(jobs: Jobs, tmp_path: Path) -> None:
     assert not has_unfinished(tmp_path / "nothing.sqlite")
