@@ -23,10 +23,12 @@ LOCKED_S = 10.0  # the arbiter's own statements take 0.016 ms
 # What SQLite says of a disk that takes no more: FULL, and of a failed write (a quota, EFBIG).
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 
-UNFINISHED = """
+WORK = """
 SELECT EXISTS (SELECT 1 FROM jobs WHERE state IN ('queued', 'in_progress', 'cancelling'))
     OR EXISTS (SELECT 1 FROM batches
         WHERE state IN ('validating', 'in_progress', 'finalizing', 'cancelling'))
+    OR EXISTS (SELECT 1 FROM jobs WHERE ended_s IS NOT NULL AND ended_s + keep_s <= :expired_s)
+    OR EXISTS (SELECT 1 FROM job_files WHERE expires_s <= :expired_s)
 """
 
 
@@ -109,13 +111,14 @@ def storage_error(path: Path, error: Exception) -> StorageFull | StorageFailed:
     return StorageFailed(str(path), str(error))
 
 
-def has_unfinished(path: Path) -> bool:
-    """Whether a state file has work left, without opening it for writing: False where there is
-    none, or none with these tables."""
+def has_work(path: Path, expired_s: float) -> bool:
+    """Whether a state file has unfinished work, or a job or file to forget that expired by
+    `expired_s` of the wall clock. The file is not opened for writing: False where there is none, or
+    none with these tables."""
     try:
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=0.05)
         try:
-            return bool(db.execute(UNFINISHED).fetchone()[0])
+            return bool(db.execute(WORK, {"expired_s": expired_s}).fetchone()[0])
         finally:
             db.close()
     except sqlite3.Error:

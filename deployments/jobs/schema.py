@@ -72,8 +72,15 @@ _LOSSES = (
     """ALTER TABLE jobs ADD COLUMN losses INTEGER NOT NULL DEFAULT 0""",
     """ALTER TABLE batch_lines ADD COLUMN losses INTEGER NOT NULL DEFAULT 0""",
 )
+# What has expired is looked for each second (JobsPolicy)
+_EXPIRIES = (
+    """CREATE INDEX IF NOT EXISTS jobs_expiry ON jobs (ended_s + keep_s)
+    WHERE ended_s IS NOT NULL""",
+    """CREATE INDEX IF NOT EXISTS job_files_expiry ON job_files (expires_s)
+    WHERE expires_s IS NOT NULL""",
+)
 # By version: the statements that make it of the one before.
-STEPS: tuple[tuple[str, ...], ...] = (_JOBS, _FIGURES, _LOSSES)
+STEPS: tuple[tuple[str, ...], ...] = (_JOBS, _FIGURES, _LOSSES, _EXPIRIES)
 
 
 def migrate(db: sqlite3.Connection, path: Path) -> None:

@@ -183,8 +183,8 @@ class JobStore:
 
     def get(self, tenant: str, job_id: str) -> Job:
         """Returns a job of a tenant with its position. Raises NotFound, also for a job of another
-        tenant."""
-        job = self._job_of(self._find(job_id), tenant, job_id)
+        tenant, or that has been kept for its `keep_s`."""
+        job = self._kept(tenant, job_id)
         if job.state is not JobState.QUEUED:
             return job
         return replace(job, position=self._db.rows(_BEFORE, job_id)[0][0])
@@ -202,7 +202,8 @@ class JobStore:
         """Returns jobs, the newest first; `tenant` None: of all tenants. `after`: the id of the
         last job seen. Raises Refused."""
         self._db.check_after("jobs", after, tenant)
-        wheres, values = ["1"], []
+        wheres: list[str] = ["coalesce(ended_s + keep_s, 9e99) > ?"]
+        values: list[Any] = [self._clock()]
         for name, value in (("tenant", tenant), ("kind", kind)):
             if value is not None:
                 wheres.append(f"{name} = ?")
@@ -243,7 +244,7 @@ class JobStore:
     def result(self, tenant: str, job_id: str, offset: int = 0) -> bytes:
         """Returns a piece of a job's answer from an offset; empty at the end. Raises NotFound;
         Conflict where the job has no answer."""
-        job = self._job_of(self._find(job_id), tenant, job_id)
+        job = self._kept(tenant, job_id)
         if job.status is None:
             raise Conflict("job", job_id, job.state, "read: it has no answer")
         return self._bodies.read(job_id + RESULT, offset)
@@ -251,7 +252,7 @@ class JobStore:
     def events(self, tenant: str, job_id: str, after: int = 0) -> EventPage:
         """Returns events with a number above `after`, as many as one message takes. Raises
         NotFound."""
-        job = self._job_of(self._find(job_id), tenant, job_id)
+        job = self._kept(tenant, job_id)
         events: list[tuple[int, str]] = []
         size = 0
         if job.event_count > max(after, 0):
@@ -410,6 +411,13 @@ class JobStore:
 
     def _find(self, job_id: str) -> sqlite3.Row | None:
         return self._db.row("SELECT * FROM jobs WHERE id = ?", job_id)
+
+    def _kept(self, tenant: str, job_id: str) -> Job:
+        """Raises NotFound, also for a job that no process has forgotten yet."""
+        job = self._job_of(self._find(job_id), tenant, job_id)
+        if job.ended_s is not None and job.ended_s + job.keep_s <= self._clock():
+            raise NotFound("job", job_id)
+        return job
 
     def _job_of(self, row: sqlite3.Row | None, tenant: str, job_id: str) -> Job:
         if row is None or row["tenant"] != tenant:

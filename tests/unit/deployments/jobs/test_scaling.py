@@ -12,7 +12,8 @@ from deployments.jobs.bodies import Bodies
 from deployments.jobs.client import JobsAway, JobsClient
 from deployments.jobs.database import Database
 from deployments.jobs.errors import NotFound, Superseded
-from deployments.jobs.scaling import IDLE_S, JobsPolicy
+from deployments.jobs.file_store import FileStore, NewFile
+from deployments.jobs.scaling import ERASED_WITHIN_S, IDLE_S, JobsPolicy
 from deployments.jobs.store import JobStore, NewJob
 
 
@@ -46,6 +47,23 @@ def test_replica_stays_for_calls_and_for_unfinished_work_alone(tmp_path: Path) -
     assert JobsPolicy(str(path), clock=clock)(SimpleNamespace(total_num_requests=0))[0] == 1  # type: ignore[arg-type]
     store.cancel("t", "a")
     assert replicas(100_001 + IDLE_S) == 0
+
+
+@pytest.mark.spec("J4", "H0")
+def test_replica_is_started_to_erase_a_file_that_has_expired(tmp_path: Path) -> None:
+    path, clock, wall_clock = tmp_path / "arbiter.sqlite", Clock(), Clock()
+    files = FileStore(Database(path), Bodies(tmp_path / "jobs"), wall_clock)
+    files.begin(NewFile("file-a", "t", "x", "batch", 0, 100.0), 1, 1)
+    policy = JobsPolicy(str(path), clock=clock, wall_clock=wall_clock)
+
+    def replicas(at_s: float) -> int:
+        clock.now_s = wall_clock.now_s = at_s
+        return policy(SimpleNamespace(total_num_requests=0))[0]  # type: ignore[arg-type]
+
+    assert replicas(99 + ERASED_WITHIN_S) == 0
+    assert replicas(100 + ERASED_WITHIN_S) == 1
+    assert files.forget_old() == 1
+    assert replicas(101 + ERASED_WITHIN_S + IDLE_S) == 0
 
 
 @pytest.mark.spec("J4", "A18")

@@ -10,9 +10,10 @@ import pytest
 from arbiter.server.store import Store
 from deployments.jobs import operator_rows
 from deployments.jobs.bodies import Bodies
-from deployments.jobs.database import Database, has_unfinished
+from deployments.jobs.database import Database, has_work
 from deployments.jobs.errors import Conflict, NotFound, Superseded, TenantLimitReached
 from deployments.jobs.file_store import UPLOAD_MOST_S
+from deployments.jobs.kept_answers import KeptAnswers
 from deployments.jobs.store import Job, JobState, JobStore, NewJob
 from deployments.jobs.sweep import sweep
 
@@ -129,6 +130,10 @@ def test_job_expires_at_its_deadline_and_is_forgotten_after_its_time(jobs: Jobs)
     jobs.now_s += 99
     assert jobs.store.forget_old() == 0
     jobs.now_s += 1
+    for read in (jobs.store.get, jobs.store.events, jobs.store.result):
+        with pytest.raises(NotFound):
+            read("t", "a")
+    assert jobs.store.page("t") == []
     assert jobs.store.forget_old() == 2
     assert jobs.bodies.names() == set()
     with pytest.raises(NotFound):
@@ -222,13 +227,28 @@ def test_queue_is_by_urgency_then_by_turns_of_the_tenants_then_by_age(jobs: Jobs
 
 
 @pytest.mark.spec("J4")
+def test_expired_answer_is_erased_by_a_process_that_is_started_for_it(jobs: Jobs) -> None:
+    answers = KeptAnswers(jobs.store._db, jobs.bodies, jobs.store, lambda: jobs.now_s)
+    new = NewJob("resp_a", "t", "response", "/v1/responses", "one", keep_s=100.0)
+    answers.keep(new, b"asked", b"told")
+    assert jobs.store.result("t", "resp_a") == b"told"
+    assert not has_work(jobs.path, jobs.now_s + 99)
+    assert has_work(jobs.path, jobs.now_s + 100)
+    jobs.now_s += 100
+    with pytest.raises(NotFound):
+        jobs.store.result("t", "resp_a")
+    assert answers.trim("t", 0, 0) == 1
+    assert jobs.bodies.names() == set() and not has_work(jobs.path, jobs.now_s)
+
+
+@pytest.mark.spec("J4")
 def test_policy_sees_unfinished_work_without_writing(jobs: Jobs, tmp_path: Path) -> None:
-    assert not has_unfinished(tmp_path / "nothing.sqlite")
-    assert not has_unfinished(jobs.path)
+    assert not has_work(tmp_path / "nothing.sqlite", 0.0)
+    assert not has_work(jobs.path, 0.0)
     jobs.create()
-    assert has_unfinished(jobs.path)
+    assert has_work(jobs.path, 0.0)
     jobs.store.cancel("t", "a")
-    assert not has_unfinished(jobs.path)
+    assert not has_work(jobs.path, 0.0)
 
 
 @pytest.mark.spec("J4", "L1")
