@@ -7,12 +7,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
 from arbiter.leases import LeaseTransport
-from arbiter.loopback import is_loopback
 from deployments.client import leases
 from deployments.client.typed_errors import FrontUnreachable, error_of_event, error_of_response
 
@@ -142,17 +140,8 @@ def _client(
 ) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-    parts = urlsplit(url)
     return httpx.AsyncClient(
-        base_url=url,
-        headers=headers,
-        timeout=timeout,
-        transport=transport,
-        # A key for this machine goes to no proxy that the environment names.
-        trust_env=not is_loopback(parts.hostname or ""),
-        # With `trust_env` off httpx would read neither proxies nor SSL_CERT_FILE and SSL_CERT_DIR,
-        # which a context that is made here reads.
-        verify=httpx.create_ssl_context() if parts.scheme == "https" else True,
+        base_url=url, headers=headers, timeout=timeout, transport=transport, **leases.trust(url)
     )
 
 

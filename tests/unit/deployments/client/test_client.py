@@ -525,6 +525,7 @@ async def test_key_for_this_machine_goes_to_no_proxy_of_the_environment(
 ) -> None:
     front = ScriptedFront()
     front.answers["POST", CHAT] = Answer(503, {}, b"heard")
+    front.says("PUT", "/arbiter/leases/mine", {"state": "held"})
     with front.serving() as url, socket.create_server(("127.0.0.1", 0)) as proxy:
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
         for name in ("no_proxy", "NO_PROXY"):
@@ -532,10 +533,14 @@ async def test_key_for_this_machine_goes_to_no_proxy_of_the_environment(
         async with AsyncClient(url, model=MODEL, key="arb-mine") as client:
             with pytest.raises(RequestError, match="HTTP 503: heard"):
                 await client.chat("Hello")
+            put = client._connection.lease_way().put
+            lease = await asyncio.to_thread(put, "mine", {"gb": 1})
+        assert lease == {"state": "held"}
         proxy.setblocking(False)
         with pytest.raises(BlockingIOError):
             proxy.accept()
-    assert front.requests[0].headers["authorization"] == "Bearer arb-mine"
+    sent = [request.headers["authorization"] for request in front.requests]
+    assert sent == ["Bearer arb-mine"] * 2
 
 
 async def test_answer_of_no_front_says_what_came() -> None:
