@@ -52,6 +52,28 @@ class BadUrl(CommandError):
         return f"{self.url!r} is no address of a front; write it as http://HOST:PORT"
 
 
+class NoJson(CommandError):
+    """A value that no request can carry."""
+
+    def __init__(self, what: str, cause: str) -> None:
+        super().__init__(what, cause)
+        self.what, self.cause = what, cause
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} is no JSON value ({self.cause}); write numbers that are finite, and"
+            " a date as text, in quotes"
+        )
+
+
+def check_json(what: str, value: object) -> None:
+    """Raises NoJson where a request cannot carry the value. `what`: names it in the message."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise NoJson(what, str(error)) from error
+
+
 class Refused(CommandError):
     """The front's answer was no."""
 
@@ -141,10 +163,12 @@ class Front:
         return self.send("GET", path)
 
     def send(self, method: str, path: str, body: object = None) -> Any:
-        """The JSON value that the front answers with. Raises NoFront, Refused, NotTheFront."""
+        """The JSON value that the front answers with. Raises NoJson, NoFront, Refused,
+        NotTheFront."""
         import httpx
 
         request = f"{method} {self.url}{path}"
+        check_json(f"the body of {request}", body)
         try:
             answer = self._client.request(method, path, json=body)
         except httpx.HTTPError as error:

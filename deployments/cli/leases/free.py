@@ -29,7 +29,10 @@ _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 def _term(text: str) -> str:
     if not (match := _TERM.fullmatch(text.strip())):
         raise typer.BadParameter(f"{text!r} is not a time; write 90s, 30m, 2h or seconds")
-    return str(float(match[1]) * _SECONDS[match[2]])
+    term_s = float(match[1]) * _SECONDS[match[2]]
+    if not math.isfinite(term_s):
+        raise typer.BadParameter("that is longer than any number of seconds; write 90s, 30m or 2h")
+    return str(term_s)
 
 
 def free(

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import typer
 
 from arbiter.units import Bytes, human
-from deployments.cli.http import Url, front
+from deployments.cli.http import Url, check_json, front
 from deployments.cli.output import AsJson, CommandError, cell, show
 
 Model = Annotated[str, typer.Argument(help="A model's name, from `arbiter residency`.")]
@@ -134,7 +134,7 @@ def settings(
 
 
 def _parsed(changes: list[str]) -> dict[str, Any]:
-    """Raises BadParameter for what is no pair, CommandError for what is no YAML."""
+    """Raises BadParameter for what is no pair, CommandError for what is no YAML or no JSON."""
     import yaml
 
     parsed = {}
@@ -146,6 +146,7 @@ def _parsed(changes: list[str]) -> dict[str, Any]:
             parsed[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise CommandError(f"the value of {key} is not YAML: {error}") from error
+        check_json(f"the value of {key}", parsed[key])
     return parsed
 
 

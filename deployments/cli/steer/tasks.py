@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deployments.cli.http import Url, front
+from deployments.cli.http import Url, check_json, front
 from deployments.cli.output import AsJson, CommandError, cell, show, span, table
 
 app = typer.Typer(no_args_is_help=True, help="Tasks: names with a ladder of models.")
@@ -52,6 +52,8 @@ def add(
         "step_s": step_s,
         "allow_cloud_fallback": not local,
     }
+    for key, value in row.items():
+        check_json(f"`{key}`", value)
     tasks_now = _changed(url, lambda tasks: tasks | {name: row})
     show(as_json, tasks_now[name], cell(f"task:{name} asks {', '.join(ladder)}"))
 

@@ -39,6 +39,12 @@ def test_what_left_and_what_stays_is_named(front: ScriptedFront, run: Run) -> No
     assert (asked.body["gb"], asked.body["term_s"], asked.body["kept"]) == (8, 1800, True)
 
 
+def test_a_term_beyond_all_numbers_is_not_sent(front: ScriptedFront, run: Run) -> None:
+    failed = run("free", "--gb", "8", "--for", "9" * 400)
+    assert failed.exit_code == 2 and "longer than any" in failed.stderr
+    assert not front.requests
+
+
 def test_a_dry_run_prints_the_plan_and_holds_nothing(front: ScriptedFront, run: Run) -> None:
     front.says("POST", "/arbiter/free", {"plan": PLAN, "lease": None})
     done = run("free", "--gb", "8", "--dry-run")

@@ -86,6 +86,8 @@ def test_changes_are_sent_together_with_the_generation_that_was_read(
         ("bypass_count", 2, "KEY=VALUE"),  # alone it would have set the default
         ("=4", 2, "KEY=VALUE"),
         ("tenants={", 1, "the value of tenants is not YAML"),
+        ("evict=.nan", 1, "the value of evict is no JSON value"),
+        ("evict=2026-11-29", 1, "the value of evict is no JSON value"),
     ],
 )
 def test_a_change_that_cannot_be_read_is_not_sent(

@@ -37,6 +37,17 @@ def test_task_is_added_beside_the_others_for_the_generation_that_was_read(
 
 
 @pytest.mark.spec("J5")
+@pytest.mark.parametrize("option", ["--budget-s", "--keep-warm-s", "--step-s"])
+def test_seconds_that_are_no_number_are_named_and_not_sent(
+    front: ScriptedFront, run: Run, option: str
+) -> None:
+    failed = run("task", "add", "best", "large", option, "nan")
+    assert failed.exit_code == 1 and not front.requests
+    name = option.removeprefix("--").replace("-", "_")
+    assert f"`{name}` is no JSON value" in " ".join(failed.stderr.split())
+
+
+@pytest.mark.spec("J5")
 def test_tasks_are_listed_and_removed(front: ScriptedFront, run: Run) -> None:
     assert "large, small" in run("task", "list").stdout
     assert json.loads(run("task", "list", "--json").stdout) == {"sum": ROW}
