@@ -40,7 +40,7 @@ from deployments.jobs.errors import (
 )
 from deployments.jobs.line_queue import LineQueue
 from deployments.jobs.runner import STORAGE_AGAIN_S, SWEEP_S, Blocking, rounds
-from deployments.jobs.suspects import LOST_TRIES, Suspects
+from deployments.jobs.suspects import DEATHS_MOST, Suspects
 from deployments.jobs.waits import CallsInFlight
 from deployments.replica.background import BackgroundTasks, log_failure
 
@@ -303,7 +303,7 @@ class BatchRunner:
         except RetryLater as again:
             logger.info("%s line %d is tried again: %s", batch.id, line.number, again.why)
             if isinstance(again, EngineDied):
-                line = replace(line, losses=line.losses + 1)
+                line = replace(line, losses=line.losses + again.deaths)
             await self._put_back(batch, line, again.after_s)
         except BodyLost as error:
             await self._without_input(batch, error)
@@ -312,8 +312,8 @@ class BatchRunner:
             await self._put_back(batch, line, STORAGE_AGAIN_S)
 
     async def _attempt(self, batch: Batch, line: Line, body: bytes) -> Answer:
-        """Makes one attempt. The death of the engine in the last of LOST_TRIES attempts is taken
-        for the answer. Raises RetryLater, StorageFull, StorageFailed, Superseded."""
+        """Makes one attempt. The last of DEATHS_MOST deaths of the engine is taken for the answer.
+        Raises RetryLater, StorageFull, StorageFailed, Superseded."""
         service = await self._table()
         headers, now_s = validation.JSON_HEADERS, time.monotonic()
         waited_s = now_s - self._first_s.setdefault((batch.id, line.number), now_s)
@@ -334,9 +334,10 @@ class BatchRunner:
                     waited_s=waited_s,
                 )
         except EngineDied as died:
-            if line.losses + 1 >= LOST_TRIES:
+            line = replace(line, losses=line.losses + died.deaths)
+            if line.losses >= DEATHS_MOST:
                 return died.answer
-            await self._blocking(self._store.note_loss, batch.id, line)
+            await self._blocking(self._store.note_losses, batch.id, line)
             raise
 
     def _keep(self, finished: FinishedLine) -> None:

@@ -80,7 +80,7 @@ class Line:
     length: int
     model: str
     served: str
-    losses: int = 0  # attempts that ended with the death of the engine
+    losses: int = 0  # how often the engine died under it
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +342,11 @@ class BatchStore:
         )
         return [Line(*row) for row in rows]
 
-    def note_loss(self, batch_id: str, line: Line) -> None:
-        """Notes that another attempt at a line ended with the death of the engine."""
+    def note_losses(self, batch_id: str, line: Line) -> None:
+        """Keeps how often the engine died under a line."""
         with self._db.writing() as db:
-            more = f"UPDATE batch_lines SET losses = losses + 1 WHERE {_KEY}"
-            db.execute(more, _key(batch_id, line))
+            values = (line.losses, *_key(batch_id, line))
+            db.execute(f"UPDATE batch_lines SET losses = ? WHERE {_KEY}", values)
 
     def keep(self, finished: Sequence[FinishedLine]) -> int:
         """Writes results: one append to each file, one transaction for each batch. A line that has

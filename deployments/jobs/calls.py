@@ -16,11 +16,11 @@ from deployments import messages
 from deployments.config.task_section import PREFIX
 from deployments.front.access.keys import Caller, Scope
 from deployments.front.inference.request import ParsedRequest, parse
-from deployments.front.inference.service import AnyCall, InferenceService, Parts
+from deployments.front.inference.service import TRIES, AnyCall, InferenceService, Parts
 from deployments.front.inference.tasks import Tasks, task_of
 from deployments.front.status.forecasts import Forecasts
 from deployments.jobs.sse import Events, data_of, is_whole
-from deployments.jobs.suspects import LOST_TRIES
+from deployments.jobs.suspects import DEATHS_MOST
 from deployments.tasks.climb import TaskCall
 
 TRANSIENT = (429, 503)
@@ -72,16 +72,20 @@ class RetryLater(Exception):
 
 
 class EngineDied(RetryLater):
-    """The engine died under the attempt. A call may end every engine that runs it: the attempts are
-    counted (Suspects)."""
+    """The engine died under the attempt, as often as the attempt sent the call. A call may end
+    every engine that runs it: the deaths are counted (Suspects)."""
+
+    def __init__(self, after_s: float | None, why: str, deaths: int) -> None:
+        super().__init__(after_s, why)
+        self.deaths = deaths
 
     @property
     def answer(self) -> Answer:
-        """What becomes of the call when there are no more attempts."""
+        """What becomes of the call after DEATHS_MOST deaths."""
         message = (
-            f"the engine died in each of {LOST_TRIES} attempts at this request, in all but the"
-            f" first of them with no other job beside it ({self.why}); change the request, or see"
-            " the engine's log for the cause"
+            f"the engine died {DEATHS_MOST} times under this request, in all attempts but the first"
+            f" with no other job beside it ({self.why}); change the request, or see the engine's"
+            " log for the cause"
         )
         return _failed(message, EngineLost.code)
 
@@ -140,7 +144,7 @@ async def attempt(
         # A ticket says that an engine had the call: a model that left each time has none.
         is_death = isinstance(error, EngineLost) and not isinstance(error, ReplicaLost)
         if is_death and error.ticket is not None:
-            raise EngineDied(error.retry_after_s, str(error)) from error
+            raise EngineDied(error.retry_after_s, str(error), TRIES) from error
         if messages.is_transient(error) or error.status_code in TRANSIENT:
             raise RetryLater(error.retry_after_s, str(error)) from error
         return refused(error)
@@ -251,7 +255,7 @@ def _error_in(event: str) -> RetryLater | None:
         return None
     fields = error if isinstance(error, dict) else {"message": error}
     why, code = str(fields.get("message", error))[:500], str(fields.get("code") or "no_response")
-    return EngineDied(None, why) if code == EngineLost.code else StreamCut(why, code)
+    return EngineDied(None, why, 1) if code == EngineLost.code else StreamCut(why, code)
 
 
 def _answer_of(head: messages.ResponseHead, body: bytes) -> Answer:

@@ -34,7 +34,7 @@ from deployments.jobs.calls import (
 )
 from deployments.jobs.errors import Conflict, StorageFailed, StorageFull, Superseded
 from deployments.jobs.store import Job, JobStore
-from deployments.jobs.suspects import LOST_TRIES, Suspects
+from deployments.jobs.suspects import DEATHS_MOST, Suspects
 from deployments.jobs.waits import Call, CallsInFlight
 from deployments.replica.background import log_failure
 
@@ -216,7 +216,7 @@ class Runner:
         except RetryLater as again:
             logger.info("job %s is tried again in %.0f s: %s", job.id, again.after_s, again.why)
             self._not_before[job.id] = time.monotonic() + again.after_s
-            losses = 1 if isinstance(again, EngineDied) else 0
+            losses = again.deaths if isinstance(again, EngineDied) else 0
             await self._blocking(self._store.requeue, job.id, losses)
         except (StorageFull, StorageFailed) as error:
             self._not_before[job.id] = time.monotonic() + STORAGE_AGAIN_S
@@ -225,13 +225,13 @@ class Runner:
             logger.warning("%s", error)
 
     async def _attempt(self, job: Job) -> Answer:
-        """Makes one attempt. The error of the last of CUT_TRIES cut streams, or of LOST_TRIES
-        attempts under which the engine died, is taken for the answer. Raises RetryLater,
-        StorageFull, StorageFailed, Superseded."""
+        """Makes one attempt. The error of the last of CUT_TRIES cut streams, or of DEATHS_MOST
+        deaths of the engine, is taken for the answer. Raises RetryLater, StorageFull,
+        StorageFailed, Superseded."""
         try:
             answer = await self._answer(job)
         except EngineDied as died:
-            if job.losses + 1 < LOST_TRIES:
+            if job.losses + died.deaths < DEATHS_MOST:
                 raise
             answer = died.answer
         except StreamCut as cut:

@@ -67,7 +67,7 @@ _FIGURES = (
     WHERE ended_s IS NOT NULL AND (attempts > 0 OR state != 'completed')""",
     """CREATE INDEX IF NOT EXISTS batches_by_time ON batches (created_s)""",
 )
-# How many attempts at a job or a line ended with the death of the engine
+# How often the engine died under a job or a line
 _LOSSES = (
     """ALTER TABLE jobs ADD COLUMN losses INTEGER NOT NULL DEFAULT 0""",
     """ALTER TABLE batch_lines ADD COLUMN losses INTEGER NOT NULL DEFAULT 0""",

@@ -115,7 +115,7 @@ class Job:
     error: dict[str, Any] | None  # OpenAI's error object; None: none
     position: int = 0  # jobs that are queued before it, of all tenants
     progress: dict[str, Any] | None = None  # while its model loads; kept by no file
-    losses: int = 0  # attempts that ended with the death of the engine
+    losses: int = 0  # how often the engine died under it
 
     @property
     def priority(self) -> Priority:
@@ -364,7 +364,7 @@ class JobStore:
 
     def requeue(self, job_id: str, losses: int = 0) -> None:
         """Queues a job that is to be tried again; a job that is being cancelled is cancelled.
-        `losses`: attempts that ended with the death of the engine, in addition."""
+        `losses`: how often the engine died under it, in addition."""
         with self._db.writing() as db:
             db.execute(
                 "UPDATE jobs SET state = iif(state = 'cancelling', 'cancelled', 'queued'),"

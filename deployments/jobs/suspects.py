@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-# Attempts that end with the death of the engine until a call fails. Each sends the call
-# deployments.front.inference.service.TRIES times: the same call was then in flight in nine deaths,
-# six of them alone. Kills from outside do not come to that (docs/adr/0035).
-LOST_TRIES = 3
+from deployments.front.inference.service import TRIES
+
+# Deaths of the engine under a call until the call fails: those of three attempts, or of nine where a
+# stream had begun in each; all but the first run alone. Kills from outside do not come to that
+# (docs/adr/0035).
+DEATHS_MOST = 3 * TRIES
 
 
 class Suspects:

@@ -167,14 +167,8 @@ async def test_sums_are_what_a_count_of_all_rows_says(
 @pytest.mark.spec("J4", "K2")
 def test_file_of_earlier_code_is_counted_when_it_is_opened(tmp_path: Path) -> None:
     path = tmp_path / "arbiter.sqlite"
-    Database(path).close()
     with sqlite3.connect(path) as db:
-        for (name,) in db.execute(
-            "SELECT name FROM sqlite_master WHERE type = 'trigger'"
-        ).fetchall():
-            db.execute(f"DROP TRIGGER {name}")
-        for table in ("job_totals", "jobs_schema"):
-            db.execute(f"DROP TABLE {table}")
+        db.executescript(Path(__file__).with_name("tables_without_version.sql").read_text())
         db.execute("INSERT INTO job_files VALUES ('f', 't', 'x', 'batch', 'processed', 7, 0, NULL)")
     assert recounted(path) == {("file", "processed"): (1, 7, 0, 0, 0)}
 

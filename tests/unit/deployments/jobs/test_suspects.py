@@ -15,7 +15,7 @@ from deployments.front.inference.service import TRIES
 from deployments.jobs import calls
 from deployments.jobs.service import JobsService
 from deployments.jobs.store import Job, JobState, NewJob
-from deployments.jobs.suspects import LOST_TRIES, Suspects
+from deployments.jobs.suspects import DEATHS_MOST, Suspects
 from tests.support.jobs import (
     CHAT,
     Capability,
@@ -31,6 +31,7 @@ from tests.support.waits import eventually
 
 pytestmark = pytest.mark.spec("J4", "L1")
 POISON = "poison"
+ATTEMPTS = DEATHS_MOST // TRIES
 LOST = EngineLost("one", TicketId("t"))
 
 
@@ -132,7 +133,7 @@ async def test_line_that_ends_its_engine_each_time_fails_and_the_others_complete
     [row] = await results(service, batch.error_file)
     assert (row["custom_id"], row["response"]["status_code"]) == (POISON, 502)
     assert row["response"]["body"]["error"]["code"] == "engine_lost"
-    alone = [0] * TRIES * (LOST_TRIES - 1)
+    alone = [0] * TRIES * (ATTEMPTS - 1)
     assert engine.beside == [*[engine.victims] * TRIES, *alone]
     again = [text_of(call) for call in engine.calls][-len(victims) - len(alone) :]
     assert set(again) == {*victims, POISON}, "behind the other lines"
@@ -147,11 +148,11 @@ async def test_job_that_ends_its_engine_each_time_fails_and_the_others_complete(
         await create(service, name)
     await open_after_first_attempt(engine)
     job = await finished(service, POISON)
-    assert (job.state, job.status, job.attempts) == (JobState.FAILED, 502, LOST_TRIES)
+    assert (job.state, job.status, job.attempts) == (JobState.FAILED, 502, ATTEMPTS)
     assert job.error is not None and job.error["code"] == "engine_lost"
     for name in "abc":
         assert (await finished(service, name)).state == JobState.COMPLETED
-    assert engine.beside == [*[3] * TRIES, *[0] * TRIES * (LOST_TRIES - 1)]
+    assert engine.beside == [*[3] * TRIES, *[0] * TRIES * (ATTEMPTS - 1)]
 
 
 async def test_job_that_ends_its_engine_does_so_beside_no_line_twice(
@@ -165,16 +166,16 @@ async def test_job_that_ends_its_engine_does_so_beside_no_line_twice(
     assert (await finished(service, POISON)).state == JobState.FAILED
     batch = await ended(service)
     assert (batch.completed, batch.failed) == (4, 0)
-    assert engine.beside == [*[4] * TRIES, *[0] * TRIES * (LOST_TRIES - 1)]
+    assert engine.beside == [*[4] * TRIES, *[0] * TRIES * (ATTEMPTS - 1)]
 
 
 async def test_deaths_up_to_the_last_attempt_fail_no_call(
     service: JobsService, engine: Engine
 ) -> None:
-    engine.refusals = [LOST] * (TRIES * LOST_TRIES - 1)
+    engine.refusals = [LOST] * (DEATHS_MOST - 1)
     await begin(service, [line("a")])
     assert (await ended(service)).completed == 1
-    engine.refusals = [LOST] * (TRIES * LOST_TRIES - 1)
+    engine.refusals = [LOST] * (DEATHS_MOST - 1)
     await create(service, "b")
     assert (await finished(service, "b")).state == JobState.COMPLETED
     assert not engine.refusals
@@ -183,7 +184,7 @@ async def test_deaths_up_to_the_last_attempt_fail_no_call(
 async def test_model_that_left_before_each_entry_fails_no_call(
     service: JobsService, engine: Engine
 ) -> None:
-    engine.refusals = [EngineLost("one") for _ in range(TRIES * LOST_TRIES)]
+    engine.refusals = [EngineLost("one") for _ in range(DEATHS_MOST)]
     await begin(service, [line("a")])
     assert (await ended(service)).completed == 1
 
@@ -191,11 +192,11 @@ async def test_model_that_left_before_each_entry_fails_no_call(
 async def test_next_process_goes_on_counting(
     tmp_path: Path, service: JobsService, engine: Engine
 ) -> None:
-    engine.refusals = [LOST] * TRIES * (LOST_TRIES - 1)
+    engine.refusals = [LOST] * TRIES * (ATTEMPTS - 1)
     engine.gate.clear()
     await begin(service, [line("a")])
     await eventually(lambda: engine.alive)
-    engine.refusals = [LOST] * TRIES * (LOST_TRIES - 1)
+    engine.refusals = [LOST] * TRIES * (ATTEMPTS - 1)
     await create(service, "b", "two")
     await eventually(lambda: len(engine.alive) == 2)
     await service.close()

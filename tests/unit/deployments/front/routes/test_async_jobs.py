@@ -18,6 +18,7 @@ from deployments.front.jobs import async_calls
 from deployments.front.status.arbiter_gateway import Presence
 from deployments.jobs import calls
 from deployments.jobs.errors import EventsRestarted
+from deployments.jobs.suspects import DEATHS_MOST
 from tests.support.jobs import CHAT, chat
 from tests.support.responding import SOUND, Front, fail_at_the_second_look
 from tests.support.waits import eventually
@@ -166,6 +167,17 @@ async def test_stream_that_is_cut_within_an_event_is_no_answer(
     assert (await http.get(f"{location}/result")).text.count("data: ") == 6
     job_id = location.removeprefix("/v1/jobs/")
     assert (await front.service.get("default", job_id)).losses == losses
+
+
+async def test_stream_under_which_the_engine_dies_each_time_fails(
+    front: Front, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "AGAIN_LEAST_S", 0.01)
+    front.responder.broken_ends = [LOST] * DEATHS_MOST
+    location = (await http.post("/v1/completions", json=STREAM, headers=ASYNC)).headers["location"]
+    job = await ended(front, http, location)
+    assert (job["status"], job["attempts"], job["response_status"]) == ("failed", DEATHS_MOST, 502)
+    assert job["error"]["code"] == "engine_lost"
 
 
 @pytest.mark.spec("J8")
