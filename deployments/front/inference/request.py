@@ -56,6 +56,12 @@ class BadRequest(RequestError):
         return self.message
 
 
+class _OfHeaders(BaseModel):
+    """The extension of which the header counts also where the body has the field."""
+
+    x_local_only: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """A request as the front understood it."""
@@ -114,9 +120,9 @@ async def parse(
     if private := sorted(PRIVATE & fields.keys()):
         raise BadRequest(f"`{private[0]}` is reserved and cannot be set by clients", private[0])
     extensions = _header_extensions(headers)
-    if extensions.get("x_local_only", "false").lower() != "false":
-        fields = fields | {"x_local_only": extensions["x_local_only"]}  # a body cannot take it back
     checked = check_body(schema.body, extensions | fields)
+    if check_body(_OfHeaders, extensions).x_local_only:  # neither takes the other's back
+        checked = checked.model_copy(update={"x_local_only": True})
     return ParsedRequest(
         path,
         _request_id(headers),

@@ -75,9 +75,10 @@ class Options(GoBody):
 
 
 class ModelBody(GoBody):
-    """Fields of every route that runs a model."""
+    """Fields of every route that runs a model. Extension fields (`x_local_only`) are checked with
+    the OpenAI body that they become a part of."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     model: str = Field(min_length=1, max_length=MAX_NAME)
     keep_alive: float | None = Field(
@@ -96,11 +97,14 @@ class ModelBody(GoBody):
         return STAY_WARM_MOST_S if is_beyond else float(seconds)
 
     def common(self) -> Fields:
-        """Model, options and stay-warm in the front's own names."""
-        fields: Fields = {"model": self.model, **self.options.openai()}
-        if self.keep_alive is not None:
-            fields["x_stay_warm"] = self.keep_alive
-        return fields
+        """Model, options and extension fields in the front's own names."""
+        return {"model": self.model, **self.options.openai(), **self.extensions()}
+
+    def extensions(self) -> Fields:
+        """The extension fields, with `keep_alive` as stay-warm."""
+        stay = {} if self.keep_alive is None else {"x_stay_warm": self.keep_alive}
+        given = self.model_extra or {}
+        return stay | {name: value for name, value in given.items() if name.startswith("x_")}
 
 
 class Generates(ModelBody):
@@ -190,13 +194,11 @@ class Embed(ModelBody):
     dimensions: int | None = Field(None, ge=1)
 
     def openai(self) -> Fields:
-        fields: Fields = {"model": self.model, "input": self.input}
+        fields: Fields = {"model": self.model, "input": self.input, **self.extensions()}
         if self.truncate:
             fields["truncate_prompt_tokens"] = CUT_TO_FIT
         if self.dimensions is not None:
             fields["dimensions"] = self.dimensions
-        if self.keep_alive is not None:
-            fields["x_stay_warm"] = self.keep_alive
         return fields
 
 

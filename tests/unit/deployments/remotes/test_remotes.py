@@ -14,7 +14,7 @@ from arbiter.errors import ArbiterUnavailable, EgressUnsettled, RequestError, Un
 from arbiter.protocol.messages import DaySpent, Egress
 from deployments import messages
 from deployments.front.access.keys import Caller, Scope
-from deployments.front.inference.request import ParsedRequest, parse
+from deployments.front.inference.request import BadRequest, ParsedRequest, parse
 from deployments.remotes import remotes as remotes_module
 from deployments.remotes import spending
 from deployments.remotes.offers import SERVED_BY, RemoteFailed, RemoteRefused
@@ -153,6 +153,23 @@ async def test_a_clients_false_does_not_take_back_its_header_nor_its_profile(
     assert remotes.offer(request, "far-chat", CLOUD).refusal is not None
     request = await parse(CHAT, json.dumps(body).encode(), {"x-local-only": "true"}, {})
     assert remotes.offer(request, "far-chat", CLOUD).refusal is not None
+
+
+@pytest.mark.spec("J5")
+@pytest.mark.parametrize("header", ["0", "no", "off", "f", "False", "false"])
+async def test_no_header_takes_back_what_the_body_says(remotes: Remotes, header: str) -> None:
+    stays = await asked({"x-local-only": header}, x_local_only=True)
+    offer = remotes.offer(stays, "far-chat", CLOUD)
+    assert offer.refusal is not None and offer.refusal.code == "local_only"
+    assert remotes.offer(await asked({"x-local-only": header}), "far-chat", CLOUD).is_allowed
+
+
+@pytest.mark.spec("J5")
+@pytest.mark.parametrize("body", [{}, {"x_local_only": True}, {"x_local_only": False}])
+async def test_header_of_local_only_that_is_no_boolean_is_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as refused:
+        await asked({"x-local-only": "nope"}, **body)
+    assert (refused.value.status_code, refused.value.param) == (400, "x_local_only")
 
 
 @pytest.mark.spec("J5")

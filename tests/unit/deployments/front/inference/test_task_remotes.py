@@ -145,6 +145,30 @@ async def test_ollamas_routes_take_a_remote_model_and_show_it_to_keys_that_may_u
     [
         ("/api/chat", HELLO),
         ("/api/generate", {"prompt": "a"}),
+        ("/api/generate", {"prompt": "a", "raw": True}),
+        ("/api/generate", {}),
+        ("/api/embed", {"input": "a"}),
+    ],
+)
+async def test_no_local_only_request_of_ollamas_routes_leaves(
+    client: AsyncClient, front: FrontState, remote: GoodRemote, path: str, asked: dict[str, Any]
+) -> None:
+    front.service.configure(table(remote.url, tuple(KNOWN)))
+    stays = {"model": FAR, **asked, "stream": False, "x_local_only": True}
+    for headers in ({}, {"x-local-only": "0"}):
+        refused = await client.post(path, json=stays, headers=headers)
+        assert refused.status_code == 403 and "x_local_only" in refused.text
+    misspelt = await client.post(path, json={**stays, "x_local_onyl": True})
+    assert misspelt.status_code == 400 and "x_local_onyl" in misspelt.text
+    assert remote.seen == []
+
+
+@pytest.mark.spec("J5", "J1")
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/api/chat", HELLO),
+        ("/api/generate", {"prompt": "a"}),
         ("/api/generate", {}),
         ("/api/embed", {"input": "a"}),
         ("/v1/chat/completions", HELLO),

@@ -183,3 +183,17 @@ def test_bad_field_is_named(kind: Any, body: dict[str, Any], field: str) -> None
         kind.model_validate(body)
     place = caught.value.errors()[0]["loc"]
     assert [*place[: field.count(".") + 1]] == field.split(".")
+
+
+@pytest.mark.spec("J1", "J5")
+def test_extension_fields_go_on_and_other_unknown_fields_do_not() -> None:
+    ours = {"x_local_only": True, "x_deadline_s": 1, "x_priority": "low", "x_client_id": "a"}
+    given = ours | {"model": "m", "odd": 1, "x_prefix_id": None}
+    chat = bodies.Chat.model_validate(given | {"stream": False})
+    assert chat.openai() == ours | {"model": "m", "messages": []}
+    assert chat.common() == ours | {"model": "m"}
+    generate = bodies.Generate.model_validate(given | {"prompt": "x", "raw": True})
+    assert generate.openai().items() >= ours.items()
+    embed = bodies.Embed.model_validate(given | {"input": "x", "keep_alive": 7})
+    wanted = ours | {"model": "m", "input": "x", "x_stay_warm": 7, "truncate_prompt_tokens": -1}
+    assert embed.openai() == wanted
