@@ -33,6 +33,12 @@ SIDE_STREAM, SIDE_STREAM_PATH = "x-arbiter-side-stream", "/control/side_stream/"
 # names the role, and the second is the first token.
 FIRST_PIECES = 2
 
+# By which an event of a stream ends, as engines write their lines.
+BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")
+# Of an event that has not ended: a picture of four megapixels has 16 MiB, not compressed and in
+# base64.
+MOST_HELD_BYTES = 32 << 20
+
 # In the headers of a multipart call, whose body the front leaves as it is: the name that the engine
 # serves (an alias of a profile, or a bare adapter name, may stand in the form).
 SERVED_HEADER = "x-arbiter-served-model"
@@ -133,6 +139,33 @@ class FullResponse:
 
 Part = Progress | ResponseHead | FullResponse | bytes  # Progress only before all others
 Parts = AsyncGenerator[Part, None]
+
+
+class WholeEvents:
+    """Holds back an event of a stream until its blank line has come. Half an event that went out
+    would be read as one with the error event that follows where the stream breaks."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def whole(self, piece: bytes) -> bytes:
+        """Returns what may go out once this piece has come: nearly always just that piece, because
+        engines write whole events. More than MOST_HELD_BYTES are not held."""
+        if not self._held and piece.endswith(BLANK_LINES):
+            return piece
+        searched = max(0, len(self._held) - 2)  # where half a blank line may stand
+        self._held += piece
+        found = ((blank, self._held.rfind(blank, searched)) for blank in BLANK_LINES)
+        end = max((at + len(blank) for blank, at in found if at >= 0), default=0)
+        if len(self._held) - end > MOST_HELD_BYTES:
+            end = len(self._held)
+        whole = bytes(self._held[:end])
+        del self._held[:end]
+        return whole
+
+    def rest(self) -> bytes:
+        """Returns what is held, for a stream that ends well without a blank line."""
+        return bytes(self._held)
 
 
 class NotServedHere(RequestError):

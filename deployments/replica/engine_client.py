@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from arbiter.errors import ENGINE_DIED, EngineLost
 from arbiter.units import Span, TicketId, seconds
-from deployments.messages import SIDE_STREAM, ResponseHead
+from deployments.messages import SIDE_STREAM, ResponseHead, WholeEvents
 from deployments.routing.pieces import KeptKv
 
 if TYPE_CHECKING:  # a tenth of a second, spent while the first engine starts
@@ -124,9 +124,9 @@ class EngineLink:
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
-        """Yields the engine's answer: its head, then its bytes as they come; none where the head
-        says at which socket they are. Closing this generator closes the connection, which cancels
-        the work in the engine."""
+        """Yields the engine's answer: its head, then its bytes as they come, of an event stream by
+        whole events; none where the head says at which socket they are. Closing this generator
+        closes the connection, which cancels the work in the engine."""
         with self._engine_lost_if_broken():
             async with self._session.request(method, path, headers=headers, data=body) as answer:
                 passed_on = {
@@ -135,9 +135,14 @@ class EngineLink:
                 if SIDE_STREAM in passed_on:
                     passed_on[SIDE_STREAM] = f"{self._path} {passed_on[SIDE_STREAM]}"
                 is_chunked = answer.content_length is None
-                yield ResponseHead(answer.status, passed_on, is_chunked)
+                head = ResponseHead(answer.status, passed_on, is_chunked)
+                yield head
+                events = WholeEvents() if head.is_event_stream else None
                 async for chunk in answer.content.iter_any():
-                    yield chunk
+                    if piece := events.whole(chunk) if events else chunk:
+                        yield piece
+                if events and (rest := events.rest()):
+                    yield rest
 
     def cut(self) -> None:
         """Closes the lifeline and everything else; the engine ends at once."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from arbiter.protocol import ray_internals
 from deployments.front.sockets.response_reader import ResponseReader
-from deployments.messages import SIDE_STREAM_PATH
+from deployments.messages import SIDE_STREAM_PATH, WholeEvents
 
 # A header of a request on its way from proxy to front: the token. What a client sends in it is
 # dropped.
@@ -72,8 +72,9 @@ def is_reader(header: str | None) -> bool:
 
 
 async def read(place: str) -> AsyncGenerator[bytes, None]:
-    """Yields the bytes of a side stream. `place`: `PATH WORD`, the engine's socket and the word
-    under which the stream waits there. Raises SideStreamLost."""
+    """Yields the bytes of a side stream; where it breaks, up to the end of an event. `place`: `PATH
+    WORD`, the engine's socket and the word under which the stream waits there. Raises
+    SideStreamLost."""
     path, _, which = place.rpartition(" ")
     loop = asyncio.get_running_loop()
     try:
@@ -81,9 +82,13 @@ async def read(place: str) -> AsyncGenerator[bytes, None]:
     except OSError as error:
         raise SideStreamLost(place) from error
     transport.write(f"GET {SIDE_STREAM_PATH}{which} HTTP/1.1\r\nhost: engine\r\n\r\n".encode())
+    events = WholeEvents()
     try:
         while (piece := await incoming.take()) is not None:
-            yield piece
+            if whole := events.whole(piece):
+                yield whole
+        if rest := events.rest():
+            yield rest
     finally:
         transport.close()
 

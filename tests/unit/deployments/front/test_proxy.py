@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from contextvars import Context
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from tests.support.streaming_engine import StreamingEngine, serving
 from tests.support.waits import eventually
 
 SOON_S = 0.02
+LOST = EngineLost("m", TicketId("t"))
 
 
 def around(app: ASGIApp) -> AsyncClient:
@@ -306,12 +307,31 @@ async def test_stream_is_read_where_the_front_says_and_ends_as_it_says(
 
 @pytest.mark.spec("A19", "N1")
 async def test_last_event_of_the_front_follows_a_stream_that_was_lost() -> None:
-    lost = messages.stream_error(EngineLost("m", TicketId("t")))
+    lost = messages.stream_error(LOST)
     front = Front("", last=lost)
     async with held_by_replica(StreamingEngine(b"data: 1\n\n", breaks=True).let_all(), front):
         async with around(front) as client:
             answer = await client.post("/v1/x")
     assert answer.content in (b"data: 1\n\n" + lost, lost)  # it may break before it is read
+
+
+@pytest.mark.spec("J1", "N1")
+async def test_half_an_event_of_a_lost_stream_is_not_read() -> None:
+    """A client would read it as one with the error event that follows, which is no JSON."""
+    front, engine = Front(""), StreamingEngine(b"data: 1\n\ndata: {", b'"half', breaks=True)
+    async with held_by_replica(engine, front), aclosing(side_stream.read(front.place)) as pieces:
+        engine.gates[0].set()
+        assert await anext(pieces) == b"data: 1\n\n"
+        engine.gates[1].set()
+        with pytest.raises(side_stream.SideStreamLost):
+            await anext(pieces)
+
+
+@pytest.mark.spec("N1")
+async def test_side_stream_that_ends_well_is_read_to_its_end() -> None:
+    front, engine = Front(""), StreamingEngine(b"data: 1\n\ndata: 2\n").let_all()
+    async with held_by_replica(engine, front), aclosing(side_stream.read(front.place)) as pieces:
+        assert b"".join([piece async for piece in pieces]) == b"data: 1\n\ndata: 2\n"
 
 
 @pytest.mark.spec("A19", "N1")
