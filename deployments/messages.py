@@ -7,8 +7,10 @@ parse again.
 
 import json
 import math
+import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from arbiter.core.types import Priority
 from arbiter.errors import EngineLost, RequestError
@@ -80,6 +82,16 @@ class InferenceCall:
     reader_node: str = ""  # where a side stream would be read; empty: it reads none
     # Nodes that refused this call, because a pinned model stays there.
     refused_nodes: tuple[str, ...] = ()
+    due_s: float | None = None  # when its deadline ends, monotonic; never sent
+
+    def __getstate__(self) -> list[Any]:
+        """Returns the fields as another process gets them: with what is left of the deadline when
+        Serve sends the call, which it may have held for minutes until a replica had room."""
+        sent = self
+        if self.due_s is not None:
+            left_s = max(0.0, self.due_s - time.monotonic())
+            sent = replace(self, deadline_s=left_s, due_s=None)
+        return [getattr(sent, field.name) for field in fields(sent)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,8 @@ class Progress:
 
 STARTING, LOADING = Progress("starting", 0, None), Progress("loading", 0, None)
 RUNNING = Progress("running", 0, 0.0)
+# What a replica says first of a call with a deadline, which it keeps from then on.
+TAKEN = STARTING
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,8 @@ class Capability:
         self._sessions = Sessions(self._residency, self.prepare)
 
     async def handle(self, call: messages.InferenceCall) -> AsyncIterator[messages.Part]:
-        """Serves one call of the front: yields progress where the call wants it, then a
-        FullResponse, or a ResponseHead and bytes. Closing this generator cancels the work down to
+        """Serves one call of the front: yields TAKEN where the call has a deadline, progress where
+        it wants it, then a FullResponse, or a ResponseHead and bytes. Closing this generator cancels the work down to
         the engine.
 
         A refusal is a response; in an event stream that has begun it is the last event. Two kinds
@@ -77,6 +77,8 @@ class Capability:
         if (answer := await self._answer_without_model(call)) is not None:
             yield answer
             return
+        if call.deadline_s is not None:
+            yield messages.TAKEN
         begun: messages.ResponseHead | None = None
         try:
             async with aclosing(self._with_growth(call)) as parts:

@@ -51,6 +51,7 @@ from deployments.front.inference.request import BadRequest, ParsedRequest, infer
 from deployments.remotes.offers import RemoteCall
 from deployments.remotes.remotes import Remotes
 from deployments.replica.background import BackgroundTasks
+from deployments.replica.calls.deadline import until_deadline
 from deployments.requests import prefixes
 from deployments.tasks.climb import TaskCall, climb
 from deployments.tasks.fit import served_paths
@@ -241,7 +242,7 @@ async def answer(call: messages.InferenceCall, send: Send) -> Parts:
     for number in range(1, TRIES + 1):
         has_begun = False
         try:
-            async with aclosing(_translated(send(call), call)) as parts:
+            async with aclosing(_parts_of(call, send)) as parts:
                 async for part in parts:
                     has_begun = has_begun or not isinstance(part, messages.Progress)
                     yield part
@@ -267,6 +268,26 @@ def _retry_of(call: messages.InferenceCall, error: RequestError) -> messages.Inf
     if isinstance(error, RolePinned) and error.node not in call.refused_nodes:
         return replace(call, refused_nodes=(*call.refused_nodes, error.node))
     return call if messages.is_transient(error) else None
+
+
+def _parts_of(call: messages.InferenceCall, send: Send) -> Parts:
+    """Sends a call once. The parts raise RequestError."""
+    if call.deadline_s is None:
+        return _translated(send(call), call)
+    due = replace(call, due_s=time.monotonic() + call.deadline_s)
+    return _taken_in_time(_translated(send(due), due), due)
+
+
+async def _taken_in_time(parts: Parts, call: messages.InferenceCall) -> Parts:
+    """Yields the parts of a call with a deadline. Raises DeadlineUnmet where none has come by then:
+    Serve has no replica with room for the call, which would say TAKEN at once and keep the deadline
+    itself. Raises RequestError."""
+    async with aclosing(parts):
+        first = await until_deadline(call, time.monotonic(), anext(parts, None))
+        if first is not None and (call.wants_progress or first != messages.TAKEN):
+            yield first
+        async for part in parts:
+            yield part
 
 
 async def _translated(response: Any, call: messages.InferenceCall) -> Parts:

@@ -108,6 +108,15 @@ async def test_engine_is_told_the_priority_and_what_is_left_of_the_deadline() ->
     assert engine.told == {messages.PRIORITY_HEADER: "10"}
 
 
+@pytest.mark.spec("J2")
+async def test_call_with_a_deadline_is_told_first_that_a_replica_has_it() -> None:
+    due = replace(CALL, deadline_s=9.0)
+    first, whole = [part async for part in ExampleCapability(AttentiveEngine(JSON)).handle(due)]
+    assert first == messages.TAKEN and isinstance(whole, messages.FullResponse)
+    [whole] = [part async for part in ExampleCapability(AttentiveEngine(JSON)).handle(CALL)]
+    assert isinstance(whole, messages.FullResponse)
+
+
 class SlowEngine(AttentiveEngine):
     """Is resident, and answers when the test lets it."""
 
@@ -158,7 +167,7 @@ class FetchingCapability(ExampleCapability):
 async def test_deadline_ends_the_wait_for_what_a_call_needs_besides_its_model() -> None:
     late, engine = replace(CALL, deadline_s=0.0), AttentiveEngine(JSON)
     async with asyncio.timeout(60):
-        [said] = [part async for part in FetchingCapability(engine).handle(late)]
+        _, said = [part async for part in FetchingCapability(engine).handle(late)]
     assert engine.begun_count == engine.ended_count == 1, "its use is released"
     assert isinstance(said, messages.FullResponse)
     assert (said.head.status, json.loads(said.body)["error"]["code"]) == (503, "deadline_unmet")
@@ -226,7 +235,8 @@ class ShortEngine(DyingEngine):
 
 
 async def whole(engine: ShortEngine, call: messages.InferenceCall = CALL) -> messages.FullResponse:
-    [said] = [part async for part in ExampleCapability(engine).handle(call)]
+    parts = ExampleCapability(engine).handle(call)
+    [said] = [part async for part in parts if part != messages.TAKEN]
     assert isinstance(said, messages.FullResponse)
     return said
 

@@ -1,16 +1,21 @@
 """InferenceService without HTTP: names, handles, the bound on calls in flight, content types."""
 
+import asyncio
 import json
+import pickle
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from arbiter.errors import CapabilityFailed, QueueFull, UnknownModel
+from arbiter.errors import CapabilityFailed, DeadlineUnmet, QueueFull, UnknownModel
 from deployments import messages
 from deployments.config.schema import ConfigError, parse_table
 from deployments.front.inference.request import BadRequest, parse
 from deployments.front.inference.service import InferenceService
-from tests.support.speaker import AUDIO, BODY, FORM, SPEAK, Speaker, table
+from tests.support.speaker import AUDIO, BODY, FORM, SPEAK, Response, Speaker, table
 
 
 @pytest.fixture
@@ -60,6 +65,76 @@ def test_table_change_keeps_the_count_of_calls_in_flight(service: InferenceServi
         with service.admitted():
             assert service.in_flight == 3
     assert service.in_flight == 0
+
+
+class Unassigned:
+    """A call that Serve holds, because no replica has room or none runs."""
+
+    was_cancelled = False
+
+    async def __aiter__(self) -> AsyncGenerator[messages.Part, None]:
+        await asyncio.Event().wait()
+        yield AUDIO
+
+    def cancel(self) -> None:
+        self.was_cancelled = True
+
+
+@pytest.mark.spec("J2", "J8")
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_deadline_counts_while_no_replica_takes_the_call(is_stream: bool) -> None:
+    held = Unassigned()
+    service = InferenceService(lambda name: lambda call: held)
+    service.configure(table())
+    due = replace(await call(service), deadline_s=0.01, wants_progress=is_stream)
+    async with asyncio.timeout(60):
+        with pytest.raises(DeadlineUnmet) as unmet:
+            await anext(service.run(due))
+    assert unmet.value.status_code == 503 and unmet.value.retry_after_s is not None
+    assert held.was_cancelled
+
+
+@pytest.mark.spec("J2")
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_answer_of_a_replica_that_took_the_call_in_time_may_come_after_the_deadline(
+    speaker: Speaker, is_stream: bool
+) -> None:
+    """The deadline is for the beginning of the work, which the replica knows of."""
+    late = asyncio.Event()
+
+    class Slow(Response):
+        async def __aiter__(self) -> AsyncGenerator[messages.Part, None]:
+            yield messages.TAKEN
+            await late.wait()
+            yield AUDIO
+
+    speaker.response = Slow()
+    service = InferenceService(speaker.send_of)
+    service.configure(table())
+    due = replace(await call(service), deadline_s=0.05, wants_progress=is_stream)
+    async with aclosing(service.run(due)) as parts:
+        if is_stream:
+            assert await anext(parts) == messages.TAKEN
+        answer = asyncio.ensure_future(anext(parts))
+        assert not (await asyncio.wait({answer}, timeout=2 * 0.05))[0]
+        late.set()
+        assert await answer == AUDIO
+
+
+@pytest.mark.spec("J2")
+async def test_replica_gets_what_is_left_of_the_deadline_when_serve_sends_the_call(
+    service: InferenceService, speaker: Speaker
+) -> None:
+    async with aclosing(service.run(replace(await call(service), deadline_s=1000.0))) as parts:
+        await anext(parts)
+    [sent] = speaker.calls
+    assert sent.due_s is not None
+    waited = replace(sent, due_s=sent.due_s - 900.0)  # as if Serve had held it that long
+    got = pickle.loads(pickle.dumps(waited))
+    assert 0.0 < got.deadline_s <= 100.0 and got.due_s is None
+    assert replace(got, deadline_s=1000.0) == replace(sent, due_s=None)
+    late = pickle.loads(pickle.dumps(replace(sent, due_s=sent.due_s - 2000.0)))
+    assert late.deadline_s == 0.0
 
 
 async def test_model_of_the_new_table_is_found_after_a_change(service: InferenceService) -> None:
