@@ -67,8 +67,8 @@ class Capability:
 
     async def handle(self, call: messages.InferenceCall) -> AsyncIterator[messages.Part]:
         """Serves one call of the front: yields TAKEN where the call has a deadline, progress where
-        it wants it, then a FullResponse, or a ResponseHead and bytes. Closing this generator cancels the work down to
-        the engine.
+        it wants it, then a FullResponse, or a ResponseHead and bytes. Closing this generator
+        cancels the work down to the engine.
 
         A refusal is a response; in an event stream that has begun it is the last event. Two kinds
         of errors are raised instead: EngineLost and RolePinned before the response has begun, so
@@ -93,12 +93,7 @@ class Capability:
                     yield part
         except RequestError as error:
             logger.warning("request %s: %s", call.request_id, error)
-            if begun is not None and begun.is_event_stream:
-                yield messages.stream_error(error)
-            elif begun is not None or messages.is_transient(error) or isinstance(error, RolePinned):
-                raise
-            else:
-                yield messages.FullResponse(*messages.refusal(error))
+            yield _last_part(begun, error)
 
     async def _answer_without_model(
         self, call: messages.InferenceCall
@@ -242,6 +237,18 @@ def _engine_headers(call: messages.InferenceCall, began_s: float) -> dict[str, s
     if (remaining_s := left_s(call, began_s)) is not None:
         headers[messages.DEADLINE_HEADER] = f"{remaining_s:.3f}"
     return headers
+
+
+def _last_part(
+    begun: messages.ResponseHead | None, error: RequestError
+) -> messages.FullResponse | bytes:
+    """Returns what ends a response with an error, by the head that it has begun with. Raises the
+    error itself where `handle` says so."""
+    if begun is not None and begun.is_event_stream:
+        return messages.stream_error(error)
+    if begun is not None or messages.is_transient(error) or isinstance(error, RolePinned):
+        raise error
+    return messages.FullResponse(*messages.refusal(error))
 
 
 async def _rest(parts: AsyncIterator[messages.Progress | messages.ResponseHead | bytes]) -> bytes:
