@@ -27,6 +27,9 @@ class FrontConfig(Strict):
     # Requests in flight over all models; each costs the front some 50 kB, and beyond them a client
     # does better to retry. A capability's replica takes 256 and lets 512 wait.
     in_flight: int = Field(1_000, ge=1, le=1_000)
+    # Of these, those of one tenant where several tenants have keys; absent: half of them, so that
+    # no tenant alone fills the front.
+    tenant_in_flight: int | None = Field(None, ge=1, le=1_000)
     # Of a request's body: seconds until its next piece comes, and until it is whole. The longest is
     # 32 MiB, which takes 270 s at 1 Mbit/s; an upload to /v1/files has an hour.
     body_piece_s: float = Field(20.0, gt=0, le=600)
@@ -39,3 +42,8 @@ class FrontConfig(Strict):
     # Other sites, as `https://name:port`, whose pages may call it and read the answers: with a key
     # what it allows, and before there are keys whatever is open.
     origins: tuple[str, ...] = ()
+
+    @property
+    def most_of_tenant(self) -> int:
+        """Requests in flight of one tenant among several."""
+        return self.tenant_in_flight or max(1, self.in_flight // 2)

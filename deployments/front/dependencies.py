@@ -1,8 +1,9 @@
 """What routes ask FastAPI for: the front's state, and a caller whose key has a scope."""
 
+import math
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from deployments.front.access.auth import Authenticator
 from deployments.front.access.keys import Caller, Keyring, Scope, keys_path
 from deployments.front.access.per_tenant import PerTenant
 from deployments.front.capability_apps import CapabilityApps
-from deployments.front.inference.service import InferenceService
+from deployments.front.inference.service import RETRY_AFTER_S, InferenceService
 from deployments.front.inference.tasks import Tasks
 from deployments.front.middleware.body_limit import HeldBodies
 from deployments.front.status.forecasts import Forecasts
@@ -28,6 +29,9 @@ from deployments.jobs.client import JobsClient
 # one tenant, and in one front. Each may take as long as it likes, with some MiB here, and the front
 # takes them beside the calls in flight (ingress.Front).
 READERS_MOST, READERS_IN_ALL = 64, 400
+# Models that one tenant keeps in use by /v1/acquire, where there are others: above any number of
+# models that a person works with, each for up to ten minutes.
+ACQUIRES_MOST = 64
 # Streams of the arbiter's events and of the view at the same time in one front. They have no end.
 VIEWERS_MOST = 150
 
@@ -48,6 +52,10 @@ class FrontState:
     uploads: PerTenant = field(default_factory=lambda: PerTenant("uploads"))
     readers: PerTenant = field(default_factory=lambda: PerTenant("readers", READERS_IN_ALL))
     viewers: PerTenant = field(default_factory=lambda: PerTenant("viewers", VIEWERS_MOST))
+    calls: PerTenant = field(
+        default_factory=lambda: PerTenant("requests in flight", retry_after_s=RETRY_AFTER_S)
+    )
+    acquires: PerTenant = field(default_factory=lambda: PerTenant("models acquired"))
     bodies: HeldBodies = field(default_factory=HeldBodies)
     tasks: Tasks = field(init=False)
 
@@ -62,6 +70,24 @@ class FrontState:
         """Returns a function for streams to call now and then: it raises Denied once the key of the
         request was removed or has lost the scope."""
         return lambda: self.auth.require(request, scope)
+
+    @contextmanager
+    def admitted(self, tenant: str) -> Iterator[None]:
+        """A request in flight, within the bounds of all and of its tenant; entered before its body
+        is awaited. Raises QueueFull, TenantLimitReached."""
+        most = self.table.front.most_of_tenant if self.auth.has_tenants else math.inf
+        with self.service.admitted(), self.calls.one(tenant, most):
+            yield
+
+    @contextmanager
+    def counted(self, tenant: str) -> Iterator[None]:
+        """The rest of a request that was admitted, whatever the bounds."""
+        with self.service.counted(), self.calls.one(tenant, math.inf):
+            yield
+
+    def acquirer(self, tenant: str) -> AbstractContextManager[None]:
+        """A model that a tenant keeps in use. Entering it raises TenantLimitReached."""
+        return self.acquires.one(tenant, ACQUIRES_MOST if self.auth.has_tenants else math.inf)
 
     def reader(self, tenant: str) -> AbstractContextManager[None]:
         """A reader of what was kept. Entering it raises TenantLimitReached, QueueFull."""

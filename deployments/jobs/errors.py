@@ -1,5 +1,7 @@
 """What this package refuses, as RequestErrors: each has a status and a code."""
 
+from dataclasses import field
+
 from arbiter.errors import RequestError, error_fields
 
 
@@ -104,7 +106,8 @@ class TenantLimitReached(RequestError):
 
     what: str
     most: int
-    status_code, code, retry_after_s = 429, "quota_exceeded", 60.0
+    retry_after_s: float = field(default=60.0)
+    status_code, code = 429, "quota_exceeded"
 
     def __str__(self) -> str:
         return f"this key's tenant has {self.what}, and {self.most} at most; delete or wait for one"

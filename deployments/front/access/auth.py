@@ -46,6 +46,15 @@ class Authenticator:
     ) -> None:
         self._keyring, self._hosts, self.origins = keyring, hosts | {"localhost"}, origins
 
+    @property
+    def has_tenants(self) -> bool:
+        """Whether several tenants have keys; False also where the keys cannot be read, with which
+        no request comes this far."""
+        try:
+            return self._keyring.tenants_count > 1
+        except KeysBroken:
+            return False
+
     def check_site(self, request: Request) -> None:
         """Raises Denied for a `Host` that is not ours and an `Origin` that is another site's."""
         host = request.headers.get("host", "")

@@ -112,6 +112,7 @@ class Keyring:
         # Inode, size, mtime, ctime: a change of mode or owner changes only the last.
         self._seen: tuple[int, int, int, int] | None = None
         self._keys: dict[str, Key] = {}
+        self._tenants_count = 0
         self._broken: KeysBroken | None = None
         self._last = ""  # what the log has of it
 
@@ -119,6 +120,12 @@ class Keyring:
     def is_open(self) -> bool:
         """True until a key is added: OPEN_SCOPES need no key. Raises KeysBroken."""
         return all(key.first for key in self._current().values())
+
+    @property
+    def tenants_count(self) -> int:
+        """How many tenants have keys. Raises KeysBroken."""
+        self._current()
+        return self._tenants_count
 
     def caller(self, token: str) -> Caller | None:
         """None for an unknown key. A wrong secret takes as long as an unknown id. Raises
@@ -150,6 +157,7 @@ class Keyring:
     def _read(self) -> None:
         try:
             self._keys, self._broken, self._last = load(self.path), None, ""
+            self._tenants_count = len({k.tenant for k in self._keys.values() if not k.removed})
         except KeysUnread as error:
             self._told(error)
             raise  # not remembered: the next request reads again

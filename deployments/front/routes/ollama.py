@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -129,7 +130,7 @@ async def embed(body: bodies.Embed, request: Request, caller: Inferrer, front: S
     reply = embedded(
         _named(body.model, first.head), json.loads(first.body), first.head.headers, began_ns
     )
-    return _whole(reply, front)
+    return _whole(reply, front, caller)
 
 
 @router.post("/pull", responses=refusals(501))
@@ -173,7 +174,7 @@ async def _generated(
         answer = Answer(
             _named(body.model, first.head), content_fields, first.head.headers, began_ns
         )
-        return _whole(answer.whole(json.loads(first.body)), front)
+        return _whole(answer.whole(json.loads(first.body)), front, caller)
     assert isinstance(first, messages.ResponseHead), "no progress here"
     answer = Answer(_named(body.model, first), content_fields, first.headers, began_ns)
     return ClosingStream(answer.streamed(_bytes(parts)), media_type=LINES, holds=parts)
@@ -189,7 +190,7 @@ async def _accepted(
     """202 with a job. Its result is OpenAI's, and whole, because Ollama's lines are a stream of one
     connection. Raises RequestError."""
     fields = {name: value for name, value in fields.items() if not name.startswith("stream")}
-    with front.service.admitted():
+    with front.admitted(caller.tenant):
         call, priority, raw = await _call(path, fields, request, caller, front)
         return await submit(front, call, request.headers, raw, priority)
 
@@ -203,11 +204,11 @@ async def _call(
     return *(await call_for(request, caller, front, path, raw)), raw
 
 
-def _whole(reply: dict[str, Any], front: FrontState) -> WholeResponse:
+def _whole(reply: dict[str, Any], front: FrontState, caller: Caller) -> WholeResponse:
     """A response of one piece, in flight until its client has it. Half of a surrogate pair, which a
     remote may write, is escaped in it as it was there."""
     response = WholeResponse(json.dumps(reply), media_type="application/json")
-    response.sending = front.service.counted
+    response.sending = partial(front.counted, caller.tenant)
     return response
 
 
@@ -236,7 +237,7 @@ async def _run(
 ) -> Parts:
     """The response to an OpenAI body: no progress, because Ollama's lines have no comments; whole
     where it is no event stream, also where its engine declares no length. Raises RequestError."""
-    with front.service.admitted():
+    with front.admitted(caller.tenant):
         call, _, _ = await _call(path, fields, request, caller, front)
         parts = front.service.run(replace(call, wants_progress=False))
         async with aclosing(parts):

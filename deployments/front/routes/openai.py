@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -34,7 +35,7 @@ router = APIRouter(prefix="/v1")
 async def infer(request: Request, caller: Inferrer, front: State) -> Response:
     """Carries the request to the capability of its model and the response back, or makes a job of
     it. Raises RequestError."""
-    with front.service.admitted():
+    with front.admitted(caller.tenant):
         raw = await request.body()
         call, priority = await call_for(request, caller, front, request.url.path, raw)
         if prefers_async(request.headers.getlist("prefer")) and request.url.path != ACQUIRE:
@@ -45,19 +46,30 @@ async def infer(request: Request, caller: Inferrer, front: State) -> Response:
             and has_side_stream_reader(request)
         ):
             call = replace(call, reader_node=str(own_node()))
-        return await respond(front, call, front.service.run(call))
+        parts = front.service.run(call)
+        if request.url.path == ACQUIRE:
+            parts = _within(front.acquirer(caller.tenant), parts)
+        return await respond(front, call, parts, caller.tenant)
 
 
-async def respond(front: FrontState, call: AnyCall, parts: Parts) -> Response:
+async def _within(bound: AbstractContextManager[None], parts: Parts) -> Parts:
+    """The same parts, while the bound is entered. Raises what entering it raises, RequestError."""
+    with bound:
+        async with aclosing(parts):
+            async for part in parts:
+                yield part
+
+
+async def respond(front: FrontState, call: AnyCall, parts: Parts, tenant: str) -> Response:
     """The HTTP response of a call, of which `parts` come. It counts as in flight until its client
     has it. Raises RequestError."""
     progress_s = front.table.front.progress_s
     name = call.served or call.model if isinstance(call, InferenceCall) else PREFIX + call.task
     response = await relay(parts, name, wants_progress=call.wants_progress, progress_s=progress_s)
     if isinstance(response, StreamingResponse):
-        response.body_iterator = count_in_flight(front, response.body_iterator)
+        response.body_iterator = count_in_flight(front, tenant, response.body_iterator)
     elif isinstance(response, WholeResponse):
-        response.sending = front.service.counted
+        response.sending = partial(front.counted, tenant)
     return response
 
 
@@ -82,9 +94,9 @@ async def call_for(
     return await service.call(parsed, caller.tenant, caller.scopes), parsed.priority
 
 
-async def count_in_flight(front: FrontState, body: Any) -> AsyncGenerator[Any, None]:
+async def count_in_flight(front: FrontState, tenant: str, body: Any) -> AsyncGenerator[Any, None]:
     """The same parts of a stream, which counts as in flight until its end."""
-    with front.service.counted():
+    with front.counted(tenant):
         async with aclosing(body):
             async for part in body:
                 yield part

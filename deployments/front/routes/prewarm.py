@@ -26,7 +26,7 @@ async def prewarm(request: Request, caller: Inferrer, front: State) -> Response:
     compute the beginning of the chat while it has nothing else to do. Answers before either; the
     event `prewarm` tells how it went. Raises RequestError."""
     service = front.service
-    with service.admitted():
+    with front.admitted(caller.tenant):
         raw = await request.body()
         call, _ = await call_for(request, caller, front, prefixes.PATH, raw)
         started = await service.begin(call, PATIENCE_S)

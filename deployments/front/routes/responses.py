@@ -30,12 +30,14 @@ async def create(request: Request, caller: Inferrer, front: State) -> Response:
     unless `store` is false. Raises RequestError."""
     service, stored = front.service, StoredResponses(front.jobs, caller.tenant)
     is_async = async_calls.prefers_async(request.headers.getlist("prefer"))
-    with service.admitted():
+    with front.admitted(caller.tenant):
         raw = await request.body()
         prepared = await stored.prepare(raw, front.table.jobs.stores_responses, is_async=is_async)
         call, priority = await call_for(request, caller, front, responses.PATH, prepared.body)
         if not prepared.is_background:
-            return await respond(front, call, stored.live(prepared, call, service.run(call)))
+            return await respond(
+                front, call, stored.live(prepared, call, service.run(call)), caller.tenant
+            )
         async with AsyncExitStack() as stack:
             if prepared.checked.stream and not is_async:
                 stack.enter_context(front.reader(caller.tenant))
@@ -86,7 +88,7 @@ async def delete(response_id: str, caller: Inferrer, front: State) -> dict[str, 
 @router.post(ONE_RESPONSE + "/cancel", responses=_REFUSALS | refusals(429))
 async def cancel(response_id: str, caller: Inferrer, front: State) -> dict[str, Any]:
     """Ends the work of a background response. Raises NotFound; QueueFull."""
-    with front.service.admitted():  # it is shown with what was asked
+    with front.admitted(caller.tenant):  # it is shown with what was asked
         return await StoredResponses(front.jobs, caller.tenant).cancel(response_id)
 
 
