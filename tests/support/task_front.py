@@ -31,6 +31,8 @@ class ScriptedArbiter:
     now_s: float = 100.0
     states_count: int = 0
     planned: list[str] = field(default_factory=list)
+    planned_for: list[str] = field(default_factory=list)  # the tenants of these
+    over_quota: tuple[str, ...] = ()  # tenants for which nothing is loaded
     away: bool = False
     gate: asyncio.Event | None = None
 
@@ -52,9 +54,13 @@ class ScriptedArbiter:
 
     async def plan(self, question: PlanQuestion) -> Mapping[str, Any]:
         self.planned.append(question.model)
+        self.planned_for.append(question.client.tenant)
         if question.model not in self.plans:
             raise UnknownModel(question.model, "chat", ())
         usual = {"is_resident": False, "starts_replica": False, "answer": "now", "sentences": []}
+        if (tenant := question.client.tenant) in self.over_quota:
+            never = {"wait_s": None, "load_s": 0.0, "sentences": [f"{tenant} is over its quota."]}
+            return usual | never | {"answer": "never"}
         return usual | self.plans[question.model]
 
     def forecasts(self) -> Forecasts:

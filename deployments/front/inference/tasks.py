@@ -79,7 +79,7 @@ class Tasks:
         async def onward(waiting: str, spent_s: float) -> Rung | None:
             assert budget_s is not None
             left_s = budget_s - spent_s
-            now = await self._as_it_is(config, ladder, max(0.0, left_s))
+            now = await self._as_it_is(config, ladder, max(0.0, left_s), caller.tenant)
             return leaves_for(config, waiting, now, left_s)
 
         async def call_of(name: str) -> messages.InferenceCall:
@@ -95,7 +95,9 @@ class Tasks:
             config = config.model_copy(update={"pin_primary": True})
         remotes = self._service.remotes
         local = {name: base_of(name) for name in config.ladder if not remotes.has(name)}
-        forecasts = await self._forecasts.read(self._service.table, sorted(set(local.values())))
+        forecasts = await self._forecasts.read(
+            self._service.table, sorted(set(local.values())), caller.tenant
+        )
         generates = isinstance(request.checked, Generates)
         needs = needs_of(request.path, request.fields, generates=generates)
 
@@ -114,7 +116,9 @@ class Tasks:
         budget_s = request.checked.x_budget_s or config.budget_s
         return order(config, rungs, budget_s)
 
-    async def _as_it_is(self, config: TaskConfig, before: Ladder, budget_s: float) -> Ladder:
+    async def _as_it_is(
+        self, config: TaskConfig, before: Ladder, budget_s: float, tenant: str
+    ) -> Ladder:
         """Orders the rungs of a ladder that was made before by the present forecasts of the models
         here. Whether a request may leave for a remote is not decided again here: that is checked
         when it leaves."""
@@ -122,7 +126,7 @@ class Tasks:
             (rung.state for rung in (*before.rungs, *before.left_out)), key=lambda c: c.position
         )
         local = sorted({base_of(c.name) for c in every if not c.is_remote})
-        forecasts = await self._forecasts.read(self._service.table, local)
+        forecasts = await self._forecasts.read(self._service.table, local, tenant)
         return order(config, [_seen_now(one, forecasts) for one in every], budget_s)
 
     async def explain(self, task: str, caller: Caller) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 The arbiter's state and its dry run of what must be loaded are read in the background while tasks
 are asked for, so that a request which finds its model resident waits for no call to the arbiter.
 What is used is at most `STALE_S` old. The first request after a rest waits for one reading, for
-`WAIT_S` at most; without one nothing is predicted, and the ladder's own order counts.
+`WAIT_S` at most; without one nothing is predicted, and the ladder's own order counts. Tenants with
+limits have forecasts of their own: what one's quota forbids may be loaded for another.
 """
 
 import asyncio
@@ -70,6 +71,14 @@ async def ask_plan(question: PlanQuestion) -> Mapping[str, Any]:
     return answer
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A model of which a task has asked, and for whom."""
+
+    model: str
+    tenant: str
+
+
 class Forecasts:
     """Keeps forecasts of the models that tasks have asked for lately. One per front, on its event
     loop."""
@@ -82,27 +91,40 @@ class Forecasts:
     ) -> None:
         self._state, self._plan, self._clock = state, plan, clock
         self._table: Table | None = None
-        self._last_use_s: dict[str, float] = {}  # by model
-        self._forecasts: dict[str, Forecast] = {}
+        self._unlimited = ""  # the tenant that stands for all without limits; empty: none has asked
+        self._last_use_s: dict[_Asked, float] = {}
+        self._forecasts: dict[_Asked, Forecast] = {}
         self._files: dict[str, asyncio.Future[_Files]] = {}  # of the table's models, read once
         self._read_s = float("-inf")
         self._reading: asyncio.Task[None] | None = None
 
-    async def read(self, table: Table, models: Iterable[str]) -> Mapping[str, Forecast]:
-        """Forecasts of these models of the table, at most STALE_S old; UNSEEN for a model of which
-        nothing came within WAIT_S."""
+    async def read(
+        self, table: Table, models: Iterable[str], tenant: str = DEFAULT_TENANT
+    ) -> Mapping[str, Forecast]:
+        """Forecasts of these models of the table for requests of a tenant, at most STALE_S old;
+        UNSEEN for a model of which nothing came within WAIT_S."""
         if table is not self._table:
             self._table, self._forecasts, self._files, self._reading = table, {}, {}, None
+            self._unlimited, self._last_use_s = "", {}
         now_s = self._clock()
-        names = tuple(models)
-        self._last_use_s |= dict.fromkeys(names, now_s)
+        whose = self._alike(tenant, table)
+        asked = tuple(_Asked(model, whose) for model in models)
+        self._last_use_s |= dict.fromkeys(asked, now_s)
         age_s = now_s - self._read_s
-        is_known = all(model in self._forecasts for model in names)
+        is_known = all(one in self._forecasts for one in asked)
         if age_s > FRESH_S or not is_known:
             reading = self._begin(table)
             if age_s > STALE_S or not is_known:
                 await asyncio.wait({reading}, timeout=WAIT_S)
-        return {model: self._forecasts.get(model, UNSEEN) for model in names}
+        return {one.model: self._forecasts.get(one, UNSEEN) for one in asked}
+
+    def _alike(self, tenant: str, table: Table) -> str:
+        """The tenant for which the arbiter is asked: of those without limits one stands for all, so
+        that their number does not multiply what the arbiter is asked."""
+        if tenant in table.arbiter.tenants:
+            return tenant
+        self._unlimited = self._unlimited or tenant
+        return self._unlimited
 
     def _begin(self, table: Table) -> "asyncio.Task[None]":
         if self._reading is None or self._reading.done():
@@ -111,28 +133,30 @@ class Forecasts:
 
     async def _read(self, table: Table) -> None:
         now_s = self._clock()
-        self._last_use_s = {m: s for m, s in self._last_use_s.items() if now_s - s < FORGOTTEN_S}
-        homes = {model: table.homes[model] for model in self._last_use_s if model in table.homes}
+        self._last_use_s = {a: s for a, s in self._last_use_s.items() if now_s - s < FORGOTTEN_S}
+        asked = [one for one in self._last_use_s if one.model in table.homes]
+        homes = {one.model: table.homes[one.model] for one in asked}
         reads = self._files  # a new table has a dict of its own
-        forecasts = dict.fromkeys(homes, UNSEEN)
+        forecasts = dict.fromkeys(asked, UNSEEN)
         try:
             state = await self._state()
             present, times = state.presences(homes), state.times()
             begun = [_begin_files(reads, table, m) for m in homes if m not in reads]
             if begun:
                 await asyncio.wait(begun, timeout=FILES_S)
-            for model, home in homes.items():
-                reading = reads.get(model)
+            for one in asked:
+                home, reading = homes[one.model], reads.get(one.model)
                 files = reading.result() if reading and reading.done() else UNREAD
-                took = times.get((home, model), NEVER_SEEN)
-                forecasts[model] = await self._of(home, files, present[model], took)
+                took = times.get((home, one.model), NEVER_SEEN)
+                presence = present[one.model]
+                forecasts[one] = await self._of(home, one.tenant, files, presence, took)
         except ArbiterUnavailable:
             pass  # the ladder's own order counts for what is not predicted
         if table is self._table:
             self._forecasts, self._read_s = forecasts, self._clock()
 
     async def _of(
-        self, home: str, files: "_Files", presence: Presence, times: ModelTimes
+        self, home: str, tenant: str, files: "_Files", presence: Presence, times: ModelTimes
     ) -> Forecast:
         """Raises ArbiterUnavailable."""
         by_presence = predict.of_presence(presence.state, presence.estimate_s, times.run_s)
@@ -140,7 +164,7 @@ class Forecasts:
         is_coming = presence.state in ("resident", "loading", "queued")
         if (is_coming and presence.estimate_s is not None) or files.plan is None:
             return usual
-        question = plan_questions.of_model(home, files.plan, Priority.NORMAL, DEFAULT_TENANT)
+        question = plan_questions.of_model(home, files.plan, Priority.NORMAL, tenant)
         try:
             plan = await self._plan(question)
         except (UnknownCapability, UnknownModel):  # the arbiter does not have this table yet

@@ -18,7 +18,7 @@ from deployments.config.schema import Table, parse_table
 from deployments.front import application
 from deployments.front.access import keys
 from deployments.front.access.auth import Authenticator
-from deployments.front.access.keys import Caller, Keyring
+from deployments.front.access.keys import Caller, Keyring, Scope
 from deployments.front.dependencies import FrontState
 from deployments.front.inference.request import BadRequest, parse
 from deployments.front.inference.service import InferenceService
@@ -88,6 +88,24 @@ async def test_warm_rung_answers_for_a_cold_primary_and_is_named(
     assert engines.calls[-1].stay_warm_s == 60.0 and b"x_budget_s" not in engines.calls[-1].body
     alias = await client.post(CHAT, json={"model": "gpt-4o", "x_client_id": "old", **HELLO})
     assert alias.json()["model"] == "warm"
+
+
+@pytest.mark.spec("J5", "C10")
+async def test_rungs_are_judged_for_the_tenant_that_asks(
+    client: AsyncClient, front: FrontState, arbiter: ScriptedArbiter, keys_file: Path
+) -> None:
+    limited = {"tenants": {"default": {"maximum": "1 GiB"}}}
+    tasks = table(sum={"ladder": ["cold"]})
+    limits = parse_table({"arbiter": limited, "capabilities": {}}).arbiter
+    front.service.configure(tasks.model_copy(update={"arbiter": limits}))
+    arbiter.over_quota = ("default",)
+    status, refused, _ = await asked(client)
+    assert (status, refused["error"]["code"]) == (400, "task_has_no_model")
+    key = keys.add(keys_file, "a test", "acme", frozenset({Scope.INFER, Scope.VIEW}))
+    client.headers["authorization"] = f"Bearer {key}"
+    assert await asked(client) == (200, {"model": "cold"}, "cold")
+    [row] = (await client.get("/arbiter/explain/task:sum")).json()["rungs"]
+    assert row["turn"] == 1
 
 
 @pytest.mark.spec("J5")

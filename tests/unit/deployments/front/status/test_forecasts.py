@@ -10,7 +10,7 @@ from deployments.config.schema import Table, parse_table
 from deployments.front.status import forecasts
 from deployments.front.status.forecasts import FORGOTTEN_S, FRESH_S, STALE_S, UNSEEN
 from deployments.tasks.predict import NOTHING, Prediction
-from tests.support.task_front import ScriptedArbiter
+from tests.support.task_front import COLD, ScriptedArbiter
 from tests.support.waits import eventually
 
 NEED = {"weights": "1 MiB"}
@@ -21,6 +21,14 @@ def table() -> Table:
     models["far"] = {"source": "made:no-such-model"}
     return parse_table(
         {"capabilities": {"chat": {"role": "text", "engine": "vllm", "models": models}}}
+    )
+
+
+def limits(tenant: str) -> Table:
+    """The table, with a quota of this tenant."""
+    arbiter = {"tenants": {tenant: {"maximum": "1 GiB"}}}
+    return table().model_copy(
+        update={"arbiter": parse_table({"arbiter": arbiter, "capabilities": {}}).arbiter}
     )
 
 
@@ -42,6 +50,20 @@ async def test_model_that_can_never_be_loaded_says_why_and_one_of_another_table_
     seen = await arbiter.forecasts().read(table(), ("warm", "cold"))
     assert seen["cold"].never == "It is too large."
     assert seen["warm"].predicted == NOTHING
+
+
+@pytest.mark.spec("J5", "C10")
+@pytest.mark.parametrize("limited", ["default", "acme"])
+async def test_quota_of_a_tenant_bears_on_no_forecast_of_another(limited: str) -> None:
+    arbiter = ScriptedArbiter(plans={"cold": COLD}, over_quota=(limited,))
+    known, asked = arbiter.forecasts(), limits(limited)
+    for tenant in ("default", "acme", "other", "third"):
+        seen = (await known.read(asked, ("cold",), tenant))["cold"]
+        if tenant == limited:
+            assert seen.never == f"{limited} is over its quota."
+        else:
+            assert (seen.never, seen.predicted.load_s) == (None, 8.0)
+    assert len(set(arbiter.planned_for)) == 2, "one stands for all without limits"
 
 
 @pytest.mark.spec("J5")
