@@ -39,13 +39,22 @@ def needs_of(path: str, fields: Mapping[str, Any] | None, *, generates: bool) ->
     texts = [fields[name] for name in _TEXT if name in fields]
     answer_tokens = next((n for name in _MOST if isinstance(n := fields.get(name), int)), 0)
     tokens_count = -(-_chars(texts) // TOKEN_CHARS) + answer_tokens
-    chooses = fields.get("tool_choice") in (None, "auto")
     return Needs(
         prefixes.served_path(path),
         tokens_count,
         has_pictures=_has_pictures(fields.get("messages") or fields.get("input")),
-        has_tools=bool(fields.get("tools")) and chooses,
+        has_tools=bool(fields.get("tools")) and _chooses(fields.get("tool_choice")),
     )
+
+
+def _chooses(tool_choice: object) -> bool:
+    """Whether the model chooses if it calls a tool: `auto` as chats, Anthropic's messages, and
+    OpenAI's choice among allowed tools write it, the last within an object in a chat."""
+    if not isinstance(tool_choice, dict):
+        return tool_choice in (None, "auto")
+    allowed = tool_choice.get("allowed_tools", tool_choice)
+    mode = allowed.get("mode") if isinstance(allowed, dict) else None
+    return tool_choice.get("type") == "auto" or mode == "auto"
 
 
 def unfit(needs: Needs, name: str, capability: CapabilityConfig, context: int | None) -> str | None:

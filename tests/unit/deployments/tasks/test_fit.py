@@ -59,6 +59,27 @@ def test_pictures_and_tools_need_a_model_for_them() -> None:
 
 
 @pytest.mark.spec("J5")
+@pytest.mark.parametrize(
+    ("path", "tool_choice", "chooses"),
+    [
+        ("/v1/chat/completions", {"type": "function", "function": {"name": "f"}}, False),
+        ("/v1/chat/completions", {"allowed_tools": {"mode": "auto", "tools": []}}, True),
+        ("/v1/chat/completions", {"allowed_tools": {"mode": "required", "tools": []}}, False),
+        ("/v1/chat/completions", {"allowed_tools": "auto"}, False),
+        ("/v1/responses", {"type": "allowed_tools", "mode": "auto", "tools": []}, True),
+        ("/v1/messages", {"type": "auto"}, True),
+        ("/v1/messages", {"type": "any"}, False),
+        ("/v1/messages", {"type": "tool", "name": "f"}, False),
+    ],
+)
+def test_choosing_of_tools_is_understood_as_each_api_writes_it(
+    path: str, tool_choice: dict[str, Any], chooses: bool
+) -> None:
+    asked = {"messages": [], "tools": [{"name": "f"}], "tool_choice": tool_choice}
+    assert needs_of(path, asked, generates=True).has_tools is chooses
+
+
+@pytest.mark.spec("J5")
 def test_prewarm_needs_what_its_chat_does() -> None:
     assert needs_of("/v1/prewarm", {}, generates=True).path == CHAT
 
