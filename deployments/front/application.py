@@ -95,7 +95,7 @@ def build(front: FrontState) -> FastAPI:
     """Serves the paths of SCHEMAS and of the front's table."""
     app = Application(
         title="serve-arbiter",
-        docs_url="/docs",
+        docs_url=None,  # FastAPI's page loads scripts of another site into the console's origin
         redoc_url=None,
         dependencies=CHECKED,
         exception_handlers=HANDLERS,

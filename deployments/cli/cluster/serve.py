@@ -332,7 +332,7 @@ def box(start_facts: dict[str, Any]) -> list[str]:
     """The same in lines; the request to paste has one for itself."""
     url, good = start_facts["url"], start_facts["serves"]
     rows = [
-        ("API", f"{url}/v1 (OpenAI), {url} (Anthropic, Ollama), {url}/docs"),
+        ("API", f"{url}/v1 (OpenAI), {url} (Anthropic, Ollama), {url}/openapi.json"),
         ("console", start_facts["console"]),
         ("dashboard", start_facts["dashboard"]),
         ("log", start_facts["log"]),

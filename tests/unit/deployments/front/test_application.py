@@ -449,6 +449,16 @@ async def test_description_says_of_what_is_not_served_what_to_do_and_what_is_har
         assert fields[name]["enum"] == [*harmless, None]
 
 
+@pytest.mark.spec("K4")
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/docs/oauth2-redirect"])
+async def test_no_page_of_a_library_is_in_the_consoles_origin(
+    client: AsyncClient, path: str
+) -> None:
+    """FastAPI's load scripts of another site, which could use the key that the console keeps."""
+    assert (await client.get(path)).status_code == 404
+    assert (await client.get("/openapi.json")).json()["paths"]
+
+
 @pytest.mark.spec("J8")
 async def test_full_front_is_429_before_the_body_is_read(
     client: AsyncClient, front: FrontState
