@@ -285,6 +285,7 @@ class VllmEngine:
             return await self._transcribe(scope, receive, send)
         if self.is_pooling and scope["path"] in pooling.HANDLERS:
             return await pooling.serve(self.api, scope, receive, send)
+        callers.begin(scope)  # here, because a request with pictures waits for its turn
         if self.pictures is not None:
             return await self.pictures.serve(self._infer, scope, receive, send)
         await self._infer(scope, receive, send)
@@ -306,7 +307,7 @@ class VllmEngine:
         if scope["path"] == "/admission":
             hold = await self.llm.engine_core.call_utility_async("hold_trace")
             return await asgi.respond(send, 200, {**self.gate.facts(), "hold": hold})
-        send = HeldHead(callers.begin(scope), send)
+        send = HeldHead(callers.current(), send)
         if self.adapters is None:
             return await self.api(scope, receive, send)
         if scope["path"] == messages.ADAPTERS and scope["method"] == "POST":

@@ -33,6 +33,7 @@ from deployments.engines.vllm.adapters.adapter_mover import AdapterMover
 from deployments.engines.vllm.batching import callers
 from deployments.engines.vllm.batching.batch_admission import BASE, WaitingRequest
 from deployments.engines.vllm.batching.batch_gate import BatchGate
+from deployments.engines.vllm.pictures.picture_turns import end_turn
 
 REBALANCE_S = 60.0  # F3, where the configuration says nothing
 
@@ -67,6 +68,7 @@ class AdmittingLLM(AsyncLLM):
         lora_request: LoRARequest | None = None,
         **more: Any,
     ) -> AsyncGenerator[Any, None]:
+        end_turn()
         count = callers.AnswerTokens(sampling_params)
         more["priority"] = callers.current().priority  # whatever the body says
         async with self._place_in_batch(lora_request, callers.prompt_tokens(prompt)) as place:

@@ -8,13 +8,17 @@ share none.
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from PIL import Image, ImageOps
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.multimodal.media import ImageMediaIO
+from vllm.multimodal.media import ImageMediaIO, connector
+from vllm.multimodal.media import image as media_image
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from deployments import messages
@@ -22,11 +26,24 @@ from deployments.config import model_content
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Asgi, Receive, Scope, Send
+from deployments.engines.vllm.pictures.picture_turns import PictureTurns
 from deployments.requests.picture_bounds import BROKEN
 
 FACTS = "/pictures"  # GET: what the cache holds; DELETE: empties it of what no step reads
 # An idle engine looks so often for pictures past their term, to give their memory back.
 TICK_S = 15.0
+_STRIP_BYTES = 1 << 20  # of pixels that are hashed at once: a copy of them all may be 96 MiB
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The picture as its file says that it is seen. vLLM's own function copies also a picture that
+    is upright, which takes its memory twice."""
+    with contextlib.suppress(*BROKEN):
+        ImageOps.exif_transpose(image, in_place=True)
+    return image
+
+
+media_image.normalize_image = _upright
 
 
 class Pictures:
@@ -36,11 +53,16 @@ class Pictures:
     def __init__(self, llm: AsyncLLM, *, has_cache: bool) -> None:
         self._llm, self._has_cache = llm, has_cache
         self._reader = ImageMediaIO()
+        self._turns = PictureTurns()
+        # One thread, because it goes on with the pictures of a client that has left, when the turn
+        # is another request's.
+        self._decoder = ThreadPoolExecutor(1, "decode")
         self._model = model_content.content_of(llm.model_config.model)
 
     def adopt(self, state: Any) -> None:
         """Has vLLM's routes pass identities on; `state` is that of its application."""
         state.anthropic_serving_messages.__class__ = NamedMessages
+        connector.global_thread_pool = self._decoder
 
     async def serve(self, api: Asgi, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == FACTS:
@@ -50,10 +72,18 @@ class Pictures:
             return
         tenant = dict(scope["headers"]).get(messages.TENANT_HEADER.encode(), b"default")
         try:
-            body = await asyncio.to_thread(self._named, body, tenant)
+            fields, pictures = await asyncio.to_thread(_read, body)
         except BadField as error:
             return await asgi.refuse_request(send, error)
-        await api(scope, asgi.replay(body, receive), send)
+        if not pictures:
+            return await api(scope, asgi.replay(body, receive), send)
+        async with self._turns.turn():
+            work = self._named, fields, pictures, tenant
+            try:
+                body = await asyncio.get_running_loop().run_in_executor(self._decoder, *work)
+            except BadField as error:
+                return await asgi.refuse_request(send, error)
+            await api(scope, asgi.replay(body, receive), send)
 
     async def _facts(self, scope: Scope, send: Send) -> None:
         if not self._has_cache:
@@ -74,17 +104,11 @@ class Pictures:
             await asyncio.sleep(TICK_S)
             await self._llm.engine_core.call_utility_async("expire_pictures")
 
-    def _named(self, body: bytes, tenant: bytes) -> bytes:
+    def _named(self, fields: Any, pictures: "list[Picture]", tenant: bytes) -> bytes:
         """The body with a uuid on each picture. Raises BadField."""
-        try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError):
-            return body  # vLLM says what is wrong with it
-        has_changed = False
-        for place, owner, url in _pictures(fields):
+        for place, owner, url in pictures:
             owner["uuid"] = self.identity(url, tenant, place)
-            has_changed = True
-        return json.dumps(fields).encode() if has_changed else body
+        return json.dumps(fields).encode()
 
     def identity(self, url: Any, tenant: bytes, place: str) -> str:
         """The identity of one picture: the pixels that vLLM's own reader will give. Raises
@@ -98,8 +122,16 @@ class Pictures:
             raise _bad(place, f"cannot be decoded: {error}") from error
         digest = hashlib.sha256(f"{self._model} {pixels.mode} {pixels.size} ".encode())
         digest.update(hashlib.sha256(tenant).digest())
-        digest.update(pixels.tobytes())
+        for strip in _strips(pixels):
+            digest.update(strip.tobytes())
         return digest.hexdigest()
+
+
+def _strips(pixels: Image.Image) -> Iterator[Image.Image]:
+    """Yields the rows of an RGB picture, from above, in strips of about _STRIP_BYTES."""
+    height = max(1, _STRIP_BYTES // (3 * pixels.width))
+    for top in range(0, pixels.height, height):
+        yield pixels.crop((0, top, pixels.width, min(top + height, pixels.height)))
 
 
 def _bad(place: str, why: str) -> BadField:
@@ -109,6 +141,15 @@ def _bad(place: str, why: str) -> BadField:
 
 
 Picture = tuple[str, dict[str, Any], Any]  # its place, what takes the uuid, its data: URI
+
+
+def _read(body: bytes) -> tuple[Any, list[Picture]]:
+    """The fields of a body, and its pictures. Raises BadField."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return None, []  # vLLM says what is wrong with it
+    return fields, list(_pictures(fields))
 
 
 def _pictures(fields: Any) -> Iterator[Picture]:
