@@ -142,8 +142,8 @@ async def attempt(
         return replace(answer, request_id=request.request_id)
     except RequestError as error:
         # A ticket says that an engine had the call: a model that left each time has none.
-        is_death = isinstance(error, EngineLost) and not isinstance(error, ReplicaLost)
-        if is_death and error.ticket is not None:
+        is_replica = isinstance(error, ReplicaLost)
+        if isinstance(error, EngineLost) and not is_replica and error.ticket is not None:
             raise EngineDied(error.retry_after_s, str(error), TRIES) from error
         if messages.is_transient(error) or error.status_code in TRANSIENT:
             raise RetryLater(error.retry_after_s, str(error)) from error

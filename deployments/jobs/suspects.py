@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 from deployments.front.inference.service import TRIES
 
-# Deaths of the engine under a call until the call fails: those of three attempts, or of nine where a
-# stream had begun in each; all but the first run alone. Kills from outside do not come to that
+# Deaths of the engine under a call until the call fails: those of three attempts, or of nine where
+# a stream had begun in each; all but the first run alone. Kills from outside do not come to that
 # (docs/adr/0035).
 DEATHS_MOST = 3 * TRIES
 

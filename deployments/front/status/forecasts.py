@@ -108,15 +108,15 @@ class Forecasts:
             self._unlimited, self._last_use_s = "", {}
         now_s = self._clock()
         whose = self._alike(tenant, table)
-        asked = tuple(_Asked(model, whose) for model in models)
-        self._last_use_s |= dict.fromkeys(asked, now_s)
+        wanted = tuple(_Asked(model, whose) for model in models)
+        self._last_use_s |= dict.fromkeys(wanted, now_s)
         age_s = now_s - self._read_s
-        is_known = all(one in self._forecasts for one in asked)
+        is_known = all(one in self._forecasts for one in wanted)
         if age_s > FRESH_S or not is_known:
             reading = self._begin(table)
             if age_s > STALE_S or not is_known:
                 await asyncio.wait({reading}, timeout=WAIT_S)
-        return {one.model: self._forecasts.get(one, UNSEEN) for one in asked}
+        return {one.model: self._forecasts.get(one, UNSEEN) for one in wanted}
 
     def _alike(self, tenant: str, table: Table) -> str:
         """The tenant for which the arbiter is asked: of those without limits one stands for all, so
@@ -134,17 +134,17 @@ class Forecasts:
     async def _read(self, table: Table) -> None:
         now_s = self._clock()
         self._last_use_s = {a: s for a, s in self._last_use_s.items() if now_s - s < FORGOTTEN_S}
-        asked = [one for one in self._last_use_s if one.model in table.homes]
-        homes = {one.model: table.homes[one.model] for one in asked}
+        wanted = [one for one in self._last_use_s if one.model in table.homes]
+        homes = {one.model: table.homes[one.model] for one in wanted}
         reads = self._files  # a new table has a dict of its own
-        forecasts = dict.fromkeys(asked, UNSEEN)
+        forecasts = dict.fromkeys(wanted, UNSEEN)
         try:
             state = await self._state()
             present, times = state.presences(homes), state.times()
             begun = [_begin_files(reads, table, m) for m in homes if m not in reads]
             if begun:
                 await asyncio.wait(begun, timeout=FILES_S)
-            for one in asked:
+            for one in wanted:
                 home, reading = homes[one.model], reads.get(one.model)
                 files = reading.result() if reading and reading.done() else UNREAD
                 took = times.get((home, one.model), NEVER_SEEN)

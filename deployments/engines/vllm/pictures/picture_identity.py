@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from PIL import Image, ImageOps
@@ -78,12 +79,12 @@ class Pictures:
         if not pictures:
             return await api(scope, asgi.replay(body, receive), send)
         async with self._turns.turn():
-            work = self._named, fields, pictures, tenant
+            work = partial(self._named, fields, pictures, tenant)
             try:
-                body = await asyncio.get_running_loop().run_in_executor(self._decoder, *work)
+                named = await asyncio.get_running_loop().run_in_executor(self._decoder, work)
             except BadField as error:
                 return await asgi.refuse_request(send, error)
-            await api(scope, asgi.replay(body, receive), send)
+            await api(scope, asgi.replay(named, receive), send)
 
     async def _facts(self, scope: Scope, send: Send) -> None:
         if not self._has_cache:

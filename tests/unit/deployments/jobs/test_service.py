@@ -303,7 +303,7 @@ async def test_urgent_jobs_go_first_and_tenants_take_turns(
     capability.gate.set()
     for number in range(20):
         await finished(service, f"a{number}")
-    assert not +service._runner._tenants
+    await eventually(lambda: not +service._runner._tenants)
 
 
 @pytest.mark.spec("J4", "L1")
