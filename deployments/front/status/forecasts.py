@@ -72,8 +72,8 @@ async def ask_plan(question: PlanQuestion) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A model of which a task has asked, and for whom."""
+class _ForecastKey:
+    """A model of which a task has asked, and the tenant for which."""
 
     model: str
     tenant: str
@@ -92,8 +92,8 @@ class Forecasts:
         self._state, self._plan, self._clock = state, plan, clock
         self._table: Table | None = None
         self._unlimited = ""  # the tenant that stands for all without limits; empty: none has asked
-        self._last_use_s: dict[_Asked, float] = {}
-        self._forecasts: dict[_Asked, Forecast] = {}
+        self._last_use_s: dict[_ForecastKey, float] = {}
+        self._forecasts: dict[_ForecastKey, Forecast] = {}
         self._files: dict[str, asyncio.Future[_Files]] = {}  # of the table's models, read once
         self._read_s = float("-inf")
         self._reading: asyncio.Task[None] | None = None
@@ -107,16 +107,16 @@ class Forecasts:
             self._table, self._forecasts, self._files, self._reading = table, {}, {}, None
             self._unlimited, self._last_use_s = "", {}
         now_s = self._clock()
-        whose = self._alike(tenant, table)
-        wanted = tuple(_Asked(model, whose) for model in models)
-        self._last_use_s |= dict.fromkeys(wanted, now_s)
+        alike = self._alike(tenant, table)
+        keys = tuple(_ForecastKey(model, alike) for model in models)
+        self._last_use_s |= dict.fromkeys(keys, now_s)
         age_s = now_s - self._read_s
-        is_known = all(one in self._forecasts for one in wanted)
+        is_known = all(key in self._forecasts for key in keys)
         if age_s > FRESH_S or not is_known:
             reading = self._begin(table)
             if age_s > STALE_S or not is_known:
                 await asyncio.wait({reading}, timeout=WAIT_S)
-        return {one.model: self._forecasts.get(one, UNSEEN) for one in wanted}
+        return {key.model: self._forecasts.get(key, UNSEEN) for key in keys}
 
     def _alike(self, tenant: str, table: Table) -> str:
         """The tenant for which the arbiter is asked: of those without limits one stands for all, so
@@ -133,23 +133,23 @@ class Forecasts:
 
     async def _read(self, table: Table) -> None:
         now_s = self._clock()
-        self._last_use_s = {a: s for a, s in self._last_use_s.items() if now_s - s < FORGOTTEN_S}
-        wanted = [one for one in self._last_use_s if one.model in table.homes]
-        homes = {one.model: table.homes[one.model] for one in wanted}
+        self._last_use_s = {k: s for k, s in self._last_use_s.items() if now_s - s < FORGOTTEN_S}
+        keys = [key for key in self._last_use_s if key.model in table.homes]
+        homes = {key.model: table.homes[key.model] for key in keys}
         reads = self._files  # a new table has a dict of its own
-        forecasts = dict.fromkeys(wanted, UNSEEN)
+        forecasts = dict.fromkeys(keys, UNSEEN)
         try:
             state = await self._state()
             present, times = state.presences(homes), state.times()
             begun = [_begin_files(reads, table, m) for m in homes if m not in reads]
             if begun:
                 await asyncio.wait(begun, timeout=FILES_S)
-            for one in wanted:
-                home, reading = homes[one.model], reads.get(one.model)
+            for key in keys:
+                home, reading = homes[key.model], reads.get(key.model)
                 files = reading.result() if reading and reading.done() else UNREAD
-                took = times.get((home, one.model), NEVER_SEEN)
-                presence = present[one.model]
-                forecasts[one] = await self._of(home, one.tenant, files, presence, took)
+                took = times.get((home, key.model), NEVER_SEEN)
+                presence = present[key.model]
+                forecasts[key] = await self._of(home, key.tenant, files, presence, took)
         except ArbiterUnavailable:
             pass  # the ladder's own order counts for what is not predicted
         if table is self._table:
