@@ -10,6 +10,7 @@ that carry their own sound are read, because a playlist would have FFmpeg open w
 Source: ffmpeg.org/ffmpeg-formats.html, `format_whitelist`.
 """
 
+import ctypes
 import io
 import itertools
 import re
@@ -47,6 +48,19 @@ OPEN_S = 10.0  # to find the streams of a file, which is in memory
 COMPRESSED_HEADER = b"dcomzlib"
 _TAG = re.compile(rb"ID3([^\xff]{2}.[\x00-\x7f]{4})", re.DOTALL)  # as FFmpeg knows one
 MOST_TAGS = 8  # in front of a file; most have one
+# A header of a few bytes may declare millions of samples, for each of which FFmpeg allocates 35
+# bytes before it reads any: 4.5 KB became gigabytes. FFmpeg therefore refuses to allocate a larger
+# block, in the whole process. This one holds the index of half an hour of frames of 2.5 ms; a file
+# with a larger picture in it is refused. Each stream has such blocks of its own, and up to five
+# copies of its header; a film has sound, a picture and what its camera noted. What is left to a
+# hostile file is 0.2 GB by samples, 0.4 GB by headers that are compressed in a Matroska file.
+# Source: ffmpeg.org/doxygen/trunk/mem_8h.html, `av_max_alloc`.
+MOST_BLOCK_BYTES, MOST_STREAMS = 17 << 20, 8
+ctypes.CDLL(av._core.__file__).av_max_alloc(ctypes.c_size_t(MOST_BLOCK_BYTES))
+# A list of edits says which parts of a film are played, and how often: 45 KB became minutes of
+# work. Films that people cut have a few edits; a longer list is ignored.
+MOST_EDITS = 16
+_EDITS = re.compile(rb"elst(?=.{4}(.{4}))", re.DOTALL)
 
 
 class BadSound(BadField):
@@ -76,7 +90,7 @@ def parts(raw: bytes, most_s: float, count: int) -> Iterator[np.ndarray]:
             metadata_errors="ignore",
             timeout=OPEN_S,
             io_open=_refuse_to_open,
-            container_options={"format_whitelist": FORMATS, "protocol_whitelist": ""},
+            container_options=_options(raw),
         ) as container:
             for part in _in_parts(_read(container, most_s), count):
                 heard_count += len(part)
@@ -84,8 +98,21 @@ def parts(raw: bytes, most_s: float, count: int) -> Iterator[np.ndarray]:
                 yield part
     except (av.FFmpegError, ValueError, EOFError, OSError) as error:
         why = error.strerror if isinstance(error, av.FFmpegError) else error
+        if isinstance(error, MemoryError):
+            most_mib = MOST_BLOCK_BYTES >> 20
+            why = f"it has more than {MOST_STREAMS} streams, or a header above {most_mib} MiB"
         raise BadSound(f"no sound that can be read: {why}") from error
     _check_least(heard_count)
+
+
+def _options(raw: bytes) -> dict[str, str]:
+    edits_count = max((int.from_bytes(count, "big") for count in _EDITS.findall(raw)), default=0)
+    return {
+        "format_whitelist": FORMATS,
+        "protocol_whitelist": "",
+        "max_streams": str(MOST_STREAMS),
+        "ignore_editlist": str(int(edits_count > MOST_EDITS)),
+    }
 
 
 def _check_least(count: int) -> None:

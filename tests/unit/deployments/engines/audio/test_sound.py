@@ -12,8 +12,9 @@ import av
 import numpy as np
 import pytest
 
+from arbiter.units import MIB
 from deployments.engines.audio import sound
-from tests.support import archives
+from tests.support import archives, films
 from tests.support.speech import CONTAINERS, contained, seconds_of
 
 RATE = 22_050
@@ -211,6 +212,46 @@ def test_archive_is_no_sound_and_is_not_unpacked(kind: str) -> None:
     with archives.growth() as grown, pytest.raises(sound.BadSound, match=r"no sound|compressed"):
         sound.decode(raw, most_s=60)
     assert grown() < archives.MOST_GROWN_BYTES
+
+
+@pytest.mark.spec("L2", "L3")
+@pytest.mark.parametrize(
+    ("made", "most_bytes"),
+    [
+        (lambda: films.mp4(4_000_000, 1, 2), archives.MOST_GROWN_BYTES),
+        (lambda: films.mp4(690_000, 1, 2, tracks=20), 256 * MIB),
+        (lambda: films.matroska(40, 5_000_000), 400 * MIB),
+    ],
+    ids=["samples", "samples of many tracks", "compressed headers"],
+)
+def test_header_that_declares_much_in_a_few_bytes_takes_bounded_memory(
+    made: Callable[[], bytes], most_bytes: int
+) -> None:
+    raw = made()
+    assert len(raw) < 300_000
+    with archives.growth() as grown, contextlib.suppress(sound.BadSound):
+        sound.decode(raw, most_s=1_800)
+    assert grown() < most_bytes
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (films.mp4(50, 160, 160, tracks=9), "more than 8 streams, or a header above 17 MiB"),
+        (films.mp4(4_000_000, 1, 2), r"0\.000 s of sound"),
+    ],
+)
+def test_film_of_too_many_streams_or_samples_is_refused(raw: bytes, why: str) -> None:
+    with pytest.raises(sound.BadSound, match=why):
+        sound.decode(raw, most_s=1_800)
+
+
+@pytest.mark.spec("L2")
+@pytest.mark.parametrize(("edits", "plays"), [(1, 1), (2, 2), (200, 1)])
+def test_film_is_heard_as_it_was_cut_unless_its_edits_are_very_many(edits: int, plays: int) -> None:
+    samples = sound.decode(films.mp4(50, 160, 160, edits=edits), most_s=1_800)
+    assert len(samples) / sound.HEARD_HZ == pytest.approx(plays, abs=0.01)
 
 
 def in_a_wav() -> bytes:
