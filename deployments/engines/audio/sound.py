@@ -61,6 +61,9 @@ ctypes.CDLL(av._core.__file__).av_max_alloc(ctypes.c_size_t(MOST_BLOCK_BYTES))
 # work. Films that people cut have a few edits; a longer list is ignored.
 MOST_EDITS = 16
 _EDITS = re.compile(rb"elst(?=.{4}(.{4}))", re.DOTALL)
+# Each packet is 10 us of work, with a sample or a thousand in it. TrueHD has the shortest packets
+# of those that people have, 1,200 in a second. A file may have some more, as at its begin.
+MOST_PACKETS_PER_S, SPARE_PACKETS = 2_000, 1_000
 
 
 class BadSound(BadField):
@@ -239,26 +242,29 @@ def _kind(frame: Any) -> tuple[str, str, int]:
 
 def _frames(container: Any, stream: Any, most_s: float) -> Iterator[Any]:
     """Decoded frames. A broken frame is skipped, as players do. Raises BadSound for frames that no
-    speech has, and beyond `most_s`."""
-    decoded, broken, decoded_s = container.decode(stream), 0, Fraction(0)
-    while True:
+    speech has, for packets with hardly a sample, and beyond `most_s`."""
+    broken, decoded_s, excess = 0, Fraction(0), 0.0
+    for packet in container.demux(stream):
+        excess += 1
         try:
-            frame = next(decoded, None)
+            frames = packet.decode()
         except av.error.InvalidDataError:
             broken += 1
             if broken > MOST_BROKEN_FRAMES:
                 raise
             continue
-        if frame is None:
-            return
-        channels = frame.layout.nb_channels
-        if frame.sample_rate not in RATES_HZ or not 1 <= channels <= MOST_CHANNELS:
-            raise BadSound(f"{channels} channels of {frame.sample_rate} Hz are not read")
-        decoded_s += Fraction(frame.samples, frame.sample_rate)
-        if decoded_s > most_s:
-            raise BadSound(f"longer than {most_s:.0f} s, the most that is read")
-        frame.pts = None  # samples count, not what the file says of their time
-        yield frame
+        for frame in frames:
+            channels = frame.layout.nb_channels
+            if frame.sample_rate not in RATES_HZ or not 1 <= channels <= MOST_CHANNELS:
+                raise BadSound(f"{channels} channels of {frame.sample_rate} Hz are not read")
+            decoded_s += Fraction(frame.samples, frame.sample_rate)
+            if decoded_s > most_s:
+                raise BadSound(f"longer than {most_s:.0f} s, the most that is read")
+            excess = max(0.0, excess - MOST_PACKETS_PER_S * frame.samples / frame.sample_rate)
+            frame.pts = None  # samples count, not what the file says of their time
+            yield frame
+        if excess > SPARE_PACKETS:
+            raise BadSound(f"more than {MOST_PACKETS_PER_S} packets in a second are not read")
 
 
 class _Sink:

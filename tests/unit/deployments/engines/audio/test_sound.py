@@ -7,6 +7,7 @@ import struct
 import threading
 import wave
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 
 import av
 import numpy as np
@@ -252,6 +253,41 @@ def test_film_of_too_many_streams_or_samples_is_refused(raw: bytes, why: str) ->
 def test_film_is_heard_as_it_was_cut_unless_its_edits_are_very_many(edits: int, plays: int) -> None:
     samples = sound.decode(films.mp4(50, 160, 160, edits=edits), most_s=1_800)
     assert len(samples) / sound.HEARD_HZ == pytest.approx(plays, abs=0.01)
+
+
+def packets(raw: Iterator[bytes], codec: str, rate: int, count: int) -> bytes:
+    """A Matroska file of packets that have `count` samples each."""
+    sink = io.BytesIO()
+    with av.open(sink, "w", format="matroska") as container:
+        stream = container.add_stream(codec, rate=rate, layout="mono")
+        container.start_encoding()
+        for number, one in enumerate(raw):
+            packet = av.Packet(one)
+            packet.stream, packet.time_base = stream, Fraction(1, rate)
+            packet.pts = packet.dts = number * count
+            container.mux(packet)
+    return sink.getvalue()
+
+
+@pytest.mark.spec("L2", "L3")
+def test_packets_with_hardly_a_sample_are_refused_after_some_of_them() -> None:
+    def file(tiny_count: int) -> bytes:
+        second = [bytes(192)] * 1_000
+        return packets(iter([*second, *[b"\1\0"] * tiny_count]), "pcm_s16le", 96_000, 96)
+
+    assert len(sound.decode(file(sound.SPARE_PACKETS // 2), 60)) > sound.HEARD_HZ
+    with pytest.raises(sound.BadSound, match="more than 2000 packets in a second"):
+        sound.decode(file(sound.SPARE_PACKETS * 2), 60)
+
+
+@pytest.mark.spec("H3")
+def test_sound_behind_a_broken_frame_is_heard() -> None:
+    with av.open(io.BytesIO(encoded("flac"))) as container:
+        whole = [bytes(packet) for packet in container.demux(audio=0) if packet.size]
+    assert len(whole) > 10
+    whole[2] = bytes(len(whole[2]))
+    raw = packets(iter(whole), "flac", RATE, 4_608)
+    assert len(sound.decode(raw, 60)) / sound.HEARD_HZ == pytest.approx(3, abs=0.25)
 
 
 def in_a_wav() -> bytes:
